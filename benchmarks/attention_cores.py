@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise import backends
-from headwise.backends import CallSignature, CoreInputs
-from headwise.interfaces.core_types import QueryContext
-from headwise.masking.sequence_info import AttentionMask, SequenceInfo
-from headwise.nn.attention import Attention
-from headwise.presets import design
-from headwise.spec.attention_spec import AttentionSpec
+from headwise.attention import backends
+from headwise.attention.attention import Attention
+from headwise.attention.backends import CallSignature, CoreInputs
+from headwise.attention.interfaces.core_types import QueryContext
+from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
+from headwise.attention.presets import design
+from headwise.attention.spec.attention_spec import AttentionSpec
 
 from . import reference_models as published
 from .harness import (

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.interfaces.part import REGISTRY
-from headwise.nn.attention import Attention
-from headwise.nn.bound_parts import QKTransforms
-from headwise.presets import design
+from headwise.attention.attention import Attention
+from headwise.attention.bound_parts import QKTransforms
+from headwise.attention.interfaces.part import REGISTRY
+from headwise.attention.presets import design
 
 from .harness import (
     BenchmarkCase,

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.cache import PagedSequence, PagePool
+from headwise.attention.cache import PagedSequence, PagePool
+from headwise.attention.presets import design
 from headwise.kernels import PagedDecodeOptions, attend_paged
-from headwise.presets import design
 
 from .harness import (
     LIMIT,

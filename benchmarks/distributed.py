@@ -22,12 +22,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import headwise as hw
 from benchmarks.reference_models import GPTShape, to_model_spec
-from headwise.data import Batch
-from headwise.distributed import Parallelism, ProcessInfo, join_process_group
-from headwise.distributed.model_sharding import shard_model
-from headwise.distributed.ranks import ProcessMesh
-from headwise.distributed.sharded_model import wrap_single_process
+from headwise.models.distributed import Parallelism, ProcessInfo, join_process_group
+from headwise.models.distributed.model_sharding import shard_model
+from headwise.models.distributed.ranks import ProcessMesh
+from headwise.models.distributed.sharded_model import wrap_single_process
 from headwise.training import Recipe
+from headwise.training.data import Batch
 from headwise.training.optimisers import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise import backends
-from headwise.backends import CallSignature
+from headwise.attention import backends
+from headwise.attention.backends import CallSignature
 from headwise.costs.roofline import time_run
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "gpu.json"

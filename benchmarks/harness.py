@@ -23,8 +23,8 @@ from scipy.stats import binom
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from headwise.kernels.capabilities import this_machine
 from headwise.kernels.compilation import compile_when_called
-from headwise.machine.capabilities import this_machine
 
 LIMIT = "limit"  # baseline of a target that refers to the machine's limit instead of a peer
 OURS = "ours"

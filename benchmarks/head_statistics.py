@@ -10,21 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.families import read_model_spec
-from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
-from headwise.head_analysis.head_measurement import MetricSums
-from headwise.head_analysis.head_metrics import HEAD_METRICS
-from headwise.head_analysis.head_similarity import (
+from headwise.attention.interfaces.core_types import Probe
+from headwise.models import Transformer, build
+from headwise.models.families import read_model_spec
+from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.observe.head_analysis.head_measurement import MetricSums
+from headwise.observe.head_analysis.head_metrics import HEAD_METRICS
+from headwise.observe.head_analysis.head_similarity import (
     RowSampling,
     entropy,
     jensen_shannon_divergence,
     sample_rows,
 )
-from headwise.head_analysis.resampling import Jackknife
-from headwise.head_analysis.weight_bands import AttentionReceived, WeightBand, stream_weight_bands
-from headwise.inspect.attention_sites import find_attention
-from headwise.interfaces.core_types import Probe
-from headwise.models import Transformer, build
+from headwise.observe.head_analysis.resampling import Jackknife
+from headwise.observe.head_analysis.weight_bands import (
+    AttentionReceived,
+    WeightBand,
+    stream_weight_bands,
+)
+from headwise.observe.inspect.attention_sites import find_attention
 
 from .harness import BenchmarkCase, CaseKind, MissingPeer, SpeedTarget, TimedCall
 

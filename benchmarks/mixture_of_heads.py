@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.backends import BACKENDS, CallSignature, CoreInputs, CoreSteps
-from headwise.interfaces.core_types import Probe, QueryContext
-from headwise.interfaces.part import REGISTRY
-from headwise.masking.sequence_info import AttentionMask, SequenceInfo
-from headwise.nn.attention import Attention
-from headwise.nn.attention_call import AttentionArguments
-from headwise.presets import design
+from headwise.attention.attention import Attention
+from headwise.attention.attention_call import AttentionArguments
+from headwise.attention.backends import BACKENDS, CallSignature, CoreInputs, CoreSteps
+from headwise.attention.interfaces.core_types import Probe, QueryContext
+from headwise.attention.interfaces.part import REGISTRY
+from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
+from headwise.attention.presets import design
 
 from .harness import (
     BenchmarkCase,

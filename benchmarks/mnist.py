@@ -10,8 +10,7 @@ import sys
 import tempfile
 
 import headwise as hw
-from headwise.data import make_task
-from headwise.model_spec import (
+from headwise.models.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     FeedForwardSpec,
@@ -23,6 +22,7 @@ from headwise.model_spec import (
     StackSpec,
 )
 from headwise.training import Recipe
+from headwise.training.data import make_task
 
 from .real_data import find_files
 

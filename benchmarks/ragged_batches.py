@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from headwise.data import IGNORE_INDEX, Batch
-from headwise.data.example_order import IndexArray, make_rng, plan_by_length
-from headwise.data.synthetic_task import ModelShape, make_small_translator
-from headwise.data.task import pack_batch, real_token_share
-from headwise.distributed.sharded_model import BatchForward, wrap_single_process
-from headwise.masking.sequence_info import SequenceInfo
-from headwise.model_spec import ModelSpec
+from headwise.attention.masking.sequence_info import SequenceInfo
 from headwise.models import Transformer, build
+from headwise.models.distributed.sharded_model import BatchForward, wrap_single_process
+from headwise.models.model_spec import ModelSpec
 from headwise.training import Recipe
+from headwise.training.data import IGNORE_INDEX, Batch
+from headwise.training.data.example_order import IndexArray, make_rng, plan_by_length
+from headwise.training.data.synthetic_task import ModelShape, make_small_translator
+from headwise.training.data.task import pack_batch, real_token_share
 from headwise.training.optimisers import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep, count_labels, cross_entropy
 

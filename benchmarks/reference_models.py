@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.interfaces.core_types import PartParams
-from headwise.model_spec import (
+from headwise.attention.interfaces.core_types import PartParams
+from headwise.attention.presets import design
+from headwise.models.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     FeedForwardSpec,
@@ -32,7 +33,6 @@ from headwise.model_spec import (
     PositionSpec,
     StackSpec,
 )
-from headwise.presets import design
 
 from .harness import import_quietly
 

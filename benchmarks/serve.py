@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import headwise as hw
 from headwise.costs.roofline import Device, RooflineOperation, remeasure_this_machine
-from headwise.families import read_model_spec
 from headwise.kernels.compilation import compile_when_called
+from headwise.models.families import read_model_spec
 
 CONFIG = {
     "model_type": "llama",

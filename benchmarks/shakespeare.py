@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.data import make_task
 from headwise.training import Recipe
+from headwise.training.data import make_task
 
 from .real_data import find_files
 from .reference_models import GPTShape, PlainGPT, to_model_spec

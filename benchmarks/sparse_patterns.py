@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise import backends
-from headwise.backends import CallSignature, CoreInputs, CoreSteps
-from headwise.interfaces.core_types import QueryContext
-from headwise.masking.patterns import Dilated, parse_pattern
-from headwise.masking.sequence_info import AttentionMask, SequenceInfo
-from headwise.nn.attention import Attention
-from headwise.presets import design
+from headwise.attention import backends
+from headwise.attention.attention import Attention
+from headwise.attention.backends import CallSignature, CoreInputs, CoreSteps
+from headwise.attention.interfaces.core_types import QueryContext
+from headwise.attention.masking.patterns import Dilated, parse_pattern
+from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
+from headwise.attention.presets import design
 
 from .harness import (
     BenchmarkCase,

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.data import make_task
-from headwise.data.translation import ParallelTextTask, score_translations
-from headwise.distributed import Parallelism, ProcessInfo
-from headwise.distributed.ranks import ProcessMesh
-from headwise.model_spec import (
+from headwise.models.distributed import Parallelism, ProcessInfo
+from headwise.models.distributed.ranks import ProcessMesh
+from headwise.models.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     FeedForwardSpec,
@@ -34,6 +32,8 @@ from headwise.model_spec import (
     StackSpec,
 )
 from headwise.training import Recipe, TrainingResult
+from headwise.training.data import make_task
+from headwise.training.data.translation import ParallelTextTask, score_translations
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.train_step import StepOptions
 

@@ -1,5 +1,5 @@
-from headwise.interfaces import ScoreStep
-from headwise.interfaces.part import part
+from headwise.attention.interfaces import ScoreStep
+from headwise.attention.interfaces.part import part
 
 
 @part

@@ -31,7 +31,7 @@ import torch
 
 import headwise
 from headwise import cli
-from headwise.files import write_atomically
+from headwise.util.files import write_atomically
 from support import bad_operands, hostile_requests
 from support.hostile_documents import PARSERS
 from support.hostile_runs import MANY, count_inputs, try_input

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.data import make_task
+from headwise.training.data import make_task
 from support import hostile_requests
 
 SOURCES = Path(hw.__file__).parent

@@ -21,8 +21,8 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.nn import head_axis_ops
-from headwise.parts import REGISTRY
+from headwise.attention import head_axis_ops
+from headwise.attention.parts import REGISTRY
 from support import layer_cases as cases
 from support.small_training import SHORT_RUNS
 
@@ -242,7 +242,7 @@ def test_the_refusals_of_the_page_are_those_of_the_commands():
 
 
 def test_the_exceptions_of_the_page_are_those_of_the_library():
-    from headwise import errors
+    from headwise.util import errors
 
     rows = re.findall(r"^\| `(?:hw|headwise\.errors)\.(\w+)` \| `(\w+)`", ERRORS_PAGE, re.MULTILINE)
     classes = {

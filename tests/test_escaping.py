@@ -14,9 +14,10 @@ from xml.etree import ElementTree
 import pytest
 
 import headwise as hw
-from headwise import cli, escaping
+from headwise import cli
 from headwise.cli.arguments import print_page
-from headwise.escaping import (
+from headwise.util import escaping
+from headwise.util.escaping import (
     escape_html,
     escape_markdown,
     escape_page,

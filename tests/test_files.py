@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from headwise import files
-from headwise.errors import SpecError
+from headwise.util import files
+from headwise.util.errors import SpecError
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -174,7 +174,7 @@ def test_the_checksum_is_the_systems(tmp_path: Path):
 
 HOLDER = """
 import sys, time
-from headwise.files import FolderLock
+from headwise.util.files import FolderLock
 FolderLock(sys.argv[1]).__enter__()
 print(flush=True)
 time.sleep(60)

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 
-from headwise.parts import REGISTRY
+from headwise.attention.parts import REGISTRY
 
 NOTEBOOKS = {
     path.stem: path

@@ -18,11 +18,12 @@ from typing import NamedTuple
 import pytest
 
 import headwise as hw
-from headwise import cli, output_paths
-from headwise.errors import SpecError
-from headwise.output_paths import FileKind, FolderKind, check_output, stage_folder
-from headwise.traces import export_weights, save_trace
-from headwise.traces.import_export import trace_from_weights
+from headwise import cli
+from headwise.observe.traces import export_weights, save_trace
+from headwise.observe.traces.import_export import trace_from_weights
+from headwise.util import output_paths
+from headwise.util.errors import SpecError
+from headwise.util.output_paths import FileKind, FolderKind, check_output, stage_folder
 from headwise.viewer.export_files import PageAssets, render_html
 from support.command_help import list_commands, printed
 
@@ -160,7 +161,7 @@ def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         raise SpecError(REACHED)
 
     for target in (
-        "headwise.demo.sample_tour.run_sample_tour",
+        "headwise.learn.sample_tour.run_sample_tour",
         "headwise.studies.study_runner.run_study",
         "headwise.learn.document_page.render_document",
     ):
@@ -522,7 +523,7 @@ def test_an_error_of_the_disk_names_the_folder_and_not_the_hidden_one(tmp_path: 
 WRITER = """
 import sys
 from pathlib import Path
-from headwise.output_paths import FolderKind, stage_folder
+from headwise.util.output_paths import FolderKind, stage_folder
 kind = FolderKind("report", ("a",), lambda folder: ("a", "b*"))
 print("started", flush=True)
 while True:

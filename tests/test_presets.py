@@ -9,8 +9,8 @@ from torch import nn
 
 import headwise as hw
 from headwise import costs
-from headwise.nn import reference
-from headwise.presets import PRESETS
+from headwise.attention import reference
+from headwise.attention.presets import PRESETS
 from support.layer_cases import check_close
 
 PUBLISHED = (

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import headwise as hw
-from headwise.head_analysis.annotated_examples import (
+from headwise.attention.masking.sequence_info import SequenceInfo
+from headwise.observe.head_analysis.annotated_examples import (
     LABELS_INPUT,
     examples_from_lines,
     examples_from_sentences,
     examples_from_task,
     read_conllu,
 )
-from headwise.head_analysis.dependency_syntax import DependencyScores
-from headwise.head_analysis.head_importance import IMPORTANCE_METHODS
-from headwise.head_analysis.head_measurement import MeasureOptions
-from headwise.inspect.model_inputs import get_device
-from headwise.inspect.model_tokenizer import use_tokenizer
-from headwise.masking.sequence_info import SequenceInfo
+from headwise.observe.head_analysis.dependency_syntax import DependencyScores
+from headwise.observe.head_analysis.head_importance import IMPORTANCE_METHODS
+from headwise.observe.head_analysis.head_measurement import MeasureOptions
+from headwise.observe.inspect.model_inputs import get_device
+from headwise.observe.inspect.model_tokenizer import use_tokenizer
 from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise import cli, progress
-from headwise.data.vocabulary import ByteVocabulary
-from headwise.progress import CountedMessage, ProgressReporter, format_duration
+from headwise import cli
+from headwise.models.vocabulary import ByteVocabulary
+from headwise.report import progress
+from headwise.report.progress import CountedMessage, ProgressReporter, format_duration
 from headwise.studies import study_runner
 from headwise.studies.cells import Cell
 

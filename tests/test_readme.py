@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from headwise import cli
-from headwise.parts import REGISTRY
+from headwise.attention.parts import REGISTRY
 from support.small_training import SHORT_RUNS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import pytest
 
 import headwise as hw
-from headwise import families, model_spec, size_limits
-from headwise.parts.latent_attention import Latent
+from headwise.attention.parts.latent_attention import Latent
+from headwise.models import families, model_spec
 from headwise.surgery.pruning_plan import PruningPlan
 from headwise.training import recipe
+from headwise.util import size_limits
 
 SPEC = (
     "model = 8\npattern = 'full()'\nproject = 'Direct'\nsimilarity = 'Dot'\nnormaliser = "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import headwise as hw
-from headwise import backends
+from headwise.attention import backends
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))

@@ -70,7 +70,7 @@ def layers() -> str:
 def divided() -> str:
     """Every preset with 8 heads on two ranks: tensor parallelism and context parallelism."""
     from headwise import PRESETS, SpecError, costs, design
-    from headwise.distributed.head_partition import partition_heads
+    from headwise.models.distributed.head_partition import partition_heads
 
     rows = []
     for name in PRESETS:
@@ -433,21 +433,21 @@ def conflicts(*parts: type) -> list[str]:
 
 def slots() -> set[str]:
     """Names of the interfaces of which a spec has exactly one part."""
-    from headwise.spec.attention_spec import SLOTS
+    from headwise.attention.spec.attention_spec import SLOTS
 
     return {kind.__name__ for kind in SLOTS.values()}
 
 
 def registered_parts() -> list[type]:
-    from headwise.interfaces import Part
-    from headwise.parts import REGISTRY
+    from headwise.attention.interfaces import Part
+    from headwise.attention.parts import REGISTRY
 
     return [cls for _, cls in sorted(REGISTRY.items()) if issubclass(cls, Part)]
 
 
 def phase(cls: type) -> str:
     """Name of the interface that the part implements."""
-    from headwise import interfaces
+    from headwise.attention import interfaces
 
     return next(
         base.__name__ for base in cls.__mro__ if base.__module__.startswith(interfaces.__name__)

@@ -33,10 +33,10 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
-from headwise.inspect.adapters import transformers_interface
-from headwise.inspect.adapters.output_projection import UnreadableCall
-from headwise.inspect.attention_sites import find_attention
-from headwise.inspect.hooks import (
+from headwise.observe.inspect.adapters import transformers_interface
+from headwise.observe.inspect.adapters.output_projection import UnreadableCall
+from headwise.observe.inspect.attention_sites import find_attention
+from headwise.observe.inspect.hooks import (
     AttentionInputs,
     ObservedCall,
     SiteModule,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.head_analysis.resampling import Array, Jackknife
+from headwise.observe.head_analysis.resampling import Array, Jackknife
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "interval-coverage.json"
 NUM_UNITS = (2, 3, 5, 8, 12, 19, 20, 40, 60)

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.head_analysis.annotated_examples import (
+from headwise.observe.head_analysis.annotated_examples import (
     examples_from_sentences,
     read_conllu,
     read_lines,
 )
-from headwise.head_analysis.head_measurement import measure_heads
-from headwise.traces import Trace
+from headwise.observe.head_analysis.head_measurement import measure_heads
+from headwise.observe.traces import Trace
 
 SENTENCE = "The cat sat on the mat."
 GALLERY = {

@@ -3,7 +3,7 @@ minutes on one core.
 
 It trains a small encoder-decoder on the task dates (seeded, no data from elsewhere), measures and
 classifies its heads over held-out examples, traces one translation, and writes all of it to
-src/headwise/viewer/sample. --run keeps the training run in a folder, from which a second call
+src/headwise/observe/sample. --run keeps the training run in a folder, from which a second call
 continues.
 """
 
@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 
 import headwise as hw
-from headwise.data.date_translation import VOCABULARY, DateTranslation
-from headwise.data.synthetic_task import ModelShape, make_small_translator
-from headwise.files import write_atomically
-from headwise.head_analysis.annotated_examples import ExampleReader
-from headwise.head_analysis.word_alignment import AlignmentScores
 from headwise.models import Transformer
-from headwise.traces import save_trace
+from headwise.observe.bundled_sample import FOLDER, MEASURES, MODEL, SOURCE, TRACE
+from headwise.observe.head_analysis.annotated_examples import ExampleReader
+from headwise.observe.head_analysis.word_alignment import AlignmentScores
+from headwise.observe.traces import save_trace
 from headwise.training import ConsoleLogger, Recipe, train
-from headwise.viewer.bundled_sample import FOLDER, MEASURES, MODEL, SOURCE, TRACE
+from headwise.training.data.date_translation import VOCABULARY, DateTranslation
+from headwise.training.data.synthetic_task import ModelShape, make_small_translator
+from headwise.util.files import write_atomically
 
 TASK = DateTranslation(digits=8)
 SHAPE = ModelShape(width=96, heads=6, layers=3, feed=256)

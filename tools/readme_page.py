@@ -11,7 +11,7 @@ from pathlib import Path
 import comparison_page
 import variants_page
 from benchmark_pages import MEASURED, format_seconds, table
-from headwise.presets import PRESETS
+from headwise.attention.presets import PRESETS
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FENCES = {".py": "python", ".toml": "toml"}

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headwise.files import write_atomically
 from headwise.report import plots, render
 from headwise.studies.process_engine import ProcessEngine
 from headwise.studies.study_figures import draw_differences, draw_lengths
@@ -28,6 +27,7 @@ from headwise.studies.study_report import (
     write_report,
 )
 from headwise.studies.study_runner import run_study
+from headwise.util.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 FINDINGS = ROOT / "docs" / "findings"

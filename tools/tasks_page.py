@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headwise.data import IGNORE_INDEX, TASKS, Batch, Task, make_task
-from headwise.data.synthetic_task import SyntheticTask
+from headwise.training.data import IGNORE_INDEX, TASKS, Batch, Task, make_task
+from headwise.training.data.synthetic_task import SyntheticTask
 
 
 class TaskNotes(NamedTuple):

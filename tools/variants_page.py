@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import headwise as hw
 from headwise import costs
-from headwise.interfaces import Part
-from headwise.interfaces.part import REGISTRY
-from headwise.masking.patterns import And, Or, Pattern
-from headwise.presets import PRESETS
-from headwise.spec.attention_spec import SLOTS, AttentionSpec
+from headwise.attention.interfaces import Part
+from headwise.attention.interfaces.part import REGISTRY
+from headwise.attention.masking.patterns import And, Or, Pattern
+from headwise.attention.presets import PRESETS
+from headwise.attention.spec.attention_spec import SLOTS, AttentionSpec
 
 MODEL, HEADS, TOKENS, CACHE_TOKENS = 512, 8, 1024, 8192  # sizes for all costs
 Row = Sequence[str]

@@ -24,40 +24,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors only; at run time names are imported on first use
-    from .backends.backend_report import why
-    from .cache import KVCache
-    from .costs.activations import layer_activation_memory
-    from .costs.cost_report import Workload, cost
-    from .costs.formula_checks import check_formulas
-    from .costs.roofline import Device
-    from .costs.size_matching import match_size
-    from .costs.training_memory import ActivationSettings, activation_memory
-    from .distributed import Parallelism
-    from .errors import CacheFull, NoBackend, SpecError, TrainingDiverged
-    from .generation import BatchingConfig, Engine
-    from .generation.decoding_config import DecodingConfig
-    from .generation.decoding_strategies import greedy_decode
-    from .generation.generate import generate, stream
-    from .head_analysis.annotated_examples import Example, ExampleReader
-    from .head_analysis.attention_maps import compute_attention_maps
-    from .head_analysis.head_circuits import get_circuits
-    from .head_analysis.head_classes import classify_heads
-    from .head_analysis.head_importance import estimate_importance
-    from .head_analysis.head_measurement import measure_heads
-    from .head_analysis.head_redundancy import measure_redundancy
-    from .head_analysis.logit_attribution import attribute_logit
-    from .head_analysis.random_baseline import make_random_baseline
-    from .head_analysis.rank_analysis import measure_qk_spectra
-    from .head_analysis.text_analysis import heads, importance
-    from .hub import export, load
-    from .inspect.ablation import Noise, Resample, ablate, patch
-    from .inspect.adapters.declarations import AttentionSite, declare
-    from .inspect.attention_sites import sites
-    from .inspect.dataset_means import head_means, head_noise, head_outputs
-    from .inspect.model_inputs import run_model
-    from .inspect.trace_capture import Capture, trace
-    from .interfaces.core_types import AuxLosses, CallSize, Probe
-    from .masking.patterns import (
+    from .attention import LongformerAttention, MergedAttention, depth_scaled_init, redraw_features
+    from .attention.attention import Attention
+    from .attention.backends.backend_report import why
+    from .attention.cache import KVCache
+    from .attention.interfaces.core_types import AuxLosses, CallSize, Probe
+    from .attention.masking.patterns import (
         BigBird,
         Blocks,
         Causal,
@@ -71,147 +43,175 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
         Prefix,
         Window,
     )
-    from .masking.sequence_info import AttentionMask, SequenceInfo
-    from .model_spec import ProcessorSpec
+    from .attention.masking.sequence_info import AttentionMask, SequenceInfo
+    from .attention.op_trace import walk
+    from .attention.parts import REGISTRY
+    from .attention.parts.collaborative import Collaborative, convert_to_collaborative
+    from .attention.parts.continuous_bias import ContinuousBias
+    from .attention.parts.differential import Differential, DifferentialV2
+    from .attention.parts.dot_product import Dot
+    from .attention.parts.dynamic_composition import Dynamic
+    from .attention.parts.entmax import Entmax
+    from .attention.parts.feature_map import FeatureMap, Sum
+    from .attention.parts.gated_attention import HeadGate, OutputGate
+    from .attention.parts.hard_concrete_gate import Concrete
+    from .attention.parts.knocking_heads import Knocking
+    from .attention.parts.latent_attention import Latent, convert_to_latent
+    from .attention.parts.linear_projection import Direct, Values
+    from .attention.parts.mean_attention import Average
+    from .attention.parts.merges import Concat, SumHeads
+    from .attention.parts.mixture_of_heads import Routed, convert_to_mixture_of_heads
+    from .attention.parts.overlapping_heads import Overlapping
+    from .attention.parts.pairwise_similarity import Additive, Gaussian
+    from .attention.parts.relative_position_bias import Alibi, T5Bias
+    from .attention.parts.rms_norms import HeadNorm, QKNorm
+    from .attention.parts.rotary_embedding import NTK, PI, Llama3, Plain, Rotary, YaRN
+    from .attention.parts.shaw_relative_position import Shaw, ShawValues
+    from .attention.parts.sigmoid import Sigmoid
+    from .attention.parts.softcap import Softcap
+    from .attention.parts.softmax import SinkSoftmax, Softmax
+    from .attention.parts.synthesizer import Learned
+    from .attention.parts.talking_heads import TalkingHeads
+    from .attention.parts.weight_dropout import WeightDropout
+    from .attention.position_embeddings import LearnedPositions, SinusoidalPositions
+    from .attention.presets import PRESETS, design, from_json, from_toml
+    from .attention.spec.attention_spec import AttentionSpec
+    from .attention.spec.heads import Heads
+    from .attention.spec.serialization import to_json, to_toml
+    from .attention.tensor_attention import attend
+    from .costs.activations import layer_activation_memory
+    from .costs.cost_report import Workload, cost
+    from .costs.formula_checks import check_formulas
+    from .costs.part_checks import check_part
+    from .costs.roofline import Device
+    from .costs.size_matching import match_size
+    from .costs.training_memory import ActivationSettings, activation_memory
+    from .hub import export, load
     from .models import Transformer, build, save
-    from .nn import LongformerAttention, MergedAttention, depth_scaled_init, redraw_features
-    from .nn.attention import Attention
-    from .nn.op_trace import walk
-    from .nn.position_embeddings import LearnedPositions, SinusoidalPositions
-    from .nn.tensor_attention import attend
-    from .part_checks import check_part
-    from .parts import REGISTRY
-    from .parts.collaborative import Collaborative, convert_to_collaborative
-    from .parts.continuous_bias import ContinuousBias
-    from .parts.differential import Differential, DifferentialV2
-    from .parts.dot_product import Dot
-    from .parts.dynamic_composition import Dynamic
-    from .parts.entmax import Entmax
-    from .parts.feature_map import FeatureMap, Sum
-    from .parts.gated_attention import HeadGate, OutputGate
-    from .parts.hard_concrete_gate import Concrete
-    from .parts.knocking_heads import Knocking
-    from .parts.latent_attention import Latent, convert_to_latent
-    from .parts.linear_projection import Direct, Values
-    from .parts.mean_attention import Average
-    from .parts.merges import Concat, SumHeads
-    from .parts.mixture_of_heads import Routed, convert_to_mixture_of_heads
-    from .parts.overlapping_heads import Overlapping
-    from .parts.pairwise_similarity import Additive, Gaussian
-    from .parts.relative_position_bias import Alibi, T5Bias
-    from .parts.rms_norms import HeadNorm, QKNorm
-    from .parts.rotary_embedding import NTK, PI, Llama3, Plain, Rotary, YaRN
-    from .parts.shaw_relative_position import Shaw, ShawValues
-    from .parts.sigmoid import Sigmoid
-    from .parts.softcap import Softcap
-    from .parts.softmax import SinkSoftmax, Softmax
-    from .parts.synthesizer import Learned
-    from .parts.talking_heads import TalkingHeads
-    from .parts.weight_dropout import WeightDropout
-    from .presets import PRESETS, design, from_json, from_toml
-    from .spec.attention_spec import AttentionSpec
-    from .spec.heads import Heads
-    from .spec.serialization import to_json, to_toml
+    from .models.distributed import Parallelism
+    from .models.generation import BatchingConfig, Engine
+    from .models.generation.decoding_config import DecodingConfig
+    from .models.generation.decoding_strategies import greedy_decode
+    from .models.generation.generate import generate, stream
+    from .models.model_spec import ProcessorSpec
+    from .observe.head_analysis.annotated_examples import Example, ExampleReader
+    from .observe.head_analysis.attention_maps import compute_attention_maps
+    from .observe.head_analysis.head_circuits import get_circuits
+    from .observe.head_analysis.head_classes import classify_heads
+    from .observe.head_analysis.head_importance import estimate_importance
+    from .observe.head_analysis.head_measurement import measure_heads
+    from .observe.head_analysis.head_redundancy import measure_redundancy
+    from .observe.head_analysis.logit_attribution import attribute_logit
+    from .observe.head_analysis.random_baseline import make_random_baseline
+    from .observe.head_analysis.rank_analysis import measure_qk_spectra
+    from .observe.head_analysis.text_analysis import heads, importance
+    from .observe.inspect.ablation import Noise, Resample, ablate, patch
+    from .observe.inspect.adapters.declarations import AttentionSite, declare
+    from .observe.inspect.attention_sites import sites
+    from .observe.inspect.dataset_means import head_means, head_noise, head_outputs
+    from .observe.inspect.model_inputs import run_model
+    from .observe.inspect.trace_capture import Capture, trace
+    from .observe.traces import Trace, compare_traces, load_trace
     from .surgery.conversion import convert
     from .surgery.distillation import uptrain
     from .surgery.module_surgery import convert_module, prune_module
     from .surgery.pruning import prune
     from .surgery.verification.proof import prove
     from .surgery.weight_folding import fold_bias, fold_qk_transforms
-    from .traces import Trace, compare_traces, load_trace
     from .training import Evaluation, Recipe, TrainingResult, evaluate, train
+    from .util.errors import CacheFull, NoBackend, SpecError, TrainingDiverged
     from .viewer.view import view, view_attention
 
 __version__ = "0.1.0"
 
 # The module of each public name. Modules, and torch, are only imported when a name is used.
 _MODULE_OF_NAME = {
-    "CacheFull": "errors",
-    "TrainingDiverged": "errors",
-    "NoBackend": "errors",
-    "SpecError": "errors",
-    "Heads": "spec.heads",
-    "BigBird": "masking.patterns",
-    "Blocks": "masking.patterns",
-    "Causal": "masking.patterns",
-    "Dilated": "masking.patterns",
-    "Edges": "masking.patterns",
-    "First": "masking.patterns",
-    "Full": "masking.patterns",
-    "Global": "masking.patterns",
-    "Pattern": "masking.patterns",
-    "PerHead": "masking.patterns",
-    "Prefix": "masking.patterns",
-    "Window": "masking.patterns",
-    "AuxLosses": "interfaces.core_types",
-    "CallSize": "interfaces.core_types",
-    "AttentionSpec": "spec.attention_spec",
-    "AttentionMask": "masking.sequence_info",
-    "SequenceInfo": "masking.sequence_info",
-    "KVCache": "cache",
-    "Probe": "interfaces.core_types",
-    "PRESETS": "presets",
-    "design": "presets",
-    "from_json": "presets",
-    "from_toml": "presets",
-    "to_json": "spec.serialization",
-    "to_toml": "spec.serialization",
-    "Attention": "nn.attention",
-    "LongformerAttention": "nn",
-    "MergedAttention": "nn",
-    "depth_scaled_init": "nn",
-    "redraw_features": "nn",
-    "attend": "nn.tensor_attention",
+    "CacheFull": "util.errors",
+    "TrainingDiverged": "util.errors",
+    "NoBackend": "util.errors",
+    "SpecError": "util.errors",
+    "Heads": "attention.spec.heads",
+    "BigBird": "attention.masking.patterns",
+    "Blocks": "attention.masking.patterns",
+    "Causal": "attention.masking.patterns",
+    "Dilated": "attention.masking.patterns",
+    "Edges": "attention.masking.patterns",
+    "First": "attention.masking.patterns",
+    "Full": "attention.masking.patterns",
+    "Global": "attention.masking.patterns",
+    "Pattern": "attention.masking.patterns",
+    "PerHead": "attention.masking.patterns",
+    "Prefix": "attention.masking.patterns",
+    "Window": "attention.masking.patterns",
+    "AuxLosses": "attention.interfaces.core_types",
+    "CallSize": "attention.interfaces.core_types",
+    "AttentionSpec": "attention.spec.attention_spec",
+    "AttentionMask": "attention.masking.sequence_info",
+    "SequenceInfo": "attention.masking.sequence_info",
+    "KVCache": "attention.cache",
+    "Probe": "attention.interfaces.core_types",
+    "PRESETS": "attention.presets",
+    "design": "attention.presets",
+    "from_json": "attention.presets",
+    "from_toml": "attention.presets",
+    "to_json": "attention.spec.serialization",
+    "to_toml": "attention.spec.serialization",
+    "Attention": "attention.attention",
+    "LongformerAttention": "attention",
+    "MergedAttention": "attention",
+    "depth_scaled_init": "attention",
+    "redraw_features": "attention",
+    "attend": "attention.tensor_attention",
     "build": "models",
-    "DecodingConfig": "generation.decoding_config",
-    "ProcessorSpec": "model_spec",
-    "generate": "generation.generate",
-    "stream": "generation.generate",
-    "greedy_decode": "generation.decoding_strategies",
+    "DecodingConfig": "models.generation.decoding_config",
+    "ProcessorSpec": "models.model_spec",
+    "generate": "models.generation.generate",
+    "stream": "models.generation.generate",
+    "greedy_decode": "models.generation.decoding_strategies",
     "export": "hub",
-    "sites": "inspect.attention_sites",
-    "AttentionSite": "inspect.adapters.declarations",
-    "declare": "inspect.adapters.declarations",
-    "ablate": "inspect.ablation",
-    "patch": "inspect.ablation",
-    "Resample": "inspect.ablation",
-    "Noise": "inspect.ablation",
-    "head_means": "inspect.dataset_means",
-    "head_noise": "inspect.dataset_means",
-    "head_outputs": "inspect.dataset_means",
+    "sites": "observe.inspect.attention_sites",
+    "AttentionSite": "observe.inspect.adapters.declarations",
+    "declare": "observe.inspect.adapters.declarations",
+    "ablate": "observe.inspect.ablation",
+    "patch": "observe.inspect.ablation",
+    "Resample": "observe.inspect.ablation",
+    "Noise": "observe.inspect.ablation",
+    "head_means": "observe.inspect.dataset_means",
+    "head_noise": "observe.inspect.dataset_means",
+    "head_outputs": "observe.inspect.dataset_means",
     "load": "hub",
-    "run_model": "inspect.model_inputs",
-    "trace": "inspect.trace_capture",
-    "Capture": "inspect.trace_capture",
-    "Trace": "traces",
-    "ExampleReader": "head_analysis.annotated_examples",
-    "Example": "head_analysis.annotated_examples",
-    "measure_heads": "head_analysis.head_measurement",
-    "heads": "head_analysis.text_analysis",
-    "importance": "head_analysis.text_analysis",
-    "classify_heads": "head_analysis.head_classes",
-    "estimate_importance": "head_analysis.head_importance",
-    "measure_redundancy": "head_analysis.head_redundancy",
-    "get_circuits": "head_analysis.head_circuits",
-    "compute_attention_maps": "head_analysis.attention_maps",
-    "attribute_logit": "head_analysis.logit_attribution",
-    "measure_qk_spectra": "head_analysis.rank_analysis",
-    "make_random_baseline": "head_analysis.random_baseline",
+    "run_model": "observe.inspect.model_inputs",
+    "trace": "observe.inspect.trace_capture",
+    "Capture": "observe.inspect.trace_capture",
+    "Trace": "observe.traces",
+    "ExampleReader": "observe.head_analysis.annotated_examples",
+    "Example": "observe.head_analysis.annotated_examples",
+    "measure_heads": "observe.head_analysis.head_measurement",
+    "heads": "observe.head_analysis.text_analysis",
+    "importance": "observe.head_analysis.text_analysis",
+    "classify_heads": "observe.head_analysis.head_classes",
+    "estimate_importance": "observe.head_analysis.head_importance",
+    "measure_redundancy": "observe.head_analysis.head_redundancy",
+    "get_circuits": "observe.head_analysis.head_circuits",
+    "compute_attention_maps": "observe.head_analysis.attention_maps",
+    "attribute_logit": "observe.head_analysis.logit_attribution",
+    "measure_qk_spectra": "observe.head_analysis.rank_analysis",
+    "make_random_baseline": "observe.head_analysis.random_baseline",
     "prune": "surgery.pruning",
     "convert_module": "surgery.module_surgery",
     "prune_module": "surgery.module_surgery",
     "prove": "surgery.verification.proof",
     "convert": "surgery.conversion",
     "uptrain": "surgery.distillation",
-    "convert_to_latent": "parts.latent_attention",
-    "convert_to_mixture_of_heads": "parts.mixture_of_heads",
-    "load_trace": "traces",
-    "compare_traces": "traces",
+    "convert_to_latent": "attention.parts.latent_attention",
+    "convert_to_mixture_of_heads": "attention.parts.mixture_of_heads",
+    "load_trace": "observe.traces",
+    "compare_traces": "observe.traces",
     "save": "models",
     "Transformer": "models",
-    "BatchingConfig": "generation",
-    "Engine": "generation",
-    "convert_to_collaborative": "parts.collaborative",
+    "BatchingConfig": "models.generation",
+    "Engine": "models.generation",
+    "convert_to_collaborative": "attention.parts.collaborative",
     "Workload": "costs.cost_report",
     "cost": "costs.cost_report",
     "match_size": "costs.size_matching",
@@ -220,22 +220,22 @@ _MODULE_OF_NAME = {
     "layer_activation_memory": "costs.activations",
     "activation_memory": "costs.training_memory",
     "check_formulas": "costs.formula_checks",
-    "check_part": "part_checks",
+    "check_part": "costs.part_checks",
     "fold_bias": "surgery.weight_folding",
     "fold_qk_transforms": "surgery.weight_folding",
-    "LearnedPositions": "nn.position_embeddings",
-    "SinusoidalPositions": "nn.position_embeddings",
+    "LearnedPositions": "attention.position_embeddings",
+    "SinusoidalPositions": "attention.position_embeddings",
     "Recipe": "training",
     "TrainingResult": "training",
     "train": "training",
     "Evaluation": "training",
     "evaluate": "training",
-    "Parallelism": "distributed",
+    "Parallelism": "models.distributed",
     "view": "viewer.view",
     "view_attention": "viewer.view",
-    "walk": "nn.op_trace",
-    "why": "backends.backend_report",
-    "REGISTRY": "parts",
+    "walk": "attention.op_trace",
+    "why": "attention.backends.backend_report",
+    "REGISTRY": "attention.parts",
 }
 # Names that occur in the repr of a spec, besides parts.
 _REPR_NAMES = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from anchors.hf import randomised
-from headwise import families
+from headwise.models import families
 
 VOCABULARY = 37
 USUAL = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "attn_implementation": "eager"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.parts.relative_position_bias import alibi_slopes
+from headwise.attention.parts.relative_position_bias import alibi_slopes
 
 PUBLISHED = {
     8: [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256],

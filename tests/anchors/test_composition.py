@@ -126,7 +126,7 @@ def test_recurrent_state_has_constant_size_and_linear_cost():
     spec = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal")
     sizes = {costs.cache_bytes(spec, batch=2, capacity=c) for c in (1, 1000, 10**9)}
     assert len(sizes) == 1
-    from headwise.backends import CallSignature, linear_attention
+    from headwise.attention.backends import CallSignature, linear_attention
 
     values = [
         linear_attention.executed_flops(CallSignature(spec, spec.core), hw.CallSize(1, n, n, n))

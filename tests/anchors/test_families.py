@@ -22,8 +22,9 @@ import transformers as tf
 import headwise as hw
 from anchors import hf_models, test_transformers
 from anchors.hf import projections
-from headwise import costs, families
-from headwise.model_spec import ModelSpec
+from headwise import costs
+from headwise.models import families
+from headwise.models.model_spec import ModelSpec
 from support.model_configs import FAMILIES, PUBLIC, TINY
 
 Group = tuple[str, int | None, str]

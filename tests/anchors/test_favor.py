@@ -8,8 +8,8 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.nn import reference
-from headwise.parts.feature_map import sample_orthogonal_gaussian
+from headwise.attention import reference
+from headwise.attention.parts.feature_map import sample_orthogonal_gaussian
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 from support.layer_checks import decode_in_chunks

@@ -14,9 +14,9 @@ from transformers.generation import logits_process as theirs_
 
 import headwise as hw
 from anchors.hf_whole import VOCABULARY, build_pair
-from headwise.generation.decoding_state import apply_repetition_penalty, filter_logits
-from headwise.generation.generate import TextGenerator
-from headwise.generation.prompts import parse_prompts
+from headwise.models.generation.decoding_state import apply_repetition_penalty, filter_logits
+from headwise.models.generation.generate import TextGenerator
+from headwise.models.generation.prompts import parse_prompts
 
 ROWS, WORDS = 40, 23
 END, START = 2, 3

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import headwise as hw
 from anchors.hf import randomised
 from anchors.hf_whole import BERT, GATED, LATENT, MODELS, VOCABULARY
-from headwise import model_spec as bp
-from headwise.data.vocabulary import train_bpe
+from headwise.models import model_spec as bp
+from headwise.models.vocabulary import train_bpe
 from support.llama2c_tokenizer import FIRST, reference_tokenize
 from support.stories_model import make_tokenizer
 

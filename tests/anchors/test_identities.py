@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.nn import head_axis_ops
+from headwise.attention import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 

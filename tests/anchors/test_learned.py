@@ -10,7 +10,7 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.nn.attention_call import PositionLimit
+from headwise.attention.attention_call import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 from support.layer_checks import decode_in_chunks

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise import families
 from headwise.costs.cost_report import CostEstimate, estimate_cost
+from headwise.models import families
 
 BATCH, TOKENS, SOURCE, WRITTEN = 2, 7, 9, 5
 EAGER: dict[str, Any] = {"vocab_size": 37, "attn_implementation": "eager"}

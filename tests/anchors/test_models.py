@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import headwise as hw
 from anchors.hf import randomised
 from anchors.hf_whole import MODELS, ROTARY, VOCABULARY, build_pair, mapped
-from headwise.model_spec import (
+from headwise.models.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     FeedForwardSpec,

@@ -13,7 +13,7 @@ from torch import nn
 
 import headwise as hw
 from headwise import costs
-from headwise.parts import pairwise_similarity
+from headwise.attention.parts import pairwise_similarity
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 

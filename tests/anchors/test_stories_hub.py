@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 import headwise as hw
 from headwise.cli import main
-from headwise.data.language_modelling import TextTask
+from headwise.training.data.language_modelling import TextTask
 from support.llama2c_tokenizer import reference_tokenize
 from support.stories_model import read_pieces, write_stories_folder
 

@@ -117,7 +117,7 @@ def test_every_backend_is_compared_with_dense(name: str):
 
 
 def test_a_backend_that_is_wrong_or_fails_is_reported(monkeypatch: pytest.MonkeyPatch):
-    from headwise.backends import BACKENDS
+    from headwise.attention.backends import BACKENDS
 
     def fail(*args: object) -> None:
         raise RuntimeError("no such\nkernel")

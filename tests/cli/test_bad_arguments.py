@@ -15,12 +15,12 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.backends import backend_report
+from headwise.attention.backends import backend_report
 from headwise.cli.argument_checks import read_head_counts
 from headwise.costs.activations import BACKEND_PROFILES
-from headwise.errors import SpecError
 from headwise.hub import pretrained_models
 from headwise.models import save_load
+from headwise.util.errors import SpecError
 from headwise.viewer import model_targets, view
 from support.transformers_models import FALLBACK, ZOO, transformers
 

@@ -10,7 +10,7 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.data.vocabulary import ByteVocabulary
+from headwise.models.vocabulary import ByteVocabulary
 from support.command_errors import run_refused
 from support.pruning_examples import TEXTS
 from support.transformers_models import ZOO

@@ -19,14 +19,14 @@ from tokenizers import Tokenizer
 
 import headwise as hw
 from headwise import cli
-from headwise.data.tokenizer_calls import (
+from headwise.models.tokenizer_calls import (
     decode_tokens,
     encode_tokens,
     parse_tokenizer,
     read_tokenizer_file,
 )
-from headwise.data.vocabulary import ByteVocabulary
-from headwise.errors import SpecError
+from headwise.models.vocabulary import ByteVocabulary
+from headwise.util.errors import SpecError
 from support.saved_models import GPT
 
 COMMAND = [sys.executable, "-c", "import sys; from headwise.cli import main; sys.exit(main())"]
@@ -294,7 +294,7 @@ def test_a_reader_that_leaves_is_silent():
 SLEEPER = """
 import sys, time
 from headwise import cli
-from headwise.output_paths import FolderKind, stage_folder
+from headwise.util.output_paths import FolderKind, stage_folder
 def sleep(argv):
     with stage_folder(argv[0], FolderKind("report", ("a",))):
         print("ready", flush=True)

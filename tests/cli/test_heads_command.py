@@ -9,7 +9,7 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
+from headwise.observe.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from headwise.report.render import to_text
 from support.conllu_examples import ROWS, build_encoder, conllu_lines
 from support.saved_models import save_models

@@ -13,10 +13,9 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.data.vocabulary import ByteVocabulary
-from headwise.interfaces import external_parts
-from headwise.interfaces.part import find_class
-from headwise.model_spec import (
+from headwise.attention.interfaces import external_parts
+from headwise.attention.interfaces.part import find_class
+from headwise.models.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     FeedForwardSpec,
@@ -25,6 +24,7 @@ from headwise.model_spec import (
     StackSpec,
     to_toml,
 )
+from headwise.models.vocabulary import ByteVocabulary
 from support.own_parts import forget_parts, write_part
 
 TEXTS = "The sea is wide.\nA head is small.\nSome heads are warm.\nNo head is cold.\n"

@@ -15,8 +15,8 @@ import transformers
 
 import headwise as hw
 from headwise import cli
-from headwise.data.vocabulary import ByteVocabulary
-from headwise.viewer.bundled_sample import MODEL
+from headwise.models.vocabulary import ByteVocabulary
+from headwise.observe.bundled_sample import MODEL
 
 TEXT = "a cat sat"
 HEADS, DIM, LAYERS = 3, 4, 2

@@ -11,8 +11,8 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.data import make_task
-from headwise.data.vocabulary import ByteVocabulary
+from headwise.models.vocabulary import ByteVocabulary
+from headwise.training.data import make_task
 from support.command_errors import run_refused
 from support.importance_examples import random_ids
 from support.pruning_examples import TEXTS

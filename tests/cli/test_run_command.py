@@ -21,10 +21,10 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 import headwise as hw
-from headwise import model_spec as bp
 from headwise.cli import main
-from headwise.data import make_task, synthetic_task, translation
-from headwise.data.vocabulary import ByteVocabulary
+from headwise.models import model_spec as bp
+from headwise.models.vocabulary import ByteVocabulary
+from headwise.training.data import make_task, synthetic_task, translation
 
 LINES = [
     "<zh>20 November 2026",

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
 import headwise as hw
-from headwise import model_spec as bp
 from headwise.cli import main
 from headwise.costs import roofline
 from headwise.costs.roofline import Device
+from headwise.models import model_spec as bp
 
 LETTERS = "<>abcdefghijk"
 

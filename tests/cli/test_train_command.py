@@ -18,15 +18,15 @@ import torch
 import headwise as hw
 from headwise.cli import main, train
 from headwise.costs import count_parameters, roofline
-from headwise.data import make_task, open_data
-from headwise.families import read_model_spec
-from headwise.files import read_lines
-from headwise.model_spec import EmbeddingSpec, ModelSpec, PositionSpec
 from headwise.models import load
+from headwise.models.families import read_model_spec
+from headwise.models.model_spec import EmbeddingSpec, ModelSpec, PositionSpec
 from headwise.training import ConsoleLogger, run_setup
+from headwise.training.data import make_task, open_data
 from headwise.training.recipe import from_dict
 from headwise.training.run_setup import fit_vocabulary, replace_self_attention
 from headwise.training.train_step import check_model
+from headwise.util.files import read_lines
 
 SMALL = [
     "--steps",

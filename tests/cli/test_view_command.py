@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwise import cli
-from headwise.viewer.bundled_sample import TRACE
+from headwise.observe.bundled_sample import TRACE
 
 BAD = {
     "port": (["--port", "70000"], "--port 70000 is not a port; give 1 to 65535"),

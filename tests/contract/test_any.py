@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 import headwise as hw
 from headwise import costs
-from headwise.backends import BACKENDS, CallSignature
-from headwise.nn import head_axis_ops, reference
+from headwise.attention import head_axis_ops, reference
+from headwise.attention.backends import BACKENDS, CallSignature
 from support import layer_cases as cases, spec_strategies as strategies
 from support.layer_cases import check_close
 from support.layer_checks import decode_in_chunks, layer_gradients, torch_flops

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.nn import head_axis_ops
+from headwise.attention import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import EVERY, check_close
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import costs
-from headwise.part_checks import contract
+from headwise.costs.part_checks import contract
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES
 from support.layer_checks import check_comparisons, torch_flops

@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.part_checks import contract
+from headwise.costs.part_checks import contract
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES, check_close
 from support.layer_checks import check_comparisons, decode_in_chunks

@@ -9,7 +9,8 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.backends import (
+from headwise.attention.attention_call import PositionLimit
+from headwise.attention.backends import (
     BACKENDS,
     CallSignature,
     bf16_matmul,
@@ -18,7 +19,6 @@ from headwise.backends import (
     linear_attention,
     query_blocks,
 )
-from headwise.nn.attention_call import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
 from support.layer_checks import decode_in_chunks, layer_gradients, saved_bytes, torch_flops

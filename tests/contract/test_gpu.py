@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.backends import BACKENDS, CallSignature
-from headwise.nn import reference
+from headwise.attention import reference
+from headwise.attention.backends import BACKENDS, CallSignature
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from headwise import model_spec as bp
+from headwise.models import model_spec as bp
 
 MODEL, ROWS, WORDS, SOURCES = 32, 3, 13, 17
 NEW = 6  # tokens generated

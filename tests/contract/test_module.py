@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.backends import BACKENDS
-from headwise.interfaces import Mix
-from headwise.interfaces.core_types import Phase
+from headwise.attention.backends import BACKENDS
+from headwise.attention.interfaces import Mix
+from headwise.attention.interfaces.core_types import Phase
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
 

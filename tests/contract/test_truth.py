@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.interfaces import ScoreStep
-from headwise.nn import reference
-from headwise.nn.attention_call import PositionLimit
-from headwise.part_checks import contract
+from headwise.attention import reference
+from headwise.attention.attention_call import PositionLimit
+from headwise.attention.interfaces import ScoreStep
+from headwise.costs.part_checks import contract
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES, check_close
 from support.layer_checks import check_comparisons, layer_gradients

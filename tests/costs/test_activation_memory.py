@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise import model_spec as bp
 from headwise.costs import activations
 from headwise.costs.training_memory import block_activation_memory, peak_activation_memory
+from headwise.models import model_spec as bp
 from support import layer_cases as cases
 from support.saved_bytes import bytes_saved_by, layer_saved_bytes
 

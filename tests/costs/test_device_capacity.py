@@ -12,7 +12,7 @@ import headwise as hw
 from headwise import cli
 from headwise.costs.cost_report import cost, estimate_cost
 from headwise.costs.roofline import Device
-from headwise.families import read_model_spec
+from headwise.models.families import read_model_spec
 
 GPT3 = read_model_spec("gpt3")
 PARAMETERS = 96 * (12 * 12_288**2 + 13 * 12_288) + (50_257 + 2048) * 12_288 + 2 * 12_288

@@ -14,8 +14,9 @@ from hypothesis import given, strategies as st
 from torch.utils import flop_counter
 
 import headwise as hw
-from headwise import backends, cli, costs, families, model_spec
-from headwise.backends.query_blocks import split_queries, sum_block_pairs
+from headwise import cli, costs
+from headwise.attention import backends
+from headwise.attention.backends.query_blocks import split_queries, sum_block_pairs
 from headwise.costs.components import list_components
 from headwise.costs.cost_report import CostEstimate, estimate_cost
 from headwise.costs.parameter_counts import parameter_terms
@@ -23,7 +24,8 @@ from headwise.costs.published_formulas import FORMULA_SOURCES, compare_formulas
 from headwise.costs.symbolic_int import SymbolicInt
 from headwise.costs.training_memory import OPTIMISERS
 from headwise.costs.workload import select_layer
-from headwise.model_spec import (
+from headwise.models import families, model_spec
+from headwise.models.model_spec import (
     ApproximateAttention,
     BlockSpec,
     EmbeddingSpec,

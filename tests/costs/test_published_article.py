@@ -8,7 +8,7 @@ import pytest
 
 from headwise import cli
 from headwise.costs.published_formulas import ArticleRow, ArticleTable, flops_per_trained_token
-from headwise.families import read_model_spec
+from headwise.models.families import read_model_spec
 
 DAY = 86_400
 

@@ -18,8 +18,8 @@ from headwise.costs.cost_report import estimate_cost
 from headwise.costs.roofline import Device
 from headwise.costs.weight_storage import WeightStorage, total_weight_bytes
 from headwise.costs.workload import select_layer
-from headwise.families import read_model_spec
-from headwise.model_spec import from_toml, to_toml
+from headwise.models.families import read_model_spec
+from headwise.models.model_spec import from_toml, to_toml
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.backends import dense, sdpa
-from headwise.backends.core_interface import CoreInputs
+from headwise.attention.backends import dense, sdpa
+from headwise.attention.backends.core_interface import CoreInputs
 from headwise.costs import flops as flop_formulas, formula_checks
 from headwise.costs.formula_checks import fused_backward_flops
 from headwise.costs.training_memory import recompute_flops
+from headwise.models import model_spec as bp
 from support import layer_cases as cases
 
 CHANGED = "torch's counter has changed here; see whether auditing.FUSED and docs are still needed"

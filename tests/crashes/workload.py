@@ -14,9 +14,9 @@ from typing import NamedTuple
 import headwise as hw
 from headwise import cli
 from headwise.cli.exit_status import run_guarded
-from headwise.data.vocabulary import ByteVocabulary
-from headwise.demo.sample_tour import TourScale, run_sample_tour
-from headwise.traces import save_trace
+from headwise.learn.sample_tour import TourScale, run_sample_tour
+from headwise.models.vocabulary import ByteVocabulary
+from headwise.observe.traces import save_trace
 
 GPT = {
     "model_type": "gpt2",

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models as tokenizer_models, pre_toke
 
 import headwise as hw
 from headwise import cli
-from headwise.presets import PRESETS
+from headwise.attention.presets import PRESETS
 from support import layer_cases
 from support.transformers_models import transformers
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import headwise as hw
+from headwise.attention.parts import REGISTRY
+from headwise.attention.presets import PRESETS
 from headwise.learn.catalogue import load_entries
-from headwise.parts import REGISTRY
-from headwise.presets import PRESETS
 from support.command_help import list_commands, printed
 
 HERE = Path(__file__).parent

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headwise.data import images, open_data, text_files
-from headwise.errors import SpecError
+from headwise.training.data import images, open_data, text_files
+from headwise.util.errors import SpecError
 
 LIMIT = 2**20
 GROWTH_KIB = 200 * 2**10  # of the peak memory, while a bomb is refused

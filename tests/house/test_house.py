@@ -530,7 +530,7 @@ def judges(node: ast.AST) -> bool:
 
 
 def test_folders_of_tests_mirror_the_packages():
-    """Tests of src/headwise/cache are in tests/cache; nine folders concern more than one."""
+    """Tests of src/headwise/attention/cache are in tests/attention/cache; nine folders concern more than one."""
     whole = {
         "anchors",
         "benchmarks",

@@ -19,11 +19,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.data.vocabulary import CharVocabulary
-from headwise.families import WEIGHT_NAMES, WRITERS, get_weight_names, write_config
-from headwise.families.weight_names import CheckpointPlan, TensorLocation, make_pieces
-from headwise.interfaces.axis_layout import AxisLayout
+from headwise.attention.interfaces.axis_layout import AxisLayout
+from headwise.models import model_spec as bp
+from headwise.models.families import WEIGHT_NAMES, WRITERS, get_weight_names, write_config
+from headwise.models.families.weight_names import CheckpointPlan, TensorLocation, make_pieces
+from headwise.models.vocabulary import CharVocabulary
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS = 11, 24, 6, 2, 13, 2
 LLAMA = {

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 import headwise as hw
-from headwise import model_spec as bp
 from headwise.cli import main
-from headwise.generation import encode_text, load_tokenizers
 from headwise.hub.tokenizer_files import attach_tokenizer, read_processor
+from headwise.models import model_spec as bp
+from headwise.models.generation import encode_text, load_tokenizers
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.proof import ProofOptions, prove
 from support.llama2c_tokenizer import FIRST, reference_tokenize
@@ -148,7 +148,7 @@ def test_examples_are_shown_in_words_and_a_long_text_is_split():
     )
     net = build_model(replace(described, stacks=(first,)))
     attach_tokenizer(net, "bytes")
-    from headwise.head_analysis.annotated_examples import examples_from_lines
+    from headwise.observe.head_analysis.annotated_examples import examples_from_lines
 
     sources = examples_from_lines(net, ["The cat sat.", "A dog ran over all there."])
     proof = prove(

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 
 import headwise as hw
 from headwise.cli import main
-from headwise.data.language_modelling import TextTask
-from headwise.data.vocabulary import train_bpe
-from headwise.files import read_lines
-from headwise.model_spec import ProcessorSpec
+from headwise.models.model_spec import ProcessorSpec
+from headwise.models.vocabulary import train_bpe
+from headwise.training.data.language_modelling import TextTask
+from headwise.util.files import read_lines
 
 SMALL = [
     "--steps",

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.hub import transformers_backend
-from headwise.inspect.adapters import transformers_interface
-from headwise.inspect.attention_sites import find_attention
+from headwise.observe.inspect.adapters import transformers_interface
+from headwise.observe.inspect.attention_sites import find_attention
 from support.site_recording import record_eager_weights, record_sites
 from support.transformers_models import (
     LLAMA,

@@ -17,10 +17,10 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.errors import SpecError
 from headwise.hub import pretrained_models
 from headwise.hub.pretrained_models import load_original
 from headwise.surgery.hf_export import load_check
+from headwise.util.errors import SpecError
 
 transformers = pytest.importorskip("transformers")
 SOURCE = Path(hw.__file__).parent
@@ -248,7 +248,7 @@ import sys, transformers
 model = transformers.YosoModel(transformers.AutoConfig.from_pretrained(sys.argv[1]))
 """
 BASELINE = """
-from headwise.head_analysis.random_baseline import make_random_baseline
+from headwise.observe.head_analysis.random_baseline import make_random_baseline
 make_random_baseline(model)
 """
 

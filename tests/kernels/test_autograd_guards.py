@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.backends.routed_heads import RoutedWorkItems
+from headwise.attention.backends.routed_heads import RoutedWorkItems
 from headwise.kernels import (
     PagedDecodeOptions,
     attend_paged,

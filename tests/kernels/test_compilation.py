@@ -138,7 +138,7 @@ def test_kernels_can_be_switched_off(monkeypatch):
 def test_importing_and_building_a_layer_does_not_import_numba():
     code = """
 import sys
-import headwise as hw, headwise.parts, headwise.backends, headwise.kernels
+import headwise as hw, headwise.attention.parts, headwise.attention.backends, headwise.kernels
 hw.Attention(hw.design(preset="entmax", model=64, heads=4))
 assert not {"numba", "llvmlite"} & set(sys.modules)
 """

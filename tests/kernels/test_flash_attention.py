@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import costs
-from headwise.backends import BACKENDS, CallSignature, flash_cpu
+from headwise.attention.backends import BACKENDS, CallSignature, flash_cpu
 from headwise.kernels import flash_attention
 from headwise.kernels.flash_attention import (
     FlashAttentionShape,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from headwise.backends import routed_heads
-from headwise.backends.routed_heads import RoutedWorkItems
+from headwise.attention.backends import routed_heads
+from headwise.attention.backends.routed_heads import RoutedWorkItems
 from headwise.kernels.flash_attention import gathered_attention
 from support.layer_cases import check_close
 

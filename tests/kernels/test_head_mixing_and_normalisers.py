@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 import headwise as hw
-from headwise.backends import dense
+from headwise.attention.backends import dense
 from headwise.kernels import head_mixing as mixing, row_normalisers
 from support.layer_cases import base, check_close
 

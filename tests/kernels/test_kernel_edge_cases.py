@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.backends import block_sparse
-from headwise.inspect import hooks
-from headwise.inspect.attention_sites import find_attention
+from headwise.attention.backends import block_sparse
 from headwise.kernels import PagedDecodeOptions, attend_paged, paged_decode, row_normalisers
-from headwise.ops.linear import linear, linear_many
+from headwise.kernels.linear import linear, linear_many
+from headwise.observe.inspect import hooks
+from headwise.observe.inspect.attention_sites import find_attention
 from support import takeover
 from support.layer_cases import check_close
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.cache import PagePool
+from headwise.attention.cache import PagePool
 from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
 from headwise.kernels.memory_guard import DEBUG_KERNELS
 from headwise.kernels.paged_decode import (

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.data import make_task
 from headwise.learn.attention_mechanism import gru_steps
 from headwise.learn.measured_layers import make_layer, sample
+from headwise.observe.bundled_sample import load_sample_trace
 from headwise.studies.variant_models import resize_model
-from headwise.viewer.bundled_sample import load_sample_trace
+from headwise.training.data import make_task
 from support import learn_entries as learn
 from support.learn_entries import array, attention, layer_output, softmax
 

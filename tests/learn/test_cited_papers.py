@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import headwise as hw
+from headwise.attention.initialisation import depth_scaled_init
 from headwise.learn import cited_papers
 from headwise.learn.measured_layers import make_layer, sample
-from headwise.nn.initialisation import depth_scaled_init
 from support import learn_entries as learn
 from support.learn_entries import array, layer_output, layer_parts
 

@@ -10,13 +10,7 @@ import sys
 import pytest
 
 from headwise.cli.arguments import terminal_language
-from headwise.learn.language import (
-    NUMBER,
-    current_language,
-    localise,
-    read_phrases,
-    use_language,
-)
+from headwise.learn.language import NUMBER, current_language, localise, read_phrases, use_language
 
 LOCALE_NAMES = ("LC_ALL", "LC_MESSAGES", "LANG")
 ENCODINGS = ("PYTHONIOENCODING", "PYTHONUTF8", "PYTHONCOERCECLOCALE")

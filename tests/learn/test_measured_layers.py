@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.attention.attention import Attention
+from headwise.attention.presets import design
 from headwise.costs.layer_reach import LAYERS
 from headwise.learn import measured_layers
 from headwise.learn.measured_layers import make_layer, sample
-from headwise.nn.attention import Attention
-from headwise.presets import design
 from support import learn_entries as learn
 from support.learn_entries import array, layer_output
 

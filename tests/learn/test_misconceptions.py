@@ -13,7 +13,7 @@ import torch
 
 import headwise as hw
 from headwise.learn.measured_layers import make_layer, sample
-from headwise.viewer.bundled_sample import load_sample_model
+from headwise.observe.bundled_sample import load_sample_model
 from support import learn_entries as learn
 from support.learn_entries import array, entropy, layer_output, layer_parts, softmax
 
@@ -222,7 +222,7 @@ def test_dimensions_of_the_translator():
 
 
 def test_random_weights_share_no_dimensions():
-    from headwise.head_analysis.random_baseline import make_random_baseline
+    from headwise.observe.head_analysis.random_baseline import make_random_baseline
 
     entry = ENTRIES["003-6.6b"]
     assert entry.run(model=make_random_baseline(load_sample_model())).verdict != entry.verdict

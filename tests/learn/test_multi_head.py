@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.head_analysis.random_baseline import make_random_baseline
+from headwise.attention.attention import Attention
 from headwise.learn.measured_layers import make_layer, sample
 from headwise.learn.multi_head_analysis import STORED_HEADS
-from headwise.nn.attention import Attention
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
+from headwise.observe.head_analysis.random_baseline import make_random_baseline
 from support import learn_entries as learn
 from support.learn_entries import array, attention, entropy, layer_parts, softmax
 

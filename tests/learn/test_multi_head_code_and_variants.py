@@ -15,7 +15,7 @@ import torch
 import headwise as hw
 from headwise.learn import head_variants, multi_head_code
 from headwise.learn.measured_layers import make_layer, sample
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
 from support import learn_entries as learn
 from support.learn_entries import array, layer_output, softmax
 

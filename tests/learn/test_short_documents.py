@@ -12,7 +12,7 @@ import torch
 
 import headwise as hw
 from headwise.learn.measured_layers import make_layer, sample
-from headwise.viewer.bundled_sample import load_sample_trace
+from headwise.observe.bundled_sample import load_sample_trace
 from support import learn_entries as learn
 from support.learn_entries import array, entropy, layer_output, layer_parts, softmax
 

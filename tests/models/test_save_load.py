@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import headwise as hw
-from headwise import cli, families, model_spec as bp
-from headwise.model_spec.serialization import ModelManifest
-from headwise.models import read_tokenizer
+from headwise import cli
+from headwise.models import families, model_spec as bp, read_tokenizer
+from headwise.models.model_spec.serialization import ModelManifest
 from headwise.models.save_load import (
     CONFIG_FILE,
     MANIFEST_FILE,

@@ -14,16 +14,21 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise import cli, costs, model_spec as bp
-from headwise.cache import HiddenStateCache
+from headwise import cli, costs
+from headwise.attention.cache import HiddenStateCache
 from headwise.costs.cost_report import estimate_cost
 from headwise.costs.training_memory import recompute_flops
-from headwise.data import Batch, make_task
-from headwise.data.synthetic_task import ModelShape, make_small_decoder, make_small_translator
-from headwise.distributed.parallel_attention import check_context_parallel
-from headwise.head_analysis.head_importance import IMPORTANCE_METHODS
+from headwise.models import model_spec as bp
 from headwise.models.block import CausalConvolution, GatedRecurrence
+from headwise.models.distributed.parallel_attention import check_context_parallel
+from headwise.observe.head_analysis.head_importance import IMPORTANCE_METHODS
 from headwise.studies.variant_models import resize_model
+from headwise.training.data import Batch, make_task
+from headwise.training.data.synthetic_task import (
+    ModelShape,
+    make_small_decoder,
+    make_small_translator,
+)
 from headwise.training.training_run import count_step_flops
 from support.saved_bytes import BATCH, SOURCE, TOKENS, backend_profile, model_saved_bytes
 

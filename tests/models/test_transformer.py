@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from headwise import costs, families, model_spec as bp, models
-from headwise.generation import Engine
-from headwise.models import INIT_SCHEMES, EncoderOutput, TokenTypeInput
+from headwise import costs, models
+from headwise.kernels.counter_rng import dropout
+from headwise.models import INIT_SCHEMES, EncoderOutput, TokenTypeInput, families, model_spec as bp
 from headwise.models.feed_forward import FeedForward, MixtureOfExperts, NormLayer
-from headwise.ops.counter_rng import dropout
+from headwise.models.generation import Engine
 from support.model_configs import FAMILIES, PUBLIC, TINY
 
 MODEL, WORDS = 12, 11

@@ -63,7 +63,7 @@ def tests_of_module() -> dict[str, tuple[str, ...]]:
 
 
 def dotted(module: str) -> str:
-    """The name by which a module is imported: headwise.parts.softmax for parts/softmax.py."""
+    """The name by which a module is imported: headwise.attention.parts.softmax for parts/softmax.py."""
     return f"{PACKAGE}/{module}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 

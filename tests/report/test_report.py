@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headwise.errors import SpecError
 from headwise.report.data import (
     Axis,
     Bars,
@@ -40,6 +39,7 @@ from headwise.report.render import (
     to_text,
 )
 from headwise.report.text import spread_labels, text_width
+from headwise.util.errors import SpecError
 
 HOSTILE = "</td><script>alert(1)</script>\x1b[2J\u202e|&\"'"
 TABLE = Table(

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.data import make_task
-from headwise.interfaces import Gate
+from headwise.attention.interfaces import Gate
 from headwise.studies.cell_heads import summarise_heads
 from headwise.studies.variant_models import resize_model
+from headwise.training.data import make_task
 from headwise.training.run_setup import replace_self_attention
 
 FINDINGS = Path(__file__).resolve().parents[2] / "docs" / "findings"

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.data.synthetic_task import ModelShape, make_small_encoder
-from headwise.model_spec import OutputHeadSpec
+from headwise.models.model_spec import OutputHeadSpec
 from headwise.studies.process_engine import ProcessEngine
 from headwise.studies.study_file import parse_study
 from headwise.studies.study_runner import CellResult, run_study
+from headwise.training.data.synthetic_task import ModelShape, make_small_encoder
 
 
 def run_one_seed(

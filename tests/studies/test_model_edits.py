@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.data import make_task
-from headwise.errors import SpecError
 from headwise.studies.model_edits import ModelEdit, evaluate_edit
 from headwise.studies.study_file import parse_study
 from headwise.surgery.head_selection import HeadRanking, score_heads
+from headwise.training.data import make_task
 from headwise.training.evaluation import sum_batch_metrics
 from headwise.training.recipe import Recipe
+from headwise.util.errors import SpecError
 
 TASK = make_task("recall", vocabulary=16, length=16, pairs=2)
 RECIPE = Recipe(

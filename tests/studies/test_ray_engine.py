@@ -16,22 +16,22 @@ import pytest
 
 import headwise as hw
 from headwise.cli import main
-from headwise.data import make_task
-from headwise.errors import SpecError
-from headwise.head_analysis.annotated_examples import Example, examples_from_task
-from headwise.head_analysis.head_measurement import (
+from headwise.kernels.capabilities import use_threads
+from headwise.observe.head_analysis.annotated_examples import Example, examples_from_task
+from headwise.observe.head_analysis.head_measurement import (
     MeasureOptions,
     MetricSums,
     measure_heads,
     sum_examples,
 )
-from headwise.machine.capabilities import use_threads
 from headwise.studies import ray_engine
 from headwise.studies.cell_heads import LayerDiversity
 from headwise.studies.process_engine import ProcessEngine
 from headwise.studies.ray_engine import SHARD_SIZE, RayEngine, RayHeads
 from headwise.studies.study_file import Study, parse_study
 from headwise.studies.study_runner import RESULTS_FILE, run_study
+from headwise.training.data import make_task
+from headwise.util.errors import SpecError
 from support import dying_cells
 
 TABLE = {

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.data import make_task
-from headwise.data.synthetic_task import ModelShape
-from headwise.data.task_registry import TASKS
-from headwise.errors import SpecError
 from headwise.studies import cells
 from headwise.studies.cells import CellGrid, make_recipe
 from headwise.studies.study_file import Study, StudyTask, Variant, parse_study, read_study
 from headwise.studies.variant_models import resize_model
+from headwise.training.data import make_task
+from headwise.training.data.synthetic_task import ModelShape
+from headwise.training.data.task_registry import TASKS
 from headwise.training.recipe import Recipe
+from headwise.util.errors import SpecError
 
 STUDIES = Path(__file__).parents[2] / "studies"
 RECALL = {"vocabulary": 32, "length": 32, "pairs": 4}

@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 
 from headwise.cli import main
-from headwise.errors import SpecError
-from headwise.files import FolderLock
 from headwise.report.numbers import format_interval, format_number
 from headwise.studies import process_engine
 from headwise.studies.cells import Cell
@@ -29,6 +27,8 @@ from headwise.studies.study_file import Study, read_study
 from headwise.studies.study_plan import plan_study
 from headwise.studies.study_report import StudyReport, write_report
 from headwise.studies.study_runner import RESULTS_FILE, StudyResults, run_study
+from headwise.util.errors import SpecError
+from headwise.util.files import FolderLock
 from support import dying_cells
 
 FILE = """

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.head_analysis.annotated_examples import TokenAnnotations
-from headwise.head_analysis.weight_bands import WeightBand
+from headwise.observe.head_analysis.annotated_examples import TokenAnnotations
+from headwise.observe.head_analysis.weight_bands import WeightBand
 
 HEADS = 3
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.families import get_weight_names
-from headwise.families.config_writer import find_differences
 from headwise.hub.checkpoint_weights import build_from_weights
 from headwise.hub.pretrained_models import LiveTensors, _named_as_in_files
+from headwise.models.families import get_weight_names
+from headwise.models.families.config_writer import find_differences
 from support.transformers_models import (
     BART,
     BERT,

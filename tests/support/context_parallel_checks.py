@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.data import IGNORE_INDEX, Batch
-from headwise.distributed.parallel_attention import (
+from headwise.attention.masking.sequence_info import SequenceInfo
+from headwise.models import model_spec as bp
+from headwise.models.distributed.parallel_attention import (
     TOKEN_ORDERS,
     TensorContextParallel,
     gather_token_outputs,
@@ -25,7 +25,7 @@ from headwise.distributed.parallel_attention import (
     shard_tokens,
     use_whole_rows,
 )
-from headwise.masking.sequence_info import SequenceInfo
+from headwise.training.data import IGNORE_INDEX, Batch
 from support import layer_cases as cases
 from support.layer_cases import check_close
 from support.parallel_models import (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise import model_spec as bp
+from headwise.models import model_spec as bp
 
 MODEL, WORDS, SOURCES = 32, 11, 13
 

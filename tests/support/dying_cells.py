@@ -12,8 +12,8 @@ from typing import Any, Never
 
 from torch import nn
 
-from headwise.head_analysis.annotated_examples import Example
-from headwise.head_analysis.head_measurement import MeasureOptions
+from headwise.observe.head_analysis.annotated_examples import Example
+from headwise.observe.head_analysis.head_measurement import MeasureOptions
 from headwise.studies import process_engine
 from headwise.studies.ray_engine import SumsByExample, run_cell_elsewhere, sum_shard_elsewhere
 from headwise.studies.run_cell import run_cell

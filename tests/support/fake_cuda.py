@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.backends import flex
-from headwise.backends.core_interface import CallSignature
-from headwise.backends.dispatch import CoreDispatch
+from headwise.attention.backends import flex
+from headwise.attention.backends.core_interface import CallSignature
+from headwise.attention.backends.dispatch import CoreDispatch
 
 
 @dataclass

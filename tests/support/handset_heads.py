@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.models import model_spec as bp
+from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
 
 WORDS, PLACES, HEADS, DIM = 11, 23, 3, 23
 MODEL = WORDS + PLACES + WORDS

@@ -17,20 +17,20 @@ import numpy as np
 from hypothesis import strategies as st
 
 import headwise as hw
-from headwise import families, model_spec
+from headwise.attention.masking.patterns import parse_pattern
+from headwise.attention.parts.rotary_embedding import Rotary
+from headwise.attention.spec.serialization import to_dict as spec_to_dict
 from headwise.cli.run import requests
-from headwise.data import images, open_data, tokenizer_calls
-from headwise.generation.text_output import ModelTokenizer
-from headwise.head_analysis.annotated_examples import parse_alignment_links, read_conllu
 from headwise.hub import checkpoint_weights, tokenizer_files
-from headwise.masking.patterns import parse_pattern
-from headwise.model_spec.serialization import ModelManifest, SurgeryRecord
-from headwise.parts.rotary_embedding import Rotary
-from headwise.spec.serialization import to_dict as spec_to_dict
+from headwise.models import families, model_spec, tokenizer_calls
+from headwise.models.generation.text_output import ModelTokenizer
+from headwise.models.model_spec.serialization import ModelManifest, SurgeryRecord
+from headwise.observe.head_analysis.annotated_examples import parse_alignment_links, read_conllu
+from headwise.observe.traces import trace_file
 from headwise.studies.study_file import read_study
 from headwise.surgery.pruning_plan import PruningPlan
-from headwise.traces import trace_file
 from headwise.training import recipe
+from headwise.training.data import images, open_data
 
 from .hostile_values import damaged_bytes, hostile_trees, texts_of, to_toml_text
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from headwise.escaping import shorten_message
-from headwise.spec.serialization import format_toml
+from headwise.attention.spec.serialization import format_toml
+from headwise.util.escaping import shorten_message
 
 # --- Values ---------------------------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.head_analysis.annotated_examples import Example
-from headwise.models import Transformer
+from headwise.models import Transformer, model_spec as bp
+from headwise.observe.head_analysis.annotated_examples import Example
 
 WORDS = 13
 GPT2 = {

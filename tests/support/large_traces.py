@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
-from headwise.traces.attention_record import AttentionCallRecord, AttentionRecord
-from headwise.traces.attention_trace import Trace, make_token_rows
+from headwise.observe.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
+from headwise.observe.traces.attention_record import AttentionCallRecord, AttentionRecord
+from headwise.observe.traces.attention_trace import Trace, make_token_rows
 
 WAVES = 16  # channel pairs of a head that hold its positions
 CLASSES = (

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.interfaces import Modifier, Part
-from headwise.interfaces.core_types import Phase
-from headwise.part_checks.layer_cases import (
+from headwise.attention.interfaces import Modifier, Part
+from headwise.attention.interfaces.core_types import Phase
+from headwise.attention.spec.attention_spec import AttentionSpec
+from headwise.costs.part_checks.layer_cases import (
     BATCH,
     SOURCE,
     TOKENS,
@@ -27,7 +28,6 @@ from headwise.part_checks.layer_cases import (
     sequence_infos,
     supporting_backends,
 )
-from headwise.spec.attention_spec import AttentionSpec
 
 __all__ = [
     "BATCH",

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from headwise.part_checks.contract import CheckResult, Comparison
-from headwise.part_checks.layer_cases import (
+from headwise.costs.part_checks.contract import CheckResult, Comparison
+from headwise.costs.part_checks.layer_cases import (
     count_torch_flops as torch_flops,
     decode_in_chunks,
     layer_gradients,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headwise.learn.catalogue import Entry, load_documents
-from headwise.viewer.bundled_sample import load_sample_trace
+from headwise.observe.bundled_sample import load_sample_trace
 
 Numbers = Mapping[str, Any]
 Expected = Mapping[str, Callable[[], Numbers]]

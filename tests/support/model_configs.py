@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import headwise as hw
-from headwise.model_spec import (
+from headwise.models.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     FeedForwardSpec,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
 
 WORDS = 29
 

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import headwise as hw
-from headwise.interfaces import external_parts
-from headwise.interfaces.part import REGISTRY
+from headwise.attention.interfaces import external_parts
+from headwise.attention.interfaces.part import REGISTRY
 
 TEMPERATURE = '''
 """A temperature for every head."""
 
-from headwise.interfaces import ScoreStep
-from headwise.interfaces.axis_layout import AxisLayout
-from headwise.interfaces.core_types import Param
-from headwise.interfaces.part import part
-from headwise.parts.initialisers import zeros_init
+from headwise.attention.interfaces import ScoreStep
+from headwise.attention.interfaces.axis_layout import AxisLayout
+from headwise.attention.interfaces.core_types import Param
+from headwise.attention.interfaces.part import part
+from headwise.attention.parts.initialisers import zeros_init
 
 
 @part

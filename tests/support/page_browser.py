@@ -13,8 +13,8 @@ import pytest
 import torch
 import uvicorn
 
-from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
+from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer, open_socket, read_static_files

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 import headwise as hw
-from headwise.cache import PagePool
+from headwise.attention.cache import PagePool
 from headwise.kernels import PagedDecodeOptions
 
 MODEL, LONGEST = 14, 300

@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.data import IGNORE_INDEX, Batch
-from headwise.distributed.collectives import CollectiveGroup
-from headwise.distributed.parallel_attention import (
+from headwise.attention.presets import PRESETS
+from headwise.models import model_spec as bp
+from headwise.models.distributed.collectives import CollectiveGroup
+from headwise.models.distributed.parallel_attention import (
     TensorContextParallel,
     gather_token_outputs,
     set_parallel_context,
     shard_tokens,
 )
-from headwise.distributed.tensor_parallel import TensorParallelModel
-from headwise.presets import PRESETS
+from headwise.models.distributed.tensor_parallel import TensorParallelModel
+from headwise.training.data import IGNORE_INDEX, Batch
 from support.layer_cases import check_close
 
 MODEL, HEADS, WORDS = 16, 4, 11

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.data import Batch, Task
-from headwise.distributed import ProcessInfo, join_process_group
+from headwise.models import model_spec as bp
+from headwise.models.distributed import ProcessInfo, join_process_group
 from headwise.training import train
+from headwise.training.data import Batch, Task
 from headwise.training.train_step import StepOptions
 from support.data_parallel_checks import (
     STEPPED,

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
-from headwise.models import Transformer
+from headwise.models import Transformer, model_spec as bp
+from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
 
 WORDS = 23
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.distributed import join_process_group
+from headwise.models.distributed import join_process_group
 from support.rank_processes import run_ranks
 
 

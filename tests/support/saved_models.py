@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import headwise as hw
-from headwise.data.vocabulary import ByteVocabulary
+from headwise.models.vocabulary import ByteVocabulary
 from support.transformers_models import ZOO
 
 GPT = {

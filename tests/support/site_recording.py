@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.inspect.adapters import transformers_interface
-from headwise.inspect.attention_sites import find_attention
-from headwise.inspect.hooks import AttentionInputs, install_hooks
+from headwise.observe.inspect.adapters import transformers_interface
+from headwise.observe.inspect.attention_sites import find_attention
+from headwise.observe.inspect.hooks import AttentionInputs, install_hooks
 
 
 class InputRecorder:

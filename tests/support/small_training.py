@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.data import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task
-from headwise.data.task import check_split
-from headwise.distributed.sharded_model import wrap_single_process
-from headwise.files import write_atomically
-from headwise.model_spec import (
+from headwise.models import Transformer
+from headwise.models.distributed.sharded_model import wrap_single_process
+from headwise.models.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     FeedForwardSpec,
@@ -24,11 +22,13 @@ from headwise.model_spec import (
     PositionSpec,
     StackSpec,
 )
-from headwise.models import Transformer
 from headwise.report.data import Figure
 from headwise.training import Recipe
+from headwise.training.data import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task
+from headwise.training.data.task import check_split
 from headwise.training.learning_curves import CURVE_FILES
 from headwise.training.train_step import StepOptions, TrainStep
+from headwise.util.files import write_atomically
 
 IDS, LONGEST = 11, 7
 QUICK = {

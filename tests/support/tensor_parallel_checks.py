@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.distributed.head_partition import partition_heads
-from headwise.distributed.parallel_attention import TensorContextParallel, set_parallel_context
-from headwise.distributed.tensor_parallel import TensorParallelModel
-from headwise.masking.sequence_info import SequenceInfo
+from headwise.attention.masking.sequence_info import SequenceInfo
+from headwise.models import model_spec as bp
+from headwise.models.distributed.head_partition import partition_heads
+from headwise.models.distributed.parallel_attention import (
+    TensorContextParallel,
+    set_parallel_context,
+)
+from headwise.models.distributed.tensor_parallel import TensorParallelModel
 from support import layer_cases as cases
 from support.layer_cases import check_close
 from support.parallel_models import (
@@ -97,7 +100,7 @@ def every_part() -> None:
             dist.broadcast(tensor, 0)
         small = hw.Attention(own.spec).double().eval()
         small.load_state_dict(
-            hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1]
+            hw.attention.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1]
         )
         set_parallel_context(small, TensorContextParallel(tensor_group=group))
         x, z = (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.nn import MultiheadAttention
+from headwise.attention import MultiheadAttention
 
 
 def load_inputs(dtype: torch.dtype) -> list[Any]:

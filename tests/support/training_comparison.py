@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.files import read_lines
 from headwise.training import CheckpointFolder
+from headwise.util.files import read_lines
 
 
 def check_equal_steps(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise import model_spec as bp
 from headwise.costs import formula_checks
+from headwise.models import model_spec as bp
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.efficiency import (
     TimedPhase,

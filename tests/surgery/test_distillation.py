@@ -12,13 +12,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.data import IGNORE_INDEX
-from headwise.errors import SpecError, TrainingDiverged
-from headwise.head_analysis.annotated_examples import Example
-from headwise.head_analysis.objectives import MaskedTokenLoss, choose_objective
-from headwise.masking.sequence_info import SequenceInfo
-from headwise.models import Transformer
+from headwise.attention.masking.sequence_info import SequenceInfo
+from headwise.models import Transformer, model_spec as bp
+from headwise.observe.head_analysis.annotated_examples import Example
+from headwise.observe.head_analysis.objectives import MaskedTokenLoss, choose_objective
 from headwise.surgery.distillation import (
     DistillationBatch,
     DistillationLoader,
@@ -28,6 +25,8 @@ from headwise.surgery.distillation import (
     UptrainingOptions,
     uptrain,
 )
+from headwise.training.data import IGNORE_INDEX
+from headwise.util.errors import SpecError, TrainingDiverged
 from support.importance_examples import (
     BERT,
     GPT2,

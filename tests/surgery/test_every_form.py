@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.errors import SpecError
-from headwise.head_analysis.annotated_examples import Example
+from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.surgery import AttentionConversion, HeadRanking, Pool
 from headwise.surgery.conversion import ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 from headwise.surgery.hf_export import load_check
 from headwise.surgery.hf_export.model_folder import write_model_folder
+from headwise.util.errors import SpecError
 from support.transformers_models import FALLBACK, LLAMA, WIDE, WORDS, ZOO, TransformersModel
 
 FORMS = {

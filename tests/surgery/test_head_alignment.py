@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import headwise as hw
-from headwise.interfaces.core_types import SymmetryGroup
-from headwise.nn import head_axis_ops
+from headwise.attention import head_axis_ops
+from headwise.attention.interfaces.core_types import SymmetryGroup
 from headwise.surgery.head_alignment import (
     CrossProducts,
     align_heads,

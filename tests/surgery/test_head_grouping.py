@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import headwise as hw
-from headwise.nn import head_axis_ops
+from headwise.attention import head_axis_ops
 from headwise.surgery import head_grouping
 from headwise.surgery.head_grouping import make_groups_contiguous, permute_heads
 from support import layer_cases as cases

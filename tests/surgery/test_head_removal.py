@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import headwise as hw
-from headwise import model_spec as bp
-from headwise.models import Transformer
+from headwise.models import Transformer, model_spec as bp
 from headwise.surgery.attention_replacement import (
     AttentionChange,
     get_attention,

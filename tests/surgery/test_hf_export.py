@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.attention import head_axis_ops
+from headwise.attention.parts.relative_position_bias import Alibi
 from headwise.hub.pretrained_models import copy_live_model
-from headwise.model_spec.serialization import RECORD_FILE
 from headwise.models import Transformer, build
-from headwise.nn import head_axis_ops
-from headwise.output_paths import check_output
-from headwise.parts.relative_position_bias import Alibi
+from headwise.models.model_spec.serialization import RECORD_FILE
 from headwise.surgery.attention_replacement import (
     AttentionChange,
     get_attention_parameters,
@@ -35,6 +34,7 @@ from headwise.surgery.attention_replacement import (
 )
 from headwise.surgery.hf_export import model_folder, resized_modules
 from headwise.surgery.hf_export.shard_rewrite import to_canonical_form
+from headwise.util.output_paths import check_output
 from support.transformers_models import (
     FALLBACK,
     LLAMA,

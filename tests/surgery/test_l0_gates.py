@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.errors import SpecError
-from headwise.head_analysis.annotated_examples import Example
-from headwise.head_analysis.objectives import choose_objective
+from headwise.attention.presets import with_gates
 from headwise.models import Transformer
-from headwise.presets import with_gates
+from headwise.observe.head_analysis.annotated_examples import Example
+from headwise.observe.head_analysis.objectives import choose_objective
 from headwise.surgery.attention_replacement import (
     AttentionChange,
     get_attention_parameters,
@@ -32,6 +31,7 @@ from headwise.surgery.l0_gates import (
     select_most_open,
     train_gates,
 )
+from headwise.util.errors import SpecError
 from support.importance_examples import (
     LLAMA,
     WORDS,

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.data.vocabulary import ByteVocabulary
-from headwise.head_analysis.annotated_examples import Example, examples_from_lines
+from headwise.models.vocabulary import ByteVocabulary
+from headwise.observe.head_analysis.annotated_examples import Example, examples_from_lines
 from headwise.surgery import DropHeads, HeadRanking, KeepTop, Pool, ToMixtureOfHeads
 from headwise.surgery.model_and_texts import split_examples
 from support.transformers_models import ZOO, without_columns

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.errors import SpecError
 from headwise.surgery import Pool, ToCollaborative, ToMHA
+from headwise.util.errors import SpecError
 from support.third_party_attentions import Wrapped
 from support.vision_attentions import CASES as VISION_CASES, DIM, HEADS, WIDE
 

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise import cli
-from headwise.data import make_task
-from headwise.data.vocabulary import ByteVocabulary
-from headwise.head_analysis.annotated_examples import Example, examples_from_task
-from headwise.head_analysis.head_classes import classify_heads
-from headwise.head_analysis.head_figures import class_group
-from headwise.head_analysis.head_measurement import measure_heads
 from headwise.models import Transformer
+from headwise.models.vocabulary import ByteVocabulary
+from headwise.observe.head_analysis.annotated_examples import Example, examples_from_task
+from headwise.observe.head_analysis.head_classes import classify_heads
+from headwise.observe.head_analysis.head_figures import class_group
+from headwise.observe.head_analysis.head_measurement import measure_heads
 from headwise.surgery import HeadRanking, pruning_curves
 from headwise.surgery.curve_report import (
     THEMES,
@@ -47,6 +46,7 @@ from headwise.surgery.verification.quality_metrics import (
     build_metric_row,
     compare_task_scores,
 )
+from headwise.training.data import make_task
 from support.importance_examples import make_examples, translator
 from support.number_examples import make_examples as told_scenes, small_gpt2
 

@@ -15,10 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.data import make_task
-from headwise.data.translation import make_bleu, score_translations
-from headwise.head_analysis.annotated_examples import Example
-from headwise.head_analysis.objectives import MaskedTokenLoss, OutputDrift
+from headwise.observe.head_analysis.annotated_examples import Example
+from headwise.observe.head_analysis.objectives import MaskedTokenLoss, OutputDrift
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.model_comparison import AgreementAccumulator, OutputAndStates
 from headwise.surgery.verification.quality_metrics import (
@@ -34,6 +32,8 @@ from headwise.surgery.verification.quality_metrics import (
     describe_change,
     measure_quality,
 )
+from headwise.training.data import make_task
+from headwise.training.data.translation import make_bleu, score_translations
 from support.pruned_models import KEEP, KINDS, build_model, make_examples, make_model_spec
 
 

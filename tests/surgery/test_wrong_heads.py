@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.head_analysis.annotated_examples import Example
 from headwise.hub.pretrained_models import copy_live_model
 from headwise.models import Transformer
+from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.surgery import DropHeads, Pool, ToLatent, ToMHA
 from headwise.surgery.attention_replacement import get_attention, remove_heads
 from headwise.surgery.conversion import convert

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.data import Task, make_task
+from headwise.training.data import Task, make_task
 
 
 def by_hand(

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.errors import SpecError
-from headwise.files import read_lines
-from headwise.machine.takeover_points import assume_points, points_of_class
+from headwise.kernels.takeover_points import assume_points, points_of_class
 from headwise.training import ConsoleLogger, autotune, loggers, train
 from headwise.training.autotune import Autotuner
 from headwise.training.loggers import JsonlLogger, create_logger, read_records
 from headwise.training.train_step import StepOptions
+from headwise.util.errors import SpecError
+from headwise.util.files import read_lines
 from support.small_training import Echo, make_train_step, short_recipe
 
 CONFIG = {

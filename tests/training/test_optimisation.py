@@ -12,18 +12,16 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.data import IGNORE_INDEX, Batch
-from headwise.errors import SpecError
-from headwise.interfaces.axis_layout import AxisLayout
-from headwise.interfaces.core_types import AuxLosses
-from headwise.model_spec import WeightSpec
+from headwise.attention.interfaces.axis_layout import AxisLayout
+from headwise.attention.interfaces.core_types import AuxLosses
+from headwise.models.model_spec import WeightSpec
 from headwise.training import Recipe, optimisers, recipe as recipes, train_step
+from headwise.training.data import IGNORE_INDEX, Batch
 from headwise.training.evaluation import average_metrics
 from headwise.training.recipe import SCHEDULES
-from headwise.training.train_step import (
-    StepOptions,
-)
+from headwise.training.train_step import StepOptions
 from headwise.training.training_run import count_batch_tokens, count_step_flops
+from headwise.util.errors import SpecError
 from support.small_training import IDS, Echo, Routed, make_train_step, short_recipe
 
 # --- schedules ------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.distributed import Parallelism
-from headwise.errors import SpecError
-from headwise.model_spec import ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
+from headwise.models.distributed import Parallelism
+from headwise.models.model_spec import ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
 from headwise.training import Recipe, optimisers
 from headwise.training.run_setup import check_ranks
 from headwise.training.training_run import read_checkpoint
+from headwise.util.errors import SpecError
 from support.small_training import CrashingLogger, Echo, short_recipe
 
 

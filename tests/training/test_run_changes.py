@@ -15,16 +15,16 @@ import torch
 
 import headwise as hw
 from headwise.cli import main
-from headwise.data import Batch
-from headwise.errors import SpecError
-from headwise.files import read_lines
 from headwise.models import load
 from headwise.training import ConsoleLogger, Recipe, loop, train, training_run
+from headwise.training.data import Batch
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.learning_curves import CURVE_FILES, make_curves, save_curves
 from headwise.training.recipe import SCHEDULES, ScheduleStep
 from headwise.training.run_setup import read_run_recipe
 from headwise.training.train_step import BatchPrefetcher
+from headwise.util.errors import SpecError
+from headwise.util.files import read_lines
 from support.small_training import Echo, short_recipe
 
 CONSTANT = {"schedule": "constant", "warmup": 0.0, "dropout": 0.1}

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise import files
-from headwise.data import Batch
-from headwise.errors import SpecError, TrainingDiverged
-from headwise.files import read_lines
 from headwise.models import load, save
 from headwise.training import CheckpointFolder, TrainingCheckpoint, train, training_run
+from headwise.training.data import Batch
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.loop import InterruptGuard
 from headwise.training.run_setup import TrainingSetup
 from headwise.training.train_step import TrainStep
+from headwise.util import files
+from headwise.util.errors import SpecError, TrainingDiverged
+from headwise.util.files import read_lines
 from support.small_training import Answered, CrashingLogger, Echo, short_recipe
 
 STOCHASTIC = {"dropout": 0.1, "accumulate": 5}  # so that what is drawn has to go on where it stood

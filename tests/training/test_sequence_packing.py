@@ -10,19 +10,19 @@ import torch
 from hypothesis import given, strategies as st
 
 import headwise as hw
-from headwise.data import IGNORE_INDEX, Batch
-from headwise.data.synthetic_task import ModelShape, make_small_translator
-from headwise.data.task import UnpackableBatch, iter_texts, pack_batch, real_token_share
-from headwise.data.translation import ParallelTextTask
-from headwise.distributed import Parallelism, ProcessInfo
-from headwise.distributed.ranks import ProcessMesh, shard_batch
-from headwise.distributed.sharded_model import BatchForward, wrap_single_process
-from headwise.errors import SpecError
-from headwise.masking.sequence_info import SequenceInfo
+from headwise.attention.masking.sequence_info import SequenceInfo
+from headwise.models.distributed import Parallelism, ProcessInfo
+from headwise.models.distributed.ranks import ProcessMesh, shard_batch
+from headwise.models.distributed.sharded_model import BatchForward, wrap_single_process
 from headwise.training import Recipe, autotune, train
 from headwise.training.autotune import Autotuner
+from headwise.training.data import IGNORE_INDEX, Batch
+from headwise.training.data.synthetic_task import ModelShape, make_small_translator
+from headwise.training.data.task import UnpackableBatch, iter_texts, pack_batch, real_token_share
+from headwise.training.data.translation import ParallelTextTask
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.train_step import StepOptions, TrainStep
+from headwise.util.errors import SpecError
 from support.small_training import Echo, Routed, short_recipe
 
 IDS = 23

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import MUST_RUN, served, wait_until
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.traces.attention_trace import aggregate_heads, roll_out_attention
+from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.viewer.answers import ask
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.lab_runs import find_token_decoder, id_inputs

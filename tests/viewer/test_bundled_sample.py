@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import headwise as hw
-from headwise.errors import SpecError
-from headwise.viewer import bundled_sample
-from headwise.viewer.bundled_sample import (
+from headwise.observe import bundled_sample
+from headwise.observe.bundled_sample import (
     FOLDER,
     load_sample_model,
     load_sample_table,
     load_sample_trace,
 )
+from headwise.util.errors import SpecError
 
 MAX_BYTES = 4_000_000
 TARGET = "一千二百三十四万五千六百七十八美元九十美分"
@@ -39,7 +39,7 @@ def test_the_sample_is_small():
 
 def test_the_trace_and_the_measures_open_without_torch():
     code = (
-        "import sys; from headwise.viewer.bundled_sample import *; load_sample_trace(), "
+        "import sys; from headwise.observe.bundled_sample import *; load_sample_trace(), "
         "load_sample_table(); "
         "sys.exit('torch' in sys.modules)"
     )
@@ -97,7 +97,7 @@ def test_a_job_and_a_request_may_be_the_first_to_need_torch():
     """A job starts to import a part of torch while a request is importing torch for the model."""
     script = """
 import importlib.abc, sys, threading, time
-from headwise.viewer.bundled_sample import load_sample_model, load_sample_trace
+from headwise.observe.bundled_sample import load_sample_model, load_sample_trace
 from headwise.viewer.model_worker import ModelWorker
 from headwise.viewer.open_model import OpenModel
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headwise.traces.trace_file import load_trace
+from headwise.observe.traces.trace_file import load_trace
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until
 

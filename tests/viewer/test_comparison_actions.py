@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.traces import save_trace, trace_from_weights
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
+from headwise.observe.traces import save_trace, trace_from_weights
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.comparison_actions import compare_attention, exact_pair, pool_difference
 from headwise.viewer.model_worker import Job, JobProgress

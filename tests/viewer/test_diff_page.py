@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import headwise as hw
-from headwise.traces import save_trace
+from headwise.observe.traces import save_trace
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import headwise as hw
 from headwise.hub.tokenizer_files import attach_tokenizer
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.head_actions import find_evidence, measure_syntax
 from headwise.viewer.open_model import OpenModel

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from headwise.traces import load_trace, trace_from_weights
-from headwise.viewer import bundled_sample, export_files
+from headwise.observe import bundled_sample
+from headwise.observe.traces import load_trace, trace_from_weights
+from headwise.viewer import export_files
 from headwise.viewer.export_files import (
     EXPORT_KINDS,
     ExportScope,

@@ -18,8 +18,8 @@ import pytest
 
 from headwise.cli.heads import main as run_heads
 from headwise.cli.view import main as run_view
-from headwise.traces import trace_from_weights
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
+from headwise.observe.traces import trace_from_weights
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import render_export
 from support.page_browser import served, wait_until

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.errors import SpecError
+from headwise.util.errors import SpecError
 from headwise.viewer.model_targets import load_target
 
 transformers = pytest.importorskip("transformers")

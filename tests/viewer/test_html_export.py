@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.errors import SpecError
+from headwise.util.errors import SpecError
 from headwise.viewer.export_files import PageAssets, escape_json, load_assets, render_html
 
 ASSETS = PageAssets('console.log("a < b");', "body{color:red}")

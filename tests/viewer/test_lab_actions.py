@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.inspect.ablation import ScaledOutput
+from headwise.observe.inspect.ablation import ScaledOutput
 from headwise.viewer import lab_actions
 from headwise.viewer.lab_actions import compute_effect, sweep_heads
 from headwise.viewer.model_worker import JobCancelled

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.head_analysis.annotated_examples import Example
+from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.quality_metrics import measure_quality
 from headwise.viewer import lab_actions

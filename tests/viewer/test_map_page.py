@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from headwise.head_analysis.head_similarity import ClusterMerge, cut_clusters
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
+from headwise.observe.head_analysis.head_similarity import ClusterMerge, cut_clusters
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.head_actions import compute_similarity
 from headwise.viewer.model_worker import Job, JobProgress

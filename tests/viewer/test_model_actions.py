@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
 from headwise.viewer.model_actions import compute_cost
 from headwise.viewer.open_model import OpenModel
 from support.page_models import progress

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.traces.attention_trace import Trace
+from headwise.observe.traces.attention_trace import Trace
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view_document import estimate_memory
 from support.page_models import GPT

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import headwise as hw
-from headwise.traces import trace_from_weights
+from headwise.observe.traces import trace_from_weights
 from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel

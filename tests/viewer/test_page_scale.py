@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
 from headwise.viewer.lab_actions import sweep_heads
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel

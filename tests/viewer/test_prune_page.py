@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from headwise.hub.pretrained_models import load
-from headwise.viewer import bundled_sample, surgery_actions
+from headwise.observe import bundled_sample
+from headwise.viewer import surgery_actions
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_target
 from support.page_browser import served

@@ -16,7 +16,7 @@ import torch
 from starlette.testclient import TestClient
 
 import headwise as hw
-from headwise.traces import load_trace, save_trace, trace_from_weights
+from headwise.observe.traces import load_trace, save_trace, trace_from_weights
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS

@@ -21,9 +21,9 @@ import uvicorn
 from starlette.testclient import TestClient
 
 import headwise as hw
-from headwise.inspect.model_inputs import ModelInputs
-from headwise.traces import Trace, save_trace
-from headwise.traces.attention_record import TokenRow
+from headwise.observe.inspect.model_inputs import ModelInputs
+from headwise.observe.traces import Trace, save_trace
+from headwise.observe.traces.attention_record import TokenRow
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_actions import TextTooLong, capture_trace
@@ -306,7 +306,7 @@ def test_a_model_that_fails_in_its_forward_pass_leaves_the_trace(
 ):
     trace = opened.trace
     monkeypatch.setattr(
-        "headwise.nn.attention.Attention.head_outputs_and_gates", lambda *_, **__: 1 / 0
+        "headwise.attention.attention.Attention.head_outputs_and_gates", lambda *_, **__: 1 / 0
     )
     job = submit(client, kind="ablate", heads=[[0, 1]])
     assert '"ZeroDivisionError' in client.get(f"/api/jobs/{job}/events").text
@@ -412,7 +412,7 @@ def test_a_text_is_counted_before_the_model_runs(monkeypatch: pytest.MonkeyPatch
     net = make_net()
     row = TokenRow(tuple(range(23)), tuple(map(str, range(23))))
     inputs = ModelInputs((), {}, {"text": (row,)}, {"text": 23})
-    monkeypatch.setattr("headwise.inspect.model_inputs.prepare_inputs", lambda *_: inputs)
+    monkeypatch.setattr("headwise.observe.inspect.model_inputs.prepare_inputs", lambda *_: inputs)
     monkeypatch.setattr(type(net), "forward", lambda *_, **__: pytest.fail("the model ran"))
     with pytest.raises(TextTooLong, match="23 tokens; give at most 19"):
         capture_trace(net, "words", "", 19)

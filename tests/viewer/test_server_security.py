@@ -18,7 +18,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 import headwise as hw
-from headwise.viewer import bundled_sample, model_actions, model_targets
+from headwise.observe import bundled_sample
+from headwise.viewer import model_actions, model_targets
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_worker import Job, JobProgress, ModelWorker
 from headwise.viewer.open_model import OpenModel

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import headwise as hw
-from headwise.head_analysis.head_circuits import compare_circuits
-from headwise.head_analysis.head_similarity import HeadLocation
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
+from headwise.observe.head_analysis.head_circuits import compare_circuits
+from headwise.observe.head_analysis.head_similarity import HeadLocation
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.head_actions import compute_similarity, group_by_similarity
 from headwise.viewer.model_actions import make_examples
@@ -91,7 +91,7 @@ def test_a_model_without_circuits_says_why(model: OpenModel, monkeypatch: pytest
     def refuse(*_: Any) -> None:
         raise ValueError("cannot get OV circuits: a mixes heads")
 
-    monkeypatch.setattr("headwise.head_analysis.head_circuits.compare_circuits", refuse)
+    monkeypatch.setattr("headwise.observe.head_analysis.head_circuits.compare_circuits", refuse)
     header, _ = decode_arrays(compute_similarity(model, {"texts": TEXTS}, progress()))
     assert "OV circuits are not compared: cannot get OV circuits: a mixes heads" in header["notes"]
     assert {group["by"] for group in header["groups"]} == {"attention", "outputs"}

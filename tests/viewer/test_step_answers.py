@@ -12,7 +12,8 @@ import torch
 from starlette.testclient import TestClient
 
 import headwise as hw
-from headwise.model_spec import (
+from headwise.attention.head_axis_ops import KeptHeads
+from headwise.models.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     FeedForwardSpec,
@@ -21,9 +22,8 @@ from headwise.model_spec import (
     OutputHeadSpec,
     StackSpec,
 )
-from headwise.nn.head_axis_ops import KeptHeads
-from headwise.traces import trace_from_weights
-from headwise.traces.head_steps import MAX_KEY_VECTORS, HeadPlace, HeadSteps, recorded_steps
+from headwise.observe.traces import trace_from_weights
+from headwise.observe.traces.head_steps import MAX_KEY_VECTORS, HeadPlace, HeadSteps, recorded_steps
 from headwise.viewer.binary_answers import ONLY_TRACE, decode_arrays, find_steps
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headwise.traces.head_steps import HeadPlace, HeadSteps
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
+from headwise.observe.traces.head_steps import HeadPlace, HeadSteps
 from headwise.viewer.binary_answers import find_steps
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import served, wait_until

@@ -17,12 +17,13 @@ from torch import nn
 
 import headwise as hw
 from headwise.cli import main
-from headwise.head_analysis.annotated_examples import examples_from_lines
 from headwise.hub.pretrained_models import load
+from headwise.observe import bundled_sample
+from headwise.observe.head_analysis.annotated_examples import examples_from_lines
 from headwise.surgery import DropHeads, HeadRanking, KeepTop, Pool
 from headwise.surgery.model_and_texts import split_examples
 from headwise.surgery.pruning_plan import fingerprint_model
-from headwise.viewer import bundled_sample, surgery_actions
+from headwise.viewer import surgery_actions
 from headwise.viewer.model_worker import Job, JobCancelled, JobProgress, ModelWorker
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS

@@ -20,9 +20,10 @@ import torch
 
 import headwise as hw
 from headwise import cli
+from headwise.observe import bundled_sample
+from headwise.observe.bundled_sample import SOURCE, TRACE, load_sample_trace
 from headwise.surgery.hf_export.model_folder import write_model_folder
-from headwise.viewer import bundled_sample, export_files, view
-from headwise.viewer.bundled_sample import SOURCE, TRACE, load_sample_trace
+from headwise.viewer import export_files, view
 from headwise.viewer.export_files import PageAssets, render_html
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ServerAddress

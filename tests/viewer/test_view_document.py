@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headwise.viewer import bundled_sample
+from headwise.observe import bundled_sample
 from headwise.viewer.view_document import describe_measures, stack_measures
 
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headwise.traces import trace_from_weights
-from headwise.traces.attention_record import AttentionCallRecord, AttentionRecord, PackedMask
-from headwise.traces.attention_trace import Trace, make_token_rows
+from headwise.observe.traces import trace_from_weights
+from headwise.observe.traces.attention_record import (
+    AttentionCallRecord,
+    AttentionRecord,
+    PackedMask,
+)
+from headwise.observe.traces.attention_trace import Trace, make_token_rows
 from headwise.viewer.open_model import OpenModel, TileRange
 from headwise.viewer.weight_summaries import thumbnail_masks
 

@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 from .. import __version__
-from ..errors import suggest
-from ..machine.python_processes import safe_import_path
 from ..report.text import wrap
+from ..util.errors import suggest
+from ..util.python_processes import safe_import_path
 from .exit_status import open_closed_streams, print_error, run_guarded
 from .options import LIST_OPTIONS, UsageError
 

@@ -20,7 +20,7 @@ def check_model_path(_: str, name: str) -> None:
     """Raise unless `name` is a folder with a model, or a file that may hold one; specs and presets
     have no weights.
     """
-    from ..model_spec.serialization import MANIFEST_FILE
+    from ..models.model_spec.serialization import MANIFEST_FILE
 
     path = Path(name)
     if path.is_dir():

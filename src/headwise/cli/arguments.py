@@ -14,19 +14,19 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import suggest
-from ..escaping import escape_page
 from ..learn.language import SAMPLE
+from ..util.errors import suggest
+from ..util.escaping import escape_page
 from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
-    from ..model_spec import ModelSpec
-    from ..output_paths import Existing
-    from ..spec.attention_spec import AttentionSpec
+    from ..attention.spec.attention_spec import AttentionSpec
+    from ..models.model_spec import ModelSpec
+    from ..util.output_paths import Existing
 
 BAD_INPUT = 2  # exit code for invalid arguments or input
 # The names are repeated here so that --help need not import torch; a test compares them with
-# headwise.presets.
+# headwise.attention.presets.
 PRESETS = [
     "mha",
     "gqa",
@@ -180,7 +180,7 @@ def parse_spec(args: Any) -> AttentionSpec:
 
 def apply_changes(spec: AttentionSpec, changes: Sequence[str]) -> AttentionSpec:
     """Return the spec after `changes`, each as KEY=VALUE."""
-    from ..spec import serialization
+    from ..attention.spec import serialization
 
     return (
         serialization.from_dict(apply_changes_to_dict(serialization.to_dict(spec), changes))
@@ -199,7 +199,7 @@ def apply_changes_to_dict(table: dict[str, Any], changes: Sequence[str]) -> dict
 
 
 def _preset_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
-    from ..presets import design
+    from ..attention.presets import design
 
     return design(preset=name, **sizes)
 
@@ -219,7 +219,7 @@ def load_named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
         )
     path = Path(name)
     if name != "-" and not path.exists():
-        from ..families.published_models import PUBLISHED_MODELS
+        from ..models.families.published_models import PUBLISHED_MODELS
 
         if name in PUBLISHED_MODELS:
             raise UsageError(
@@ -241,7 +241,7 @@ def load_named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
 
 def parse_spec_text(name: str, text: str) -> AttentionSpec:
     """Parse a spec from TOML or JSON; `name` is the file it came from, for messages."""
-    from ..presets import from_json, from_toml
+    from ..attention.presets import from_json, from_toml
 
     json = name.endswith(".json") or text.lstrip().startswith("{")
     return (from_json if json else from_toml)(text)
@@ -378,14 +378,14 @@ def resolve_target(
 
     `sizes` apply to presets only. For a model, `changes` apply to its ModelSpec as plain values.
     """
-    from ..spec.attention_spec import AttentionSpec
+    from ..attention.spec.attention_spec import AttentionSpec
 
     target = _load_target(name, sizes)
     if isinstance(target, AttentionSpec):
         return apply_changes(target, changes)
     if not changes:
         return target
-    from .. import model_spec
+    from ..models import model_spec
 
     return model_spec.from_dict(apply_changes_to_dict(model_spec.to_dict(target), changes))
 
@@ -404,7 +404,7 @@ def short_name(name: str) -> str:
 
 def list_spec_keys(target: AttentionSpec | ModelSpec) -> Iterator[str]:
     """Yield every key of a spec that --set accepts, such as "project.overlap"."""
-    from ..spec.attention_spec import SLOTS, AttentionSpec
+    from ..attention.spec.attention_spec import SLOTS, AttentionSpec
 
     if isinstance(target, AttentionSpec):
         parts = {"heads": target.heads} | {
@@ -446,8 +446,8 @@ def _load_model(name: str, text: str) -> ModelSpec | None:
     """Return the model that a folder or a text describes, or None if it
     describes a single layer.
     """
-    from .. import families, model_spec
-    from ..presets import DEFAULT_CHOICES
+    from ..attention.presets import DEFAULT_CHOICES
+    from ..models import families, model_spec
 
     table = _parse_table(text)
     if "stacks" in table:
@@ -511,7 +511,7 @@ def load_model_description(name: str | None) -> ModelSpec | None:
         and not set(read_description_keys(path)) & set(MODEL_KEYS.get(path.suffix, ()))
     ):
         return None
-    from ..families import read_model_spec
+    from ..models.families import read_model_spec
 
     return read_model_spec(path)
 
@@ -520,7 +520,7 @@ def is_published_model(path: Path) -> bool:
     """Whether a name is that of a published model, and not of a preset, file or folder."""
     if path.exists() or path.name != str(path) or path.name in PRESETS:
         return False
-    from ..families.published_models import PUBLISHED_MODELS
+    from ..models.families.published_models import PUBLISHED_MODELS
 
     return path.name in PUBLISHED_MODELS
 
@@ -546,7 +546,7 @@ def read_description_keys(path: Path) -> dict[str, Any]:
 
 def format_model_page(model: ModelSpec, args: Any) -> str:
     """Format a model in the requested form: as TOML, as JSON, or as a table of its tensors."""
-    from ..model_spec import ModelTable, to_dict, to_toml
+    from ..models.model_spec import ModelTable, to_dict, to_toml
 
     args.refuse_changes("change the file")
     if args.toml:

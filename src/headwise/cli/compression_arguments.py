@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..output_paths import FolderKind, check_output, stage_folder
-from ..progress import ProgressReporter
+from ..report.progress import ProgressReporter
 from ..report.text import TERMINAL_WIDTH
+from ..util.output_paths import FolderKind, check_output, stage_folder
 from .argument_checks import check_model_path
 from .arguments import existing_mode, print_page, to_json
 from .options import AtLeastTwo, Count, InputFile, Positive, UsageError, options
 from .text_arguments import TextOptions, attach_named_tokenizer, parse_task, read_examples
 
 if TYPE_CHECKING:
-    from ..data import Task
-    from ..head_analysis.annotated_examples import Example
     from ..models import Transformer
+    from ..observe.head_analysis.annotated_examples import Example
     from ..surgery.verification.efficiency import TimingOptions
     from ..surgery.verification.proof import ProofOptions
+    from ..training.data import Task
 
 
 # Defaults of --uptrain: they restored the quality of the demo's translator in the fewest steps of
@@ -49,7 +49,7 @@ class SurgeryOptions(TextOptions):
     """
 
     names = {"--set": "changes"}
-    choices = {"objective": "head_analysis.objectives:OBJECTIVES"}
+    choices = {"objective": "observe.head_analysis.objectives:OBJECTIVES"}
     out: str
     overwrite: bool = False
     changes: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ class CompressionRun:
 
     def distillation_texts(self) -> list[Example]:
         """Return the texts for retraining; the proof uses none of them."""
-        from ..head_analysis.annotated_examples import (
+        from ..observe.head_analysis.annotated_examples import (
             examples_from_lines,
             examples_from_task,
             read_lines,
@@ -282,7 +282,7 @@ def _timing_pace(args: Any) -> TimingOptions:
 
 def _check_model(net: Transformer, args: Any, example: Example) -> None:
     """Raise now the errors that `prove` would raise only after the model has been written."""
-    from ..head_analysis.objectives import choose_objective
+    from ..observe.head_analysis.objectives import choose_objective
     from ..surgery.verification.efficiency import fit_lengths
 
     choose_objective(net, args.objective, example)

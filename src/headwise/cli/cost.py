@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import SpecError, suggest
+from ..util.errors import SpecError, suggest
 from .arguments import (
     existing_mode,
     list_spec_keys,
@@ -19,11 +19,11 @@ from .arguments import (
 from .options import CommandParser, Options, UsageError, options
 
 if TYPE_CHECKING:
+    from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.components import SpecOrModel
     from ..costs.cost_report import CostEstimate, CostReport
     from ..costs.size_matching import SizeMatch
     from ..report.data import Item
-    from ..spec.attention_spec import AttentionSpec
 
 DEFAULT_KERNEL = 3
 DEFAULT_WINDOW = 64
@@ -254,7 +254,7 @@ def estimate_costs(args: CostOptions) -> CostReport:
 def load_target(name: str, args: CostOptions, changes: Sequence[str]) -> SpecOrModel:
     """Load the spec or model with this name, or the layer of it that --layer selects."""
     from ..costs.workload import select_layer
-    from ..model_spec import ModelSpec
+    from ..models.model_spec import ModelSpec
 
     given = {"model": args.model, "heads": args.heads}
     sizes = {size: number for size, number in given.items() if number is not None}
@@ -329,7 +329,7 @@ def _free_sizes(args: CostOptions, names: list[str]) -> dict[str, str | None]:
 
 
 def _spec_to_match(name: str, estimate: CostEstimate) -> AttentionSpec:
-    from ..spec.attention_spec import AttentionSpec
+    from ..attention.spec.attention_spec import AttentionSpec
 
     if isinstance(estimate.spec_or_model, AttentionSpec):
         return estimate.spec_or_model

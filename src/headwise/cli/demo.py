@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..output_paths import check_output
-from ..progress import ProgressReporter
+from ..report.progress import ProgressReporter
+from ..util.output_paths import check_output
 from .arguments import print_page, print_title, terminal_language, to_json
 from .options import Options, options
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     args = DemoOptions.parse(argv)
     import torch
 
-    from ..demo.sample_tour import run_sample_tour
+    from ..learn.sample_tour import run_sample_tour
 
     torch.set_num_threads(1)  # the model is so small that a second thread costs more than it saves
     report = ProgressReporter()

@@ -19,8 +19,8 @@ from .arguments import (
 from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
-    from ..inspect.attention_sites import Sites
-    from ..spec.attention_spec import AttentionSpec
+    from ..attention.spec.attention_spec import AttentionSpec
+    from ..observe.inspect.attention_sites import Sites
 
 MASK_TOKENS = 16  # enough to recognise every pattern, small enough for a terminal
 
@@ -58,7 +58,7 @@ def spec_main(argv: list[str]) -> int:
         print_page(format_model_page(model, args))
         return 0
     spec = parse_spec(args)
-    from ..spec.serialization import to_toml
+    from ..attention.spec.serialization import to_toml
 
     if args.toml:
         print_page(to_toml(spec))
@@ -74,7 +74,7 @@ def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
     tokens.
     """
     from .. import costs
-    from ..spec.serialization import to_dict
+    from ..attention.spec.serialization import to_dict
 
     shapes = spec.shapes()
     work = costs.self_attention_work(spec, batch=1, queries=tokens)
@@ -119,8 +119,8 @@ def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
 
 def format_spec(spec: AttentionSpec, tokens: int) -> str:
     """Format a spec as text: TOML, parameters, costs and mask."""
-    from ..masking.patterns import draw_pattern
-    from ..spec.serialization import to_toml
+    from ..attention.masking.patterns import draw_pattern
+    from ..attention.spec.serialization import to_toml
 
     data = spec_to_dict(spec, tokens)
     counts = data["counts"]
@@ -208,7 +208,7 @@ def walk_main(argv: list[str]) -> int:
     """Run a layer once on random input and print its tensor operations."""
     args = WalkOptions.parse(argv)
     place, spec = _parse_layer(args)
-    from ..nn.op_trace import AttentionSteps, walk
+    from ..attention.op_trace import AttentionSteps, walk
 
     source = args.tokens if args.source is None and place.endswith(".cross") else args.source
     trace = walk(spec, args.batch, args.tokens, source)
@@ -228,8 +228,8 @@ def _parse_layer(args: WalkOptions) -> tuple[str, AttentionSpec]:
             raise UsageError(f"--layer {args.layer} is for models; leave it out")
         return "", parse_spec(args)
     args.refuse_changes("leave it out")
+    from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.workload import select_layer
-    from ..spec.attention_spec import AttentionSpec
 
     place = args.layer or next((name for name, _ in model.attention_specs()), "")
     if not place:
@@ -273,7 +273,7 @@ def _list_sites(name: str) -> Sites:
     """Return the attention layers of a model with weights, or of a spec or model that is only
     described.
     """
-    from ..inspect.attention_sites import sites
+    from ..observe.inspect.attention_sites import sites
 
     path = Path(name)
     if path.is_dir() or (path.is_file() and path.suffix not in DESCRIPTION_SUFFIXES):
@@ -282,9 +282,9 @@ def _list_sites(name: str) -> Sites:
         return sites(load_original(name))
     import torch
 
+    from ..attention.attention import Attention
+    from ..attention.spec.attention_spec import AttentionSpec
     from ..models import build
-    from ..nn.attention import Attention
-    from ..spec.attention_spec import AttentionSpec
 
     target = resolve_target(name, {}, [])
     with torch.device("meta"):
@@ -322,7 +322,7 @@ def why_main(argv: list[str]) -> int:
     """Print the chosen backend, and for each other one its reasons to refuse."""
     args = WhyOptions.parse(argv)
     spec = parse_spec(args)
-    from ..backends.backend_report import why
+    from ..attention.backends.backend_report import why
 
     report = why(
         spec,

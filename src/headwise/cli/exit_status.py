@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any
 
 from .. import __version__
-from ..errors import NoBackend
-from ..escaping import escape_page, shorten_message
+from ..util.errors import NoBackend
+from ..util.escaping import escape_page, shorten_message
 from .arguments import BAD_INPUT, prepare_output
 
 INTERNAL_ERROR = 3

@@ -11,19 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..output_paths import check_output
-from ..progress import ProgressReporter
 from ..report.data import Table
+from ..report.progress import ProgressReporter
 from ..report.render import to_text
+from ..util.output_paths import check_output
 from .argument_checks import check_heads_of_config, check_input_file, check_model_path
-from .arguments import (
-    check_engine,
-    existing_mode,
-    print_note,
-    print_page,
-    supports_style,
-    to_json,
-)
+from .arguments import check_engine, existing_mode, print_note, print_page, supports_style, to_json
 from .one_text import check_one_text, show_one_text
 from .options import (
     Count,
@@ -39,9 +32,9 @@ from .options import (
 from .text_arguments import TextOptions, attach_named_tokenizer, read_examples
 
 if TYPE_CHECKING:
-    from ..head_analysis.annotated_examples import Example
-    from ..head_analysis.head_redundancy import RedundancyResult
-    from ..head_analysis.head_table import HeadTable, ImportanceResult
+    from ..observe.head_analysis.annotated_examples import Example
+    from ..observe.head_analysis.head_redundancy import RedundancyResult
+    from ..observe.head_analysis.head_table import HeadTable, ImportanceResult
 
 
 TRACE_SUFFIX = ".trace"
@@ -104,10 +97,10 @@ class HeadsOptions(TextOptions):
     command = "heads"
     names = {"--align": "align_files"}
     choices = {
-        "importance": "head_analysis.head_importance:IMPORTANCE_METHODS",
+        "importance": "observe.head_analysis.head_importance:IMPORTANCE_METHODS",
         "show": "weights norms rollout logits points",
-        "over": "head_analysis.attention_maps:AGGREGATIONS",
-        "criteria": "head_analysis.head_classes:CLASSIFIERS",
+        "over": "observe.head_analysis.attention_maps:AGGREGATIONS",
+        "criteria": "observe.head_analysis.head_classes:CLASSIFIERS",
         "engine": "local ray",
     }
     images: str | None = None
@@ -205,14 +198,14 @@ class HeadsOptions(TextOptions):
 
     def _list_measures(self) -> list[str]:
         """The measures of texts without annotations."""
-        from ..head_analysis.head_metrics import HEAD_METRICS
-        from ..head_analysis.literature_metrics import LITERATURE_METRICS
+        from ..observe.head_analysis.head_metrics import HEAD_METRICS
+        from ..observe.head_analysis.literature_metrics import LITERATURE_METRICS
 
         published = [name for name in LITERATURE_METRICS if name.startswith(f"{self.criteria} ")]
         return [*HEAD_METRICS, *published, *(["importance"] if self.importance else [])]
 
     def _check_drawing(self) -> None:
-        from ..head_analysis.head_table import HEAD_NAME, check_head_name
+        from ..observe.head_analysis.head_table import HEAD_NAME, check_head_name
 
         for name in self.draw:
             check_head_name(name)
@@ -222,7 +215,7 @@ class HeadsOptions(TextOptions):
         if self.draw and self.out is None:
             raise UsageError("--draw needs a folder for the figures; add --out DIR")
         if self.out is not None:
-            from ..head_analysis.head_report import HEAD_REPORT
+            from ..observe.head_analysis.head_report import HEAD_REPORT
 
             check_output(self.out, HEAD_REPORT, existing_mode(self))
 
@@ -283,13 +276,13 @@ def run_extras(
         table = _add_importance(table, extras)
     baseline = None
     if args.random_baseline:
-        from ..head_analysis.random_baseline import make_random_baseline
+        from ..observe.head_analysis.random_baseline import make_random_baseline
 
         baseline = make_random_baseline(model, seed=args.seed)
         extras.random_baseline = measure(baseline)
         extras.items.append(_count_classes(table, extras.random_baseline))
     if args.redundancy:
-        from ..head_analysis.head_redundancy import measure_redundancy
+        from ..observe.head_analysis.head_redundancy import measure_redundancy
 
         report("comparing heads")
         extras.redundancy = measure_redundancy(model, examples, name=table.model)
@@ -305,7 +298,7 @@ def _describe_weights(
     model: Any, examples: Sequence[Example], args: HeadsOptions, extras: ExtraAnalyses
 ) -> None:
     """Run --circuits, --spectra and --collapse."""
-    from ..head_analysis import head_circuits, rank_analysis
+    from ..observe.head_analysis import head_circuits, rank_analysis
 
     if args.circuits:
         heads = head_circuits.measure_head_circuits(model)
@@ -324,8 +317,8 @@ def _describe_weights(
 def _measure_importance(
     model: Any, examples: Sequence[Example], args: Any, report: ProgressReporter
 ) -> ImportanceResult:
-    from ..head_analysis.head_importance import estimate_importance
-    from ..head_analysis.importance_methods import ImportanceOptions
+    from ..observe.head_analysis.head_importance import estimate_importance
+    from ..observe.head_analysis.importance_methods import ImportanceOptions
 
     options = ImportanceOptions(
         max_seconds=args.budget,
@@ -354,7 +347,7 @@ def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
 
 
 def _count_classes(table: HeadTable, baseline: HeadTable) -> Table:
-    from ..head_analysis.head_table import class_group
+    from ..observe.head_analysis.head_table import class_group
 
     counts: list[Counter[str]] = []
     for one in (table, baseline):
@@ -376,7 +369,7 @@ def main(argv: list[str]) -> int:
     if args.text is not None:
         return show_one_text(args)
     from ..hub.pretrained_models import load_original
-    from ..inspect.attention_sites import sites
+    from ..observe.inspect.attention_sites import sites
 
     model = load_original(args.model).eval()
     attach_named_tokenizer(model, args)
@@ -390,7 +383,7 @@ def main(argv: list[str]) -> int:
     table = replace(table, notes=(*table.notes, *notes))
     report("")
     if args.out is not None:
-        from ..head_analysis.head_report import ReportOptions, write_head_report
+        from ..observe.head_analysis.head_report import ReportOptions, write_head_report
 
         pair = _parse_head_pair(args.pair)
         existing = existing_mode(args)
@@ -414,23 +407,23 @@ def _read_examples(
     """
     if args.images is None:
         return (*read_examples(model, args), ())
-    from ..head_analysis.head_metrics import NOT_FOR_IMAGES
-    from ..head_analysis.image_examples import examples_from_images
+    from ..observe.head_analysis.head_metrics import NOT_FOR_IMAGES
+    from ..observe.head_analysis.image_examples import examples_from_images
 
     images = examples_from_images(model, args.images, args.limit)
     return images.examples, (*images.notes, NOT_FOR_IMAGES), images.sites
 
 
 def _locate_drawn_heads(args: HeadsOptions, layers: Sequence[Any]) -> list[tuple[str, int]]:
-    from ..head_analysis.head_table import locate_head
+    from ..observe.head_analysis.head_table import locate_head
 
     return [locate_head(name, layers) for name in args.draw]
 
 
 def _draw_from_trace(args: Any) -> int:
     """Draw heads of a trace, which needs neither the model nor texts."""
-    from ..head_analysis.head_report import draw_traced_heads
-    from ..traces import load_trace
+    from ..observe.head_analysis.head_report import draw_traced_heads
+    from ..observe.traces import load_trace
 
     trace = load_trace(args.model)
     heads = _locate_drawn_heads(args, trace.layers)
@@ -462,11 +455,11 @@ def _measure_model(
     report: ProgressReporter,
     site_names: tuple[str, ...] = (),
 ) -> HeadTable:
-    from ..head_analysis.dependency_syntax import DependencyScores
-    from ..head_analysis.head_measurement import MeasureOptions
-    from ..head_analysis.head_metrics import IMAGE_METRICS
-    from ..head_analysis.text_analysis import measure_and_classify
-    from ..head_analysis.word_alignment import AlignmentScores
+    from ..observe.head_analysis.dependency_syntax import DependencyScores
+    from ..observe.head_analysis.head_measurement import MeasureOptions
+    from ..observe.head_analysis.head_metrics import IMAGE_METRICS
+    from ..observe.head_analysis.text_analysis import measure_and_classify
+    from ..observe.head_analysis.word_alignment import AlignmentScores
 
     kind = "text" if args.images is None else "image"
     options = MeasureOptions(sites=site_names)

@@ -7,14 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..output_paths import stage_folder
-from .arguments import (
-    existing_mode,
-    print_note,
-    print_page,
-    terminal_language,
-    to_json,
-)
+from ..util.output_paths import stage_folder
+from .arguments import existing_mode, print_note, print_page, terminal_language, to_json
 from .options import Options, options
 
 if TYPE_CHECKING:

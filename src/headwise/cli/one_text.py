@@ -12,8 +12,8 @@ from .options import UsageError
 from .text_arguments import attach_named_tokenizer
 
 if TYPE_CHECKING:
-    from ..head_analysis.attention_maps import AttentionMaps
-    from ..traces import Trace
+    from ..observe.head_analysis.attention_maps import AttentionMaps
+    from ..observe.traces import Trace
 
 VIEWS = ("weights", "norms", "rollout", "logits", "points")
 MATRICES = ("weights", "norms")
@@ -28,7 +28,7 @@ USES = {  # views that an option is for, by its field
 
 def check_one_text(args: Any) -> None:
     """Refuse what cannot work before the model is loaded."""
-    from ..head_analysis.head_table import check_head_name
+    from ..observe.head_analysis.head_table import check_head_name
 
     check_model_path("MODEL", args.model)
     check_text_model(args.model, "--text", "give --images PATH")
@@ -58,7 +58,7 @@ def show_one_text(args: Any) -> int:
         print_page(to_json(view.data) if args.json else str(view))
         return 0
     if args.show == "logits":
-        from ..head_analysis.logit_attribution import attribute_logit
+        from ..observe.head_analysis.logit_attribution import attribute_logit
 
         position = -1 if args.position is None else args.position
         view = attribute_logit(model, _inputs(args, args.text), position=position, token=args.token)
@@ -72,7 +72,7 @@ def show_one_text(args: Any) -> int:
 
 def _load(name: str, args: Any) -> Any:
     from ..hub.pretrained_models import load_original
-    from ..inspect.model_inputs import is_encoder_decoder
+    from ..observe.inspect.model_inputs import is_encoder_decoder
 
     model = load_original(name).eval()
     attach_named_tokenizer(model, args)
@@ -88,7 +88,7 @@ def _inputs(args: Any, text: str) -> Any:
 
 
 def _make_matrix(model: Any, args: Any) -> Any:
-    from ..head_analysis.attention_maps import compute_attention_maps
+    from ..observe.head_analysis.attention_maps import compute_attention_maps
 
     maps = compute_attention_maps(model, _inputs(args, args.text))
     top = 3 if args.top is None else args.top
@@ -103,8 +103,8 @@ def _make_matrix(model: Any, args: Any) -> Any:
 
 
 def _one_head(maps: AttentionMaps, model: Any, name: str, quantity: str, top: int) -> Any:
-    from ..head_analysis.head_table import locate_head
-    from ..inspect.attention_sites import sites
+    from ..observe.head_analysis.head_table import locate_head
+    from ..observe.inspect.attention_sites import sites
 
     site, head = locate_head(name, sites(model))
     matrix = maps.weights(site) if quantity == "weights" else maps.norms(site)
@@ -114,14 +114,14 @@ def _one_head(maps: AttentionMaps, model: Any, name: str, quantity: str, top: in
 
 
 def _trace(model: Any, args: Any, text: str) -> Trace:
-    from ..inspect.trace_capture import trace
+    from ..observe.inspect.trace_capture import trace
 
     return trace(model, _inputs(args, text), max_new_tokens=0)
 
 
 def _map_points(model: Any, args: Any) -> Any:
-    from ..head_analysis.head_table import locate_head
-    from ..traces import map_queries_and_keys
+    from ..observe.head_analysis.head_table import locate_head
+    from ..observe.traces import map_queries_and_keys
 
     captured = _trace(model, args, args.text)
     site, head = locate_head(args.head, captured.layers)
@@ -129,7 +129,7 @@ def _map_points(model: Any, args: Any) -> Any:
 
 
 def _compare(model: Any, args: Any) -> Any:
-    from ..traces import compare_traces
+    from ..observe.traces import compare_traces
 
     other = model if args.compare_model is None else _load(args.compare_model, args)
     text = args.text if args.compare_text is None else args.compare_text

@@ -36,8 +36,8 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, dataclass_transform
 
-from ..errors import suggest
 from ..report.text import TERMINAL_WIDTH, wrap
+from ..util.errors import suggest
 
 HELP_COLUMN = 24  # column in which the explanations start
 LIST_OPTIONS = "--list-options"  # for scripts of completion; no help text names it
@@ -333,8 +333,8 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(value, list) and name != PART_FILES:
                 setattr(parsed, name, tuple(value))
         for name in vars(parsed).pop(PART_FILES, []):
-            from .. import parts  # noqa: F401 - registers headwise's own parts first, so that their names are taken
-            from ..interfaces.external_parts import import_part_file
+            from ..attention import parts  # noqa: F401 - registers headwise's own parts first, so that their names are taken
+            from ..attention.interfaces.external_parts import import_part_file
 
             import_part_file(name)
         return parsed, unknown

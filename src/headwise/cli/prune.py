@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..output_paths import FolderKind, check_output
+from ..util.output_paths import FolderKind, check_output
 from .argument_checks import check_heads_of_config
 from .arguments import existing_mode, print_page, to_json
 from .compression_arguments import CompressionOptions, CompressionRun, SurgeryOptions
@@ -265,7 +265,7 @@ def _parse_fraction(text: str) -> float | int:
 
 def _parse_heads(net: Transformer, names: Sequence[str]) -> list[tuple[str, int]]:
     """Parse --heads, each LAYER:HEADS; return (site, head) pairs."""
-    from ..inspect.attention_sites import sites
+    from ..observe.inspect.attention_sites import sites
 
     known_sites = sites(net)
     heads = list[tuple[str, int]]()
@@ -421,7 +421,7 @@ def _gate_training(args: Any, run: CompressionRun) -> GateTrainingOptions:
     """Return options for training gates on the frozen model with half of the heads open; heads are
     ranked by how likely their gates are to be open.
     """
-    from ..head_analysis.objectives import choose_objective
+    from ..observe.head_analysis.objectives import choose_objective
     from ..surgery.l0_gates import GateTrainingOptions
 
     num_texts = len(run.selection_examples)

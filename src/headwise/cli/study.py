@@ -9,14 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..output_paths import check_output
-from .arguments import (
-    check_engine,
-    parse_assignments,
-    print_note,
-    print_page,
-    to_json,
-)
+from ..util.output_paths import check_output
+from .arguments import check_engine, parse_assignments, print_note, print_page, to_json
 from .options import InputFile, Options, UsageError, options
 
 if TYPE_CHECKING:

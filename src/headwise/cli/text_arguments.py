@@ -12,8 +12,8 @@ from .arguments import parse_assignments
 from .options import InputFile, Options, TokenizerFile, UsageError, options
 
 if TYPE_CHECKING:
-    from ..data import Task
-    from ..head_analysis.annotated_examples import Example
+    from ..observe.head_analysis.annotated_examples import Example
+    from ..training.data import Task
 
 DEFAULT_EXAMPLES = 200  # task examples without --limit
 
@@ -35,7 +35,7 @@ class TextOptions(Options):
         model's)
     """
 
-    choices = {"task": "data:TASKS"}
+    choices = {"task": "training.data:TASKS"}
     model: str
     data: InputFile | None = None
     task: str | None = None
@@ -88,7 +88,7 @@ def attach_named_tokenizer(model: Any, args: TextOptions) -> None:
 
 def parse_task(args: Any, changes: Sequence[str]) -> Task:
     """Return the task named by --task, with its fields set by `changes`, each as KEY=VALUE."""
-    from ..data import make_task
+    from ..training.data import make_task
 
     return make_task(args.task, **parse_assignments(changes, "--set digits=3"))
 
@@ -100,8 +100,8 @@ def read_examples(
 
     Examples of `task` carry its targets; without `task`, examples of --task carry its alignments.
     """
-    from ..head_analysis import annotated_examples
-    from ..head_analysis.annotated_examples import read_conllu
+    from ..observe.head_analysis import annotated_examples
+    from ..observe.head_analysis.annotated_examples import read_conllu
 
     if args.conllu is not None:
         sentences = read_conllu(annotated_examples.read_lines(args.conllu), args.conllu)
@@ -111,7 +111,7 @@ def read_examples(
     elif vars(args).get("align_files"):
         reader = _read_aligned_pairs(model, args)
     elif args.task is not None:
-        from ..data import make_task as make_task_by_name
+        from ..training.data import make_task as make_task_by_name
 
         reader = annotated_examples.ExampleReader(model)
         reader.add_task_examples(make_task_by_name(args.task), args.limit or DEFAULT_EXAMPLES)
@@ -130,7 +130,7 @@ def read_examples(
 
 
 def _read_aligned_pairs(model: Any, args: Any) -> Any:
-    from ..head_analysis import annotated_examples
+    from ..observe.head_analysis import annotated_examples
 
     source, target, gold = (annotated_examples.read_lines(path) for path in args.align_files)
     if not len(source) == len(target) == len(gold):

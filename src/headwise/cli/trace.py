@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import read_text_file
-from ..output_paths import check_output
+from ..util.files import read_text_file
+from ..util.output_paths import check_output
 from .argument_checks import check_input_file, check_model_path
 from .arguments import existing_mode, parse_bytes, print_note, print_page, to_json
 from .options import (
@@ -21,7 +21,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..traces import Trace
+    from ..observe.traces import Trace
 
 TRACE_SUFFIX = ".trace"
 MAX_NEW_TOKENS = 64  # default of --new-tokens for encoder-decoder models
@@ -61,7 +61,7 @@ class TraceOptions(Options):
     """
 
     command = "trace"
-    choices = {"precision": "inspect.trace_capture:PRECISIONS"}
+    choices = {"precision": "observe.inspect.trace_capture:PRECISIONS"}
     model: str
     text: tuple[str, ...] = ()
     target: str | None = None
@@ -82,8 +82,8 @@ class TraceOptions(Options):
 
     def check(self) -> None:
         """Refuse what cannot work before anything is loaded."""
-        from ..traces.import_export import EXPORT_SUFFIXES, WEIGHT_FILE
-        from ..traces.trace_file import TRACE_FILE
+        from ..observe.traces.import_export import EXPORT_SUFFIXES, WEIGHT_FILE
+        from ..observe.traces.trace_file import TRACE_FILE
 
         if not self.min_weight >= 0:
             raise UsageError(f"--min-weight {self.min_weight} is not a weight; give 0 or more")
@@ -119,19 +119,19 @@ class TraceOptions(Options):
         if self.target is not None and len(self.text) != 1:
             raise UsageError("--target needs exactly one --text; give one")
         for name in filter(None, self.record.split(",")):
-            check_choice("--record", name, ["inspect.trace_capture:EXTRA_TENSORS"])
+            check_choice("--record", name, ["observe.inspect.trace_capture:EXTRA_TENSORS"])
 
 
 def main(argv: list[str]) -> int:
     """Record a trace, or open one; optionally export its weights, and print a summary."""
     args = TraceOptions.parse(argv)
     if args.model.endswith(TRACE_SUFFIX):
-        from ..traces import load_trace
+        from ..observe.traces import load_trace
 
         trace = load_trace(args.model)
     else:
         trace = _capture_trace(args)
-    from ..traces import export_weights, save_trace
+    from ..observe.traces import export_weights, save_trace
 
     if args.out is not None:
         save_trace(trace, args.out, overwrite=args.overwrite)
@@ -142,7 +142,7 @@ def main(argv: list[str]) -> int:
 
 
 def _capture_trace(args: TraceOptions) -> Trace:
-    from ..inspect.trace_capture import Capture, trace
+    from ..observe.inspect.trace_capture import Capture, trace
 
     budget = {"budget": parse_bytes(args.budget)} if args.budget else {}
     sites = tuple(int(name) if name.isdigit() else name for name in args.sites.split(",") if name)
@@ -157,8 +157,8 @@ def _capture_trace(args: TraceOptions) -> Trace:
 def _capture_inputs(args: TraceOptions) -> tuple[Any, Any, int]:
     """Return the model, its inputs, and the number of tokens to generate."""
     from ..hub.pretrained_models import load_original
-    from ..inspect.model_inputs import is_encoder_decoder
     from ..models import Transformer
+    from ..observe.inspect.model_inputs import is_encoder_decoder
 
     model = load_original(args.model).eval()
     if args.tokenizer is not None:

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SpecError, pluralise, suggest
-from ..output_paths import check_output
+from ..util.errors import SpecError, pluralise, suggest
+from ..util.output_paths import check_output
 from .argument_checks import check_model_path
 from .arguments import (
     BAD_INPUT,
@@ -26,12 +26,12 @@ from .arguments import (
 from .options import Count, InputFile, Options, Positive, UsageError, options
 
 if TYPE_CHECKING:
-    from ..data import Task
-    from ..distributed import ProcessInfo
-    from ..model_spec import ModelSpec
+    from ..attention.spec.attention_spec import AttentionSpec
     from ..models import Transformer
-    from ..spec.attention_spec import AttentionSpec
+    from ..models.distributed import ProcessInfo
+    from ..models.model_spec import ModelSpec
     from ..training import Recipe
+    from ..training.data import Task
 
 
 @options
@@ -136,7 +136,7 @@ OPTIMISER_MEMORY = {"adamw": "adam-fp32", "muon": "muon", "sgd": "sgd-momentum"}
 def main(argv: list[str]) -> int:
     """Train and print the scores; with several ranks, only one prints results or errors."""
     started_at = time.perf_counter()  # before torch is imported
-    from ..distributed import join_process_group
+    from ..models.distributed import join_process_group
 
     with join_process_group() as launch:
         try:
@@ -192,8 +192,8 @@ def _check_data(name: str | None, data: str | None) -> None:
 
 def _list_tasks() -> list[str]:
     """The built-in tasks, without those that read files."""
-    from ..data import TASKS
-    from ..data.file_task import FileTask
+    from ..training.data import TASKS
+    from ..training.data.file_task import FileTask
 
     return [name for name, kind in TASKS.items() if not issubclass(kind, FileTask)]
 
@@ -209,7 +209,7 @@ def _check_no_run(folder: Path) -> None:
     """Refuse a folder that holds a run or a model; the library checks it again under the folder's
     lock.
     """
-    from ..model_spec.serialization import MANIFEST_FILE
+    from ..models.model_spec.serialization import MANIFEST_FILE
     from ..training.training_run import CHECKPOINT_FOLDER
 
     if (folder / CHECKPOINT_FOLDER).is_dir() and any((folder / CHECKPOINT_FOLDER).iterdir()):
@@ -256,7 +256,7 @@ def _read_text(name: str) -> str:
 
 def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
     """Return the built-in task of this name, or a task that reads the data."""
-    from ..data import make_task, open_data
+    from ..training.data import make_task, open_data
 
     fields = {
         key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()
@@ -269,8 +269,8 @@ def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -
 
 def _with_model_tokenizer(task: Task, model: str) -> Task:
     """Return the task; a text task uses the tokenizer in the model's folder, if there is one."""
-    from ..data.language_modelling import TextTask
-    from ..model_spec.serialization import TOKENIZER_FILE
+    from ..models.model_spec.serialization import TOKENIZER_FILE
+    from ..training.data.language_modelling import TextTask
 
     path = Path(model) / TOKENIZER_FILE
     return (
@@ -287,7 +287,7 @@ def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
     from ..costs import count_parameters
     from ..costs.roofline import available_memory
     from ..costs.training_memory import OptimiserMemory
-    from ..distributed.parallelism import AUTO, Parallelism
+    from ..models.distributed.parallelism import AUTO, Parallelism
     from ..training.run_setup import resolve_device
 
     tensors = dict(OptimiserMemory.from_name(OPTIMISER_MEMORY[recipe.optimiser]).bytes_by_tensor)
@@ -325,7 +325,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
     A model of the literature gets the vocabulary of the task.
     """
     path = Path(name)
-    from ..data.synthetic_task import NETWORKS
+    from ..training.data.synthetic_task import NETWORKS
 
     networks = [network for network in NETWORKS if network != "transformer"]
     if name in networks:
@@ -334,7 +334,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
         return resize_model(task, {"network": name})
     is_published = is_published_model(path)
     if name not in PRESETS and not is_published and not path.exists():
-        from ..families import PUBLISHED_MODELS
+        from ..models.families import PUBLISHED_MODELS
 
         model_names = [*PRESETS, *networks, *PUBLISHED_MODELS]
         raise UsageError(
@@ -342,7 +342,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
         )
     if name not in PRESETS and not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
         return _load_weights(path, recipe)
-    from ..spec.attention_spec import AttentionSpec
+    from ..attention.spec.attention_spec import AttentionSpec
     from ..training.run_setup import fit_vocabulary, replace_self_attention
 
     if name in PRESETS:

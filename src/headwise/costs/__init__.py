@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 
-from ..cache import split_by_retention
-from ..errors import SpecError
-from ..interfaces.core_types import CallSize
-from ..masking.patterns import count_pairs_by_head
-from ..model_spec import ModelSpec
-from ..spec.attention_spec import AttentionSpec
+from ..attention.cache import split_by_retention
+from ..attention.interfaces.core_types import CallSize
+from ..attention.masking.patterns import count_pairs_by_head
+from ..attention.spec.attention_spec import AttentionSpec
+from ..models.model_spec import ModelSpec
+from ..util.errors import SpecError
 from .flops import CostTerm, forward_flops, list_products
 
 __all__ = [

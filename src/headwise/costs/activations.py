@@ -11,12 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..backends import bf16_matmul, linear_attention, sdpa
-from ..backends.core_interface import CallSignature
-from ..backends.query_blocks import QUERY_BLOCK_SIZE
-from ..errors import NoBackend, SpecError, suggest
-from ..model_spec import EmbeddingSpec, ExpertsSpec, FeedForwardSpec, NormSpec, OutputHeadSpec
-from ..spec.attention_spec import AttentionSpec
+from ..attention.backends import bf16_matmul, linear_attention, sdpa
+from ..attention.backends.core_interface import CallSignature
+from ..attention.backends.query_blocks import QUERY_BLOCK_SIZE
+from ..attention.spec.attention_spec import AttentionSpec
+from ..models.model_spec import (
+    EmbeddingSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    NormSpec,
+    OutputHeadSpec,
+)
+from ..util.errors import NoBackend, SpecError, suggest
 from .flops import CostBreakdown
 from .saved_tensors import CallSizes, SavedTensorRun, record_meta_run
 from .weight_storage import dtype_bytes

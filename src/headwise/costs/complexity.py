@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backends.linear_attention import CHUNK_SIZE
-from ..errors import SpecError
-from ..nn.attention import Attention
-from ..presets import design
+from ..attention.attention import Attention
+from ..attention.backends.linear_attention import CHUNK_SIZE
+from ..attention.presets import design
+from ..attention.spec.attention_spec import AttentionSpec
 from ..report.data import Column, Table
 from ..report.numbers import format_count, format_seconds
-from ..spec.attention_spec import AttentionSpec
+from ..util.errors import SpecError
 from . import count_parameters
 from .cost_report import estimate_cost
 from .roofline import accelerator_type, time_run

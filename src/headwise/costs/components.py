@@ -13,18 +13,19 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import NamedTuple
 
-from ..backends import (
+from ..attention.backends import (
     CallSignature,
     choose_backend,
     linear_attention,
     recomputed_flops,
     split_by_pattern,
 )
-from ..backends.core_interface import HeadGroup
-from ..cache import split_by_retention
-from ..interfaces.core_types import CallSize
-from ..masking.patterns import Pattern, count_pairs_by_head
-from ..model_spec import (
+from ..attention.backends.core_interface import HeadGroup
+from ..attention.cache import split_by_retention
+from ..attention.interfaces.core_types import CallSize
+from ..attention.masking.patterns import Pattern, count_pairs_by_head
+from ..attention.spec.attention_spec import AttentionSpec
+from ..models.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     ExpertsSpec,
@@ -33,15 +34,8 @@ from ..model_spec import (
     StackSpec,
     WeightSpec,
 )
-from ..model_spec.components import add_prefix
-from ..spec.attention_spec import AttentionSpec
-from .flops import (
-    TORCH_DTYPES,
-    MatrixProduct,
-    cached_numbers,
-    list_products,
-    value_grad_factors,
-)
+from ..models.model_spec.components import add_prefix
+from .flops import TORCH_DTYPES, MatrixProduct, cached_numbers, list_products, value_grad_factors
 from .pairs_per_head import patterns_of_kv_heads
 from .roofline import Device, RooflineOperation, merge_operations
 from .symbolic_int import SymbolicInt, name_size

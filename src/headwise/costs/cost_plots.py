@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError, pluralise, suggest
-from ..masking.patterns import Pattern
+from ..attention.masking.patterns import Pattern
 from ..report.data import Axis, Figure, Plot, Reference, Series
 from ..report.numbers import format_count
 from ..report.plots import save_figure
+from ..util.errors import SpecError, pluralise, suggest
 from .components import SpecOrModel, list_attentions
 from .cost_report import CostEstimate, estimate_cost
 from .workload import max_lengths

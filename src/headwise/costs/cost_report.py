@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from ..errors import SpecError, pluralise, suggest
-from ..model_spec import ModelSpec
+from ..attention.spec.attention_spec import AttentionSpec
+from ..models.model_spec import ModelSpec
 from ..report.data import Column, Table
 from ..report.numbers import format_count, format_seconds
 from ..report.render import to_text
-from ..spec.attention_spec import AttentionSpec
+from ..util.errors import SpecError, pluralise, suggest
 from . import cache_bytes
 from .components import (
     AttentionComponent,

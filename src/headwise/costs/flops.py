@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..interfaces import Mix, Modifier, Part
-from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import CallSize, CoreShape, Phase
-from ..spec.attention_spec import AttentionSpec
+from ..attention.interfaces import Mix, Modifier, Part
+from ..attention.interfaces.axis_layout import AxisLayout
+from ..attention.interfaces.core_types import CallSize, CoreShape, Phase
+from ..attention.spec.attention_spec import AttentionSpec
 from .pairs_per_head import pairs_over_heads
 from .symbolic_int import SymbolicInt, formula, formula_as_factor, name_size, name_sizes
 

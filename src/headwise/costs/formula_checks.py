@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from .. import costs
-from ..backends import sdpa
-from ..errors import SpecError
-from ..interfaces.core_types import CallSize
-from ..nn.attention import Attention
-from ..spec.attention_spec import AttentionSpec
+from ..attention.attention import Attention
+from ..attention.backends import sdpa
+from ..attention.interfaces.core_types import CallSize
+from ..attention.spec.attention_spec import AttentionSpec
+from ..util.errors import SpecError
 from . import flops
 from .activations import (
     fused_unsupported_reason,

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..nn.attention import Attention
-from ..presets import design
+from ..attention.attention import Attention
+from ..attention.presets import design
 from ..report.data import Column, Table
+from ..util.errors import SpecError
 
 MAX_REACH_TOKENS = 512  # a convolution stacks up to half as many layers
 DISTANCES = (1, 8, 32)

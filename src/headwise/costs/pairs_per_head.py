@@ -7,10 +7,10 @@ from __future__ import annotations
 from functools import reduce
 from operator import or_
 
-from ..interfaces import Mix
-from ..interfaces.core_types import CallSize, Phase
-from ..masking.patterns import Pattern, PerHead, head_pattern
-from ..spec.attention_spec import AttentionSpec
+from ..attention.interfaces import Mix
+from ..attention.interfaces.core_types import CallSize, Phase
+from ..attention.masking.patterns import Pattern, PerHead, head_pattern
+from ..attention.spec.attention_spec import AttentionSpec
 
 
 def patterns_of_kv_heads(spec: AttentionSpec) -> tuple[Pattern, ...]:

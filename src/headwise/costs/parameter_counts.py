@@ -8,8 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from ..model_spec import ModelSpec, WeightSpec
-from ..spec.attention_spec import AttentionSpec
+from ..attention.spec.attention_spec import AttentionSpec
+from ..models.model_spec import ModelSpec, WeightSpec
 from .components import SpecOrModel
 from .flops import CostBreakdown, attention_parameters
 from .symbolic_int import SymbolicInt
@@ -19,7 +19,7 @@ def parameter_terms(spec_or_model: SpecOrModel) -> CostBreakdown:
     """Trainable parameters, one term per tensor; tensors with the same name and shape in several
     layers are merged.
 
-    >>> from headwise.families import read_model_spec
+    >>> from headwise.models.families import read_model_spec
     >>> for term in parameter_terms(read_model_spec({"model_type": "gpt2", "n_layer": 2})).terms[
     ...     :3
     ... ]:
@@ -65,7 +65,7 @@ def active_parameters(spec_or_model: SpecOrModel, *, embeddings: bool = True) ->
     published numbers often do; a table that is tied to an output head stays, because the head
     multiplies with all of it.
 
-    >>> from headwise.families import read_model_spec
+    >>> from headwise.models.families import read_model_spec
     >>> gpt_oss = read_model_spec(
     ...     {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}
     ... )

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import SpecError, suggest
-from ..families import read_model_spec
-from ..model_spec import ModelSpec
+from ..attention.spec.attention_spec import AttentionSpec
+from ..models.families import read_model_spec
+from ..models.model_spec import ModelSpec
 from ..report.data import Column, Table
-from ..spec.attention_spec import AttentionSpec
+from ..util.errors import SpecError, suggest
 from .cost_report import CostEstimate, estimate_cost
 from .roofline import Device
 from .training_memory import ActivationSettings, OptimiserMemory, recompute_flops

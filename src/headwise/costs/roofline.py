@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, suggest
-from ..files import write_atomically
+from ..kernels.capabilities import available_memory, this_machine, user_cache_folder
 from ..kernels.compilation import compile_when_called
-from ..machine.capabilities import available_memory, this_machine, user_cache_folder
-from ..ops.linear import linear
+from ..kernels.linear import linear
+from ..util.errors import SpecError, suggest
+from ..util.files import write_atomically
 from .flops import TORCH_DTYPES
 from .weight_storage import DTYPE_BYTES, FP8
 

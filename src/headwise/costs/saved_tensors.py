@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from .. import backends
-from ..interfaces import Part
-from ..nn.attention import Attention
-from ..spec.attention_spec import AttentionSpec
+from ..attention import backends
+from ..attention.attention import Attention
+from ..attention.interfaces import Part
+from ..attention.spec.attention_spec import AttentionSpec
 from .flops import TORCH_DTYPES
 
 BACKENDS_PREFIX = f"{backends.__name__}."

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from ..errors import SpecError, suggest
-from ..interfaces import Modifier, Part
-from ..spec.attention_spec import SLOTS, AttentionSpec
-from ..spec.heads import HEAD_MAPS
+from ..attention.interfaces import Modifier, Part
+from ..attention.spec.attention_spec import SLOTS, AttentionSpec
+from ..attention.spec.heads import HEAD_MAPS
+from ..util.errors import SpecError, suggest
 from . import count_parameters
 from .cost_report import estimate_cost
 from .workload import Workload

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, Self, TypeVar
 
-from ..interfaces import Modifier, Part
-from ..spec.attention_spec import SLOTS, AttentionSpec
+from ..attention.interfaces import Modifier, Part
+from ..attention.spec.attention_spec import SLOTS, AttentionSpec
 
 P = TypeVar("P", bound=Part)
 

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..errors import SpecError, suggest
-from ..interfaces import Modifier, ValueStep
-from ..interfaces.core_types import Phase
-from ..model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
-from ..spec.attention_spec import AttentionSpec
+from ..attention.interfaces import Modifier, ValueStep
+from ..attention.interfaces.core_types import Phase
+from ..attention.spec.attention_spec import AttentionSpec
+from ..models.model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
+from ..util.errors import SpecError, suggest
 from . import activations
 from .activations import (
     ActivationContext,
@@ -84,7 +84,7 @@ def block_activation_memory(
     norms (2205.05198 has 34 b s h bytes, with two masks of one byte):
 
     >>> import headwise as hw
-    >>> from headwise.model_spec import FeedForwardSpec
+    >>> from headwise.models.model_spec import FeedForwardSpec
     >>> block = BlockSpec(
     ...     hw.design(model=64, heads=4, bias="qkvo"), feed=FeedForwardSpec(256, bias="ud")
     ... )

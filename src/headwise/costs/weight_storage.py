@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..errors import SpecError, suggest
-from ..model_spec import (
+from ..attention.spec.attention_spec import AttentionSpec
+from ..models.model_spec import (
     WEIGHT_FORMATS,
     BlockSpec,
     ModelSpec,
@@ -18,9 +18,9 @@ from ..model_spec import (
     WeightSpec,
     attention_weights,
 )
-from ..model_spec.components import add_prefix
-from ..model_spec.quantization import matrix_sizes
-from ..spec.attention_spec import AttentionSpec
+from ..models.model_spec.components import add_prefix
+from ..models.model_spec.quantization import matrix_sizes
+from ..util.errors import SpecError, suggest
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # formats that matrix products are computed in
 STORED = "stored"  # format of weights as the checkpoint stores them
@@ -32,7 +32,7 @@ FP8 = "fp8"
 class WeightStorage:
     """Formats of weights: `dtype`, and that of the matrices which `quantization` covers.
 
-    >>> from headwise.interfaces.axis_layout import AxisLayout
+    >>> from headwise.attention.interfaces.axis_layout import AxisLayout
     >>> up = WeightSpec(
     ...     "decoder.0.feed.up", AxisLayout.parse("hidden model"), {"hidden": 256, "model": 128}
     ... )

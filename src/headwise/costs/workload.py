@@ -10,17 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, NamedTuple, cast
 
-from ..errors import SpecError, suggest
-from ..interfaces import Part
-from ..model_spec import WEIGHT_FORMATS, ApproximateAttention, LayerRun, ModelSpec, StackSpec
-from ..spec.attention_spec import AttentionSpec
-from ..spec.heads import Heads
-from .components import (
-    AttentionComponent,
-    ForwardCall,
-    ModelComponent,
-    SpecOrModel,
-)
+from ..attention.interfaces import Part
+from ..attention.spec.attention_spec import AttentionSpec
+from ..attention.spec.heads import Heads
+from ..models.model_spec import WEIGHT_FORMATS, ApproximateAttention, LayerRun, ModelSpec, StackSpec
+from ..util.errors import SpecError, suggest
+from .components import AttentionComponent, ForwardCall, ModelComponent, SpecOrModel
 from .roofline import Device
 from .weight_storage import (
     DTYPE_BYTES,
@@ -42,7 +37,7 @@ def max_lengths(spec_or_model: SpecOrModel) -> MaxLengths:
     """Return the maximum lengths that the position embeddings of a spec or model allow; stacks over
     images have none.
 
-    >>> from headwise.families import read_model_spec
+    >>> from headwise.models.families import read_model_spec
     >>> max_lengths(read_model_spec({"model_type": "gpt2"}))
     MaxLengths(own=1024, source=None)
     """
@@ -71,7 +66,7 @@ def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
     A block is returned as a model that consists of this block alone, stored as in the model. An
     attention is returned as a spec, which has no format of its own.
 
-    >>> from headwise.families import read_model_spec
+    >>> from headwise.models.families import read_model_spec
     >>> from headwise.costs import count_parameters
     >>> count_parameters(
     ...     select_layer(read_model_spec({"model_type": "gpt2"}), "11")
@@ -269,7 +264,7 @@ class Workload:
     def fitted_to(self, targets: Iterable[SpecOrModel]) -> Workload:
         """Return the workload with a default context that none of these specs and models exceeds.
 
-        >>> from headwise.families import read_model_spec
+        >>> from headwise.models.families import read_model_spec
         >>> Workload().fitted_to([read_model_spec({"model_type": "gpt2"})]).context
         1024
         """

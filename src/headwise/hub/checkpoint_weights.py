@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import SpecError
-from ..families.weight_names import EMPTY, CheckpointPlan, WeightNames
-from ..model_spec import ModelSpec
 from ..models import Transformer, build
+from ..models.families.weight_names import EMPTY, CheckpointPlan, WeightNames
+from ..models.model_spec import ModelSpec
+from ..util.errors import SpecError
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -14,30 +14,34 @@ from tokenizers import processors
 from torch import Tensor, nn
 
 from .. import models
-from ..data.tokenizer_calls import parse_tokenizer
-from ..errors import SpecError
-from ..families import (
+from ..models import Transformer
+from ..models.families import (
     FAMILIES,
     describe_checkpoint,
     get_weight_names,
     read_model_spec as described_by,
     write_config,
 )
-from ..families.weight_names import CheckpointPlan
-from ..files import sha256, write_atomically
-from ..inspect.attention_sites import compiled_part_reason, unhookable_reason, unprunable_reason
-from ..inspect.model_tokenizer import get_surrounding_ids
-from ..model_spec import ProcessorSpec
-from ..model_spec.serialization import (
+from ..models.families.weight_names import CheckpointPlan
+from ..models.model_spec import ProcessorSpec
+from ..models.model_spec.serialization import (
     MANIFEST_FILE,
     RECORD_FILE,
     TOKENIZER_FILE,
     SurgeryRecord,
     find_record,
 )
-from ..models import Transformer
 from ..models.save_load import is_refusing_config
-from ..output_paths import FolderKind, stage_folder
+from ..models.tokenizer_calls import parse_tokenizer
+from ..observe.inspect.attention_sites import (
+    compiled_part_reason,
+    unhookable_reason,
+    unprunable_reason,
+)
+from ..observe.inspect.model_tokenizer import get_surrounding_ids
+from ..util.errors import SpecError
+from ..util.files import sha256, write_atomically
+from ..util.output_paths import FolderKind, stage_folder
 from .checkpoint_weights import (
     DTYPES,
     INDEX_FILE,
@@ -249,7 +253,7 @@ def copy_live_model(model: nn.Module) -> Transformer:
 
     >>> copy_live_model(nn.Linear(2, 2))
     Traceback (most recent call last):
-    headwise.errors.SpecError: Linear has no config with a model_type; give a transformers model, or its folder
+    headwise.util.errors.SpecError: Linear has no config with a model_type; give a transformers model, or its folder
     """
     name = type(model).__name__
     config = getattr(model, "config", None)

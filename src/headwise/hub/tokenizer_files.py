@@ -14,11 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from ..data.tokenizer_calls import parse_tokenizer
-from ..data.vocabulary import ByteVocabulary
-from ..errors import SpecError
-from ..files import read_text_file
-from ..inspect.model_tokenizer import (
+from ..models import Transformer
+from ..models.model_spec import ModelSpec, ProcessorSpec
+from ..models.model_spec.serialization import TOKENIZER_FILE
+from ..models.save_load import check_processor
+from ..models.tokenizer_calls import parse_tokenizer
+from ..models.vocabulary import ByteVocabulary
+from ..observe.inspect.model_tokenizer import (
     BYTE_TOKENIZER,
     TOKENIZER_REMEDY,
     find_tokenizer,
@@ -26,10 +28,8 @@ from ..inspect.model_tokenizer import (
     read_tokenizer,
     replace_tokenizer,
 )
-from ..model_spec import ModelSpec, ProcessorSpec
-from ..model_spec.serialization import TOKENIZER_FILE
-from ..models import Transformer
-from ..models.save_load import check_processor
+from ..util.errors import SpecError
+from ..util.files import read_text_file
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -263,7 +263,7 @@ def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
     >>> net = hw.build(hw.families.read_model_spec(config))
     >>> attach_tokenizer(net, "bytes")
-    >>> from headwise.generation import encode_text
+    >>> from headwise.models.generation import encode_text
     >>> encode_text(net, "né")
     [110, 195, 169]
     """

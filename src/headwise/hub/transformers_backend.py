@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backends.core_interface import heads_to_rows, rows_to_heads
-from ..inspect.adapters.transformers_interface import BACKEND_NAME, inputs_of_call
-from ..inspect.hooks import AttentionInputs, has_hooks
+from ..attention.backends.core_interface import heads_to_rows, rows_to_heads
 from ..kernels import PagedDecodeOptions, attend_paged
 from ..kernels.launch import has_kernels
+from ..observe.inspect.adapters.transformers_interface import BACKEND_NAME, inputs_of_call
+from ..observe.inspect.hooks import AttentionInputs, has_hooks
 
 MIN_TRANSFORMERS = (
     5,

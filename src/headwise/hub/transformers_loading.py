@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import SpecError
+from ..util.errors import SpecError
 from .checkpoint_weights import note_zero_weights
 from .tokenizer_files import CONFIG_FILE, read_json
 
@@ -62,7 +62,7 @@ def remove_code_settings(config: Mapping[str, Any], source: str) -> dict[str, An
     ...     {"text_config": {"attn_implementation": "owner/kernel"}}, "config.json"
     ... )
     Traceback (most recent call last):
-    headwise.errors.SpecError: config.json sets attn_implementation to 'owner/kernel', which may run code of ...
+    headwise.util.errors.SpecError: config.json sets attn_implementation to 'owner/kernel', which may run code of ...
     """
     for key, value in _iter_settings(config):
         values = (

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
-from ..machine.python_processes import python_command
+from ..util.python_processes import python_command
 
 POLICIES = ("auto", "wait", "off")
 NO_CACHE_WARNING = (

@@ -27,7 +27,7 @@ from numba.core.datamodel import models
 from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 
-from ..machine.capabilities import user_cache_folder
+from .capabilities import user_cache_folder
 from .compilation import STATE
 from .kernel_args import WORD_BYTES, KernelArgs
 from .memory_guard import DEBUG_KERNELS

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from numba import extending, njit
 
-from ..machine.capabilities import this_machine
+from .capabilities import this_machine
 from .jit import args_field_address
 from .launch import CACHE_LINE_BYTES
 from .simd import (

@@ -15,15 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..machine.capabilities import this_machine
 from . import launch
 from .autograd_guards import can_skip_dispatcher
-from .kernel_args import (
-    ParallelKernelArgs,
-    TableArg,
-    TensorArg,
-    matrix_table,
-)
+from .capabilities import this_machine
+from .kernel_args import ParallelKernelArgs, TableArg, TensorArg, matrix_table
 from .launch import SIMD_WIDTH, KernelSet
 from .operand_checks import OperandChecks, refuse_operands
 

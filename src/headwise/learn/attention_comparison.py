@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import costs
+from ..attention.attention import Attention
+from ..attention.interfaces.core_types import Probe
+from ..attention.masking.sequence_info import SequenceInfo
+from ..attention.position_embeddings import sinusoidal_table
+from ..attention.presets import design, from_toml
+from ..attention.tensor_attention import attend
 from ..costs.complexity import ComplexityTable, LayerSizes
-from ..interfaces.core_types import Probe
-from ..masking.sequence_info import SequenceInfo
-from ..nn.attention import Attention
-from ..nn.position_embeddings import sinusoidal_table
-from ..nn.tensor_attention import attend
-from ..presets import design, from_toml
 from .attention_mechanism import gru_steps
 from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_curves

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import costs
+from ..attention.presets import design, from_toml
+from ..attention.tensor_attention import attend
 from ..costs.parameter_counts import parameter_terms
-from ..families import read_model_spec
-from ..model_spec import ModelSpec
-from ..nn.tensor_attention import attend
-from ..presets import design, from_toml
-from ..viewer.bundled_sample import load_sample_trace
+from ..models.families import read_model_spec
+from ..models.model_spec import ModelSpec
+from ..observe.bundled_sample import load_sample_trace
 from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices
 from .measured_layers import largest_difference, make_layer, sample

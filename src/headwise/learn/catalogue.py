@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..errors import suggest
+from ..util.errors import suggest
 from .language import LANGUAGES, join_items, use_language
 
 Number = float | int | str

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..head_analysis.rank_analysis import effective_rank, rank_one_residual
-from ..inspect.ablation import ablate
-from ..interfaces.core_types import Probe
+from ..attention.attention import Attention
+from ..attention.initialisation import depth_scaled_init
+from ..attention.interfaces.core_types import Probe
+from ..attention.presets import design, from_toml
 from ..models import Transformer, build
-from ..nn.attention import Attention
-from ..nn.initialisation import depth_scaled_init
-from ..presets import design, from_toml
+from ..observe.bundled_sample import TEXTS, load_sample_model
+from ..observe.head_analysis.rank_analysis import effective_rank, rank_one_residual
+from ..observe.inspect.ablation import ablate
 from ..surgery.attention_replacement import AttentionChange, replace_attentions
 from ..surgery.conversion import Pool, ToCollaborative, convert
 from ..surgery.model_and_texts import read_model_and_texts
-from ..viewer.bundled_sample import TEXTS, load_sample_model
 from .catalogue import ItemList, Outcome, judge, judge_condition
 from .measured_layers import make_layer, sample
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..escaping import escape_html as escape
-from ..files import write_atomically
-from ..head_analysis.head_figures import find_undrawable
-from ..output_paths import FolderKind
+from ..observe.head_analysis.head_figures import find_undrawable
+from ..util.escaping import escape_html as escape
+from ..util.files import write_atomically
+from ..util.output_paths import FolderKind
 from .catalogue import Document, Entry, Result, Verdict
 from .entry_text import MARKS, Words, describe_study, plain_formula
 from .language import LANGUAGES, SAMPLE, join_clauses, join_items, use_language

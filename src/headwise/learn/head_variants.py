@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import costs
-from ..head_analysis.head_circuits import get_circuits
-from ..interfaces.core_types import Probe
-from ..presets import design, from_toml
-from ..viewer.bundled_sample import load_sample_model
+from ..attention.interfaces.core_types import Probe
+from ..attention.presets import design, from_toml
+from ..observe.bundled_sample import load_sample_model
+from ..observe.head_analysis.head_circuits import get_circuits
 from .catalogue import Outcome, judge
 from .matrix_figures import draw_matrices
 from .measured_layers import largest_difference, make_layer, sample

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..nn.tensor_attention import attend
-from ..presets import design, from_toml
+from ..attention.presets import design, from_toml
+from ..attention.tensor_attention import attend
 from . import soft_lookup
 from .catalogue import ItemList, Outcome, judge
 from .measured_layers import largest_difference, make_layer, sample

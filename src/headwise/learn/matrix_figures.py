@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..escaping import escape_svg as escape
 from ..report.text import text_width
+from ..util.escaping import escape_svg as escape
 from .language import join_items, localise
 
 CELL_WIDTH = 40

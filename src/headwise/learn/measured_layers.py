@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention.attention import Attention
+from ..attention.position_embeddings import sinusoidal_table
+from ..attention.presets import design
+from ..attention.spec.attention_spec import AttentionSpec
 from ..costs.complexity import MODEL_WIDTH, ComplexityTable, LayerSizes, measure_scaling
 from ..costs.layer_reach import DISTANCES, LAYERS, LayerReach, measure_layer_reach
-from ..nn.attention import Attention
-from ..nn.position_embeddings import sinusoidal_table
-from ..presets import design
-from ..spec.attention_spec import AttentionSpec
 from .catalogue import Number, Outcome, judge
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from .. import costs
+from ..attention.attention import Attention
+from ..attention.interfaces.core_types import Probe
+from ..attention.position_embeddings import sinusoidal_table
+from ..attention.presets import design, from_toml
+from ..attention.tensor_attention import attend
 from ..costs.complexity import ComplexityTable, LayerSizes
-from ..head_analysis.rank_analysis import measure_qk_spectra
-from ..interfaces.core_types import Probe
-from ..nn.attention import Attention
-from ..nn.position_embeddings import sinusoidal_table
-from ..nn.tensor_attention import attend
-from ..presets import design, from_toml
-from ..viewer.bundled_sample import load_sample_model, load_sample_trace
+from ..observe.bundled_sample import load_sample_model, load_sample_trace
+from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from .attention_mechanism import cost_by_heads
 from .catalogue import ItemList, Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices

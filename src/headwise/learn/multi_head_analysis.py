@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from .. import costs
+from ..attention import head_axis_ops
+from ..attention.attention import Attention
+from ..attention.interfaces.core_types import Probe
+from ..attention.presets import design, from_toml
 from ..costs.roofline import Device
-from ..families import read_model_spec
-from ..families.published_models import PUBLISHED_MODELS
-from ..head_analysis.rank_analysis import measure_qk_spectra
-from ..interfaces.core_types import Probe
-from ..nn import head_axis_ops
-from ..nn.attention import Attention
-from ..presets import design, from_toml
-from ..viewer.bundled_sample import load_sample_model, load_sample_table, load_sample_trace
+from ..models.families import read_model_spec
+from ..models.families.published_models import PUBLISHED_MODELS
+from ..observe.bundled_sample import load_sample_model, load_sample_table, load_sample_trace
+from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from .attention_mechanism import multi_head_formula
 from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_boxes, draw_columns, draw_heads

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..families import read_model_spec
-from ..nn.multihead_attention import MultiHeadAttention
-from ..nn.op_trace import walk
-from ..presets import design
-from ..viewer.bundled_sample import load_sample_table
+from ..attention.multihead_attention import MultiHeadAttention
+from ..attention.op_trace import walk
+from ..attention.presets import design
+from ..models.families import read_model_spec
+from ..observe.bundled_sample import load_sample_table
 from .attention_mechanism import causal_mask
 from .catalogue import Outcome, judge, judge_condition
 from .kernel_lookup import cross_attention, one_source_or_two
@@ -78,7 +78,7 @@ def _same_weights(listing: HarvardAttention, heads: int) -> MultiHeadAttention:
 
 
 def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
-    """The listing against hw.nn.MultiHeadAttention with its weights: rows with a visible key, and a
+    """The listing against hw.attention.MultiHeadAttention with its weights: rows with a visible key, and a
     row without.
     """
     with torch.random.fork_rng(devices=[]):
@@ -216,7 +216,7 @@ def shape_of_the_mask(*, width: int = 12) -> Outcome:
 
 
 def encoder_layer(*, same: bool = True) -> Outcome:
-    """query = key = value = x in hw.nn.MultiHeadAttention, against the layer of headwise called
+    """query = key = value = x in hw.attention.MultiHeadAttention, against the layer of headwise called
     with x.
     """
     with torch.random.fork_rng(devices=[]):

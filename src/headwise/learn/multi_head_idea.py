@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import costs
+from ..attention.presets import design
+from ..attention.tensor_attention import attend
 from ..costs.layer_reach import LAYERS, WIDTH, longest_chain
-from ..nn.tensor_attention import attend
-from ..presets import design
-from ..viewer.bundled_sample import load_sample_table, load_sample_trace
+from ..observe.bundled_sample import load_sample_table, load_sample_trace
 from .attention_mechanism import parallel_equals_sequential
 from .catalogue import Outcome, judge, judge_condition
 from .measured_layers import largest_difference, make_layer, sample

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import costs
-from ..nn.tensor_attention import attend
-from ..presets import design, from_toml
-from ..viewer.bundled_sample import load_sample_trace
+from ..attention.presets import design, from_toml
+from ..attention.tensor_attention import attend
+from ..observe.bundled_sample import load_sample_trace
 from .catalogue import Outcome, judge, judge_condition
 from .measured_layers import entropy, largest_difference, make_layer, sample
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import costs
+from ..attention.attention import Attention
+from ..attention.interfaces.core_types import Probe
+from ..attention.parts import REGISTRY
+from ..attention.presets import design, from_toml
 from ..costs.complexity import ComplexityTable, LayerSizes
-from ..interfaces.core_types import Probe
-from ..nn.attention import Attention
-from ..parts import REGISTRY
-from ..presets import design, from_toml
 from .attention_mechanism import attention_formula, gru_steps
 from .catalogue import ItemList, Outcome, judge, judge_condition
 from .matrix_figures import draw_heads

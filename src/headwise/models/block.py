@@ -15,11 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..cache import HiddenStateCache, KVCache, ProjectedSource, TokenCache
-from ..errors import SpecError
-from ..interfaces.core_types import Probe
-from ..masking.sequence_info import SequenceInfo
-from ..model_spec import (
+from ..attention import MergedAttention
+from ..attention.attention import Attention
+from ..attention.bound_parts import PartWeights
+from ..attention.cache import HiddenStateCache, KVCache, ProjectedSource, TokenCache
+from ..attention.interfaces.core_types import Probe
+from ..attention.masking.sequence_info import SequenceInfo
+from ..attention.spec.attention_spec import AttentionSpec
+from ..kernels.counter_rng import dropout
+from ..kernels.linear import linear
+from ..util.errors import SpecError
+from .embeddings_heads import EmbeddingLayer, TokenTypeInput
+from .feed_forward import FeedForward, MixtureOfExperts, NormLayer, SpecModule
+from .model_spec import (
     ApproximateAttention,
     BlockSpec,
     ConvolutionSpec,
@@ -28,14 +36,6 @@ from ..model_spec import (
     SequenceMixerSpec,
     StackSpec,
 )
-from ..nn import MergedAttention
-from ..nn.attention import Attention
-from ..nn.bound_parts import PartWeights
-from ..ops.counter_rng import dropout
-from ..ops.linear import linear
-from ..spec.attention_spec import AttentionSpec
-from .embeddings_heads import EmbeddingLayer, TokenTypeInput
-from .feed_forward import FeedForward, MixtureOfExperts, NormLayer, SpecModule
 
 # The first layer's copy of each weight that the layers of a stack share, by (role and name, shape).
 SharedWeightOwners = dict[tuple[str, tuple[int, ...]], PartWeights]

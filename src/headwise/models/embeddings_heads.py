@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import SpecError
-from ..masking.sequence_info import SequenceInfo
-from ..model_spec import EmbeddingSpec, OutputHeadSpec, PatchSpec, PositionSpec
-from ..nn.parallel_context import HasParallelContext
-from ..nn.position_embeddings import sinusoidal_table
-from ..ops.counter_rng import dropout
-from ..ops.linear import linear
+from ..attention.masking.sequence_info import SequenceInfo
+from ..attention.parallel_context import HasParallelContext
+from ..attention.position_embeddings import sinusoidal_table
+from ..kernels.counter_rng import dropout
+from ..kernels.linear import linear
+from ..util.errors import SpecError
 from .feed_forward import NormLayer, SpecModule, get_activation
+from .model_spec import EmbeddingSpec, OutputHeadSpec, PatchSpec, PositionSpec
 
 
 class TokenTypeInput(NamedTuple):

@@ -11,12 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError, suggest
-from ..model_spec import ExpertsSpec, FeedForwardSpec, NormSpec, WeightSpec
-from ..nn.parallel_context import HasParallelContext
-from ..ops.counter_rng import dropout
-from ..ops.linear import linear, linear_many
-from ..parts.initialisers import normal_with_std, uniform_within, xavier_uniform_bound, zeros_init
+from ..attention.parallel_context import HasParallelContext
+from ..attention.parts.initialisers import (
+    normal_with_std,
+    uniform_within,
+    xavier_uniform_bound,
+    zeros_init,
+)
+from ..kernels.counter_rng import dropout
+from ..kernels.linear import linear, linear_many
+from ..util.errors import SpecError, suggest
+from .model_spec import ExpertsSpec, FeedForwardSpec, NormSpec, WeightSpec
 
 TABLE_AXES = (
     "token",
@@ -33,7 +38,7 @@ def initialise_weight(weight: WeightSpec) -> Tensor:
     The matrices of experts are initialised one expert at a time, so that the first axis does not
     change the bound.
 
-    >>> from headwise.model_spec import FeedForwardSpec
+    >>> from headwise.models.model_spec import FeedForwardSpec
     >>> up, down = FeedForwardSpec(2).weights(4)
     >>> (
     ...     bool(initialise_weight(up).abs().max() <= 1),

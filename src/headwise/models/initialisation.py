@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, suggest
-from ..nn import depth_scaled_init
-from ..parts.initialisers import xavier_uniform
+from ..attention import depth_scaled_init
+from ..attention.parts.initialisers import xavier_uniform
+from ..util.errors import SpecError, suggest
 from .block import LayerStack, TransformerLayer
 
 GPT2_STD = 0.02  # standard deviation of every matrix in GPT-2

@@ -17,20 +17,20 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from .. import __version__
-from ..data.tokenizer_calls import parse_tokenizer
-from ..errors import SpecError, pluralise
-from ..escaping import escape_markdown
-from ..files import sha256, write_atomically
-from ..model_spec import ModelSpec, ModelTable, ProcessorSpec, StackSpec
-from ..model_spec.components import TOKENIZER_FIELDS
-from ..model_spec.serialization import (
+from ..util.errors import SpecError, pluralise
+from ..util.escaping import escape_markdown
+from ..util.files import sha256, write_atomically
+from ..util.output_paths import FolderKind, check_output
+from .model_spec import ModelSpec, ModelTable, ProcessorSpec, StackSpec
+from .model_spec.components import TOKENIZER_FIELDS
+from .model_spec.serialization import (
     CHECKED_FILES,
     MANIFEST_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     ModelManifest,
 )
-from ..output_paths import FolderKind, check_output
+from .tokenizer_calls import parse_tokenizer
 from .transformer import Transformer, build
 
 
@@ -43,7 +43,7 @@ def check_processor(spec: ModelSpec, processor: ProcessorSpec, file_prefix: str 
     >>> small = families.read_model_spec({"model_type": "gpt2", "vocab_size": 11})
     >>> check_processor(small, ProcessorSpec(end=(11,)))
     Traceback (most recent call last):
-    headwise.errors.SpecError: end=(11,) is out of range for gpt2, whose vocabulary has 11 tokens; give ids in 0..10
+    headwise.util.errors.SpecError: end=(11,) is out of range for gpt2, whose vocabulary has 11 tokens; give ids in 0..10
     """
     for name in TOKENIZER_FIELDS:
         document = getattr(processor, name)

@@ -13,15 +13,15 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..cache import HiddenStateCache, ProjectedSource, TokenCache
-from ..errors import SpecError, suggest
-from ..interfaces.core_types import Probe
-from ..machine.capabilities import available_memory
-from ..masking.sequence_info import SequenceInfo
-from ..model_spec import ModelSpec, ProcessorSpec
+from ..attention.cache import HiddenStateCache, ProjectedSource, TokenCache
+from ..attention.interfaces.core_types import Probe
+from ..attention.masking.sequence_info import SequenceInfo
+from ..kernels.capabilities import available_memory
+from ..util.errors import SpecError, suggest
 from .block import LayerInputs, LayerStack, last_states
 from .embeddings_heads import OutputHead, TokenTypeInput
 from .initialisation import initialise_model
+from .model_spec import ModelSpec, ProcessorSpec
 
 # --- Caches of a model ----------------------------------------------------------------------------
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import SpecError
-from ..escaping import escape_svg
-from ..files import write_atomically
-from ..output_paths import FIGURE_FILE, FIGURE_METADATA, Existing, check_output
+from ..util.errors import SpecError
+from ..util.escaping import escape_svg
+from ..util.files import write_atomically
+from ..util.output_paths import FIGURE_FILE, FIGURE_METADATA, Existing, check_output
 from .data import Axis, Bars, Dendrogram, Figure, HeatMap, Links, Panel, Plot, Series
 from .numbers import format_count
 from .text import is_light, spread_labels
@@ -92,7 +92,7 @@ def check_figure_path(path: Path | str, existing: Existing = "refuse") -> Path:
 
     >>> check_figure_path("costs.jpg")
     Traceback (most recent call last):
-    headwise.errors.SpecError: cannot draw into costs.jpg: '.jpg' is not supported; use .svg, .png or .pdf
+    headwise.util.errors.SpecError: cannot draw into costs.jpg: '.jpg' is not supported; use .svg, .png or .pdf
     """
     suffix = Path(path).suffix
     if suffix not in SAVE_OPTIONS:

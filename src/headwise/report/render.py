@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..escaping import escape_markdown, make_visible
+from ..util.escaping import escape_markdown, make_visible
 from .data import Column, Estimate, Figure, HeatMap, Item, Page, Section, Table, Value
 from .numbers import NOT_MEASURED, format_interval, format_numbers
 from .text import TERMINAL_WIDTH, align_columns, is_light, pad, text_width, wrap

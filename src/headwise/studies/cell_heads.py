@@ -17,24 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data import Task
-from ..head_analysis.annotated_examples import Example, examples_from_task
-from ..head_analysis.head_classes import classify_heads
-from ..head_analysis.head_measurement import measure_heads
-from ..head_analysis.head_similarity import spread_of_sets
-from ..head_analysis.head_table import HeadTable, Measure
-from ..head_analysis.rank_analysis import (
+from ..models import Transformer
+from ..observe.head_analysis.annotated_examples import Example, examples_from_task
+from ..observe.head_analysis.head_classes import classify_heads
+from ..observe.head_analysis.head_measurement import measure_heads
+from ..observe.head_analysis.head_similarity import spread_of_sets
+from ..observe.head_analysis.head_table import HeadTable, Measure
+from ..observe.head_analysis.rank_analysis import (
     MAX_QUERIES,
     effective_rank,
     measure_rank_collapse,
     score_stages,
 )
-from ..head_analysis.weight_bands import WeightBand
-from ..inspect.adapters.native_attention import HeadwiseCall
-from ..inspect.attention_sites import find_attention
-from ..inspect.hooks import ModelRun, ObservedCall
-from ..inspect.model_inputs import prepare_inputs
-from ..models import Transformer
+from ..observe.head_analysis.weight_bands import WeightBand
+from ..observe.inspect.adapters.native_attention import HeadwiseCall
+from ..observe.inspect.attention_sites import find_attention
+from ..observe.inspect.hooks import ModelRun, ObservedCall
+from ..observe.inspect.model_inputs import prepare_inputs
+from ..training.data import Task
 
 HEAD_MEASURES = (
     "entropy",

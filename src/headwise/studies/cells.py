@@ -12,16 +12,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..data import Task
-from ..distributed import join_process_group
-from ..distributed.model_sharding import shard_model
-from ..errors import SpecError
-from ..model_spec import ModelSpec, serialization as model_serialization
 from ..models import build
+from ..models.distributed import join_process_group
+from ..models.distributed.model_sharding import shard_model
+from ..models.model_spec import ModelSpec, serialization as model_serialization
+from ..training.data import Task
 from ..training.evaluation import sum_batch_metrics
 from ..training.recipe import Recipe, from_dict, to_dict
 from ..training.run_setup import TrainingSetup
 from ..training.train_step import StepOptions, TrainStep, check_model
+from ..util.errors import SpecError
 from .study_file import CELL_EXECUTION, Readout, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ..errors import SpecError
-from ..files import read_json_file, write_atomically
+from ..kernels.capabilities import use_threads
 from ..kernels.compilation import compile_when_called
-from ..machine.capabilities import use_threads
-from ..model_spec import ModelSpec
 from ..models import Transformer, build
+from ..models.model_spec import ModelSpec
 from ..models.transformer import ModelCache
+from ..util.errors import SpecError
+from ..util.files import read_json_file, write_atomically
 from .cells import CellGrid
 from .variant_models import count_cache_bytes
 

@@ -10,12 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..data import Task
-from ..distributed import join_process_group
-from ..errors import SpecError, pluralise, suggest
-from ..head_analysis.annotated_examples import examples_from_task
-from ..inspect.ablation import ABLATION_MODES, ablate
 from ..models import Transformer
+from ..models.distributed import join_process_group
+from ..observe.head_analysis.annotated_examples import examples_from_task
+from ..observe.inspect.ablation import ABLATION_MODES, ablate
 from ..surgery.conversion import ALIGN_SIDES, Pool, convert
 from ..surgery.head_selection import (
     RANKING_METHODS,
@@ -26,12 +24,14 @@ from ..surgery.head_selection import (
 )
 from ..surgery.l0_gates import GateTrainingOptions, KeepOpenGates
 from ..surgery.pruning import prune
-from ..traces.record_types import Record
+from ..training.data import Task
 from ..training.evaluation import sum_batch_metrics
 from ..training.loggers import JsonlLogger
 from ..training.loop import run_training
 from ..training.recipe import Recipe, from_dict as change_recipe
 from ..training.run_setup import TrainingSetup
+from ..util.errors import SpecError, pluralise, suggest
+from ..util.record_types import Record
 
 CHANGES = ("ablate", "prune", "convert")
 GATES = "gates"  # trained L0 gates instead of a ranking

@@ -13,9 +13,9 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from ..interfaces.external_parts import import_part_file, imported_part_files
-from ..machine.capabilities import this_machine
-from ..machine.python_processes import safe_import_path
+from ..attention.interfaces.external_parts import import_part_file, imported_part_files
+from ..kernels.capabilities import this_machine
+from ..util.python_processes import safe_import_path
 from .cells import Cell
 from .run_cell import read_result, run_cell, write_result
 

@@ -18,12 +18,17 @@ from typing import Any, Self
 
 from torch import nn
 
-from ..errors import SpecError
-from ..head_analysis.annotated_examples import Example
-from ..head_analysis.head_measurement import MeasureOptions, MetricSums, TextSums, sum_examples
-from ..head_analysis.literature_metrics import get_metric
-from ..interfaces.external_parts import imported_part_files
-from ..machine.capabilities import this_machine
+from ..attention.interfaces.external_parts import imported_part_files
+from ..kernels.capabilities import this_machine
+from ..observe.head_analysis.annotated_examples import Example
+from ..observe.head_analysis.head_measurement import (
+    MeasureOptions,
+    MetricSums,
+    TextSums,
+    sum_examples,
+)
+from ..observe.head_analysis.literature_metrics import get_metric
+from ..util.errors import SpecError
 from .cells import Cell
 from .process_engine import MAX_ATTEMPTS, THREAD_VARIABLES, prepare_worker, record_killed
 from .run_cell import read_result, run_cell, write_result

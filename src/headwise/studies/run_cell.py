@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data import Task, make_task
-from ..errors import SpecError, TrainingDiverged
-from ..files import write_atomically
-from ..machine.capabilities import use_threads
+from ..kernels.capabilities import use_threads
 from ..models import Transformer
+from ..training.data import Task, make_task
 from ..training.training_run import CHECKPOINT_FOLDER
+from ..util.errors import SpecError, TrainingDiverged
+from ..util.files import write_atomically
 
 if TYPE_CHECKING:
     from ..training import TrainingResult
@@ -166,8 +166,8 @@ class StepClock:
 
 def _train(config: Mapping[str, Any], folder: Path, clock: StepClock) -> TrainingResult:
     """Train the model of a cell, or go on from its last checkpoint, without pictures of the run."""
-    from ..distributed import join_process_group
-    from ..model_spec.serialization import from_dict as read_model
+    from ..models.distributed import join_process_group
+    from ..models.model_spec.serialization import from_dict as read_model
     from ..training.loggers import JsonlLogger
     from ..training.loop import run_training
     from ..training.recipe import from_dict as read_recipe
@@ -184,8 +184,8 @@ def _measure_heads_during_training(config: Mapping[str, Any], folder: Path) -> d
     """Summaries of the heads before the first step, and at every checkpoint if the recipe keeps
     several.
     """
-    from ..model_spec.serialization import from_dict as read_model
     from ..models import build
+    from ..models.model_spec.serialization import from_dict as read_model
     from ..training.training_run import CheckpointFolder, read_checkpoint
     from .cell_heads import summarise_heads
 
@@ -227,7 +227,7 @@ def read_curve(path: Path) -> list[dict[str, Any]]:
     """Step and metrics of the evaluations of a run; those of steps that a resumed run repeated are
     given once.
     """
-    from ..files import read_lines
+    from ..util.files import read_lines
 
     evaluations: dict[int, dict[str, Any]] = {}
     for record in read_lines(path):

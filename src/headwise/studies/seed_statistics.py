@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..head_analysis.resampling import SHARES, Jackknife, correct_p_values
+from ..observe.head_analysis.resampling import SHARES, Jackknife, correct_p_values
 from ..report.data import Estimate
 from .cells import PairKey
 from .study_file import Contrast, Readout, StudyTask

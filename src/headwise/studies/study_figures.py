@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..data import Task
 from ..report.data import Axis, Estimate, Figure, Plot, Reference, Series
+from ..training.data import Task
 from .cells import PairKey
 from .seed_statistics import Comparison, VariantScore, mean_test
 from .study_file import StudyTask

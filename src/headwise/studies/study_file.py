@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..attention.presets import PRESETS
 from ..costs.size_matching import MATCH_QUANTITIES
-from ..data import Task, make_task
-from ..data.synthetic_task import ModelShape
-from ..errors import SpecError, suggest
-from ..presets import PRESETS
-from ..size_limits import parse_toml
-from ..traces.record_types import Record
+from ..training.data import Task, make_task
+from ..training.data.synthetic_task import ModelShape
 from ..training.recipe import Recipe
+from ..util.errors import SpecError, suggest
+from ..util.record_types import Record
+from ..util.size_limits import parse_toml
 from .cell_heads import HEAD_MEASURES
 from .model_edits import ModelEdit
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError, pluralise
 from ..report.data import Column, Table, Value
 from ..report.numbers import format_count, format_seconds
+from ..util.errors import SpecError, pluralise
 from .cells import Cell, CellGrid
 from .process_engine import ProcessEngine
 from .study_file import Study

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import pluralise
-from ..files import read_json_file, write_atomically
-from ..output_paths import FolderKind, check_output, stage_folder
 from ..report import render
 from ..report.data import Column, Estimate, Item, Page, Section, Table, Value
 from ..report.numbers import format_count, format_interval, format_number, format_p, format_seconds
+from ..util.errors import pluralise
+from ..util.files import read_json_file, write_atomically
+from ..util.output_paths import FolderKind, check_output, stage_folder
 from .cell_heads import HEAD_MEASURES
 from .cells import PairKey, describe_task
 from .decode_times import read_decode_times
@@ -471,7 +471,7 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     from .. import __version__
-    from ..machine.capabilities import this_machine
+    from ..kernels.capabilities import this_machine
 
     return {
         "headwise": __version__,

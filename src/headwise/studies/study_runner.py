@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError
-from ..files import FolderLock, read_json_file, write_atomically, write_together
-from ..output_paths import FolderKind, check_output
-from ..progress import CountedMessage, TimeLeft, format_duration
+from ..report.progress import CountedMessage, TimeLeft, format_duration
+from ..util.errors import SpecError
+from ..util.files import FolderLock, read_json_file, write_atomically, write_together
+from ..util.output_paths import FolderKind, check_output
 from .cells import Cell, CellGrid, PairKey
 from .process_engine import CellEngine, ProcessEngine, make_progress_line
 from .run_cell import read_result

@@ -11,25 +11,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..attention.interfaces.part_types import Modifier
+from ..attention.presets import design
+from ..attention.spec import serialization
+from ..attention.spec.attention_spec import SLOTS, AttentionSpec
 from ..costs import cache_bytes, count_parameters
 from ..costs.size_matching import SizeMatch, list_sizes, match_size
 from ..costs.workload import Workload
-from ..data import Batch, Task
-from ..data.synthetic_task import (
+from ..models.model_spec import ModelSpec
+from ..training.data import Batch, Task
+from ..training.data.synthetic_task import (
     NETWORKS,
     ModelShape,
     make_small_decoder,
     make_small_encoder,
     make_small_translator,
 )
-from ..errors import SpecError
-from ..interfaces.part_types import Modifier
-from ..model_spec import ModelSpec
-from ..presets import design
-from ..spec import serialization
-from ..spec.attention_spec import SLOTS, AttentionSpec
 from ..training.run_setup import replace_self_attention
 from ..training.training_run import count_step_flops
+from ..util.errors import SpecError
 from .study_file import Study, StudyTask, Variant
 
 # Options that are passed to `design`; others are fields of the spec.
@@ -103,7 +103,7 @@ def count_cache_bytes(spec: ModelSpec, length: int) -> int:
 def read_shape(spec: ModelSpec) -> ModelShape:
     """Read the width, heads, layers, feed-forward width and positions of a task's model.
 
-    >>> from headwise.data import make_task
+    >>> from headwise.training.data import make_task
     >>> read_shape(make_task("recall").model())
     ModelShape(width=64, heads=4, layers=2)
     """
@@ -129,7 +129,7 @@ def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
     """The model of a task with another width, heads, layers, feed-forward width, positions or
     network.
 
-    >>> from headwise.data import make_task
+    >>> from headwise.training.data import make_task
     >>> [
     ...     block.mixer
     ...     for block in resize_model(make_task("dates"), {"network": "gru-fixed"}).stacks[1].layers
@@ -212,7 +212,7 @@ def _set_fields(spec: AttentionSpec, fields: Mapping[str, Any], name: str) -> At
 
 
 def _read_spec(path: Path) -> AttentionSpec:
-    from ..presets import from_json, from_toml
+    from ..attention.presets import from_json, from_toml
 
     try:
         text = path.read_text(encoding="utf-8")

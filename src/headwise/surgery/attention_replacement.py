@@ -11,16 +11,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, suggest
+from ..attention.attention import Attention
+from ..attention.head_axis_ops import keep_heads
+from ..attention.interfaces.part import field_defaults
+from ..attention.spec.attention_spec import AttentionSpec
 from ..hub.pretrained_models import copy_live_model
-from ..interfaces.part import field_defaults
-from ..model_spec import BlockSpec, ModelSpec, StackSpec
-from ..model_spec.model import ATTENTION_SUBLAYERS, group_blocks
 from ..models import Transformer, build
 from ..models.feed_forward import NormLayer
-from ..nn.attention import Attention
-from ..nn.head_axis_ops import keep_heads
-from ..spec.attention_spec import AttentionSpec
+from ..models.model_spec import BlockSpec, ModelSpec, StackSpec
+from ..models.model_spec.model import ATTENTION_SUBLAYERS, group_blocks
+from ..util.errors import SpecError, suggest
 from .pruning_plan import check_heads
 
 

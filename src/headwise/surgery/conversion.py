@@ -14,15 +14,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, suggest
-from ..head_analysis.annotated_examples import Example
+from ..attention import head_axis_ops
+from ..attention.parts.collaborative import convert_to_collaborative
+from ..attention.parts.latent_attention import convert_to_latent
+from ..attention.parts.mixture_of_heads import convert_to_mixture_of_heads
+from ..attention.spec.attention_spec import AttentionSpec
 from ..models import Transformer
-from ..nn import head_axis_ops
-from ..parts.collaborative import convert_to_collaborative
-from ..parts.latent_attention import convert_to_latent
-from ..parts.mixture_of_heads import convert_to_mixture_of_heads
-from ..progress import count_items
-from ..spec.attention_spec import AttentionSpec
+from ..observe.head_analysis.annotated_examples import Example
+from ..report.progress import count_items
+from ..util.errors import SpecError, suggest
 from .attention_replacement import (
     AttentionChange,
     get_attention,

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..files import write_atomically
-from ..head_analysis.resampling import CONFIDENCE, Array, Jackknife, correct_p_values
-from ..output_paths import Existing, FolderKind, stage_folder
+from ..observe.head_analysis.resampling import CONFIDENCE, Array, Jackknife, correct_p_values
 from ..report.data import Axis, Column, Estimate, Figure, Page, Plot, Reference, Series, Table
 from ..report.numbers import format_interval
 from ..report.plots import save_figure
 from ..report.render import make_page, to_markdown, to_plain, to_text
+from ..util.files import write_atomically
+from ..util.output_paths import Existing, FolderKind, stage_folder
 from .head_selection import RANDOM
 from .pruning_curves import ALL_PARTS, CurvePoint, PruningCurve, PruningCurves
 from .pruning_plan import HeadId

@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data import IGNORE_INDEX
-from ..data.example_order import EpochOrder, make_rng
-from ..errors import SpecError, TrainingDiverged, pluralise
-from ..generation import eval_mode
-from ..head_analysis.annotated_examples import Example
-from ..head_analysis.objectives import EvaluationInput, Objective, choose_objective
-from ..interfaces.part import CheckedDataclass
-from ..masking.sequence_info import SequenceInfo
-from ..model_spec import StackSpec
+from ..attention.interfaces.part import CheckedDataclass
+from ..attention.masking.sequence_info import SequenceInfo
+from ..attention.parts.feature_map import to_at_least_float32
 from ..models import Transformer
 from ..models.embeddings_heads import TokenTypeInput
-from ..parts.feature_map import to_at_least_float32
+from ..models.generation import eval_mode
+from ..models.model_spec import StackSpec
+from ..observe.head_analysis.annotated_examples import Example
+from ..observe.head_analysis.objectives import EvaluationInput, Objective, choose_objective
+from ..training.data import IGNORE_INDEX
+from ..training.data.example_order import EpochOrder, make_rng
 from ..training.loop import InterruptGuard
 from ..training.optimisers import AdamWOptimiser, group_parameters
 from ..training.recipe import SCHEDULES, Recipe
+from ..util.errors import SpecError, TrainingDiverged, pluralise
 from .attention_replacement import replace_attentions
 
 # --- Batches and losses per text ------------------------------------------------------------------

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, suggest
-from ..interfaces.core_types import SymmetryGroup
-from ..nn.attention import Attention
-from ..spec.attention_spec import AttentionSpec
+from ..attention.attention import Attention
+from ..attention.interfaces.core_types import SymmetryGroup
+from ..attention.spec.attention_spec import AttentionSpec
+from ..util.errors import SpecError, suggest
 
 MAX_ROUNDS = 100
 MIN_GAIN = 1e-10

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache import KVEntry
-from ..errors import SpecError, suggest
-from ..inspect.attention_sites import find_attention
-from ..inspect.hooks import ObservedCall, get_hooks, install_hooks
-from ..inspect.method_patches import MethodPatch
-from ..masking.patterns import select_heads as select_pattern_heads
-from ..masking.sequence_info import SequenceInfo
-from ..nn.attention import Attention
-from ..nn.attention_call import PlannedCall
-from ..nn.head_axis_ops import select_heads, transform_axes
-from ..spec.attention_spec import AttentionSpec
+from ..attention.attention import Attention
+from ..attention.attention_call import PlannedCall
+from ..attention.cache import KVEntry
+from ..attention.head_axis_ops import select_heads, transform_axes
+from ..attention.masking.patterns import select_heads as select_pattern_heads
+from ..attention.masking.sequence_info import SequenceInfo
+from ..attention.spec.attention_spec import AttentionSpec
+from ..observe.inspect.attention_sites import find_attention
+from ..observe.inspect.hooks import ObservedCall, get_hooks, install_hooks
+from ..observe.inspect.method_patches import MethodPatch
+from ..util.errors import SpecError, suggest
 from .head_alignment import CrossProducts, compute_kv_features
 
 # --- Statistics of keys and values ----------------------------------------------------------------

@@ -16,19 +16,19 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from .. import costs
-from ..errors import SpecError, suggest
-from ..files import write_atomically
-from ..head_analysis.annotated_examples import Example
-from ..head_analysis.head_classes import classify_heads
-from ..head_analysis.head_importance import IMPORTANCE_METHODS, estimate_importance
-from ..head_analysis.head_measurement import measure_heads
-from ..head_analysis.head_redundancy import RedundancyOptions, measure_redundancy
-from ..head_analysis.importance_methods import ImportanceOptions
-from ..head_analysis.objectives import Objective, choose_objective
-from ..model_spec import ModelSpec
 from ..models import Transformer
-from ..output_paths import FileKind, check_output
-from ..progress import CountedMessage
+from ..models.model_spec import ModelSpec
+from ..observe.head_analysis.annotated_examples import Example
+from ..observe.head_analysis.head_classes import classify_heads
+from ..observe.head_analysis.head_importance import IMPORTANCE_METHODS, estimate_importance
+from ..observe.head_analysis.head_measurement import measure_heads
+from ..observe.head_analysis.head_redundancy import RedundancyOptions, measure_redundancy
+from ..observe.head_analysis.importance_methods import ImportanceOptions
+from ..observe.head_analysis.objectives import Objective, choose_objective
+from ..report.progress import CountedMessage
+from ..util.errors import SpecError, suggest
+from ..util.files import write_atomically
+from ..util.output_paths import FileKind, check_output
 from .attention_replacement import remove_heads
 from .pruning_plan import (
     HeadId,

@@ -11,15 +11,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, suggest
-from ..head_analysis.annotated_examples import Example
-from ..interfaces import Gate
+from ..attention.interfaces import Gate
+from ..attention.presets import with_gates
+from ..attention.spec.attention_spec import AttentionSpec
 from ..models import Transformer
-from ..presets import with_gates
-from ..progress import CountedMessage
-from ..spec.attention_spec import AttentionSpec
+from ..observe.head_analysis.annotated_examples import Example
+from ..report.progress import CountedMessage
 from ..training.optimisers import AdamWOptimiser
 from ..training.recipe import Recipe
+from ..util.errors import SpecError, suggest
 from .attention_replacement import (
     AttentionChange,
     get_attention,

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..errors import SpecError
-from ..head_analysis.annotated_examples import Example
-from ..head_analysis.distinct_examples import DistinctExamples
-from ..head_analysis.text_analysis import read_texts, text_reader
 from ..hub.tokenizer_files import read_live_processor
-from ..inspect.model_inputs import check_is_module
-from ..inspect.model_tokenizer import find_model_folder
-from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
-from ..output_paths import check_output
+from ..models.model_spec.serialization import TOKENIZER_FILE
+from ..observe.head_analysis.annotated_examples import Example
+from ..observe.head_analysis.distinct_examples import DistinctExamples
+from ..observe.head_analysis.text_analysis import read_texts, text_reader
+from ..observe.inspect.model_inputs import check_is_module
+from ..observe.inspect.model_tokenizer import find_model_folder
+from ..util.errors import SpecError
+from ..util.output_paths import check_output
 from .attention_replacement import to_native_model
 from .hf_export.model_folder import (
     COMPRESSED_MODEL,

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from ..errors import SpecError, suggest
-from ..inspect.ablation import HeadRef, ablate, group_by_site
-from ..inspect.adapters.declarations import (
+from ..observe.inspect.ablation import HeadRef, ablate, group_by_site
+from ..observe.inspect.adapters.declarations import (
     AttentionSite,
     copy_declared,
     declare,
@@ -32,11 +31,12 @@ from ..inspect.adapters.declarations import (
     get_output_width,
     propose_sites,
 )
-from ..inspect.adapters.output_path import edits_at_function
-from ..inspect.adapters.output_projection import NUM_HEADS_NAMES, NUM_KV_HEADS_NAMES
-from ..inspect.attention_sites import find_attention
-from ..inspect.model_inputs import ModelInputs, prepare_inputs
-from ..inspect.site import Site
+from ..observe.inspect.adapters.output_path import edits_at_function
+from ..observe.inspect.adapters.output_projection import NUM_HEADS_NAMES, NUM_KV_HEADS_NAMES
+from ..observe.inspect.attention_sites import find_attention
+from ..observe.inspect.model_inputs import ModelInputs, prepare_inputs
+from ..observe.inspect.site import Site
+from ..util.errors import SpecError, suggest
 from .conversion import ATTENTION_KINDS, AttentionConversion, Pool, ToMHA
 from .head_grouping import HeadGroups, group_adjacent_heads
 from .pruning_plan import HeadId

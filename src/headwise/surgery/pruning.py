@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, suggest
-from ..head_analysis.annotated_examples import Example
-from ..inspect.dataset_means import head_means
 from ..models import Transformer
+from ..observe.head_analysis.annotated_examples import Example
+from ..observe.inspect.dataset_means import head_means
+from ..util.errors import SpecError, suggest
 from .attention_replacement import (
     get_attention,
     get_attention_parameters,

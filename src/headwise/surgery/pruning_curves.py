@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..data import Task
-from ..errors import SpecError, suggest
-from ..generation import eval_mode
-from ..head_analysis.annotated_examples import Example
-from ..head_analysis.dependency_syntax import DependencyScores
-from ..head_analysis.distinct_examples import DistinctExamples
-from ..head_analysis.head_classes import classify_heads
-from ..head_analysis.head_figures import class_group
-from ..head_analysis.head_measurement import MeasureCollector, measure_heads
-from ..head_analysis.objectives import Objective, OutputDrift, choose_objective
-from ..head_analysis.word_alignment import AlignmentScores
 from ..models import Transformer
-from ..progress import CountedMessage
+from ..models.generation import eval_mode
+from ..observe.head_analysis.annotated_examples import Example
+from ..observe.head_analysis.dependency_syntax import DependencyScores
+from ..observe.head_analysis.distinct_examples import DistinctExamples
+from ..observe.head_analysis.head_classes import classify_heads
+from ..observe.head_analysis.head_figures import class_group
+from ..observe.head_analysis.head_measurement import MeasureCollector, measure_heads
+from ..observe.head_analysis.objectives import Objective, OutputDrift, choose_objective
+from ..observe.head_analysis.word_alignment import AlignmentScores
+from ..report.progress import CountedMessage
+from ..training.data import Task
+from ..util.errors import SpecError, suggest
 from .attention_replacement import remove_heads
 from .distillation import RetrainingPoint
 from .head_selection import (

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..errors import SpecError, suggest
-from ..model_spec import ModelSpec, to_json
+from ..attention.spec.attention_spec import AttentionSpec
 from ..models import Transformer
-from ..size_limits import MAX_HEADS
-from ..spec.attention_spec import AttentionSpec
-from ..traces.record_types import Record
+from ..models.model_spec import ModelSpec, to_json
+from ..util.errors import SpecError, suggest
+from ..util.record_types import Record
+from ..util.size_limits import MAX_HEADS
 
 HeadId = tuple[str, int]  # name of an attention, index of a head
 KeptHeads = Mapping[str, tuple[int, ...]]

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..interfaces import Merge, Modifier, QKTransform
-from ..interfaces.core_types import Phase
-from ..interfaces.part import field_defaults
-from ..spec.attention_spec import AttentionSpec
+from ..attention.interfaces import Merge, Modifier, QKTransform
+from ..attention.interfaces.core_types import Phase
+from ..attention.interfaces.part import field_defaults
+from ..attention.spec.attention_spec import AttentionSpec
 from .attention_replacement import merge_heads
 
 

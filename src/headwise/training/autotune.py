@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..data import Batch
-from ..data.task import UnpackableBatch, pack_batch, real_token_share
-from ..distributed.sharded_model import BatchForward, wrap_single_process
-from ..machine.takeover_points import current_points, takeover_size
+from ..kernels.takeover_points import current_points, takeover_size
 from ..models import Transformer
+from ..models.distributed.sharded_model import BatchForward, wrap_single_process
+from .data import Batch
+from .data.task import UnpackableBatch, pack_batch, real_token_share
 from .recipe import Recipe
 from .train_step import StepOptions, TrainStep
 

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import Batch, MetricSums, Task
-from ..data.task import pack_batch
-from ..distributed.parallel_attention import use_whole_rows
-from ..distributed.ranks import BatchShard, ProcessMesh
-from ..distributed.sharded_model import BatchForward
-from ..errors import SpecError
-from ..generation import generate
-from ..generation.decoding_strategies import greedy_decode
-from ..masking.pattern_base import check_whole_number
-from ..model_spec import ModelSpec, ProcessorSpec
+from ..attention.masking.pattern_base import check_whole_number
 from ..models import Transformer
+from ..models.distributed.parallel_attention import use_whole_rows
+from ..models.distributed.ranks import BatchShard, ProcessMesh
+from ..models.distributed.sharded_model import BatchForward
+from ..models.generation import generate
+from ..models.generation.decoding_strategies import greedy_decode
+from ..models.model_spec import ModelSpec, ProcessorSpec
 from ..report.data import Column, Table
 from ..report.render import to_text
+from ..util.errors import SpecError
+from .data import Batch, MetricSums, Task
+from .data.task import pack_batch
 from .recipe import Recipe
 from .train_step import StepOptions, autocast, check_label_shape, count_labels, cross_entropy
 

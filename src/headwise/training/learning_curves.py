@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write_atomically
 from ..report.data import Axis, Figure, Plot, Reference, Series
 from ..report.plots import to_svg
+from ..util.files import write_atomically
 
 CURVE_FILES = {"light": "curves.svg", "dark": "curves-dark.svg"}
 SMOOTHING_WINDOW = 0.02  # share of the steps over which the training loss is averaged

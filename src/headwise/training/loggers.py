@@ -11,11 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from ..errors import SpecError, pluralise, suggest
-from ..escaping import escape_terminal, make_visible
-from ..files import JsonLines, read_lines, write_lines
-from ..progress import LINE_INTERVAL, format_duration
-from ..traces import record_types
+from ..report.progress import LINE_INTERVAL, format_duration
+from ..util import record_types
+from ..util.errors import SpecError, pluralise, suggest
+from ..util.escaping import escape_terminal, make_visible
+from ..util.files import JsonLines, read_lines, write_lines
 
 Record = Mapping[str, Any]
 
@@ -143,7 +143,7 @@ def import_optional(module: str, name: str) -> Any:
 
     >>> import_optional("no.such.module", "no-such-package")
     Traceback (most recent call last):
-    headwise.errors.SpecError: this logger needs a package that is not installed; pip install no-such-package
+    headwise.util.errors.SpecError: this logger needs a package that is not installed; pip install no-such-package
     """
     try:
         return import_module(module)

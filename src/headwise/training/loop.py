@@ -15,21 +15,21 @@ from typing import Any, Self
 
 import torch
 
-from ..data import Task
-from ..distributed import join_process_group
-from ..distributed.sharded_model import BatchForward
-from ..errors import SpecError, pluralise, suggest
-from ..files import FolderLock, remove_leftovers, write_atomically
+from ..attention.spec.serialization import format_toml
 from ..kernels.compilation import compile_when_called
-from ..model_spec import ModelSpec
-from ..model_spec.serialization import MANIFEST_FILE
 from ..models import Transformer, save
+from ..models.distributed import join_process_group
+from ..models.distributed.sharded_model import BatchForward
+from ..models.model_spec import ModelSpec
+from ..models.model_spec.serialization import MANIFEST_FILE
 from ..models.save_load import MODEL_FOLDER
-from ..output_paths import check_output
-from ..progress import format_duration
 from ..report.data import Column, Table
+from ..report.progress import format_duration
 from ..report.render import to_markdown
-from ..spec.serialization import format_toml
+from ..util.errors import SpecError, pluralise, suggest
+from ..util.files import FolderLock, remove_leftovers, write_atomically
+from ..util.output_paths import check_output
+from .data import Task
 from .evaluation import sample_texts
 from .learning_curves import CURVE_FILES, make_curves, save_curves
 from .loggers import JsonlLogger, MetricLogger, create_logger, read_records

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..model_spec import ModelSpec, WeightSpec
+from ..models.model_spec import ModelSpec, WeightSpec
+from ..util.errors import SpecError
 from .recipe import Recipe
 
 # --- Parameter groups -----------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
     The expert axis does not count, so one vector per expert is not a matrix. rule="non-embeddings"
     also excludes token and position embeddings.
 
-    >>> from headwise.model_spec import FeedForwardSpec
+    >>> from headwise.models.model_spec import FeedForwardSpec
     >>> {
     ...     w.name: has_weight_decay(w, "matrices")
     ...     for w in FeedForwardSpec(7, bias="ud").weights(5, num_experts=3)
@@ -265,7 +265,7 @@ def is_hidden_matrix(weight: WeightSpec) -> bool:
     """Whether Muon updates a weight: a matrix of an attention or feed-forward layer, or one for
     each expert.
 
-    >>> from headwise.model_spec import FeedForwardSpec
+    >>> from headwise.models.model_spec import FeedForwardSpec
     >>> {
     ...     w.name: is_hidden_matrix(w)
     ...     for w in FeedForwardSpec(7, bias="ud").weights(5, num_experts=3)

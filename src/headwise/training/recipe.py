@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from ..distributed.parallelism import AUTO, Parallelism
-from ..errors import SpecError, suggest
-from ..interfaces.part import CheckedDataclass
-from ..size_limits import parse_toml
-from ..spec.serialization import dump_toml
+from ..attention.interfaces.part import CheckedDataclass
+from ..attention.spec.serialization import dump_toml
+from ..models.distributed.parallelism import AUTO, Parallelism
+from ..util.errors import SpecError, suggest
+from ..util.size_limits import parse_toml
 
 # --- Learning-rate schedules ----------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Recipe(CheckedDataclass):
     Recipe(steps=600, lr=0.003)
     >>> Recipe(batch=64, accumulate=5)
     Traceback (most recent call last):
-    headwise.errors.SpecError: batch=64 is not divisible by accumulate=5; use accumulate=4 or batch=65
+    headwise.util.errors.SpecError: batch=64 is not divisible by accumulate=5; use accumulate=4 or batch=65
     """
 
     steps: int = 1000

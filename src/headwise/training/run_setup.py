@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from ..data import Batch, Task
-from ..distributed import Parallelism, ProcessInfo
-from ..distributed.model_sharding import check_partition, shard_model
-from ..distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
-from ..errors import SpecError, pluralise
-from ..masking.patterns import Causal, Full
-from ..model_spec import (
+from ..attention.masking.patterns import Causal, Full
+from ..attention.presets import design
+from ..attention.spec.attention_spec import AttentionSpec
+from ..models import Transformer, build
+from ..models.distributed import Parallelism, ProcessInfo
+from ..models.distributed.model_sharding import check_partition, shard_model
+from ..models.distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
+from ..models.model_spec import (
     ApproximateAttention,
     BlockSpec,
     EmbeddingSpec,
@@ -31,18 +32,11 @@ from ..model_spec import (
     StackSpec,
     to_dict as spec_to_dict,
 )
-from ..models import Transformer, build
-from ..presets import design
-from ..spec.attention_spec import AttentionSpec
+from ..util.errors import SpecError, pluralise
 from .autotune import Autotuner
+from .data import Batch, Task
 from .evaluation import check_samples
-from .recipe import (
-    CHANGEABLE_FIELDS,
-    FIELDS_WITHOUT_EFFECT,
-    Recipe,
-    from_dict,
-    to_dict,
-)
+from .recipe import CHANGEABLE_FIELDS, FIELDS_WITHOUT_EFFECT, Recipe, from_dict, to_dict
 from .train_step import StepOptions, TrainStep, check_batch, check_model, has_same_vocabulary
 from .training_run import (
     CHECKPOINT_FOLDER,
@@ -159,7 +153,7 @@ def replace_self_attention(model_spec: ModelSpec, new: str | AttentionEdit) -> M
     attention has its own; if it does not support them, sinusoidal positions are added to the
     embedding instead. Cross-attention is not changed.
 
-    >>> from headwise.model_spec import EmbeddingSpec
+    >>> from headwise.models.model_spec import EmbeddingSpec
     >>> attention = design(model=8, heads=4, pattern="causal()")
     >>> stack = StackSpec.from_blocks(
     ...     "decoder", 8, [BlockSpec(attention)], embedding=EmbeddingSpec(11)
@@ -222,8 +216,8 @@ def fit_vocabulary(model_spec: ModelSpec, task_model: ModelSpec) -> ModelSpec:
     frames, the embedding and the output head are those of the task's model, with positions as in
     the model if the task's has none. Raises SpecError for another kind of model.
 
-    >>> from headwise.families import read_model_spec
-    >>> from headwise.data import make_task
+    >>> from headwise.models.families import read_model_spec
+    >>> from headwise.training.data import make_task
     >>> spec = fit_vocabulary(read_model_spec("transformer-base"), make_task("dates").model())
     >>> [stack.embedding.tokens for stack in spec.stacks], spec.heads[0].outputs
     ([63, 63], 63)
@@ -321,7 +315,9 @@ class TrainingSetup:
         world: ProcessMesh,
     ) -> TrainingSetup:
         if not isinstance(task, Task):
-            raise SpecError(f"task is of type {type(task).__name__}; give a task of headwise.data")
+            raise SpecError(
+                f"task is of type {type(task).__name__}; give a task of headwise.training.data"
+            )
         net = model_spec if isinstance(model_spec, Transformer) else None
         spec = net.spec if net else task.model() if model_spec is None else model_spec
         if not isinstance(spec, ModelSpec):

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data import IGNORE_INDEX, Batch, Task
-from ..data.task import pack_batch
-from ..data.tokenizer_calls import parse_tokenizer
-from ..distributed.sharded_model import ShardedModel
-from ..errors import SpecError
-from ..interfaces.core_types import AuxLosses, Probe
-from ..model_spec import ModelSpec, StackSpec
+from ..attention.attention import Attention
+from ..attention.interfaces.core_types import AuxLosses, Probe
 from ..models import Transformer
-from ..nn.attention import Attention
+from ..models.distributed.sharded_model import ShardedModel
+from ..models.model_spec import ModelSpec, StackSpec
+from ..models.tokenizer_calls import parse_tokenizer
+from ..util.errors import SpecError
+from .data import IGNORE_INDEX, Batch, Task
+from .data.task import pack_batch
 from .recipe import Recipe
 
 
@@ -32,7 +32,7 @@ class BatchPrefetcher:
     A batch depends only on its number, so preparing it early changes nothing about it. An error in
     a batch is raised by the step that needs it. Batches from number `stop` on are not prepared.
 
-    >>> from headwise.data import make_task
+    >>> from headwise.training.data import make_task
     >>> task = make_task("copy")
     >>> with BatchPrefetcher(task, 4, ahead=2, stop=3) as batches:
     ...     bool((batches.get(1).x == task.batch(1, 4).x).all())

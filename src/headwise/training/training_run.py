@@ -18,18 +18,18 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from ..attention import redraw_features
+from ..attention.masking.sequence_info import SequenceInfo
 from ..costs.components import ForwardCall, list_components
-from ..data import Batch, Task
-from ..data.task import iter_texts, pack_batch
-from ..distributed.ranks import find_difference
-from ..distributed.sharded_model import ShardedModel
-from ..errors import SpecError, TrainingDiverged, pluralise
-from ..files import write_atomically
-from ..masking.sequence_info import SequenceInfo
-from ..model_spec import ModelSpec, StackSpec
 from ..models import Transformer, save
-from ..nn import redraw_features
+from ..models.distributed.ranks import find_difference
+from ..models.distributed.sharded_model import ShardedModel
+from ..models.model_spec import ModelSpec, StackSpec
+from ..util.errors import SpecError, TrainingDiverged, pluralise
+from ..util.files import write_atomically
 from .autotune import measure_peak_flops
+from .data import Batch, Task
+from .data.task import iter_texts, pack_batch
 from .evaluation import TaskEvaluator
 from .optimisers import ParameterGroups, get_parameter_name, group_parameters, make_optimiser
 from .recipe import Recipe
@@ -192,7 +192,7 @@ def count_step_flops(model_spec: ModelSpec, batch: Batch) -> int:
     A matrix of n parameters applied to t tokens takes 6 n t FLOPs:
 
     >>> import torch
-    >>> from headwise.model_spec import (
+    >>> from headwise.models.model_spec import (
     ...     BlockSpec,
     ...     EmbeddingSpec,
     ...     FeedForwardSpec,

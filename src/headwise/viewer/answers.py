@@ -14,11 +14,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
-from ..traces import map_queries_and_keys
-from ..traces.attention_record import AttentionRecord
-from ..traces.attention_trace import AGGREGATES, aggregate_heads, roll_out_attention
-from ..traces.head_steps import HeadPlace
-from ..traces.query_key_map import multiply_channels
+from ..observe.traces import map_queries_and_keys
+from ..observe.traces.attention_record import AttentionRecord
+from ..observe.traces.attention_trace import AGGREGATES, aggregate_heads, roll_out_attention
+from ..observe.traces.head_steps import HeadPlace
+from ..observe.traces.query_key_map import multiply_channels
 from .binary_answers import encode_arrays, encode_steps, find_steps, get_native_copy
 from .comparison_actions import exact_pair, pool_difference
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
@@ -343,7 +343,7 @@ def answer_written(view: OpenModel, query: Query) -> bytes:
     number = query.integer("query", 0, query.recorded.num_queries - 1)
     net = view.get_model()
     # After the model, which imports torch in one thread.
-    from ..head_analysis.logit_attribution import attribute_all_logits
+    from ..observe.head_analysis.logit_attribution import attribute_all_logits
     from .lab_runs import find_token_decoder, id_inputs
 
     try:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from ..traces.head_steps import HeadPlace, HeadSteps, recorded_steps
+from ..observe.traces.head_steps import HeadPlace, HeadSteps, recorded_steps
 from .open_model import OpenModel
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def find_steps(view: OpenModel, place: HeadPlace, key: int | None = None) -> tup
 
 def get_native_copy(model: nn.Module) -> Transformer:
     """The model as a headwise model; a copy of a transformers model is made once."""
-    from ..head_analysis.random_baseline import as_native_model
     from ..models import Transformer
+    from ..observe.head_analysis.random_baseline import as_native_model
 
     if isinstance(model, Transformer):
         return model
@@ -169,7 +169,7 @@ def _steps_of_model(
     """The steps of a headwise model, checked against the weights of the trace."""
     import torch
 
-    from ..head_analysis.model_steps import model_steps
+    from ..observe.head_analysis.model_steps import model_steps
 
     trace = view.get_recorded()
     layer = trace.get_layer(place.site)

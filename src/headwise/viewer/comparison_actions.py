@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..traces import Trace, TraceComparison, compare_traces, load_trace
+from ..observe.traces import Trace, TraceComparison, compare_traces, load_trace
 from .action_fields import HEADS, action, choice, text
 from .binary_answers import Array, encode_arrays
 from .lab_runs import Ablation, LabRuns, id_inputs
@@ -94,7 +94,7 @@ def compare_attention(
 
 def _trace_ablated(model: OpenModel, heads: Sequence[AblatedHead], progress: JobProgress) -> Trace:
     """The open text with some heads ablated: later layers attend differently."""
-    from ..inspect.ablation import patch
+    from ..observe.inspect.ablation import patch
 
     if not heads:
         raise ValueError("no head is ablated, so nothing would differ; ablate some heads first")
@@ -107,7 +107,7 @@ def _trace_ablated(model: OpenModel, heads: Sequence[AblatedHead], progress: Job
 
 def _trace_ids(net: nn.Module, first: Trace) -> Trace:
     """The token ids of a trace in a model, under the words of that trace."""
-    from ..inspect.trace_capture import Capture, trace
+    from ..observe.inspect.trace_capture import Capture, trace
 
     inputs: Any = id_inputs(net, first)
     second = trace(
@@ -143,7 +143,7 @@ def _trace_same_text(model: OpenModel, other: nn.Module) -> Trace:
     """The open text in another model: tokenized by that model, or the open token ids where the text
     was generated.
     """
-    from ..inspect.model_inputs import get_tokenizer_documents
+    from ..observe.inspect.model_inputs import get_tokenizer_documents
 
     first = model.get_recorded()
     streams = {name: rows[0] for name, rows in first.streams.items() if rows}

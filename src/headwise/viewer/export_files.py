@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import SpecError
-from ..escaping import escape_html, make_visible
-from ..traces import Trace
-from ..traces.attention_trace import format_bytes
-from ..traces.import_export import WeightSelection, encode_weights, estimate_export_bytes
-from ..traces.trace_file import encode_trace
+from ..observe.traces import Trace
+from ..observe.traces.attention_trace import format_bytes
+from ..observe.traces.import_export import WeightSelection, encode_weights, estimate_export_bytes
+from ..observe.traces.trace_file import encode_trace
+from ..util.errors import SpecError
+from ..util.escaping import escape_html, make_visible
 from .answers import ask
 from .open_model import OpenModel
 from .view_document import make_file_stem

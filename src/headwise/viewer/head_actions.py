@@ -17,10 +17,10 @@ from .model_worker import JobProgress
 from .open_model import OpenModel
 
 if TYPE_CHECKING:
-    from ..head_analysis.annotated_examples import Example
-    from ..head_analysis.attention_figures import PictureMaker
-    from ..head_analysis.head_similarity import HeadLocation
-    from ..head_analysis.head_table import HeadMeasures
+    from ..observe.head_analysis.annotated_examples import Example
+    from ..observe.head_analysis.attention_figures import PictureMaker
+    from ..observe.head_analysis.head_similarity import HeadLocation
+    from ..observe.head_analysis.head_table import HeadMeasures
 
 MIN_TEXTS = 2  # an interval needs as many
 MAX_CIRCUITS = 400  # heads whose circuits are compared, pair by pair
@@ -62,7 +62,7 @@ def compute_similarity(model: OpenModel, progress: JobProgress, texts: Sequence[
     and "n.merges" [merges, 3]. Distances of attention are Jensen-Shannon divergences in nats; those
     of outputs are 1 - CKA, and those of circuits 1 - cosine.
     """
-    from ..head_analysis.head_redundancy import measure_redundancy
+    from ..observe.head_analysis.head_redundancy import measure_redundancy
 
     if len(texts) < MIN_TEXTS:
         raise ValueError(
@@ -105,7 +105,7 @@ def group_by_similarity(
 
     Heads without a similarity to the others are left out; no group for fewer than two heads.
     """
-    from ..head_analysis.head_similarity import average_linkage, embed_in_plane
+    from ..observe.head_analysis.head_similarity import average_linkage, embed_in_plane
 
     comparable = np.flatnonzero(np.isfinite(np.diagonal(similarity))).tolist()
     if len(comparable) < 2:
@@ -123,7 +123,7 @@ def _group_by_circuits(model: OpenModel) -> tuple[list[HeadGroup], list[str]]:
     """Heads by their OV circuits, one group for each width of model; or the reason why there are
     none.
     """
-    from ..head_analysis.head_circuits import compare_circuits
+    from ..observe.head_analysis.head_circuits import compare_circuits
 
     names = {layer.name for layer in model.get_trace().layers}
     if len(model.heads) > MAX_CIRCUITS:
@@ -178,7 +178,7 @@ def find_evidence(
     The score of a text is the mean weight on the pairs that the class is about, or the measure
     behind the class.
     """
-    from ..head_analysis.attention_figures import PictureMaker
+    from ..observe.head_analysis.attention_figures import PictureMaker
 
     place = model.site_name(site)
     if model.table is None:
@@ -235,9 +235,9 @@ def measure_syntax(model: OpenModel, progress: JobProgress, conllu: str) -> dict
     """Measure all heads over parsed sentences (CoNLL-U), with the dependency relations that each
     head follows.
     """
-    from ..head_analysis.annotated_examples import examples_from_sentences, read_conllu
-    from ..head_analysis.dependency_syntax import SYNTAX_PREFIX, DependencyScores
-    from ..head_analysis.text_analysis import measure_and_classify
+    from ..observe.head_analysis.annotated_examples import examples_from_sentences, read_conllu
+    from ..observe.head_analysis.dependency_syntax import SYNTAX_PREFIX, DependencyScores
+    from ..observe.head_analysis.text_analysis import measure_and_classify
 
     if not conllu.strip():
         raise ValueError("there are no sentences; choose a file in the format CoNLL-U")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import pluralise
+from ..util.errors import pluralise
 from .action_fields import LINES, Pair, action, integer
 from .binary_answers import MAX_COPIED_PARAMS, get_native_copy
 from .lab_runs import (
@@ -28,8 +28,8 @@ from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..inspect.model_inputs import ModelInputs
     from ..models import Transformer
+    from ..observe.inspect.model_inputs import ModelInputs
 
 TOP_TOKENS = 12  # rows of the table of next tokens
 LAST_POSITIONS = 128  # positions with a table of next tokens
@@ -128,7 +128,7 @@ def _loss_by_position(model: OpenModel, outputs: Outputs) -> list[float]:
     import torch
     import torch.nn.functional as F
 
-    from ..head_analysis.objectives import detect_head_objective
+    from ..observe.head_analysis.objectives import detect_head_objective
 
     rows = model.get_recorded().streams.get("text", ())
     ids = list(rows[0].ids) if rows else []
@@ -199,9 +199,9 @@ def generate_text(model: OpenModel, progress: JobProgress, count: int) -> dict[s
 
     Returns the position of the first new token `first` and the number of new tokens `count`.
     """
-    from ..head_analysis.objectives import detect_head_objective
-    from ..inspect.model_inputs import prepare_inputs
-    from ..inspect.trace_capture import Capture, trace
+    from ..observe.head_analysis.objectives import detect_head_objective
+    from ..observe.inspect.model_inputs import prepare_inputs
+    from ..observe.inspect.trace_capture import Capture, trace
 
     net = model.get_model()
     if detect_head_objective(net) != "next-token":
@@ -270,8 +270,8 @@ def _compare(
     """
     import torch
 
-    from ..head_analysis.annotated_examples import Example
-    from ..inspect.ablation import ScaledOutput
+    from ..observe.head_analysis.annotated_examples import Example
+    from ..observe.inspect.ablation import ScaledOutput
     from ..surgery.verification import model_comparison as compare
 
     dtype = compare.parameter_dtype(native)
@@ -315,7 +315,7 @@ def _run_open_text(model: OpenModel, net: Transformer) -> Tensor:
     """The outputs of a headwise model for the first text, in float64."""
     import torch
 
-    from ..head_analysis.objectives import get_output_tensor
+    from ..observe.head_analysis.objectives import get_output_tensor
 
     with torch.inference_mode():
         values = get_output_tensor(net(**id_inputs(net, model.get_recorded())))
@@ -351,8 +351,8 @@ def continue_text(model: OpenModel, progress: JobProgress, **fields: Any) -> dic
 
 def _prompt(runs: LabRuns) -> tuple[ModelInputs, int]:
     """The inputs to continue, and the position of the first new token in the answer."""
-    from ..head_analysis.objectives import detect_head_objective
-    from ..inspect.model_inputs import is_encoder_decoder, prepare_inputs
+    from ..observe.head_analysis.objectives import detect_head_objective
+    from ..observe.inspect.model_inputs import is_encoder_decoder, prepare_inputs
 
     net = runs.net
     streams = runs.trace.streams
@@ -373,7 +373,7 @@ def _generate(
     """The new tokens, as texts."""
     import torch
 
-    from ..inspect.hooks import ModelRun
+    from ..observe.inspect.hooks import ModelRun
 
     run = ModelRun(runs.net, inputs, COMPARED_TOKENS)
     output = run.run_with_hooks(runs.modules, runs.make_hooks(patches))
@@ -397,8 +397,8 @@ def evaluate_texts(
     Means and the moments of noise are those over the open text, as in its own effect. The ablated
     heads of the model do not change.
     """
-    from ..head_analysis.importance_methods import make_forward
-    from ..head_analysis.objectives import choose_objective, get_output_tensor
+    from ..observe.head_analysis.importance_methods import make_forward
+    from ..observe.head_analysis.objectives import choose_objective, get_output_tensor
     from ..surgery.verification.quality_metrics import QualityTally
 
     ablation = Ablation(**fields)

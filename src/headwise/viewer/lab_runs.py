@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from ..inspect.ablation import HeadPatch, HeadRef
-    from ..inspect.hooks import AttentionHook, SiteModule
-    from ..inspect.model_inputs import ModelInputs
-    from ..traces import Trace
+    from ..observe.inspect.ablation import HeadPatch, HeadRef
+    from ..observe.inspect.hooks import AttentionHook, SiteModule
+    from ..observe.inspect.model_inputs import ModelInputs
+    from ..observe.traces import Trace
 
 LASTING_MODES = ("zero", "mean", "noise")  # replacements that need no other tokens
 
@@ -67,8 +67,8 @@ class Outputs(NamedTuple):
 
 def id_arguments(net: nn.Module) -> dict[str, str]:
     """The argument of the model that takes the token ids of each stream."""
-    from ..inspect.model_inputs import is_encoder_decoder
     from ..models import Transformer
+    from ..observe.inspect.model_inputs import is_encoder_decoder
 
     if isinstance(net, Transformer):
         return {"text": "x", "source": "source"}
@@ -88,7 +88,7 @@ def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
     """The recorded token ids of a trace as arguments of a model, [1, T]."""
     import torch
 
-    from ..inspect.model_inputs import get_device
+    from ..observe.inspect.model_inputs import get_device
 
     ids = id_rows(net, trace)
     if not ids:
@@ -98,10 +98,10 @@ def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
 
 def find_token_decoder(net: nn.Module) -> Callable[[int], str]:
     """Turns ids into texts; a model without a tokenizer shows the ids."""
-    from ..head_analysis.annotated_examples import ExampleReader
-    from ..inspect.model_inputs import make_token_decoder
-    from ..inspect.model_tokenizer import find_tokenizer
     from ..models import Transformer
+    from ..observe.head_analysis.annotated_examples import ExampleReader
+    from ..observe.inspect.model_inputs import make_token_decoder
+    from ..observe.inspect.model_tokenizer import find_tokenizer
 
     try:
         if isinstance(net, Transformer):
@@ -114,7 +114,7 @@ def find_token_decoder(net: nn.Module) -> Callable[[int], str]:
 
 def open_inputs(model: OpenModel) -> ModelInputs:
     """The inputs of the open text, from its recorded token ids."""
-    from ..inspect.model_inputs import prepare_inputs
+    from ..observe.inspect.model_inputs import prepare_inputs
 
     net = model.get_model()
     return prepare_inputs(net, id_inputs(net, model.get_recorded()), 0)
@@ -127,8 +127,8 @@ class LabRuns:
     """
 
     def __init__(self, model: OpenModel) -> None:
-        from ..head_analysis.importance_methods import make_forward
-        from ..inspect.attention_sites import find_attention
+        from ..observe.head_analysis.importance_methods import make_forward
+        from ..observe.inspect.attention_sites import find_attention
 
         self.net = model.get_model()
         self.inputs = open_inputs(model)
@@ -168,7 +168,7 @@ class LabRuns:
         tokens: Mapping[str, tuple[int, ...]] | None = None,
     ) -> dict[str, AttentionHook]:
         """The hooks that replace the outputs of these heads, by site."""
-        from ..inspect.ablation import OutputEditor
+        from ..observe.inspect.ablation import OutputEditor
 
         by_site: dict[str, dict[int, HeadPatch]] = {}
         for (site, head), patch in patches.items():
@@ -183,8 +183,8 @@ class LabRuns:
         """The replacement of every ablated head; means and the moments of noise are those over the
         open text.
         """
-        from ..inspect.ablation import ConstantOutput, ScaledOutput
-        from ..inspect.dataset_means import head_means, head_noise, head_outputs
+        from ..observe.inspect.ablation import ConstantOutput, ScaledOutput
+        from ..observe.inspect.dataset_means import head_means, head_noise, head_outputs
 
         patches: dict[HeadRef, HeadPatch] = {}
         refs: dict[str, list[HeadRef]] = {"mean": [], "noise": [], "resample": []}
@@ -209,7 +209,7 @@ class LabRuns:
         """
         import torch
 
-        from ..inspect.model_inputs import prepare_inputs
+        from ..observe.inspect.model_inputs import prepare_inputs
 
         ids = id_rows(self.net, self.trace)
         if not ablation.resample_text:
@@ -233,7 +233,7 @@ class LabRuns:
         """The outputs for the first text."""
         import torch
 
-        from ..head_analysis.objectives import detect_head_objective, get_output_tensor
+        from ..observe.head_analysis.objectives import detect_head_objective, get_output_tensor
 
         logits = getattr(result, "logits", None)
         values = logits if isinstance(logits, torch.Tensor) else get_output_tensor(result)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import suggest
-from ..traces.token_grouping import TokenGrouping
+from ..observe.traces.token_grouping import TokenGrouping
+from ..util.errors import suggest
 from .action_fields import CLASSES, LINES, Pair, action, flag, integer, text
 from .model_worker import JobProgress
 from .open_model import CAPTURE_BUDGET, OpenModel, Progress
@@ -17,10 +17,10 @@ from .open_model import CAPTURE_BUDGET, OpenModel, Progress
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..head_analysis.annotated_examples import Example
-    from ..head_analysis.head_table import HeadTable
-    from ..model_spec import ModelSpec
-    from ..traces import Trace
+    from ..models.model_spec import ModelSpec
+    from ..observe.head_analysis.annotated_examples import Example
+    from ..observe.head_analysis.head_table import HeadTable
+    from ..observe.traces import Trace
 
 
 MAX_NEW_TOKENS = 64  # generated for a source without a target
@@ -77,7 +77,7 @@ def check_text_length(model: OpenModel, *texts: str) -> None:
     count = sum(len(part) for part in texts)
     limit = model.max_tokens
     if model.model is not None:
-        from ..inspect.model_inputs import get_max_length
+        from ..observe.inspect.model_inputs import get_max_length
 
         limit = min(limit, get_max_length(model.model) or limit)
     if count > MAX_TOKEN_CHARACTERS * limit:
@@ -97,8 +97,8 @@ def capture_trace(
     """Record a trace of a text; for an encoder-decoder model, of a source and its target, generated
     if missing.
     """
-    from ..inspect.model_inputs import is_encoder_decoder, prepare_inputs
-    from ..inspect.trace_capture import Capture, trace
+    from ..observe.inspect.model_inputs import is_encoder_decoder, prepare_inputs
+    from ..observe.inspect.trace_capture import Capture, trace
 
     inputs: Any = [text]
     new_tokens = 0
@@ -126,9 +126,9 @@ def capture_trace(
 
 def capture_image(net: nn.Module, path: str) -> Trace:
     """Record a trace of a vision model on the first image of a file, a folder or an .npy."""
-    from ..head_analysis.image_examples import read_images
-    from ..inspect.trace_capture import Capture, trace
     from ..models import Transformer
+    from ..observe.head_analysis.image_examples import read_images
+    from ..observe.inspect.trace_capture import Capture, trace
 
     name = "x" if isinstance(net, Transformer) else "pixel_values"
     capture = Capture(extra=("v",), budget=CAPTURE_BUDGET)
@@ -150,7 +150,7 @@ def make_examples(model: OpenModel, texts: Sequence[str] = ()) -> list[Example]:
     """The texts of a job as examples, where a tab separates source and target, or the text that is
     shown.
     """
-    from ..head_analysis.annotated_examples import ExampleReader
+    from ..observe.head_analysis.annotated_examples import ExampleReader
 
     reader = ExampleReader(model.get_model())
     if texts:
@@ -180,8 +180,8 @@ def measure(model: OpenModel, progress: JobProgress, texts: Sequence[str] = ()) 
 
 def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProgress) -> HeadTable:
     """Measures and classes of all heads; the intervals of a single text are NaN."""
-    from ..head_analysis.head_classes import classify_heads
-    from ..head_analysis.head_measurement import MeasureOptions, measure_heads
+    from ..observe.head_analysis.head_classes import classify_heads
+    from ..observe.head_analysis.head_measurement import MeasureOptions, measure_heads
 
     options = MeasureOptions(min_texts=1)
     table = measure_heads(
@@ -269,8 +269,8 @@ def read_spec(net: nn.Module) -> ModelSpec:
     """The spec of a headwise model, or that of a transformers model by its config; raises
     ValueError without one.
     """
-    from ..families import read_model_spec
     from ..models import Transformer
+    from ..models.families import read_model_spec
 
     if isinstance(net, Transformer):
         return net.spec

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SpecError
+from ..util.errors import SpecError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +63,7 @@ def read_pruned_heads(name: str | None) -> dict[str, list[int]]:
     """The heads that `headwise prune` removed from the model in a folder, by site; none for other
     targets.
     """
-    from ..model_spec.serialization import RECORD_FILE, SurgeryRecord
+    from ..models.model_spec.serialization import RECORD_FILE, SurgeryRecord
 
     path = Path(name or "") / RECORD_FILE
     if name is None or not path.is_file():

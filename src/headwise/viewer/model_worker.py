@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..escaping import shorten_message
+from ..util.escaping import shorten_message
 from .open_model import OpenModel, import_libraries
 
 MAX_QUEUED_JOBS = 8

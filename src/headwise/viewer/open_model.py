@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..traces.attention_trace import THUMBNAIL_SIZE, Trace
-from ..traces.token_grouping import TokenGrouping, group_tokens
-from ..traces.trace_comparison import TraceComparison
+from ..observe.traces.attention_trace import THUMBNAIL_SIZE, Trace
+from ..observe.traces.token_grouping import TokenGrouping, group_tokens
+from ..observe.traces.trace_comparison import TraceComparison
 from .view_document import describe_measures, describe_trace, estimate_memory, make_file_stem
 from .weight_summaries import (
     Cells,
@@ -33,8 +33,8 @@ from .weight_summaries import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..head_analysis.head_table import HeadTable
-    from ..inspect.site import Site
+    from ..observe.head_analysis.head_table import HeadTable
+    from ..observe.inspect.site import Site
 
 MAX_TOKENS = 8192  # longest text that the page captures
 MAX_TILE_CELLS = 1024  # cells on each side of a tile
@@ -177,7 +177,7 @@ class OpenModel:
         """
         if self.model is None:
             return {}
-        from ..inspect.attention_sites import sites
+        from ..observe.inspect.attention_sites import sites
 
         return {site.name: site for site in sites(self.model)}
 
@@ -309,9 +309,9 @@ class OpenModel:
     def _output_matrix(self, site: str, head: int) -> FloatArray:
         """The output projection of one head, [head_dim, model]."""
         net = self.get_model()
-        from ..head_analysis.head_circuits import (
-            get_circuits,
-        )  # after the model, which imports torch in one thread
+        from ..observe.head_analysis.head_circuits import (
+            get_circuits,  # after the model, which imports torch in one thread
+        )
 
         circuits = get_circuits(net)
         if site not in circuits:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..errors import SpecError
+from ..util.errors import SpecError
 from . import head_actions, lab_actions  # noqa: F401 - they register jobs
 from .action_fields import ALL_JOBS, text
 from .answers import ANSWERS, Answer, Query, answer

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..output_paths import stage_folder
-from ..progress import CountedMessage
+from ..report.progress import CountedMessage
+from ..util.output_paths import stage_folder
 from .action_fields import HEADS, LINES, MOST, Field, action, choice, flag, integer, number, text
 from .model_actions import list_texts
 from .model_worker import JobProgress
 from .open_model import OpenModel
 
 if TYPE_CHECKING:
-    from ..head_analysis.annotated_examples import Example
+    from ..attention.spec.attention_spec import AttentionSpec
     from ..models import Transformer
-    from ..spec.attention_spec import AttentionSpec
+    from ..observe.head_analysis.annotated_examples import Example
     from ..surgery import AttentionConversion
 
 
@@ -206,7 +206,7 @@ def read_texts(
 
     `uses` is what the change of the model uses texts for.
     """
-    from ..head_analysis.annotated_examples import examples_from_lines
+    from ..observe.head_analysis.annotated_examples import examples_from_lines
     from ..surgery.model_and_texts import split_examples
 
     lines = lines or list_texts(model)
@@ -333,8 +333,8 @@ def _find_refusal(net: Transformer, conversion: AttentionConversion) -> str:
     """The reason why an attention of the model cannot be converted; empty if one of each kind
     can.
     """
-    from ..errors import SpecError
     from ..surgery.attention_replacement import get_attention, get_attention_parameters
+    from ..util.errors import SpecError
 
     tried: list[AttentionSpec] = []
     for site, spec in net.spec.attention_specs():

@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import SpecError
-from ..escaping import escape_html, make_visible
-from ..files import write_atomically
-from ..output_paths import Existing, FileKind, FolderKind, check_output
-from ..traces import Trace, load_trace, trace_from_weights
-from . import bundled_sample
+from ..observe import bundled_sample
+from ..observe.traces import Trace, load_trace, trace_from_weights
+from ..util.errors import SpecError
+from ..util.escaping import escape_html, make_visible
+from ..util.files import write_atomically
+from ..util.output_paths import Existing, FileKind, FolderKind, check_output
 from .export_files import TITLE_END, render_export
 from .model_targets import Log, is_trace, load_target, read_pruned_heads
 from .open_model import OpenModel
@@ -110,7 +110,7 @@ def open_model(model: Any, target: Target) -> OpenModel:
 
 def _check_inputs(model: Any, target: Target) -> None:
     """Refuse to open a vision model without an image, and any other model with one."""
-    from ..head_analysis.image_examples import PatchLayout
+    from ..observe.head_analysis.image_examples import PatchLayout
 
     try:
         PatchLayout.from_model(model)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..traces.attention_record import AttentionRecord, TokenRow
-from ..traces.attention_trace import Trace
+from ..observe.traces.attention_record import AttentionRecord, TokenRow
+from ..observe.traces.attention_trace import Trace
 
 if TYPE_CHECKING:
-    from ..head_analysis.head_table import HeadTable
-    from ..inspect.site import Ability, Site
+    from ..observe.head_analysis.head_table import HeadTable
+    from ..observe.inspect.site import Ability, Site
 
 DOCUMENT_VERSION = 1
 MAX_STEM = 60  # characters of a file name that come from the name of the model

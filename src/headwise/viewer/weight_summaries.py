@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..traces.attention_record import AttentionRecord
-from ..traces.attention_trace import QUERY_BLOCK, THUMBNAIL_SIZE, Trace, query_blocks
+from ..observe.traces.attention_record import AttentionRecord
+from ..observe.traces.attention_trace import QUERY_BLOCK, THUMBNAIL_SIZE, Trace, query_blocks
 
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]

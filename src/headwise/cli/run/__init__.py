@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ...files import read_text_file
+from ...util.files import read_text_file
 from ..arguments import parse_bytes
 from ..options import (
     Count,
@@ -76,7 +76,7 @@ class RunOptions(Options):
     """
 
     command = "run"
-    choices = {"compile": "generation.decoding_config:COMPILE_MODES"}
+    choices = {"compile": "models.generation.decoding_config:COMPILE_MODES"}
     model: ModelFolder
     text: str | None = None
     max_new_tokens: Count | None = None
@@ -157,7 +157,7 @@ def task_kind(model: Transformer) -> str:
     """Return what the model does: "texts" (generates), "masks" (fills in) or "classes"
     (classifies).
     """
-    from ...errors import SpecError
+    from ...util.errors import SpecError
 
     spec = model.spec
     if not spec.heads:
@@ -191,7 +191,7 @@ def attach_tokenizer(model: Transformer, name: str) -> None:
     """Attach the tokenizer in a file, or the byte tokenizer for "bytes", to a model."""
     from dataclasses import replace
 
-    from ...data.vocabulary import ByteVocabulary
+    from ...models.vocabulary import ByteVocabulary
 
     document = ByteVocabulary().document if name == "bytes" else read_text_file(name)
     model.usage = replace(model.usage, tokenizer=document, source_tokenizer=None)

@@ -12,25 +12,25 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from ...data.translation import SacreBleuScores, score_translations
-from ...errors import pluralise
-from ...escaping import escape_page, escape_terminal
-from ...files import read_text_file
-from ...generation import PromptBatch, TextGenerator, encode_prompt
-from ...generation.decoding_config import DecodingConfig
-from ...generation.decoding_state import CompileDecision, ignore_decision
-from ...generation.generate import GenerationOutput
-from ...generation.prompts import get_decoder_start_ids
-from ...generation.single_pass import (
+from ...kernels.counter_rng import RandomStream
+from ...models import Transformer
+from ...models.generation import PromptBatch, TextGenerator, encode_prompt
+from ...models.generation.decoding_config import DecodingConfig
+from ...models.generation.decoding_state import CompileDecision, ignore_decision
+from ...models.generation.generate import GenerationOutput
+from ...models.generation.prompts import get_decoder_start_ids
+from ...models.generation.single_pass import (
     FilledText,
     Prediction,
     classify,
     fill_masks,
     require_class_names,
 )
-from ...generation.text_output import TokenScore, load_tokenizers, score_tokens
-from ...models import Transformer
-from ...ops.counter_rng import RandomStream
+from ...models.generation.text_output import TokenScore, load_tokenizers, score_tokens
+from ...training.data.translation import SacreBleuScores, score_translations
+from ...util.errors import pluralise
+from ...util.escaping import escape_page, escape_terminal
+from ...util.files import read_text_file
 from ..arguments import print_note, print_page, to_json
 from ..options import UsageError
 from . import DECODING_FIELDS

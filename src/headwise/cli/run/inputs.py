@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, open_npy
-from ...data.text_files import existing_file
-from ...errors import SpecError
-from ...generation import pad_left
-from ...generation.prompts import encode_text
-from ...generation.single_pass import scale_inputs
-from ...masking.sequence_info import SequenceInfo
+from ...attention.masking.sequence_info import SequenceInfo
 from ...models import Transformer
+from ...models.generation import pad_left
+from ...models.generation.prompts import encode_text
+from ...models.generation.single_pass import scale_inputs
+from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, open_npy
+from ...training.data.text_files import existing_file
+from ...util.errors import SpecError
 from ..exit_status import print_error
 from ..options import UsageError
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...errors import suggest
-from ...generation import BatchingConfig, Engine, RequestStream, make_random_streams
-from ...generation.decoding_config import DecodingConfig
-from ...generation.decoding_state import MIXED_REQUESTS
+from ...kernels.counter_rng import RandomStream as Numbers
 from ...models import Transformer
-from ...ops.counter_rng import RandomStream as Numbers
+from ...models.generation import BatchingConfig, Engine, RequestStream, make_random_streams
+from ...models.generation.decoding_config import DecodingConfig
+from ...models.generation.decoding_state import MIXED_REQUESTS
+from ...util.errors import suggest
 from ..arguments import parse_bytes, print_note, print_page, to_json
 from ..options import UsageError
 from .answers import CompileNotices, parse_decoding, parse_length

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ...errors import SpecError
 from ...hub.pretrained_models import load_transformers_folder
-from ...machine.python_processes import python_command
-from ...model_spec import StackSpec
 from ...models import Transformer
+from ...models.model_spec import StackSpec
+from ...util.errors import SpecError
+from ...util.python_processes import python_command
 from ..verification.model_comparison import OUTPUT_TOLERANCE, cast_model, parameter_dtype
 from .shard_rewrite import CanonicalForm
 

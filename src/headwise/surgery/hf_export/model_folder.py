@@ -14,20 +14,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import models
-from ...errors import SpecError, pluralise
-from ...families import get_weight_names, read_model_spec, write_config
-from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
-from ...families.config_writer import find_differences
-from ...families.weight_names import find_unnamed_weight
-from ...files import sha256, sync_folder
+from ...attention.spec.heads import Heads
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
 from ...hub.pretrained_models import CONFIG_FILE
 from ...hub.transformers_loading import check_config_values, remove_code_settings
-from ...model_spec import ModelSpec, to_dict
-from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE, RECORD_FORMAT, SurgeryRecord
 from ...models import Transformer
-from ...output_paths import FolderKind, stage_folder
-from ...spec.heads import Heads
+from ...models.families import get_weight_names, read_model_spec, write_config
+from ...models.families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
+from ...models.families.config_writer import find_differences
+from ...models.families.weight_names import find_unnamed_weight
+from ...models.model_spec import ModelSpec, to_dict
+from ...models.model_spec.serialization import (
+    MANIFEST_FILE,
+    RECORD_FILE,
+    RECORD_FORMAT,
+    SurgeryRecord,
+)
+from ...util.errors import SpecError, pluralise
+from ...util.files import sha256, sync_folder
+from ...util.output_paths import FolderKind, stage_folder
 from . import resized_modules as resized
 from .load_check import LoadCheck, check_load
 from .shard_rewrite import CanonicalForm, ShardRewrite, to_canonical_form, write_shards
@@ -251,7 +256,7 @@ def read_record(path_or_folder: Path | str) -> SurgeryRecord:
 
     >>> read_record("nowhere")
     Traceback (most recent call last):
-    headwise.errors.SpecError: nowhere contains no heads.json; give a folder that headwise prune or convert wrote
+    headwise.util.errors.SpecError: nowhere contains no heads.json; give a folder that headwise prune or convert wrote
     """
     path = Path(path_or_folder)
     path = path if path.is_file() else path / RECORD_FILE

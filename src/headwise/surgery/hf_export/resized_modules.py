@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ...errors import SpecError
-from ...families import read_model_spec
-from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
-from ...families.weight_names import CheckpointPlan
-from ...files import sha256, sync_folder
+from ...attention.spec.attention_spec import AttentionSpec
 from ...hub.pretrained_models import CONFIG_FILE
 from ...hub.transformers_loading import build_without_weights, find_model_class, load_config
-from ...model_spec import ModelSpec, to_dict
-from ...model_spec.serialization import RECORD_FILE, RECORD_FORMAT
 from ...models import Transformer
-from ...spec.attention_spec import AttentionSpec
+from ...models.families import read_model_spec
+from ...models.families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
+from ...models.families.weight_names import CheckpointPlan
+from ...models.model_spec import ModelSpec, to_dict
+from ...models.model_spec.serialization import RECORD_FILE, RECORD_FORMAT
+from ...util.errors import SpecError
+from ...util.files import sha256, sync_folder
 from .load_check import check_load
 from .shard_rewrite import HEAD_AXES, CanonicalForm, ShardRewrite, list_index_constants
 

@@ -16,17 +16,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...families import get_weight_names
-from ...families.weight_names import CheckpointPlan, TensorPiece, WeightNames
-from ...files import sync_folder
+from ...attention.head_axis_ops import select_heads, transform_axes
+from ...attention.interfaces import Part
+from ...attention.interfaces.part import field_defaults
+from ...attention.spec.attention_spec import SLOTS, AttentionSpec
 from ...hub.checkpoint_weights import INDEX_FILE, SafetensorsFolder
-from ...interfaces import Part
-from ...interfaces.part import field_defaults
-from ...model_spec import ModelSpec
-from ...model_spec.model import group_blocks
 from ...models import Transformer
-from ...nn.head_axis_ops import select_heads, transform_axes
-from ...spec.attention_spec import SLOTS, AttentionSpec
+from ...models.families import get_weight_names
+from ...models.families.weight_names import CheckpointPlan, TensorPiece, WeightNames
+from ...models.model_spec import ModelSpec
+from ...models.model_spec.model import group_blocks
+from ...util.files import sync_folder
 
 SpecByName = Mapping[str, AttentionSpec]
 
@@ -61,7 +61,7 @@ def to_canonical_form(net: Transformer) -> CanonicalForm:
     with default values are dropped.
 
     >>> import headwise as hw
-    >>> from headwise.model_spec import BlockSpec, EmbeddingSpec, StackSpec
+    >>> from headwise.models.model_spec import BlockSpec, EmbeddingSpec, StackSpec
     >>> spec = hw.design(model=8, heads=4, kv=2, dim=3).with_heads(kv_head_of_query=(0, 1, 0, 1))
     >>> stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(spec)], embedding=EmbeddingSpec(5))
     >>> [(_, sorted_spec)] = to_canonical_form(

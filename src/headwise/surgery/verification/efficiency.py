@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ... import costs
+from ...attention.masking.sequence_info import SequenceInfo
+from ...attention.spec.attention_spec import AttentionSpec
 from ...costs.cost_report import CostReport, Workload, cost
 from ...costs.workload import image_tokens, max_lengths
-from ...errors import SpecError
-from ...generation import eval_mode, max_positions as known
 from ...kernels.compilation import compile_when_called
-from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
+from ...models.generation import eval_mode, max_positions as known
 from ...models.transformer import ModelCache
-from ...spec.attention_spec import AttentionSpec
+from ...util.errors import SpecError
 
 COUNTED_LENGTH = 512  # default number of tokens for FLOPs and cache
 COUNTED_BYTES = 4  # bytes per number in cost estimates; replaced by the element size of the model

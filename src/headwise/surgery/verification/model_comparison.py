@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import suggest
-from ...head_analysis.annotated_examples import Example
-from ...head_analysis.objectives import get_output_tensor
-from ...inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
-from ...inspect.hooks import ModelRun
-from ...inspect.model_inputs import ModelInputs, prepare_inputs
 from ...models import Transformer, build
+from ...observe.head_analysis.annotated_examples import Example
+from ...observe.head_analysis.objectives import get_output_tensor
+from ...observe.inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
+from ...observe.inspect.hooks import ModelRun
+from ...observe.inspect.model_inputs import ModelInputs, prepare_inputs
+from ...util.errors import suggest
 
 
 class OutputAndStates(NamedTuple):
@@ -36,7 +36,7 @@ def compute_output_and_states(net: Transformer, inputs: ModelInputs) -> OutputAn
     """Run a model once and return its output and hidden states.
 
     >>> import headwise as hw
-    >>> from headwise.inspect.model_inputs import prepare_inputs
+    >>> from headwise.observe.inspect.model_inputs import prepare_inputs
     >>> net = hw.build(
     ...     hw.families.read_model_spec(
     ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2}

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ...data import IGNORE_INDEX, Task
-from ...errors import suggest
-from ...generation import eval_mode, load_tokenizers, max_positions
-from ...generation.generate import generate
-from ...head_analysis.annotated_examples import Example
-from ...head_analysis.distinct_examples import DistinctExamples
-from ...head_analysis.objectives import (
+from ...models import Transformer
+from ...models.generation import eval_mode, load_tokenizers, max_positions
+from ...models.generation.generate import generate
+from ...models.model_spec.serialization import MANIFEST_FILE, RECORD_FILE
+from ...observe.head_analysis.annotated_examples import Example
+from ...observe.head_analysis.distinct_examples import DistinctExamples
+from ...observe.head_analysis.objectives import (
     EvaluationInput,
     Objective,
     choose_objective,
     detect_head_objective,
 )
-from ...inspect.ablation import HeadRef
-from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE
-from ...models import Transformer
-from ...output_paths import FolderKind
-from ...progress import count_items
+from ...observe.inspect.ablation import HeadRef
+from ...report.progress import count_items
+from ...training.data import IGNORE_INDEX, Task
+from ...util.errors import suggest
+from ...util.output_paths import FolderKind
 from .efficiency import CostComparison, SpeedComparison, TimingOptions, compare_cost, compare_speed
 from .model_comparison import (
     AgreementAccumulator,

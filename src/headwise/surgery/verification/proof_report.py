@@ -7,19 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...escaping import escape_terminal
-from ...files import write_atomically
-from ...output_paths import check_output
 from ...report.data import Column, Estimate, Page, Table
-from ...report.numbers import (
-    NO_SPREAD,
-    format_bytes,
-    format_count,
-    format_number,
-    format_share,
-)
+from ...report.numbers import NO_SPREAD, format_bytes, format_count, format_number, format_share
 from ...report.render import make_page, to_markdown, to_text
 from ...report.text import wrap
+from ...util.escaping import escape_terminal
+from ...util.files import write_atomically
+from ...util.output_paths import check_output
 from .efficiency import CostPair, PhaseSpeed
 from .model_comparison import DOUBLE_TOLERANCE, OUTPUT_TOLERANCE
 from .proof import PROOF_FOLDER, PROOF_JSON, PROOF_PAGE, ChangedExample, ModelProof

@@ -15,17 +15,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data import IGNORE_INDEX, Batch, Task
-from ...data.translation import BLEU_ORDER, choose_bleu_tokenizer, count_bleu_tokens, make_bleu
-from ...errors import pluralise
-from ...generation import load_tokenizers, max_positions
-from ...generation.decoding_strategies import greedy_decode
-from ...generation.generate import generate
-from ...head_analysis.annotated_examples import Example
-from ...head_analysis.distinct_examples import DistinctExamples
-from ...head_analysis.objectives import EvaluationInput, Objective, OutputDrift, choose_objective
-from ...head_analysis.resampling import CONFIDENCE, ROUNDING, SHARES, Array, Jackknife
 from ...models import Transformer
+from ...models.generation import load_tokenizers, max_positions
+from ...models.generation.decoding_strategies import greedy_decode
+from ...models.generation.generate import generate
+from ...observe.head_analysis.annotated_examples import Example
+from ...observe.head_analysis.distinct_examples import DistinctExamples
+from ...observe.head_analysis.objectives import (
+    EvaluationInput,
+    Objective,
+    OutputDrift,
+    choose_objective,
+)
+from ...observe.head_analysis.resampling import CONFIDENCE, ROUNDING, SHARES, Array, Jackknife
+from ...training.data import IGNORE_INDEX, Batch, Task
+from ...training.data.translation import (
+    BLEU_ORDER,
+    choose_bleu_tokenizer,
+    count_bleu_tokens,
+    make_bleu,
+)
+from ...util.errors import pluralise
 from .model_comparison import compute_output
 
 LOSS = "loss"
@@ -336,7 +346,7 @@ def compare_task_scores(
     outputs if it has none.
 
     >>> import headwise as hw
-    >>> from headwise.data import make_task
+    >>> from headwise.training.data import make_task
     >>> dates = make_task("dates")
     >>> net = hw.build(dates.model(), seed=0).eval()
     >>> [

@@ -45,7 +45,7 @@ export function reproduceHead(item: Site): Reproduction {
   };
   const python = [
     "import headwise as hw",
-    "from headwise.head_analysis.attention_figures import HeadPicture, head_figure",
+    "from headwise.observe.head_analysis.attention_figures import HeadPicture, head_figure",
     "from headwise.report.plots import save_figure",
     "",
     needsModel ? `page = hw.view("MODEL", ${quotePython(doc.value!.streams["text"]?.[0]?.text ?? "")})  # the folder of the model` : `trace = hw.load_trace(${quotePython(traceName())})`,

@@ -1,0 +1,411 @@
+"""Planning of a call of an attention layer: arguments checked and completed, and the backends that
+may run its core.
+
+Each error about an argument gives the fact, the values and a remedy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.autograd_guards import is_under_functorch
+from . import backends
+from .backends import CallSignature, CoreDispatch, HeadGroupDispatch, PackedDispatch, varlen
+from .cache import HeadGroupCache, KVCache, PagedCache, ProjectedSource
+from .interfaces import Project
+from .interfaces.core_types import Phase, Probe
+from .masking.patterns import Full
+from .masking.sequence_info import SequenceInfo
+from .spec.attention_spec import AttentionSpec
+
+NO_PROBE = Probe()
+
+
+class AttentionArguments(NamedTuple):
+    """Arguments of `Attention.forward`."""
+
+    x: Tensor
+    source: Tensor | ProjectedSource | None = None
+    cache: KVCache | None = None
+    sequence: SequenceInfo | None = None
+    mask: Tensor | None = None
+    probe: Probe | None = None
+
+
+class LayerState(NamedTuple):
+    """State of a layer that a call depends on: one of its weights (for dtype and device), mode, and
+    parallelism.
+    """
+
+    weight: Tensor
+    backend_name: str | None
+    training: bool
+    num_token_shards: int
+
+
+class ExecutionPlan(NamedTuple):
+    """How one kind of call runs, the same for all calls with this signature.
+
+    `project` is `spec.project`, or its form for a single query: MLA then compares queries with the
+    cached latents. `dispatch` holds the backends that support the call, and `scale` multiplies the
+    scores. With `reads_cache_in_place` the backend reads cached tensors in the format in which they
+    are stored (pages, int8).
+    """
+
+    project: Project
+    signature: CallSignature
+    dispatch: CoreDispatch | PackedDispatch | HeadGroupDispatch
+    reads_cache_in_place: bool
+    scale: float
+
+
+class PlannedCall(NamedTuple):
+    """One call of the layer: its arguments, checked and completed, and the plan
+    by which it runs.
+    """
+
+    x: Tensor
+    source: Tensor | ProjectedSource | None
+    cache: KVCache | None
+    sequence: SequenceInfo
+    mask: Tensor | None
+    probe: Probe
+    plan: ExecutionPlan
+
+    @property
+    def recurrent_state(self) -> Mapping[str, Tensor]:
+        """The state that the cache holds instead of keys and values (linear attention); empty for
+        other caches.
+        """
+        return {} if self.cache is None else self.cache.state
+
+    @property
+    def reads_cache_by_heads(self) -> bool:
+        """Whether groups of heads read their own caches; a mask, or a probe of keys or values,
+        needs one set.
+        """
+        is_grouped = isinstance(self.cache, HeadGroupCache) and isinstance(
+            self.plan.dispatch, HeadGroupDispatch
+        )
+        return (
+            is_grouped and self.mask is None and not self.plan.signature.probed_tensors & {"k", "v"}
+        )
+
+
+class CallPlanner:
+    """Checks the calls of one layer, and plans each kind of call once."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self._form_for_single_query = {
+            single: spec.projection_form(single) for single in (False, True)
+        }
+        self._position_limit = PositionLimit.of(spec)
+        self._plans: dict[tuple[object, ...], ExecutionPlan] = {}
+
+    def prepare(self, arguments: AttentionArguments, layer: LayerState) -> PlannedCall:
+        """Check and complete the arguments of a call; errors about them are raised here, before a
+        cache changes.
+        """
+        x, source, cache, sequence, mask, _ = arguments
+        check_call(self.spec, x, source, cache, sequence, layer.weight)
+        if mask is not None:
+            check_mask(self.spec, mask, x, source, cache, layer.num_token_shards)
+        probe = NO_PROBE if arguments.probe is None else check_probe(arguments.probe)
+        if sequence is None and cache is None:
+            sequence = SequenceInfo.contiguous(0, x.shape[1], x.device)
+        elif sequence is None and cache is not None:
+            sequence = cache.next_positions(x.shape[1])
+        assert sequence is not None
+        call = PlannedCall(
+            x, source, cache, sequence, mask, probe, self._plan(arguments, sequence, layer)
+        )
+        self.check_positions(sequence)
+        return call
+
+    def check_positions(self, sequence: SequenceInfo) -> None:
+        """Raise ValueError for positions beyond those that the parts support."""
+        if self._position_limit is not None:
+            check_positions(self._position_limit, sequence)
+
+    def _plan(
+        self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState
+    ) -> ExecutionPlan:
+        x, _, cache, _, mask, probe = arguments
+        single_query = x.shape[1] == 1
+        properties = {
+            "device": x.device.type,
+            "dtype": compute_dtype(x),
+            "needs_grad": torch.is_grad_enabled(),
+            "single_query": single_query,
+            "has_recurrent_state": cache is not None and bool(cache.state),
+            "has_paged_cache": isinstance(cache, PagedCache),
+            "has_caller_mask": mask is not None,
+            "training": layer.training,
+            "probed_tensors": NO_PROBE.points if probe is None else probe.points,
+            "is_compiling": torch.compiler.is_compiling(),
+            "cache_format": None if cache is None else cache.storage_format,
+            "is_transformed": is_under_functorch(),
+            "is_packed": self._splits_packed_rows(arguments, sequence, layer),
+        }
+        key = (layer.backend_name, *properties.values())
+        if key in self._plans:
+            return self._plans[key]
+        project = self._form_for_single_query[single_query]
+        signature = CallSignature(self.spec, self.spec.core_of(project), **properties)
+        dispatch = backends.plan_dispatch(signature, layer.backend_name)
+        names = dispatch.backend_names if isinstance(dispatch, CoreDispatch) else ()
+        plan = ExecutionPlan(
+            project=project,
+            signature=signature,
+            dispatch=dispatch,
+            reads_cache_in_place=bool(names) and backends.reads_cache_in_place(names[0], signature),
+            scale=self.spec.similarity.score_scale(signature.core),
+        )
+        if (
+            not signature.is_compiling
+        ):  # a plan made in a graph would be a new constant, and recompile it
+            self._plans[key] = plan
+        return plan
+
+    def _splits_packed_rows(
+        self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState
+    ) -> bool:
+        """Whether the sequences of packed rows are computed separately; never in a compiled graph,
+        whose shapes may not depend on their lengths.
+        """
+        x, source, cache, _, mask, probe = arguments
+        if cache is not None or mask is not None or sequence.lengths is None:
+            return False
+        if torch.compiler.is_compiling() or layer.num_token_shards > 1:
+            return False
+        if probe is not None and not probe.points <= varlen.PROBED_TENSORS:
+            return False
+        key_sequence = (
+            source.sequence
+            if isinstance(source, ProjectedSource)
+            else sequence
+            if source is None
+            else None
+        )
+        return varlen.has_known_lengths(sequence, key_sequence, x.shape[0])
+
+
+def check_call(
+    spec: AttentionSpec,
+    x: Tensor,
+    source: Tensor | ProjectedSource | None,
+    cache: KVCache | None,
+    sequence: SequenceInfo | None,
+    like: Tensor,
+) -> None:
+    """Raise ValueError for arguments that do not fit the layer or each other."""
+    _check_tensor("x", x, spec.model, like)
+    if source is not None:
+        _check_dtype("source", source, Tensor, ProjectedSource)
+        _check_source_or_cache(spec, x, source, cache)
+    elif spec.source is not None and spec.source != spec.model:
+        raise ValueError(f"this layer reads a source of width {spec.source}; pass it as source=z")
+    if cache is not None:
+        _check_dtype("cache", cache, KVCache)
+        cache.check_input(spec, x)
+    if sequence is not None:
+        _check_sequence("x", x, sequence)
+
+
+def check_source(
+    spec: AttentionSpec, z: Tensor, sequence: SequenceInfo | None, like: Tensor
+) -> None:
+    """Raise ValueError for a source that does not fit the layer."""
+    _check_tensor("source", z, spec.source or spec.model, like)
+    if sequence is not None:
+        _check_sequence("source", z, sequence)
+
+
+class PositionLimit(NamedTuple):
+    """The number of positions that a layer supports, and the part that limits it."""
+
+    max_positions: int
+    part: str
+
+    @staticmethod
+    def of(spec: AttentionSpec) -> PositionLimit | None:
+        """The smallest limit of all parts; the part is stored as text, because torch.compile cannot
+        trace its repr.
+        """
+        limits = [(part.max_positions(spec), repr(part)) for _, part in spec.parts()]
+        return min(
+            (PositionLimit(limit, part) for limit, part in limits if limit is not None),
+            default=None,
+        )
+
+
+def check_positions(limit: PositionLimit, at: SequenceInfo) -> None:
+    """Raise ValueError for positions beyond the limit; a compiled call checks only positions known
+    without a sync.
+    """
+    if at.start is not None:
+        last = at.start + at.count - 1
+    elif at.position.numel() == 0 or torch.compiler.is_compiling():
+        return
+    else:
+        last = int(at.position.masked_fill(~at.is_real, -1).max())
+    if last >= limit.max_positions:
+        raise ValueError(
+            f"{limit.part} knows no position {last}, its last one is {limit.max_positions - 1}; "
+            f"give it a length of {last + 1}, or give shorter input"
+        )
+
+
+def check_mask(
+    spec: AttentionSpec,
+    mask: Tensor,
+    x: Tensor,
+    source: Tensor | ProjectedSource | None,
+    cache: KVCache | None,
+    spans: int,
+) -> None:
+    """Raise ValueError for a mask that does not fit the call; the keys of a row come from `spans`
+    ranks.
+    """
+    _check_dtype("mask", mask, Tensor)
+    if cache is not None:
+        raise ValueError(
+            "cannot use mask= with cache=: the slots of a cache are not the columns of a mask; "
+            "mark padding with "
+            "sequence=SequenceInfo.from_batch(x, ...)"
+        )
+    own = x if source is None else source
+    keys = own.sequence.count if isinstance(own, ProjectedSource) else own.shape[1] * spans
+    expected = (x.shape[0], spec.num_heads_after(Phase.SCORES), x.shape[1], keys)
+    fits = mask.dim() == 4 and all(
+        size in (1, full) for size, full in zip(mask.shape, expected, strict=True)
+    )
+    if mask.dtype != torch.bool or not fits or mask.device != x.device:
+        raise ValueError(
+            f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; give True where a key "
+            "may be read, as "
+            f"torch.bool [{expected[0]} or 1, {expected[1]} or 1, {expected[2]} or 1, "
+            f"{expected[3]} or 1] on {x.device}"
+        )
+
+
+def _check_dtype(name: str, value: object, *kinds: type) -> None:
+    if not isinstance(value, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; give a {expected}")
+
+
+def check_probe(probe: Probe) -> Probe:
+    """Raise ValueError for an argument that is not a `Probe`; else return it."""
+    _check_dtype("probe", probe, Probe)
+    return probe
+
+
+def _check_source_or_cache(
+    spec: AttentionSpec, x: Tensor, source: Tensor | ProjectedSource, cache: KVCache | None
+) -> None:
+    if cache is not None:
+        raise ValueError(
+            "keys and values of a source come from layer.project_source(z), not from a cache; "
+            "pass one of the two"
+        )
+    if spec.source is None and spec.positional:
+        by = [spec.pattern.text] * (spec.pattern != Full())
+        by += [type(part).__name__ for _, part in spec.parts() if part.positional]
+        raise ValueError(
+            f"{' and '.join(by)} compare{'s' * (len(by) == 1)} positions of x with those of a "
+            "source, but the spec is "
+            f"one of self-attention; set source={spec.model} in the spec if you mean it, or use "
+            "pattern full() and no "
+            "positional parts"
+        )
+    if isinstance(source, Tensor):
+        batch = source.shape[0] if source.dim() else 0
+    elif source.spec is spec or source.spec == spec:
+        entry = next(iter(source.entry.values()))
+        batch = entry.shape[0]
+        if entry.device != x.device or (entry.dtype != x.dtype and not _autocasts(x)):
+            raise ValueError(
+                f"source was projected in {entry.dtype} on {entry.device} but x is {x.dtype} on "
+                f"{x.device}; "
+                "call project_source(z) again"
+            )
+    else:
+        raise ValueError(
+            "this source was projected by a layer of another spec; use this layer's own "
+            "project_source(z)"
+        )
+    if batch != x.shape[0]:
+        raise ValueError(
+            f"source has {batch} rows but x has {x.shape[0]}; give one source row for each row of x"
+        )
+
+
+def _check_tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}; give a tensor [batch, tokens, {width}]")
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; give [batch, tokens, {width}]")
+    if not x.is_floating_point():
+        raise ValueError(
+            f"{name} is {x.dtype}; give floating-point numbers, {like.dtype} as the layer's weights"
+        )
+    if x.device != like.device:
+        raise ValueError(
+            f"{name} is on {x.device} but the layer is on {like.device}; move one of them"
+        )
+    if x.dtype != like.dtype and not _autocasts(x):
+        raise ValueError(
+            f"{name} is {x.dtype} but the layer is {like.dtype}; convert one, or use autocast"
+        )
+
+
+def _autocasts(x: Tensor) -> bool:
+    """Whether autocast converts the operands of matrix products."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which matrix products of x run."""
+    return (
+        torch.get_autocast_dtype(x.device.type)
+        if x.dtype != torch.float64 and _autocasts(x)
+        else x.dtype
+    )
+
+
+def _check_sequence(name: str, x: Tensor, sequence: SequenceInfo) -> None:
+    _check_dtype("sequence", sequence, SequenceInfo)
+    shape = tuple(sequence.position.shape)
+    if shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[1]:
+        raise ValueError(
+            f"sequence is {list(shape)} but {name} is {list(x.shape[:2])}; give "
+            f"SequenceInfo.from_batch({name}, ...)"
+        )
+    if sequence.position.device != x.device:
+        raise ValueError(
+            f"sequence is on {sequence.position.device} but {name} is on {x.device}; move one of "
+            "them"
+        )
+
+
+def copy_cache(cache: KVCache | None) -> KVCache | None:
+    """A copy of a cache; paged ones share the memory of an engine and are not copied."""
+    caches = cache.caches if isinstance(cache, HeadGroupCache) else (cache,)
+    if any(isinstance(one, PagedCache) for one in caches):
+        raise ValueError(
+            "a paged cache is not copied; use hw.why(layer.spec, tokens=..., when=['paged'])"
+        )
+    try:
+        return copy.deepcopy(cache)
+    except RuntimeError:  # torch refuses to copy tensors that have a gradient function
+        raise ValueError(
+            "the cache was filled while gradients were on, so it cannot be copied; fill it under "
+            "torch.no_grad()"
+        ) from None

@@ -1,0 +1,527 @@
+"""The properties of a call that a backend is chosen by, and the tensors that it receives when it
+runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ...kernels.takeover_points import current_points, takeover_size
+from ..interfaces import (
+    Mix,
+    Normaliser,
+    Part,
+    RecurrentPart,
+    ScoreStep,
+    Similarity,
+    ValueStep,
+    WeightStep,
+)
+from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, QueryContext
+from ..masking.patterns import Pattern, PerHead
+from ..masking.sequence_info import AttentionMask, SequenceInfo
+from ..spec.attention_spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Score heads of a layer that have the same pattern, if the layer has several (`PerHead`)."""
+
+    pattern: Pattern
+    score_heads: tuple[int, ...]
+
+
+def list_head_groups(spec: AttentionSpec) -> tuple[HeadGroup, ...]:
+    """The groups of score heads that can be computed apart; empty if all have one pattern, or if
+    heads are mixed.
+
+    Heads of the core without a row of weights are in none.
+    """
+    if not isinstance(spec.pattern, PerHead) or spec.parts_of(Mix):
+        return ()
+    rows = frozenset(spec.score_head_of_row)
+    groups: list[HeadGroup] = []
+    for pattern, heads in spec.pattern.groups:
+        own = tuple(h for h in heads if h in rows)
+        if own:
+            groups.append(HeadGroup(pattern, own))
+    return tuple(groups)
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """One kind of call: everything that is known without reading a tensor's values, which would
+    wait for the device.
+    """
+
+    spec: AttentionSpec
+    core: CoreShape
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    needs_grad: bool = False
+    single_query: bool = False  # a single query per row
+    has_recurrent_state: bool = (
+        False  # the cache holds a recurrent state instead of keys and values
+    )
+    has_paged_cache: bool = False  # the cache holds pages, which rows may share
+    has_caller_mask: bool = False  # the caller passes a mask
+    training: bool = False
+    probed_tensors: frozenset[str] = field(default_factory=frozenset)
+    is_compiling: bool = False  # traced by torch.compile, so values of tensors are unknown
+    cache_format: str | None = None  # how cached tensors are stored, if not in `dtype`: "int8"
+    is_transformed: bool = (
+        False  # inside torch.func or a forward-mode derivative, which see plain operations only
+    )
+    is_packed: bool = (
+        False  # rows hold several sequences of known lengths, which are computed separately
+    )
+    head_group: HeadGroup | None = None  # the heads that this call computes, if not all
+
+    heads_in_order: bool = field(
+        init=False
+    )  # one row of weights per query head of the core, in order
+    group_size: int = field(
+        init=False
+    )  # query heads per key head, or 0 if the groups differ in size
+
+    def __post_init__(self) -> None:
+        keys = self.core.key_head_of_query
+        kv_heads = max(keys) + 1
+        size = len(keys) // kv_heads
+        is_even = keys == self.core.value_head_of_row and keys == tuple(
+            h // size for h in range(size * kv_heads)
+        )
+        object.__setattr__(self, "group_size", size if is_even else 0)
+        object.__setattr__(self, "heads_in_order", self.score_head_of_row == self.score_heads)
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the heads that the call computes."""
+        return self.spec.core_pattern if self.head_group is None else self.head_group.pattern
+
+    @property
+    def score_heads(self) -> tuple[int, ...]:
+        """The score heads that the call computes, in order."""
+        return (
+            self.spec.core_score_heads if self.head_group is None else self.head_group.score_heads
+        )
+
+    @property
+    def score_head_of_row(self) -> tuple[int, ...]:
+        """The score head of each row of weights of the call."""
+        computed = frozenset(self.score_heads)
+        return tuple(head for head in self.spec.score_head_of_row if head in computed)
+
+    def slower_below(self, point: str, size: CallSize, faster: str) -> list[str]:
+        """Why another backend runs a call with few keys: `faster` takes less time below the
+        take-over point.
+
+        This is a preference and not a limit. It holds on the CPU, where it was measured, for more
+        than one query.
+        """
+        if self.device != "cpu" or self.single_query:
+            return []
+        least = takeover_size(point)
+        if size.keys >= least:
+            return []
+        limit = (
+            f"{faster} below {int(least):,} keys; this call has {size.keys:,}"
+            if math.isfinite(least)
+            else ""
+        )
+        return [limit or slower_at_every_size(point, faster)]
+
+    def slower_above(self, point: str, size: CallSize, faster: str) -> list[str]:
+        """Why another backend runs a call with many keys, as `slower_below`."""
+        if self.device != "cpu" or self.single_query:
+            return []
+        most = takeover_size(point)
+        if size.keys <= most:
+            return []
+        limit = f"{faster} above {int(most):,} keys; this call has {size.keys:,}" if most else ""
+        return [limit or slower_at_every_size(point, faster)]
+
+
+class HeadsKV(NamedTuple):
+    """Keys and values of some key-value heads, with their own tokens.
+
+    `pattern` is the pattern of all query heads of these, by which a cache says which tokens the
+    last query attends to; None if they are those of all heads.
+    """
+
+    kv_heads: tuple[int, ...]
+    pattern: Pattern | None
+    k: Tensor
+    v: Tensor
+    sequence: SequenceInfo
+
+
+class CoreInputs(NamedTuple):
+    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, the context of the queries, and the kv
+    entry.
+
+    Queries are those of `AttentionSpec.core_score_heads`, in the context too. `gates` are the gate
+    values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.
+    With a block table (`SequenceInfo.block_table`), k and v have one row per page of the pool.
+    `kv_by_heads` are the keys and values of groups of heads that have different tokens; then k and
+    v are those of the first group alone.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query_context: QueryContext
+    kv_entry: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    gates: Sequence[Tensor] = ()
+    kv_by_heads: Sequence[HeadsKV] = ()
+
+
+def no_tensor_conflicts(
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs
+) -> list[str]:
+    """`tensor_conflicts` of backends that run all tensors of the calls they support."""
+    return []
+
+
+def slower_at_every_size(point: str, faster: str) -> str:
+    """Why the path of a take-over point runs no call on this class of machine."""
+    points = current_points()
+    is_measured = point in points.measured
+    return f"{faster if is_measured else 'not measured'} on this class of machine ({points.machine_class})"
+
+
+slower_at_every_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
+
+
+def never_slower(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """`slower_reasons` of backends that are preferred at every size to those after them in
+    `BACKENDS`.
+    """
+    return []
+
+
+def flops_of_all_pairs(call: CallSignature, size: CallSize) -> int:
+    """`executed_flops` of backends that compute every (query, key) pair, including those that the
+    mask hides.
+    """
+    return call.core.flops(size.batch * size.queries * size.keys)
+
+
+# --- The parts that run inside the core, each with its weights, in the order in which they act ----
+
+GatherFunction = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], PartParams], Tensor]
+CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
+
+
+@runtime_checkable
+class ScoreTransform(Protocol):
+    """One change of a tensor [B, H, T, S] of scores or weights."""
+
+    def __call__(
+        self, a_BHTS: Tensor, attention_mask: AttentionMask, inputs: CoreInputs, /
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CoreSteps:
+    """The parts of a spec that a backend runs between q, k, v and the per-head outputs, bound to
+    their weights.
+    """
+
+    similarity: Similarity
+    similarity_p: PartParams
+    recurrent_part: (
+        tuple[RecurrentPart, PartParams] | None
+    )  # the part with a state of fixed size (linear attention)
+    scores: Sequence[ScoreTransform]
+    normaliser: Normaliser
+    normaliser_p: PartParams
+    normalise: Callable[[Tensor, Tensor, PartParams], Tensor]
+    gather_values: GatherFunction | None  # normalises and gathers values in one step
+    weights: Sequence[ScoreTransform]
+    values: Sequence[tuple[ValueStep, PartParams]]
+    elementwise: Sequence[tuple[ScoreStep, PartParams]]
+    selected_rows: tuple[int, ...] | None  # rows of weights that read values; None: all rows
+    part_weights: Sequence[PartParams]  # the weights of all these parts
+    weights_unmodified: bool  # whether no part changes weights after normalisation
+    pattern_text: (
+        str  # the pattern as text, which an operation registered with torch can take as an argument
+    )
+    of_groups: tuple[CoreSteps, ...] = ()  # the steps of each of `list_head_groups`
+
+    @staticmethod
+    def from_spec(spec: AttentionSpec, p: Mapping[str, PartParams]) -> CoreSteps:
+        """Bind the parts of a spec to their weights."""
+        steps = CoreSteps._of_heads(spec, p, HeadGroup(spec.pattern, spec.core_score_heads))
+        groups = list_head_groups(spec)
+        return replace(
+            steps, of_groups=tuple(CoreSteps._of_heads(spec, p, group) for group in groups)
+        )
+
+    @staticmethod
+    def _of_heads(spec: AttentionSpec, p: Mapping[str, PartParams], group: HeadGroup) -> CoreSteps:
+        core = group.score_heads
+        if core != tuple(range(spec.heads.q)):
+            p = {
+                name: SelectedHeadParams(spec, part, p[name], core)
+                for name, part in spec.parts_of(Part)
+            }
+        rows = core if spec.heads.rows == spec.heads.q else spec.core_rows
+        index_of_row = {row: index for index, row in enumerate(rows)}
+        own_rows = tuple(row for row in spec.score_head_of_row if row in index_of_row)
+        acts: dict[Phase, list[ScoreTransform]] = {Phase.SCORES: [], Phase.WEIGHTS: []}
+        for name, part in spec.parts():
+            if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase in acts:
+                acts[part.phase].append(_make_transform(spec, name, part, p[name]))
+        mixed = any(
+            isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts()
+        )
+        every = mixed or own_rows == rows
+        return CoreSteps(
+            similarity=spec.similarity,
+            similarity_p=p["similarity"],
+            recurrent_part=spec.recurrent_part
+            and (spec.recurrent_part[1], p[spec.recurrent_part[0]]),
+            scores=acts[Phase.SCORES],
+            normaliser=spec.normaliser,
+            normaliser_p=p["normaliser"],
+            normalise=spec.normaliser.normalise,
+            gather_values=None,
+            weights_unmodified=own_rows == rows and has_unmodified_weights(spec),
+            weights=acts[Phase.WEIGHTS],
+            values=[(step, p[name]) for name, step in spec.parts_of(ValueStep)],
+            elementwise=[(step, p[name]) for name, step in spec.parts_of(ScoreStep)],
+            selected_rows=None if every else tuple(index_of_row[row] for row in own_rows),
+            part_weights=[
+                p[name] for name, part in spec.parts() if isinstance(part, CORE_PART_TYPES)
+            ],
+            pattern_text=group.pattern.text,
+        )
+
+    def with_fused_kernels(self) -> CoreSteps:
+        """Copy that mixes heads and normalises scores by fused kernels, for parts that have one."""
+        acts = {
+            phase: [*map(_use_fused_kernel, getattr(self, phase))]
+            for phase in ("scores", "weights")
+        }
+        gather = self.normaliser.gather_values if self.weights_unmodified else None
+        return replace(
+            self, **acts, normalise=self.normaliser.fused_normalise, gather_values=gather
+        )
+
+    @property
+    def trainable_parameters(self) -> list[Tensor]:
+        """All trainable parameters of these parts."""
+        parameters: list[Tensor] = []
+        for p in self.part_weights:
+            parameters += p.trainable()
+        return parameters
+
+    def additive_bias(self, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+        """The sum of all additive score steps, [B or 1, H or 1, T, S]: their result for scores of
+        zero.
+        """
+        zero = inputs.q.new_zeros(1, 1, attention_mask.queries.count, attention_mask.keys.count)
+        for act in self.scores:
+            zero = act(zero, attention_mask, inputs)
+        return zero
+
+
+class SelectedHeadParams:
+    """`PartParams` of one part for some of its score heads: those of the core, or of a group with
+    one pattern.
+
+    They are selected in every call, so that training changes the weights of the layer.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, part: Part, every: PartParams, heads: tuple[int, ...]
+    ) -> None:
+        self.every = every
+        self.heads = heads
+        self.sizes: Mapping[str, int] = {**every.sizes, "q": len(heads)}
+        layouts = {name: param.layout for name, param in part.params(spec).items()}
+        # Shapes are found here, because compiled graphs call the other methods and cannot trace
+        # layouts.
+        self._shapes = {
+            name: (
+                layout.axes.index("q"),
+                layout.unmerged_shape(every.sizes),
+                layout.shape(self.sizes),
+            )
+            for name, layout in layouts.items()
+            if "q" in layout.axes
+        }
+        self._by_head = {name: layout.dims[:1] == (("q",),) for name, layout in layouts.items()}
+        self._is_scalar = {name: layout.axes == ("q",) for name, layout in layouts.items()}
+
+    @property
+    def training(self) -> bool:
+        """Whether the layer is in training mode."""
+        return self.every.training
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.every[name]
+        if name not in self._shapes:
+            return tensor
+        axis, every_shape, shape = self._shapes[name]
+        index = torch.tensor(self.heads, device=tensor.device)
+        return tensor.reshape(every_shape).index_select(axis, index).reshape(shape)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.every
+
+    def head(self, h: Any) -> Mapping[str, Tensor]:
+        """All tensors; those with a leading axis of score heads are indexed by h, a head of the
+        core.
+        """
+        return {
+            name: self[name][h] if by_head else self[name]
+            for name, by_head in self._by_head.items()
+        }
+
+    def broadcast_over_scores(self) -> Mapping[str, Tensor]:
+        """All tensors; those with one number per score head are shaped [H, 1, 1], to broadcast over
+        s_BHTS.
+        """
+        scalars = self._is_scalar.items()
+        return {
+            name: self[name][:, None, None] if is_scalar else self[name]
+            for name, is_scalar in scalars
+        }
+
+    def trainable(self) -> list[Tensor]:
+        """All parameters of the part."""
+        return self.every.trainable()
+
+
+class PairPositions:
+    """`ScorePosition` of all pairs of a call: positions `i` [B, 1, T, 1] of queries and `j` [B, 1,
+    1, S] of keys.
+    """
+
+    def __init__(self, attention_mask: AttentionMask) -> None:
+        self.i = attention_mask.i
+        self.j = attention_mask.j
+
+    def take(self, factors: Tensor, index: Tensor) -> Tensor:
+        """Select from factors [B, T, H, R] by index [B, 1, T, S]; returns [B, H, T, S]."""
+        by_head = factors.transpose(1, 2)
+        return by_head.gather(-1, index.expand(*by_head.shape[:3], index.shape[-1]))
+
+
+def has_unmodified_weights(spec: AttentionSpec) -> bool:
+    """Whether no part changes or selects rows of weights after normalisation."""
+    acts = (
+        part
+        for part in spec.modifiers
+        if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep)
+    )
+    return spec.score_head_of_row == spec.core_rows and not any(acts)
+
+
+def _make_transform(spec: AttentionSpec, name: str, part: Part, p: PartParams) -> ScoreTransform:
+    # Partials and not closures: a copy of a layer must act with its own weights, and only these are
+    # copied.
+    if isinstance(part, Mix):
+        return partial(
+            _apply_mix, part, p, {key: f"{name}.{key}" for key in part.kv_entry_layouts(spec)}
+        )
+    if isinstance(part, ScoreStep):
+        return partial(_apply_score_step, part, p)
+    assert isinstance(part, WeightStep)
+    return partial(_apply_weight_step, part, p)
+
+
+def _use_fused_kernel(act: ScoreTransform) -> ScoreTransform:
+    return (
+        partial(_apply_mix_fused, *act.args)
+        if isinstance(act, partial) and act.func is _apply_mix
+        else act
+    )
+
+
+def _apply_mix_fused(
+    part: Mix,
+    p: PartParams,
+    names: Mapping[str, str],
+    a: Tensor,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+) -> Tensor:
+    key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
+    mixed = part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    return _add_pair_bias(part, p, mixed, attention_mask)
+
+
+def _apply_mix(
+    part: Mix,
+    p: PartParams,
+    names: Mapping[str, str],
+    a: Tensor,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+) -> Tensor:
+    key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
+    mixed = part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    return _add_pair_bias(part, p, mixed, attention_mask)
+
+
+def _add_pair_bias(part: Mix, p: PartParams, a: Tensor, attention_mask: AttentionMask) -> Tensor:
+    bias = part.pair_bias(p)
+    if bias is None:
+        return a
+    bias_H11 = bias.to(a.dtype)[:, None, None]
+    if part.phase is Phase.SCORES:
+        return a + bias_H11
+    # Mixed weights have the keys of all heads.
+    return a + torch.where(attention_mask.allowed.any(1, keepdim=True), bias_H11, 0.0)
+
+
+def _apply_score_step(
+    part: ScoreStep, p: PartParams, s: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
+) -> Tensor:
+    return part.score(
+        s,
+        PairPositions(attention_mask),
+        part.query_factors(inputs.query_context, p),
+        p.broadcast_over_scores(),
+    )
+
+
+def _apply_weight_step(
+    part: WeightStep, p: PartParams, w: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
+) -> Tensor:
+    return part.transform_weights(w, p)
+
+
+def expand_kv_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Repeat key-value heads for query heads: x_BHSK whose head h is head `heads[h]` of x; a view
+    for MHA and MQA.
+    """
+    x_BGSK = x_BSGK.transpose(1, 2)
+    if heads == tuple(range(x_BGSK.shape[1])):
+        return x_BGSK
+    if x_BGSK.shape[1] == 1:
+        return x_BGSK.expand(-1, len(heads), -1, -1)
+    return x_BGSK.index_select(1, torch.tensor(heads, device=x_BGSK.device))
+
+
+def heads_to_rows(x_BHTK: Tensor, group_size: int) -> Tensor:
+    """[B, heads / group_size, group_size x T, K]: the queries of a group as rows of one product
+    with its key head.
+    """
+    return x_BHTK.unflatten(1, (-1, group_size)).flatten(2, 3)
+
+
+def rows_to_heads(rows: Tensor, group_size: int) -> Tensor:
+    """Inverse of `heads_to_rows`."""
+    return rows.unflatten(2, (group_size, -1)).flatten(1, 2)

@@ -1,0 +1,312 @@
+"""The parts of one layer's spec with their weights, in the order in which `Attention` uses them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..util.errors import SpecError, suggest
+from .backends import CoreInputs, CoreSteps
+from .backends.core_interface import ScoreTransform
+from .interfaces import Gate, Mix, OutputStep, Part, Project, QKTransform, ScoreStep, WeightStep
+from .interfaces.core_types import AuxLosses, Param, PartParams, Phase, QueryContext
+from .masking.sequence_info import AttentionMask
+from .spec.attention_spec import AttentionSpec
+
+NO_SHARED: Mapping[str, PartWeights] = MappingProxyType({})
+
+
+def check_shared(spec: AttentionSpec, shares: Mapping[str, PartWeights]) -> None:
+    """Raise SpecError if shared weights of another layer do not have the shapes that this spec
+    declares.
+    """
+    parts = dict(spec.parts())
+    for shared, owner in shares.items():
+        name, _, tensor_name = shared.partition(".")
+        declared = parts[name].params(spec) if name in parts else {}
+        if name not in parts or (tensor_name and tensor_name not in declared):
+            raise SpecError(
+                f"this layer has no {shared!r} to share; "
+                f"{suggest(shared, [*parts, *spec.params()])}"
+            )
+        sizes = spec.sizes_of(parts[name])
+        for key, param in (
+            declared.items() if not tensor_name else [(tensor_name, declared[tensor_name])]
+        ):
+            expected = param.layout.shape(sizes)
+            actual = tuple(owner[key].shape) if key in owner else None
+            if actual != expected:
+                raise SpecError(
+                    f"cannot share {name}.{key}: it is {list(expected)} in this layer and "
+                    f"{actual and list(actual)} in the layer that owns it; use specs that declare "
+                    "equal shapes"
+                )
+
+
+def shared_within(shared: Mapping[str, PartWeights], part: str) -> dict[str, PartWeights]:
+    """The single tensors of one part that are shared, by their names within the part."""
+    return {
+        name.removeprefix(f"{part}."): owner
+        for name, owner in shared.items()
+        if name.startswith(f"{part}.")
+    }
+
+
+class PartWeights(nn.Module):
+    """Parameters and constants of one part; see `PartParams` for how parts read them.
+
+    Tensors named in `borrowed` belong to another layer: they are used here, but saved and moved
+    there.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, part: Part, borrowed: Mapping[str, PartWeights] = NO_SHARED
+    ) -> None:
+        super().__init__()
+        self.sizes: Mapping[str, int] = spec.sizes_of(part)
+        self._borrowed = dict(borrowed)
+        params = part.params(spec)
+        self._by_head = [
+            name for name, param in params.items() if param.layout.dims[:1] == (("q",),)
+        ]
+        self._scalars = [name for name in self._by_head if params[name].layout.axes == ("q",)]
+        for name, param in params.items():
+            if name not in borrowed:
+                self._add(name, param)
+
+    def _add(self, name: str, param: Param) -> None:
+        tensor = param.init(param.layout.shape(self.sizes))
+        if param.trainable:
+            self.register_parameter(name, nn.Parameter(tensor))
+        else:
+            self.register_buffer(name, tensor)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._borrowed:
+            return self._borrowed[name][name]
+        tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
+        assert tensor is not None
+        return tensor
+
+    def trainable(self) -> list[Tensor]:
+        """All parameters, including borrowed ones."""
+        own = [t for t in self._parameters.values() if t is not None]
+        return own + [owner[name] for name, owner in self._borrowed.items()]
+
+    @property
+    def first_parameter(self) -> Tensor:
+        """The first parameter, from which callers read dtype and device."""
+        return cast(Tensor, next(iter(self._parameters.values())))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters or name in self._buffers or name in self._borrowed
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self._parameters, *self._buffers, *self._borrowed)
+
+    def extra_repr(self) -> str:
+        """Names and shapes, as `print(layer)` shows them."""
+        every = {**self._parameters, **self._buffers}
+        return ", ".join(
+            f"{name} {list(tensor.shape)}" for name, tensor in every.items() if tensor is not None
+        )
+
+    def head(self, h: Any) -> Mapping[str, Tensor]:
+        """All tensors; those with a leading axis of score heads are indexed by h."""
+        return {n: self[n][h] if n in self._by_head else self[n] for n in self._names}
+
+    def broadcast_over_scores(self) -> Mapping[str, Tensor]:
+        """All tensors; those with one number per score head are shaped [H, 1, 1], to broadcast over
+        s_BHTS.
+        """
+        return {n: self[n][:, None, None] if n in self._scalars else self[n] for n in self._names}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Constants move between devices but keep their dtype: angles and slopes rounded to bfloat16
+        # would stand for other positions.
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, before in exact.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
+
+
+class StepObserver(Protocol):
+    """Receives what a part changes: the part's name in the spec, what it acts on, and the tensor
+    before and after.
+
+    `side` is "q", "k" or "v" for query and key transforms, "scores", "weights", "outputs" or
+    "gates".
+    """
+
+    def __call__(self, name: str, side: str, before: Tensor, after: Tensor, /) -> object: ...
+
+
+def observe_nothing(name: str, side: str, before: Tensor, after: Tensor, /) -> None:
+    """`StepObserver` that does nothing, for layers without a probe of their steps."""
+
+
+class QKTransforms:
+    """Applies RoPE, QK-norm and the like to queries, keys or values at given positions.
+
+    What a transform needs of the positions (angles, say) is computed once, for the first side that
+    asks for it.
+    """
+
+    def __init__(
+        self,
+        transforms: Mapping[str, Sequence[tuple[str, QKTransform, PartParams]]],
+        position_BT: Tensor,
+        observe: StepObserver = observe_nothing,
+    ) -> None:
+        self.transforms = transforms
+        self.position_BT = position_BT
+        self.observe = observe
+        self._precomputed: dict[str, Any] = {}
+
+    def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
+        for name, transform, p in self.transforms[side]:
+            if name not in self._precomputed:
+                exact = torch.promote_types(x_BTHK.dtype, torch.float32)
+                self._precomputed[name] = transform.precompute(self.position_BT, exact, p)
+            before = x_BTHK
+            x_BTHK = transform.transform(before, side, self._precomputed[name], p)
+            self.observe(name, side, before, x_BTHK)
+        return x_BTHK
+
+
+class BoundParts:
+    """Every part of a spec, bound to its weights."""
+
+    def __init__(self, spec: AttentionSpec, weights: Mapping[str, PartWeights]) -> None:
+        self.spec = spec
+        self.weights: Mapping[str, PartWeights] = dict(weights)
+        transforms = spec.parts_of(QKTransform)
+        self._transforms = {
+            side: [
+                (name, part, weights[name])
+                for name, part in transforms
+                if side in part.transformed_sides(spec)
+            ]
+            for side in "qkv"
+        }
+        self.core_steps = CoreSteps.from_spec(spec, self.weights)
+        self.mixes = [(name, part, weights[name]) for name, part in spec.parts_of(Mix)]
+        self._output_steps = [
+            (name, part, weights[name]) for name, part in spec.parts_of(OutputStep)
+        ]
+        self._gates = [(name, part, weights[name]) for name, part in spec.parts_of(Gate)]
+        self.score_head_of_row = spec.score_head_of_row
+        self._core_score_heads = spec.core_score_heads
+        self._observe: StepObserver = observe_nothing
+
+    def observed(self, observe: StepObserver) -> BoundParts:
+        """These parts with these weights, which call `observe` after each part."""
+        parts = copy.copy(self)
+        parts._observe = observe
+        steps = self.core_steps
+        observed_acts = {
+            side: [
+                partial(_act_observed, partial(observe, name, side), act)
+                for name, act in zip(self._names_in(phase), acts, strict=True)
+            ]
+            for side, phase, acts in (
+                ("scores", Phase.SCORES, steps.scores),
+                ("weights", Phase.WEIGHTS, steps.weights),
+            )
+        }
+        parts.core_steps = replace(steps, **observed_acts)
+        return parts
+
+    def _names_in(self, phase: Phase) -> list[str]:
+        """Names of the parts that change scores or weights in this phase, in order."""
+        return [
+            name
+            for name, part in self.spec.parts()
+            if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase is phase
+        ]
+
+    def qk_transforms(self, position_BT: Tensor) -> QKTransforms:
+        """The query and key transforms of the layer at these positions."""
+        return QKTransforms(self._transforms, position_BT, self._observe)
+
+    def project_kv(
+        self, project: Project, z_BSE: Tensor, transforms: QKTransforms
+    ) -> dict[str, Tensor]:
+        """The kv entry of these tokens: what a cache would keep of them."""
+        return project.project_kv(z_BSE, transforms, self.weights["project"]) | self._key_factors(
+            z_BSE
+        )
+
+    def project_qkv(
+        self, project: Project, x_BTD: Tensor, transforms: QKTransforms
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Queries q_BTHK of these tokens, and their kv entry."""
+        q_BTHK, entry = project.project_qkv(x_BTD, transforms, self.weights["project"])
+        return q_BTHK, entry | self._key_factors(x_BTD)
+
+    def select_core_heads(
+        self, q_BTHK: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The queries of the heads whose scores the core computes, and the caller's mask for these
+        heads.
+        """
+        if len(self._core_score_heads) == q_BTHK.shape[2]:
+            return q_BTHK, mask
+        own_mask = (
+            mask if mask is None or mask.shape[1] == 1 else mask[:, list(self._core_score_heads)]
+        )
+        return q_BTHK[:, :, list(self._core_score_heads)], own_mask
+
+    def feature_map(self, x_BTHK: Tensor, side: str) -> Tensor:
+        """Queries or keys as the similarity compares them: mapped to features in linear attention,
+        else unchanged.
+        """
+        return self.core_steps.similarity.feature_map(x_BTHK, side, self.core_steps.similarity_p)
+
+    def gate_values(self, context: QueryContext, aux_losses: AuxLosses | None) -> list[Tensor]:
+        """The value of every gate for every token and head."""
+        return [gate.gate(context, p, aux_losses) for _, gate, p in self._gates]
+
+    def finish_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """Head outputs o_BTOV after the output steps and the gates."""
+        o_BTOV = o_BTRV
+        for name, step, p in self._output_steps:
+            before = o_BTOV
+            o_BTOV = step.transform_outputs(before, x_BTD, p)
+            self._observe(name, "outputs", before, o_BTOV)
+        for (name, _, _), gate in zip(self._gates, gates, strict=True):
+            before = o_BTOV
+            o_BTOV = before * gate
+            self._observe(name, "gates", before, o_BTOV)
+        return o_BTOV
+
+    def _key_factors(self, z_BSE: Tensor) -> dict[str, Tensor]:
+        """The factors of each key that `Mix` parts cache beside keys and values."""
+        return {
+            f"{name}.{key}": factor
+            for name, mix, p in self.mixes
+            for key, factor in mix.key_factors(z_BSE, p).items()
+        }
+
+
+def _act_observed(
+    report: Callable[[Tensor, Tensor], object],
+    act: ScoreTransform,
+    a_BHTS: Tensor,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+) -> Tensor:
+    after = act(a_BHTS, attention_mask, inputs)
+    report(a_BHTS, after)
+    return after

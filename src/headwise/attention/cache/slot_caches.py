@@ -1,0 +1,560 @@
+"""Caches with one slot per token (all tokens, or a ring of those in reach); states of linear
+attention and of a GRU.
+
+If patterns differ between heads, `HeadGroupCache` has a cache for each group of key-value heads
+that retain the same tokens: streaming heads keep a few first and the latest ones, retrieval heads
+keep all (DuoAttention, 2410.10819).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...util.errors import CacheFull
+from ..backends.linear_attention import empty_state
+from ..interfaces import Mix
+from ..masking.key_intervals import KeyRetention, largest_retention
+from ..masking.pattern_base import PerHead, head_pattern, select_heads
+from ..masking.patterns import Causal, First, Pattern, Window
+from ..masking.sequence_info import SequenceInfo
+from ..spec.attention_spec import AttentionSpec
+from ..spec.heads import Heads
+from .kv_cache import FullVisibility, KVCache, KVEntry, TokenCache, dequantize_entry, quantize_entry
+
+
+class StorageFormat(NamedTuple):
+    """Dtype and device of a cache; `store` names a compressed format such as "int8", None stores in
+    `dtype`.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    store: str | None = None
+
+
+class SlotCache(KVCache):
+    """Tokens in a fixed number of slots; an empty slot has segment -1."""
+
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], storage: StorageFormat) -> None:
+        (batch, slots) = shape
+        (dtype, device, store) = storage
+        super().__init__(spec, batch, dtype, device)
+        self.slots = slots
+        self._store = store
+        self._names = [*spec.project.kv_entry_layouts(spec)] if store else []
+        shapes = spec.kv_entry_shapes().items()
+        empty_entry = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
+        templates = quantize_entry(empty_entry, self._names)
+        self.entry: KVEntry = {
+            n: like.new_zeros(batch, slots, *like.shape[2:]) for n, like in templates.items()
+        }
+        empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
+        self.tokens = SequenceInfo(
+            torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True
+        )
+        self._visibility = self._full_visibility = FullVisibility(spec.pattern, slots)
+
+    @abstractmethod
+    def _retained_positions(self) -> Pattern:
+        """Return the pattern of past tokens that are still in a slot."""
+
+    def _stored_tokens(self) -> SequenceInfo:
+        """Return the positions of all slots; `num_visible` is set if the newest token attends to
+        every stored token.
+        """
+        if not (self.uniform and self._reads_all):
+            if self.uniform:
+                self._write_pending_positions(self.used)
+            return self.tokens
+        num_filled = min(self.used, self.slots)
+        position = self.tokens.position
+        segment = self.tokens.segment
+        # A compiled step keeps the empty slots, which are not tokens at consecutive positions.
+        start = None if torch.compiler.is_compiling() else self._first_position
+        return SequenceInfo(position, segment, start, checked=True, num_visible=num_filled)
+
+    @property
+    @abstractmethod
+    def _first_position(self) -> int | None:
+        """Return the position in the first slot if uniform rows have consecutive positions, else
+        None.
+        """
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether the newest token attends to every stored token (see `FullVisibility`)."""
+        return self._full_visibility.sees_all(self.used, self._retained_positions)
+
+    @property
+    def storage_format(self) -> str | None:
+        return self._store
+
+    def dequantize(self, entry: KVEntry) -> KVEntry:
+        return dequantize_entry(entry, self._names, self.dtype) if self._names else entry
+
+    def select_rows(self, index: Tensor) -> None:
+        self._select_batch(index)
+        self.entry = {name: cached[index] for name, cached in self.entry.items()}
+        self.tokens = SequenceInfo(
+            self.tokens.position[index], self.tokens.segment[index], checked=True
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cached.nbytes for cached in self.entry.values())
+
+    def _write(self, entry: KVEntry, new_tokens: SequenceInfo, slot_BT: Tensor) -> None:
+        """Write each token into its slot; a token whose slot is `self.slots` is dropped."""
+        keep = slot_BT < self.slots
+        row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
+        slot = slot_BT[keep]
+        for name, new in self._to_storage(entry).items():
+            self.entry[name][row, slot] = new[keep].to(
+                self.entry[name].dtype
+            )  # autocast projects in its own dtype
+        for stored, new in (
+            (self.tokens.position, new_tokens.position),
+            (self.tokens.segment, new_tokens.segment),
+        ):
+            stored[row, slot] = new.expand(self.batch, -1)[keep]
+
+    def _write_entry(self, entry: KVEntry, first: int, count: int) -> None:
+        """Write tokens into consecutive slots of all rows at once."""
+        for name, new in self._to_storage(entry).items():
+            self.entry[name][:, first : first + count] = new
+
+    def _to_storage(self, entry: KVEntry) -> KVEntry:
+        return quantize_entry(entry, self._names) if self._names else entry
+
+    @abstractmethod
+    def _write_pending_positions(self, used: int) -> None:
+        """Write the positions of the first `used` tokens, which uniform rows leave implicit."""
+
+
+class ContiguousCache(SlotCache):
+    """Cache of every token; raises CacheFull when all slots are used."""
+
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], storage: StorageFormat) -> None:
+        super().__init__(spec, shape, storage)
+        self._filled = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
+        self._bound = 0  # upper bound of the slots that any row has filled
+
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        self._check_capacity(new_tokens)
+        was_uniform = self.uniform
+        is_first = self.used == 0
+        first = self.used
+        self._record_tokens(new_tokens)
+        if self.uniform:
+            self._write_entry(entry, first, new_tokens.count)
+        else:
+            if was_uniform:
+                self._write_pending_positions(first)
+                self._filled = torch.full_like(self._filled, first)
+            self._write(entry, new_tokens, self._slot(new_tokens))
+            self._filled = self._filled + new_tokens.is_real.expand(self.batch, -1).sum(1)
+        self._bound += new_tokens.count
+        if new_tokens.count == 1:
+            return self.entry, self._stored_tokens() if self.uniform else self._per_row_lengths(
+                new_tokens
+            )
+        if is_first:
+            return entry, new_tokens
+        if self.uniform:
+            self._write_pending_positions(self.used)
+        filled = self.dequantize(
+            {name: cached[:, : self._bound] for name, cached in self.entry.items()}
+        )
+        position = self.tokens.position[:, : self._bound]
+        segment = self.tokens.segment[:, : self._bound]
+        return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
+
+    def _per_row_lengths(self, new_tokens: SequenceInfo) -> SequenceInfo:
+        """Positions of all slots; `visible_per_row` is set if each newest token attends to all
+        tokens of its row.
+        """
+        if not (self.is_single_segment and self._reads_all):
+            return self.tokens
+        num_visible = torch.where(new_tokens.is_real.expand(self.batch, -1)[:, 0], self._filled, 0)
+        return SequenceInfo(
+            self.tokens.position, self.tokens.segment, checked=True, visible_per_row=num_visible
+        )
+
+    def _write_pending_positions(self, used: int) -> None:
+        # While rows are uniform, a slot's position is its index and its segment 0; segments are
+        # written on first use.
+        self.tokens.segment[:, :used] = 0
+
+    def _retained_positions(self) -> Pattern:
+        return Causal()
+
+    @property
+    def _first_position(self) -> int | None:
+        return 0
+
+    def _slot(self, new_tokens: SequenceInfo) -> Tensor:
+        live = new_tokens.is_real.expand(self.batch, -1)
+        return torch.where(live, self._filled[:, None] + live.cumsum(1) - 1, self.slots)
+
+    def _check_capacity(self, new_tokens: SequenceInfo) -> None:
+        if self._bound + new_tokens.count <= self.slots:
+            return
+        longest = self._bound + new_tokens.count
+        if not (self.uniform and new_tokens.start is not None) and self.batch:
+            # The bound counts padding; only now is a device sync for the exact count worth its
+            # time.
+            filled = self._filled if not self.uniform else torch.full_like(self._filled, self.used)
+            longest = int((filled + new_tokens.is_real.expand(self.batch, -1).sum(1)).max())
+        if longest > self.slots:
+            raise CacheFull(
+                f"{longest} tokens do not fit in {self.slots} slots; make the cache with "
+                f"capacity={longest} or more"
+            )
+        self._bound = longest - new_tokens.count
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        self._filled = self._filled[index]
+
+
+class RingCache(SlotCache):
+    """Cache of the first tokens of a segment and its latest ones, all that a windowed pattern can
+    still attend to.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, shape: tuple[int, int, int], storage: StorageFormat
+    ) -> None:
+        batch, first, last = shape
+        super().__init__(spec, (batch, first + last), storage)
+        self.first = first
+        self.last = last
+        self._num_warmup_tokens = (
+            self.slots
+        )  # once the ring is full, every token overwrites another
+
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        is_first = self.used == 0
+        old_entry = self.entry
+        old_tokens = self.tokens
+        visible = entry
+        sequence = new_tokens
+        if new_tokens.count != 1 and not is_first:
+            order, start = self._slots_in_order(new_tokens)
+            past = self.dequantize({name: cached[:, order] for name, cached in old_entry.items()})
+            visible = {name: torch.cat([cached, entry[name]], 1) for name, cached in past.items()}
+            position, segment = (
+                torch.cat([old[:, order], new.expand(self.batch, -1)], 1)
+                for old, new in (
+                    (old_tokens.position, new_tokens.position),
+                    (old_tokens.segment, new_tokens.segment),
+                )
+            )
+            sequence = SequenceInfo(position, segment, start, checked=True)
+        before = self.used
+        self._record_tokens(new_tokens)
+        if self.uniform and new_tokens.count == 1:
+            slot = before if before < self.first else self.first + (before - self.first) % self.last
+            self._write_entry(entry, slot, 1)
+            self.tokens.position[:, slot : slot + 1] = new_tokens.position
+            self.tokens.segment[:, slot : slot + 1] = 0
+        elif self.uniform and new_tokens.start == before:
+            self._write_uniform(entry, new_tokens, before)
+        else:
+            self._write(entry, new_tokens, self._slot(new_tokens))
+        return (self.entry, self._stored_tokens()) if new_tokens.count == 1 else (visible, sequence)
+
+    def _write_uniform(self, entry: KVEntry, new_tokens: SequenceInfo, start: int) -> None:
+        """Write consecutive tokens of all rows, those that stay in the cache; no value is read from
+        the device.
+        """
+        stop = start + new_tokens.count
+        leading = torch.arange(start, max(start, min(self.first, stop)), device=self.device)
+        latest = torch.arange(
+            min(stop, max(start, self.first, stop - self.last)), stop, device=self.device
+        )
+        column = torch.cat([leading, latest]) - start
+        slot = torch.cat([leading, self.first + (latest - self.first) % self.last])
+        for name, new in self._to_storage(entry).items():
+            self.entry[name][:, slot] = new[:, column].to(self.entry[name].dtype)
+        self.tokens.position[:, slot] = new_tokens.position[:, column]
+        self.tokens.segment[:, slot] = 0
+
+    def _slots_in_order(self, new_tokens: SequenceInfo) -> tuple[Tensor | slice, int | None]:
+        """Slots ordered by position, and the position of the first; all slots and None if rows are
+        not uniform.
+        """
+        if self.first or not self.uniform or new_tokens.start != self.used:
+            return slice(None), None
+        start = max(0, self.used - self.last)
+        return torch.arange(start, self.used, device=self.device) % self.last, start
+
+    def _write_pending_positions(self, used: int) -> None:
+        """Do nothing: a ring writes every position at once because slots are reused."""
+
+    def _retained_positions(self) -> Pattern:
+        return Window(self.last) | First(self.first) if self.first else Window(self.last)
+
+    @property
+    def _first_position(self) -> int | None:
+        return None
+
+    def _slot(self, new_tokens: SequenceInfo) -> Tensor:
+        position = new_tokens.position.expand(self.batch, -1)
+        ring = self.first + (position - self.first) % self.last
+        slot = torch.where(position < self.first, position, ring)
+        slot = torch.where(new_tokens.is_real.expand(self.batch, -1), slot, self.slots)
+        # If several new tokens map to one slot, the latest is stored; index_put would pick any.
+        order = torch.arange(new_tokens.count, device=self.device).expand_as(slot)
+        winner = torch.full((self.batch, self.slots + 1), -1, device=self.device)
+        winner = winner.scatter_reduce(1, slot, order, "amax")
+        return torch.where(winner.gather(1, slot) == order, slot, self.slots)
+
+
+# --- Recurrent states -----------------------------------------------------------------------------
+
+
+class RecurrentStateCache(KVCache):
+    """One recurrent state per head, updated with every token; its size does not depend on the
+    length.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(spec, batch, dtype, device)
+        self._state = empty_state(spec, batch, dtype, device)
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        return self._state
+
+    def set_state(self, state: dict[str, Tensor]) -> None:
+        """Store the state after the tokens just appended."""
+        self._state = state
+
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        if new_tokens.start is None and bool(
+            (new_tokens.is_real & (new_tokens.segment != 0)).any()
+        ):
+            raise ValueError(
+                "a recurrent state cannot separate segments; give each packed document a cache of "
+                "its own"
+            )
+        self._record_tokens(new_tokens)
+        return entry, new_tokens
+
+    def select_rows(self, index: Tensor) -> None:
+        self._select_batch(index)
+        self._state = {name: state[index] for name, state in self._state.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self._state.values())
+
+
+class HiddenStateCache(TokenCache):
+    """The state [B, ...] of a recurrence or convolution after the tokens so far; None before the
+    first.
+    """
+
+    def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(batch, dtype, device)
+        self.state: Tensor | None = None
+
+    def advance(self, state: Tensor | None, new_tokens: SequenceInfo) -> None:
+        """Store the state after these tokens."""
+        self._record_positions(new_tokens)
+        self.state = state
+
+    def select_rows(self, index: Tensor) -> None:
+        self._select_batch(index)
+        self.state = None if self.state is None else self.state[index]
+
+    @property
+    def is_predictable(self) -> bool:
+        return self.uniform and self.used >= self._num_warmup_tokens
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.state is None else self.state.nbytes
+
+
+class KVHeadGroup(NamedTuple):
+    """Key-value heads that are cached together, and the spec of a plain layer
+    of these heads alone.
+    """
+
+    kv_heads: tuple[int, ...]
+    spec: AttentionSpec
+
+
+class CachedHeads(NamedTuple):
+    """The kv entry that the queries of some key-value heads attend to, and the positions of its
+    tokens.
+    """
+
+    kv_heads: tuple[int, ...]
+    spec: AttentionSpec
+    entry: KVEntry
+    sequence: SequenceInfo
+
+
+def split_by_retention(spec: AttentionSpec) -> tuple[KVHeadGroup, ...]:
+    """The groups of key-value heads whose patterns retain different tokens, the largest retention
+    first.
+
+    Empty if one cache serves all heads: if they have one pattern or one retention, if they are not
+    cached head by head (latent keys, states of linear attention), if heads are mixed, if query
+    heads with the same pattern belong to different groups, or if no group retains the tokens of all
+    others.
+
+    >>> import headwise as hw
+    >>> spec = hw.design(
+    ...     model=8, heads=4, kv=2, pattern="perhead((window(4), causal()), (0, 0, 1, 1))"
+    ... )
+    >>> [(group.kv_heads, group.spec.pattern) for group in split_by_retention(spec)]
+    [((1,), Causal()), ((0,), Window(keys=4))]
+    """
+    heads = spec.heads
+    pattern = spec.pattern
+    if (
+        not isinstance(pattern, PerHead)
+        or heads.value_heads
+        or spec.parts_of(Mix)
+        or spec.recurrent_part
+    ):
+        return ()
+    if not spec.project.caches_keys_and_values or spec.similarity.params(spec):
+        return ()
+    queries = [
+        [head for head in range(heads.q) if heads.kv_head_of_query[head] == kv]
+        for kv in range(heads.kv)
+    ]
+    retentions = [
+        largest_retention(*(head_pattern(pattern, head).retention for head in own))
+        for own in queries
+    ]
+    by_retention: dict[KeyRetention, list[int]] = {}
+    for kv, retention in enumerate(retentions):
+        by_retention.setdefault(retention, []).append(kv)
+    ordered = sorted(by_retention, key=lambda retention: -retention.total)
+    is_split = any(
+        len({retentions[heads.kv_head_of_query[head]] for head in own}) > 1
+        for _, own in pattern.groups
+    )
+    if len(ordered) < 2 or is_split or largest_retention(*ordered) != ordered[0]:
+        return ()
+    return tuple(_make_group(spec, by_retention[retention], queries) for retention in ordered)
+
+
+def _make_group(
+    spec: AttentionSpec, kv_heads: Sequence[int], queries: Sequence[Sequence[int]]
+) -> KVHeadGroup:
+    own = sorted(head for kv in kv_heads for head in queries[kv])
+    heads = Heads(
+        q=len(own),
+        kv=len(kv_heads),
+        dim=spec.heads.dim,
+        vdim=spec.heads.vdim,
+        kv_head_of_query=tuple(kv_heads.index(spec.heads.kv_head_of_query[head]) for head in own),
+    )
+    plain = replace(spec, heads=heads, pattern=select_heads(spec.pattern, own), modifiers=())
+    return KVHeadGroup(tuple(kv_heads), plain)
+
+
+class HeadGroupCache(KVCache):
+    """The caches of several groups of heads; the first retains the tokens of all others.
+
+    `extend` returns the tokens of the first for all heads, with zeros where a head has dropped its
+    own, which its pattern masks. `extend_by_heads` returns what each group keeps, without copies.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, groups: Sequence[KVHeadGroup], caches: Sequence[KVCache]
+    ) -> None:
+        largest = caches[0]
+        super().__init__(spec, largest.batch, largest.dtype, largest.device)
+        self.groups, self.caches = tuple(groups), tuple(caches)
+
+    def extend_by_heads(self, entry: KVEntry, new_tokens: SequenceInfo) -> list[CachedHeads]:
+        """Append these tokens; return what the queries of each group of heads attend to, in the
+        layer's own dtype.
+        """
+        cached: list[CachedHeads] = []
+        for group, cache in zip(
+            self.groups, self.caches, strict=True
+        ):  # the first raises if it is full
+            own = {name: _take_heads(tensor, group.kv_heads) for name, tensor in entry.items()}
+            cached.append(CachedHeads(*group, *cache.extend(own, new_tokens)))
+        self._record_tokens(new_tokens)
+        return cached
+
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        largest, *others = self.extend_by_heads(entry, new_tokens)
+        merged: KVEntry = {}
+        for name, tensor in largest.entry.items():
+            merged[name] = tensor.new_zeros(*tensor.shape[:2], self.spec.heads.kv, tensor.shape[3])
+            merged[name][:, :, list(largest.kv_heads)] = tensor
+        for other in others:
+            for name, tensor in _tokens_of(other, largest.sequence, self.batch):
+                merged[name][:, :, list(other.kv_heads)] = tensor
+        return merged, largest.sequence
+
+    def select_rows(self, index: Tensor) -> None:
+        self._select_batch(index)
+        for cache in self.caches:
+            cache.select_rows(index)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    @property
+    def storage_format(self) -> str | None:
+        return self.caches[0].storage_format
+
+    @property
+    def is_predictable(self) -> bool:
+        return all(cache.is_predictable for cache in self.caches)
+
+
+def _take_heads(tensor_BSGK: Tensor, heads: Sequence[int]) -> Tensor:
+    """These heads; a view if they are consecutive."""
+    if list(heads) == list(range(heads[0], heads[-1] + 1)):
+        return tensor_BSGK[:, :, heads[0] : heads[-1] + 1]
+    return tensor_BSGK[:, :, list(heads)]
+
+
+def _tokens_of(
+    cached: CachedHeads, sequence: SequenceInfo, batch: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of some heads at the tokens of a sequence, zero at those that they have
+    dropped.
+    """
+    is_same_BTS = (
+        _real_positions(sequence)[:, :, None] == _real_positions(cached.sequence)[:, None, :]
+    )
+    if sequence.num_visible is None and cached.sequence.num_visible is None:
+        is_same_BTS = is_same_BTS & (
+            sequence.segment[:, :, None] == cached.sequence.segment[:, None, :]
+        )
+    slot_BT = is_same_BTS.int().argmax(-1)
+    is_cached_BT = is_same_BTS.any(-1)
+    row = torch.arange(batch, device=slot_BT.device)[:, None]
+    for name, tensor in cached.entry.items():
+        yield name, tensor[row, slot_BT.expand(batch, -1)] * is_cached_BT[..., None, None]
+
+
+def _real_positions(sequence: SequenceInfo) -> Tensor:
+    """Positions, and -1 for empty slots and padding."""
+    if sequence.num_visible is None:
+        return torch.where(sequence.is_real, sequence.position, -1)
+    slot = torch.arange(sequence.count, device=sequence.position.device)
+    return torch.where(slot < sequence.num_visible, sequence.position, -1)

@@ -1,0 +1,359 @@
+"""Base classes of all parts, and the registry that finds a part by its name."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from importlib.metadata import entry_points
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Self,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from ...util.errors import SpecError, suggest
+from ...util.size_limits import MAX_INTEGER, check_size
+from .axis_layout import AxisLayout
+from .core_types import CallSize, CoreShape, Param, PartParams, SpecFactory, SymmetryGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..spec.attention_spec import AttentionSpec
+    from ..spec.heads import Heads
+
+
+# --- Registry -------------------------------------------------------------------------------------
+
+
+C = TypeVar("C")
+REGISTRY: dict[str, type] = {}
+ENTRY_POINT_GROUP = "headwise.attention.parts"  # a package's entry point is named after its part
+
+
+@dataclass_transform(frozen_default=True)
+def part(cls: type[C]) -> type[C]:
+    """Class decorator that makes a frozen dataclass and registers it under its name.
+
+    It is for parts, and for the small values that parts have as fields.
+    """
+    frozen = dataclass(frozen=True, repr=False)(cls)
+    registered = REGISTRY.get(cls.__name__)
+    if registered is not None and registered.__module__ != cls.__module__:
+        raise SpecError(
+            f"cannot register {cls.__name__} of {cls.__module__}: {registered.__module__} has "
+            "that name too; rename one"
+        )
+    REGISTRY[cls.__name__] = frozen
+    return frozen
+
+
+def find_class(name: str) -> type:
+    """The registered class with this name; an unknown name is looked up in the entry points of
+    installed packages.
+
+    >>> find_class("Softmaxx")
+    Traceback (most recent call last):
+    headwise.util.errors.SpecError: there is no part 'Softmaxx'; ...
+    """
+    if name not in REGISTRY:
+        load_entry_point(name)
+    if name not in REGISTRY:
+        hint = suggest(
+            name, [*REGISTRY, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))]
+        )
+        own = "if it is your own part, add --import FILE.py, or import its module in Python"
+        raise SpecError(
+            f"there is no part {name!r}; {hint if hint.startswith('did you mean') else own}"
+        )
+    return REGISTRY[name]
+
+
+def load_entry_point(name: str) -> None:
+    """Import the module that an installed package declares for this part in the group
+    `headwise.attention.parts`, if any does.
+    """
+    entries = [*entry_points(group=ENTRY_POINT_GROUP, name=name)]
+    places = sorted({entry.value for entry in entries})
+    if len(places) > 1:
+        raise SpecError(
+            f"several packages declare the part {name}: {', '.join(places)}; uninstall all but one"
+        )
+    for entry in entries:
+        package = entry.dist.name if entry.dist else entry.module
+        fact = f"the package {package} declares the part {name} as {entry.value}"
+        try:
+            entry.load()
+        except Exception as error:  # a module may raise anything
+            raise SpecError(
+                f"{fact}, which fails: {type(error).__name__}: {error}; update or uninstall "
+                f"{package}"
+            ) from error
+        if name not in REGISTRY:
+            raise SpecError(
+                f"{fact}, which registers no part of this name; update or uninstall {package}"
+            )
+
+
+def field_defaults(cls: type) -> dict[str, Any]:
+    """The default values of the fields of a registered class that have one."""
+    return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+
+
+@dataclass(frozen=True, repr=False)
+class CheckedDataclass:
+    """Base class of dataclasses that check the types of their fields.
+
+    The repr is the constructor call, without arguments that equal their defaults.
+    """
+
+    def __post_init__(self) -> None:
+        field_types = _field_types(type(self))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kinds = field_types[field.name]
+            if isinstance(value, float) and not math.isfinite(value):
+                raise SpecError(
+                    f"{type(self).__name__}({field.name}={value!r}) is not finite; give a finite "
+                    "number"
+                )
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                check_size(f"{type(self).__name__}.{field.name}", abs(value), MAX_INTEGER)
+            wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+            if wrong:
+                expected = " or ".join(
+                    "None" if kind is type(None) else kind.__name__ for kind in kinds
+                )
+                expected += _suggested_classes(kinds)
+                raise SpecError(
+                    f"{type(self).__name__}({field.name}={value!r}) is of type "
+                    f"{type(value).__name__}; give {expected}"
+                )
+
+    def check_fields(
+        self, ranges: Mapping[str, tuple[float, float]], choices: Mapping[str, Collection[str]]
+    ) -> None:
+        """Raise SpecError for numbers out of range and for strings that are not
+        among the choices.
+        """
+        class_name = type(self).__name__
+        for name, (low, high) in ranges.items():
+            if not low <= (value := getattr(self, name)) <= high:
+                raise SpecError(
+                    f"{class_name}({name}={value!r}) is out of range; give {low:g} to {high:g}"
+                )
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise SpecError(
+                    f"{class_name}({name}={value!r}) is unknown; {suggest(value, allowed)}"
+                )
+
+    def __repr__(self) -> str:
+        defaults = field_defaults(type(self))
+        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        args = [
+            f"{name}={value!r}"
+            for name, value in values
+            if name not in defaults or value != defaults[name]
+        ]
+        return f"{type(self).__name__}({', '.join(args)})"
+
+
+_FIELD_TYPES: dict[
+    type, dict[str, tuple[type, ...]]
+] = {}  # cached: resolving hints dominates the cost of a part
+
+
+def _field_types(cls: type) -> dict[str, tuple[type, ...]]:
+    """The classes that each field accepts; float fields accept int too."""
+    if cls not in _FIELD_TYPES:
+        hints = get_type_hints(cls)
+        _FIELD_TYPES[cls] = {field.name: _classes(hints[field.name]) for field in fields(cls)}
+    return _FIELD_TYPES[cls]
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    options: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = tuple(get_origin(option) or option for option in options)
+    return (*kinds, int) if float in kinds else kinds
+
+
+def _suggested_classes(kinds: tuple[type, ...]) -> str:
+    """The registered classes that a field accepts, as the end of a message: ", such as PI(),
+    YaRN()".
+    """
+    names = [
+        name
+        for name, cls in REGISTRY.items()
+        if CheckedDataclass in cls.__mro__ and issubclass(cls, kinds)
+    ]
+    return f", such as {', '.join(f'{name}()' for name in sorted(names))}" if names else ""
+
+
+# --- Base classes ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Part(CheckedDataclass, ABC):
+    """Base class of everything that an attention layer is made of.
+
+    A part is a frozen dataclass; it holds options, not tensors. Every method has a neutral default,
+    so a part overrides only the methods that concern it.
+    """
+
+    paper: ClassVar[str] = ""  # arXiv number, or another name of the source
+    disagreements: ClassVar[
+        tuple[str, ...]
+    ] = ()  # where paper and released code disagree, and which one this follows
+    positional: ClassVar[bool] = False  # whether the result depends on token positions
+    # The sides on which this part allows any orthogonal map of a head's channels: "k" (keys with
+    # their queries), "v".
+    unrestricted_sides: ClassVar[str] = "kv"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        """The parameters of this part, by name."""
+        return {}
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        """The sizes of the axes that only this part has."""
+        return {}
+
+    def resample_constants(self, spec: AttentionSpec, seed: int) -> Mapping[str, Tensor]:
+        """New values of the constants that were sampled at random, such as random features; empty
+        if there are none.
+        """
+        return {}
+
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        """The tensors that this part caches for each token, by name."""
+        return {}
+
+    def flops(self, spec: AttentionSpec, work: CallSize) -> int:
+        """FLOPs of matrix products beyond those of the declared parameters and of the attention
+        core.
+        """
+        return 0
+
+    def constant_flops(self, spec: AttentionSpec, work: CallSize) -> int:
+        """The FLOPs of `flops` that multiply with constants, which need one product in the backward
+        pass, not two.
+        """
+        return 0
+
+    def query_independent_flops(self, spec: AttentionSpec) -> int:
+        """The FLOPs of `flops` that do not depend on the queries, which blocks of queries compute
+        again.
+        """
+        return 0
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        """Reasons why this part cannot be used in this spec; empty if it can."""
+        return ()
+
+    def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+        """The score heads that must be computed to get the results of `heads`."""
+        return heads
+
+    def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
+        """The orthogonal maps of a head's channels under which this part is invariant or
+        equivariant.
+
+        On side "k" a map applies to a key head and to all queries that use it, on side "v" to a
+        value head.
+        """
+        widths = {"k": spec.heads.dim, "v": spec.heads.vdim}
+        return (
+            SymmetryGroup.full(widths[side]) if side in self.unrestricted_sides else SymmetryGroup()
+        )
+
+    def concatenates_key_heads(self) -> bool:
+        """Whether this part treats all key heads as one vector, so that repeating a key head
+        changes the result.
+        """
+        return False
+
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
+        """A copy with every size given explicitly that would otherwise follow from the number of
+        heads.
+        """
+        return self
+
+    def fit_heads(self, heads: Heads) -> Heads:
+        """The heads that this part needs, derived from the plain heads that `design` was given."""
+        return self.widen_heads(heads)
+
+    def widen_heads(self, heads: Heads) -> Heads:
+        """`heads` with the widths that this part needs; applied again whenever `at_depth` changes
+        the part.
+        """
+        return heads
+
+    def max_positions(self, spec: AttentionSpec) -> int | None:
+        """The number of positions that this part supports, counted from 0; None if there is no
+        limit.
+        """
+        return None
+
+    def at_depth(self, layer: int, layers: int) -> Self:
+        """A copy for one layer of a stack of `layers`, with depth schedules replaced by their
+        values.
+        """
+        return self
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        """Small specs that together cover every field; the contract tests run on each of them."""
+        return iter(())
+
+
+class RecurrentPart(Part):
+    """A part that may be able to summarise all past tokens in a state of fixed size, as linear
+    attention does.
+    """
+
+    def state_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        """The tensors of the state, by name; empty if there is no state and
+        tokens must be cached.
+        """
+        return {}
+
+    def num_state_features(self, core: CoreShape) -> int:
+        """The number of key features that the state sums over; 0 if all tokens
+        have equal weight.
+        """
+        return 0
+
+    def unnormalised_weights(
+        self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams
+    ) -> Tensor:
+        """Attention weights of these pairs before division by their sum, [B, H, T, S]."""
+        raise AssertionError(
+            f"{type(self).__name__} has no recurrent state, so it defines no unnormalised weights"
+        )
+
+    def update_state(
+        self,
+        state: Mapping[str, Tensor],
+        k_BHSK: Tensor,
+        v_BHSV: Tensor,
+        live_BS: Tensor,
+        p: PartParams,
+    ) -> dict[str, Tensor]:
+        """The state after adding these tokens; tokens that are not live (padding) are ignored."""
+        raise AssertionError(f"{type(self).__name__} has no recurrent state to update")
+
+    def read_state(
+        self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: PartParams
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted sum of values for each query, and the sum of the weights to divide it by."""
+        raise AssertionError(f"{type(self).__name__} has no recurrent state to read")

@@ -1,0 +1,257 @@
+"""Linear projections of the input: the usual queries, keys and values, or values only.
+
+Without queries and keys, weights do not depend on the tokens' contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.linear import linear, linear_many, should_concatenate, uses_gemv_kernel
+from ..interfaces import Project, QKTransform
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
+from ..interfaces.part import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import xavier_uniform, zeros_init
+from .mean_attention import Average
+
+
+@part
+class Direct(Project):
+    """q = x W_Q + b_Q, k = z W_K + b_K, v = z W_V + b_V; keys and values are cached.
+
+    `bias` names the projections that have one: "qkv", "q", "". With 8 query heads of 64 channels on
+    2 key-value heads, 256 numbers are cached per token:
+
+    >>> import headwise as hw
+    >>> hw.costs.cached_numbers_per_token(hw.design(model=512, heads=8, kv=2))
+    256
+    """
+
+    paper = "1706.03762"
+    uses_head_dims: ClassVar[bool] = True
+    caches_keys_and_values: ClassVar[bool] = True
+    bias: str = ""
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if set(self.bias) - set("qkv") or len(set(self.bias)) != len(self.bias):
+            yield f"Direct(bias={self.bias!r}) is unknown; name each of q, k and v at most once"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        axis = spec.heads.value_axis
+        weights = {
+            "q": Param(AxisLayout.parse("(q dim) model"), xavier_uniform, "query"),
+            "k": Param(AxisLayout.parse("(kv dim) source"), xavier_uniform, "source"),
+            "v": Param(AxisLayout.parse(f"({axis} vdim) source"), xavier_uniform, "source"),
+        }
+        rows = {"q": "(q dim)", "k": "(kv dim)", "v": f"({axis} vdim)"}
+        return weights | {
+            f"{side}_bias": Param(AxisLayout.parse(rows[side]), zeros_init) for side in self.bias
+        }
+
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        return {
+            "k": AxisLayout.parse("kv dim"),
+            "v": AxisLayout.parse(f"{spec.heads.value_axis} vdim"),
+        }
+
+    def constant_biases(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        heads = spec.heads
+        shapes = {"k": (heads.kv, heads.dim), "v": (heads.num_value_heads, heads.vdim)}
+        biases = {
+            side: weights[f"project.{side}_bias"].view(shape)
+            for side, shape in shapes.items()
+            if side in self.bias
+        }
+        value_heads = [heads.value_head_of_row[row] for row in spec.score_head_of_row]
+        return biases | {"v": biases["v"][value_heads]} if "v" in biases else biases
+
+    def without_biases(self, biases: frozenset[str]) -> Self:
+        return replace(self, bias="".join(side for side in self.bias if side not in biases))
+
+    def absorb_matrix(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        return absorb_matrix_per_head(
+            weights, [key for key in (side, f"{side}_bias") if key in self.params(spec)], matrix
+        )
+
+    def core(self, spec: AttentionSpec) -> CoreShape:
+        heads = spec.heads
+        value_heads = heads.value_head_of_row
+        values = tuple(value_heads[row] for row in spec.score_head_of_row)
+        return CoreShape(heads.kv_head_of_query, values, heads.dim, heads.vdim, heads.dim**-0.5)
+
+    def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
+        return transform(self._project(x_BTD, "q", ("q", "dim"), p), "q")
+
+    def project_kv(
+        self, z_BSE: Tensor, transform: TransformsQK, p: PartParams
+    ) -> dict[str, Tensor]:
+        axes = {"k": ("kv", "dim"), "v": ("v", "vdim")}
+        if set(self.bias) & set("kv"):
+            projected = [self._project(z_BSE, side, axes[side], p) for side in axes]
+        else:  # both projections in one pass over z
+            flat = linear_many(z_BSE, (p["k"], p["v"]))
+            projected = [_split_heads(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
+        return {side: transform(y, side) for side, y in zip(axes, projected, strict=True)}
+
+    def project_qkv(
+        self, x_BTD: Tensor, transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        weights = p["q"], p["k"], p["v"]
+        if self.bias or not (
+            should_concatenate(x_BTD, weights) or uses_gemv_kernel(x_BTD, weights)
+        ):
+            return super().project_qkv(x_BTD, transform, p)
+        q, k, v = linear_many(x_BTD, weights)
+        k_BSGK = _split_heads(k, ("kv", "dim"), p)
+        transformed = transform(k_BSGK, "k")
+        if transformed is not k_BSGK and v.requires_grad:
+            # q, k and v are views of one tensor, which v would keep alive until the backward pass
+            v = v.clone()
+        entry = {"k": transformed, "v": transform(_split_heads(v, ("v", "vdim"), p), "v")}
+        return transform(_split_heads(q, ("q", "dim"), p), "q"), entry
+
+    def expand_kv(
+        self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, Tensor]:
+        return entry["k"], entry["v"]
+
+    def _project(self, x: Tensor, side: str, axes: tuple[str, str], p: PartParams) -> Tensor:
+        bias = p[f"{side}_bias"] if side in self.bias else None
+        return _split_heads(linear(x, p[side], bias), axes, p)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base()
+        yield base(kv=2, vdim=5, bias="qkvo")
+        yield base(kv=3, project=cls(bias="v"))
+        yield base(kv=1, source=13, project=cls(bias="q"))
+
+
+def _split_heads(y: Tensor, axes: tuple[str, str], p: PartParams) -> Tensor:
+    return y.view(y.shape[0], y.shape[1], p.sizes[axes[0]], p.sizes[axes[1]])
+
+
+def absorb_matrix_per_head(
+    weights: Mapping[str, Tensor], names: Iterable[str], matrix: Tensor
+) -> dict[str, Tensor]:
+    """The named weights of a project after folding in a matrix that multiplies the channels of each
+    head.
+
+    The rows of the weights must be the channels of the heads; `matrix` is [out, in] or [heads, out,
+    in].
+    """
+    width = matrix.shape[-1]
+    old = {f"project.{name}": weights[f"project.{name}"] for name in names}
+    by_head = {name: rows.reshape(rows.shape[0] // width, width, -1) for name, rows in old.items()}
+    return {
+        name: torch.matmul(matrix, heads).reshape(old[name].shape)
+        for name, heads in by_head.items()
+    }
+
+
+@part
+class Values(Project):
+    """v = z W_V + b_V, without q and k: every score starts at 0.
+
+    With Average it is the averaging branch of merged attention (1908.11365), with `Learned` scores
+    a synthesizer (2005.00743), with T5Bias or Alibi attention by position only. The only weights
+    are W_V and W_O:
+
+    >>> import headwise as hw
+    >>> hw.costs.count_parameters(hw.design(model=8, heads=2, project=Values()))  # 2 d^2
+    128
+    """
+
+    paper = "1908.11365"
+    bias: str = ""
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.bias not in ("", "v"):
+            yield f"Values(bias={self.bias!r}) is unknown; use '' or 'v'"
+        if not spec.similarity.linear:
+            yield (
+                f"Values has no queries and keys for {type(spec.similarity).__name__}; use "
+                "similarity Dot()"
+            )
+        for name, transform in spec.parts_of(QKTransform):
+            if transform.transformed_sides(spec) & set("qk"):
+                yield (
+                    f"Values has no queries and keys for {name}; leave it out, or use project "
+                    "Direct()"
+                )
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        rows = f"({spec.heads.value_axis} vdim)"
+        weights = {"v": Param(AxisLayout.parse(f"{rows} source"), xavier_uniform, "source")}
+        return weights | (
+            {"v_bias": Param(AxisLayout.parse(rows), zeros_init)} if self.bias else {}
+        )
+
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        return {"v": AxisLayout.parse(f"{spec.heads.value_axis} vdim")}
+
+    def transformed_dims(self, spec: AttentionSpec) -> int:
+        return 0
+
+    def constant_biases(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        heads = spec.heads
+        if not self.bias:
+            return {}
+        value_heads = [heads.value_head_of_row[row] for row in spec.score_head_of_row]
+        return {"v": weights["project.v_bias"].view(heads.num_value_heads, heads.vdim)[value_heads]}
+
+    def without_biases(self, biases: frozenset[str]) -> Self:
+        return replace(self, bias="" if "v" in biases else self.bias)
+
+    def absorb_matrix(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        names = [key for key in ("v", "v_bias") if key in self.params(spec)]
+        return absorb_matrix_per_head(weights, names, matrix) if side == "v" else {}
+
+    def core(self, spec: AttentionSpec) -> CoreShape:
+        heads = spec.heads
+        return CoreShape(
+            heads.kv_head_of_query,
+            tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row),
+            0,
+            heads.vdim,
+            1.0,
+        )
+
+    def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
+        return x_BTD.new_zeros(*x_BTD.shape[:2], p.sizes["q"], 0)
+
+    def project_kv(
+        self, z_BSE: Tensor, transform: TransformsQK, p: PartParams
+    ) -> dict[str, Tensor]:
+        v = F.linear(z_BSE, p["v"], p["v_bias"] if self.bias else None)
+        return {"v": transform(v.unflatten(-1, (-1, p.sizes["vdim"])), "v")}
+
+    def expand_kv(
+        self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, Tensor]:
+        v_BSGV = entry["v"]
+        return v_BSGV.new_zeros(*v_BSGV.shape[:2], p.sizes["kv"], 0), v_BSGV
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        from .relative_position_bias import Alibi
+
+        yield base(project=cls(), normaliser=Average(), pattern="causal", kv=3, vdim=5)
+        yield base(project=cls(bias="v"), kv=2, source=13)
+        yield base(project=cls(), modifiers=(Alibi(),), pattern="window(4)")

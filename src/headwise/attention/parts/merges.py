@@ -1,0 +1,138 @@
+"""Merges: concatenation of the head outputs, or their sum, and one linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.linear import linear
+from ..interfaces import Merge
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, PartParams, SpecFactory
+from ..interfaces.part import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import xavier_uniform, zeros_init
+
+
+@part
+class Concat(Merge):
+    """y = concat(o_1 .. o_h) W_O + b_O, which is the sum over heads of o_h W_O[h] (1706.03762).
+
+    output="fixed" keeps W_O at its random initial value, for measuring what training it
+    contributes.
+
+    >>> import headwise as hw
+    >>> hw.Attention(hw.design(model=8, heads=2, bias="o")).state_dict()["output.o"].shape
+    torch.Size([8, 8])
+    """
+
+    paper = "1706.03762"
+    bias: str = ""
+    output: str = "learned"
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.output not in ("learned", "fixed"):
+            yield f"Concat(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
+        if self.bias not in ("", "o"):
+            yield (
+                f"Concat(bias={self.bias!r}) is unknown; use bias='o' for an output bias or '' "
+                "for none"
+            )
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        learned = self.output == "learned"
+        weights = {
+            "o": Param(AxisLayout.parse("model (out vdim)"), xavier_uniform, "query", learned)
+        }
+        return weights | (
+            {"o_bias": Param(AxisLayout.parse("model"), zeros_init)} if self.bias else {}
+        )
+
+    def absorb_matrix(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        by_head = weights["output.o"].unflatten(1, (-1, spec.heads.vdim))
+        return {"output.o": torch.einsum("dov,ovw->dow", by_head, matrix).flatten(1)}
+
+    def merge(self, o_BTOV: Tensor, p: PartParams) -> Tensor:
+        return linear(
+            o_BTOV.flatten(2), p["o"].to(o_BTOV.dtype), p["o_bias"] if self.bias else None
+        )
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(merge=cls(bias="o"))
+        yield base(merge=cls(output="fixed"), kv=2, vdim=5)
+
+
+@part
+class SumHeads(Merge):
+    """y = (o_1 + .. + o_h) W_O + b_O: heads are summed and share one W_O with vdim rows.
+
+    It equals `Concat` with all W_O[h] tied; with separate W_O[h], projecting and then adding *is*
+    concatenation. of="mean" divides by the number of heads, which pruning does not change.
+    output="fixed" keeps W_O at its random initial value. It has fewer parameters than Concat at the
+    same width; `hw.match_size` finds the value width that makes up for that.
+
+    >>> import headwise as hw
+    >>> hw.Attention(hw.design(model=8, heads=2, merge=SumHeads())).state_dict()["output.o"].shape
+    torch.Size([8, 4])
+    """
+
+    bias: str = ""
+    of: str = "sum"
+    output: str = "learned"
+    heads: int = 0
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.bias not in ("", "o"):
+            yield (
+                f"SumHeads(bias={self.bias!r}) is unknown; use bias='o' for an output bias or "
+                "'' for none"
+            )
+        if self.of not in ("sum", "mean"):
+            yield f"SumHeads(of={self.of!r}) is unknown; use 'sum' or 'mean'"
+        if self.output not in ("learned", "fixed"):
+            yield f"SumHeads(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
+        if self.heads and self.of == "sum":
+            yield (
+                f"SumHeads(heads={self.heads}) is only used by of='mean'; leave heads out, or "
+                "use of='mean'"
+            )
+        elif self.heads and self.heads < len(spec.score_head_of_output):
+            yield (
+                f"SumHeads(heads={self.heads}) is less than the {len(spec.score_head_of_output)} "
+                "output heads; "
+                "leave heads out"
+            )
+
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
+        return (
+            replace(self, heads=self.heads or len(spec.score_head_of_output))
+            if self.of == "mean"
+            else self
+        )
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        learned = self.output == "learned"
+        weights = {"o": Param(AxisLayout.parse("model vdim"), xavier_uniform, "query", learned)}
+        return weights | (
+            {"o_bias": Param(AxisLayout.parse("model"), zeros_init)} if self.bias else {}
+        )
+
+    def merge(self, o_BTOV: Tensor, p: PartParams) -> Tensor:
+        total = o_BTOV.sum(2)
+        if self.of == "mean":
+            total = total / (self.heads or o_BTOV.shape[2])
+        return F.linear(total, p["o"].to(total.dtype), p["o_bias"] if self.bias else None)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(merge=cls(bias="o"), kv=2, vdim=5)
+        yield base(merge=cls(of="mean"), pattern="causal", vdim=5)
+        yield base(merge=cls(of="mean", output="fixed", heads=7))

@@ -1,0 +1,371 @@
+"""Rotary position embedding (RoPE): rotates queries and keys by their positions, so that scores
+depend on distances.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...util.errors import SpecError
+from ..interfaces import QKTransform, SingleVectorTransform
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
+from ..interfaces.part import CheckedDataclass, part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import fixed_values
+
+# --- Scaling of frequencies to longer contexts ----------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class RotaryScaling(CheckedDataclass, ABC):
+    """Base class: changes the rotary frequencies, and may scale the rotated channels by
+    `attention_factor`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not value > 0:
+                raise SpecError(
+                    f"{type(self).__name__}({name}={value!r}) must be positive; see its docstring"
+                )
+
+    @abstractmethod
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
+        """The scaled frequencies, given the plain ones."""
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of the rotated channels."""
+        return 1.0
+
+
+@part
+class Plain(RotaryScaling):
+    """Leaves frequencies unchanged.
+
+    >>> Plain().scale_frequencies([1.0, 0.5], 10_000.0, 4)
+    [1.0, 0.5]
+    """
+
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
+        return plain
+
+
+@part
+class PI(RotaryScaling):
+    """Position interpolation: position t is treated as t / factor (2306.15595).
+
+    >>> PI(4.0).scale_frequencies([1.0], 10_000.0, 2)
+    [0.25]
+    """
+
+    factor: float = 2.0
+
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
+        return [f / self.factor for f in plain]
+
+
+@part
+class NTK(RotaryScaling):
+    """NTK-aware scaling: base becomes base * factor^(dims / (dims - 2)).
+
+    The lowest frequency is divided by exactly `factor`:
+
+    >>> plain = [1.0, 0.01]
+    >>> [round(b / f, 6) for b, f in zip(NTK(4.0).scale_frequencies(plain, 10_000.0, 4), plain)]
+    [1.0, 0.25]
+    """
+
+    factor: float = 2.0
+
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
+        if dims <= 2:
+            return plain
+        scaled_base = base * self.factor ** (dims / (dims - 2))
+        return [scaled_base ** (-2 * c / dims) for c in range(len(plain))]
+
+
+@part
+class YaRN(RotaryScaling):
+    """YaRN: high frequencies are kept, low frequencies are divided by `factor` (2309.00071).
+
+    A pair makes r = original f / (2 pi) rotations within the original context length. ramp="paper"
+    blends linearly in r between `slow` and `fast`. Released checkpoints were trained with a blend
+    that is linear in the pair's index between the indices where r is `fast` and `slow`: ramp="code"
+    rounds these indices outwards, "exact" does not (gpt-oss). Rotated channels are multiplied by
+    `swelling`, by default 0.1 ln(factor) + 1.
+
+    >>> (
+    ...     YaRN(4.0, original=2048).scale_frequencies([1.0], 10_000.0, 64)[0],
+    ...     round(YaRN(4.0).attention_factor, 4),
+    ... )
+    (1.0, 1.1386)
+    """
+
+    factor: float = 4.0
+    original: int = 4096
+    fast: float = 32.0
+    slow: float = 1.0
+    ramp: str = "code"
+    swelling: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ramp not in ("code", "exact", "paper"):
+            raise SpecError(f"YaRN(ramp={self.ramp!r}) is unknown; use 'code', 'exact' or 'paper'")
+        if self.fast <= self.slow:
+            raise SpecError(
+                f"YaRN(fast={self.fast}, slow={self.slow}) has fast at or below slow; use fast > "
+                "slow"
+            )
+
+    @property
+    def attention_factor(self) -> float:
+        """`swelling` if given, else 0.1 ln(factor) + 1."""
+        default = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        return default if self.swelling is None else self.swelling
+
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
+        fractions = (
+            self._fractions_by_rotations(plain)
+            if self.ramp == "paper"
+            else self._fractions_by_index(plain, base, dims)
+        )
+        return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, fractions, strict=True)]
+
+    def _fractions_by_rotations(self, plain: list[float]) -> list[float]:
+        """The fraction of each original frequency in the blend, for ramp="paper"."""
+        rotations = [self.original * f / (2 * math.pi) for f in plain]
+        return [_interpolate(r, self.slow, self.fast) for r in rotations]
+
+    def _fractions_by_index(self, plain: list[float], base: float, dims: int) -> list[float]:
+        """The fraction of each original frequency in the blend, for ramp="code" and "exact"."""
+
+        def index(rotations: float) -> float:
+            return dims * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+        first = index(self.fast)
+        last = index(self.slow)
+        if self.ramp == "code":
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, dims - 1)
+        last = last + 0.001 if first == last else last
+        return [1 - _interpolate(c, first, last) for c in range(len(plain))]
+
+
+@part
+class Llama3(RotaryScaling):
+    """Llama 3.1 scaling: pairs with at least `high` rotations within `original` positions keep
+    their frequency.
+
+    Frequencies with `low` rotations or fewer are divided by `factor`; those in between are blended
+    linearly.
+
+    >>> Llama3().scale_frequencies([1.0, 1e-6], 500_000.0, 4)
+    [1.0, 1.25e-07]
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high <= self.low:
+            raise SpecError(
+                f"Llama3(low={self.low}, high={self.high}) has high at or below low; use high > low"
+            )
+
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
+        fractions = [
+            _interpolate(self.original * f / (2 * math.pi), self.low, self.high) for f in plain
+        ]
+        return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, fractions, strict=True)]
+
+
+def _interpolate(x: float, low: float, high: float) -> float:
+    return min(max((x - low) / (high - low), 0.0), 1.0)
+
+
+# --- Rotary embedding -----------------------------------------------------------------------------
+
+
+class RotaryAngles:
+    """The rotation angle of every pair of channels at each position; cosine and sine are computed
+    on first use.
+    """
+
+    def __init__(
+        self,
+        position_BT: Tensor,
+        frequency: Tensor,
+        attention_factor: float,
+        angle_dtype: torch.dtype,
+    ) -> None:
+        self.position_BT = position_BT
+        self.frequency = frequency
+        self.attention_factor = attention_factor
+        self.angle_dtype = angle_dtype
+        self.num_pairs = frequency.shape[0]
+        self._cos_sin: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """The cosine and the sine of every pair's angle, times the attention factor."""
+        if self._cos_sin is None:
+            # Frequencies are float64: in float32, the angle at position 2^24 would be wrong by up
+            # to half a rotation.
+            angle = self.position_BT.view(*self.position_BT.shape, 1, 1) * self.frequency
+            cos = angle.cos()
+            sin = angle.sin()
+            if self.attention_factor != 1:
+                cos = cos * self.attention_factor
+                sin = sin * self.attention_factor
+            self._cos_sin = cos.to(self.angle_dtype), sin.to(self.angle_dtype)
+        return self._cos_sin
+
+
+@part
+class Rotary(QKTransform):
+    """Rotates pair c of a head's first `dims` channels by the angle t base^(-2c/dims) at position t
+    (2104.09864).
+
+    pairs="half" pairs channels (c, c + dims/2), as Llama checkpoints on the Hub do; "interleaved"
+    pairs (2c, 2c + 1), as in the paper. `scaling` changes the frequencies for longer contexts.
+    `copies` is the number of heads concatenated into one vector of `dims` channels, as by
+    `convert_to_latent`: each of them gets the frequencies of a single head.
+
+    >>> Rotary(base=10_000.0).frequencies(4)
+    [1.0, 0.01]
+    """
+
+    paper = "2104.09864"
+    positional: ClassVar[bool] = True
+    base: float = 10_000.0
+    dims: int | None = None
+    pairs: str = "half"
+    scaling: RotaryScaling = Plain()
+    copies: int = 1
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.pairs not in ("half", "interleaved"):
+            yield f"Rotary(pairs={self.pairs!r}) is unknown; use 'half' or 'interleaved'"
+        if not isinstance(self.scaling, RotaryScaling):
+            yield (
+                f"Rotary(scaling={self.scaling!r}) is not a RotaryScaling; use Plain, PI, NTK, "
+                "YaRN or Llama3"
+            )
+            return
+        if not self.base > 1:
+            yield f"Rotary(base={self.base!r}) must be above 1; 10000.0 is usual"
+        available = spec.project.transformed_dims(spec)
+        dims = available if self.dims is None else self.dims
+        if dims % 2 or not 0 < dims <= available:
+            yield (
+                f"Rotary rotates pairs, not {dims} of {available} channels; use an even number "
+                f"up to {available}"
+            )
+        elif self.copies < 1 or dims % (2 * self.copies):
+            yield (
+                f"Rotary(copies={self.copies}) does not divide {dims // 2} pairs; leave copies out"
+            )
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        dims = self.dims or spec.project.transformed_dims(spec)
+        frequencies = self.frequencies(dims // self.copies) * self.copies
+        return {
+            "frequency": Param(
+                AxisLayout.parse("turning"), fixed_values(frequencies), trainable=False
+            )
+        }
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"turning": (self.dims or spec.project.transformed_dims(spec)) // 2}
+
+    def frequencies(self, dims: int) -> list[float]:
+        """The angle per position of each pair, with scaling."""
+        plain = [self.base ** (-2 * c / dims) for c in range(dims // 2)]
+        return self.scaling.scale_frequencies(plain, self.base, dims)
+
+    def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
+        if side == "v":
+            return super().symmetry(spec, side, p)
+        dims = self.dims or spec.project.transformed_dims(spec)
+        unrotated = tuple(range(dims, spec.heads.dim))
+        return SymmetryGroup(self.channel_pairs(dims), (unrotated,) if unrotated else ())
+
+    def channel_pairs(self, dims: int) -> tuple[tuple[int, int], ...]:
+        """The pairs of channels that are rotated together.
+
+        >>> Rotary().channel_pairs(4), Rotary(pairs="interleaved").channel_pairs(4)
+        (((0, 2), (1, 3)), ((0, 1), (2, 3)))
+        """
+        if self.pairs == "half":
+            return tuple((c, c + dims // 2) for c in range(dims // 2))
+        return tuple((c, c + 1) for c in range(0, dims, 2))
+
+    def as_single_vector(
+        self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]
+    ) -> SingleVectorTransform:
+        dims = self.dims or spec.project.transformed_dims(spec)
+        pairs = self.channel_pairs(dims)
+        # With "half", the first channels of all pairs of all heads come first, then the second
+        # ones.
+        runs = (
+            [[pair[half] for pair in pairs] for half in range(2)]
+            if self.pairs == "half"
+            else [list(range(dims))]
+        )
+        sources = tuple((head, channel) for run in runs for head in range(heads) for channel in run)
+        merged = replace(self, dims=None, copies=self.copies * heads)
+        return SingleVectorTransform(merged, sources, {"frequency": p["frequency"].repeat(heads)})
+
+    def precompute(self, position_BT: Tensor, exact: torch.dtype, p: PartParams) -> RotaryAngles:
+        return RotaryAngles(position_BT, p["frequency"], self.scaling.attention_factor, exact)
+
+    def transform(
+        self, x_BTHK: Tensor, side: str, precomputed: RotaryAngles, p: PartParams
+    ) -> Tensor:
+        cos, sin = precomputed.cos_sin
+        if cos.dtype != x_BTHK.dtype:
+            cos = cos.to(x_BTHK.dtype)
+            sin = sin.to(x_BTHK.dtype)
+        rotary_dims = 2 * cos.shape[-1]
+        x = x_BTHK if rotary_dims == x_BTHK.shape[-1] else x_BTHK[..., :rotary_dims]
+        halves = self.pairs == "half"
+        a, b = x.chunk(2, -1) if halves else (x[..., ::2], x[..., 1::2])
+        a, b = a * cos - b * sin, a * sin + b * cos
+        if rotary_dims < x_BTHK.shape[-1]:
+            rest = x_BTHK[..., rotary_dims:]
+            return torch.cat(
+                [a, b, rest] if halves else [torch.stack([a, b], -1).flatten(-2), rest], -1
+            )
+        return torch.cat([a, b], -1) if halves else torch.stack([a, b], -1).flatten(-2)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(),), pattern="causal", kv=2)
+        yield base(modifiers=(cls(base=50.0, dims=2, pairs="interleaved"),))
+        yield base(modifiers=(cls(copies=2),), kv=3)
+        yield base(modifiers=(cls(scaling=PI(factor=4.0)),), pattern="causal")
+        yield base(modifiers=(cls(scaling=NTK(factor=4.0)),), pattern="causal")
+        yield base(modifiers=(cls(scaling=YaRN(factor=4.0, original=32)),), pattern="causal")
+        yield base(
+            modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "paper", 1.5)),), pattern="causal"
+        )
+        yield base(modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "exact")),), pattern="causal")
+        yield base(
+            modifiers=(cls(scaling=Llama3(factor=4.0, low=1.5, high=3.0, original=64)),), kv=3
+        )

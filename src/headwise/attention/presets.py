@@ -1,0 +1,544 @@
+"""`design`, which builds a spec from a few arguments, and the named presets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..util.errors import SpecError, suggest
+from ..util.size_limits import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, check_size
+from .interfaces import Merge, Modifier, Part, Project
+from .interfaces.part import field_defaults
+from .masking.patterns import Full, PerHead, parse_pattern
+from .parts.collaborative import Collaborative
+from .parts.continuous_bias import ContinuousBias
+from .parts.differential import Differential, DifferentialV2
+from .parts.dot_product import Dot
+from .parts.dynamic_composition import Dynamic
+from .parts.entmax import Entmax
+from .parts.feature_map import FeatureMap, Sum
+from .parts.hard_concrete_gate import Concrete
+from .parts.knocking_heads import Knocking
+from .parts.latent_attention import Latent
+from .parts.linear_projection import Direct, Values
+from .parts.mean_attention import Average
+from .parts.merges import Concat
+from .parts.mixture_of_heads import Routed
+from .parts.overlapping_heads import Overlapping
+from .parts.rms_norms import QKNorm
+from .parts.rotary_embedding import Rotary
+from .parts.softmax import Softmax
+from .parts.talking_heads import TalkingHeads
+from .parts.weight_dropout import WeightDropout
+from .spec.attention_spec import AttentionSpec
+from .spec.heads import Heads
+from .spec.serialization import from_json as _from_json, from_toml as _from_toml
+
+# The parts of a spec that does not choose others.
+DEFAULT_CHOICES: dict[str, Any] = {
+    "project": Direct(),
+    "similarity": Dot(),
+    "pattern": Full(),
+    "normaliser": Softmax(),
+    "merge": Concat(),
+}
+
+
+# The arguments of `design` with their defaults; None where the default is derived from other
+# arguments.
+DESIGN_KEYWORDS: dict[str, Any] = {
+    **DEFAULT_CHOICES,
+    **dict.fromkeys(("model", "heads", "kv", "dim", "vdim", "bias", "source")),
+    "modifiers": (),
+}
+
+
+def design(*, preset: str | None = None, **options: Any) -> AttentionSpec:
+    """Build the spec of an attention layer.
+
+    - `model`, `heads`: the model width and the number of query heads, both required;
+    - `kv`: the number of key-value heads (default: `heads`);
+    - `dim`, `vdim`: channels per query and key head (default: model / heads) and per value head
+      (default: `dim`);
+    - `pattern`: text such as "causal()" or a pattern (default: every query attends to every key);
+    - `modifiers`: a tuple of parts such as ``Rotary()``;
+    - `bias`: the projections that have one, letters of "qkvo";
+    - `source`: the width of the sequence that cross-attention attends to;
+    - `project`, `similarity`, `normaliser`, `merge`: parts that replace the usual ones.
+
+    With `preset`, the name of a preset, the other arguments override those of the preset.
+
+    >>> design(model=512, heads=8, kv=2).heads
+    Heads.grouped(q=8, kv=2, dim=64)
+    """
+    if preset is not None:
+        if preset not in PRESETS:
+            raise SpecError(f"there is no preset {preset!r}; {suggest(preset, PRESETS)}")
+        _check_sizes(
+            {
+                name: size
+                for name, size in options.items()
+                if size is not None or name in ("model", "heads")
+            }
+        )
+        return PRESETS[preset](**options)
+    options = _check_keywords(options)
+    slots = {slot: options[slot] for slot in ("project", "similarity", "normaliser", "merge")}
+    heads = _plain_heads(options)
+    by_phase = sorted(
+        options["modifiers"], key=lambda part: part.phase if isinstance(part, Modifier) else 0
+    )
+    for part in (*slots.values(), *by_phase):
+        heads = part.fit_heads(heads) if isinstance(part, Part) else heads
+    heads = heads if options["vdim"] is None else replace(heads, vdim=options["vdim"])
+    if options["bias"] is not None:
+        slots |= _with_biases(options["bias"], slots["project"], slots["merge"])
+    pattern = (
+        parse_pattern(options["pattern"])
+        if isinstance(options["pattern"], str)
+        else options["pattern"]
+    )
+    others = {
+        "model": options["model"],
+        "source": options["source"],
+        "modifiers": options["modifiers"],
+    }
+    return AttentionSpec(heads=heads, pattern=pattern, **slots, **others)
+
+
+def design_core(
+    sizes: tuple[int, int, int, int], *, causal: bool, scale: float | None, dropout: float
+) -> AttentionSpec:
+    """The spec of softmax attention over queries, keys and values in hand.
+
+    `sizes` are query heads, key-value heads, and the channels of queries and of values.
+
+    >>> design_core((8, 2, 16, 32), causal=True, scale=None, dropout=0.0).heads
+    Heads.grouped(q=8, kv=2, dim=16, vdim=32)
+    """
+    heads, kv, dim, vdim = sizes
+    return design(
+        model=heads * dim,
+        heads=heads,
+        kv=kv,
+        dim=dim,
+        vdim=vdim,
+        pattern="causal()" if causal else "full()",
+        similarity=Dot(scale),
+        modifiers=(WeightDropout(dropout),) if dropout else (),
+    )
+
+
+def _check_keywords(options: dict[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if name not in DESIGN_KEYWORDS:
+            raise SpecError(f"design has no {name!r}; {suggest(name, DESIGN_KEYWORDS)}")
+    options = DESIGN_KEYWORDS | options
+    _check_sizes({name: options[name] for name in ("model", "heads")})
+    if not isinstance(options["modifiers"], (tuple, list)):
+        raise SpecError(
+            f"modifiers={options['modifiers']!r} is not a tuple; write modifiers=(Rotary(),) with "
+            "the comma"
+        )
+    return options | {"modifiers": tuple(options["modifiers"])}
+
+
+LARGEST_SIZES = {"model": MAX_WIDTH, "heads": MAX_HEADS, "dim": MAX_HEAD_DIM}
+
+
+def _check_sizes(options: Mapping[str, object]) -> None:
+    for name in LARGEST_SIZES:
+        size = options.get(name, 1)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise SpecError(
+                f"design needs {name}, a whole number of at least 1, not {size!r}; try {name}=8"
+            )
+        check_size(name, size, LARGEST_SIZES[name])
+
+
+def _plain_heads(options: dict[str, Any]) -> Heads:
+    model = options["model"]
+    heads = options["heads"]
+    dim = options["dim"]
+    if dim is None and model % heads:
+        divisors = [n for n in range(1, min(model, MAX_HEADS) + 1) if model % n == 0]
+        raise SpecError(
+            f"model={model} does not divide among {heads} heads; use heads in {divisors}, or give "
+            "dim="
+        )
+    return Heads.grouped(
+        q=heads, kv=options["kv"], dim=model // heads if dim is None else dim, vdim=options["vdim"]
+    )
+
+
+def _with_biases(bias: object, project: Project, merge: Merge) -> dict[str, Part]:
+    if not isinstance(bias, str):
+        raise SpecError(
+            f"bias={bias!r} is of type {type(bias).__name__}; give text, such as bias='qkvo'"
+        )
+    unknown = sorted(set(bias) - set("qkvo"))
+    if unknown:
+        raise SpecError(
+            f"bias={bias!r} has the unknown letter {unknown[0]!r}; use letters of 'qkvo'"
+        )
+    inner, outer = (
+        "".join(letter for letter in letters if letter in bias) for letters in ("qkv", "o")
+    )
+    letters_of_slot: dict[str, tuple[Part, str]] = {
+        "project": (project, inner),
+        "merge": (merge, outer),
+    }
+    parts: dict[str, Part] = {}
+    for slot, (part, letters) in letters_of_slot.items():
+        if "bias" not in field_defaults(type(part)) and letters:
+            raise SpecError(
+                f"{type(part).__name__} has no biases; leave {letters!r} out of bias={bias!r}"
+            )
+        parts[slot] = replace(part, bias=letters) if "bias" in field_defaults(type(part)) else part
+    return parts
+
+
+# --- Presets --------------------------------------------------------------------------------------
+
+
+DIFF_KEYS = ("own", "repeated")  # key heads of a pair of score heads in the preset diff
+
+
+def mha(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Multi-head attention as first published: every head has its own keys and
+    values (1706.03762).
+    """
+    return _filled(options, model=model, heads=heads)
+
+
+def gqa(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Grouped-query attention: four query heads share a key-value head; causal, with RoPE
+    (2305.13245).
+    """
+    return _filled(
+        options,
+        model=model,
+        heads=heads,
+        kv=_quarter(heads),
+        pattern="causal()",
+        modifiers=(Rotary(),),
+    )
+
+
+def mqa(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Multi-query attention: all query heads share one key-value head; causal, with RoPE
+    (1911.02150).
+    """
+    return _filled(
+        options, model=model, heads=heads, kv=1, pattern="causal()", modifiers=(Rotary(),)
+    )
+
+
+def mla(*, model: int = 2048, heads: int = 16, **options: Any) -> AttentionSpec:
+    """Latent attention (MLA) sized as DeepSeek-V2-Lite: rank 512, 64 RoPE and 128 other channels
+    (2405.04434).
+    """
+    rope = (Rotary(pairs="interleaved"),)
+    latent = Latent(rank=512, rope=64)
+    return _filled(
+        options,
+        model=model,
+        heads=heads,
+        dim=128,
+        pattern="causal()",
+        project=latent,
+        modifiers=rope,
+    )
+
+
+def moh(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Mixture of heads: a quarter of all heads are always active, and each token chooses another
+    half (2410.11842).
+    """
+    always = max(1, heads // 4)
+    routed = Routed(always=always, active=min(heads // 2, heads - always))
+    return _filled(
+        options, model=model, heads=heads, pattern="causal()", modifiers=(Rotary(), routed)
+    )
+
+
+def moh_vit(
+    *, model: int = 512, heads: int = 8, rows: int = 7, columns: int = 7, **options: Any
+) -> AttentionSpec:
+    """Mixture of heads for images (MoH-ViT): cosine attention with a continuous position bias
+    (2410.11842).
+
+    `rows` and `columns` are those of the grid of patches, 7 x 7 in the last stage of MoH-TransNeXt,
+    whose attention layers with all tokens these are. A quarter of the heads is always active, and
+    each token chooses another half.
+    """
+    always = max(1, heads // 4)
+    modifiers = (
+        QKNorm(kind="l2-embedding", temperature=math.log(max(rows * columns, 2)) / 0.24),
+        ContinuousBias(rows=rows, columns=columns, output="linear"),
+        Routed(always=always, active=min(heads // 2, heads - always)),
+    )
+    return _filled(
+        options,
+        model=model,
+        heads=heads,
+        similarity=Dot(scale=1.0),
+        modifiers=modifiers,
+        bias="qkvo",
+    )
+
+
+def dcmha(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Dynamically composable heads (DCMHA): mixes scores and weights, each with rank 2
+    (2405.08553).
+    """
+    composed = (QKNorm(), Rotary(), Dynamic(), Dynamic(on="weights"))
+    return _filled(options, model=model, heads=heads, pattern="causal()", modifiers=composed)
+
+
+def mohsa(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Overlapping heads (MOHSA): layer l uses l + 1 channels of each of the two neighbouring heads
+    (2410.14874).
+    """
+    return _filled(
+        options, model=model, heads=heads, project=Overlapping(overlap=1, schedule="l+1")
+    )
+
+
+def collaborative(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Collaborative attention: heads share a query-key space half as wide as all heads together
+    (2006.16362).
+    """
+    width = max(1, heads * (options.get("dim") or model // heads) // 2)
+    return _filled(options, model=model, heads=heads, project=Collaborative(width=width))
+
+
+def talking(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Talking-heads attention: mixes heads before and after the softmax (2003.02436)."""
+    return _filled(
+        options, model=model, heads=heads, modifiers=(TalkingHeads(), TalkingHeads(on="weights"))
+    )
+
+
+def diff(
+    *,
+    model: int = 512,
+    heads: int = 8,
+    pairs: str = "interleaved",
+    keys: str = "own",
+    **options: Any,
+) -> AttentionSpec:
+    """Differential attention: pairs of query heads of half the usual width, values of the usual
+    width (2410.05258).
+
+    `pairs` are those of `Rotary`: "interleaved" as in all released codes, or "half". `keys` matters
+    if `kv` is less than `heads`: "own" gives each head of a pair a key head of its own, as the
+    released flash code does; "repeated" gives score head j the key head j // (heads / kv), as the
+    released naive code does.
+    """
+    modifiers = (_rotary(pairs, options), Differential())
+    dim = max(1, model // heads // 2)
+    spec = _filled(
+        options, model=model, heads=heads, dim=dim, pattern="causal()", modifiers=modifiers
+    )
+    if keys not in DIFF_KEYS:
+        raise SpecError(f"diff has no keys={keys!r}; {suggest(keys, DIFF_KEYS)}")
+    return spec if keys == "own" else replace(spec, heads=replace(spec.heads, kv_head_of_query=()))
+
+
+def diff2(
+    *, model: int = 512, heads: int = 8, pairs: str = "interleaved", **options: Any
+) -> AttentionSpec:
+    """Differential attention, version 2: twice as many query heads on shared key-value heads
+    (unilm, 2026).
+
+    `pairs` are those of `Rotary`: "interleaved" as in the released code, or "half".
+    """
+    modifiers = (_rotary(pairs, options), DifferentialV2())
+    kv = _quarter(heads)
+    return _filled(
+        options, model=model, heads=heads, kv=kv, pattern="causal()", modifiers=modifiers
+    )
+
+
+def entmax(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Sparse attention with 1.5-entmax: most weights are exactly zero (1909.00015)."""
+    return _filled(options, model=model, heads=heads, normaliser=Entmax(alpha=1.5))
+
+
+def linear(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Linear attention with features elu(x) + 1: decodes from a state of constant size
+    (2006.16236).
+    """
+    return _filled(
+        options,
+        model=model,
+        heads=heads,
+        pattern="causal()",
+        similarity=FeatureMap(),
+        normaliser=Sum(),
+    )
+
+
+def performer(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Performer: positive random features, an unbiased estimate of softmax
+    attention (2009.14794).
+    """
+    features = FeatureMap(kind="favor")
+    return _filled(
+        options, model=model, heads=heads, pattern="causal()", similarity=features, normaliser=Sum()
+    )
+
+
+def longformer(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Longformer: 256 neighbours on either side, and a global first token (2004.05150).
+
+    The paper gives global tokens projections of their own; hw.LongformerAttention takes this spec
+    and adds them.
+    """
+    return _filled(
+        options,
+        model=model,
+        heads=heads,
+        pattern="window(513, after=256) | global((0,))",
+        bias="qkvo",
+    )
+
+
+def longformer_dilated(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Longformer with two dilated heads, which attend to every second of 1,025 tokens (2004.05150).
+
+    The paper dilates the windows of two heads by a small amount, and only in higher layers (section
+    4.1); its windows grow from 32 to 512 tokens with the layer. Its released checkpoints have
+    windows of 512 and dilate none.
+    """
+    near = "window(513, after=256) | global((0,))"
+    far = "dilated(513, 2, after=256) | global((0,))"
+    num_dilated = min(2, heads // 2)
+    pattern = _patterns_of_heads(heads - num_dilated, (near, far), heads)
+    return _filled(options, model=model, heads=heads, pattern=pattern, bias="qkvo")
+
+
+def streaming_retrieval(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Retrieval heads read all tokens, streaming heads 64 first tokens and the latest 256: half of
+    each (2410.10819).
+
+    The paper learns which key-value heads of a trained model retrieve; here they are the first. The
+    released scripts stream half of the heads of Llama-3-8B (GQA) and three quarters of Llama-2-7B
+    (MHA), with 64 first and 256 latest tokens; they learn with 128 first ones. As there, the cache
+    keeps all tokens for retrieval heads only.
+    """
+    pattern = _patterns_of_heads(heads - heads // 2, ("causal()", "window(256) | first(64)"), heads)
+    kv = _quarter(heads)
+    return _filled(options, model=model, heads=heads, kv=kv, pattern=pattern, modifiers=(Rotary(),))
+
+
+def _patterns_of_heads(num_first: int, patterns: tuple[str, str], heads: int) -> PerHead:
+    """The first pattern for this many heads, and the second for the others."""
+    first, second = map(parse_pattern, patterns)
+    return PerHead((first, second), tuple(int(head >= num_first) for head in range(heads)))
+
+
+def bigbird(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """BigBird: blocks of 64; three neighbours, two global and three random blocks, up to 4,096
+    tokens (2007.14062).
+
+    All heads have the same random blocks. For those of each head, as in the released code, give
+    pattern=PerHead.from_heads(BigBird(4096, seed=head) for head in range(heads)).
+    """
+    return _filled(options, model=model, heads=heads, pattern="bigbird(4096)", bias="qkvo")
+
+
+def kha(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Knocking-heads attention: one small gated map of values, shared by all heads (2510.23052)."""
+    return _filled(
+        options, model=model, heads=heads, pattern="causal()", modifiers=(Knocking("mlp"), Rotary())
+    )
+
+
+def average(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Causal average of the values, in constant memory: the averaging branch of merged attention
+    (1908.11365).
+    """
+    return _filled(
+        options,
+        model=model,
+        heads=heads,
+        project=Values(),
+        normaliser=Average(),
+        pattern="causal()",
+    )
+
+
+def with_gates(spec: AttentionSpec, *, per: str = "head", start: float = 2.0) -> AttentionSpec:
+    """A copy of the spec with a learned hard-concrete gate on every output head, or per key-value
+    head with per="kv".
+
+    `start` is the initial log_a; with 2, a gate is open with probability 0.94.
+
+    >>> with_gates(mha(model=8, heads=2)).modifiers
+    (Concrete(start=2.0, evaluation='hard'),)
+    """
+    if any(isinstance(modifier, Concrete) for modifier in spec.modifiers):
+        raise SpecError("the spec has learned head gates already; use those, or remove them first")
+    return replace(
+        spec, modifiers=(*spec.modifiers, Concrete(start=start, evaluation="hard", per=per))
+    )
+
+
+def _filled(options: dict[str, Any], **defaults: Any) -> AttentionSpec:
+    """The spec of a preset's defaults, overridden by the caller's options."""
+    return design(**(defaults | options))
+
+
+def _rotary(pairs: str, options: Mapping[str, Any]) -> Rotary:
+    """The rotary embedding of a preset with an option `pairs`."""
+    if pairs != "interleaved" and "modifiers" in options:
+        raise SpecError(
+            f"pairs={pairs!r} and modifiers exclude each other; give "
+            f"modifiers=(Rotary(pairs={pairs!r}), ...)"
+        )
+    return Rotary(pairs=pairs)
+
+
+def _quarter(heads: int) -> int:
+    """The largest divisor of `heads` that is at most a quarter of it (at least 1)."""
+    return max(kv for kv in range(1, max(1, heads // 4) + 1) if heads % kv == 0)
+
+
+_ALL = (
+    mha,
+    gqa,
+    mqa,
+    mla,
+    moh,
+    moh_vit,
+    dcmha,
+    mohsa,
+    collaborative,
+    talking,
+    diff,
+    diff2,
+    entmax,
+    linear,
+    performer,
+)
+_ALL += (longformer, longformer_dilated, streaming_retrieval, bigbird, kha, average)
+PRESETS: dict[str, Callable[..., AttentionSpec]] = {make.__name__: make for make in _ALL}
+
+
+def from_toml(text: str) -> AttentionSpec:
+    """The spec described by a TOML document; parts that it leaves out are the usual ones, as in
+    `design`.
+
+    >>> from_toml("model = 8\\nheads = {q = 2, dim = 4}") == design(model=8, heads=2)
+    True
+    """
+    return _from_toml(text, DEFAULT_CHOICES)
+
+
+def from_json(text: str) -> AttentionSpec:
+    """The spec that a JSON document describes; a choice it does not make is the usual one."""
+    return _from_json(text, DEFAULT_CHOICES)

@@ -1,0 +1,464 @@
+"""`AttentionSpec`: the complete description of an attention layer. Layers, costs and surgery are
+derived from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+from ...util.errors import SpecError, suggest
+from ...util.size_limits import MAX_WIDTH, check_size
+from ..interfaces import (
+    Gate,
+    Merge,
+    Mix,
+    Modifier,
+    Normaliser,
+    OutputStep,
+    Part,
+    Project,
+    RecurrentPart,
+    ScoreStep,
+    Similarity,
+)
+from ..interfaces.core_types import CoreShape, Param, Phase
+from ..masking.patterns import Causal, Full, Pattern, PerHead, head_pattern
+from .heads import HEAD_MAPS, Heads
+
+P = TypeVar("P", bound=Part)
+SLOTS: dict[str, type] = {
+    "project": Project,
+    "similarity": Similarity,
+    "pattern": Pattern,
+    "normaliser": Normaliser,
+    "merge": Merge,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Frozen description of an attention layer, independent of how it is executed.
+
+    Specs can be compared, printed, and written as text (`headwise.to_toml`). `model` is the model
+    width. `source` is the width of the sequence that cross-attention attends to; giving it states
+    that the positions of both sequences are comparable, because position-dependent parts then use
+    their difference.
+    """
+
+    model: int
+    heads: Heads
+    project: Project
+    similarity: Similarity
+    pattern: Pattern
+    normaliser: Normaliser
+    merge: Merge
+    modifiers: tuple[Modifier, ...] = ()
+    source: int | None = None
+    # These are set for each spec without conflicts.
+    _score_head_of_output: ClassVar[tuple[int, ...] | None] = None
+    _core_score_heads: ClassVar[tuple[int, ...] | None] = None
+    _core_pattern: ClassVar[Pattern | None] = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "source"):
+            size = getattr(self, name)
+            if not (
+                (isinstance(size, int) and not isinstance(size, bool) and size > 0)
+                or (name == "source" and size is None)
+            ):
+                raise SpecError(f"{name}={size!r} is not a width; give an integer of at least 1")
+            check_size(name, size or 1, MAX_WIDTH)
+        for name, kind in {"heads": Heads, **SLOTS}.items():
+            _check_type(name, getattr(self, name), kind)
+        if not isinstance(self.modifiers, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance] - users err
+            raise SpecError(
+                f"modifiers={self.modifiers!r} is not a tuple; write "
+                f"modifiers=({self.modifiers!r},) with the comma"
+            )
+        for modifier in self.modifiers:
+            _check_type("modifiers", modifier, Modifier)
+        by_phase = tuple(sorted(self.modifiers, key=lambda modifier: modifier.phase))
+        object.__setattr__(self, "modifiers", by_phase)
+        reasons = list(self._conflicts())
+        if reasons:
+            raise SpecError("; ".join(dict.fromkeys(reasons)))
+        # Found once and kept, because compiled graphs read them and cannot trace the search.
+        object.__setattr__(self, "_score_head_of_output", self.score_head_of_output)
+        core = self._find_core_score_heads()
+        object.__setattr__(self, "_core_score_heads", core)
+        object.__setattr__(self, "_core_pattern", self._select_core_pattern(core))
+
+    def _conflicts(self) -> Iterator[str]:
+        combining = [step for _, step in self.parts_of(OutputStep) if step.combines_rows]
+        if len(combining) > 1:
+            yield (
+                f"{' and '.join(map(repr, combining))} each combine rows into output heads; "
+                "keep only one of them"
+            )
+            return
+        reasons = [reason for step in combining for reason in step.conflicts(self)]
+        if reasons:
+            # the number of rows, which the other checks need, is only defined without conflicts
+            yield from reasons
+            return
+        rows = self.num_heads_after(Phase.WEIGHTS)
+        if rows != self.heads.rows:
+            yield (
+                f"there are {rows} rows of attention weights, but heads has {self.heads.rows}; "
+                f"use values= for {rows}"
+            )
+            return
+        mixes = [type(mix).__name__ for _, mix in self.parts_of(Mix) if mix.phase is Phase.WEIGHTS]
+        if len(mixes) > 1:
+            yield (
+                f"{' and '.join(mixes)} both mix attention weights into output heads; keep only "
+                "one of them"
+            )
+        if mixes and self.score_head_of_row != self.score_head_of_output:
+            yield (
+                f"{mixes[0]} computes output heads, but an output step combines rows into "
+                "output heads; keep only one"
+            )
+        if isinstance(self.pattern, PerHead):
+            listed = len(self.pattern.pattern_of_head)
+            masked = self.num_heads_after(Phase.SCORES)
+            if listed != masked:
+                yield (
+                    f"pattern_of_head lists {listed} heads, but {masked} heads are masked; give "
+                    "one pattern for each"
+                )
+        for _, part in self.parts():
+            yield from part.conflicts(self)
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """Every part with the prefix of its parameter names: "project", "output" (the merge),
+        "alibi", "alibi_2".
+        """
+        yield "project", self.project
+        yield "similarity", self.similarity
+        yield "normaliser", self.normaliser
+        yield "output", self.merge
+        counts: dict[str, int] = {}
+        for modifier in self.modifiers:
+            name = to_snake_case(type(modifier).__name__)
+            counts[name] = counts.get(name, 0) + 1
+            yield (name if counts[name] == 1 else f"{name}_{counts[name]}"), modifier
+
+    def params(self) -> dict[str, Param]:
+        """The declaration of every parameter by its full name, such as "project.q"."""
+        return {
+            f"{name}.{key}": param
+            for name, part in self.parts()
+            for key, param in part.params(self).items()
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter by its full name."""
+        common = self.sizes
+        return {
+            f"{name}.{key}": param.layout.shape(sizes)
+            for name, part in self.parts()
+            for sizes in [common | dict(part.sizes(self))]
+            for key, param in part.params(self).items()
+        }
+
+    def kv_entry_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors cached for one token, by name: "k", "v", "dynamic.gate"."""
+        return {
+            key if part is self.project else f"{name}.{key}": layout.unmerged_shape(
+                self.sizes_of(part)
+            )
+            for name, part in self.parts()
+            for key, layout in part.kv_entry_layouts(self).items()
+        }
+
+    def parts_of(self, kind: type[P]) -> list[tuple[str, P]]:
+        """The parts that implement one interface, with their names, in order."""
+        return [(name, part) for name, part in self.parts() if isinstance(part, kind)]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes that all parts may use in their layouts."""
+        heads = self.heads
+        sizes = {"model": self.model, "source": self.source or self.model}
+        sizes |= {
+            "q": heads.q,
+            "kv": heads.kv,
+            "v": heads.num_value_heads,
+            "dim": heads.dim,
+            "vdim": heads.vdim,
+        }
+        return sizes | {"out": len(self.score_head_of_output), "row": len(self.score_head_of_row)}
+
+    def sizes_of(self, part: Part) -> dict[str, int]:
+        """The sizes of all axes that a part may use in its layouts: those of
+        the spec and its own.
+        """
+        return self.sizes | dict(part.sizes(self))
+
+    def num_heads_after(self, until: Phase) -> int:
+        """The number of heads after all mixes up to and including this phase."""
+        count = self.heads.q
+        for _, mix in self.parts_of(Mix):
+            count = mix.num_outputs(count) if mix.phase <= until else count
+        return count
+
+    @property
+    def score_head_of_output(self) -> tuple[int, ...]:
+        """The score head that each output head comes from."""
+        if self._score_head_of_output is not None:
+            return self._score_head_of_output
+        return self.heads.score_head_of_output or self.default_score_heads(self.heads.rows)
+
+    @property
+    def kv_head_of_output(self) -> tuple[int, ...]:
+        """The value head that each output head's row of weights uses; equal
+        numbers form a group.
+        """
+        return tuple(self.heads.value_head_of_row[row] for row in self.score_head_of_output)
+
+    def default_score_heads(self, rows: int) -> tuple[int, ...]:
+        """The score head that each output head comes from, for `rows` rows of weights and no pruned
+        heads.
+        """
+        score_heads = tuple(range(rows))
+        for _, step in self.parts_of(OutputStep):
+            score_heads = tuple(
+                score_heads[row] for row in step.own_row_of_output(len(score_heads))
+            )
+        return score_heads
+
+    @property
+    def score_head_of_row(self) -> tuple[int, ...]:
+        """The score head of each row of attention weights that is multiplied with values, in the
+        order of the rows.
+        """
+        score_heads = self.score_head_of_output
+        for _, step in reversed(self.parts_of(OutputStep)):
+            score_heads = step.required_rows(score_heads)
+        return score_heads
+
+    @property
+    def core_score_heads(self) -> tuple[int, ...]:
+        """The score heads whose scores the attention core computes, in order.
+
+        They are all score heads unless pruning left some that only a gate needs, which sees queries
+        but no scores (`Routed` with router="norm"). If heads are mixed, if a part multiplies the
+        layer's input with weights of each head to get scores (`Learned` with kind="dense"), or if
+        some key or value head belongs to such heads alone, the core computes all.
+        """
+        return (
+            self._find_core_score_heads()
+            if self._core_score_heads is None
+            else self._core_score_heads
+        )
+
+    def _find_core_score_heads(self) -> tuple[int, ...]:
+        heads = self.heads
+        every = tuple(range(self.heads.q))
+        if heads.rows != heads.q or self.parts_of(Mix) or self._makes_scores_from_input:
+            return every
+        core = tuple(sorted(self._required_heads(self.score_head_of_row, self._parts_of_scores)))
+        kv = {heads.kv_head_of_query[head] for head in core}
+        values = {heads.value_head_of_row[head] for head in core}
+        return core if len(kv) == heads.kv and len(values) == heads.num_value_heads else every
+
+    @property
+    def core_pattern(self) -> Pattern:
+        """The pattern of the heads that the core masks: of `core_score_heads` in order, or of those
+        mixed from them.
+        """
+        pattern = self._core_pattern
+        return self._select_core_pattern(self.core_score_heads) if pattern is None else pattern
+
+    def _select_core_pattern(self, core: tuple[int, ...]) -> Pattern:
+        if not isinstance(self.pattern, PerHead) or len(core) == self.heads.q:
+            return self.pattern
+        # A cache keeps the tokens of all heads, so the mask stays one per head if the core has one
+        # pattern.
+        return PerHead.from_heads(head_pattern(self.pattern, head) for head in core)
+
+    @property
+    def core_rows(self) -> tuple[int, ...]:
+        """The rows of weights that the core computes: one for each of its score heads, or those
+        that these mix to.
+        """
+        return (
+            self.core_score_heads
+            if self.heads.rows == self.heads.q
+            else tuple(range(self.heads.rows))
+        )
+
+    @property
+    def _makes_scores_from_input(self) -> bool:
+        return any(
+            param.applied
+            for _, step in self.parts_of(ScoreStep)
+            for param in step.params(self).values()
+        )
+
+    @property
+    def num_core_heads(self) -> int:
+        """The number of `core_score_heads`."""
+        count = len(self.core_score_heads)
+        return (
+            self.heads.q if count == self.heads.q else count
+        )  # q, because it may carry its name in a formula
+
+    def projection_form(self, one: bool) -> Project:
+        """The project, or with `one` its equivalent form for a single query, if it has one."""
+        return (
+            self.project.equivalent_forms(self).get("step", self.project) if one else self.project
+        )
+
+    @property
+    def recurrent_part(self) -> tuple[str, RecurrentPart] | None:
+        """The part whose state can replace the cache of past tokens, with its name; None if there
+        is none.
+        """
+        recurrent = [
+            (name, part) for name, part in self.parts_of(RecurrentPart) if part.state_layouts(self)
+        ]
+        return recurrent[0] if recurrent else None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether decoding uses a recurrent state: a part has one, and every query attends to all
+        past tokens.
+        """
+        return self.recurrent_part is not None and self.pattern == Causal()
+
+    @property
+    def positional(self) -> bool:
+        """Whether the output depends on token positions."""
+        return self.pattern != Full() or any(part.positional for _, part in self.parts())
+
+    def required_score_heads(self, out: int) -> frozenset[int]:
+        """All score heads that this output head depends on, which pruning must keep."""
+        return self._required_heads(self._rows_of_output(out), [part for _, part in self.parts()])
+
+    def compared_score_heads(self, out: int) -> frozenset[int]:
+        """The score heads whose scores this output head depends on; a gate may need the queries of
+        others.
+        """
+        return self._required_heads(self._rows_of_output(out), self._parts_of_scores)
+
+    @property
+    def _parts_of_scores(self) -> list[Part]:
+        return [part for _, part in self.parts() if not isinstance(part, Gate)]
+
+    def _rows_of_output(self, out: int) -> tuple[int, ...]:
+        rows = (self.score_head_of_output[out],)
+        for _, step in reversed(self.parts_of(OutputStep)):
+            rows = step.required_rows(rows)
+        return rows
+
+    def _required_heads(self, rows: tuple[int, ...], parts: Sequence[Part]) -> frozenset[int]:
+        heads = frozenset[int]()
+        needed = frozenset(rows)
+        while (
+            heads != needed
+        ):  # repeated because each part may add heads that another part's requirements depend on
+            heads = needed
+            for part in reversed(parts):
+                needed = part.required_score_heads(self, needed)
+        return heads
+
+    def shift_sensitivity(self) -> Iterator[str]:
+        """Reasons why adding a constant to all scores of a row changes the output; empty if it does
+        not.
+        """
+        if not self.normaliser.shift_invariant:
+            yield (
+                f"{type(self.normaliser).__name__} is not invariant to a constant added to all "
+                "scores of a row"
+            )
+        for name, modifier in self.parts_of(Modifier):
+            nonlinear = isinstance(modifier, ScoreStep) and not modifier.additive
+            mixes = (
+                isinstance(modifier, Mix)
+                and modifier.phase is Phase.SCORES
+                and not modifier.position_independent
+            )
+            if nonlinear or mixes:
+                yield f"{name} turns a constant added to all scores of a row into different amounts"
+
+    @property
+    def core(self) -> CoreShape:
+        """The shapes and the scale of the attention core."""
+        return self.core_of(self.project)
+
+    def core_of(self, form: Project) -> CoreShape:
+        """The shapes and the scale of the attention core for one form of the project."""
+        core = form.core(self)
+        keys = core.key_head_of_query
+        return CoreShape(
+            keys
+            if len(self.core_score_heads) == len(keys)
+            else tuple(keys[head] for head in self.core_score_heads),
+            core.value_head_of_row,
+            core.dim,
+            core.vdim,
+            core.scale,
+            self.similarity.feature_dim(core),
+        )
+
+    def with_heads(self, **changes: Any) -> AttentionSpec:
+        """A copy with other heads, such as ``spec.with_heads(kv=2)``.
+
+        A change of q or kv resets `kv_head_of_query`, `value_heads` and `score_head_of_output` to
+        even groups, unless they are given too.
+        """
+        field_names = {f.name for f in fields(Heads)}
+        unknown = sorted(set(changes) - field_names)
+        if unknown:
+            raise SpecError(f"heads have no {unknown[0]!r}; {suggest(unknown[0], field_names)}")
+        resets: dict[str, Any] = dict.fromkeys(HEAD_MAPS, ()) if {"q", "kv"} & set(changes) else {}
+        if "dim" in changes and self.heads.vdim == self.heads.dim:
+            resets["vdim"] = 0
+        return replace(self, heads=replace(self.heads, **(resets | changes)))
+
+    def at_depth(self, layer: int, layers: int) -> AttentionSpec:
+        """A copy for one layer of a stack: depth schedules of parts become values, and heads get
+        matching widths.
+        """
+        if type(layer) is not int or type(layers) is not int or not 0 <= layer < layers:
+            raise SpecError(
+                f"there is no layer {layer!r} of {layers!r}; give integers with 0 <= layer < layers"
+            )
+        parts = {
+            slot: getattr(self, slot).at_depth(layer, layers) for slot in SLOTS if slot != "pattern"
+        }
+        modifiers = tuple(m.at_depth(layer, layers) for m in self.modifiers)
+        heads = self.heads
+        for part in (*parts.values(), *modifiers):
+            heads = part.widen_heads(heads)
+        return replace(self, heads=heads, **parts, modifiers=modifiers)
+
+    def __repr__(self) -> str:
+        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        args = [f"{name}={value!r}" for name, value in values if value not in ((), None)]
+        return f"AttentionSpec({', '.join(args)})"
+
+    def __str__(self) -> str:
+        from .serialization import to_toml
+
+        return to_toml(self)
+
+
+def to_snake_case(name: str) -> str:
+    """A class name in snake case, such as ``qk_norm`` for ``QKNorm``.
+
+    >>> to_snake_case("QKNorm"), to_snake_case("T5Bias"), to_snake_case("HeadGate")
+    ('qk_norm', 't5_bias', 'head_gate')
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        actual = f"{value!r} is of type {type(value).__name__}"
+        raise SpecError(f"{name}: {actual}, not {kind.__name__}; headwise.REGISTRY lists all parts")

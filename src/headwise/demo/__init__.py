@@ -1,1 +1,0 @@
-"""`headwise demo`: the tour of a trained translator, in `sample_tour`."""

@@ -1,0 +1,378 @@
+"""The tour of the bundled translator: its heads, one head ablated, half of them pruned and verified.
+
+Every section is printed as soon as it is computed, and the report, one HTML page, is written again
+after each. The first two sections need the recorded trace only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..observe.bundled_sample import (
+    MODEL,
+    SOURCE,
+    load_sample_model,
+    load_sample_table,
+    load_sample_trace,
+)
+from ..observe.head_analysis.head_figures import CLASS_STYLES, class_group
+from ..observe.head_analysis.head_table import HeadMeasures, HeadTable
+from ..observe.traces import Trace
+from ..report.data import Estimate, Figure, HeatMap, Item, Page, Section, Table
+from ..report.render import to_html, to_text
+from ..util.errors import SpecError
+from ..util.files import FolderLock, write_atomically
+from ..util.output_paths import check_output, stage_folder
+
+if TYPE_CHECKING:
+    from ..models import Transformer
+
+DIGITS = 8  # of the task that the sample was trained on
+PROBES = (SOURCE, "<iso>20 November 2026", "<en>二〇二六年十一月二十日", "<en>USD 1204.50")
+SHOWN_CLASSES = ("alignment", "previous", "sink")
+FOLDER_NAME = "sample"
+PRUNED_NAME = "pruned"
+REPORT_FILE = "report.html"
+SCORE_NAME = "exact_match"
+
+# Texts of the tour in English and Chinese.
+TEXTS = {
+    "page": ("The heads of a small translator", "一个小型翻译模型的头"),
+    "sample": ("A translator and three of its heads", "一个翻译模型及其三个头"),
+    "model": (
+        "A small trained translator of dates and amounts: {heads} attention heads in {layers} "
+        "layers. It reads {source} and writes {text}.",
+        "一个训练好的日期和金额翻译模型：{layers} 层共 {heads} 个注意力头。它读入 {source}，写出 {text}。",
+    ),
+    "weights": (
+        "{name}: weights from the tokens that it reads (columns) to each token (rows)",
+        "{name}：每个词元（行）对所读词元（列）的权重",
+    ),
+    "classes": ("What its heads do", "各头的作用"),
+    "grid": (
+        "The strongest class of each head, over {texts}; {counts}",
+        "各头最强的类别，基于 {texts}；{counts}",
+    ),
+    "ablated": ("One head ablated", "消融一个头"),
+    "importance": (
+        "Each of the {heads} heads was ablated alone, over {texts} held-out texts. Without {name} "
+        "the loss rises by {value:.3g} (95 % interval {low:.3g} to {high:.3g}), the most of all.",
+        "在 {texts} 段留出的文本上逐一消融 {heads} 个头。没有 {name} 时损失增加 {value:.3g}"
+        "（95 % 区间 {low:.3g} 至 {high:.3g}），为各头中最多。",
+    ),
+    "translation": (
+        "{source}: {before}; without the head {after}",
+        "{source}：{before}；没有该头时 {after}",
+    ),
+    "pruned": ("Half of the heads pruned, and verified", "剪去一半的头，并验证"),
+    "kept": ("Heads that are kept (filled)", "保留的头（实心）"),
+    "before": ("before", "之前"),
+    "cut": ("pruned", "剪枝后"),
+    "after": ("retrained", "再训练后"),
+    "score": ("exact match, 95 % interval", "完全匹配，95 % 区间"),
+    "scores": ("Before and after", "之前与之后"),
+    "holds": (
+        "{what}. It was retrained for {steps} steps by distillation. The proof holds: {proof}",
+        "{what}。随后通过蒸馏再训练 {steps} 步。验证成立：{proof}",
+    ),
+    "fails": ("{what}. The proof does NOT hold: {proof}", "{what}。验证不成立：{proof}"),
+    "done": ("Done in {seconds:.0f} s. Report: {report}", "用时 {seconds:.0f} 秒。报告：{report}"),
+    "next": (
+        "Next: headwise view, or headwise view {folder}",
+        "接着：headwise view，或 headwise view {folder}",
+    ),
+}
+
+
+class TourScale(NamedTuple):
+    """Numbers of examples for importance, ranking, distillation, proof and scores; retraining
+    steps; timing seconds.
+    """
+
+    num_importance_texts: int = 24
+    num_selection_texts: int = 96
+    num_distillation_texts: int = 2400
+    num_proof_texts: int = 48
+    num_scored_examples: int = 200
+    steps: int = 150
+    seconds: float = 1.5
+
+
+DEFAULT_SCALE = TourScale()
+
+
+@dataclass
+class Tour:
+    """Results of the tour so far; `data` has all numbers as plain values."""
+
+    folder: Path
+    language: str = "en"
+    scale: TourScale = DEFAULT_SCALE
+    progress: Callable[[str], object] = str
+    trace: Trace = field(default_factory=load_sample_trace)
+    table: HeadTable = field(default_factory=load_sample_table)
+    sections: list[Section] = field(default_factory=list)
+    ablation: dict[str, Any] | None = None
+    pruning: dict[str, Any] | None = None
+
+    def text(self, key: str, **values: Any) -> str:
+        """Return a text of the tour in its language."""
+        return TEXTS[key][self.language == "zh"].format(**values)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """All numbers as plain values."""
+        return {
+            "source": SOURCE,
+            "translation": self.trace.streams["text"][0].text,
+            "heads": self.table.data["heads"],
+            "ablation": self.ablation,
+            "pruning": self.pruning,
+        }
+
+
+def run_sample_tour(
+    show: Callable[[str], object],
+    title: Callable[[str], object],
+    out: Path,
+    scale: TourScale = DEFAULT_SCALE,
+    *,
+    language: str = "en",
+    quick: bool = False,
+    progress: Callable[[str], object] = str,
+) -> Tour:
+    """Show every section of the tour and write the report to `out`; `quick` prunes nothing."""
+    started = time.monotonic()
+    folder = out / FOLDER_NAME
+    with FolderLock(folder):
+        check_output_folder(folder / PRUNED_NAME)
+        tour = Tour(folder, language, scale, progress)
+        makers = [describe_sample, describe_classes, ablate_one_head, prune_half_of_sample]
+        for number, make in enumerate(makers[:3] if quick else makers, 1):
+            section = make(tour)
+            tour.sections.append(section)
+            title(f"{number}  {section.title}")
+            for item in section.items:
+                show(to_text(item) + "\n")
+            page = Page(tour.text("page"), tour.sections, language=language)
+            write_atomically(folder / REPORT_FILE, to_html(page).encode())
+        show(tour.text("done", seconds=time.monotonic() - started, report=folder / REPORT_FILE))
+        show(tour.text("next", folder=folder if quick else folder / PRUNED_NAME))
+    return tour
+
+
+def check_output_folder(folder: Path) -> None:
+    """Raise SpecError if a folder holds anything but the pruned model of an earlier tour, which is
+    replaced.
+    """
+    from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, read_record
+
+    try:
+        is_ours = read_record(folder).change.get("demo") == FOLDER_NAME
+    except SpecError:
+        is_ours = False
+    check_output(folder, COMPRESSED_MODEL, "overwrite" if is_ours else "refuse")
+
+
+# --- The sample and its heads ---------------------------------------------------------------------
+
+
+def describe_sample(tour: Tour) -> Section:
+    """The sample, and the weights of a head of each of three classes over its text."""
+    trace = tour.trace
+    num_heads = sum(layer.heads for layer in trace.layers)
+    items: list[Item] = [
+        tour.text(
+            "model",
+            heads=num_heads,
+            layers=len(trace.layers),
+            source=SOURCE,
+            text=trace.streams["text"][0].text,
+        )
+    ]
+    for class_name in SHOWN_CLASSES:
+        head = best_of_class(tour.table, class_name)
+        evidence = next(one.evidence for one in head.classes if one.name == class_name)
+        layer = trace.get_layer(head.site)
+        rows = trace.streams[layer.query_stream][0].words
+        columns = trace.streams[layer.key_stream][0].words
+        name = f"{head.site} head {head.head}, {class_name}"
+        heat_map = HeatMap(trace.head_weights(head.site, head.head), rows, columns)
+        items.append(Figure(tour.text("weights", name=name), [heat_map], note=evidence))
+    return Section(tour.text("sample"), items)
+
+
+def best_of_class(table: HeadTable, class_name: str) -> HeadMeasures:
+    """Return the head with the highest score for a class."""
+
+    def score(head: HeadMeasures) -> float:
+        return max((one.score for one in head.classes if one.name == class_name), default=-1.0)
+
+    return max(table.heads, key=score)
+
+
+def describe_classes(tour: Tour) -> Section:
+    """The class of every head as a table of letters: a row for each site."""
+    most = max(head.head for head in tour.table.heads) + 1
+    rows = {site: ["" for _ in range(most)] for site in tour.table.sites}
+    groups: Counter[str] = Counter()
+    for head in tour.table.heads:
+        letter = "·"
+        if head.classes:
+            group = class_group(head.classes[0].name)
+            letter = CLASS_STYLES[group][0]
+            groups[group] += 1
+        rows[head.site][head.head] = letter
+    counts = ", ".join(f"{CLASS_STYLES[group][0]} {group} {n}" for group, n in groups.most_common())
+    title = tour.text("grid", texts=tour.table.texts, counts=counts)
+    table = Table(
+        title, ["site", *map(str, range(most))], [[site, *cells] for site, cells in rows.items()]
+    )
+    return Section(tour.text("classes"), [table])
+
+
+# --- One head ablated -----------------------------------------------------------------------------
+
+
+def make_examples(net: Transformer, count: int, split: str = "test") -> list[Any]:
+    """Return examples of the task that the sample was trained on."""
+    from ..observe.head_analysis.annotated_examples import examples_from_task
+    from ..training.data.date_translation import DateTranslation
+
+    return examples_from_task(
+        net, DateTranslation(digits=DIGITS), count, split
+    ).examples_with_frequencies()
+
+
+def ablate_one_head(tour: Tour) -> Section:
+    """Ablate every head in turn, then translate without the one that matters most."""
+    from ..models.generation.generate import generate
+    from ..observe.head_analysis.head_importance import estimate_importance
+    from ..observe.inspect.ablation import ablate
+
+    net = load_sample_model()
+    texts = make_examples(net, tour.scale.num_importance_texts)
+    result = estimate_importance(net, texts, method="leave-one-out")
+    top = result.by_importance[0]
+    before = generate(net, list(PROBES))
+    with ablate(net, [(top.site, top.head)]):
+        after = generate(net, list(PROBES))
+    outputs = list(zip(PROBES, before, after, strict=True))
+    numbers = {"value": top.measure.value, "low": top.measure.low, "high": top.measure.high}
+    tour.ablation = {"site": top.site, "head": top.head, **numbers, "texts": result.texts}
+    tour.ablation["outputs"] = outputs
+    sentence = tour.text(
+        "importance",
+        heads=len(result.heads),
+        texts=result.texts,
+        name=f"{top.site} head {top.head}",
+        **numbers,
+    )
+    lines = [
+        tour.text("translation", source=source, before=first, after=second)
+        for source, first, second in outputs
+    ]
+    return Section(tour.text("ablated"), [sentence, lines])
+
+
+# --- Half of the heads pruned and verified --------------------------------------------------------
+
+
+def prune_half_of_sample(tour: Tour) -> Section:
+    """Remove half of the heads, retrain briefly, verify the result, and compare it with the
+    original.
+    """
+    from ..surgery import HeadRanking, KeepTop
+    from ..surgery.pruning import prune
+
+    net = load_sample_model()
+    texts = make_examples(net, tour.scale.num_distillation_texts, "train")
+    selection = KeepTop(0.5, HeadRanking(num_examples=64), scope="model")
+    chosen_by = texts[: tour.scale.num_selection_texts]
+    result = prune(net, selection, chosen_by, fold="mean", log=tour.progress)
+    tour.pruning = retrain_and_verify(tour, net, result, texts)
+    return Section(tour.text("pruned"), list(compare_models(tour, tour.pruning)))
+
+
+def retrain_and_verify(
+    tour: Tour, net: Transformer, result: Any, texts: Sequence[Any]
+) -> dict[str, Any]:
+    """Retrain the pruned model from the original, write it and its proof, and return the numbers."""
+    from ..hub.pretrained_models import load
+    from ..surgery.distillation import RetrainingPoint, UptrainingOptions, uptrain
+    from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
+    from ..surgery.verification.efficiency import TimingOptions
+    from ..surgery.verification.proof import ProofOptions, prove
+    from ..surgery.verification.proof_report import write_proof
+    from ..surgery.verification.quality_metrics import compare_task_scores
+    from ..training.data.date_translation import DateTranslation
+
+    scale = tour.scale
+    task = DateTranslation(digits=DIGITS)
+    scores = compare_task_scores(net, result.after, task, scale.num_scored_examples)
+    options = UptrainingOptions(steps=scale.steps, batch=64, rate=1e-3, alpha=1.0, every=50)
+
+    def report(point: RetrainingPoint) -> None:
+        tour.progress(f"step {point.step}")
+
+    retrained = uptrain(result.after, net, texts, options, report)
+    record = {
+        **result.data,
+        "demo": FOLDER_NAME,
+        "cut": next(row.data for row in scores if row.name == SCORE_NAME),
+        "kept": retrained.step,
+        "steps": scale.steps,
+    }
+    pruned = tour.folder / PRUNED_NAME
+    with stage_folder(pruned, COMPRESSED_MODEL, "overwrite") as staged:
+        write_model_folder(retrained.net, MODEL, staged, record)
+        proof_options = ProofOptions(
+            result.plan.summary,
+            exports={"headwise.load of the written folder": lambda: load(staged)},
+            task=task,
+            num_examples=scale.num_scored_examples,
+            timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
+            notes=(f"retrained for {scale.steps} steps; step {retrained.step} is kept",),
+            command="headwise demo",
+            **result.proof_options,
+        )
+        examples = make_examples(net, scale.num_proof_texts)
+        proof = prove(net, retrained.net, examples, proof_options, tour.progress)
+        write_proof(proof, staged)
+    return {"folder": str(pruned), **record, "proof": proof.data}
+
+
+def compare_models(tour: Tour, pruning: dict[str, Any]) -> Iterator[Item]:
+    """Yield which heads stay, sizes and scores before and after, and whether the proof holds."""
+    proof = pruning["proof"]
+    counts: dict[str, int] = pruning["head_counts"]
+    most = max(counts.values())
+    rows: list[list[str]] = []
+    for site, count in counts.items():
+        marks = ["█" if head in pruning["keep"][site] else "·" for head in range(count)]
+        rows.append([site, *marks, *[""] * (most - count)])
+    yield Table(tour.text("kept"), ["site", *map(str, range(most))], rows)
+    scores = next(row for row in proof["quality"]["rows"] if row["name"] == SCORE_NAME)
+    estimates = [
+        Estimate(
+            score["value"],
+            score["value"] if score["low"] is None else score["low"],
+            score["value"] if score["high"] is None else score["high"],
+        )
+        for score in (scores["before"], pruning["cut"]["after"], scores["after"])
+    ]
+    sizes = [
+        [number["name"], number["before"], number["after"], number["after"]]
+        for number in proof["savings"]["numbers"]
+        if number["name"] in ("parameters", "cache per token", "cache per source token")
+    ]
+    columns = ["", *(tour.text(name) for name in ("before", "cut", "after"))]
+    yield Table(tour.text("scores"), columns, [[tour.text("score"), *estimates], *sizes])
+    path = Path(pruning["folder"]) / "PROOF.md"
+    key = "holds" if proof["holds"] else "fails"
+    yield tour.text(key, what=proof["what"], steps=pruning["steps"], proof=path)

@@ -1,0 +1,132 @@
+"""Model architectures of the transformers library: read and write config.json, and name tensors in
+checkpoints.
+
+In reading order:
+
+- `config_reader` reads config.json key by key, and has the registry `FAMILIES`; `config_writer`
+  writes one.
+- `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
+- `decoders` reads families of decoders from their tables in families.toml, which `family_tables`
+  loads; `decoder_families` has functions for what the tables cannot express.
+- `encoders`, `vision` and `encoder_decoders` do so for other architectures.
+- `published_models` names a few models of the literature, with the keys of their config.json.
+- `quantization_config` reads the number format of quantised weights, and which weights have it.
+- `weight_names` maps our tensors to names, shapes and slices in checkpoint files, by the tables of
+  weight_names.toml.
+
+This package reads no weights; `headwise.hub` does that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from ...attention.presets import DEFAULT_CHOICES
+from ...util.errors import SpecError
+from ..model_spec import ModelSpec
+from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
+from . import decoder_families, encoder_decoders, vision
+from .config_reader import FAMILIES, TransformersConfig, read_config
+from .config_writer import WRITERS, write_config
+from .encoders import with_collaborative_heads
+from .published_models import PUBLISHED_MODELS
+from .quantization_config import with_quantization
+from .weight_names import WeightNames, read_weight_names
+
+# Importing these modules registers their families.
+READERS = (decoder_families, encoder_decoders, vision)
+WEIGHT_NAMES = read_weight_names()
+
+__all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_config"]
+
+
+def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
+    """Return the model described by `source`: a config.json, its keys as a mapping, a TOML file, or
+    a model folder; or a name of `PUBLISHED_MODELS`, unless it is also that of a file or folder.
+
+    A folder is one written by hw.save or by transformers. If it has a heads.json with a model
+    description, that description is used, because config.json cannot express models with pruned
+    heads.
+
+    >>> read_model_spec({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}).stacks[
+    ...     0
+    ... ].runs[0].times
+    12
+    >>> read_model_spec("gpt3").stacks[0].runs[0].times
+    96
+    """
+    if isinstance(source, Mapping):
+        return _read_with_quantization(TransformersConfig(source, "config"))
+    path = Path(source)
+    if str(source) in PUBLISHED_MODELS and not path.exists():
+        return _read_with_quantization(
+            TransformersConfig(PUBLISHED_MODELS[str(source)].config, str(source))
+        )
+    if path.is_dir():
+        record = find_record(path)
+        if record and record.model:
+            return record.model
+        candidates = [
+            path / name for name in (MANIFEST_FILE, "config.json") if (path / name).is_file()
+        ]
+        if not candidates:
+            raise SpecError(
+                f"{path} holds neither {MANIFEST_FILE} nor config.json; name a model folder or a "
+                "file"
+            )
+        path = candidates[0]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"{path} cannot be read: {error}; name a config.json or a folder with one"
+        ) from None
+    if path.suffix == ".toml":
+        return read_model_toml(text, str(path), DEFAULT_CHOICES)
+    return _read_with_quantization(TransformersConfig(_read_json(path, text), str(path)))
+
+
+def _read_with_quantization(config: TransformersConfig) -> ModelSpec:
+    model = read_config(config)
+    return with_quantization(config, model, WEIGHT_NAMES.get(model.name))
+
+
+def _read_json(path: Path, text: str) -> Mapping[str, Any]:
+    try:
+        settings = json.loads(text)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of too many digits is a plain ValueError
+        raise SpecError(
+            f"{path} is not JSON: {error}; give a config.json written by transformers"
+        ) from None
+    if not isinstance(settings, dict):
+        raise SpecError(
+            f"{path} holds a {type(settings).__name__}, not a JSON object; give a config.json "
+            "written by transformers"
+        )
+    return cast("dict[str, Any]", settings)
+
+
+def describe_checkpoint(model: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
+    """Return the model that a checkpoint holds: that of its config, or one that only its tensors
+    tell apart.
+    """
+    return with_collaborative_heads(model, shapes) if model.name == "bert" else model
+
+
+def get_weight_names(family: str) -> WeightNames:
+    """Return the tensor names that checkpoints of this family use.
+
+    >>> get_weight_names("qwen3") is get_weight_names("llama")
+    True
+    """
+    if family not in WEIGHT_NAMES:
+        raise SpecError(
+            f"cannot load weights of {family!r}; use one of {', '.join(sorted(WEIGHT_NAMES))}"
+        )
+    return WEIGHT_NAMES[family]

@@ -1,0 +1,248 @@
+"""Attention settings shared by many families: RoPE, score scales, and the layers with a sliding
+window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ...attention.parts.dot_product import Dot
+from ...attention.parts.rotary_embedding import PI, Llama3, Plain, Rotary, RotaryScaling, YaRN
+from ...attention.spec.attention_spec import AttentionSpec
+from ..model_spec import ApproximateAttention
+from .config_reader import TransformersConfig
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
+LLAMA3_RAMP = (("low", 1.0), ("high", 4.0))
+SHARED_ROPE_KEYS = ("partial_rotary_factor",)  # top-level keys that concern every layer type
+SLIDING_ATTENTION = "sliding_attention"
+FULL_ATTENTION = "full_attention"
+
+
+class RopeConfig:
+    """RoPE settings of a config: top-level keys, or a table rope_scaling or rope_parameters.
+
+    `rotary_fraction` is the share of rotated channels where partial_rotary_factor is missing.
+    Families without it rotate all channels: transformers does not read the key there, so other
+    values than 1 are refused.
+    """
+
+    def __init__(
+        self,
+        config: TransformersConfig,
+        length: int,
+        theta: float = 10_000.0,
+        default: Mapping[str, Any] | None = None,
+        rotary_fraction: float | None = None,
+    ) -> None:
+        self.length = length
+        tables = [config.read_table(name) for name in ("rope_scaling", "rope_parameters")]
+        table = next(
+            (table for table in tables if table and table.values),
+            TransformersConfig(default or {}, config.source),
+        )
+        nested = [name for name in (SLIDING_ATTENTION, FULL_ATTENTION) if name in table.values]
+        if nested:
+            table.fail(
+                f"{nested[0]} has angles of its own",
+                "this family uses one RoPE in all layers; give one table",
+            )
+        self.table = table
+        self.theta = table.read_float(
+            "rope_theta", default=config.read_float("rope_theta", default=theta)
+        )
+        self.rotary_fraction = _read_rotary_fraction(config, table, rotary_fraction)
+        pretrained = config.read_optional_int(
+            "original_max_position_embeddings"
+        )  # precedes the key of the table
+        self.original_length = pretrained or table.read_int(
+            "original_max_position_embeddings", default=length
+        )
+        name = "rope_type" if "rope_type" in table.values else "type"
+        self.rope_type = table.read_choice(name, "default", ROPE_TYPES)
+
+    def make_rotary(self, dim: int, pairs: str = "half") -> Rotary:
+        """Return the rotary embedding for heads of dimension `dim`."""
+        dims = None if self.rotary_fraction == 1 else int(dim * self.rotary_fraction)
+        return Rotary(base=self.theta, dims=dims, pairs=pairs, scaling=self.make_scaling())
+
+    def make_scaling(self) -> RotaryScaling:
+        """Return how the frequencies are scaled: linear interpolation (PI), Llama 3, YaRN, or not
+        at all.
+        """
+        table = self.table
+        if self.rope_type == "linear":
+            return PI(table.read_float("factor", default=1.0))
+        if self.rope_type == "llama3":
+            low, high = (
+                table.read_float(f"{side}_freq_factor", default=default)
+                for side, default in LLAMA3_RAMP
+            )
+            return Llama3(self.factor, low, high, self.original_length)
+        return self._make_yarn() if self.rope_type == "yarn" else Plain()
+
+    def attention_with_limits(self, spec: AttentionSpec) -> AttentionSpec | ApproximateAttention:
+        """Return `spec`, marked as approximate if its RoPE depends on the sequence length
+        ("dynamic", "longrope").
+        """
+        if self.rope_type in ("longrope", "su"):
+            detail = (
+                "divides each frequency by its own factor, with other factors beyond "
+                f"{self.original_length} tokens"
+            )
+            return ApproximateAttention(
+                spec, f"rope_type {self.rope_type!r} {detail}, and rescales queries and keys"
+            )
+        if self.rope_type != "dynamic":
+            return spec
+        return ApproximateAttention(
+            spec,
+            "rope_type 'dynamic' rescales the base with the sequence length; exact up to "
+            f"{self.length} tokens",
+        )
+
+    @property
+    def factor(self) -> float:
+        """The factor by which RoPE scaling extends the context."""
+        if self.table.values.get("factor") is None:
+            return self.length / self.original_length
+        return self.table.read_float("factor", default=1.0)
+
+    def attention_mscale(self) -> float:
+        """Return DeepSeek's extra factor for queries and for keys (`mscale_all_dim`); scores get
+        its square.
+        """
+        of = self.table.values.get("mscale_all_dim")
+        return (
+            self._mscale(self.table.read_float("mscale_all_dim", default=1.0))
+            if of and self.rope_type != "default"
+            else 1.0
+        )
+
+    def _mscale(self, of: float) -> float:
+        return 0.1 * of * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+    def _make_yarn(self) -> YaRN:
+        table = self.table
+        swelling = None
+        if table.values.get("attention_factor") is not None:
+            swelling = table.read_float("attention_factor", default=1.0)
+        elif table.values.get("mscale") and table.values.get("mscale_all_dim"):
+            numerator, denominator = (
+                table.read_float(key, default=1.0) for key in ("mscale", "mscale_all_dim")
+            )
+            swelling = self._mscale(numerator) / self._mscale(denominator)
+        fast, slow = (
+            table.read_float(key, default=default) if table.values.get(key) else default
+            for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+        )
+        ramp = "code" if table.read_bool("truncate", True) else "exact"
+        return YaRN(self.factor, self.original_length, fast, slow, ramp, swelling)
+
+
+def _read_rotary_fraction(
+    config: TransformersConfig, table: TransformersConfig, usual: float | None
+) -> float:
+    """Return the share of rotated channels; `usual` is None in families that rotate all of them."""
+    name = "partial_rotary_factor"
+    if usual is not None:
+        return table.read_float(name, default=config.read_float(name, default=usual))
+    for settings in (config, table):
+        settings.require_default(
+            name, 1.0, "is not read by transformers, which rotates all channels of this family"
+        )
+    return 1.0
+
+
+WINDOW_REMEDY = "give sliding_window, with use_sliding_window = true if the family has that key"
+
+
+def read_layer_patterns(
+    config: TransformersConfig, layers: int, default: list[str], window: int | None
+) -> list[str]:
+    """Return the attention pattern of each layer; `default` holds the layer types of a config
+    without layer_types.
+    """
+    types = config.read_choices("layer_types", (SLIDING_ATTENTION, FULL_ATTENTION)) or default
+    if len(types) != layers:
+        config.fail(f"layer_types names {len(types)} layers of {layers}", f"name {layers}")
+    if SLIDING_ATTENTION in types and window is None:
+        config.fail(
+            f"layer_types names {SLIDING_ATTENTION!r} without a sliding_window", WINDOW_REMEDY
+        )
+    return [f"window({window})" if kind == SLIDING_ATTENTION else "causal()" for kind in types]
+
+
+def read_ropes_by_layer_type(
+    config: TransformersConfig, length: int, thetas: Mapping[str, float]
+) -> dict[str, RopeConfig]:
+    """Return the RoPE settings of each layer type; the old key `rope_scaling` applies to full
+    attention only.
+    """
+    by_type = config.read_table("rope_parameters")
+    if by_type and not {SLIDING_ATTENTION, FULL_ATTENTION} & set(by_type.values):
+        by_type.fail(
+            "rope_parameters has no table for a layer type",
+            f"write {FULL_ATTENTION} = {{...}} and {SLIDING_ATTENTION} = {{...}}",
+        )
+    own_tables = {
+        kind: by_type and by_type.read_table(kind) for kind in (SLIDING_ATTENTION, FULL_ATTENTION)
+    }
+    tables = {
+        kind: dict(own.values) if own else dict[str, Any]() for kind, own in own_tables.items()
+    }
+    scaling = config.read_table("rope_scaling")
+    if scaling:
+        if "rope_type" not in scaling.values:
+            scaling.fail(
+                "rope_type is missing, without which transformers does not scale", "add rope_type"
+            )
+        tables[FULL_ATTENTION] |= scaling.values
+    shared = {key: config.values[key] for key in SHARED_ROPE_KEYS if key in config.values}
+    return {
+        kind: RopeConfig(
+            TransformersConfig(
+                shared | {"rope_parameters": {"rope_theta": thetas[kind]} | table}, config.source
+            ),
+            length,
+        )
+        for kind, table in tables.items()
+    }
+
+
+def make_dot(scale: float, default: float) -> Dot:
+    """Return the dot product scaled by `scale`, without an explicit scale if
+    that is the default.
+    """
+    return Dot() if scale == default else Dot(scale=scale)
+
+
+def rope_to_config(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the table `rope_parameters` for the rotary embedding of this spec.
+
+    Only base and scaling are written; a scaling that transformers does not have becomes "default".
+    """
+    rotaries = [part for _, part in spec.parts() if isinstance(part, Rotary)]
+    rotary = rotaries[0] if rotaries else Rotary()
+    return {"rope_theta": rotary.base, **_scaling_to_config(rotary.scaling)}
+
+
+def _scaling_to_config(scaling: RotaryScaling) -> dict[str, Any]:
+    if isinstance(scaling, PI):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, Llama3):
+        ramp = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+        original = {"original_max_position_embeddings": scaling.original}
+        return {"rope_type": "llama3", "factor": scaling.factor, **ramp, **original}
+    if isinstance(scaling, YaRN):
+        ramp = {
+            "beta_fast": scaling.fast,
+            "beta_slow": scaling.slow,
+            "truncate": scaling.ramp != "exact",
+        }
+        original = {"original_max_position_embeddings": scaling.original}
+        swelling = {} if scaling.swelling is None else {"attention_factor": scaling.swelling}
+        return {"rope_type": "yarn", "factor": scaling.factor, **ramp, **original, **swelling}
+    return {"rope_type": "default"}

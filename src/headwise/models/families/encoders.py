@@ -1,0 +1,419 @@
+"""Encoders: BERT and its relatives, and the text and vision encoders of CLIP and SigLIP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...attention.parts.collaborative import Collaborative
+from ...attention.parts.relative_position_bias import T5Bias
+from ...attention.presets import design
+from ...attention.spec.attention_spec import AttentionSpec
+from ..model_spec import (
+    ApproximateAttention,
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    HeadTransformSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    PositionSpec,
+    StackSpec,
+    UnsupportedPart,
+)
+from ..model_spec.model import group_blocks
+from .attention_config import make_dot
+from .config_reader import (
+    TransformersConfig,
+    assemble_model,
+    read_num_labels,
+    read_tied_stack,
+    select_heads,
+)
+from .decoders import LayerAttention
+from .family_tables import Switch, family_function, read_switch, refuse_keys, register_families
+
+# --- The table of a family ------------------------------------------------------------------------
+
+KEYS = {
+    "model": "hidden_size",
+    "heads": "num_attention_heads",
+    "layers": "num_hidden_layers",
+    "hidden": "intermediate_size",
+    "act": "hidden_act",
+    "eps": "layer_norm_eps",
+}
+
+
+@dataclass(frozen=True)
+class EncoderSizes:
+    """Sizes, norm and feed-forward of an encoder, as read from its config."""
+
+    model: int
+    heads: int
+    layers: int
+    tokens: int
+    norm: NormSpec
+    feed: FeedForwardSpec
+
+
+@dataclass
+class Extras:
+    """What a family adds to its table. `masked` replaces the masked-LM head, `pooler` the transform
+    of classifiers, `tasks` adds tasks with their heads.
+    """
+
+    attentions: Sequence[LayerAttention] | None = None
+    embedding: EmbeddingSpec | None = None
+    has_embedding: bool = True
+    masked: OutputHeadSpec | None = None
+    pooler: HeadTransformSpec | None = None
+    tasks: dict[str, list[OutputHeadSpec]] = field(default_factory=dict[str, list[OutputHeadSpec]])
+    stack: dict[str, Any] = field(default_factory=dict[str, Any])
+    unsupported: tuple[UnsupportedPart, ...] = ()
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How the config.json of a family of encoders like BERT is read; the defaults are BERT's.
+
+    - `model` to `eps` are defaults of the keys in `KEYS`, which `keys` renames; "" is a fixed value.
+    - `types` is the default number of token types, None without the key. `offset` is how rows before
+      the first position are counted: "" for none, "pad" after pad_token_id.
+    - `masked_act` is the activation of the masked-LM head, "" that of the layers; `pooler_act` that
+      of the pooler, which `pools_base` gives to the model without a task.
+    """
+
+    prefix: str
+    model: int = 768
+    heads: int = 12
+    layers: int = 12
+    tokens: int = 30522
+    hidden: int = 3072
+    act: str = "gelu"
+    eps: float = 1e-12
+    keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    refused: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+    pattern: str | Switch = "full()"
+    types: int | None = 2
+    fewest_types: int = 1
+    offset: str = ""
+    masked_act: str = ""
+    pooler_act: str = "tanh"
+    pools_base: bool = True
+    masked_tasks: tuple[str, ...] = ("ForMaskedLM", "ForCausalLM")
+    default_task: str = "ForMaskedLM"
+    extras: Callable[[TransformersConfig, str, EncoderSizes], Extras] | None = None
+
+
+def read_encoder_sizes(config: TransformersConfig, family: Encoder) -> EncoderSizes:
+    """Return the sizes of a config of this family."""
+    keys = {name: text.split() for name, text in (KEYS | dict(family.keys)).items()}
+    model = config.read_int(*keys["model"], default=family.model)
+    heads = config.read_num_heads(*keys["heads"], default=family.heads)
+    config.resolve_head_dim(model, heads)
+    refuse_keys(config, family.refused)
+    hidden = family.hidden
+    if keys["hidden"]:
+        hidden = config.read_int(*keys["hidden"], default=family.hidden)
+    act = config.read_activation(keys["act"][0], family.act)
+    layers = config.read_num_layers(*keys["layers"], default=family.layers)
+    tokens = config.read_int("vocab_size", default=family.tokens) if family.tokens else 0
+    eps = config.read_float(*keys["eps"], default=family.eps) if keys["eps"] else family.eps
+    feed = FeedForwardSpec(hidden, act, bias="ud")
+    return EncoderSizes(model, heads, layers, tokens, NormSpec("layer", eps), feed)
+
+
+def build_encoder(config: TransformersConfig, task: str, family: Encoder) -> ModelSpec:
+    """Return an encoder with post-norm layers (1706.03762) and the output heads of a task."""
+    sizes = read_encoder_sizes(config, family)
+    extras = family.extras(config, task, sizes) if family.extras else Extras()
+    attentions = extras.attentions
+    if attentions is None:
+        pattern = read_switch(config, family.pattern)
+        spec = design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo")
+        attentions = [spec] * sizes.layers
+    blocks = [
+        BlockSpec(attention, feed=sizes.feed, norm=sizes.norm, placement="post")
+        for attention in attentions
+    ]
+    embedding = extras.embedding
+    if embedding is None and extras.has_embedding:
+        embedding = _read_embedding(config, family, sizes)
+    stack = StackSpec.from_blocks("encoder", sizes.model, blocks, embedding=embedding)
+    stack = replace(stack, **extras.stack)
+    count = read_num_labels(config)
+    pool = extras.pooler or HeadTransformSpec(sizes.model, family.pooler_act)
+    act = family.masked_act or sizes.feed.activation
+    masked = extras.masked or make_masked_head(config, sizes, act)
+    heads_by_task = {
+        "Model": [OutputHeadSpec("pooler", at="first", transform=pool)] * family.pools_base,
+        **{key: [masked] for key in family.masked_tasks},
+        "ForSequenceClassification": [OutputHeadSpec("classes", count, "first", pool, "learned")],
+        "ForMultipleChoice": [OutputHeadSpec("choice", 1, "first", pool, "learned")],
+        "ForTokenClassification": [OutputHeadSpec("classes", count, bias="learned")],
+        "ForQuestionAnswering": [OutputHeadSpec("span", count, bias="learned")],
+        **extras.tasks,
+    }
+    heads = select_heads(config, task, heads_by_task)
+    return assemble_model(config, "encoder", (stack,), heads, extras.unsupported)
+
+
+def _read_embedding(
+    config: TransformersConfig, family: Encoder, sizes: EncoderSizes
+) -> EmbeddingSpec:
+    types = 0
+    if family.types is not None:
+        types = config.read_int(
+            "type_vocab_size", default=family.types, minimum=family.fewest_types
+        )
+    rows = config.read_int("max_position_embeddings", default=512)
+    skipped = 0
+    if family.offset:  # numbered as in fairseq: the first position uses the row after padding
+        pad = config.read_int("pad_token_id", default=1, minimum=0) if family.offset == "pad" else 1
+        skipped = 1 + pad
+        if rows <= skipped:
+            config.fail(
+                f"max_position_embeddings = {rows} leaves no positions after pad_token_id",
+                f"give more than {skipped}",
+            )
+    positions = PositionSpec("learned", rows - skipped, skipped=skipped)
+    return EmbeddingSpec(sizes.tokens, positions=positions, types=types, norm=sizes.norm)
+
+
+def make_masked_head(
+    config: TransformersConfig, sizes: EncoderSizes, act: str, narrow: int | None = None
+) -> OutputHeadSpec:
+    """Return the masked-LM head, without its output matrix if the embeddings are narrower."""
+    table = read_tied_stack(config, "encoder", True)
+    inner = HeadTransformSpec(narrow or sizes.model, act, sizes.norm)
+    if narrow not in (None, sizes.model):
+        return OutputHeadSpec("tokens", transform=inner)
+    return OutputHeadSpec("tokens", sizes.tokens, transform=inner, bias="learned", table=table)
+
+
+# --- BERT (1810.04805), and BERT with collaborative heads -----------------------------------------
+
+
+@family_function
+def bert(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+    """Heads of pretraining."""
+    masked = make_masked_head(config, sizes, sizes.feed.activation)
+    if not masked.table:
+        config.add_note(
+            "tie_word_embeddings: the second bias of the decoder in transformers is left out"
+        )
+    following = OutputHeadSpec("next", 2, "first", HeadTransformSpec(sizes.model), "learned")
+    pretraining = {
+        "ForPreTraining": [masked, following],
+        "ForNextSentencePrediction": [following],
+    }
+    return Extras(masked=masked, tasks=pretraining)
+
+
+MIXING_NAME = re.compile(r"encoder\.layer\.(\d+)\.attention\.self\.mixing$")
+
+
+def with_collaborative_heads(model: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
+    """Return BERT with one query-key space for all heads (2006.16362) in the layers that have
+    mixing vectors.
+
+    The released code, like its config.json, does not say so elsewhere. It divides scores by
+    sqrt(width / heads).
+    """
+    matches = ((MIXING_NAME.search(name), shape) for name, shape in shapes.items())
+    widths = {int(match[1]): shape[1] for match, shape in matches if match}
+    if not widths:
+        return model
+    (stack,) = model.stacks
+    blocks = list(stack.layers)
+    for layer, width in widths.items():
+        if layer >= len(blocks):
+            continue  # reading the tensors says that there is no such layer
+        spec = blocks[layer].attention
+        assert isinstance(spec, AttentionSpec)
+        similarity = make_dot((width / spec.heads.q) ** -0.5, spec.heads.dim**-0.5)
+        shared = replace(spec, project=Collaborative(width=width, bias="v"), similarity=similarity)
+        blocks[layer] = replace(blocks[layer], attention=shared)
+    return replace(model, stacks=(replace(stack, runs=group_blocks(blocks)),))
+
+
+# --- MPNet, Longformer ----------------------------------------------------------------------------
+
+
+@family_function
+def mpnet(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+    """Relative position biases as in T5."""
+    bias = T5Bias(32, 128, "both")
+    spec = design(model=sizes.model, heads=sizes.heads, bias="qkvo", modifiers=(bias,))
+    return Extras([spec] * sizes.layers)
+
+
+GLOBAL_TOKENS_REASON = (
+    "global tokens are chosen per call and have their own projections; exact without global tokens"
+)
+
+
+@family_function
+def longformer(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+    """A spec without global tokens; hw.LongformerAttention runs the full layer."""
+    setting = config.values.get("attention_window", 512)
+    windows: list[Any] = [setting] * sizes.layers
+    if isinstance(setting, (list, tuple)):
+        windows = config.read_list("attention_window") or []
+    is_even = [type(window) is int and window >= 2 and not window % 2 for window in windows]
+    if len(windows) != sizes.layers or not all(is_even):
+        config.fail(
+            f"attention_window = {setting!r} is not an even number for each of {sizes.layers} "
+            "layers",
+            "give 512 or a list of one per layer",
+        )
+    sides = ("query_global", "key_global", "value_global")
+    weights = [(f"{side}.weight", sizes.model**2) for side in sides]
+    own = (*weights, *((f"{side}.bias", sizes.model) for side in sides))
+    attentions = list[LayerAttention]()
+    for window in windows:
+        pattern = f"window({window + 1}, after={window // 2})"
+        spec = design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo")
+        attentions.append(ApproximateAttention(spec, GLOBAL_TOKENS_REASON, own))
+    return Extras(attentions)
+
+
+# --- ELECTRA (2003.10555) and ALBERT: token embeddings that may be narrower than the layers -------
+
+
+def _narrow_embedding(config: TransformersConfig, sizes: EncoderSizes, narrow: int) -> Extras:
+    """Embeddings with their norm and the projection to the width of the layers, and the masked-LM
+    head on them.
+    """
+    length = config.read_int("max_position_embeddings", default=512)
+    rows = length + config.read_int("type_vocab_size", default=2) + sizes.tokens
+    own = {
+        "encoder.embedding.rows": rows * narrow,
+        "encoder.embedding.norm": 2 * narrow,
+        "encoder.embedding.wider": narrow * sizes.model + sizes.model,
+    }
+    reason = (
+        f"embeddings have {narrow} channels, projected to {sizes.model}, which EmbeddingSpec lacks"
+    )
+    return Extras(has_embedding=False, unsupported=(UnsupportedPart(reason, tuple(own.items())),))
+
+
+def _narrow_head(config: TransformersConfig, sizes: EncoderSizes, narrow: int) -> UnsupportedPart:
+    """The bias of the head of narrow token embeddings, and its matrix unless tied."""
+    own = [("head.tokens.bias", sizes.tokens)]
+    if not read_tied_stack(config, "encoder", True):
+        own.append(("head.tokens.weight", sizes.tokens * narrow))
+    return UnsupportedPart("the masked-LM head uses the narrow embeddings", tuple(own))
+
+
+@family_function
+def electra(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+    """The pretraining head detects replaced tokens."""
+    narrow = config.read_int("embedding_size", default=128)
+    extras = Extras()
+    if narrow != sizes.model:
+        extras = _narrow_embedding(config, sizes, narrow)
+        if task in ("ForMaskedLM", "ForCausalLM"):
+            extras.unsupported += (_narrow_head(config, sizes, narrow),)
+    inner = HeadTransformSpec(sizes.model, sizes.feed.activation)
+    extras.masked = make_masked_head(config, sizes, "gelu", narrow)
+    extras.tasks = {
+        "ForPreTraining": [OutputHeadSpec("replaced", 1, transform=inner, bias="learned")]
+    }
+    return extras
+
+
+@family_function
+def albert(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+    """All layers share the weights of the first."""
+    narrow = config.read_int("embedding_size", default=128)
+    if narrow == sizes.model:
+        config.fail(
+            f"embedding_size = {narrow} equals hidden_size",
+            "give a smaller one: ALBERT always has a projection between them",
+        )
+    extras = _narrow_embedding(config, sizes, narrow)
+    if task == "ForMaskedLM":
+        extras.unsupported += (_narrow_head(config, sizes, narrow),)
+    extras.masked = make_masked_head(config, sizes, sizes.feed.activation, narrow)
+    extras.stack = {"weights_of": "first"}
+    return extras
+
+
+# --- DeBERTa 2 and 3: content and relative positions are scored separately (2006.03654) -----------
+
+DISENTANGLED_REASON = (
+    "scores add content-to-position and position-to-content terms, from one table for all layers"
+)
+
+
+@family_function
+def deberta(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+    """Without relative_attention the layers are BERT's."""
+    config.require_default(
+        "embedding_size",
+        sizes.model,
+        "gives token embeddings another width, which is not described",
+    )
+    length = config.read_int("max_position_embeddings", default=512)
+    is_placed = config.read_bool("position_biased_input", True)
+    types = config.read_int("type_vocab_size", default=0, minimum=0)
+    wide = config.read_int("pooler_hidden_size", default=sizes.model)
+    return Extras(
+        attentions=[_deberta_attention(config, sizes)] * sizes.layers,
+        embedding=EmbeddingSpec(
+            sizes.tokens,
+            positions=PositionSpec("learned", length) if is_placed else None,
+            types=types,
+            norm=sizes.norm,
+        ),
+        pooler=HeadTransformSpec(wide, config.read_activation("pooler_hidden_act", "gelu")),
+        unsupported=_deberta_parts(config, sizes, length),
+    )
+
+
+def _deberta_attention(config: TransformersConfig, sizes: EncoderSizes) -> LayerAttention:
+    spec = design(model=sizes.model, heads=sizes.heads, bias="qkvo")
+    if not config.read_bool("relative_attention", False):
+        return spec
+    terms: Any = config.values.get("pos_att_type") or []
+    if isinstance(terms, str):  # old files join them with |
+        terms = [term.strip() for term in terms.lower().split("|")]
+    is_shared = config.read_bool("share_att_key", False)
+    sides = {} if is_shared else {"c2p": "pos_key", "p2c": "pos_query"}
+    used = [name for term, name in sides.items() if term in list(terms)]
+    weights = [(f"{name}.weight", sizes.model**2) for name in used]
+    own = (*weights, *((f"{name}.bias", sizes.model) for name in used))
+    return ApproximateAttention(spec, DISENTANGLED_REASON, own)
+
+
+def _deberta_parts(
+    config: TransformersConfig, sizes: EncoderSizes, length: int
+) -> tuple[UnsupportedPart, ...]:
+    """The relative position table, its norm, and the convolution beside the first layer."""
+    parts = list[UnsupportedPart]()
+    if config.read_bool("relative_attention", False):
+        settings = [
+            config.values.get(name) for name in ("position_buckets", "max_relative_positions")
+        ]
+        given = [value for value in settings if type(value) is int and value > 0]
+        rows = 2 * (given[0] if given else length)
+        table = [("encoder.embedding.distances", rows * sizes.model)]
+        if "layer_norm" in str(config.values.get("norm_rel_ebd", "none")).lower():
+            table.append(("encoder.embedding.distances_norm", 2 * sizes.model))
+        reason = "relative positions have a table of embeddings that all layers share"
+        parts.append(UnsupportedPart(reason, tuple(table)))
+    kernel = config.read_int("conv_kernel_size", default=0, minimum=0)
+    if kernel:
+        groups = config.read_int("conv_groups", default=1)
+        numbers = sizes.model * sizes.model // groups * kernel + 3 * sizes.model
+        reason = "a convolution of the embeddings is added to the output of the first layer"
+        parts.append(UnsupportedPart(reason, (("encoder.0.feed.convolution", numbers),)))
+    return tuple(parts)
+
+
+register_families("encoders", Encoder, build_encoder)

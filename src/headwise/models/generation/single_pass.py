@@ -1,0 +1,193 @@
+"""Answers from one forward pass: classes of texts, images or audio, and masked tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...attention.masking.sequence_info import SequenceInfo
+from ...util.errors import SpecError
+from ..transformer import Transformer
+from .decoding_state import eval_mode, pad_left, require_language_model
+from .prompts import encode_text
+from .text_output import ModelTokenizer, load_tokenizers
+
+# --- Classification -------------------------------------------------------------------------------
+
+
+class Prediction(NamedTuple):
+    """A class or token name and its probability."""
+
+    name: str
+    share: float
+
+
+def classify(
+    net: Transformer, inputs: Sequence[str] | Tensor, sequence: SequenceInfo | None = None
+) -> list[list[Prediction]]:
+    """Return the classes of each input, most likely first, from the model's first output head.
+
+    Inputs are texts, or a tensor that the model reads: ids, or pixels or frames prepared by
+    `scale_inputs`.
+
+    >>> import headwise as hw
+    >>> from headwise import model_spec as bp
+    >>> stack = bp.StackSpec.from_blocks("encoder", 3, [], embedding=bp.EmbeddingSpec(5))
+    >>> net = hw.build(
+    ...     bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("classes", 2, "mean"),)),
+    ...     seed=0,
+    ... )
+    >>> net.usage = hw.ProcessorSpec(labels=("cat", "dog"))
+    >>> [likeliest, other] = classify(net, torch.tensor([[3, 1, 4]]))[0]
+    >>> sorted([likeliest.name, other.name]), round(likeliest.share + other.share, 6)
+    (['cat', 'dog'], 1.0)
+    """
+    names = require_class_names(net)
+    device = next(net.parameters()).device
+    if not isinstance(inputs, Tensor):
+        inputs, sequence = pad_left([encode_text(net, text) for text in inputs], device)
+    if sequence is not None:
+        sequence = sequence.to(device)
+    with eval_mode(net):
+        shares = net(inputs.to(device), sequence=sequence).float().softmax(-1)
+    return [_rank_predictions(names, row) for row in shares]
+
+
+def require_class_names(net: Transformer) -> tuple[str, ...]:
+    """Return the class names; raise if the model has none or its first output
+    head is not pooled.
+    """
+    spec = net.spec
+    names = net.usage.labels
+    if not spec.heads or spec.heads[0].at == "each":
+        raise SpecError(
+            f"the first output head of {spec.name} is not pooled over the row; give a classifier"
+        )
+    if not spec.heads[0].outputs:
+        fact = (
+            f"{spec.name} has no classes: it gives one vector for each text, without words or "
+            "labels for it"
+        )
+        raise SpecError(
+            f"{fact}; see its heads with `headwise view` or `headwise heads`, or give a "
+            "fine-tuned model"
+        )
+    if len(names) != spec.heads[0].outputs:
+        fact = f"{spec.name} has {spec.heads[0].outputs} classes but {len(names)} names"
+        raise SpecError(f'{fact}; set net.usage = hw.ProcessorSpec(labels=("cat", "dog"))')
+    return names
+
+
+def scale_inputs(net: Transformer, values: Any) -> Tensor:
+    """Normalise pixels [n, height, width, channels] in 0..1, or frames [n, time, features], as in
+    training.
+
+    >>> import headwise as hw
+    >>> from headwise import model_spec as bp
+    >>> patches = bp.EmbeddingSpec(patches=bp.PatchSpec(1, 1, 2, 2, channels=1))
+    >>> net = hw.build(
+    ...     bp.ModelSpec(
+    ...         "tiny", "vision", (bp.StackSpec.from_blocks("encoder", 3, [], embedding=patches),)
+    ...     )
+    ... )
+    >>> net.usage = hw.ProcessorSpec(mean=(0.5,), deviation=(0.25,))
+    >>> scale_inputs(net, np.array([[[[0.5], [1.0]], [[0.75], [0.0]]]])).tolist()
+    [[[[0.0, 2.0], [1.0, -2.0]]]]
+    """
+    mean, deviation = (np.asarray(statistic) for statistic in (net.usage.mean, net.usage.deviation))
+    num_channels = values.shape[-1]
+    if len(mean) != num_channels:
+        fact = f"{net.spec.name} normalises {len(mean)} channels, but the input has {num_channels}"
+        raise SpecError(
+            f"{fact}; give such an input, or set net.usage = hw.ProcessorSpec(mean=..., "
+            "deviation=...)"
+        )
+    scaled = torch.from_numpy(((values - mean) / deviation).astype(np.float32))
+    return scaled.movedim(-1, 1).contiguous() if scaled.dim() == 4 else scaled
+
+
+def _rank_predictions(names: tuple[str, ...], shares: Tensor) -> list[Prediction]:
+    order: list[int] = shares.argsort(descending=True, stable=True).tolist()
+    return [Prediction(names[n], float(shares[n])) for n in order]
+
+
+# --- Masked tokens --------------------------------------------------------------------------------
+
+MASK_TOKENS = ("[MASK]", "<mask>")  # as BERT and RoBERTa write it
+
+
+class FilledText(NamedTuple):
+    """A text with each mask replaced by its most likely token, and the `top` predictions for each
+    mask.
+    """
+
+    text: str
+    predictions: list[list[Prediction]]
+
+
+def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[FilledText]:
+    """Predict each mask of each text with an encoder, independently of the other masks.
+
+    A mask is written as the tokenizer writes it, as in "The [MASK] sat."
+    """
+    vocabulary = require_language_model(net.spec)
+    kind = net.spec.kind
+    if kind != "encoder":
+        raise SpecError(
+            f"{net.spec.name} is of kind {kind}, and masks are for encoders; call generate"
+        )
+    if not isinstance(top, int) or not 1 <= top <= vocabulary:
+        raise ValueError(f"cannot return top={top!r} of {vocabulary} tokens; give 1..{vocabulary}")
+    words, _ = load_tokenizers(net)
+    mask = find_mask_id(net, words)
+    rows = [encode_masked_text(net, text, mask) for text in texts]
+    ids, tokens = pad_left(rows, next(net.parameters()).device)
+    with eval_mode(net):
+        logits = net(ids, sequence=tokens)
+    texts_and_logits = zip(texts, ids, logits, strict=True)
+    return [
+        _fill_text(words, text, words.token_text(mask), own[row == mask], top)
+        for text, row, own in texts_and_logits
+    ]
+
+
+def find_mask_id(net: Transformer, tokenizer: ModelTokenizer) -> int:
+    """Return the id of the mask token: `usage.mask`, or the tokenizer's own."""
+    candidates = [net.usage.mask, *map(tokenizer.id, MASK_TOKENS)]
+    mask = next((one for one in candidates if one is not None), None)
+    if mask is None:
+        raise SpecError(
+            f"{net.spec.name} has no mask token; set net.usage = hw.ProcessorSpec(mask=103)"
+        )
+    return mask
+
+
+def encode_masked_text(net: Transformer, text: str, mask_id: int) -> list[int]:
+    """Return the ids of a text; raise if it has no mask."""
+    row = encode_text(net, text, specials="read")
+    if mask_id not in row:
+        token = load_tokenizers(net)[0].token_text(mask_id)
+        raise ValueError(f"{text!r} holds no {token}; write one where a token is to be filled in")
+    return row
+
+
+def _fill_text(words: ModelTokenizer, text: str, mask: str, logits: Tensor, top: int) -> FilledText:
+    """Rank tokens by the logits [masks, vocabulary] and fill the best into the text."""
+    likely = logits.float().softmax(-1).topk(top)
+    ranked = zip(likely.values.tolist(), likely.indices.tolist(), strict=True)
+    masks = [
+        [Prediction(_token_text(words, one), share) for share, one in zip(*row, strict=True)]
+        for row in ranked
+    ]
+    pieces = text.split(mask)
+    between = [guesses[0].name for guesses in masks] + [""]
+    return FilledText("".join(a + b for a, b in zip(pieces, between, strict=True)), masks)
+
+
+def _token_text(words: ModelTokenizer, one: int) -> str:
+    """Return the token as text; a special token as its name."""
+    return words.text([one]).strip() or words.token_text(one)

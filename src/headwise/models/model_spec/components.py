@@ -1,0 +1,639 @@
+"""Specs of norms, feed-forwards, experts, embeddings, output heads and the processing of inputs and
+outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar, cast
+
+from ...attention.interfaces.axis_layout import AxisLayout
+from ...attention.interfaces.part import CheckedDataclass
+from ...attention.spec.attention_spec import AttentionSpec
+from ...attention.spec.serialization import to_dict as spec_to_dict
+from ...util.errors import SpecError, suggest
+from ...util.size_limits import MAX_WIDTH, check_size
+
+# --- Processing of inputs and outputs -------------------------------------------------------------
+
+
+SPECIAL_TOKEN_RULES = ("text", "read")
+TOKENIZER_FIELDS = ("tokenizer", "source_tokenizer")  # fields that are files of their own
+ID_FIELDS = ("before", "behind", "begin", "end")
+
+
+@dataclass(frozen=True)
+class ProcessorSpec:
+    """Tokenizer, special tokens, class labels and image normalisation of a model.
+
+    The ids `before` and `behind` are put before and after every input text. Generation starts with
+    `begin` in an encoder-decoder model, and stops at any id of `end`. `mask` is the id of the mask
+    token. specials="text": the spelling of a special token inside a text is tokenized as ordinary
+    text; "read": it becomes the special token. `labels` are the names of the classes. Images are
+    resized to `size` (height, width); then `mean` is subtracted from each channel, or each feature
+    of frames, and the result divided by `deviation`. `tokenizer` is the JSON text of a
+    `tokenizers.Tokenizer`, `source_tokenizer` that of the encoder's input if it differs.
+
+    >>> ProcessorSpec(begin=(1,), end=(2,)).to_dict
+    {'begin': [1], 'end': [2]}
+    """
+
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    mask: int | None = None
+    specials: str = "text"
+    labels: tuple[str, ...] = ()
+    size: tuple[int, ...] = ()
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
+    tokenizer: str | None = field(default=None, repr=False)
+    source_tokenizer: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ID_FIELDS:
+            self._check(name, int, "a tuple of ids, such as (2,)", least=0)
+        self._check("labels", str, 'a tuple of strings, such as ("cat", "dog")')
+        self._check("size", int, "height and width, such as (28, 28)", least=1)
+        for name in ("mean", "deviation"):
+            self._check(name, float, "a tuple of floats, one per channel, such as (0.5,)")
+        if self.mask is not None and (type(self.mask) is not int or self.mask < 0):
+            raise SpecError(f"ProcessorSpec(mask={self.mask!r}) is not an id; give an integer >= 0")
+        if self.specials not in SPECIAL_TOKEN_RULES:
+            suggestion = suggest(str(self.specials), SPECIAL_TOKEN_RULES)
+            raise SpecError(f"ProcessorSpec(specials={self.specials!r}) is unknown; {suggestion}")
+        if len(self.size) not in (0, 2):
+            raise SpecError(
+                f"ProcessorSpec(size={self.size}) is not an image size; give height and width, "
+                "such as (28, 28)"
+            )
+        if len(self.mean) != len(self.deviation):
+            raise SpecError(
+                f"ProcessorSpec has mean={self.mean} but deviation={self.deviation}; give one of "
+                "each per channel"
+            )
+
+    def _check(self, name: str, kind: type, expected: str, least: int | None = None) -> None:
+        values = cast("tuple[Any, ...]", getattr(self, name))
+        is_typed = type(values) is tuple and all(type(value) is kind for value in values)
+        if not is_typed or (least is not None and any(value < least for value in values)):
+            raise SpecError(f"invalid ProcessorSpec({name}={values!r}); give {expected}")
+
+    @property
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as plain values, without the tokenizers."""
+        own = {
+            f.name: (getattr(self, f.name), f.default)
+            for f in fields(self)
+            if f.name not in TOKENIZER_FIELDS
+        }
+        changed = {name: value for name, (value, default) in own.items() if value != default}
+        return {
+            name: list(cast("tuple[Any]", value)) if type(value) is tuple else value
+            for name, value in changed.items()
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ProcessorSpec:
+        """Return the spec that `to_dict` describes."""
+        field_names = [f.name for f in fields(ProcessorSpec) if f.name not in TOKENIZER_FIELDS]
+        for name in values:
+            if name not in field_names:
+                raise SpecError(f"usage has no {name!r}; {suggest(name, field_names)}")
+        lists = {
+            name: cast("list[Any]", value)
+            for name, value in values.items()
+            if isinstance(value, list)
+        }
+        arguments: dict[str, Any] = {
+            **values,
+            **{name: tuple(value) for name, value in lists.items()},
+        }
+        return ProcessorSpec(**arguments)
+
+
+# --- Layers, embeddings and output heads ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A tensor of a model: its full name, its axes and their sizes, and its role.
+
+    `role` is one of "embedding", "mixer", "attention", "cross", "feed", "norm" and "head".
+    `trainable` is False for tensors that are saved but never trained. `tied_to` is a name under
+    which layers of one stack share the tensor, or empty.
+
+    >>> WeightSpec("up", AxisLayout.parse("hidden model"), {"hidden": 3, "model": 5}, "feed").shape
+    (3, 5)
+    """
+
+    name: str
+    layout: AxisLayout
+    axis_sizes: Mapping[str, int] = field(hash=False)
+    role: str = ""
+    trainable: bool = True
+    tied_to: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in which the tensor is stored."""
+        return self.layout.shape(self.axis_sizes)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.layout.numel(self.axis_sizes)
+
+
+def add_prefix(prefix: str, role: str, weights: Iterable[WeightSpec]) -> Iterator[WeightSpec]:
+    """Prepend `prefix` to the names of these weights and set their role."""
+    return (replace(w, name=f"{prefix}.{w.name}", role=role) for w in weights)
+
+
+def make_weight(name: str, layout: str, **sizes: int) -> WeightSpec:
+    """Return a trainable weight with the axes that `layout` names, such as "hidden model"."""
+    return WeightSpec(name, AxisLayout.parse(layout), sizes)
+
+
+@dataclass(frozen=True, repr=False)
+class SpecNode(CheckedDataclass):
+    """Base class of specs, which checks fields: valid choices, integers >= 1 (>= 0 if the default
+    is 0), floats > 0.
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            least = 0 if field_.default == 0 else 1
+            if isinstance(value, int) and value < least:
+                raise SpecError(
+                    f"{name}({field_.name}={value!r}) is too small; give {field_.name}={least} or "
+                    "more"
+                )
+            if field_.name == "model" and isinstance(value, int):
+                check_size(f"{name}.model", value, MAX_WIDTH)
+            if isinstance(value, float) and not value > 0:
+                raise SpecError(
+                    f"{name}({field_.name}={value!r}) is not positive; leave it out or give more "
+                    "than 0"
+                )
+        for key, allowed in self.choices.items():
+            if getattr(self, key) not in allowed:
+                choice = getattr(self, key)
+                suggestion = suggest(choice, [word for word in allowed if word])
+                raise SpecError(f"{name}({key}={choice!r}) is unknown; {suggestion}")
+
+
+def to_plain(value: Any) -> Any:
+    """Return a spec as plain values; fields that equal their defaults are left out."""
+    if isinstance(value, AttentionSpec):
+        return spec_to_dict(value)
+    if isinstance(value, SpecNode):
+        plain = dict[str, Any]()
+        for field_ in fields(value):
+            item = getattr(value, field_.name)
+            if field_.default is MISSING or item != field_.default:
+                plain[field_.name] = to_plain(item)
+        return plain
+    if isinstance(value, tuple):
+        return [to_plain(item) for item in cast("tuple[Any, ...]", value)]
+    return value
+
+
+@dataclass(frozen=True, repr=False)
+class NormSpec(SpecNode):
+    """kind="layer": (x - mean) / std times a weight plus a bias; "unbiased": without the bias;
+    "bare": with neither, as OLMo (2402.00838); "rms": x / rms times a weight; "offset": x / rms
+    times (1 + weight), as in Gemma.
+
+    >>> [w.name for w in NormSpec().weights(7)], [w.name for w in NormSpec("rms").weights(7)]
+    (['weight', 'bias'], ['weight'])
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "kind": ("layer", "unbiased", "bare", "rms", "offset")
+    }
+    kind: str = "layer"
+    eps: float = 1e-5
+
+    def weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield the weights at this model width."""
+        if self.kind != "bare":
+            yield make_weight("weight", "model", model=width)
+        if self.kind == "layer":
+            yield make_weight("bias", "model", model=width)
+
+
+@dataclass(frozen=True, repr=False)
+class FeedForwardSpec(SpecNode):
+    """y = W_down act(W_up x), or W_down (act(W_gate x) * W_up x) when form="gated"; `bias` lists
+    their biases.
+
+    `bias` holds the initials of the matrices with a bias, such as "ud" (up and down). The gated
+    feed-forward of Llama-2-7B has 3 d f parameters:
+
+    >>> sum(w.numel for w in FeedForwardSpec(11008, "silu", form="gated").weights(4096))
+    135266304
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"form": ("plain", "gated")}
+    hidden: int
+    activation: str = "gelu"
+    form: str = "plain"
+    bias: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        letters = "".join(name[0] for name in self.matrix_layouts)
+        if set(self.bias) - set(letters) or len(set(self.bias)) != len(self.bias):
+            raise SpecError(
+                f"FeedForwardSpec(bias={self.bias!r}) names unknown biases; use letters of "
+                f"{letters!r}, each once"
+            )
+
+    @property
+    def matrix_layouts(self) -> dict[str, str]:
+        """The axes of each matrix by its name."""
+        gate = {"gate": "hidden model"} if self.form == "gated" else {}
+        return {"up": "hidden model"} | gate | {"down": "model hidden"}
+
+    def weights(self, width: int, num_experts: int = 0) -> Iterator[WeightSpec]:
+        """Yield the weights at this model width; with `num_experts`, stacked along a first axis of
+        experts.
+        """
+        expert_axis, sizes = ("expert ", {"expert": num_experts}) if num_experts else ("", {})
+        sizes |= {"model": width, "hidden": self.hidden}
+        for name, axes in self.matrix_layouts.items():
+            yield make_weight(name, expert_axis + axes, **sizes)
+            if name[0] in self.bias:
+                yield make_weight(f"{name}_bias", expert_axis + axes.split()[0], **sizes)
+
+    def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield the matrices that each token is multiplied with."""
+        yield from (
+            make_weight(name, axes, model=width, hidden=self.hidden)
+            for name, axes in self.matrix_layouts.items()
+        )
+
+    def active_params(self, width: int, num_tokens: int) -> int:
+        """Return how many parameters `num_tokens` tokens use: all of them."""
+        return sum(w.numel for w in self.weights(width))
+
+
+@dataclass(frozen=True, repr=False)
+class ExpertsSpec(SpecNode):
+    """Mixture of experts: a router picks `active` of `count` feed-forwards per token; `shared`
+    processes every token.
+
+    scores="softmax" is a softmax over all experts, "chosen" a softmax over the chosen experts,
+    "sigmoid" a sigmoid of each score, normalised over the chosen experts, "sigmoid_sum" the same
+    without normalisation. bias="learned" adds a trained bias to the router's logits; "constant" a
+    bias that only affects the choice of experts and is set by load balancing (DeepSeek-V3,
+    2412.19437). The sum of the chosen experts' outputs is multiplied by `scale`.
+
+    Experts form `groups` of equal size, and each token uses experts of only `active_groups` of
+    them: the groups with the highest single score (group_score="max", DeepSeek-V2, 2405.04434) or
+    sum of two scores ("top2", DeepSeek-V3).
+
+    >>> [w.name for w in ExpertsSpec(FeedForwardSpec(3), count=4, active=2).weights(7)]
+    ['router', 'each.up', 'each.down']
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "scores": ("softmax", "chosen", "sigmoid", "sigmoid_sum"),
+        "bias": ("", "learned", "constant"),
+        "group_score": ("max", "top2"),
+    }
+    each: FeedForwardSpec
+    count: int
+    active: int
+    shared: FeedForwardSpec | None = None
+    scores: str = "softmax"
+    bias: str = ""
+    scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+    group_score: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.active > self.count:
+            raise SpecError(
+                f"ExpertsSpec(active={self.active}) is more than count={self.count}; use at most "
+                f"{self.count}"
+            )
+        if self.groups > 1:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Raise if the experts cannot be chosen within groups of equal size."""
+        size = self.count // self.groups
+        if self.count % self.groups:
+            raise SpecError(
+                f"ExpertsSpec(groups={self.groups}) must divide count={self.count}; give a divisor"
+            )
+        if self.active_groups > self.groups:
+            limit = f"use at most {self.groups}"
+            raise SpecError(
+                f"ExpertsSpec(active_groups={self.active_groups}) exceeds groups={self.groups}; "
+                f"{limit}"
+            )
+        if self.active > self.active_groups * size:
+            fact = (
+                f"ExpertsSpec(active={self.active}) is more than {self.active_groups} groups "
+                f"of {size} experts hold"
+            )
+            raise SpecError(
+                f"{fact}; use at most {self.active_groups * size}, or a larger active_groups"
+            )
+        if self.group_score == "top2" and size < 2:
+            raise SpecError(
+                f"ExpertsSpec(group_score='top2') needs two experts per group, got {size}; use "
+                "fewer groups"
+            )
+
+    def weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield the weights at this model width."""
+        yield make_weight("router", "expert model", expert=self.count, model=width)
+        if self.bias:
+            bias = make_weight("router_bias", "expert", expert=self.count)
+            yield replace(bias, trainable=self.bias == "learned")
+        yield from add_prefix("each", "", self.each.weights(width, self.count))
+        if self.shared:
+            yield from add_prefix("shared", "", self.shared.weights(width))
+
+    def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield the matrices that each token is multiplied with: the router, the chosen experts and
+        the shared one.
+        """
+        yield make_weight("router", "expert model", expert=self.count, model=width)
+        for name, axes in self.each.matrix_layouts.items():
+            yield make_weight(
+                f"each.{name}",
+                f"active {axes}",
+                active=self.active,
+                model=width,
+                hidden=self.each.hidden,
+            )
+        yield from (
+            add_prefix("shared", "", self.shared.matmul_weights(width)) if self.shared else ()
+        )
+
+    def active_params(self, width: int, num_tokens: int) -> int:
+        """Return how many parameters `num_tokens` tokens use, with the expected number of different
+        experts.
+
+        >>> experts = ExpertsSpec(
+        ...     FeedForwardSpec(3), count=4, active=2
+        ... )  # router: 20 parameters, each expert: 30
+        >>> [experts.active_params(5, tokens) for tokens in (0, 1, 2, 3)]
+        [20, 80, 110, 125]
+        """
+        total = sum(w.numel for w in self.weights(width))
+        per_expert = self.each.active_params(width, num_tokens)
+        return total - round(per_expert * (self.count - self.expected_experts(num_tokens)))
+
+    def expected_experts(self, num_tokens: int) -> float:
+        """Return the expected number of different experts that `num_tokens` tokens choose: E (1 -
+        (1 - k/E)^n).
+
+        Every token chooses k of E experts, each with the same probability and independently of
+        other tokens. Of 128 experts, 32 tokens that choose 4 each meet about 82:
+
+        >>> ExpertsSpec(FeedForwardSpec(3), count=128, active=4).expected_experts(32)
+        81.65...
+        """
+        return expected_distinct(self.count, self.active, num_tokens)
+
+
+def expected_distinct(count: int, active: int, num_tokens: int) -> float:
+    """Expected number of different items of `count` if `num_tokens` times `active` different ones
+    are chosen.
+
+    >>> expected_distinct(4, 2, 0), expected_distinct(4, 2, 2), expected_distinct(4, 4, 1)
+    (0.0, 3.0, 4.0)
+    """
+    if active == count:
+        return float(count if num_tokens else 0)
+    return -count * math.expm1(num_tokens * math.log1p(-active / count))
+
+
+# --- Embeddings and output heads ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class PositionSpec(SpecNode):
+    """Absolute position embeddings, kind="learned" (a table of `length` rows) or "sinusoidal".
+
+    The first `skipped` rows of a learned table are unused, as in OPT. Sinusoidal embeddings with
+    layout="interleaved" alternate sines and cosines (1706.03762); "halves" puts all sines first.
+
+    >>> (
+    ...     [w.shape for w in PositionSpec("learned", 1024, skipped=2).weights(7)],
+    ...     list(PositionSpec("sinusoidal").weights(7)),
+    ... )
+    ([(1026, 7)], [])
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "kind": ("learned", "sinusoidal"),
+        "layout": ("interleaved", "halves"),
+    }
+    kind: str
+    length: int | None = None
+    skipped: int = 0
+    layout: str = "interleaved"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind == "learned" and self.length is None:
+            raise SpecError(
+                "PositionSpec('learned') needs a row for each position; give length, such as "
+                "length=512"
+            )
+
+    def weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield the table of learned positions; sinusoidal positions have no weights."""
+        if self.kind == "learned" and self.length:
+            yield make_weight(
+                "positions", "position model", position=self.length + self.skipped, model=width
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class PatchSpec(SpecNode):
+    """Linear embedding of an image of rows x columns patches, each of high x wide pixels and
+    `channels` channels.
+
+    bias="none" omits the bias.
+
+    >>> sum(
+    ...     w.numel
+    ...     for w in PatchSpec(rows=14, columns=14, high=16, wide=16, channels=3).weights(768)
+    ... )
+    590592
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"bias": ("learned", "none")}
+    rows: int
+    columns: int
+    high: int
+    wide: int
+    channels: int = 3
+    bias: str = "learned"
+
+    @property
+    def num_patches(self) -> int:
+        """The number of tokens per image."""
+        return self.rows * self.columns
+
+    def weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield the matrix applied to each patch, and its bias."""
+        sizes = {"model": width, "channel": self.channels, "high": self.high, "wide": self.wide}
+        yield make_weight("patches", "model channel high wide", **sizes)
+        if self.bias == "learned":
+            yield make_weight("patches_bias", "model", model=width)
+
+
+@dataclass(frozen=True, repr=False)
+class EmbeddingSpec(SpecNode):
+    """Input embedding: a table of `tokens` or a linear embedding of `patches`, plus positions and
+    token types.
+
+    `first` learned vectors, such as a [CLS] token, precede the patches. Embeddings are multiplied
+    by `scale` before positions and types are added; `norm` is applied last. `table` names the stack
+    whose token table this one uses; empty means a table of its own.
+
+    >>> [
+    ...     w.name
+    ...     for w in EmbeddingSpec(
+    ...         tokens=11, positions=PositionSpec("learned", 5), types=2
+    ...     ).weights(7)
+    ... ]
+    ['tokens', 'positions', 'types']
+    """
+
+    tokens: int = 0
+    patches: PatchSpec | None = None
+    first: int = 0
+    positions: PositionSpec | None = None
+    types: int = 0
+    norm: NormSpec | None = None
+    scale: float = 1.0
+    table: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.tokens) == bool(self.patches):
+            raise SpecError(
+                f"{self!r} must embed either tokens or patches; give exactly one of tokens= and "
+                "patches="
+            )
+        length = self.positions.length if self.positions else None
+        if self.patches and length is not None and length != self.first + self.patches.num_patches:
+            num_tokens = self.first + self.patches.num_patches
+            remedy = f"give PositionSpec(length={num_tokens})"
+            raise SpecError(f"{length} positions for {num_tokens} tokens of an image; {remedy}")
+
+    def weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield the weights at this model width, except a token table that another stack owns."""
+        if self.tokens and not self.table:
+            yield make_weight("tokens", "token model", token=self.tokens, model=width)
+        yield from self.patches.weights(width) if self.patches else ()
+        if self.first:
+            yield make_weight("first", "first model", first=self.first, model=width)
+        yield from self.positions.weights(width) if self.positions else ()
+        if self.types:
+            yield make_weight("types", "type model", type=self.types, model=width)
+        yield from add_prefix("norm", "", self.norm.weights(width)) if self.norm else ()
+
+    def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield the matrix that each patch is multiplied with; table look-ups need no
+        multiplication.
+        """
+        if self.patches:
+            yield next(self.patches.weights(width))
+
+
+@dataclass(frozen=True, repr=False)
+class HeadTransformSpec(SpecNode):
+    """First steps of an output head: a linear layer with bias to `hidden` channels, an activation,
+    an optional norm.
+    """
+
+    hidden: int
+    activation: str = "tanh"
+    norm: NormSpec | None = None
+
+    def weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield the weights at this model width."""
+        yield make_weight("transform", "hidden model", hidden=self.hidden, model=width)
+        yield make_weight("transform_bias", "hidden", hidden=self.hidden)
+        yield from (
+            add_prefix("transform_norm", "", self.norm.weights(self.hidden)) if self.norm else ()
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class OutputHeadSpec(SpecNode):
+    """Output head: `outputs` numbers for each token, or for the first token, the last or their mean
+    (`at`).
+
+    `table` names the stack whose token table is tied to the head's weight. outputs=0 returns the
+    result of `transform`. Hidden states are multiplied by `scale` before the linear layer; `cap` is
+    the soft cap of its outputs, cap * tanh(y / cap) (Gemma 2).
+
+    >>> [w.name for w in OutputHeadSpec("tokens", 11, table="decoder", bias="learned").weights(7)]
+    ['bias']
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "at": ("each", "first", "last", "mean"),
+        "bias": ("", "learned", "constant"),
+    }
+    name: str
+    outputs: int = 0
+    at: str = "each"
+    transform: HeadTransformSpec | None = None
+    bias: str = ""
+    table: str = ""
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.name.isidentifier():
+            raise SpecError(
+                f"OutputHeadSpec(name={self.name!r}) is not a valid name; write an identifier "
+                "such as 'tokens'"
+            )
+        if not self.outputs and not self.transform:
+            raise SpecError(f"{self!r} has no output; give outputs= or transform=")
+
+    def weights(self, model: int) -> Iterator[WeightSpec]:
+        """Yield the weights at this model width, except a token table that a stack owns."""
+        yield from self.transform.weights(model) if self.transform else ()
+        width = self.transform.hidden if self.transform else model
+        if self.outputs and not self.table:
+            yield make_weight("weight", "output hidden", output=self.outputs, hidden=width)
+        if self.outputs and self.bias:
+            yield replace(
+                make_weight("bias", "output", output=self.outputs), trainable=self.bias == "learned"
+            )
+
+    def matmul_weights(self, model: int) -> Iterator[WeightSpec]:
+        """Yield the matrices that each token is multiplied with, including a tied token table."""
+        if self.transform:
+            yield make_weight(
+                "transform", "hidden model", hidden=self.transform.hidden, model=model
+            )
+        if self.outputs:
+            width = self.transform.hidden if self.transform else model
+            yield make_weight("weight", "output hidden", output=self.outputs, hidden=width)

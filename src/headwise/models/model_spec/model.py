@@ -1,0 +1,599 @@
+"""Specs of blocks, stacks of blocks and whole models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+from ...attention.interfaces import Part
+from ...attention.interfaces.axis_layout import AxisLayout
+from ...attention.spec.attention_spec import AttentionSpec
+from ...attention.spec.serialization import dump_toml
+from ...util.errors import SpecError
+from .components import (
+    EmbeddingSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    NormSpec,
+    OutputHeadSpec,
+    SpecNode,
+    WeightSpec,
+    add_prefix,
+    make_weight,
+    to_plain,
+)
+from .mixers import ConvolutionSpec, RecurrentSpec
+from .quantization import QuantizationSpec
+
+# more than any model has; a larger number is a typing error, and every layer would be listed
+MAX_LAYERS = 10_000
+MAX_PERIOD = 8  # longest repeated pattern of blocks that `find_repeats` looks for
+
+Item = TypeVar("Item")
+
+DEFAULT_NORM = NormSpec()
+ATTENTION_SUBLAYERS = ("attention", "cross")
+# Suffixes of the norms of each sublayer, by placement; a parallel block has one norm for all
+# sublayers.
+NORMS_OF_PLACEMENT = {
+    **dict.fromkeys(("pre", "post", "after", "abreast"), ("norm",)),
+    "sandwich": ("norm", "norm_after"),
+    "parallel": (),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class ApproximateAttention(SpecNode):
+    """An attention that no `AttentionSpec` describes exactly: the nearest spec, the difference, and
+    extra weights.
+
+    `like` is the nearest spec, used wherever a spec is needed; `reason` says how the attention
+    differs from it. `more` lists weights that `like` lacks, by name and size, so parameter counts
+    are exact.
+    """
+
+    like: AttentionSpec
+    reason: str
+    more: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_named_sizes("ApproximateAttention", self.more)
+
+
+@dataclass(frozen=True, repr=False)
+class BlockSpec(SpecNode):
+    """One layer: mixer, attention, cross-attention, feed-forward, in this order, each with a
+    residual connection.
+
+    `mixer` is a recurrence or convolution over the tokens, which usually replaces the
+    self-attention.
+
+    placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "after": x + norm(f(x)), as OLMo 2;
+    "sandwich": x + norm(f(norm(x))), as Gemma 2; "parallel": x + attention(norm(x)) +
+    feed(norm(x)), one norm for both, as GPT-J; "abreast": parallel sublayers with one norm each, as
+    GPT-NeoX. The output of every sublayer is multiplied by `scale` (Granite). form="merged" has no
+    self-attention; its cross-attention also adds the mean over the tokens so far, computed with its
+    own value and output projections (1908.11365). `constant_sublayers` names attentions
+    ("attention", "cross") that were pruned away entirely: each is replaced by one learned vector,
+    which is added to every token.
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "placement": tuple(NORMS_OF_PLACEMENT),
+        "form": ("plain", "merged"),
+    }
+    attention: AttentionSpec | ApproximateAttention | None = None
+    cross: AttentionSpec | None = None
+    feed: FeedForwardSpec | ExpertsSpec | None = None
+    norm: NormSpec = DEFAULT_NORM
+    placement: str = "pre"
+    form: str = "plain"
+    scale: float = 1.0
+    constant_sublayers: tuple[str, ...] = ()
+    mixer: RecurrentSpec | ConvolutionSpec | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        invalid = [
+            name
+            for name in self.constant_sublayers
+            if name not in ATTENTION_SUBLAYERS or name in self.attention_specs
+        ]
+        if invalid:
+            fact = (
+                f"BlockSpec(constant_sublayers={self.constant_sublayers!r}) cannot hold "
+                f"{invalid[0]!r}"
+            )
+            raise SpecError(f"{fact}; name an attention that is left out")
+        if self.form == "merged" and (self.attention is not None or self.cross is None):
+            raise SpecError(
+                "BlockSpec(form='merged') adds a mean to its cross-attention; give cross=, and no "
+                "attention"
+            )
+
+    @property
+    def starts_from_source(self) -> bool:
+        """Whether its recurrence starts from the last state of an encoder."""
+        return self.mixer is not None and self.mixer.starts_from_source
+
+    @property
+    def sublayer_names(self) -> tuple[str, ...]:
+        """The names of its sublayers, in the order in which they are applied."""
+        present = [
+            name
+            for name in ATTENTION_SUBLAYERS
+            if name in self.attention_specs or name in self.constant_sublayers
+        ]
+        return (*(["mixer"] if self.mixer else []), *present, *(["feed"] if self.feed else []))
+
+    @property
+    def attention_specs(self) -> dict[str, AttentionSpec]:
+        """The attention specs by name; of an `ApproximateAttention`, the nearest spec."""
+        own = (
+            self.attention.like
+            if isinstance(self.attention, ApproximateAttention)
+            else self.attention
+        )
+        return {name: spec for name, spec in (("attention", own), ("cross", self.cross)) if spec}
+
+    def parts_with_schedule(self, layer: int, layers: int) -> list[tuple[Part, Part]]:
+        """Parts whose numbers still follow a schedule over depth, each paired with its version for
+        this layer.
+        """
+        parts = [part for spec in self.attention_specs.values() for _, part in spec.parts()]
+        pairs = [(part, part.at_depth(layer, layers)) for part in parts]
+        return [(part, placed) for part, placed in pairs if part != placed]
+
+    def at_depth(self, layer: int, layers: int) -> BlockSpec:
+        """Return this block at one depth of a stack: schedules become numbers."""
+        if not self.parts_with_schedule(layer, layers):
+            return self
+        own = self.attention
+        cross = self.cross
+        if isinstance(own, ApproximateAttention):
+            own = replace(own, like=own.like.at_depth(layer, layers))
+        else:
+            own = own and own.at_depth(layer, layers)
+        return replace(self, attention=own, cross=cross and cross.at_depth(layer, layers))
+
+    def weights(self, width: int) -> Iterator[WeightSpec]:
+        """Yield every tensor of the block at this model width, by its name inside the block."""
+        yield from add_prefix("mixer", "mixer", self.mixer.weights(width)) if self.mixer else ()
+        for name, spec in self.attention_specs.items():
+            yield from add_prefix(name, name, attention_weights(spec))
+        if isinstance(self.attention, ApproximateAttention):
+            yield from add_prefix("attention", "attention", make_vectors(self.attention.more))
+        for name in self.constant_sublayers:
+            yield from add_prefix(name, name, [make_weight("constant", "model", model=width)])
+        yield from add_prefix("feed", "feed", self.feed.weights(width)) if self.feed else ()
+        for name in self.norm_names:
+            yield from add_prefix(name, "norm", self.norm.weights(width))
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        """The names of its norms, such as "attention_norm"; "norm" if one norm serves all
+        sublayers.
+        """
+        normed = [
+            name
+            for name in self.sublayer_names
+            if name not in self.constant_sublayers or self.placement == "post"
+        ]
+        if self.placement == "parallel":
+            return ("norm",) if normed else ()
+        return tuple(
+            f"{name}_{norm}" for name in normed for norm in NORMS_OF_PLACEMENT[self.placement]
+        )
+
+
+def attention_weights(spec: AttentionSpec) -> Iterator[WeightSpec]:
+    """Yield every tensor of an attention layer, by its name inside the layer."""
+    for name, part in spec.parts():
+        sizes = spec.sizes_of(part)
+        for key, param in part.params(spec).items():
+            yield WeightSpec(
+                f"{name}.{key}",
+                param.layout,
+                sizes,
+                trainable=param.trainable,
+                tied_to=param.tied_to or "",
+            )
+
+
+def check_named_sizes(what: str, more: Iterable[tuple[str, int]]) -> None:
+    """Refuse a value of `more` that is not a sequence of (name, size) pairs."""
+    for row in more:
+        if [type(item) for item in row] != [str, int] or row[1] < 1:
+            raise SpecError(
+                f"{what}(more={more!r}) must name sizes; write more=(('project.k_bias', 12),)"
+            )
+
+
+def make_vectors(named: Iterable[tuple[str, int]]) -> Iterator[WeightSpec]:
+    """Weights of which only the number of elements is known, as vectors."""
+    return (
+        WeightSpec(name, AxisLayout.parse("channel"), {"channel": size}) for name, size in named
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class LayerRun(SpecNode):
+    """A sequence of blocks repeated `times` times: LayerRun(13, (local, full)) is 26 layers."""
+
+    times: int
+    blocks: tuple[BlockSpec, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.blocks or not all(type(block) is BlockSpec for block in self.blocks):
+            raise SpecError(
+                f"LayerRun(blocks={self.blocks!r}) must hold blocks; write blocks=(BlockSpec(...),)"
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class StackSpec(SpecNode):
+    """Layers of width `model`, with an optional embedding before them and an optional norm after
+    them.
+
+    `runs` lists the layers, with repetition; stacks with equal layers are equal, however their runs
+    are grouped. `StackSpec.from_blocks` takes one block per layer instead, finds repetition, and
+    replaces schedules by their numbers at each depth. weights_of="first": all layers use the
+    weights of the first (ALBERT, 1909.11942); "each": every layer has its own.
+
+    >>> block = BlockSpec(feed=FeedForwardSpec(12))
+    >>> stack = StackSpec.from_blocks("decoder", 3, [block] * 5)
+    >>> stack.runs[0].times, len(stack.layers), sum(w.numel for w in stack.weights())
+    (5, 5, 390)
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"weights_of": ("each", "first")}
+    name: str
+    model: int
+    runs: tuple[LayerRun, ...]
+    embedding: EmbeddingSpec | None = None
+    norm: NormSpec | None = None
+    weights_of: str = "each"
+
+    @staticmethod
+    def from_blocks(
+        name: str, width: int, blocks: Sequence[BlockSpec], **options: Any
+    ) -> StackSpec:
+        """Return a stack of these blocks, each placed at its depth; `options`
+        are the other fields.
+        """
+        _check_depth(len(blocks))
+        placed = [block.at_depth(depth, len(blocks)) for depth, block in enumerate(blocks)]
+        return StackSpec(name, width, group_blocks(placed), **options)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.name.isidentifier() or self.name == "head":
+            raise SpecError(
+                f"StackSpec(name={self.name!r}) is not a valid name; write an identifier such as "
+                "'decoder'"
+            )
+        if not all(type(run) is LayerRun for run in self.runs):
+            raise SpecError(
+                f"{self.name}: runs={self.runs!r} must hold runs; write runs=(LayerRun(12, "
+                "(block,)),)"
+            )
+        _check_depth(sum(run.times * len(run.blocks) for run in self.runs))
+        object.__setattr__(self, "runs", group_blocks(self.layers))
+        for spec in (
+            spec
+            for run in self.runs
+            for block in run.blocks
+            for spec in block.attention_specs.values()
+        ):
+            if spec.model != self.model:
+                raise SpecError(
+                    f"{self.name} is {self.model} wide, but an attention in it is {spec.model} "
+                    "wide; use one width"
+                )
+        for depth, block in enumerate(self.layers):
+            for part, placed in block.parts_with_schedule(depth, len(self.layers))[:1]:
+                raise SpecError(
+                    f"{self.name}: layer {depth} holds {part!r}, whose numbers depend on the "
+                    "depth; "
+                    f"use StackSpec.from_blocks, which computes them, or write {placed!r}"
+                )
+
+    @property
+    def layers(self) -> tuple[BlockSpec, ...]:
+        """Every block in order, with runs expanded."""
+        return tuple(block for run in self.runs for _ in range(run.times) for block in run.blocks)
+
+    def weights(self) -> Iterator[WeightSpec]:
+        """Yield every tensor by its full name; a tensor shared by layers has the name that it has
+        in the first.
+        """
+        if self.embedding:
+            yield from add_prefix(
+                f"{self.name}.embedding", "embedding", self.embedding.weights(self.model)
+            )
+        owned: dict[tuple[str, tuple[int, ...]], str] = {}
+        for depth, block in enumerate(
+            self.layers if self.weights_of == "each" else self.layers[:1]
+        ):
+            for w in block.weights(self.model):
+                name = f"{self.name}.{depth}.{w.name}"
+                key = (w.name, w.shape)
+                if not w.tied_to or owned.setdefault(key, name) == name:
+                    yield replace(w, name=name)
+        if self.norm:
+            yield from add_prefix(f"{self.name}.norm", "norm", self.norm.weights(self.model))
+
+
+def _check_depth(layers: int) -> None:
+    if not 0 <= layers <= MAX_LAYERS:
+        raise SpecError(f"{layers} layers are more than any model has; use at most {MAX_LAYERS}")
+
+
+def group_blocks(blocks: Sequence[BlockSpec]) -> tuple[LayerRun, ...]:
+    """Group consecutive blocks into runs: greedily the run that covers most blocks, by the shortest
+    pattern.
+    """
+    return tuple(LayerRun(times, pattern) for times, pattern in find_repeats(blocks))
+
+
+def find_repeats(items: Sequence[Item]) -> Iterator[tuple[int, tuple[Item, ...]]]:
+    """Yield (times, pattern) for consecutive repeats in a sequence.
+
+    >>> list(find_repeats("abababc"))
+    [(3, ('a', 'b')), (1, ('c',))]
+    """
+    start = 0
+    while start < len(items):
+        candidates = [
+            (_repeats(items, start, period) * period, -period)
+            for period in range(1, MAX_PERIOD + 1)
+        ]
+        # Most items covered wins, then the shortest period; a period above 1 must occur more than
+        # once.
+        covered, minus_period = max(run for run in candidates if run[1] == -1 or run[0] > -run[1])
+        yield covered // -minus_period, tuple(items[start : start - minus_period])
+        start += covered
+
+
+def _repeats(items: Sequence[Item], start: int, period: int) -> int:
+    """How often the `period` items from `start` on occur in succession."""
+    pattern = items[start : start + period]
+    times = 1
+    while (
+        len(pattern) == period
+        and items[start + times * period : start + (times + 1) * period] == pattern
+    ):
+        times += 1
+    return times if len(pattern) == period else 0
+
+
+# --- Whole models ---------------------------------------------------------------------------------
+
+MODEL_KINDS = ("decoder", "encoder", "encoder-decoder", "vision")
+WEIGHT_ROLES = frozenset({"embedding", "mixer", "attention", "cross", "feed", "norm", "head"})
+
+
+@dataclass(frozen=True, repr=False)
+class UnsupportedPart(SpecNode):
+    """A part of a model that these specs cannot describe: the reason, and its tensors by name and
+    size.
+
+    Its tensors count as parameters of the model, but its computation is not costed, and `build`
+    refuses the model.
+
+    >>> [
+    ...     (w.name, w.numel, w.role)
+    ...     for w in UnsupportedPart("reads sound", (("encoder.embedding.conv1", 12),)).weights()
+    ... ]
+    [('encoder.embedding.conv1', 12, 'embedding')]
+    """
+
+    reason: str
+    more: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_named_sizes("UnsupportedPart", self.more)
+        for name, _ in self.more:
+            if name.count(".") < 2 or not WEIGHT_ROLES & set(name.split(".")):
+                raise SpecError(
+                    f"UnsupportedPart names {name!r}; write stack, place and name, as in "
+                    "'encoder.0.feed.gate'"
+                )
+
+    def weights(self) -> Iterator[WeightSpec]:
+        """Yield its tensors, each as a vector."""
+        for w in make_vectors(self.more):
+            yield replace(w, role=next(word for word in w.name.split(".") if word in WEIGHT_ROLES))
+
+
+@dataclass(frozen=True, repr=False)
+class ModelSpec(SpecNode):
+    """The architecture of a model: stacks of layers and output heads, independent of how they are
+    executed.
+
+    Counting, building and saving all use the tensors that this spec lists. Heads read the last
+    stack. For a model that was read from another format, `notes` lists properties that the spec
+    does not describe, and `beyond` parts with weights that it does not describe. `quantization`
+    says which matrices the checkpoint stores in fewer bits.
+
+    >>> stack = StackSpec.from_blocks("encoder", 3, [], embedding=EmbeddingSpec(tokens=11))
+    >>> model = ModelSpec(
+    ...     "none",
+    ...     "encoder",
+    ...     (stack,),
+    ...     (OutputHeadSpec("tokens", 11, table="encoder", bias="learned"),),
+    ... )
+    >>> model.shapes()
+    {'encoder.embedding.tokens': (11, 3), 'head.tokens.bias': (11,)}
+    >>> model.tied_weights()
+    {'head.tokens.weight': 'encoder.embedding.tokens'}
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"kind": MODEL_KINDS}
+    name: str
+    kind: str
+    stacks: tuple[StackSpec, ...]
+    heads: tuple[OutputHeadSpec, ...] = ()
+    notes: tuple[str, ...] = ()
+    beyond: tuple[UnsupportedPart, ...] = ()
+    quantization: QuantizationSpec | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, kind in (
+            ("stacks", StackSpec),
+            ("heads", OutputHeadSpec),
+            ("notes", str),
+            ("beyond", UnsupportedPart),
+        ):
+            if not all(type(item) is kind for item in getattr(self, field)):
+                remedy = f"write {field}=({kind.__name__}(...),)"
+                raise SpecError(
+                    f"{self.name}: {field}={getattr(self, field)!r} must hold {kind.__name__}s; "
+                    f"{remedy}"
+                )
+        if len(self.stacks) != (expected := 2 if self.kind == "encoder-decoder" else 1):
+            raise SpecError(
+                f"{self.name}: {self.kind} with {len(self.stacks)} stacks; give {expected}"
+            )
+        names = Counter(
+            [stack.name for stack in self.stacks] + [f"head {head.name}" for head in self.heads]
+        )
+        twice = [name for name, times in names.items() if times > 1]
+        if twice:
+            raise SpecError(f"{self.name} names {twice[0]!r} twice; give each its own name")
+        for reader, table, tokens, width in self._tied_readers():
+            self._check_table(reader, table, (tokens, width))
+        for stack in self.stacks:
+            self._check_sources(stack)
+
+    def _tied_readers(self) -> Iterator[tuple[str, str, int, int]]:
+        """Yield each weight tied to a token table: its name, the stack that owns the table, and the
+        shape it needs.
+        """
+        for stack in self.stacks:
+            if stack.embedding and stack.embedding.table:
+                yield (
+                    f"{stack.name}.embedding.tokens",
+                    stack.embedding.table,
+                    stack.embedding.tokens,
+                    stack.model,
+                )
+        for head in self.heads:
+            width = head.transform.hidden if head.transform else self.stacks[-1].model
+            if head.table:
+                yield f"head.{head.name}.weight", head.table, head.outputs, width
+
+    def _check_table(self, reader: str, table: str, expected: tuple[int, int]) -> None:
+        owners = {stack.name: stack for stack in self.stacks if _owns_table(stack.embedding)}
+        if table not in owners:
+            remedy = (
+                f"name one of {', '.join(owners)}"
+                if owners
+                else "no stack owns one; leave table out"
+            )
+            raise SpecError(f"{self.name}: {reader} reads the table of {table!r}; {remedy}")
+        embedding = owners[table].embedding
+        model = owners[table].model
+        if embedding and (embedding.tokens, model) != expected:
+            raise SpecError(
+                f"{self.name}: {reader} of {expected[0]} x {expected[1]} cannot be the table of "
+                f"{table}, "
+                f"{embedding.tokens} x {model}; leave table out"
+            )
+
+    def _check_sources(self, stack: StackSpec) -> None:
+        """Refuse what reads an encoder without a stack before it, or with another source width than
+        that stack.
+        """
+        starts_from_source = any(
+            block.starts_from_source for run in stack.runs for block in run.blocks
+        )
+        if starts_from_source and (stack is self.stacks[0] or stack.model != self.stacks[0].model):
+            remedy = "give initial='zeros', or a stack of this width before it"
+            raise SpecError(
+                f"{self.name}: {stack.name} starts from the state of an encoder; {remedy}"
+            )
+        crosses = [block.cross for run in stack.runs for block in run.blocks if block.cross]
+        if crosses and stack is self.stacks[0]:
+            raise SpecError(
+                f"{self.name}: {stack.name} has cross-attention, but no stack before it to read; "
+                "add one"
+            )
+        for cross in crosses:
+            if (cross.source or cross.model) != self.stacks[0].model:
+                widths = (
+                    f"{cross.source or cross.model} wide, but {self.stacks[0].name} is "
+                    f"{self.stacks[0].model}"
+                )
+                raise SpecError(
+                    f"{self.name}: the source of a cross-attention is {widths}; give source="
+                )
+
+    def weights(self) -> Iterator[WeightSpec]:
+        """Yield every tensor once; a shared or tied tensor has the name of its owner."""
+        for stack in self.stacks:
+            yield from stack.weights()
+        for head in self.heads:
+            yield from add_prefix(f"head.{head.name}", "head", head.weights(self.stacks[-1].model))
+        for unsupported in self.beyond:
+            yield from unsupported.weights()
+
+    def params(self) -> dict[str, WeightSpec]:
+        """Return the spec of every tensor by its name."""
+        return {w.name: w for w in self.weights()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor by its name."""
+        return {w.name: w.shape for w in self.weights()}
+
+    def tied_weights(self) -> dict[str, str]:
+        """Return the names of tied weights, each with the name of the tensor that it shares."""
+        return {reader: f"{table}.embedding.tokens" for reader, table, _, _ in self._tied_readers()}
+
+    def attention_specs(self) -> Iterator[tuple[str, AttentionSpec]]:
+        """Yield every attention by its name, such as "decoder.3.attention"; the nearest spec of an
+        approximate one.
+        """
+        for stack in self.stacks:
+            for depth, block in enumerate(stack.layers):
+                yield from (
+                    (f"{stack.name}.{depth}.{name}", spec)
+                    for name, spec in block.attention_specs.items()
+                )
+
+    @property
+    def num_state_values(self) -> int:
+        """Values that decoding keeps of each row for the recurrences and convolutions of the last
+        stack.
+        """
+        stack = self.stacks[-1]
+        return sum(block.mixer.state_vectors * stack.model for block in stack.layers if block.mixer)
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether a layer is a recurrence or a convolution, so that each row must hold one text."""
+        return any(
+            block.mixer for stack in self.stacks for run in stack.runs for block in run.blocks
+        )
+
+    def approximation_reasons(self) -> dict[str, str]:
+        """Return the names of attentions that no spec describes exactly, each with the reason."""
+        return {
+            f"{stack.name}.{depth}.attention": block.attention.reason
+            for stack in self.stacks
+            for depth, block in enumerate(stack.layers)
+            if isinstance(block.attention, ApproximateAttention)
+        }
+
+    def __str__(self) -> str:
+        return dump_toml(to_plain(self))
+
+
+def _owns_table(embedding: EmbeddingSpec | None) -> bool:
+    return embedding is not None and bool(embedding.tokens) and not embedding.table

@@ -1,0 +1,1 @@
+"""Observation of any model: its attention sites, traces of runs, and what heads do."""

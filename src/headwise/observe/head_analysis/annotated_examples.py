@@ -1,0 +1,707 @@
+"""Examples for measuring heads: model inputs with annotations of their tokens, read from text,
+parses or aligned pairs.
+
+An `Example` is one text, or a source and a target. `examples_from_lines`,
+`examples_from_sentences`, `examples_from_pairs` and `examples_from_task` return an `ExampleReader`
+with the examples and notes on what was skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...models import Transformer
+from ...models.generation import load_tokenizers
+from ...training.data import IGNORE_INDEX, Batch, Task
+from ...training.data.translation import join_words
+from ...util.errors import SequenceTooLong, SpecError, UnknownToken
+from ...util.files import read_text_file
+from ..inspect.hooks import ModelRun
+from ..inspect.model_inputs import (
+    PAD_ID,
+    ModelInputs,
+    get_max_length,
+    is_encoder_decoder,
+    prepare_inputs,
+)
+from ..traces import TokenRow
+
+# key of an example's inputs that holds the expected outputs and is not passed to the model
+LABELS_INPUT = "labels"
+
+
+@dataclass(frozen=True, eq=False)
+class TokenAnnotations:
+    """Annotations of the tokens of one stream, one entry per token.
+
+    - `ids`, `words`: token ids and their texts.
+    - `is_special`: tokens that stand for no text, such as [CLS], or that are padding.
+    - `is_separator`: special tokens other than the first one.
+    - `is_punctuation`: tokens written in punctuation characters only.
+    - `word_index`: index of the word that the token is part of, -1 for none.
+    - `frequency`: how often the id occurs in the whole data set, 0 if not counted.
+    - `first_is_sink`: whether the first token was measured to be an attention sink of the model.
+    - `patch_grid`: row and column of each patch of an image, [T, 2]; -1 for other tokens. None for
+      texts.
+    """
+
+    ids: Tensor
+    words: tuple[str, ...]
+    is_special: Tensor
+    is_separator: Tensor
+    is_punctuation: Tensor
+    word_index: Tensor
+    frequency: Tensor
+    first_is_sink: bool = False
+    patch_grid: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """Inputs of one model call, a text or a source and a target, with annotations of its streams.
+
+    `streams` maps "text" (and "source") to token annotations. `dependencies` are gold (dependent,
+    governor, relation) triples of word indices from 0. `alignment_links` are gold (source word,
+    target word, is sure) triples. Both may be empty.
+    """
+
+    inputs: Any
+    streams: Mapping[str, TokenAnnotations]
+    dependencies: Sequence[tuple[int, int, str]] = field(default=())
+    alignment_links: Sequence[tuple[int, int, bool]] = field(default=())
+
+    @property
+    def parsed_stream(self) -> str:
+        """Name of the stream whose words have dependencies: the source of an encoder-decoder,
+        otherwise the text.
+        """
+        return "source" if "source" in self.streams else "text"
+
+    @property
+    def model_inputs(self) -> Any:
+        """The inputs without the labels.
+
+        >>> Example({"x": 3, "labels": 5}, {}).model_inputs
+        {'x': 3}
+        """
+        inputs: Any = self.inputs
+        if not isinstance(inputs, Mapping):
+            return inputs
+        return {name: value for name, value in inputs.items() if name != LABELS_INPUT}
+
+
+def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
+    """Tokens that act as attention sinks: special tokens, separators, and the first token if it was
+    measured to be one.
+
+    `attention_sinks.mark_first_token_sinks` measures it.
+    """
+    is_sink = annotations.is_special | annotations.is_separator
+    is_first = torch.zeros_like(is_sink)
+    is_first[:1] = annotations.first_is_sink
+    return is_sink | is_first
+
+
+# --- Parsed sentences in CoNLL-U (universaldependencies.org/format) -------------------------------
+
+NUM_COLUMNS = 10
+WORD_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class ParsedSentence:
+    """A sentence, its words and their character spans, and dependencies (dependent, governor,
+    relation), counted from
+    0.
+
+    Subtypes of relations are dropped: "nsubj:pass" becomes "nsubj". The root has no dependency.
+    """
+
+    text: str
+    words: tuple[str, ...]
+    word_spans: tuple[tuple[int, int], ...]
+    dependencies: tuple[tuple[int, int, str], ...]
+
+
+def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[ParsedSentence]:
+    """Yield the sentences of a CoNLL-U file; `source` names the file in error messages.
+
+    >>> rows = [
+    ...     "# text = Dogs bark",
+    ...     "1\\tDogs\\t_\\t_\\t_\\t_\\t2\\tnsubj\\t_\\t_",
+    ...     "2\\tbark\\t_\\t_\\t_\\t_\\t0\\troot\\t_\\t_",
+    ... ]
+    >>> next(read_conllu(rows))
+    ParsedSentence(text='Dogs bark', words=('Dogs', 'bark'), word_spans=((0, 4), (5, 9)), dependencies=((0, 1,
+    'nsubj'),))
+    """
+    rows: list[_Row] = []
+    text = ""
+    first_line = 1
+    for line_number, line in enumerate([*lines, ""], 1):
+        if line.startswith("#"):
+            name, _, value = line[1:].partition("=")
+            text = value.strip() if name.strip() == "text" else text
+        elif line.strip():
+            where = f"{source}, line {line_number}"
+            rows.append(_Row(where, _split_columns(line, where)))
+        elif rows:
+            yield _parse_sentence(text, rows, f"{source}, sentence at line {first_line}")
+            rows = []
+            text = ""
+        first_line = line_number + 1 if not rows else first_line
+
+
+class _Row(NamedTuple):
+    """The columns of one row, and its file and line for messages."""
+
+    where: str
+    columns: list[str]
+
+
+def _split_columns(line: str, where: str) -> list[str]:
+    row = line.rstrip("\n").split("\t")
+    if len(row) != NUM_COLUMNS:
+        raise SpecError(
+            f"{where}: a row has {len(row)} columns, not {NUM_COLUMNS}; separate columns with tabs"
+        )
+    return row
+
+
+def _parse_sentence(text: str, rows: Sequence[_Row], where: str) -> ParsedSentence:
+    words: list[str] = []
+    pieces: list[tuple[str, int]] = []  # each stretch of text and the number of words written in it
+    dependencies: list[tuple[int, int, str]] = []
+    covered = 0  # words up to this one belong to a multi-word token
+    for place, row in rows:
+        if "." in row[0]:  # an empty node: a word that is not written
+            continue
+        if "-" in row[0]:
+            first, last = (_parse_number(part, place) for part in row[0].split("-", 1))
+            if first != len(words) + 1 or last < first:
+                raise SpecError(
+                    f"{place}: the range {row[0]} follows word {len(words)}; write first-last"
+                )
+            pieces.append((row[1], last - first + 1))
+            covered = last
+            continue
+        number = _parse_number(row[0], place)
+        if number != len(words) + 1:
+            raise SpecError(
+                f"{place}: word {number} follows word {len(words)}; number words 1, 2, 3"
+            )
+        words.append(row[1])
+        if number > covered:
+            pieces.append((row[1], 1))
+        governor = _parse_number(row[6], place)
+        if governor:
+            dependencies.append((number - 1, governor - 1, row[7].partition(":")[0]))
+    invalid = [arc for arc in dependencies if not arc[1] < len(words)]
+    if invalid:
+        dependent, governor, _ = invalid[0]
+        raise SpecError(
+            f"{where}: the governor of word {dependent + 1} is word {governor + 1} of "
+            f"{len(words)}; "
+            f"give 1..{len(words)}, or 0 for the root"
+        )
+    text = text or " ".join(piece for piece, _ in pieces)
+    spans = tuple(_find_word_spans(text, words, pieces, where))
+    return ParsedSentence(text, tuple(words), spans, tuple(dependencies))
+
+
+def _find_word_spans(
+    text: str, words: Sequence[str], pieces: Sequence[tuple[str, int]], where: str
+) -> Iterator[tuple[int, int]]:
+    """Character span of each word.
+
+    Words of one multi-word token get consecutive spans if they spell the token together; otherwise
+    each gets its whole span.
+    """
+    position = 0
+    first_word = 0
+    for piece, count in pieces:
+        start = text.find(piece, position)
+        if start < 0:
+            fact = f"{where}: {piece!r} is not found in the text after character {position}"
+            raise SpecError(f"{fact}; correct the line that starts with # text =")
+        token_words = words[first_word : first_word + count]
+        word_start = start
+        for word in token_words:
+            is_contracted = "".join(token_words) != piece
+            yield (
+                (start, start + len(piece))
+                if is_contracted
+                else (word_start, word_start + len(word))
+            )
+            word_start += len(word)
+        position = start + len(piece)
+        first_word = first_word + count
+
+
+def _parse_number(text: str, where: str) -> int:
+    if not WORD_NUMBER.fullmatch(text):
+        raise SpecError(f"{where}: {text!r} is not a word number; use integers from 0")
+    return int(text)
+
+
+# --- Examples from texts, parses, aligned pairs and tasks -----------------------------------------
+
+WORD_PATTERN = re.compile(r"\w+|[^\w\s]")  # words of a text without a parse
+MAX_GENERATED_TOKENS = 64  # length of the target that the model generates for a source without one
+Span = tuple[int, int]
+
+
+@dataclass
+class ExampleReader:
+    """Collects the examples of one data set in order, and counts what was skipped or split.
+
+    Token frequencies cover the whole data set: call `examples_with_frequencies` after everything
+    has been added. With `answer_after`, only the tokens after its last occurrence in a text are
+    targets of the loss of a decoder; texts without it are skipped.
+    """
+
+    model: nn.Module
+    examples: list[Example] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    answer_after: str = ""
+
+    def add_text(
+        self,
+        text: str,
+        target: str = "",
+        *,
+        dependencies: Sequence[tuple[int, int, str]] | None = None,
+        alignment_links: Sequence[tuple[int, int, bool]] = (),
+        spans: Mapping[str, Sequence[Span]] = MappingProxyType({}),
+    ) -> None:
+        """Add one text, or a source and its target, optionally with dependencies or alignment links
+        between words.
+
+        `spans` are the character spans of the words of a stream; without them its text is split
+        into words. For an encoder-decoder model and no target, the model generates one.
+        """
+        if not text.strip():
+            self.skipped["empty lines"] += 1
+            return
+        inputs = self._tokenise(text, target)
+        if inputs is None:
+            return
+        kwargs = self._with_answer_labels(inputs)
+        if kwargs is None:
+            return
+        streams = {
+            name: _annotate_tokens(rows[0], spans.get(name))
+            for name, rows in inputs.token_rows.items()
+        }
+        num_lost = sum(
+            _count_words_without_tokens(streams[name], len(spans[name])) for name in spans
+        )
+        if (dependencies is not None or alignment_links) and num_lost:
+            self.skipped[
+                "sentences skipped because some of their words have no token of their own"
+            ] += 1
+            return
+        arguments = inputs.args or kwargs  # a model that takes one dictionary is called with `args`
+        self.examples.append(
+            Example(arguments, streams, dependencies or (), tuple(alignment_links))
+        )
+
+    def _with_answer_labels(self, inputs: ModelInputs) -> Mapping[str, Any] | None:
+        """The model's arguments, with labels of the answer's tokens if these alone are targets;
+        None skips the text.
+        """
+        if not self.answer_after:
+            return inputs.kwargs
+        if is_encoder_decoder(self.model):
+            fact = (
+                f"{type(self.model).__name__} has an encoder, so that its targets are texts of "
+                "their own"
+            )
+            raise SpecError(
+                f"cannot score answers after {self.answer_after!r}: {fact}; leave it out"
+            )
+        if inputs.args:
+            fact = f"{type(self.model).__name__} takes one dictionary, without labels"
+            raise SpecError(
+                f"cannot score answers after {self.answer_after!r}: {fact}; leave it out"
+            )
+        row = inputs.token_rows["text"][0]
+        if len(row.offsets) != len(row.ids):
+            raise SpecError(
+                f"cannot find {self.answer_after!r} in tokens without offsets; give a "
+                "tokenizer.json"
+            )
+        labels = label_answer(row, self.answer_after)
+        if not (labels != IGNORE_INDEX).any():
+            self.skipped[f"texts without an answer after {self.answer_after!r}"] += 1
+            return None
+        return {**inputs.kwargs, LABELS_INPUT: labels[None]}
+
+    def add_task_examples(self, task: Task, limit: int, split: str = "valid") -> None:
+        """Add examples of a task whose gold data aligns source and target tokens; each token counts
+        as a word.
+        """
+        first = task.batch(0, 1, split)
+        if first.source is None or not first.gold or not getattr(first.gold[0], "links", ()):
+            fact = f"the task {task.name} has no gold alignments"
+            raise SpecError(f"{fact}; use --task dates, or --align SOURCE TARGET GOLD")
+        tokenizer = self.model.usage.tokenizer if isinstance(self.model, Transformer) else None
+        if tokenizer is None or tokenizer != task.tokenizer:
+            fact = f"the model does not use the vocabulary of the task {task.name}"
+            raise SpecError(f"{fact}; use a model trained on this task")
+        for index in range(limit):
+            batch = task.batch(index, 1, split)
+            assert batch.source is not None, "links lead from a source"
+            ids_by_stream = {"text": batch.x, "source": batch.source}
+            decoders = self.token_decoders()
+            streams = {
+                name: _annotate_tokens(_decode_row(ids[0].tolist(), decoders[name]), None)
+                for name, ids in ids_by_stream.items()
+            }
+            # The start token of the target is not a word.
+            streams["text"] = replace(streams["text"], word_index=streams["text"].word_index - 1)
+            links = tuple((int(s), int(t), True) for s, t in batch.gold[0].links)
+            self.examples.append(
+                Example({"x": batch.x, "source": batch.source}, streams, (), links)
+            )
+
+    def token_decoders(self) -> Mapping[str, Callable[[int], str]]:
+        """Functions that turn an id into text, for the streams "text" and "source"."""
+        if not isinstance(self.model, Transformer) or self.model.usage.tokenizer is None:
+            return {"text": str, "source": str}
+        source_tokenizer, target_tokenizer = load_tokenizers(self.model)
+        return {"text": target_tokenizer.token_text, "source": source_tokenizer.token_text}
+
+    def examples_with_frequencies(self) -> list[Example]:
+        """The examples, with the frequency of each token's id over all of them."""
+        counts: dict[str, Counter[int]] = {}
+        for example in self.examples:
+            for name, tokens in example.streams.items():
+                counts.setdefault(name, Counter()).update(tokens.ids.tolist())
+        return [
+            replace(
+                example,
+                streams={
+                    name: _with_frequencies(tokens, counts[name])
+                    for name, tokens in example.streams.items()
+                },
+            )
+            for example in self.examples
+        ]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Numbers of texts that were skipped or split."""
+        return tuple(f"{reason}: {count}" for reason, count in self.skipped.items())
+
+    def _tokenise(self, text: str, target: str) -> ModelInputs | None:
+        """Model inputs for a text; None, with a note, if the model cannot take it."""
+        try:
+            if is_encoder_decoder(self.model) and not target:
+                return self._generate_target(text)
+            return prepare_inputs(
+                self.model, {"source": text, "text": target} if target else text, 0
+            )
+        except SequenceTooLong:
+            self.skipped[f"texts longer than the model's {get_max_length(self.model)} tokens"] += 1
+        except UnknownToken:
+            self.skipped["texts with characters that the tokenizer does not know"] += 1
+        return None
+
+    def _generate_target(self, text: str) -> ModelInputs:
+        """Inputs of a source with a target that the model generates."""
+        max_length = get_max_length(self.model)  # the start token has the first position
+        limit = (
+            MAX_GENERATED_TOKENS
+            if max_length is None
+            else min(MAX_GENERATED_TOKENS, max_length - 1)
+        )
+        inputs = prepare_inputs(self.model, text, limit)
+        generated = ModelRun(self.model, inputs, limit).run_with_hooks([], {})
+        rows = inputs.extend_rows(
+            generated.tolist() if isinstance(generated, Tensor) else generated
+        )
+        is_native = not inputs.kwargs
+        source = torch.tensor(inputs.prompt_ids) if is_native else inputs.kwargs["input_ids"]
+        source_name, target_name = (
+            ("source", "x") if is_native else ("input_ids", "decoder_input_ids")
+        )
+        kwargs = {source_name: source, target_name: torch.tensor([rows[0].ids])}
+        return replace(inputs, kwargs=kwargs, token_rows={**inputs.token_rows, "text": rows})
+
+
+def label_answer(row: TokenRow, marker: str) -> Tensor:
+    """The next token at each position whose next token belongs to the answer, -100 elsewhere,
+    [tokens].
+
+    The answer begins after the last occurrence of `marker` in the text. A token that reaches beyond
+    the marker belongs to it.
+
+    >>> row = TokenRow((5, 6, 7, 8), ("a", ":", "b", "c"), ((0, 1), (1, 2), (2, 3), (3, 4)), "a:bc")
+    >>> label_answer(row, ":").tolist()
+    [-100, 7, 8, -100]
+    """
+    start = row.text.rfind(marker)
+    labels = torch.full((len(row.ids),), IGNORE_INDEX)
+    if start < 0:
+        return labels
+    for position in range(len(row.ids) - 1):
+        if row.offsets[position + 1][1] > start + len(marker):
+            labels[position] = row.ids[position + 1]
+    return labels
+
+
+def examples_from_lines(
+    model: nn.Module,
+    lines: Iterable[str | tuple[str, str]],
+    limit: int | None = None,
+    *,
+    answer_after: str = "",
+) -> ExampleReader:
+    """Read one text per line; a tab separates a source from its target. A line may also be a pair
+    (source, target).
+
+    Lines longer than the model takes are split at spaces. `answer_after` is that of
+    `ExampleReader`.
+    """
+    reader = ExampleReader(model, answer_after=answer_after)
+    for line in lines:
+        if limit is not None and len(reader.examples) >= limit:
+            break
+        source, _, target = (
+            line.partition("\t") if isinstance(line, str) else (line[0], "", line[1])
+        )
+        pieces = (
+            [source] if target or is_encoder_decoder(model) else list(_split_text(model, source))
+        )
+        if len(pieces) > 1:
+            reader.skipped["lines split because they are longer than the model takes"] += 1
+        for piece in pieces:
+            reader.add_text(piece, target)
+    return reader
+
+
+def examples_from_sentences(
+    model: nn.Module, sentences: Iterable[ParsedSentence], limit: int | None = None
+) -> ExampleReader:
+    """Read parsed sentences."""
+    reader = ExampleReader(model)
+    for sentence in sentences:
+        if limit is not None and len(reader.examples) >= limit:
+            break
+        spans = {"source" if is_encoder_decoder(model) else "text": sentence.word_spans}
+        reader.add_text(sentence.text, dependencies=sentence.dependencies, spans=spans)
+    return reader
+
+
+def examples_from_pairs(
+    model: nn.Module,
+    pairs: Iterable[tuple[str, str]],
+    gold_links: Iterable[Sequence[tuple[int, int, bool]]],
+) -> ExampleReader:
+    """Read pairs of source and target, with gold links between their words, which are separated by
+    spaces.
+
+    The model reads the words of a language without spaces between words, such as Chinese, joined.
+    """
+    reader = ExampleReader(model)
+    for number, (pair, links) in enumerate(zip(pairs, gold_links, strict=True), 1):
+        (source, source_spans), (target, target_spans) = map(join_words, pair)
+        counts = len(source_spans), len(target_spans)
+        for link in links:
+            if not (0 <= link[0] < counts[0] and 0 <= link[1] < counts[1]):
+                words = f"{counts[0]} source words and {counts[1]} target words"
+                raise SpecError(
+                    f"pair {number} links word {link[0]} to {link[1]} but has {words}; count "
+                    "words from 0"
+                )
+        reader.add_text(
+            source,
+            target,
+            alignment_links=links,
+            spans={"source": source_spans, "text": target_spans},
+        )
+    return reader
+
+
+def examples_from_task(
+    model: nn.Module, task: Task, limit: int, split: str = "valid"
+) -> ExampleReader:
+    """Read examples of a task with their labels: `limit` of them, or all if the task has fewer."""
+    reader = ExampleReader(model)
+    first = task.batch(0, 1, split)
+    _check_task_matches(model, task, first)
+    num_examples = task.batches(1, split)
+    decoders = (
+        reader.token_decoders() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
+    )
+    for index in range(limit if num_examples is None else min(limit, num_examples)):
+        batch = task.batch(index, 1, split)
+        tensors = {
+            "x": batch.x,
+            "sequence": batch.tokens,
+            "source": batch.source,
+            "source_sequence": batch.source_tokens,
+        }
+        inputs = {name: value for name, value in tensors.items() if value is not None} | {
+            LABELS_INPUT: batch.labels
+        }
+        ids = {"text": batch.x, "source": batch.source} if decoders else {}
+        streams = {
+            name: _annotate_tokens(_decode_row(token_ids[0].tolist(), decoders[name]), None)
+            for name, token_ids in ids.items()
+            if token_ids is not None
+        }
+        reader.examples.append(Example(inputs, streams))
+    return reader
+
+
+def _check_task_matches(model: nn.Module, task: Task, first: Batch) -> None:
+    """Refuse a model that was built for another task."""
+    if not isinstance(model, Transformer):
+        fact = f"{type(model).__name__} does not use the vocabulary of the task {task.name}"
+        raise SpecError(f"{fact}; give lines of text instead")
+    specs = (model.spec, task.model())
+    own_inputs, task_inputs = (
+        [
+            stack.embedding and (stack.embedding.tokens, stack.embedding.patches)
+            for stack in spec.stacks
+        ]
+        for spec in specs
+    )
+    own_outputs, task_outputs = (spec.heads[0].outputs if spec.heads else 0 for spec in specs)
+    tokenizer = model.usage.tokenizer
+    other_tokenizer = tokenizer is not None and tokenizer != task.tokenizer
+    if own_inputs != task_inputs or own_outputs != task_outputs or other_tokenizer:
+        raise SpecError(
+            f"the model does not have the inputs and outputs of the task {task.name}; use one "
+            "trained on it"
+        )
+
+
+def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:
+    """Parse a line such as "0-0 1-2 2?3": source word, "-" for a sure or "?" or "p" for a possible
+    link, target word.
+
+    >>> parse_alignment_links("0-0 1?2", 1)
+    ((0, 0, True), (1, 2, False))
+    """
+    links: list[tuple[int, int, bool]] = []
+    for item in line.split():
+        match = re.fullmatch(r"(\d+)([-?p])(\d+)", item)
+        if match is None:
+            raise SpecError(
+                f"line {number}: {item!r} is not an alignment link; write source-target, as in "
+                "0-0 1-2 2?3"
+            )
+        links.append((int(match[1]), int(match[3]), match[2] == "-"))
+    return tuple(links)
+
+
+def read_lines(path: Path | str) -> list[str]:
+    """Return the lines of a UTF-8 text file, without line ends."""
+    lines = [line.removesuffix("\r") for line in read_text_file(path).split("\n")]
+    return lines if lines[-1] else lines[:-1]
+
+
+def _split_text(model: nn.Module, text: str) -> Iterator[str]:
+    """The text, or its parts, halved at spaces until the model takes each."""
+    words = text.split(" ")
+    if len(words) < 2 or not _is_long(model, text):
+        yield text
+        return
+    for part in (words[: len(words) // 2], words[len(words) // 2 :]):
+        yield from _split_text(model, " ".join(part))
+
+
+def _is_long(model: nn.Module, text: str) -> bool:
+    try:
+        prepare_inputs(model, text, 0)
+    except SequenceTooLong:
+        return True
+    except ValueError:  # any other problem is reported when the text is read
+        return False
+    return False
+
+
+def _decode_row(ids: Sequence[int], decode: Callable[[int], str]) -> TokenRow:
+    return TokenRow(tuple(ids), tuple(map(decode, ids)))
+
+
+def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnotations:
+    """Annotate the tokens of a row; `spans` are the words of a parse, or None to split the text
+    into words.
+    """
+    offsets = row.offsets or ((0, 0),) * len(row.ids)
+    without_text = torch.tensor(
+        [
+            start == stop or token_id == PAD_ID
+            for token_id, (start, stop) in zip(row.ids, offsets, strict=True)
+        ]
+    )
+    special = without_text if row.offsets else torch.zeros(len(row.ids), dtype=torch.bool)
+    separator = special.clone()
+    separator[:1] = False
+    punctuation = torch.tensor([_is_punctuation(word) for word in row.words]) & ~special
+    if row.offsets:
+        word_spans = (
+            spans
+            if spans is not None
+            else [match.span() for match in WORD_PATTERN.finditer(row.text)]
+        )
+        word = torch.tensor(
+            [
+                -1 if is_special else _find_word(row, n, word_spans)
+                for n, is_special in enumerate(special.tolist())
+            ]
+        )
+    else:
+        word = torch.arange(len(row.ids))  # without character offsets, every token is a word
+    ids = torch.tensor(row.ids)
+    return TokenAnnotations(
+        ids, row.words, special, separator, punctuation, word, torch.zeros_like(ids)
+    )
+
+
+def _find_word(row: TokenRow, token: int, spans: Sequence[Span]) -> int:
+    """Index of the word in which a token begins, leading spaces ignored; -1 if
+    it begins in none.
+    """
+    start, stop = row.offsets[token]
+    start += len(row.text[start:stop]) - len(row.text[start:stop].lstrip())
+    return next((n for n, (first, last) in enumerate(spans) if first <= start < last), -1)
+
+
+def _is_punctuation(word: str) -> bool:
+    """True if a token consists of punctuation in any language (Unicode categories P).
+
+    >>> [_is_punctuation(word) for word in (".", "。", " ,", "a.", "")]
+    [True, True, True, False, False]
+    """
+    bare = word.strip().lstrip("Ġ▁")
+    return bool(bare) and all(unicodedata.category(char).startswith("P") for char in bare)
+
+
+def _count_words_without_tokens(tokens: TokenAnnotations, num_words: int) -> int:
+    return num_words - len(set(tokens.word_index.tolist()) - {-1})
+
+
+def _with_frequencies(tokens: TokenAnnotations, counts: Mapping[int, int]) -> TokenAnnotations:
+    return replace(
+        tokens, frequency=torch.tensor([counts[token_id] for token_id in tokens.ids.tolist()])
+    )

@@ -1,0 +1,268 @@
+"""Attention of every layer over one text: weights, norm-weighted attention, rollout, aggregates
+over heads and layers.
+
+For statistics over many texts with confidence intervals see `head_measurement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...report.data import Table
+from ...report.numbers import format_numbers
+from ...report.render import to_text
+from ...util.errors import SpecError, suggest
+from ..inspect.attention_sites import require_ability
+from ..inspect.hooks import ModelRun, ObservedCall
+from ..inspect.model_inputs import get_streams, prepare_inputs
+from ..traces.attention_trace import multiply_rollout
+from .head_circuits import AttentionCircuits, get_circuits
+
+# --- Attention maps of one text -------------------------------------------------------------------
+
+MAP_QUANTITIES = ("weights", "norms")
+AGGREGATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda values: values.mean(0),
+    "max": lambda values: values.amax(0),
+    "min": lambda values: values.amin(0),
+    "sum": lambda values: values.sum(0),
+}
+
+
+class LayerAttention(NamedTuple):
+    """Attention of one layer over one text: its weights, and the norms |v W_O| of what each head
+    reads from each key.
+
+    `value_norms_HS` is None where no W_O belongs to a head; `reason` says why. `queries` and `keys`
+    are the strings of the tokens, empty if they are unknown.
+    """
+
+    site: str
+    stack: str
+    kind: str
+    weights_HTS: Tensor
+    value_norms_HS: Tensor | None
+    reason: str = ""
+    queries: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+
+    @property
+    def norms_HTS(self) -> Tensor:
+        """Norm-weighted attention |w v W_O| (2004.10102), [heads, queries, keys]."""
+        if self.value_norms_HS is None:
+            raise SpecError(
+                f"norm-weighted attention of {self.site} is unknown: {self.reason}; use the weights"
+            )
+        return self.weights_HTS.abs() * self.value_norms_HS[:, None, :]
+
+
+class AttentionTable(NamedTuple):
+    """A matrix over the tokens of one text; prints the `top` largest entries of every query."""
+
+    title: str
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    values: list[list[float]]
+    top: int = 3
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The whole matrix as plain values."""
+        fields = self._asdict()
+        del fields["top"]
+        return fields
+
+    def __str__(self) -> str:
+        texts = iter(format_numbers([value for row in self.values for value in row]))
+        rows: list[tuple[str, int, str]] = []
+        for position, (query, values) in enumerate(zip(self.queries, self.values, strict=True)):
+            numbers = [next(texts) for _ in values]
+            order = sorted(range(len(values)), key=lambda key: -values[key])[: self.top]
+            entries = [f"{self.keys[key]!r} {key}: {numbers[key]}" for key in order if values[key]]
+            rows.append((repr(query), position, "  ".join(entries)))
+        return to_text(Table(self.title, ("query", "position", "largest keys"), rows))
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """Attention maps of every layer of a model over one text; `layers` maps sites to them, in
+    order.
+    """
+
+    layers: Mapping[str, LayerAttention] = field(repr=False)
+
+    def weights(self, site: str) -> Tensor:
+        """Attention weights of a layer, [heads, queries, keys]."""
+        return self._layer(site).weights_HTS
+
+    def norms(self, site: str) -> Tensor:
+        """Norm-weighted attention |w v W_O| of a layer (2004.10102), [heads, queries, keys].
+
+        A large weight on a key whose value is short moves little: attention to separators is often
+        of this kind. Biases of keys and values are in v; the bias of the output, and gates, are
+        left out.
+        """
+        return self._layer(site).norms_HTS
+
+    def aggregate(
+        self,
+        stack: str = "",
+        *,
+        of: str = "weights",
+        heads: str = "mean",
+        layers: str = "mean",
+        kind: str = "attention",
+    ) -> Tensor:
+        """One matrix [queries, keys] for all heads and layers of a stack (default: the last).
+
+        `heads` and `layers` are "mean", "max", "min" or "sum"; `of` is "weights" or "norms"; `kind`
+        is "attention" or "cross".
+        """
+        for name, value, choices in (
+            ("of", of, MAP_QUANTITIES),
+            ("heads", heads, AGGREGATIONS),
+            ("layers", layers, AGGREGATIONS),
+        ):
+            if value not in choices:
+                raise ValueError(f"unknown {name}={value!r}; {suggest(value, tuple(choices))}")
+        maps = self._stack_layers(stack, kind)
+        per_layer = [
+            AGGREGATIONS[heads](one.weights_HTS if of == "weights" else one.norms_HTS)
+            for one in maps
+        ]
+        return AGGREGATIONS[layers](torch.stack(per_layer))
+
+    def rollout(self, stack: str = "", *, residual: float = 0.5) -> Tensor:
+        """Attention rollout of a stack (default: the last), [outputs, inputs]: how each output
+        mixes the inputs.
+
+        The product over layers of residual I + (1 - residual) A, where A is the mean of the heads
+        (2005.00928). Rows of A are rescaled to sum to one where a sink takes a part. Rollout treats
+        all heads as equal and values as equally long; it is a heuristic.
+        """
+        if not 0 <= residual < 1:
+            raise ValueError(
+                f"residual={residual!r} is no share; give at least 0 and less than 1, 0.5 is usual"
+            )
+        layers = self._stack_layers(stack, "attention")
+        return torch.from_numpy(
+            multiply_rollout(
+                (maps.weights_HTS.double().mean(0).cpu().numpy() for maps in layers), residual
+            )
+        )
+
+    def table(self, matrix: Tensor, title: str, site: str = "", *, top: int = 3) -> AttentionTable:
+        """A matrix with the tokens of a site (default: the last self-attention), which prints its
+        largest entries.
+        """
+        layer = self._layer(site) if site else self._stack_layers("", "attention")[-1]
+        numbers = [list(map(str, range(count))) for count in matrix.shape]
+        words = [
+            strings or numbered
+            for strings, numbered in zip((layer.queries, layer.keys), numbers, strict=True)
+        ]
+        return AttentionTable(title, tuple(words[0]), tuple(words[1]), matrix.tolist(), top)
+
+    def _layer(self, site: str) -> LayerAttention:
+        if site not in self.layers:
+            raise ValueError(f"there is no site {site!r}; {suggest(site, list(self.layers))}")
+        return self.layers[site]
+
+    def _stack_layers(self, stack: str, kind: str) -> list[LayerAttention]:
+        stacks = list(dict.fromkeys(maps.stack for maps in self.layers.values()))
+        if stack and stack not in stacks:
+            raise ValueError(f"there is no stack {stack!r}; {suggest(stack, stacks)}")
+        chosen = stack or stacks[-1]
+        layers = [
+            maps for maps in self.layers.values() if (maps.stack, maps.kind) == (chosen, kind)
+        ]
+        if not layers:
+            kinds = list(
+                dict.fromkeys(maps.kind for maps in self.layers.values() if maps.stack == chosen)
+            )
+            raise ValueError(f"{chosen} has no {kind!r}; {suggest(kind, kinds)}")
+        return layers
+
+
+class _MapHook:
+    """Hook that keeps weights and value norms of one layer, for the first text of the batch."""
+
+    needs_call = True
+
+    def __init__(self, circuits: AttentionCircuits | None) -> None:
+        self.circuits = circuits
+        self.weights: Tensor | None = None
+        self.value_norms: Tensor | None = None
+        self.reason = "its weights cannot be read by head" if circuits is None else ""
+
+    def on_call(self, call: ObservedCall) -> None:
+        """Keep the weights of the output heads, and compute the norms of their values after W_O."""
+        weights = call.all_weights()[0].detach().float().cpu()
+        if self.circuits is None:
+            self.weights = weights
+            return
+        try:
+            read = [
+                call.head_values(head)
+                for head in range(len(self.circuits.spec.score_head_of_output))
+            ]
+            maps = [self.circuits.ov_circuit(head).right for head in range(len(read))]
+            norms = [
+                (values.v_BSV[0].double() @ output.to(values.v_BSV.device).double()).norm(dim=-1)
+                for values, output in zip(read, maps, strict=True)
+            ]
+        except (SpecError, ValueError, RuntimeError) as error:
+            self.weights, self.reason = weights, str(error)
+            return
+        self.weights = weights[[values.row for values in read]]
+        self.value_norms = torch.stack(norms).float().cpu()
+
+    def on_head_outputs(self, outputs: Tensor) -> None:
+        """Do nothing: outputs are not needed."""
+
+
+def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:
+    """Run a model on one text and return its attention maps.
+
+    `inputs` are those of `hw.trace`: ids, a text, or a dictionary of arguments. Of several texts,
+    the first is used.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
+    >>> maps = compute_attention_maps(net.eval(), torch.tensor([[3, 1, 4]]))
+    >>> (
+    ...     maps.norms("decoder.1.attention").shape,
+    ...     [round(row, 6) for row in maps.rollout().sum(-1).tolist()],
+    ... )
+    (torch.Size([2, 3, 3]), [1.0, 1.0, 1.0])
+    """
+    sites = require_ability(model, "observe")
+    try:
+        circuits = get_circuits(model)
+    except SpecError:
+        circuits = {}
+    hooks = {module.site.name: _MapHook(circuits.get(module.site.name)) for module in sites}
+    prepared = prepare_inputs(model, inputs, 0)
+    words = {name: rows[0].words if rows else () for name, rows in prepared.token_rows.items()}
+    ModelRun(model, prepared).run_with_hooks(sites, hooks)
+    layers: dict[str, LayerAttention] = {}
+    for module in sites:
+        site = module.site
+        hook = hooks[module.site.name]
+        if hook.weights is not None:
+            layers[site.name] = LayerAttention(
+                site.name,
+                site.stack,
+                site.kind,
+                hook.weights,
+                hook.value_norms,
+                hook.reason,
+                *(words.get(stream, ()) for stream in get_streams(site, prepared.has_source)),
+            )
+    return AttentionMaps(layers)

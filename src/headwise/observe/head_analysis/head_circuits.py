@@ -1,0 +1,474 @@
+"""Circuits of a head from its weights alone: which states it compares (QK), and what it carries to
+the output (OV).
+
+Scores are x W_Q W_K^T z and outputs are w z W_V W_O: two maps of the model's width, each kept as
+the product of two narrow matrices (Elhage et al. 2021). Biases, norms and transforms of queries and
+keys are not part of them; `fold_norms` adds the norms to the maps from tokens to tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.attention import Attention
+from ...attention.interfaces import Mix, OutputStep, QKTransform
+from ...attention.spec.attention_spec import AttentionSpec
+from ...models.model_spec.components import NormSpec
+from ...report.data import Table
+from ...report.render import to_plain
+from ...util.errors import SpecError
+from ..inspect.attention_sites import find_attention
+from .head_similarity import HeadLocation
+from .random_baseline import as_native_model
+
+# --- Low-rank maps --------------------------------------------------------------------------------
+
+CIRCUIT_KINDS = ("qk", "ov")
+
+
+class LowRankMap(NamedTuple):
+    """A linear map x -> x @ left @ right, kept as two narrow matrices left [in, r] and right [r,
+    out].
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def product(self) -> Tensor:
+        """The full matrix, [in, out]."""
+        return self.left @ self.right
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Input width and output width."""
+        return self.left.shape[0], self.right.shape[1]
+
+    @property
+    def singular_values(self) -> Tensor:
+        """The r largest singular values, in descending order; all others are zero.
+
+        >>> LowRankMap(
+        ...     torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0, 0.0]])
+        ... ).singular_values.tolist()
+        [10.0]
+        """
+        left, right = (
+            torch.linalg.qr(factor, mode="r").R
+            for factor in (self.left.double(), self.right.double().T)
+        )
+        return torch.linalg.svdvals(left @ right.T)
+
+    def inner_product(self, other: LowRankMap) -> Tensor:
+        """Frobenius inner product of two maps, computed on the narrow sides."""
+        left = self.left.double().T @ other.left.double()
+        return (left * (self.right.double() @ other.right.double().T)).sum()
+
+
+def map_similarity(one: LowRankMap, other: LowRankMap) -> float:
+    """Cosine similarity of two maps as vectors: 1 if they are equal up to a positive scale, 0 if
+    they are orthogonal.
+
+    >>> map_similarity(
+    ...     LowRankMap(torch.eye(2), torch.eye(2)), LowRankMap(torch.eye(2), -2 * torch.eye(2))
+    ... )
+    -1.0
+    """
+    norms = (one.inner_product(one) * other.inner_product(other)).sqrt()
+    return float(one.inner_product(other) / norms) if norms > 0 else float("nan")
+
+
+def copying_score(
+    ov: LowRankMap, embed: Tensor | None = None, unembed: Tensor | None = None
+) -> float:
+    """Copying score of an OV circuit (Elhage et al. 2021): the sum of eigenvalues over the sum of
+    their absolute values.
+
+    It is 1 if all eigenvalues are positive, so that the head raises the logits of tokens that it
+    attends to, and -1 if all are negative. The map is embed W_V W_O unembed over tokens, with
+    `embed` [tokens, model] and `unembed` [model, tokens], or W_V W_O over states without them. Its
+    nonzero eigenvalues are those of an [r, r] matrix.
+
+    >>> ov = LowRankMap(torch.eye(3)[:, :2], torch.eye(3)[:2])
+    >>> copying_score(ov), copying_score(LowRankMap(ov.left, -ov.right))
+    (1.0, -1.0)
+    """
+    left = ov.left.double()
+    right = ov.right.double()
+    if embed is not None and unembed is not None:
+        left = embed.double() @ left
+        right = right @ unembed.double()
+    values = torch.linalg.eigvals(right @ left)
+    total = values.abs().sum()
+    return float(values.real.sum() / total) if total > 0 else float("nan")
+
+
+# --- Circuits of a model --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCircuits:
+    """QK and OV circuits of the heads of one attention layer; `caveats` name
+    what they leave out.
+    """
+
+    site: str
+    layer: Attention
+    caveats: tuple[str, ...]
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Spec of the attention layer."""
+        return self.layer.spec
+
+    def qk_circuit(self, head: int) -> LowRankMap:
+        """W_Q W_K^T of a score head: which states it compares."""
+        heads = self.spec.heads
+        _check_head(head, heads.q, "score head")
+        if head not in self.spec.core_score_heads:
+            fact = f"only a gate reads the queries of score head {head} of {self.site}"
+            raise SpecError(
+                f"cannot get QK circuits: {fact}; name one of {list(self.spec.core_score_heads)}"
+            )
+        if not self.spec.similarity.linear:
+            fact = (
+                f"{self.site} scores with {self.spec.similarity!r}, which is not a product of "
+                "W_Q and W_K"
+            )
+            raise SpecError(f"cannot get QK circuits: {fact}")
+        q = self._head_matrices("q", "q dim model")
+        k = self._head_matrices("k", "kv dim source")
+        return LowRankMap(q[head].T, k[heads.kv_head_of_query[head]])
+
+    def ov_circuit(self, head: int) -> LowRankMap:
+        """W_V W_O of an output head: what it carries from the tokens that it attends to."""
+        spec = self.spec
+        _check_head(head, len(spec.score_head_of_output), "output head")
+        combining = [step for _, step in spec.parts_of(OutputStep) if step.combines_rows]
+        if combining:
+            fact = (
+                f"{self.site} combines rows by {combining[0]!r}, so that no single W_V belongs "
+                "to an output head"
+            )
+            raise SpecError(f"cannot get OV circuits: {fact}")
+        v = self._head_matrices("v", f"{spec.heads.value_axis} vdim source")
+        value_head = spec.core_of(spec.projection_form(one=False)).value_head_of_row[head]
+        return LowRankMap(v[value_head].T, self.output_map(head))
+
+    def output_map(self, head: int) -> Tensor:
+        """W_O of an output head, [vdim, model], measured with one-hot head outputs."""
+        spec = self.spec
+        weight = self._get_weight(next(iter(spec.project.params(spec))))
+        _check_head(head, len(spec.score_head_of_output), "output head")
+        vdim = spec.heads.vdim
+        one_hot = torch.zeros(
+            1,
+            vdim + 1,
+            len(spec.score_head_of_output),
+            vdim,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        one_hot[0, :vdim, head] = torch.eye(vdim, dtype=weight.dtype, device=weight.device)
+        with torch.inference_mode():
+            y = self.layer.merge_heads(one_hot)[0]
+        return y[:-1] - y[-1]
+
+    def _head_matrices(self, side: str, axes: str) -> Tensor:
+        """Matrices of one side, [heads, width, in]; refuses a projection that does not declare it
+        with these axes.
+        """
+        spec = self.spec
+        parameter = spec.project.params(spec).get(side)
+        if parameter is None or " ".join(parameter.layout.axes) != axes:
+            fact = f"{spec.project!r} of {self.site} has no single matrix per head for {side}"
+            raise SpecError(
+                f"cannot get circuits: {fact}; they need layers whose {side} is one linear map of "
+                "the input"
+            )
+        sizes = spec.sizes_of(spec.project)
+        return self._get_weight(side).view(*(sizes[axis] for axis in parameter.layout.axes))
+
+    def _get_weight(self, name: str) -> Tensor:
+        return self.layer.weights["project"][name].detach()
+
+
+def _check_head(head: int, count: int, kind: str) -> None:
+    if not 0 <= head < count:
+        raise ValueError(f"{kind} must be in 0..{count - 1}, got {head}")
+
+
+def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
+    """Return the circuits of every attention layer by site name.
+
+    The model is a headwise model, or a transformers model of a family that hw.load can read.
+
+    >>> import headwise as hw
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
+    ... )
+    >>> circuits = get_circuits(net)["decoder.0.attention"]
+    >>> circuits.qk_circuit(1).left.shape, circuits.ov_circuit(0).product.shape
+    (torch.Size([8, 4]), torch.Size([8, 8]))
+    """
+    site_modules = find_attention(model)
+    native = [module for module in site_modules if isinstance(module.module, Attention)]
+    if len(native) < len(site_modules) or not site_modules:
+        native = find_attention(as_native_model(model))
+    modules = {module.site.name: module.module for module in native}
+    return {
+        name: AttentionCircuits(name, attention, tuple(_caveats(attention.spec)))
+        for name, attention in modules.items()
+        if isinstance(attention, Attention)
+    }
+
+
+class CircuitSimilarity(NamedTuple):
+    """Heads and the similarity of every two of their maps, [heads, heads]; NaN for maps of
+    different widths.
+    """
+
+    heads: tuple[HeadLocation, ...]
+    values: Tensor
+
+
+def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity:
+    """Compare the QK or OV circuits of all heads of a model by `map_similarity`.
+
+    Random maps have a similarity of zero on average; the circuits of `make_random_baseline(model)`
+    show how far they scatter.
+
+    >>> import headwise as hw
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
+    ... )
+    >>> compare_circuits(net, "ov").values.shape
+    torch.Size([2, 2])
+    """
+    if circuit not in CIRCUIT_KINDS:
+        raise ValueError(f"unknown circuit={circuit!r}; use 'qk' or 'ov'")
+    heads = list[HeadLocation]()
+    maps = list[LowRankMap]()
+    layer_of_site = {module.site.name: module.site.layer for module in find_attention(model)}
+    for circuits in get_circuits(model).values():
+        site = circuits.site
+        spec = circuits.spec
+        outputs = range(len(spec.score_head_of_output))
+        for head in spec.core_score_heads if circuit == "qk" else outputs:
+            heads.append(HeadLocation(site, layer_of_site[site], head))
+            maps.append(circuits.qk_circuit(head) if circuit == "qk" else circuits.ov_circuit(head))
+    products = torch.full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
+    for i, first in enumerate(maps):
+        for j in range(i, len(maps)):
+            if first.shape == maps[j].shape:
+                products[i, j] = products[j, i] = first.inner_product(maps[j])
+    norm = products.diagonal().sqrt()
+    return CircuitSimilarity(tuple(heads), products / (norm[:, None] * norm))
+
+
+def _caveats(spec: AttentionSpec) -> Iterator[str]:
+    """Computations of the layer that these maps leave out."""
+    for _, transform in spec.parts_of(QKTransform):
+        sides = [side for side in "qkv" if side in transform.transformed_sides(spec)]
+        if sides:
+            yield f"{transform!r} changes {' and '.join(sides)} token by token"
+    for _, step in spec.parts_of(OutputStep):
+        yield f"{step!r} changes head outputs before the output projection"
+    for _, mix in spec.parts_of(Mix):
+        yield f"{mix!r} mixes heads, so that no head acts on its own"
+
+
+class TokenTables(NamedTuple):
+    """Embedding and unembedding matrices of a model, and a note if one is a substitute or
+    incomplete.
+    """
+
+    embed: Tensor
+    unembed: Tensor
+    note: str
+
+
+def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
+    """Return the embedding [tokens, model] of a stack and the unembedding [model, tokens] of the
+    model's token head.
+
+    A model without a token head gets the transposed embedding instead, with a note.
+    """
+    native = as_native_model(model)
+    tied_to = native.spec.tied_weights()
+    state = native.state_dict(keep_vars=True)
+
+    def get_tensor(name: str) -> Tensor | None:
+        tensor = state.get(tied_to.get(name, name))
+        return None if tensor is None else tensor.detach()
+
+    embed = get_tensor(f"{stack}.embedding.tokens")
+    if embed is None:
+        fact = f"{stack} of {native.spec.name} has no token embedding"
+        raise SpecError(f"{fact}; use copying_score(ov) without tables for copying of states")
+    token_heads = [
+        head for head in native.spec.heads if head.outputs == len(embed) and head.at == "each"
+    ]
+    unembed = get_tensor(f"head.{token_heads[0].name}.weight") if token_heads else None
+    if unembed is None or unembed.shape != embed.shape:
+        return TokenTables(
+            embed, embed.T, "the model predicts no tokens: its embedding is used as unembedding"
+        )
+    note = (
+        "" if token_heads[0].transform is None else "the transform of the output head is left out"
+    )
+    return TokenTables(embed, unembed.T, note)
+
+
+# The norm before the attention and the norm of its output, by placement of the norms. A post-norm
+# layer has norms of the residual stream instead, which belong to no single head.
+NORM_BEFORE = {
+    **dict.fromkeys(("pre", "abreast", "sandwich"), "attention_norm"),
+    "parallel": "norm",
+}
+NORM_AFTER = {"sandwich": "attention_norm_after", "after": "attention_norm"}
+
+
+def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
+    """Fold the norms between tokens and the self-attention at `site` into the token tables, as
+    linear maps.
+
+    The norm before the attention becomes part of the embedding; a norm of its output and the final
+    norm become part of the unembedding. Of each norm, the gain and the subtraction of the mean
+    (layer norm) are folded. The division by the standard deviation only scales each token, and
+    biases add the same to all of them: both are left out, and so are norms of the residual stream
+    in post-norm layers.
+    """
+    native = as_native_model(model)
+    stack_name, layer, _ = site.split(".")
+    stack = next(stack for stack in native.spec.stacks if stack.name == stack_name)
+    block = stack.layers[int(layer)]
+    last = native.spec.stacks[-1]
+    place = f"{stack_name}.{layer if stack.weights_of == 'each' else 0}"
+    state = native.state_dict(keep_vars=True)
+
+    def fold(norm: NormSpec | None, name: str, table: Tensor, axis: int) -> Tensor:
+        """Apply a norm's linear part to a table whose `axis` holds the channels, before or after
+        the table.
+        """
+        if norm is None:
+            return table
+        gain = state.get(f"{name}.weight")
+        shape = [-1 if n == axis else 1 for n in range(2)]
+        factor = (
+            1.0 if gain is None else gain.detach().double().view(shape) + (norm.kind == "offset")
+        )
+        is_centred = norm.kind in ("layer", "unbiased", "bare")
+        if axis == 0:  # the table follows the norm: the gain comes first in its rows
+            table = factor * table
+        if is_centred:
+            table = table - table.mean(axis, keepdim=True)
+        return table if axis == 0 else factor * table
+
+    embed = tables.embed.double()
+    unembed = tables.unembed.double()
+    before = NORM_BEFORE.get(block.placement)
+    if before is not None:
+        embed = fold(block.norm, f"{place}.{before}", embed, axis=1)
+    unembed = fold(last.norm, f"{last.name}.norm", unembed, axis=0)
+    after = NORM_AFTER.get(block.placement)
+    if after is not None:
+        unembed = fold(block.norm, f"{place}.{after}", unembed, axis=0)
+    return TokenTables(embed, unembed, tables.note)
+
+
+# --- Numbers of every head ------------------------------------------------------------------------
+
+
+class HeadCircuit(NamedTuple):
+    """Numbers of one head from its weights: its copying score, the norm of its slice of W_O, and
+    that of W_V W_O.
+
+    `copying` and `ov_norm` are NaN where no single W_V belongs to the head. `over` is what the
+    copying score is over: "tokens", through embedding and unembedding, or "states".
+    """
+
+    site: str
+    head: int
+    copying: float
+    over: str
+    output_norm: float
+    ov_norm: float
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Dictionary of plain values; NaN becomes None."""
+        return to_plain(self._asdict())
+
+
+def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
+    """Copying score, norm of W_O and norm of W_V W_O of every head of a model, from the weights
+    alone.
+
+    Norms are Frobenius norms. Self-attention of a stack with a token embedding is scored over
+    tokens, with the gains of the norm before it and of the final norm (see `fold_norms`), all other
+    attention over states, without any norm.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
+    >>> [(one.site, one.head, one.over) for one in measure_head_circuits(net)]
+    [('decoder.0.attention', 0, 'tokens'), ('decoder.0.attention', 1, 'tokens')]
+    """
+    circuits_of_heads: list[HeadCircuit] = []
+    for circuits in get_circuits(model).values():
+        tables = _token_tables(model, circuits.site)
+        circuits_of_heads += [
+            _measure_head(circuits, head, tables)
+            for head in range(len(circuits.spec.score_head_of_output))
+        ]
+    if not circuits_of_heads:
+        raise SpecError("the model has no attention whose weights can be read; see hw.sites(model)")
+    return tuple(circuits_of_heads)
+
+
+def _token_tables(model: nn.Module, site: str) -> TokenTables | None:
+    """Embedding and unembedding of a site's stack; None for cross-attention and for stacks without
+    tokens.
+    """
+    if site.rpartition(".")[2] != "attention":
+        return None
+    try:
+        return fold_norms(model, site, get_token_tables(model, site.partition(".")[0]))
+    except SpecError:
+        return None
+
+
+def _measure_head(
+    circuits: AttentionCircuits, head: int, tables: TokenTables | None
+) -> HeadCircuit:
+    output_norm = float(circuits.output_map(head).double().norm())
+    over = "states" if tables is None else "tokens"
+    try:
+        ov = circuits.ov_circuit(head)
+    except SpecError:
+        return HeadCircuit(circuits.site, head, math.nan, over, output_norm, math.nan)
+    copying = (
+        copying_score(ov) if tables is None else copying_score(ov, tables.embed, tables.unembed)
+    )
+    ov_norm = float(ov.inner_product(ov).clamp(min=0).sqrt())
+    return HeadCircuit(circuits.site, head, copying, over, output_norm, ov_norm)
+
+
+def circuit_table(heads: Sequence[HeadCircuit]) -> Table:
+    """Return the numbers of every head, the most copying first; random maps have 0 on average."""
+    columns = ("site", "head", "copying", "over", "norm of W_O", "norm of W_V W_O")
+    rows = sorted(heads, key=lambda one: math.inf if math.isnan(one.copying) else -one.copying)
+    return Table("copying scores and norms of the heads' weights", columns, rows)

@@ -1,0 +1,420 @@
+"""The heads of a model with their measures, classes and importance: rows of a table, plain values,
+and files of both.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ...report.data import Column, Estimate as Measure, Figure, HeatMap, Table
+from ...report.numbers import format_p
+from ...report.render import colour_text, note_lines, to_csv, to_json, to_plain, to_text
+from ...report.text import wrap
+from ...util.errors import SpecError, pluralise
+from ...util.files import write_atomically
+from ...util.output_paths import FileKind, check_output
+
+# Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes
+# classes without colour.
+CLASS_STYLES: Mapping[str, tuple[str, str]] = {
+    "sink": ("K", "#999999"),
+    "positional": ("P", "#56B4E9"),
+    "syntactic": ("S", "#009E73"),
+    "rare-token": ("R", "#CC79A7"),
+    "induction": ("I", "#D55E00"),
+    "duplicate": ("D", "#E69F00"),
+    "separator": ("E", "#7A7ACF"),
+    "punctuation": ("T", "#B58B5A"),
+    "alignment": ("A", "#0072B2"),
+    "broad": ("B", "#F0E442"),
+    "neighbour": ("N", "#44AA99"),
+    "row": ("H", "#882255"),
+    "column": ("V", "#117733"),
+    "unclear": ("U", ""),
+}
+CLASS_GROUPS = {
+    "offset": "positional",
+    "previous": "positional",
+    "self": "positional",
+    "next": "positional",
+    "first": "sink",
+}
+HEADS_PER_CLASS = 2  # heads listed for each class
+INTERVAL_NOTE = "low and high: 95 % interval"
+
+
+def class_group(name: str) -> str:
+    """Return the group of a class, which has one letter and one colour.
+
+    >>> class_group("syntactic det to its governor"), class_group("previous")
+    ('syntactic', 'positional')
+    """
+    first = name.partition(" ")[0]
+    return CLASS_GROUPS.get(first, first)
+
+
+class HeadClass(NamedTuple):
+    """A class of a head: its name, a score from 0 to 1, and a sentence with the evidence."""
+
+    name: str
+    score: float
+    evidence: str
+
+
+@dataclass(frozen=True)
+class HeadMeasures:
+    """One head: its position in the model, its measures and its classes.
+
+    `kv` is the index of the head's key-value group; `site` the name of the attention layer, as
+    `headwise.observe.inspect` gives it.
+    """
+
+    stack: str
+    kind: str
+    layer: int
+    head: int
+    kv: int
+    site: str
+    measures: Mapping[str, Measure]
+    classes: tuple[HeadClass, ...] = ()
+
+    @property
+    def group(self) -> str:
+        """Group of the first class."""
+        return class_group(self.classes[0].name) if self.classes else "unclear"
+
+    @property
+    def letter(self) -> str:
+        """Letter of the first class, in lower case if its score is below 0.5."""
+        if self.group == "unclear":
+            return "·"
+        letter = CLASS_STYLES.get(self.group, ("?", ""))[0]
+        return letter if not self.classes or self.classes[0].score >= 0.5 else letter.lower()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Dictionary of plain values, ready for JSON."""
+        return {
+            "stack": self.stack,
+            "kind": self.kind,
+            "layer": self.layer,
+            "head": self.head,
+            "kv": self.kv,
+            "measures": {name: measure.data for name, measure in self.measures.items()},
+            "classes": [head_class._asdict() for head_class in self.classes],
+        }
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """Every measured head of a model, the data it was measured on, and notes on what was left out.
+
+    Prints as a grid of the heads' classes and the heads with the highest scores in each class.
+    """
+
+    model: str
+    texts: str
+    heads: tuple[HeadMeasures, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def with_notes(self, notes: Sequence[str]) -> HeadTable:
+        """Return the table with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, colour: bool = False) -> str:
+        """Return the table for a terminal; `colour` allows ANSI colours."""
+        lines = [to_text(self.class_grid(), colour=colour), *self._top_heads(colour)]
+        return "\n".join([*lines, *note_lines(self.notes)])
+
+    def class_grid(self, title: str = "") -> Figure:
+        """Return every head of every layer as a cell with the letter and colour of its class.
+
+        A stronger colour is a higher score.
+        """
+        num_heads = max(head.head for head in self.heads) + 1
+        shape = (len(self.sites), num_heads)
+        texts = [[" "] * num_heads for _ in self.sites]
+        colours = [[""] * num_heads for _ in self.sites]
+        strengths = [[1.0] * num_heads for _ in range(shape[0])]
+        for head in self.heads:
+            row = self.sites.index(head.site)
+            texts[row][head.head] = head.letter
+            colours[row][head.head] = CLASS_STYLES.get(head.group, ("?", "muted"))[1]
+            if head.group != "unclear":
+                strengths[row][head.head] = 0.35 + 0.65 * head.classes[0].score
+        columns = [str(n) for n in range(num_heads)]
+        style: dict[str, Any] = {"texts": texts, "colours": colours}
+        grid = HeatMap(strengths, self.sites, columns, x_label="head", **style)
+        note = "in lower case if the score is below 0.5"
+        heading = title or f"{self.model}, {self.texts}"
+        return Figure(heading, [grid], self.class_legend, legend_title=note)
+
+    @property
+    def class_legend(self) -> dict[str, str]:
+        """Letter and name of each class of the table -> its colour."""
+        groups = {head.group for head in self.heads}
+        styles = {group: style for group, style in CLASS_STYLES.items() if group in groups}
+        legend = {f"{letter} {name}": colour for name, (letter, colour) in styles.items()}
+        legend |= {"· unclear": "empty"} if legend.pop("U unclear", None) is not None else {}
+        return legend
+
+    def class_members(self, group: str) -> list[tuple[HeadClass, HeadMeasures]]:
+        """Return the classes of a group with their heads, the highest score first."""
+        members: list[tuple[HeadClass, HeadMeasures]] = []
+        for head in self.heads:
+            members += [(one, head) for one in head.classes if class_group(one.name) == group]
+        return sorted(members, key=lambda member: -member[0].score)
+
+    def _top_heads(self, colour: bool) -> Iterator[str]:
+        for group, (letter, shade) in CLASS_STYLES.items():
+            members = [] if group == "unclear" else self.class_members(group)
+            if not members:
+                continue
+            count = pluralise(len({id(head) for _, head in members}), "head")
+            name = f"{letter}  {group}"
+            yield f"\n{colour_text(name, shade) if colour else name}: {count}"
+            for one, head in members[:HEADS_PER_CLASS]:
+                line = f"{head.site} {head.head}: {one.name} {one.score:.2f}, {one.evidence}"
+                yield "\n".join(wrap(line, indent="   "))
+
+    def ranking(self, measure: str) -> Table:
+        """Return the heads by decreasing value of a measure, with its interval and chance."""
+        rows: list[tuple[Any, ...]] = []
+        for head in self.sorted_by(measure):
+            classes = ", ".join(f"{one.name} {one.score:.2f}" for one in head.classes[:2])
+            rows.append((head.site, head.head, *head.measures[measure][:4], classes))
+        columns = ("site", "head", measure, "low", "high", "chance", "classes")
+        title = f"{self.model}, {self.texts}; {INTERVAL_NOTE}"
+        return Table(title, columns, rows, self.notes)
+
+    def head(self, site: str, number: int) -> HeadMeasures:
+        """Return head `number` of the site named `site`; raise ValueError if the table has none."""
+        return _find_head(self.heads, site, number)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the sites, in the order of the table."""
+        return tuple(dict.fromkeys(head.site for head in self.heads))
+
+    def sorted_by(self, measure: str) -> tuple[HeadMeasures, ...]:
+        """Return the heads by decreasing value of a measure; heads where it is NaN come last."""
+        measures = self.heads[0].measures if self.heads else {}
+        if measure not in measures:
+            raise ValueError(
+                f"cannot sort by {measure!r}: it was not measured; use one of {', '.join(measures)}"
+            )
+        return tuple(sorted(self.heads, key=lambda head: _descending(head.measures[measure].value)))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Dictionary of plain values, ready for JSON."""
+        heads = [head.data for head in self.heads]
+        return {"model": self.model, "data": self.texts, "heads": heads, "notes": list(self.notes)}
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
+        """Write the table to a .json file with `data`, or to a .csv file."""
+        save_table(path, self, overwrite=overwrite)
+
+    def to_csv(self) -> str:
+        """Return CSV with one line for each measure of each head.
+
+        `class` is the likeliest class of the head. What was not measured, or not tested, is an
+        empty field.
+        """
+        columns = ("site", "stack", "kind", "layer", "head", "kv", "class", "measure")
+        rows: list[tuple[Any, ...]] = []
+        for head in self.heads:
+            best = head.classes[0].name if head.classes else ""
+            place = (head.site, head.stack, head.kind, head.layer, head.head, head.kv, best)
+            rows += [(*place, name, *measure) for name, measure in head.measures.items()]
+        return to_csv(Table("", (*columns, *Measure._fields), rows))
+
+
+def _find_head(heads: Sequence[Any], site: str, number: int) -> Any:
+    for head in heads:
+        if (head.site, head.head) == (site, number):
+            return head
+    sites = ", ".join(dict.fromkeys(head.site for head in heads))
+    raise ValueError(f"there is no head {number} of {site!r} here; the sites are {sites}")
+
+
+def _descending(value: float) -> float:
+    return math.inf if math.isnan(value) else -value
+
+
+# --- Names of heads -------------------------------------------------------------------------------
+
+HEAD_NAME = re.compile(r"([LEDX])(\d+) ?H(\d+)")
+EXAMPLE_NAMES = "L3H2 (or E3H2, D3H2, X3H2 for encoder, decoder and cross-attention), or SITE:HEAD"
+
+
+class LayerName(Protocol):
+    """Name of an attention layer: a site of a model or a layer of a trace."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stack(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def layer(self) -> int: ...
+
+
+def check_head_name(name: str) -> None:
+    """Raise ValueError unless `name` could name a head."""
+    site, _, head = name.rpartition(":")
+    if not HEAD_NAME.fullmatch(name) and not (site and head.isdecimal()):
+        raise ValueError(f"{name!r} is not a head; write {EXAMPLE_NAMES}")
+
+
+def locate_head(name: str, layers: Iterable[LayerName]) -> tuple[str, int]:
+    """Return the site and the number of a head by its short name, as the page of headwise view
+    writes it, or SITE:HEAD.
+
+    L is any layer, E the encoder, D the self-attention of the decoder, X the cross-attention.
+
+    >>> from types import SimpleNamespace as Layer
+    >>> cross = Layer(name="decoder.1.cross", stack="decoder", kind="cross", layer=1)
+    >>> locate_head("X1H3", [cross]), locate_head("decoder.1.cross:3", [cross])
+    (('decoder.1.cross', 3), ('decoder.1.cross', 3))
+    """
+    check_head_name(name)
+    match = HEAD_NAME.fullmatch(name)
+    if match is None:
+        site, _, head = name.rpartition(":")
+        return site, int(head)
+    letter = match[1]
+    number = int(match[2])
+    head = int(match[3])
+    sites = [
+        layer.name
+        for layer in layers
+        if layer.layer == number and letter in ("L", _layer_letter(layer))
+    ]
+    if len(sites) != 1:
+        fact = (
+            f"layer {number} is each of {', '.join(sites)}"
+            if sites
+            else f"there is no layer {letter}{number}"
+        )
+        raise ValueError(f"{name} is not one head, because {fact}; write {EXAMPLE_NAMES}")
+    return sites[0], head
+
+
+def _layer_letter(layer: LayerName) -> str:
+    return "X" if layer.kind == "cross" else "E" if layer.stack == "encoder" else "D"
+
+
+# --- Files of tables ------------------------------------------------------------------------------
+
+TABLE_NAME = "table of heads"
+# The first key of the .json files, and the first column names of both kinds of .csv files.
+TABLE_FILE = FileKind(
+    TABLE_NAME,
+    (f'"format": "{TABLE_NAME}"'.encode(), b"site,stack,kind,", b"site,head,importance,"),
+)
+
+
+def save_table(
+    path: Path | str, table: HeadTable | ImportanceResult, *, overwrite: bool = False
+) -> None:
+    """Write a table as .json or .csv; the file appears complete or not at all."""
+    suffix = Path(path).suffix
+    if suffix not in (".json", ".csv"):
+        fact = f"cannot save heads to {path}: its suffix is {suffix!r}"
+        raise SpecError(f"{fact}; use one of .json, .csv")
+    target = check_output(path, TABLE_FILE, "overwrite" if overwrite else "refuse")
+    text = table.to_csv() if suffix == ".csv" else to_json({"format": TABLE_NAME} | table.data)
+    write_atomically(target, text.encode())
+
+
+# --- Importance -----------------------------------------------------------------------------------
+
+SIGNIFICANCE_LEVEL = 0.05  # largest corrected p-value of a significant head
+
+
+@dataclass(frozen=True)
+class HeadImportance:
+    """Importance of one head, with its confidence interval and p-value.
+
+    `p` is the p-value of this head alone, `level` the one corrected for all heads; both are NaN if
+    the method is not tested.
+    """
+
+    site: str
+    stack: str
+    kind: str
+    layer: int
+    head: int
+    kv: int
+    value: float
+    low: float
+    high: float
+    p: float = math.nan
+    level: float = math.nan
+
+    @property
+    def measure(self) -> Measure:
+        """The importance as a `Measure` whose chance level is 0."""
+        return Measure(self.value, self.low, self.high, 0.0)
+
+
+@dataclass(frozen=True)
+class ImportanceResult:
+    """Importance of every head of a model: the method, the objective and the number of texts."""
+
+    model: str
+    method: str
+    objective: str
+    texts: int
+    heads: tuple[HeadImportance, ...]
+    notes: tuple[str, ...] = ()
+
+    def with_notes(self, notes: Sequence[str]) -> ImportanceResult:
+        """Return the result with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def head(self, site: str, number: int) -> HeadImportance:
+        """Return head `number` of the site named `site`; raise ValueError if it was not rated."""
+        return _find_head(self.heads, site, number)
+
+    @property
+    def table(self) -> Table:
+        """The heads by decreasing importance."""
+        columns = ("site", "head", "importance", "low", "high", Column("corrected p", format_p))
+        heads = self.by_importance
+        rows = [(one.site, one.head, one.value, one.low, one.high, one.level) for one in heads]
+        title = (
+            f"{self.model}, {self.texts} texts: importance by {self.method} for {self.objective}"
+        )
+        return Table(f"{title}; {INTERVAL_NOTE}", columns, rows, self.notes)
+
+    def __str__(self) -> str:
+        return to_text(self.table)
+
+    @property
+    def by_importance(self) -> tuple[HeadImportance, ...]:
+        """The heads by decreasing importance; heads with NaN come last."""
+        return tuple(sorted(self.heads, key=lambda head: _descending(head.value)))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Dictionary of plain values, ready for JSON."""
+        return to_plain(self)
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
+        """Write the result to a .json file with `data`, or to a .csv file."""
+        save_table(path, self, overwrite=overwrite)
+
+    def to_csv(self) -> str:
+        """Return CSV, the most important head first; what was not tested is an empty field."""
+        return to_csv(self.table)

@@ -1,0 +1,300 @@
+"""Examples for measuring heads of vision models: images, with the place of each token in the grid
+of patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...models import Transformer
+from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, ImageStore, open_npy
+from ...training.data.text_files import existing_path, list_files
+from ...util.errors import SpecError
+from ...util.files import read_json_file
+from ..inspect.attention_sites import require_ability
+from ..inspect.hooks import ModelRun
+from ..inspect.model_inputs import prepare_inputs
+from ..inspect.trace_capture import TokenCounter
+from .annotated_examples import Example, TokenAnnotations
+
+PROCESSOR_FILE = "preprocessor_config.json"
+MAX_OTHER_TOKENS = 16  # class, distillation and register tokens before the patches
+
+
+class PatchLayout(NamedTuple):
+    """Rows and columns of patches of a model, and the images that it takes: height, width and
+    channels.
+    """
+
+    rows: int
+    columns: int
+    size: tuple[int, int]
+    channels: int
+
+    @staticmethod
+    def from_model(model: nn.Module) -> PatchLayout:
+        """Read from the spec of a headwise model, or from the config of a transformers model."""
+        if isinstance(model, Transformer):
+            embedding = model.spec.stacks[0].embedding
+            patches = embedding.patches if embedding is not None else None
+            if patches is None:
+                raise SpecError(f"{model.spec.name} takes no images; give texts with --data FILE")
+            size = patches.rows * patches.high, patches.columns * patches.wide
+            return PatchLayout(patches.rows, patches.columns, size, patches.channels)
+        config = getattr(model, "config", None)
+        image, patch = (
+            _read_pair(getattr(config, name, None)) for name in ("image_size", "patch_size")
+        )
+        if (
+            getattr(model, "main_input_name", "") != "pixel_values"
+            or image is None
+            or patch is None
+        ):
+            raise SpecError(
+                f"{type(model).__name__} takes no images, or its config has no image_size and "
+                "patch_size; give a "
+                "vision transformer, or texts with --data FILE"
+            )
+        rows, columns = (size // part for size, part in zip(image, patch, strict=True))
+        return PatchLayout(rows, columns, image, getattr(config, "num_channels", 3))
+
+    def annotate(self, num_others: int) -> TokenAnnotations:
+        """Annotations of the tokens of an image, whose patches follow `num_others` other tokens."""
+        places = [(row, column) for row in range(self.rows) for column in range(self.columns)]
+        count = num_others + len(places)
+        is_other = torch.arange(count) < num_others
+        no = torch.zeros(count, dtype=torch.bool)
+        others = ["[CLS]" if n == 0 else f"[{n}]" for n in range(num_others)]
+        words = (*others, *(f"{row},{column}" for row, column in places))
+        grid = torch.tensor([(-1, -1)] * num_others + places)
+        word_index = torch.where(is_other, -1, torch.arange(count) - num_others)
+        return TokenAnnotations(
+            torch.arange(count), words, is_other, no, no, word_index, no.long(), patch_grid=grid
+        )
+
+
+@dataclass(frozen=True)
+class PixelScaling:
+    """How pixels are normalised per channel."""
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    @staticmethod
+    def from_model(model: nn.Module) -> PixelScaling:
+        """Read from the usage of a headwise model, or from the preprocessor_config.json of a
+        transformers folder.
+        """
+        if isinstance(model, Transformer):
+            if model.usage.mean:
+                return PixelScaling(model.usage.mean, model.usage.deviation)
+            raise SpecError(
+                f"{model.spec.name} does not say how pixels are normalised; give an .npy of "
+                "floats, which are used as "
+                "they are"
+            )
+        path = (
+            Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or ""))
+            / PROCESSOR_FILE
+        )
+        if not path.is_file():
+            raise SpecError(
+                f"there is no {path}, which says how pixels are normalised; add it, or give an "
+                ".npy of floats, which "
+                "are used as they are"
+            )
+        fields: Any = read_json_file(path)
+        if not isinstance(fields, Mapping) or not fields.get("do_normalize", True):
+            return PixelScaling((0.0,), (1.0,))
+        mean, deviation = (fields.get(name, [0.5]) for name in ("image_mean", "image_std"))
+        if "image_mean" not in fields or "image_std" not in fields:
+            raise SpecError(
+                f"{path} has no image_mean and image_std; add them, or set do_normalize to false"
+            )
+        return PixelScaling(tuple(mean), tuple(deviation))
+
+    def apply(self, pixels: np.ndarray) -> np.ndarray:
+        """Normalise pixels [n, height, width, channels] in 0..1."""
+        if len(self.mean) not in (1, pixels.shape[-1]):
+            fact = (
+                f"the model normalises {len(self.mean)} channels, but the images have "
+                f"{pixels.shape[-1]}"
+            )
+            raise SpecError(f"{fact}; convert the images")
+        return (pixels - np.asarray(self.mean)) / np.asarray(self.deviation)
+
+
+class ImageExamples(NamedTuple):
+    """Examples of images, the sites whose tokens are the patches, and notes on the others."""
+
+    examples: list[Example]
+    sites: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def examples_from_images(
+    model: nn.Module, path: str | Path, limit: int | None = None
+) -> ImageExamples:
+    """Read images for a vision model: those of a folder, or an .npy [n, height, width, channels].
+
+    Image files are resized to the size of the model. Integer pixels are scaled to 0..1 and
+    normalised as the model's processor does; floats of an .npy are used as they are.
+    """
+    layout = PatchLayout.from_model(model)
+    store, is_scaled = _open_images(Path(path), layout)
+    pixels = _take_pixels(
+        model, store, layout, is_scaled, store.count if limit is None else min(limit, store.count)
+    )
+    if len(pixels) < 2:
+        raise SpecError(
+            f"{path} has {len(pixels)} images, too few for a confidence interval; give at least two"
+        )
+    return examples_from_pixels(model, pixels)
+
+
+def as_pixels(images: Any) -> Tensor | None:
+    """Images [n, channels, height, width] from a tensor of them, or a list with a tensor of each;
+    None for others.
+    """
+    if (
+        isinstance(images, (list, tuple))
+        and images
+        and all(isinstance(image, Tensor) for image in images)
+    ):
+        images = torch.stack(list(images)) if len({image.shape for image in images}) == 1 else None
+    if isinstance(images, Tensor) and images.dim() == 4 and images.is_floating_point():
+        return images
+    return None
+
+
+def plain_image_examples(model: nn.Module, pixels: Tensor) -> list[Example]:
+    """An example of each image, without the places of its patches.
+
+    A headwise model would crop an image of another size; other models check their inputs
+    themselves.
+    """
+    if isinstance(model, Transformer):
+        _check_image_size(PatchLayout.from_model(model), pixels)
+    name = "x" if isinstance(model, Transformer) else "pixel_values"
+    return [Example({name: image[None]}, {}) for image in pixels]
+
+
+def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
+    """Examples of images [n, channels, height, width] as a vision model takes them."""
+    layout = PatchLayout.from_model(model)
+    _check_image_size(layout, pixels)
+    name = "x" if isinstance(model, Transformer) else "pixel_values"
+    inputs = [{name: image[None]} for image in pixels]
+    counts = _count_tokens(model, inputs[0])
+    num_patches = layout.rows * layout.columns
+    sites = tuple(
+        site for site, count in counts.items() if 0 <= count - num_patches <= MAX_OTHER_TOKENS
+    )
+    if not sites or len({counts[site] for site in sites}) > 1:
+        counted = ", ".join(map(str, sorted(set(counts.values()))))
+        raise SpecError(
+            f"no attention of {type(model).__name__} is over its {layout.rows} x {layout.columns} "
+            "patches (tokens: "
+            f"{counted}), as in models with windows; use hw.trace for their weights"
+        )
+    tokens = layout.annotate(counts[sites[0]] - num_patches)
+    skipped = [site for site in counts if site not in sites]
+    note = (
+        f"not measured, because their tokens are not the patches of the image: {', '.join(skipped)}"
+    )
+    return ImageExamples(
+        [Example(one, {"text": tokens}) for one in inputs], sites, (note,) if skipped else ()
+    )
+
+
+def _check_image_size(layout: PatchLayout, pixels: Tensor) -> None:
+    expected = (layout.channels, *layout.size)
+    if tuple(pixels.shape[1:]) != expected:
+        shapes = [" x ".join(map(str, shape)) for shape in (pixels.shape[1:], expected)]
+        raise SpecError(
+            f"the images are {shapes[0]}, but the model takes {shapes[1]}; resize or convert them"
+        )
+
+
+def read_images(model: nn.Module, path: str | Path, limit: int) -> Tensor:
+    """The first images of a file, a folder or an .npy as a vision model takes them, [n, channels,
+    height, width].
+    """
+    layout = PatchLayout.from_model(model)
+    store, is_scaled = _open_images(Path(path), layout)
+    return _take_pixels(model, store, layout, is_scaled, min(limit, store.count))
+
+
+def _open_images(path: Path, layout: PatchLayout) -> tuple[ImageStore, bool]:
+    """The images at a path, and whether their pixels are used as they are."""
+    path = existing_path(str(path))
+    if path.suffix == ".npy":
+        array = open_npy(path)
+        if array.ndim not in (3, 4) or array.dtype.kind not in "uif":
+            raise SpecError(
+                f"{path} is {array.dtype} {list(array.shape)}; give [n, height, width, channels] "
+                "of numbers"
+            )
+        store = ArrayImages(array, str(path))
+        if store.shape[:2] != layout.size:
+            sizes = [" x ".join(map(str, size)) for size in (store.shape[:2], layout.size)]
+            raise SpecError(
+                f"{path} has images of {sizes[0]}, but the model takes {sizes[1]}; resize them"
+            )
+        return store, array.dtype.kind == "f"
+    files = (
+        list_files(path, IMAGE_SUFFIXES)
+        if path.is_dir()
+        else [path]
+        if path.suffix in IMAGE_SUFFIXES
+        else []
+    )
+    if not files:
+        suffixes = ", ".join(IMAGE_SUFFIXES)
+        raise SpecError(
+            f"{path} has no images ({suffixes}); give an image, a folder of images, or an .npy"
+        )
+    return ImageFiles(files, layout.size), False
+
+
+def _take_pixels(
+    model: nn.Module, store: ImageStore, layout: PatchLayout, is_scaled: bool, count: int
+) -> Tensor:
+    """The first `count` images as the model takes them, [n, channels, height, width]."""
+    pixels = store.take(np.arange(count))
+    if pixels.shape[-1] == 1 and layout.channels == 3:
+        pixels = pixels.repeat(3, -1)  # grey images
+    if pixels.shape[-1] != layout.channels:
+        fact = (
+            f"{store.where} has images of {pixels.shape[-1]} channels, but the model takes "
+            f"{layout.channels}"
+        )
+        raise SpecError(f"{fact}; convert them")
+    scaled = pixels if is_scaled else PixelScaling.from_model(model).apply(pixels)
+    return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
+
+
+def _count_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    """Number of tokens at each site of the model, or 0 where queries and keys differ."""
+    sites = require_ability(model, "observe")
+    counters = {site_module.site.name: TokenCounter() for site_module in sites}
+    ModelRun(model, prepare_inputs(model, inputs, 0)).run_with_hooks(sites, counters)
+    return {
+        name: counter.counts[0] if len(set(counter.counts)) == 1 else 0
+        for name, counter in counters.items()
+    }
+
+
+def _read_pair(value: Any) -> tuple[int, int] | None:
+    """Height and width from a config: one number, or two."""
+    if isinstance(value, int):
+        return value, value
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+    return (int(value[0]), int(value[1])) if is_pair else None

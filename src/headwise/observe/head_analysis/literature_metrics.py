@@ -1,0 +1,302 @@
+"""Published head metrics and classes: Clark et al. (1906.04341) and Voita et al. (1905.09418).
+
+These metrics use the whole row, sinks included. Those of Clark et al. are means over texts instead
+of rows: a text counts once, however many of its rows may read the tokens in question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from math import log
+
+import torch
+from torch import Tensor
+
+from ...util.errors import suggest
+from .dependency_syntax import is_relation_measure
+from .head_metrics import (
+    HEAD_METRICS,
+    PATCH_METRICS,
+    HeadMetric,
+    SumAndCount,
+    argmax_offset_sums,
+    mean_over_rows,
+    rarest_token_sums,
+    select_largest,
+    select_peak_offset,
+)
+from .head_table import HeadClass, HeadMeasures
+from .weight_bands import WeightBand, row_entropy
+
+OFFSET_NAMES = {-1: "previous", 0: "self", 1: "next"}
+
+# --- Metrics of Clark et al. ----------------------------------------------------------------------
+
+SENTENCE_ENDS = (".", ",")  # the punctuation that Clark et al. measure
+SMOOTHING = 1e-4
+
+
+def _mean_per_text(rows_HT: Tensor, chosen: Tensor, num_rows: int) -> SumAndCount:
+    """Contribution of the chosen rows to the mean over the `num_rows` rows of a text, so that each
+    text counts once.
+    """
+    heads = rows_HT.shape[0]
+    sums = torch.where(chosen, rows_HT, 0).sum(-1, dtype=torch.float64) / max(1, num_rows)
+    return sums, (chosen.sum(dtype=torch.float64) / max(1, num_rows)).expand(heads)
+
+
+def _counted_rows(band: WeightBand) -> Tensor:
+    return torch.ones(band.w_HTS.shape[1], dtype=torch.bool, device=band.w_HTS.device)
+
+
+def _mean_weight(select_keys: Callable[[WeightBand], Tensor], band: WeightBand) -> SumAndCount:
+    return _mean_per_text(
+        band.weight_on(select_keys(band)), _counted_rows(band), band.query_tokens.count
+    )
+
+
+def _weight_at_offset(offset: int, band: WeightBand) -> SumAndCount:
+    return _mean_per_text(
+        band.weights_at_offsets((offset,))[0][..., 0], _counted_rows(band), band.query_tokens.count
+    )
+
+
+def _is_first_token(band: WeightBand) -> Tensor:
+    first = torch.zeros_like(band.key_tokens.is_special)
+    first[:1] = band.key_tokens.is_special[:1]
+    return first
+
+
+def _is_separator(band: WeightBand) -> Tensor:
+    return band.key_tokens.is_separator
+
+
+def _is_sentence_end(band: WeightBand) -> Tensor:
+    return torch.tensor(
+        [word.strip() in SENTENCE_ENDS for word in band.key_tokens.words], device=band.w_HTS.device
+    )
+
+
+def _weight_on_separators(query: str, band: WeightBand) -> SumAndCount:
+    """Weight on separators from queries that are separators (`query` "separator") or from all other
+    queries.
+    """
+    chosen = (
+        band.query_tokens.is_separator if query == "separator" else ~band.query_tokens.is_separator
+    )
+    return _mean_per_text(
+        band.weight_on(band.key_tokens.is_separator),
+        chosen[band.query_positions],
+        int(chosen.sum()),
+    )
+
+
+def _smoothed_entropy(band: WeightBand) -> Tensor:
+    """Entropy of the smoothed rows; keys outside the band have only the added weight."""
+    added = SMOOTHING / band.key_tokens.count
+    entropy_outside_band = (band.key_tokens.count - band.w_HTS.shape[-1]) * added * log(added)
+    return row_entropy((1 - SMOOTHING) * band.w_HTS + added) - entropy_outside_band
+
+
+def _mean_entropy(band: WeightBand) -> SumAndCount:
+    return _mean_per_text(_smoothed_entropy(band), _counted_rows(band), band.query_tokens.count)
+
+
+def _first_token_entropy(band: WeightBand) -> SumAndCount:
+    return _mean_per_text(
+        _smoothed_entropy(band),
+        (band.query_positions == 0) & band.query_tokens.is_special[band.query_positions],
+        1,
+    )
+
+
+CLARK_METRICS: tuple[HeadMetric, ...] = (
+    HeadMetric(
+        "clark self",
+        "weight on the token itself",
+        partial(_weight_at_offset, 0),
+        self_attention_only=True,
+    ),
+    HeadMetric(
+        "clark next",
+        "weight on the next token",
+        partial(_weight_at_offset, 1),
+        self_attention_only=True,
+    ),
+    HeadMetric(
+        "clark previous",
+        "weight on the previous token",
+        partial(_weight_at_offset, -1),
+        self_attention_only=True,
+    ),
+    HeadMetric("clark first", "weight on [CLS]", partial(_mean_weight, _is_first_token)),
+    HeadMetric("clark separator", "weight on [SEP]", partial(_mean_weight, _is_separator)),
+    HeadMetric(
+        "clark separator to itself",
+        "weight on [SEP] from [SEP]",
+        partial(_weight_on_separators, "separator"),
+    ),
+    HeadMetric(
+        "clark others to separator",
+        "weight on [SEP] from other tokens",
+        partial(_weight_on_separators, "others"),
+    ),
+    HeadMetric("clark punctuation", "weight on . and ,", partial(_mean_weight, _is_sentence_end)),
+    HeadMetric("clark entropy", "entropy of a smoothed row in nats", _mean_entropy),
+    HeadMetric(
+        "clark entropy of first",
+        "entropy of the smoothed row of [CLS] in nats",
+        _first_token_entropy,
+    ),
+)
+
+
+# --- Metrics of Voita et al. ----------------------------------------------------------------------
+
+
+def _drop_separators(band: WeightBand) -> WeightBand:
+    """The band without separators as keys and as queries; rows are not rescaled."""
+    is_kept = band.slice_keys(~band.key_tokens.is_separator)
+    allowed = (
+        band.allowed & is_kept & ~band.query_tokens.is_separator[band.query_positions][:, None]
+    )
+    return replace(band, w_HTS=band.w_HTS * is_kept, allowed=allowed)
+
+
+def _mean_confidence(band: WeightBand) -> SumAndCount:
+    band = _drop_separators(band)
+    return mean_over_rows(band.max_weight, band.has_keys)
+
+
+def _argmax_offsets(band: WeightBand) -> SumAndCount:
+    return argmax_offset_sums(_drop_separators(band))
+
+
+def _rarest_token_hits(band: WeightBand) -> SumAndCount:
+    return rarest_token_sums(_drop_separators(band))
+
+
+VOITA_METRICS: tuple[HeadMetric, ...] = (
+    HeadMetric(
+        "voita confidence", "largest weight of a row, separators excluded", _mean_confidence
+    ),
+    HeadMetric(
+        "voita position",
+        "rows whose largest weight is at one distance",
+        _argmax_offsets,
+        reduce=select_largest,
+        self_attention_only=True,
+    ),
+    HeadMetric(
+        "voita peak",
+        "distance at which most rows have their largest weight",
+        _argmax_offsets,
+        reduce=select_peak_offset,
+        self_attention_only=True,
+    ),
+    HeadMetric(
+        "voita rare", "rows whose largest weight is on the rarest token", _rarest_token_hits
+    ),
+)
+# --- Metrics by name ------------------------------------------------------------------------------
+
+LITERATURE_METRICS: Mapping[str, HeadMetric] = {
+    one.name: one for one in (*CLARK_METRICS, *VOITA_METRICS)
+}
+ALL_METRICS: Mapping[str, HeadMetric] = {**HEAD_METRICS, **PATCH_METRICS, **LITERATURE_METRICS}
+
+
+def get_metric(name: str) -> HeadMetric:
+    """Return the metric of this name, one of ours or a published one.
+
+    >>> get_metric("clark next").description
+    'weight on the next token'
+    """
+    if name not in ALL_METRICS:
+        raise ValueError(f"unknown metric {name!r}; {suggest(name, ALL_METRICS)}")
+    return ALL_METRICS[name]
+
+
+def metrics_for_criteria(criteria: str) -> tuple[str, ...]:
+    """Names of the metrics that published criteria need; empty for "ours".
+
+    >>> metrics_for_criteria("voita")
+    ('voita confidence', 'voita position', 'voita peak', 'voita rare')
+    """
+    return tuple(name for name in LITERATURE_METRICS if name.startswith(f"{criteria} "))
+
+
+def offset_class_name(offset: float) -> str:
+    """Class name of a head that attends to one offset.
+
+    >>> offset_class_name(-1.0), offset_class_name(3.0)
+    ('previous', 'offset +3')
+    """
+    return OFFSET_NAMES.get(int(offset), f"offset {int(offset):+d}")
+
+
+# --- Classes --------------------------------------------------------------------------------------
+
+CLARK_BROAD_ENTROPY = 3.8
+CLARK_OFFSET_THRESHOLD = 0.5
+CLARK_TOKEN_THRESHOLD = 0.6  # 1906.04341: nats, and weights
+VOITA_POSITION_THRESHOLD = 0.9  # 1905.09418: share of rows
+VOITA_CONFIDENCE_THRESHOLD = 0.8  # 1905.09418: largest weight
+VOITA_SYNTAX_MARGIN = 0.1  # 1905.09418: share of dependencies above the best offset
+VOITA_RARE_THRESHOLD = (
+    0.5  # share of rows; 1905.09418 names a head with 0.66 but gives no threshold
+)
+
+
+def _class_if_above(
+    head: HeadMeasures, name: str, measure: str, threshold: float
+) -> list[HeadClass]:
+    measured = head.measures.get(measure)
+    if measured is None or not measured.value > threshold:
+        return []
+    evidence = f"{get_metric(measure).description} {measured.value:.2f}, above {threshold:g}"
+    return [HeadClass(name, min(1.0, measured.value), evidence)]
+
+
+def clark_classes(head: HeadMeasures) -> list[HeadClass]:
+    """Classes of a head by section 3 of Clark et al. (1906.04341)."""
+    classes = _class_if_above(head, "next", "clark next", CLARK_OFFSET_THRESHOLD)
+    classes += _class_if_above(head, "previous", "clark previous", CLARK_OFFSET_THRESHOLD)
+    for name in ("first", "separator", "punctuation"):
+        classes += _class_if_above(head, name, f"clark {name}", CLARK_TOKEN_THRESHOLD)
+    for broad in _class_if_above(head, "broad", "clark entropy", CLARK_BROAD_ENTROPY):
+        entropy = head.measures["clark entropy"]
+        classes.append(broad._replace(score=min(1.0, entropy.value / entropy.chance)))
+    return classes
+
+
+def voita_classes(head: HeadMeasures) -> list[HeadClass]:
+    """Classes of a head by section 5 of Voita et al. (1905.09418); relations as measured by
+    `DependencyScores`.
+    """
+    classes = _class_if_above(head, "rare-token", "voita rare", VOITA_RARE_THRESHOLD)
+    position = head.measures.get("voita position")
+    confidence = head.measures.get("voita confidence")
+    if (
+        position
+        and confidence
+        and position.value >= VOITA_POSITION_THRESHOLD
+        and confidence.value > VOITA_CONFIDENCE_THRESHOLD
+    ):
+        evidence = f"{position.value:.2f} of rows have their largest weight at one distance"
+        name = offset_class_name(head.measures["voita peak"].value)
+        classes.append(
+            HeadClass(
+                name, position.value, f"{evidence}; mean largest weight {confidence.value:.2f}"
+            )
+        )
+    for name, measure in head.measures.items():
+        margin = measure.value - measure.chance
+        if is_relation_measure(name) and round(margin, 9) >= VOITA_SYNTAX_MARGIN:
+            evidence = (
+                f"finds {measure.value:.2f} of dependencies, {margin:.2f} more than the best offset"
+            )
+            classes.append(HeadClass(name, measure.value, evidence))
+    return classes

@@ -1,0 +1,214 @@
+"""Analysis of a model's heads over plain texts: `heads` measures and classifies them, `importance`
+rates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...models import Transformer
+from ...util.errors import SpecError
+from ..inspect.model_inputs import check_is_module, is_encoder_decoder
+from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
+from ..inspect.trace_capture import get_model_name
+from . import literature_metrics
+from .annotated_examples import Example, ExampleReader, examples_from_lines
+from .head_classes import classify_heads
+from .head_importance import DEFAULT_OPTIONS, estimate_importance
+from .head_measurement import MeasureCollector, MeasureOptions, measure_heads
+from .head_metrics import IMAGE_METRICS, NOT_FOR_IMAGES
+from .head_table import HeadTable, ImportanceResult
+from .image_examples import as_pixels, examples_from_pixels, plain_image_examples
+from .importance_methods import ImportanceMethod, ImportanceOptions
+from .objectives import Objective
+
+TEXT_KINDS = (
+    "strings, pairs (source, target) of strings, Examples, or images as one tensor of floats"
+)
+
+
+@contextmanager
+def text_reader(model: Any, tokenizer: object = None) -> Iterator[nn.Module]:
+    """Context in which texts for a model are encoded with `tokenizer` (default: its own), which is
+    read only once.
+    """
+    module = check_is_module(model)
+    own = (
+        None if tokenizer is not None or isinstance(module, Transformer) else find_tokenizer(module)
+    )
+    with use_tokenizer(module, tokenizer if own is None else own) as reader:
+        yield reader
+
+
+def read_texts(
+    model: nn.Module, texts: Any, min_count: int = 0
+) -> tuple[list[Example], tuple[str, ...]]:
+    """Return texts as examples of a model, with notes on what was skipped or split.
+
+    `texts` is one string, or an iterable of strings, of pairs (source, target) for an
+    encoder-decoder model, or of Examples, which are returned unchanged. In a string for an
+    encoder-decoder model, a tab separates source and target. Of a vision model, `texts` are images,
+    floats [n, channels, height, width].
+    """
+    if isinstance(texts, ExampleReader):
+        return texts.examples_with_frequencies(), texts.notes
+    pixels = _read_pixels(texts, min_count)
+    if pixels is not None:
+        return plain_image_examples(model, pixels), ()
+    items = _list_texts(texts)
+    examples = [item for item in items if isinstance(item, Example)]
+    notes: tuple[str, ...] = ()
+    if len(examples) < len(items):
+        reader = examples_from_lines(model, (_to_pair(model, item) for item in items))
+        examples = reader.examples_with_frequencies()
+        notes = reader.notes
+    if len(examples) < min_count:
+        reasons = f" ({'; '.join(notes)})" if notes else ""
+        raise SpecError(
+            f"only {len(examples)} of the texts can be read{reasons}; give at least {min_count}"
+        )
+    return examples, notes
+
+
+def _read_pixels(images: Any, min_count: int) -> Tensor | None:
+    """Images as one tensor, at least `min_count`; None for anything else."""
+    pixels = as_pixels(images)
+    if pixels is not None and len(pixels) < min_count:
+        count = "1 image is" if len(pixels) == 1 else f"{len(pixels)} images are"
+        raise SpecError(f"{count} too few; give at least {min_count}")
+    return pixels
+
+
+def _list_texts(texts: Any) -> list[Any]:
+    if isinstance(texts, str):
+        return [texts]
+    if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
+        raise SpecError(f"texts are of type {type(texts).__name__}; give a list of {TEXT_KINDS}")
+    items = list(texts)
+    kinds = [_text_kind(item) for item in items]
+    if "" in kinds:
+        wrong = kinds.index("")
+        raise SpecError(f"text {wrong} is of type {type(items[wrong]).__name__}; give {TEXT_KINDS}")
+    if "example" in kinds and len(set(kinds)) > 1:
+        raise SpecError("texts are partly strings and partly Examples; give one of both kinds only")
+    return items
+
+
+def _text_kind(item: object) -> str:
+    if isinstance(item, (str, Example)):
+        return "text" if isinstance(item, str) else "example"
+    is_pair = (
+        isinstance(item, (tuple, list))
+        and len(item) == 2
+        and all(isinstance(part, str) for part in item)
+    )
+    return "text" if is_pair else ""
+
+
+def _to_pair(model: nn.Module, item: Any) -> tuple[str, str]:
+    """Source and target of a text; the target is empty if there is none."""
+    if not isinstance(item, str):
+        return item[0], item[1]
+    if not is_encoder_decoder(model):
+        return item, ""
+    source, _, target = item.partition("\t")
+    return source, target
+
+
+def measure_and_classify(
+    model: nn.Module,
+    examples: Sequence[Example],
+    *,
+    criteria: str = "ours",
+    options: MeasureOptions = MeasureOptions(),  # noqa: B008 - it is frozen
+    collectors: Sequence[MeasureCollector] = (),
+    progress: Callable[[int], object] = lambda _: None,
+) -> HeadTable:
+    """Measure every head over examples, with the metrics that `criteria` need, and classify it by
+    them.
+    """
+    metrics = (*options.metrics, *literature_metrics.metrics_for_criteria(criteria))
+    table = measure_heads(
+        model,
+        examples,
+        options=options._replace(metrics=metrics),
+        collectors=collectors,
+        name=get_model_name(model),
+        progress=progress,
+    )
+    return classify_heads(table, criteria=criteria)
+
+
+def heads(
+    model: nn.Module,
+    texts: Any,
+    *,
+    criteria: str = "ours",
+    options: MeasureOptions = MeasureOptions(),  # noqa: B008 - it is frozen
+    tokenizer: object = None,
+    progress: Callable[[int], object] = lambda _: None,
+) -> HeadTable:
+    """Measure what every head of a model attends to over texts, and classify it; the result prints
+    as a table.
+
+    `model` is a transformers model, a headwise model, or a module of your own whose attention
+    `hw.sites` finds. `texts` are strings, pairs (source, target) for an encoder-decoder model, or
+    two or more images for a vision model, floats [n, channels, height, width] as the model takes
+    them. `tokenizer` is needed if none is beside the model. `criteria` define the classes, as in
+    `classify_heads`.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    >>> table = hw.heads(net, ["one text", "another one"], tokenizer="bytes")
+    >>> table.texts, [head.classes[0].name for head in table.heads]
+    ('2 texts', ['unclear', 'unclear'])
+    """
+    with text_reader(model, tokenizer) as reader:
+        pixels = _read_pixels(texts, min_count=2)
+        if pixels is not None:
+            examples, sites, notes = examples_from_pixels(reader, pixels)
+            kind = "image"
+            notes = (*notes, NOT_FOR_IMAGES)
+            options = options._replace(metrics=IMAGE_METRICS, sites=options.sites or sites)
+        else:
+            kind = "text"
+            examples, notes = read_texts(reader, texts, min_count=2)
+        table = measure_and_classify(
+            reader, examples, criteria=criteria, options=options, progress=progress
+        )
+    return replace(table, texts=table.texts.replace("text", kind)).with_notes(notes)
+
+
+def importance(
+    model: nn.Module,
+    texts: Any,
+    method: str | ImportanceMethod = "leave-one-out",
+    *,
+    objective: str | Objective | None = None,
+    options: ImportanceOptions = DEFAULT_OPTIONS,
+    tokenizer: object = None,
+) -> ImportanceResult:
+    """Estimate how much every head of a model matters over texts; the result prints as a table.
+
+    Model, texts and tokenizer as in `hw.heads`; method, objective and options as in
+    `hw.estimate_importance`.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    >>> result = hw.importance(net, ["one text", "another one"], tokenizer="bytes")
+    >>> result.objective, len(result.heads)
+    ('next-token', 2)
+    """
+    with text_reader(model, tokenizer) as reader:
+        examples, notes = read_texts(reader, texts, min_count=2)
+        result = estimate_importance(
+            reader, examples, method=method, objective=objective, options=options
+        )
+    return result.with_notes(notes)

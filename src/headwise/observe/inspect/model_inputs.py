@@ -1,0 +1,608 @@
+"""Turn texts, tensors or dictionaries into the arguments of any model, with the strings of its
+tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from ...attention.masking.sequence_info import SequenceInfo
+from ...models import Transformer
+from ...models.generation import (
+    ModelTokenizer,
+    encode_text,
+    get_decoder_start_ids,
+    load_tokenizers,
+    max_positions,
+    pad_left,
+)
+from ...models.tokenizer_calls import decode_tokens, encode_tokens
+from ...util.errors import SequenceTooLong, SpecError
+from ..traces import TokenRow
+from .model_tokenizer import TOKENIZER_REMEDY, find_tokenizer, use_tokenizer
+from .site import Site
+
+IDS = "input_ids"  # the name that tokenizers give to the ids
+DECODER_IDS = "decoder_input_ids"
+# Entries of a tokenizer's output, with the value that changes nothing, for models without an
+# argument of this name.
+NEUTRAL_VALUES = {"attention_mask": 1, "token_type_ids": 0}
+MASKS = {"attention_mask": "source_sequence", "decoder_attention_mask": "sequence"}
+
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def check_is_module(model: Any) -> nn.Module:
+    """Return the model; raise ValueError if it is not an nn.Module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model is of type {type(model).__name__}; give an nn.Module, or hw.load(folder)"
+        )
+    return model
+
+
+def _forward_signature(model: nn.Module) -> inspect.Signature | None:
+    try:
+        return inspect.signature(model.forward)
+    except (TypeError, ValueError):  # compiled and scripted modules may have none
+        return None
+
+
+def list_arguments(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments of a model's forward, without *args and **kwargs."""
+    signature = _forward_signature(model)
+    parameters = [] if signature is None else signature.parameters.values()
+    return tuple(
+        one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    )
+
+
+def find_ids_argument(model: nn.Module) -> str:
+    """Return the name of the argument that takes token ids: `main_input_name` of transformers, else
+    the first one.
+
+    >>> class NanoGPT(nn.Module):
+    ...     def forward(self, idx, targets=None): ...
+    >>> find_ids_argument(NanoGPT())
+    'idx'
+    """
+    if isinstance(model, Transformer):
+        return "x"
+    arguments = list_arguments(model)
+    main = getattr(model, "main_input_name", None)
+    if isinstance(main, str) and (main in arguments or not arguments):
+        return main
+    return IDS if IDS in arguments or not arguments else arguments[0]
+
+
+def takes_mapping(model: nn.Module) -> bool:
+    """Whether a model takes all its tensors as one dictionary, as SentenceTransformer does."""
+    signature = _forward_signature(model)
+    if signature is None:
+        return False
+    names = list_arguments(model)
+    if not names:
+        return False
+    annotation = str(signature.parameters[names[0]].annotation)
+    return any(word in annotation.lower() for word in ("dict", "mapping"))
+
+
+def to_named_tensors(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model by name, from its own names or from the output of a
+    tokenizer.
+
+    Lists and arrays of numbers become tensors. Names of tokenizers, such as `input_ids`, become the
+    names of the model where these differ; an attention mask becomes the `sequence` of a headwise
+    model.
+    """
+    names = {name: _to_tensor(name, value) for name, value in inputs.items()}
+    if isinstance(model, Transformer):
+        return _rename_for_headwise(model, names)
+    arguments = list_arguments(model)
+    ids = find_ids_argument(model)
+    if (
+        takes_mapping(model)
+        or IDS not in names
+        or IDS in arguments
+        or not arguments
+        or ids in names
+    ):
+        return names
+    renamed = {ids if name == IDS else name: value for name, value in names.items()}
+    for name, neutral in NEUTRAL_VALUES.items():
+        if name not in renamed or name in arguments:
+            continue
+        if not bool((renamed[name] == neutral).all()):
+            fact = f"{type(model).__name__} takes no argument {name!r}, but the inputs have one"
+            raise ValueError(
+                f"{fact}; give one text at a time, or its own arguments: {', '.join(arguments)}"
+            )
+        del renamed[name]
+    return renamed
+
+
+def bind_arguments(model: nn.Module, names: dict[str, Any]) -> CallArguments:
+    """Return the positional and keyword arguments of a call with these named tensors; raise if the
+    model has no such arguments.
+    """
+    if takes_mapping(model) and list_arguments(model)[0] not in names:
+        return (names,), {}
+    signature = _forward_signature(model)
+    if signature is not None:
+        try:
+            signature.bind(**names)
+        except TypeError:
+            fact = f"{type(model).__name__} cannot be called with {', '.join(names)}"
+            raise ValueError(
+                f"{fact}; its arguments are {', '.join(list_arguments(model))}"
+            ) from None
+    return (), names
+
+
+def _to_tensor(name: str, value: Any) -> Any:
+    """A tensor from a list or array of numbers; a single row of ids gets a batch axis."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if not isinstance(value, list) or not value:
+        return value
+    try:
+        tensor = torch.tensor(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name!r} is a list that makes no tensor; give rows of equal length, as a tokenizer "
+            "returns them with "
+            "padding=True, return_tensors='pt'"
+        ) from None
+    return tensor[None] if tensor.dim() == 1 else tensor
+
+
+def _rename_for_headwise(model: Transformer, names: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a headwise model from the names of transformers; names of its own stay."""
+    if IDS not in names:
+        return names
+    has_source = model.spec.kind == "encoder-decoder"
+    new_names = {IDS: "source" if has_source else "x", DECODER_IDS: "x"}
+    renamed = {new_names.get(name, name): value for name, value in names.items()}
+    for mask_name, argument in MASKS.items():
+        mask = renamed.pop(mask_name, None)
+        name = argument if has_source else "sequence"
+        if isinstance(mask, Tensor) and not bool((mask == 1).all()):
+            ids = renamed["source" if name == "source_sequence" else "x"]
+            renamed[name] = SequenceInfo.from_batch(ids, segments=mask.long() - 1)
+    types = renamed.pop("token_type_ids", None)
+    if isinstance(types, Tensor) and bool((types != 0).any()):
+        raise ValueError(
+            "token_type_ids of several segments are not read from a tokenizer; give x=(ids, types)"
+        )
+    return renamed
+
+
+# Arguments of transformers models that add no tokens to those of the ids.
+NON_TOKEN_INPUTS = frozenset(
+    {
+        "input_ids",
+        "decoder_input_ids",
+        "attention_mask",
+        "decoder_attention_mask",
+        "token_type_ids",
+        "position_ids",
+        "use_cache",
+        "return_dict",
+    }
+)
+MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_target_positions")
+INPUT_KINDS = (
+    "token ids or another tensor, a tuple of arguments, a mapping of named tensors, a "
+    "text or a list of texts"
+)
+PAD_ID = -1  # id of a padding token in a token row
+TokenDecoder = Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Positional and keyword arguments of a model call, and the token rows of its streams ("text",
+    "source").
+
+    `token_counts` are the tokens per stream, or None if only a run can count them. `prompt_ids` are
+    the prompts that are continued with new tokens. `has_source`: the model is an encoder-decoder,
+    with a source and a text. `decode_token` turns an id into a string.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    token_rows: Mapping[str, tuple[TokenRow, ...]] = field(default_factory=dict)
+    token_counts: Mapping[str, int] | None = None
+    batch_size: int = 1
+    has_source: bool = False
+    prompt_ids: list[list[int]] = field(default_factory=list)
+    decode_token: TokenDecoder = str
+
+    def extend_rows(self, new_ids: Sequence[Sequence[int]]) -> tuple[TokenRow, ...]:
+        """Text rows extended by generated ids, which may include the prompt or only continue it."""
+        old_rows = self.token_rows.get("text", ())
+        rows: list[TokenRow] = []
+        for number, ids in enumerate(new_ids):
+            row = old_rows[number] if number < len(old_rows) else TokenRow((), ())
+            known = len(row.ids)
+            new = list(ids[known:] if tuple(ids[:known]) == row.ids else ids)
+            end = (len(row.text), len(row.text))
+            rows.append(
+                TokenRow(
+                    (*row.ids, *new),
+                    (*row.words, *map(self.decode_token, new)),
+                    (*row.offsets, *[end] * len(new)) if row.offsets else (),
+                    row.text,
+                )
+            )
+        return tuple(rows)
+
+
+SOURCE_ALONE = (
+    'a source alone is not enough to run the decoder; give {"source": TEXT, "text": '
+    "TEXT}, or set max_new_tokens"
+)
+
+
+def prepare_inputs(
+    model: nn.Module, inputs: Any, max_new_tokens: int = 0, tokenizer: object = None
+) -> ModelInputs:
+    """Return the arguments of a model call from any form of inputs; checks lengths where the model
+    does not.
+
+    The forms: token ids or another tensor; a tuple of positional arguments; a mapping of named
+    tensors, such as the output of a tokenizer; a text, or several that become the rows of one
+    batch; {"source": ..., "text": ...} with two texts for an encoder-decoder model. The ids get the
+    name that the model gives them, such as "idx" or "x". `tokenizer` encodes texts (default: that
+    of the model).
+    """
+    check_is_module(model)
+    if tokenizer is not None:
+        with use_tokenizer(model, tokenizer) as reader:
+            return prepare_inputs(reader, inputs, max_new_tokens)
+    if isinstance(inputs, str) or _is_texts(inputs):
+        texts = [inputs] if isinstance(inputs, str) else list(inputs)
+        if isinstance(model, Transformer):
+            return _from_texts_headwise(model, texts, max_new_tokens)
+        return _from_texts_transformers(model, texts, max_new_tokens)
+    if isinstance(inputs, Mapping):
+        if inputs and all(isinstance(value, str) for value in inputs.values()):
+            return _from_source_and_text(model, dict(inputs))
+        return _from_tensors(model, to_named_tensors(model, inputs), max_new_tokens)
+    if isinstance(inputs, Tensor) and _is_ids(inputs):
+        named = {IDS: inputs, "attention_mask": torch.ones_like(inputs)}
+        names = named if takes_mapping(model) else {find_ids_argument(model): inputs}
+        return _from_tensors(model, names, max_new_tokens)
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    if isinstance(inputs, tuple) and len(args) == 1:
+        return prepare_inputs(model, args[0], max_new_tokens)
+    tensors = [value for value in args if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        raise ValueError(f"inputs are of type {type(inputs).__name__}; give {INPUT_KINDS}")
+    if max_new_tokens:
+        raise ValueError("max_new_tokens needs ids; give ids [rows, tokens], or a text")
+    return ModelInputs(_to_device(get_device(model), args), batch_size=len(tensors[0]))
+
+
+def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any:
+    """Return the outputs of a model for inputs of any form that `prepare_inputs` describes, without
+    gradients.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    >>> with hw.ablate(net, [(0, 1)]):
+    ...     hw.run_model(net, "a text", tokenizer="bytes").shape
+    torch.Size([1, 6, 256])
+    """
+    arguments = prepare_inputs(model, inputs, 0, tokenizer)
+    with torch.no_grad():
+        return model(*arguments.args, **arguments.kwargs)
+
+
+def _is_texts(inputs: Any) -> bool:
+    return (
+        isinstance(inputs, (list, tuple))
+        and bool(inputs)
+        and all(isinstance(text, str) for text in inputs)
+    )
+
+
+def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelInputs:
+    """Inputs from tensors by argument name."""
+    is_headwise = isinstance(model, Transformer)
+    has_source = is_encoder_decoder(model)
+    if is_headwise:
+        keys = {"text": "x", "source": "source"}
+    else:
+        first = IDS if IDS in names else find_ids_argument(model)
+        keys = {"text": DECODER_IDS, "source": first} if has_source else {"text": first}
+        if not has_source and DECODER_IDS in names:
+            keys["source"] = DECODER_IDS
+    ids: dict[str, Tensor] = {}
+    for stream, key in keys.items():
+        tensor = names.get(key)
+        if isinstance(tensor, Tensor) and _is_ids(tensor):
+            _check_length(model, tensor.shape[1] + (steps if stream == "text" else 0))
+            ids[stream] = tensor
+    rows = {
+        stream: tuple(TokenRow(tuple(row), tuple(map(str, row))) for row in tensor.tolist())
+        for stream, tensor in ids.items()
+    }
+    counts: dict[str, int] | None = {stream: ids[stream].shape[1] for stream in ids}
+    if has_source and steps:
+        counts.setdefault("text", 1)
+    is_complete = len(counts) == 2 if has_source else bool(counts)
+    if is_complete and (is_headwise or names.keys() <= NON_TOKEN_INPUTS):
+        counts.setdefault("source", counts.get("text", 0))
+    else:
+        counts = None
+    prompt = ids.get("source" if has_source else "text")
+    tensors = [tensor for tensor in names.values() if isinstance(tensor, Tensor) and tensor.dim()]
+    return ModelInputs(
+        *bind_arguments(model, _to_device(get_device(model), names)),
+        rows,
+        counts,
+        len(tensors[0]) if tensors else 1,
+        has_source,
+        prompt.tolist() if prompt is not None else [],
+    )
+
+
+def get_device(model: nn.Module) -> torch.device:
+    """Return the device of the inputs of a model: that of its first parameter with values."""
+    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    return next(devices, torch.device("cpu"))
+
+
+def _to_device(device: torch.device, value: Any) -> Any:
+    """Move the tensors and positions in an argument, a tuple, a list or a mapping of them."""
+    if isinstance(value, (Tensor, SequenceInfo)):
+        return value.to(device)
+    if type(value) in (tuple, list):
+        return type(value)(_to_device(device, entry) for entry in value)
+    if type(value) is dict:
+        return {name: _to_device(device, entry) for name, entry in value.items()}
+    return value
+
+
+def _is_ids(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.is_floating_point()
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a model has an encoder for a source and a decoder for a text."""
+    if isinstance(model, Transformer):
+        return model.spec.kind == "encoder-decoder"
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def get_streams(site: Site, has_source: bool) -> tuple[str, str]:
+    """Streams of the queries and of the keys at a site; `has_source` for encoder-decoder models."""
+    if not has_source:
+        return "text", "text"
+    if site.kind == "cross":
+        return "text", "source"
+    return ("source", "source") if "encoder" in site.stack else ("text", "text")
+
+
+def get_max_length(model: nn.Module) -> int | None:
+    """Maximum number of tokens of a model; None if it is unlimited or unknown."""
+    if isinstance(model, Transformer):
+        limits = map(max_positions, model.spec.stacks)
+        return min((limit for limit in limits if limit is not None), default=None)
+    config = getattr(model, "config", None)
+    limits = (getattr(config, name, None) for name in MAX_LENGTH_KEYS)
+    return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def _check_length(model: nn.Module, count: int) -> None:
+    """Raise if a model gets more tokens than its config allows; headwise models check this
+    themselves.
+    """
+    max_length = None if isinstance(model, Transformer) else get_max_length(model)
+    if max_length is not None and count > max_length:
+        fact = (
+            f"{count} tokens are {count - max_length} more than the {max_length} positions of "
+            f"{type(model).__name__}"
+        )
+        raise SequenceTooLong(f"{fact}; shorten the text, or lower max_new_tokens")
+
+
+# --- Texts ----------------------------------------------------------------------------------------
+
+
+def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> ModelInputs:
+    """Inputs from texts for a headwise model, with the special tokens that its usage defines around
+    them.
+    """
+    _check_has_tokenizer(net)
+    encoder_tokenizer, decoder_tokenizer = load_tokenizers(net)
+    usage = net.usage
+    rows: list[TokenRow] = []
+    for text in texts:
+        row = _make_surrounded_row(encoder_tokenizer, usage.before, text, usage.behind)
+        if list(row.ids) != encode_text(net, text):
+            raise SpecError(
+                f"the tokens of {text[:40]!r} do not match those of encode_text; give ids"
+            )
+        rows.append(row)
+    ids, tokens = pad_left([row.ids for row in rows], next(net.parameters()).device)
+    padded = tuple(_pad_row(row, ids.shape[1], left=True) for row in rows)
+    has_source = is_encoder_decoder(net)
+    kwargs: dict[str, Any] = {}
+    token_rows = {"source" if has_source else "text": padded}
+    counts = {"text": ids.shape[1], "source": ids.shape[1]}
+    if has_source:
+        if not steps:
+            raise ValueError(SOURCE_ALONE)
+        start = get_decoder_start_ids(net)
+        row = TokenRow(start, tuple(map(decoder_tokenizer.token_text, start)))
+        token_rows["text"] = (row,) * len(rows)
+        counts["text"] = len(start)
+    else:
+        if steps and len({len(row.ids) for row in rows}) > 1:
+            raise ValueError(
+                "texts of several lengths cannot be traced together while they go on; trace one "
+                "at a time"
+            )
+        kwargs = {"x": ids} | ({} if tokens is None else {"sequence": tokens})
+    prompts = [list(row.ids) for row in rows]
+    decode = decoder_tokenizer.token_text
+    return ModelInputs((), kwargs, token_rows, counts, len(rows), has_source, prompts, decode)
+
+
+def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
+    """Inputs from texts for a transformers model, with the tokenizer.json next to its weights."""
+    tokenizer = _load_tokenizer(model)
+    rows = [_encode(tokenizer, text) for text in texts]
+    has_source = is_encoder_decoder(model)
+    longest = max(len(row.ids) for row in rows)
+    if not longest:
+        raise ValueError("the text is empty; give at least one token")
+    _check_length(model, longest + (0 if has_source else steps))
+    if has_source and not steps:
+        raise ValueError(SOURCE_ALONE)
+    left = bool(steps) and not has_source  # generated tokens must follow the text directly
+    padded = tuple(_pad_row(row, longest, left) for row in rows)
+    ids = torch.tensor([row.ids for row in padded])
+    pad = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
+    named = {IDS: ids.masked_fill(ids == PAD_ID, pad), "attention_mask": (ids != PAD_ID).long()}
+    arguments = list_arguments(model)
+    if IDS in arguments and "attention_mask" not in arguments and not bool((ids == PAD_ID).any()):
+        del named["attention_mask"]
+    names = _to_device(get_device(model), to_named_tensors(model, named))
+    return ModelInputs(
+        *bind_arguments(model, names),
+        {"source" if has_source else "text": padded},
+        {"text": 1 if has_source else longest, "source": longest},
+        len(rows),
+        has_source,
+        [],
+        make_token_decoder(tokenizer),
+    )
+
+
+def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelInputs:
+    """Inputs from a source and a target text for an encoder-decoder model."""
+    if set(texts) != {"source", "text"} or not is_encoder_decoder(model):
+        fact = f"{type(model).__name__} does not take the texts {', '.join(texts)}"
+        raise ValueError(f"{fact}; give a text, or source and text to an encoder-decoder model")
+    if isinstance(model, Transformer):
+        _check_has_tokenizer(model)
+        encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
+        before = model.usage.before
+        behind = model.usage.behind
+        start = get_decoder_start_ids(model)
+        source = _make_surrounded_row(encoder_tokenizer, before, texts["source"], behind)
+        text = _make_surrounded_row(decoder_tokenizer, start, texts["text"], ())
+        source_key = "source"
+        text_key = "x"
+    else:
+        tokenizer = _load_tokenizer(model)
+        start_id = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
+        source = _encode(tokenizer, texts["source"])
+        text = _encode(tokenizer, texts["text"])
+        text = TokenRow(
+            (start_id, *text.ids),
+            (make_token_decoder(tokenizer)(start_id), *text.words),
+            ((0, 0), *text.offsets),
+            text.text,
+        )
+        source_key = IDS
+        text_key = DECODER_IDS
+    names = {source_key: torch.tensor([source.ids]), text_key: torch.tensor([text.ids])}
+    counts = {"source": len(source.ids), "text": len(text.ids)}
+    _check_length(model, max(counts.values()))
+    rows = {"source": (source,), "text": (text,)}
+    return ModelInputs((), _to_device(get_device(model), names), rows, counts, 1, True)
+
+
+def _check_has_tokenizer(net: Transformer) -> None:
+    if net.usage.tokenizer is None:
+        raise SpecError(
+            f"{net.spec.name} has no tokenizer, so it only takes ids; {TOKENIZER_REMEDY}, or give "
+            "ids"
+        )
+
+
+def _make_surrounded_row(
+    tokenizer: ModelTokenizer, before: Sequence[int], text: str, behind: Sequence[int]
+) -> TokenRow:
+    """Token row of a text with special ids before and behind it."""
+    ids = tokenizer.ids(text)
+    offsets = tokenizer.places(text)
+    words = [
+        text[start:stop] or tokenizer.token_text(token)
+        for token, (start, stop) in zip(ids, offsets, strict=True)
+    ]
+    end = len(text)
+    return TokenRow(
+        (*before, *ids, *behind),
+        (*map(tokenizer.token_text, before), *words, *map(tokenizer.token_text, behind)),
+        (*[(0, 0)] * len(before), *offsets, *[(end, end)] * len(behind)),
+        text,
+    )
+
+
+def _pad_row(row: TokenRow, length: int, left: bool) -> TokenRow:
+    """Pad a row of tokens to a length, on the left or on the right."""
+    gap = length - len(row.ids)
+
+    def pad(values: tuple[Any, ...], fill: Any) -> tuple[Any, ...]:
+        return (fill,) * gap + values if left else values + (fill,) * gap
+
+    return TokenRow(pad(row.ids, PAD_ID), pad(row.words, ""), pad(row.offsets, (0, 0)), row.text)
+
+
+def get_tokenizer_documents(model: nn.Module) -> list[str]:
+    """The JSON texts of the tokenizers of a model, by which two models can be compared; empty if it
+    has none.
+    """
+    if isinstance(model, Transformer):
+        return [
+            text
+            for text in (model.usage.tokenizer, model.usage.source_tokenizer)
+            if text is not None
+        ]
+    tokenizer = find_tokenizer(model)
+    return [] if tokenizer is None else [tokenizer.to_str()]
+
+
+def _load_tokenizer(model: nn.Module) -> Tokenizer:
+    """Return the tokenizer of a model that is not of headwise; raise if it has none."""
+    tokenizer = find_tokenizer(model)
+    if tokenizer is None:
+        raise ValueError(
+            f"{type(model).__name__} comes with no tokenizer; {TOKENIZER_REMEDY}, or give token ids"
+        )
+    return tokenizer
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
+    encoding = encode_tokens(tokenizer, text)
+    words = tuple(
+        token if special else text[start:stop] or token
+        for token, special, (start, stop) in zip(
+            encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True
+        )
+    )
+    return TokenRow(tuple(encoding.ids), words, tuple(encoding.offsets), text)
+
+
+def make_token_decoder(tokenizer: Tokenizer) -> TokenDecoder:
+    """Return a function that turns an id into text, for models that are not of headwise."""
+
+    def decode_token(token_id: int) -> str:
+        text = decode_tokens(tokenizer, [token_id])
+        return text or tokenizer.id_to_token(token_id) or str(token_id)
+
+    return decode_token

@@ -1,0 +1,197 @@
+"""The tokenizer of a model: the one that the caller gives, its own, or the tokenizer.json beside
+its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from torch import nn
+
+from ...models import Transformer
+from ...models.model_spec import ModelSpec, ProcessorSpec
+from ...models.model_spec.serialization import TOKENIZER_FILE
+from ...models.save_load import check_processor
+from ...models.tokenizer_calls import encode_tokens, parse_tokenizer, read_tokenizer_file
+from ...models.vocabulary import ByteVocabulary
+from ...util.errors import SpecError
+
+BYTE_TOKENIZER = "bytes"
+TOKENIZER_KINDS = (
+    "a tokenizer of transformers or tokenizers, a tokenizer.json or its folder, or 'bytes'"
+)
+TOKENIZER_REMEDY = "give tokenizer=, one of transformers or the folder of one"
+
+_current_tokenizer: ContextVar[tuple[nn.Module, Tokenizer] | None] = ContextVar(
+    "current_tokenizer", default=None
+)
+
+
+def find_model_folder(model: nn.Module) -> Path | None:
+    """Return the folder that a transformers model was loaded from, or its snapshot in the local
+    cache; else None.
+
+    Nothing is downloaded. In a wrapper such as SentenceTransformer, the first submodule with a
+    config counts.
+    """
+    configs = (getattr(module, "config", None) for module in model.modules())
+    config = next((config for config in configs if getattr(config, "_name_or_path", "")), None)
+    name = str(getattr(config, "_name_or_path", "") or "")
+    if not name:
+        return None
+    return (
+        Path(name)
+        if Path(name).is_dir()
+        else _find_cached_folder(name, getattr(config, "_commit_hash", None))
+    )
+
+
+def _find_cached_folder(name: str, revision: str | None) -> Path | None:
+    """Folder of a model of the Hugging Face hub in the local cache."""
+    if find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        path = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # not the name of a repository
+        return None
+    return Path(path).parent if isinstance(path, str) else None
+
+
+def find_tokenizer(model: nn.Module) -> Tokenizer | None:
+    """Return the tokenizer of a model that is not of headwise; None if there is none.
+
+    It is the tokenizer given by `use_tokenizer`, else the attribute `tokenizer` of the model, else
+    the tokenizer.json in the folder of its weights.
+    """
+    current = _current_tokenizer.get()
+    if current is not None and current[0] is model:
+        return current[1]
+    own = _find_fast_tokenizer(getattr(model, "tokenizer", None))
+    if own is not None:
+        return _without_limits(own)
+    folder = find_model_folder(model)
+    if folder is None or not (folder / TOKENIZER_FILE).is_file():
+        return None
+    return read_tokenizer(folder)
+
+
+def read_tokenizer(tokenizer: object) -> Tokenizer:
+    """Return a tokenizer without truncation and padding, from any of `TOKENIZER_KINDS`.
+
+    >>> read_tokenizer("bytes").encode("né").ids
+    [110, 195, 169]
+    """
+    if isinstance(tokenizer, str) and tokenizer == BYTE_TOKENIZER:
+        return parse_tokenizer(ByteVocabulary().document)
+    if isinstance(tokenizer, (str, Path)):
+        return _without_limits(_read_file(Path(tokenizer)))
+    fast = _find_fast_tokenizer(tokenizer)
+    if fast is None:
+        raise SpecError(f"tokenizer is of type {type(tokenizer).__name__}; give {TOKENIZER_KINDS}")
+    return _without_limits(fast)
+
+
+def _read_file(path: Path) -> Tokenizer:
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise SpecError(f"there is no tokenizer at {str(file)!r}; give {TOKENIZER_KINDS}")
+    return read_tokenizer_file(file)
+
+
+def _find_fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
+    """The `tokenizers.Tokenizer` in a tokenizer of transformers, or the argument if it is one."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    return fast if isinstance(fast, Tokenizer) else None
+
+
+def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy without truncation and padding."""
+    unlimited = parse_tokenizer(tokenizer.to_str())
+    unlimited.no_truncation()
+    unlimited.no_padding()
+    return unlimited
+
+
+def get_surrounding_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that a tokenizer adds before and behind every text."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    words = tokenizer.get_vocab(with_added_tokens=False).keys() - {
+        added.content for added in tokenizer.get_added_tokens_decoder().values()
+    }
+    # Encode the shortest word of the vocabulary, because some tokenizers encode unknown words as
+    # nothing.
+    shortest = min(words, key=lambda word: (not word.isalnum(), len(word), word), default="")
+    encoding = encode_tokens(tokenizer, shortest)
+    text_positions = [
+        position for position, special in enumerate(encoding.special_tokens_mask) if not special
+    ]
+    first, last = (
+        (text_positions[0], text_positions[-1] + 1)
+        if text_positions
+        else (len(encoding.ids), len(encoding.ids))
+    )
+    return tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
+
+
+def replace_tokenizer(
+    model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: Tokenizer
+) -> ProcessorSpec:
+    """Return the processor spec of a headwise model with this tokenizer; raise if it does not fit
+    the model.
+    """
+    before, behind = get_surrounding_ids(tokenizer)
+    document = tokenizer.to_str()
+    extended = replace(
+        processor,
+        before=before,
+        behind=behind,
+        specials="read",
+        tokenizer=document,
+        source_tokenizer=None,
+    )
+    check_processor(model_spec, extended)
+    return extended
+
+
+@contextmanager
+def use_tokenizer(model: nn.Module, tokenizer: object = None) -> Iterator[nn.Module]:
+    """Context in which texts for a model are encoded with `tokenizer` (None: its own); yields the
+    model to use.
+
+    A headwise model is copied without its weights, which both share; other models are yielded
+    unchanged.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
+    >>> net = hw.build(hw.families.read_model_spec(config))
+    >>> with use_tokenizer(net, "bytes") as reader:
+    ...     reader.usage.tokenizer is not None, net.usage.tokenizer is None
+    (True, True)
+    """
+    if tokenizer is None:
+        yield model
+        return
+    fast = read_tokenizer(tokenizer)
+    if isinstance(model, Transformer):
+        view = copy(model)
+        view.usage = replace_tokenizer(model.spec, model.usage, fast)
+        yield view
+        return
+    token = _current_tokenizer.set((model, fast))
+    try:
+        yield model
+    finally:
+        _current_tokenizer.reset(token)

@@ -1,0 +1,386 @@
+"""A trace: one run of a model, from which attention weights, head outputs and pictures of them are
+recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ...util.errors import pluralise, suggest
+from ...util.escaping import make_visible
+from .attention_record import Array, AttentionRecord, PackedMask, TokenRow
+
+# --- Pictures of weights: a cell shows the largest weight in it, because a mean would lose thin lin
+
+QUERY_BLOCK = 512  # queries computed at a time
+
+
+def query_blocks(num_queries: int) -> Iterator[tuple[int, int]]:
+    """Ranges of up to `QUERY_BLOCK` neighbouring queries.
+
+    >>> list(query_blocks(600))
+    [(0, 512), (512, 600)]
+    """
+    return (
+        (start, min(num_queries, start + QUERY_BLOCK))
+        for start in range(0, num_queries, QUERY_BLOCK)
+    )
+
+
+def max_pool_weights(
+    bands: Iterable[tuple[int, int, Array]], shape: tuple[int, int], size: tuple[int, int]
+) -> Array:
+    """A picture of weights, 0..255: each cell is the largest weight in it. The weights come in
+    bands of rows.
+
+    >>> max_pool_weights([(0, 2, np.eye(4)[:2]), (2, 4, np.eye(4)[2:])], (4, 4), (2, 2))
+    array([[255,   0],
+           [  0, 255]], dtype=uint8)
+    """
+    if min(size) < 1:
+        raise ValueError(f"a picture of {size[0]} x {size[1]} has no cells; give at least 1 x 1")
+    height = min(size[0], shape[0])
+    width = min(size[1], shape[1])
+    picture = np.zeros((height, width), np.float32)
+    first_rows = np.arange(height) * shape[0] // height
+    first_columns = np.arange(width) * shape[1] // width
+    for start, stop, band in bands:
+        column_maxima = np.maximum.reduceat(band, first_columns, axis=1)
+        cell_rows = np.searchsorted(first_rows, np.arange(start, stop), side="right") - 1
+        np.maximum.at(picture, cell_rows, column_maxima)
+    return np.round(np.clip(picture, 0, 1) * 255).astype(np.uint8)
+
+
+# --- A trace --------------------------------------------------------------------------------------
+
+ALL_POSITIONS = slice(None)
+THUMBNAIL_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run of a model: its tokens by stream, its attention layers, and the masks that layers
+    share (`grids`).
+
+    `model` describes the model. `skipped` maps sites that were not recorded to the reason.
+    `thumbnails` maps layers to small 8-bit pictures of their weights, [B, heads, height, width], if
+    they were made. `images` are the images that a vision model read, [B, height, width, channels],
+    0..255, by stream. `classes` maps (site, head) to the class that a person gave the head.
+    """
+
+    model: Mapping[str, Any]
+    streams: Mapping[str, tuple[TokenRow, ...]]
+    layers: tuple[AttentionRecord, ...]
+    grids: tuple[PackedMask, ...] = field(repr=False, default=())
+    skipped: Mapping[str, str] = field(default_factory=dict[str, str])
+    thumbnails: Mapping[str, Array] = field(repr=False, default_factory=dict[str, Array])
+    images: Mapping[str, Array] = field(repr=False, default_factory=dict[str, Array])
+    classes: Mapping[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+
+    def get_layer(self, which: str | int) -> AttentionRecord:
+        """The layer with this name, or with this number if it is the only one."""
+        matches = [layer for layer in self.layers if which in (layer.name, layer.layer)]
+        if not matches:
+            names = [layer.name for layer in self.layers]
+            raise ValueError(f"the trace has no site {which!r}; {suggest(str(which), names)}")
+        if len(matches) > 1:
+            names = ", ".join(layer.name for layer in matches)
+            raise ValueError(
+                f"the trace has several sites at layer {which}: {names}; give its name"
+            )
+        return matches[0]
+
+    def head_weights(
+        self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
+    ) -> Array:
+        """Attention weights of one head for a range of queries of one text, [queries, keys],
+        recomputed in float32.
+        """
+        layer = self.get_layer(site)
+        _check_in_range("head", head, layer.heads, layer.name)
+        _check_in_range("row", row, layer.batch_size, layer.name)
+        start, stop, step = queries.indices(layer.num_queries)
+        if step != 1:
+            raise ValueError(
+                f"cannot take queries {queries}: the step must be 1; give neighbours, and index "
+                "the rows of the result"
+            )
+        return layer.weights(head, row, (start, max(start, stop)), self.grids)
+
+    def head_mask(
+        self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
+    ) -> Array:
+        """Whether each query of a range may attend to each key, [queries, keys]; see
+        `AttentionRecord.allowed`.
+        """
+        layer = self.get_layer(site)
+        start, stop, _ = queries.indices(layer.num_queries)
+        return layer.allowed(head, row, (start, max(start, stop)), self.grids)
+
+    def weight_tile(
+        self,
+        site: str | int,
+        head: int,
+        queries: slice = ALL_POSITIONS,
+        keys: slice = ALL_POSITIONS,
+        *,
+        size: tuple[int, int] = (THUMBNAIL_SIZE, THUMBNAIL_SIZE),
+        row: int = 0,
+    ) -> Array:
+        """An 8-bit picture of a range of weights, at most `size` cells; each cell is the largest
+        weight in it.
+        """
+        layer = self.get_layer(site)
+        start, stop, _ = queries.indices(layer.num_queries)
+        left, right, _ = keys.indices(layer.num_keys)
+        if stop <= start or right <= left:
+            raise ValueError(
+                f"a tile of queries {queries} and keys {keys} is empty; give at least one query "
+                "and one key"
+            )
+
+        def read_bands() -> Iterator[tuple[int, int, Array]]:
+            for first, last in query_blocks(stop - start):
+                block = slice(start + first, start + last)
+                yield first, last, self.head_weights(site, head, block, row=row)[:, left:right]
+
+        return max_pool_weights(read_bands(), (stop - start, right - left), size)
+
+    def head_output(
+        self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
+    ) -> Array:
+        """Output of one head before the output projection, [queries, head_dim]: as recorded, or
+        weights @ values.
+        """
+        layer = self.get_layer(site)
+        if "z" in layer.arrays:
+            _check_in_range("head", head, layer.arrays["z"].shape[2], layer.name)
+            return layer.arrays["z"][row, queries, head].astype(np.float32)
+        if "v" not in layer.arrays or any(call.first != call.keys[0] for call in layer.calls):
+            raise ValueError(
+                f"cannot compute outputs of {layer.name}: neither z nor v was recorded; trace with "
+                "capture=hw.Capture(extra=('v',))"
+            )
+        weights = self.head_weights(site, head, queries, row=row)
+        return weights @ layer.arrays["v"][
+            row, : weights.shape[1], layer.kv_head_of_query[head]
+        ].astype(np.float32)
+
+    def thumbnail(self, site: str | int, head: int, *, row: int = 0) -> Array:
+        """All weights of one head as a picture of at most 64 x 64 cells."""
+        layer = self.get_layer(site)
+        if layer.name in self.thumbnails:
+            return self.thumbnails[layer.name][row, head]
+        return self.weight_tile(site, head, row=row)
+
+    def with_thumbnails(self, size: int = THUMBNAIL_SIZE) -> Trace:
+        """A copy with a thumbnail of every head, so that a viewer can show all heads without
+        computing weights.
+        """
+        pictures: dict[str, Array] = {}
+        for layer in self.layers:
+            tiles = [
+                self.weight_tile(layer.name, head, size=(size, size), row=row)
+                for row, head in np.ndindex(layer.batch_size, layer.heads)
+            ]
+            shape = (layer.batch_size, layer.heads, *tiles[0].shape)
+            pictures[layer.name] = np.stack(tiles).reshape(shape)
+        return replace(self, thumbnails=pictures)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all recorded tensors and masks, in bytes."""
+        total = sum(grid.values.nbytes for grid in self.grids)
+        for layer in self.layers:
+            total += sum(array.nbytes for array in layer.arrays.values())
+        return total
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Summary of the trace as plain values, without the tensors."""
+        streams: dict[str, list[int]] = {}
+        for name, rows in self.streams.items():
+            streams[name] = [len(row.ids) for row in rows]
+        sites = [
+            {
+                "name": layer.name,
+                "heads": layer.heads,
+                "queries": layer.num_queries,
+                "keys": layer.num_keys,
+                "calls": len(layer.calls),
+                "kept": layer.recorded,
+            }
+            for layer in self.layers
+        ]
+        return {
+            "model": dict(self.model),
+            "streams": streams,
+            "bytes": self.nbytes,
+            "sites": sites,
+            "skipped": dict(self.skipped),
+        }
+
+    def __str__(self) -> str:
+        return format_trace(self)
+
+
+def _check_in_range(what: str, number: int, count: int, name: str) -> None:
+    if not 0 <= number < count:
+        raise ValueError(f"{name} has no {what} {number}; give one in 0..{count - 1}")
+
+
+def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
+    """Make rows of token strings without known ids."""
+    return tuple(TokenRow.from_words(tuple(map(str, row))) for row in words)
+
+
+# --- A trace as a table in a terminal -------------------------------------------------------------
+
+MAX_SHOWN = 12  # tokens per row
+
+
+def format_trace(trace: Trace) -> str:
+    """Summary of a trace for the terminal: tokens by stream, then one line per site."""
+    lines = [
+        (
+            f"{trace.model.get('name', 'a model')}: {format_bytes(trace.nbytes)} of "
+            f"{pluralise(len(trace.layers), 'site')}"
+        )
+    ]
+    for name, rows in trace.streams.items():
+        for row in rows[:3]:
+            words = " ".join(escape_token(word) for word in row.words[:MAX_SHOWN])
+            more = f" and {len(row.words) - MAX_SHOWN} more" if len(row.words) > MAX_SHOWN else ""
+            lines.append(f"{name}: {words}{more}")
+        if len(rows) > 3:
+            lines.append(f"{name}: {len(rows) - 3} more rows")
+    name_width = max((len(layer.name) for layer in trace.layers), default=0)
+    for layer in trace.layers:
+        recorded = " ".join(layer.recorded)
+        calls = f", {len(layer.calls)} calls" if len(layer.calls) > 1 else ""
+        lines.append(
+            f"{layer.name.ljust(name_width)}  {pluralise(layer.heads, 'head')}, "
+            f"{layer.num_queries} x {layer.num_keys}{calls}  {recorded}"
+        )
+    return "\n".join(
+        [*lines, *(f"{name}: not recorded, {reason}" for name, reason in trace.skipped.items())]
+    )
+
+
+def escape_token(token: str) -> str:
+    """A token on one line: spaces as dots, control characters escaped.
+
+    >>> escape_token("a\\x1b[2J b")
+    'a\\\\x1b[2J·b'
+    """
+    return make_visible(token.replace(" ", "·"))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A number of bytes with a unit.
+
+    >>> format_bytes(302_000_000)
+    '302.0 MB'
+    """
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+
+
+AGGREGATES = ("mean", "max", "rollout")
+RESIDUAL_SHARE = 0.5  # of a token itself in a layer of the rollout (2005.00928, section 3)
+
+
+def aggregate_heads(trace: Trace, sites: Sequence[str], how: str, *, row: int = 0) -> Array:
+    """The mean or maximum of all heads of some sites over the same tokens, [queries, keys], in
+    float32.
+
+    >>> from headwise.observe.traces import trace_from_weights
+    >>> weights = np.stack([np.eye(2), np.full((2, 2), 0.5)])[None]
+    >>> trace = trace_from_weights([weights], ["a", "b"])
+    >>> aggregate_heads(trace, [trace.layers[0].name], "max").tolist()
+    [[1.0, 0.5], [0.5, 1.0]]
+    """
+    if how not in AGGREGATES[:2]:
+        raise ValueError(f"unknown how={how!r}; use 'mean' or 'max'")
+    layers = [trace.get_layer(site) for site in sites]
+    shape = _common_shape(layers)
+    total = np.zeros(shape, np.float64 if how == "mean" else np.float32)
+    combine = np.add if how == "mean" else np.maximum
+    for layer in layers:
+        for head in range(layer.heads):
+            for start, stop in query_blocks(shape[0]):
+                weights = trace.head_weights(layer.name, head, slice(start, stop), row=row)
+                combine(total[start:stop], weights, out=total[start:stop])
+    count = sum(layer.heads for layer in layers) if how == "mean" else 1
+    return (total / count).astype(np.float32)
+
+
+def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
+    """Attention rollout (2005.00928) up to a self-attention site: [queries, tokens of the input],
+    in float32.
+
+    Each layer of the stack is half the mean of its heads and half the token itself, for the
+    residual connection; the rollout is the product of these matrices from the first layer to the
+    site. Rows of means are rescaled to sum to one where a sink takes a part.
+    `compute_attention_maps(model, inputs).rollout()` gives the same from a model; this needs no
+    torch.
+    """
+    last = trace.get_layer(site)
+    if last.query_stream != last.key_stream:
+        raise ValueError(
+            f"{site} is cross-attention, and a rollout follows one stack of tokens; choose "
+            "self-attention"
+        )
+    layers = [
+        layer
+        for layer in trace.layers
+        if layer.stack == last.stack and layer.kind == last.kind and layer.layer <= last.layer
+    ]
+    _common_shape(layers)
+    in_order = sorted(layers, key=lambda one: one.layer)
+    means = (aggregate_heads(trace, [layer.name], "mean", row=row) for layer in in_order)
+    return multiply_rollout(means).astype(np.float32)
+
+
+def multiply_rollout(means: Iterable[Array], residual: float = RESIDUAL_SHARE) -> Array:
+    """The product over layers of residual I + (1 - residual) A, from the mean A of the heads of
+    each layer, in float64.
+
+    >>> multiply_rollout([np.array([[1.0, 0.0], [1.0, 0.0]])] * 2).tolist()
+    [[1.0, 0.0], [0.75, 0.25]]
+    """
+    rollout: Array | None = None
+    for mean in means:
+        rescaled = _rescale_rows(mean.astype(np.float64))
+        step = _rescale_rows((1 - residual) * rescaled + residual * np.eye(len(mean)))
+        rollout = step if rollout is None else step @ rollout
+    if rollout is None:
+        raise ValueError("a rollout needs at least one layer")
+    return rollout
+
+
+def _rescale_rows(weights: Array) -> Array:
+    """Rows that sum to one; a row without any weight stays zero, and is the token itself with its
+    residual share.
+    """
+    total = weights.sum(1, keepdims=True)
+    return weights / np.where(total == 0, 1, total)
+
+
+def _common_shape(layers: Sequence[AttentionRecord]) -> tuple[int, int]:
+    """Queries and keys of some layers; raises if they attend over different tokens."""
+    shapes = {(layer.num_queries, layer.num_keys) for layer in layers}
+    streams = {(layer.query_stream, layer.key_stream) for layer in layers}
+    if len(shapes) != 1 or len(streams) != 1:
+        names = ", ".join(layer.name for layer in layers)
+        raise ValueError(
+            f"{names or 'no sites'} attend over different tokens; give sites over the same ones"
+        )
+    return shapes.pop()

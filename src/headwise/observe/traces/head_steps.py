@@ -1,0 +1,260 @@
+"""The computation of one head for one query, step by step: each step with its numbers and the rule
+that made them.
+
+`recorded_steps` reads the steps that a trace holds, without the model.
+`headwise.observe.head_analysis.model_steps` runs an open model and has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .attention_record import MASKED_BELOW, Array, AttentionCallRecord, AttentionRecord
+from .attention_trace import Trace
+
+MAX_KEY_VECTORS = 32  # keys whose vectors are part of the steps; scores and weights are of all keys
+NOT_RECORDED = (
+    "a trace holds what attention reads, from the queries and keys on; open the model to see it"
+)
+UNRECORDED_STEPS: tuple[str, ...] = (
+    "residual",
+    "norm",
+    "project",
+    "transform",
+    "contribution",
+    "residual_out",
+)
+
+
+class HeadPlace(NamedTuple):
+    """One query of one head: site, head, query position, and the row of the batch."""
+
+    site: str
+    head: int
+    query: int
+    row: int = 0
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """One step: its name, its arrays, and how they follow from those of the steps before.
+
+    `formula` is the rule; `facts` are the numbers in it that are not arrays, such as a scale;
+    `part` is the part of the layer that does the step. The array "out" is the result; others are
+    operands.
+    """
+
+    name: str
+    formula: str
+    arrays: Mapping[str, Array] = field(repr=False)
+    facts: Mapping[str, float] = field(default_factory=dict[str, float])
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class HeadSteps:
+    """The steps of one head for one query, in order, and those that are `missing`, with the reason.
+
+    `positions` are the positions of all keys, [S]; `shown_keys` are the indices of the keys whose
+    vectors are included, those with the largest weights. `origin` is "model" or "trace".
+    """
+
+    place: HeadPlace
+    origin: str
+    steps: tuple[HeadStep, ...]
+    positions: Array = field(repr=False)
+    shown_keys: Array = field(repr=False)
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def find(self, name: str) -> HeadStep:
+        """The first step with this name."""
+        for step in self.steps:
+            if step.name == name:
+                return step
+        raise ValueError(
+            f"there is no step {name!r}; the steps are "
+            f"{', '.join(step.name for step in self.steps)}"
+        )
+
+
+def choose_keys(weights: Array, allowed: Array, always: int | None = None) -> Array:
+    """Indices of the allowed keys with the largest weights, at most `MAX_KEY_VECTORS`, and of the
+    key `always`.
+
+    >>> choose_keys(np.array([0.1, 0.7, 0.2]), np.array([True, True, True])).tolist()
+    [0, 1, 2]
+    """
+    order = np.argsort(np.where(allowed, -weights, np.inf), kind="stable")[:MAX_KEY_VECTORS]
+    chosen = set(order[allowed[order]].tolist())
+    if always is not None and 0 <= always < len(weights) and always not in chosen:
+        chosen = {*sorted(chosen, key=lambda key: -weights[key])[: MAX_KEY_VECTORS - 1], always}
+    return np.array(sorted(chosen), np.int32)
+
+
+def gather_step(weights: Array, values: Array, shown: Array, out: Array | None = None) -> HeadStep:
+    """The weighted sum of the values [S, V]; "rest" is what the keys that are not shown add."""
+    total = weights.astype(np.float64) @ values.astype(np.float64)
+    rest = total - weights[shown].astype(np.float64) @ values[shown].astype(np.float64)
+    arrays = {
+        "v": values[shown],
+        "rest": as_float32(rest),
+        "out": as_float32(total if out is None else out),
+    }
+    return HeadStep("gather", "z = Σⱼ aⱼ vⱼ", arrays)
+
+
+def contribution_step(z: Array, matrix: Array, terms: int = 4) -> HeadStep:
+    """The contribution of the head to the residual stream: z times its slice of the output
+    projection, [V, model].
+    """
+    arrays = {"out": as_float32(z.astype(np.float64) @ matrix.astype(np.float64))}
+    return HeadStep("contribution", "c = z W_O[head]", arrays | largest_terms(z, matrix, terms))
+
+
+def largest_terms(x: Array, matrix: Array, count: int) -> dict[str, Array]:
+    """For each output channel of x @ matrix, the `count` largest products: input channel and
+    weight, [outputs, count].
+
+    >>> terms = largest_terms(np.array([1.0, 2.0]), np.array([[3.0], [-4.0]]), 1)
+    >>> terms["channels"].tolist(), terms["factors"].tolist()
+    ([[1]], [[-4.0]])
+    """
+    products = np.abs(x[:, None] * matrix)
+    count = min(count, len(x))
+    largest = np.argpartition(-products, count - 1, axis=0)[:count]
+    order = np.argsort(-np.take_along_axis(products, largest, 0), axis=0, kind="stable")
+    channels = np.take_along_axis(largest, order, 0)
+    factors = np.take_along_axis(matrix, channels, 0)
+    return {
+        "channels": channels.T.astype(np.int32),
+        "factors": as_float32(factors.T),
+        "input": as_float32(x),
+    }
+
+
+# --- From a trace ---------------------------------------------------------------------------------
+
+
+def recorded_steps(trace: Trace, place: HeadPlace, key: int | None = None) -> HeadSteps:
+    """The steps that a trace holds: from the queries and keys that attention compares to the head's
+    output.
+    """
+    layer = trace.get_layer(place.site)
+    for what, number, count in (
+        ("head", place.head, layer.heads),
+        ("query", place.query, layer.num_queries),
+        ("row", place.row, layer.batch_size),
+    ):
+        if not 0 <= number < count:
+            raise ValueError(f"{layer.name} has no {what} {number}; give one in 0..{count - 1}")
+    call = next(call for call in layer.calls if call.queries[0] <= place.query < call.queries[1])
+    if call.first is None and call.places is None:
+        raise ValueError(
+            f"the key positions of query {place.query} of {layer.name} are unknown, because its "
+            "cache was reordered; "
+            "trace the whole text in one forward call"
+        )
+    block = slice(place.query, place.query + 1)
+    positions = layer.key_indices(call)
+    weights = trace.head_weights(place.site, place.head, block, row=place.row)[0][positions]
+    allowed = trace.head_mask(place.site, place.head, block, row=place.row)[0][positions]
+    shown = choose_keys(weights, allowed, None if key is None else _index_of(positions, key))
+    missing: dict[str, str] = dict.fromkeys(UNRECORDED_STEPS, NOT_RECORDED)
+    if call.weights is None:
+        steps = [
+            *_score_steps(trace, layer, call, place, shown),
+            _softmax_step(layer, place, weights),
+        ]
+    else:
+        reason = (
+            "the layer is no plain softmax of scores, so the trace holds its weights themselves"
+        )
+        missing |= dict.fromkeys(
+            ("product", "scale", "mask"), f"{reason}; open the model to see it"
+        )
+        steps = [HeadStep("normalise", "a as recorded", {"out": weights})]
+    if "v" in layer.arrays and call.weights is None:
+        values = layer.arrays["v"][place.row, slice(*call.keys), layer.kv_head_of_query[place.head]]
+        steps.append(gather_step(weights, values.astype(np.float32), shown))
+    else:
+        missing["gather"] = "the values were not recorded; record the trace with --record v"
+    return HeadSteps(place, "trace", tuple(steps), positions.astype(np.int32), shown, missing)
+
+
+def _score_steps(
+    trace: Trace, layer: AttentionRecord, call: AttentionCallRecord, place: HeadPlace, shown: Array
+) -> list[HeadStep]:
+    """Products, scale, soft-cap, bias and mask of a call whose queries and keys were recorded."""
+    number = place.query - call.queries[0]
+    q = layer.arrays["q"][place.row, call.first_query_row + number, place.head].astype(np.float32)
+    k = layer.arrays["k"][place.row, slice(*call.keys), layer.kv_head_of_query[place.head]].astype(
+        np.float32
+    )
+    vectors = HeadStep("vectors", "q and k as attention compares them", {"q": q, "k": k[shown]})
+    products = k @ q
+    scores = products * np.float32(call.scale)
+    steps = [
+        vectors,
+        HeadStep("product", "pⱼ = q · kⱼ", {"out": products}),
+        HeadStep("scale", "sⱼ = scale · pⱼ", {"out": scores}, {"scale": call.scale}),
+    ]
+    if call.cap is not None:
+        scores = (np.float32(call.cap) * np.tanh(scores / np.float32(call.cap))).astype(np.float32)
+        steps.append(
+            HeadStep(
+                "score_step",
+                "sⱼ ← cap · tanh(sⱼ / cap)",
+                {"out": scores},
+                {"cap": call.cap},
+                "soft-cap",
+            )
+        )
+    allowed = np.ones(len(scores), bool)
+    for grid in call.grids:
+        added = trace.grids[grid].unpack_rows(place.row, place.head, number, number + 1)[0]
+        allowed &= added > MASKED_BELOW
+        bias = np.where(added > MASKED_BELOW, added, 0).astype(np.float32)
+        if bias.any():
+            scores = scores + bias
+            steps.append(
+                HeadStep("score_step", "sⱼ ← sⱼ + bⱼ", {"out": scores, "added": bias}, part="bias")
+            )
+    if call.causal:
+        allowed &= np.arange(len(scores)) <= number
+    return [*steps, mask_step(allowed)]
+
+
+def mask_step(allowed: Array) -> HeadStep:
+    """Which keys may be attended to."""
+    facts = {"allowed": float(allowed.sum()), "keys": float(len(allowed))}
+    return HeadStep(
+        "mask", "sⱼ = -∞ where key j is not allowed", {"allowed": allowed.astype(np.uint8)}, facts
+    )
+
+
+def _softmax_step(layer: AttentionRecord, place: HeadPlace, weights: Array) -> HeadStep:
+    sinks = layer.arrays.get("sinks")
+    return softmax_step(weights, None if sinks is None else float(sinks[place.head]))
+
+
+def softmax_step(weights: Array, sink: float | None, part: str = "") -> HeadStep:
+    """The weights; a sink, a score without a value, takes a part of the row."""
+    facts = {"sum": float(weights.sum(dtype=np.float64))}
+    if sink is None:
+        return HeadStep("normalise", "aⱼ = exp(sⱼ) / Σᵢ exp(sᵢ)", {"out": weights}, facts, part)
+    formula = "aⱼ = exp(sⱼ) / (exp(sink) + Σᵢ exp(sᵢ))"
+    return HeadStep("normalise", formula, {"out": weights}, facts | {"sink": sink}, part)
+
+
+def _index_of(positions: Array, key: int) -> int | None:
+    matches = np.flatnonzero(positions == key)
+    return int(matches[0]) if len(matches) else None
+
+
+def as_float32(array: Array) -> Array:
+    """The array in float32, contiguous."""
+    return np.ascontiguousarray(array, np.float32)

@@ -1,0 +1,521 @@
+"""Image classification from idx files, an .npz, or a folder per class."""
+
+from __future__ import annotations
+
+import struct
+import tokenize
+import warnings
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...attention.masking.sequence_info import SequenceInfo
+from ...models.model_spec import EmbeddingSpec, ModelSpec, PatchSpec, PositionSpec, ProcessorSpec
+from ...util.errors import SpecError
+from .example_order import DEFAULT_HELD_OUT, IndexArray, check_split_shares, split_examples
+from .file_task import (
+    ChannelStatistics,
+    ClassificationTask,
+    ClassifierInputs,
+    LabelledDataset,
+    make_classifier,
+    number_labels,
+)
+from .text_files import (
+    check_unpacked_size,
+    existing_file,
+    existing_path,
+    find_splits,
+    is_gzipped,
+    list_files,
+    read_chunks,
+)
+
+# --- Arrays and pixels ----------------------------------------------------------------------------
+
+
+# What zipfile and numpy raise for damaged arrays: encrypted members, unknown methods, headers that
+# are no Python, impossible shapes.
+ARRAY_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    ValueError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    MemoryError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    SyntaxError,
+    tokenize.TokenError,
+)
+MAX_PIXELS = 1 << 26  # of one image
+IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def read_idx(path: Path) -> Any:
+    """Read an idx file: two zero bytes, a type byte, the number of axes, their lengths, and
+    big-endian data.
+
+    An uncompressed file is memory-mapped.
+    """
+    head = next(read_chunks(path), b"")[:4]
+    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_DTYPES or not head[3]:
+        raise SpecError(
+            f"{path} is not an idx file: it starts with the bytes {head.hex(' ') or '(none)'}; "
+            "give an idx file or .npz"
+        )
+    dtype = np.dtype(IDX_DTYPES[head[2]])
+    start = 4 + 4 * head[3]
+    content = b"".join(read_chunks(path)) if is_gzipped(path) else None  # None: memory-mapped
+    size = path.stat().st_size if content is None else len(content)
+    if size < start:
+        raise SpecError(
+            f"{path} has {size} bytes, fewer than its header of {start}; download it again"
+        )
+    header = (next(read_chunks(path)) if content is None else content)[4:start]
+    shape = struct.unpack(f">{head[3]}I", header)
+    expected_size = start + dtype.itemsize * int(np.prod(shape, dtype=object))
+    if size != expected_size:
+        raise SpecError(
+            f"{path} has {size} bytes, but {format_shape(shape)} numbers of {dtype.itemsize} bytes "
+            f"need {expected_size}; download it again"
+        )
+    if size == start:
+        return np.empty(shape, dtype)
+    if content is None:
+        return np.memmap(path, dtype, "r", offset=start, shape=shape)
+    return np.frombuffer(content, dtype, offset=start).reshape(shape)
+
+
+def format_shape(shape: Iterable[int]) -> str:
+    """A shape as text, "28 x 28"."""
+    return " x ".join(map(str, shape))
+
+
+@contextmanager
+def _report_damage(path: Path, suffix: str, function: str) -> Iterator[None]:
+    try:
+        yield
+    except SpecError:
+        raise
+    except ARRAY_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise SpecError(
+            f"cannot read {path} as {suffix}: {reason}; write it again with {function}"
+        ) from None
+
+
+def read_npz(path: Path) -> dict[str, Any]:
+    """Read the arrays of an .npz file, by name."""
+    # np.load(path) would not close a damaged file.
+    with _report_damage(path, ".npz", "numpy.savez"), path.open("rb") as file:
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array without a name")
+        members = archive.zip.infolist() if archive.zip else []
+        check_unpacked_size(path, sum(member.file_size for member in members))
+        return {name: archive[name] for name in archive.files}
+
+
+def open_npy(path: Path) -> Any:
+    """Memory-map the array of an .npy file."""
+    with _report_damage(path, ".npy", "numpy.save"):
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+# --- Images ---------------------------------------------------------------------------------------
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+TARGET_NUM_PATCHES = 64  # approximate number of patches per image
+STATISTICS_SAMPLE = 10_000  # images from which mean and standard deviation are estimated
+GREY_MODES = ("1", "L", "LA")
+COLOUR_MODES = ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr", "LAB", "HSV")
+
+
+class ImageStore(ABC):
+    """Base class of `count` images of one `shape` (height, width, channels); `where` names them in
+    error messages.
+    """
+
+    count: int
+    shape: tuple[int, int, int]
+    where: str
+
+    @abstractmethod
+    def take(self, indices: IndexArray) -> NDArray[np.float32]:
+        """Load images as [n, height, width, channels]; integer pixels are scaled to 0..1."""
+
+    @staticmethod
+    def joined(stores: Sequence[ImageStore]) -> ImageStore:
+        """Concatenation of several stores, whose images must have the same shape."""
+        first = stores[0]
+        for other in stores[1:]:
+            if other.shape != first.shape:
+                raise SpecError(
+                    f"{other.where} has images of {format_shape(other.shape)}, {first.where} of "
+                    f"{format_shape(first.shape)}; use one size"
+                )
+        return stores[0] if len(stores) == 1 else ConcatenatedImages(stores)
+
+
+class ConcatenatedImages(ImageStore):
+    """Concatenation of several image stores."""
+
+    def __init__(self, stores: Sequence[ImageStore]) -> None:
+        self.stores = stores
+        self.count = sum(store.count for store in stores)
+        self.shape = stores[0].shape
+        self.where = stores[0].where
+
+    def take(self, indices: IndexArray) -> NDArray[np.float32]:
+        out = np.empty((len(indices), *self.shape), np.float32)
+        first = 0
+        for store in self.stores:
+            in_store = (indices >= first) & (indices < first + store.count)
+            out[in_store] = store.take(indices[in_store] - first)
+            first += store.count
+        return out
+
+
+class ArrayImages(ImageStore):
+    """Images of an array [n, height, width], [n, height, width, channels] or [n, channels, height,
+    width].
+    """
+
+    def __init__(self, images: Any, description: str) -> None:
+        if images.ndim == 3:
+            images = images[..., None]
+        elif images.shape[3] > 4 and images.shape[1] <= 4:
+            images = images.transpose(0, 2, 3, 1)
+        if images.shape[3] > 4:
+            raise SpecError(
+                f"{description} is {format_shape(images.shape)}, with more than 4 channels; give "
+                "[n, height, width, channels]"
+            )
+        self.images = images
+        self.count = len(images)
+        self.where = description
+        self.shape = images.shape[1:]
+        self._scale = np.float32(1 / np.iinfo(images.dtype).max if images.dtype.kind in "ui" else 1)
+
+    def take(self, indices: IndexArray) -> NDArray[np.float32]:
+        pixels = self.images[indices].astype(np.float32) * self._scale
+        if not np.isfinite(pixels).all():
+            index = int(indices[~np.isfinite(pixels).all((1, 2, 3))][0])
+            raise SpecError(
+                f"image {index} of {self.where} holds NaN or inf; remove it from the data"
+            )
+        return pixels
+
+
+class ImageFiles(ImageStore):
+    """Images with one file each, loaded when a batch needs them; resized to `size` if that is not
+    empty.
+    """
+
+    def __init__(self, paths: Sequence[Path], size: tuple[int, ...]) -> None:
+        self.paths = paths
+        self.count = len(paths)
+        self.where = str(paths[0].parent.parent)
+        headers = [_read_header(path) for path in paths]
+        high, wide = size or headers[0][:2]
+        for path, header in zip(paths, headers, strict=True):
+            if not size and header[:2] != (high, wide):
+                raise SpecError(
+                    f"{path} is {header[0]} x {header[1]} pixels, {paths[0]} is {high} x {wide}; "
+                    f"use size={(high, wide)} to resize all images"
+                )
+        is_grey = all(mode in GREY_MODES for *_, mode in headers)
+        self.shape = (high, wide, 1 if is_grey else 3)
+
+    def take(self, indices: IndexArray) -> NDArray[np.float32]:
+        images = [self._load_image(self.paths[n]) for n in indices]
+        return np.stack(images) if images else np.empty((0, *self.shape), np.float32)
+
+    def _load_image(self, path: Path) -> NDArray[np.float32]:
+        from PIL import Image
+
+        high, wide, channels = self.shape
+        try:
+            with Image.open(path) as image:
+                converted = image.convert("L" if channels == 1 else "RGB")
+        except (OSError, ValueError, SyntaxError, EOFError) as error:
+            raise SpecError(
+                f"{path} is a damaged image: {error}; remove it or download it again"
+            ) from None
+        if converted.size != (wide, high):
+            converted = converted.resize((wide, high), Image.Resampling.BILINEAR)
+        return np.asarray(converted, np.float32).reshape(self.shape) / np.float32(255)
+
+
+def _read_header(path: Path) -> tuple[int, int, str]:
+    """Height, width and pixel mode of an image, without decoding it."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                wide, high = image.size
+                mode = image.mode
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
+        raise SpecError(
+            f"cannot read {path} as an image: {error}; remove it or download it again"
+        ) from None
+    if wide * high > MAX_PIXELS:
+        raise SpecError(
+            f"{path} has {wide} x {high} pixels; give images of {MAX_PIXELS:,} pixels or less"
+        )
+    if mode not in (*GREY_MODES, *COLOUR_MODES):
+        raise SpecError(
+            f"{path} has pixels of mode {mode!r}, not 8 bits per channel; convert it, or use an "
+            ".npz"
+        )
+    return high, wide, mode
+
+
+class ImageInputs(ClassifierInputs):
+    """Images normalised per channel with mean and standard deviation of (a sample of) the train
+    split.
+    """
+
+    def __init__(self, store: ImageStore, train: IndexArray) -> None:
+        self.store = store
+        size = min(len(train), STATISTICS_SAMPLE)
+        sample = train[np.linspace(0, len(train) - 1, size).astype(np.int64)]
+        statistics = ChannelStatistics(store.shape[2])
+        for start in range(0, size, 1000):
+            statistics.add(store.take(sample[start : start + 1000]))
+        self.mean = statistics.mean
+        self.deviation = statistics.deviation
+        self.usage = ProcessorSpec(
+            size=tuple(store.shape[:2]),
+            mean=tuple(self.mean.tolist()),
+            deviation=tuple(self.deviation.tolist()),
+        )
+
+    def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
+        images = (self.store.take(indices) - self.mean) / self.deviation
+        return torch.from_numpy(images.astype(np.float32).transpose(0, 3, 1, 2).copy()), None
+
+    def model(self, num_classes: int, pooling: str) -> ModelSpec:
+        patches = make_patches(*self.store.shape)
+        positions = PositionSpec("learned", patches.num_patches)
+        embedding = EmbeddingSpec(patches=patches, positions=positions)
+        return make_classifier("vision", embedding, num_classes, pooling, kind="vision")
+
+
+def make_patches(high: int, wide: int, channels: int) -> PatchSpec:
+    """Square patches for images of this size, about 64 of them; a size that divides the image
+    evenly is preferred.
+
+    >>> make_patches(28, 28, 1)
+    PatchSpec(rows=7, columns=7, high=4, wide=4, channels=1)
+    """
+    target = max(1, round((high * wide / TARGET_NUM_PATCHES) ** 0.5))
+    candidates = range(target, 2 * target + 1)
+    divisors = [size for size in candidates if high % size == 0 == wide % size]
+    size = min([*divisors, target][0], high, wide)
+    return PatchSpec(high // size, wide // size, size, size, channels)
+
+
+# --- Image tasks ----------------------------------------------------------------------------------
+
+# Names of files and arrays for each split, and for images and labels: those of MNIST, Keras and
+# plain words.
+SPLIT_PREFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("t10k", "test")}
+ARRAY_NAMES = {"images": ("x", "images", "data"), "labels": ("y", "labels", "target")}
+
+LabelledImages = tuple[ImageStore, Sequence[Any]]  # images and their labels
+
+
+@dataclass(frozen=True, repr=False)
+class ImageClassification(ClassificationTask):
+    """Image classification; each channel is normalised to mean 0 and standard deviation 1 on the
+    train split.
+
+    `path` is an idx file of images, with its labels in a file beside it or in `labels`; a folder
+    with the files of MNIST; an .npz with x_train and y_train, or with images and labels; or a
+    folder with one folder per class, optionally inside folders train, valid and test. Missing
+    splits are held out from the train split by the shares `valid` and `test`. `size` = (height,
+    width) resizes the images of a folder, which otherwise must have one size.
+    """
+
+    name: ClassVar[str] = "images"
+    path: str
+    labels: str = ""
+    size: tuple[int, ...] = ()
+    valid: float = DEFAULT_HELD_OUT
+    test: float = DEFAULT_HELD_OUT
+
+    def check(self) -> None:
+        check_split_shares(self.valid, self.test)
+        if self.size and (len(self.size) != 2 or min(self.size) < 1):
+            raise SpecError(
+                f"size={self.size!r} must be a height and a width of at least 1; use for example "
+                "size=(28, 28)"
+            )
+
+    def files(self) -> Sequence[Path]:
+        path = existing_path(self.path)
+        if path.suffix == ".npz":
+            return [path]
+        files: list[Path] = []
+        for images in self._idx_files(path).values():
+            files += (images, self._labels_file(images))
+        files = files or list_files(path, IMAGE_SUFFIXES)
+        if not files:
+            raise SpecError(
+                f"{path} has no images ({', '.join(IMAGE_SUFFIXES)}) and no idx files; give "
+                "another folder"
+            )
+        return files
+
+    def _idx_files(self, path: Path) -> dict[str, Path]:
+        if path.suffix == ".npz":
+            return {}
+        return find_idx_files(path) if path.is_dir() else {"train": path}
+
+    def _labels_file(self, images: Path) -> Path:
+        """Path of the labels of an idx file of images."""
+        if self.labels:
+            return existing_file(self.labels)
+        name = images.name.replace("images", "labels").replace("idx3", "idx1")
+        for candidate in (name, name.removesuffix(".gz"), f"{name}.gz"):
+            path = images.with_name(candidate)
+            if path.is_file() and path != images:
+                return path
+        raise SpecError(f"there are no labels for {images}: {name} is missing; give labels=FILE")
+
+    def read(self) -> LabelledDataset:
+        path = existing_path(self.path)
+        idx_files = self._idx_files(path)
+        if self.labels and (path.is_dir() or not idx_files):
+            raise SpecError(
+                f"labels={self.labels!r} is for a single idx file, not for {path}; leave it out"
+            )
+        if self.size and (idx_files or not path.is_dir()):
+            raise SpecError(
+                f"size={self.size} is for folders of image files, not for {path}; leave it out"
+            )
+        if idx_files:
+            splits: dict[str, LabelledImages] = {}
+            for split, images in idx_files.items():
+                labels = read_idx(self._labels_file(images))
+                splits[split] = _check_labelled_images(read_idx(images), labels, str(images))
+        elif path.is_dir():
+            splits = _read_class_folders(path, self.size)
+        else:
+            splits = _read_npz_splits(path)
+        if "train" not in splits:
+            raise SpecError(
+                f"{path} has no train split; name it train, or remove test from the name of a "
+                "single split"
+            )
+        store = ImageStore.joined([images for images, _ in splits.values()])
+        all_labels: list[Any] = []
+        for _, split_labels in splits.values():
+            all_labels += split_labels
+        labels, names = number_labels(all_labels)
+        counts = {split: len(split_labels) for split, (_, split_labels) in splits.items()}
+        indices = split_examples(counts, list(map(str, range(len(labels)))), self.valid, self.test)
+        return LabelledDataset(ImageInputs(store, indices["train"]), labels, names, indices)
+
+
+def find_idx_files(folder: Path) -> dict[str, Path]:
+    """The idx files of images in a folder, by split."""
+    if not folder.is_dir():
+        return {}
+    splits: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if "images" in path.name and "idx" in path.name:
+            for split, words in SPLIT_PREFIXES.items():
+                if path.name.startswith(words):
+                    splits.setdefault(split, path)
+    return {split: splits[split] for split in SPLIT_PREFIXES if split in splits}
+
+
+def _read_npz_splits(path: Path) -> dict[str, LabelledImages]:
+    """Images and labels of each split of an .npz: x_train and y_train, train_images and
+    train_labels, or x and y.
+    """
+    arrays = read_npz(path)
+    splits: dict[str, LabelledImages] = {}
+    for split in SPLIT_PREFIXES:
+        images = _find_array(arrays, "images", split)
+        labels = _find_array(arrays, "labels", split)
+        if images and not labels:
+            raise SpecError(f"{path} has {images}, but no labels for it; add y_{split}")
+        if images:
+            where = f"{path}: {images}"
+            splits[split] = _check_labelled_images(arrays[images], arrays[labels], where)
+    if not splits:
+        names = ", ".join(arrays) or "no arrays"
+        raise SpecError(
+            f"{path} holds {names}; name arrays x_train and y_train, or images and labels"
+        )
+    return splits
+
+
+def _find_array(arrays: Mapping[str, Any], kind: str, split: str) -> str:
+    """Name of the array with the images or labels of a split; "" if there is none."""
+    names: list[str] = []
+    for name in ARRAY_NAMES[kind]:
+        for word in SPLIT_PREFIXES[split]:
+            names += [f"{name}_{word}", f"{word}_{name}"]
+    if split == "train":
+        names += ARRAY_NAMES[kind]
+    return next((name for name in names if name in arrays), "")
+
+
+def _check_labelled_images(images: Any, labels: Any, where: str) -> LabelledImages:
+    """Images and labels of two arrays; raises SpecError if they do not fit together."""
+    if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or not images.size:
+        raise SpecError(
+            f"{where} holds {images.dtype} of shape {format_shape(images.shape)}; give images as "
+            "[n, height, width] or with channels last"
+        )
+    flat = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if flat.ndim != 1 or flat.dtype.kind not in "uiSU":
+        raise SpecError(
+            f"the labels of {where} are {flat.dtype} {list(flat.shape)}; give one integer per image"
+        )
+    if len(flat) != len(images):
+        raise SpecError(
+            f"{where} has {len(images)} images, but {len(flat)} labels; give one label per image"
+        )
+    return ArrayImages(images, where), flat.tolist()
+
+
+def _read_class_folders(folder: Path, size: tuple[int, ...]) -> dict[str, LabelledImages]:
+    """Images of each split, labelled with the name of the folder they are in."""
+    roots = {split: path for split, path in find_splits(folder).items() if path.is_dir()}
+    splits: dict[str, LabelledImages] = {}
+    for split, root in (roots or {"train": folder}).items():
+        files = list_files(root, IMAGE_SUFFIXES)
+        for path in files:
+            if path.parent == root:
+                raise SpecError(f"{path} is not in the folder of a class; move it to {root}/CLASS/")
+        if files:
+            labels = [path.relative_to(root).parts[0] for path in files]
+            splits[split] = (ImageFiles(files, size), labels)
+    return splits

@@ -1,0 +1,494 @@
+"""Synthetic tasks whose answers are in the context: "recall" (multi-query associative recall),
+"lookup2" (two keys, in one or two hops) and "markov" (the next symbol of a chain whose transitions
+are seen).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import log
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...attention.masking.pattern_base import check_whole_number
+from ...kernels.counter_rng import Ints, RandomStreams
+from ...models.model_spec import ModelSpec
+from ...util.errors import SpecError, suggest
+from .synthetic_task import (
+    ExampleArrays,
+    ModelShape,
+    SyntheticTask,
+    check_num_examples,
+    check_sizes,
+    find_correct,
+    make_small_decoder,
+    number_positions,
+    pad_to_longest,
+    parse_sizes,
+    slice_by_power_of_two,
+    slice_by_value,
+    sum_by_slice,
+)
+from .task import IGNORE_INDEX, Batch, MetricSums
+
+# --- Associative recall ---------------------------------------------------------------------------
+
+FILLERS = ("random", "zero")
+Links = tuple[tuple[int, int], ...]
+
+
+class RecallAnnotation(NamedTuple):
+    """Number of pairs and length of an example, and links (index of the value, of the query)."""
+
+    pairs: int
+    length: int
+    links: Links
+
+
+@dataclass(frozen=True, repr=False)
+class AssociativeRecall(SyntheticTask):
+    """Key-value pairs, then each key again as a query; the label of a query is its value (MQAR,
+    2312.04927).
+
+    A row begins with D distinct keys from 1 .. V/2 - 1 and D distinct values from V/2 .. V - 1 as k
+    v k v ..., repeated `passes` times. The rest of the row is divided into slots of two tokens; D
+    of them are sampled without replacement with p(i) ~ i^(power - 1), i = 1, 2, ..., and each
+    begins with one of the keys. All other tokens are random (filler="random") or 0 (filler="zero").
+    V is `vocabulary` and D is `pairs`. `length` and `pairs` may be tuples; each example then draws
+    one setting (length[n], pairs[n]).
+
+    >>> batch = AssociativeRecall(vocabulary=16, length=16, pairs=3, filler="zero").batch(0, 1)
+    >>> batch.x[0].tolist()
+    [5, 15, 3, 12, 7, 10, 5, 0, 0, 0, 3, 0, 0, 0, 7, 0]
+    >>> batch.gold[0].links
+    ((1, 6), (3, 10), (5, 14))
+    """
+
+    name: ClassVar[str] = "recall"
+    vocabulary: int = 1024
+    length: int | tuple[int, ...] = 64
+    pairs: int | tuple[int, ...] = (4, 8, 16)
+    passes: int = 1
+    power: float = 0.01
+    filler: str = "random"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole_number("passes", self.passes, 1)
+        check_whole_number("vocabulary", self.vocabulary, 4)
+        if not self.power > 0:
+            raise SpecError(f"power={self.power!r} must be above 0; use for example power=0.01")
+        if self.filler not in FILLERS:
+            raise SpecError(f"filler={self.filler!r} is unknown; {suggest(self.filler, FILLERS)}")
+        for length, pairs in self.settings:
+            self._check_setting(length, pairs)
+        check_sizes(self, tokens=self._max_length, symbols=self.vocabulary)
+        min_pairs = np.arange(min(pairs for _, pairs in self.settings), dtype=float)
+        count = np.prod((self._num_keys - min_pairs) * (self._num_values - min_pairs))
+        check_num_examples(self, float(count), "use more pairs")
+
+    def _check_setting(self, length: int, pairs: int) -> None:
+        if length % 2:
+            raise SpecError(
+                f"length={length} must be even, for key-value pairs; use length={length + 1}"
+            )
+        required = 2 * pairs * (self.passes + 1)
+        if required > length:
+            raise SpecError(
+                f"pairs={pairs} with passes={self.passes} need {required} tokens, but "
+                f"length={length}; use pairs={length // (2 * (self.passes + 1))} or less, or "
+                f"length={required}"
+            )
+        if pairs > self._num_keys:
+            raise SpecError(
+                f"vocabulary={self.vocabulary} has {self._num_keys} keys, too few for "
+                f"pairs={pairs}; use vocabulary={2 * pairs + 2} or more"
+            )
+
+    @property
+    def settings(self) -> tuple[tuple[int, int], ...]:
+        """Each combination (length, pairs) that occurs."""
+        lengths = parse_sizes("length", self.length, 4)
+        pairs = parse_sizes("pairs", self.pairs, 1)
+        count = max(len(lengths), len(pairs))
+        if len(lengths) not in (1, count) or len(pairs) not in (1, count):
+            raise SpecError(
+                f"length= has {len(lengths)} values, pairs= has {len(pairs)}; give equally many, "
+                "or a single one"
+            )
+        return tuple((lengths[n % len(lengths)], pairs[n % len(pairs)]) for n in range(count))
+
+    @property
+    def _num_keys(self) -> int:
+        return self.vocabulary // 2 - 1
+
+    @property
+    def _num_values(self) -> int:
+        return self.vocabulary - self.vocabulary // 2
+
+    @property
+    def _max_length(self) -> int:
+        return max(length for length, _ in self.settings)
+
+    @property
+    def chance(self) -> Mapping[str, float]:
+        """Accuracy of guessing any value."""
+        return {"accuracy": 1 / self._num_values}
+
+    def model(self) -> ModelSpec:
+        """Two attention layers without feed-forwards: one joins keys with their values, one looks
+        them up.
+        """
+        shape = ModelShape(width=64, heads=4, layers=2)
+        return make_small_decoder(self.name, self.vocabulary, shape)
+
+    def draw_examples(self, random: RandomStreams) -> ExampleArrays:
+        settings = np.asarray(self.settings)
+        length, pairs = settings[random.integers(len(settings), 1)[:, 0]].T
+        max_pairs = int(settings[:, 1].max())
+        keys = random.distinct(self._num_keys, max_pairs) + 1
+        values = random.distinct(self._num_values, max_pairs) + self.vocabulary // 2
+        slot = self._draw_slots(random, length // 2 - self.passes * pairs)[:, :max_pairs]
+        queries = 2 * self.passes * pairs[:, None] + 2 * slot
+        x = np.zeros((len(random), self._max_length), np.int64)
+        if self.filler == "random":
+            x = random.integers(self.vocabulary, self._max_length)
+        row, pair = np.nonzero(np.arange(max_pairs) < pairs[:, None])
+        for n in range(self.passes):
+            at = 2 * (n * pairs[row] + pair)
+            x[row, at] = keys[row, pair]
+            x[row, at + 1] = values[row, pair]
+        x[row, queries[row, pair]] = keys[row, pair]
+        x[np.arange(self._max_length) >= length[:, None]] = -1
+        labels = np.full_like(x, IGNORE_INDEX)
+        labels[row, queries[row, pair]] = values[row, pair]
+        return {
+            "content": x,
+            "x": x,
+            "labels": labels,
+            "queries": queries,
+            "pairs": pairs,
+            "length": length,
+        }
+
+    def _draw_slots(self, random: RandomStreams, num_slots: np.ndarray) -> np.ndarray:
+        """Sample slots without replacement: draw exponential arrival times of rate p(i) and sort
+        the slots by them.
+        """
+        most = max(length // 2 - self.passes * pairs for length, pairs in self.settings)
+        slot = np.arange(1, most + 1)
+        arrival = -np.log(random.uniform(most)) / slot ** (self.power - 1)
+        arrival[slot > num_slots[:, None]] = np.inf
+        return arrival.argsort(1, kind="stable")
+
+    def to_batch(self, examples: ExampleArrays) -> Batch:
+        gold: list[RecallAnnotation] = []
+        for row, count in enumerate(examples["pairs"].tolist()):
+            queries = examples["queries"][row, :count].tolist()
+            links = tuple((2 * n + 1, query) for n, query in enumerate(queries))
+            gold.append(RecallAnnotation(count, int(examples["length"][row]), links))
+        return replace(pad_to_longest(examples, examples["length"]), gold=gold)
+
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
+        """Accuracy overall, for each number of pairs D, and for each length s."""
+        correct, has_label = find_correct(logits, batch.labels)
+        slices = slice_by_value("D", [example.pairs for example in batch.gold], logits.device)
+        slices |= slice_by_value("s", [example.length for example in batch.gold], logits.device)
+        of_rows = {name: mask[:, None] for name, mask in slices.items()}
+        return sum_by_slice("accuracy", correct, has_label, of_rows)
+
+
+# --- Lookup by two keys ---------------------------------------------------------------------------
+
+QUESTION_ID = 0
+SAME_ID = 1  # tokens of direct and of composed questions
+FIRST_ENTITY_ID = 2
+
+
+class LookupAnnotation(NamedTuple):
+    """Links (index of the value, index of its label) for each kind of question of an example.
+
+    `hops` are the first hops of composed questions: (index of the attribute in the other question,
+    index of the label).
+    """
+
+    direct: Links
+    composed: Links
+    hops: Links
+
+
+@dataclass(frozen=True, repr=False)
+class TwoKeyLookup(SyntheticTask):
+    """Facts `entity attribute value` for every entity and attribute, in random order, then
+    questions about them.
+
+    The answer to a direct question `? entity attribute` is the value of that fact; it follows the
+    question. A composed question `= A B` asks for the attribute of A that a direct question asked
+    about B. Direct questions are about different entities, so a composed question has a single
+    answer.
+
+    >>> task = TwoKeyLookup(entities=3, attributes=2, values=9, direct=1, composed=1)
+    >>> print(task.text(task.batch(0, 1).x[0].tolist()))
+    E1 a1 3 E1 a0 1 E0 a1 7 E2 a1 1 E0 a0 1 E2 a0 5 ? E1 a1 3 = E2 E1 1
+    """
+
+    name: ClassVar[str] = "lookup2"
+    entities: int = 6
+    attributes: int = 4
+    values: int = 16
+    direct: int = 3
+    composed: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        minima = {"entities": 2, "attributes": 1, "values": 2, "direct": 1, "composed": 0}
+        for option, minimum in minima.items():
+            check_whole_number(option, getattr(self, option), minimum)
+        if self.direct > self.entities:
+            raise SpecError(
+                f"direct={self.direct} questions need as many different entities, but "
+                f"entities={self.entities}; use direct={self.entities}"
+            )
+        length = 3 * self._num_facts + 4 * (self.direct + self.composed)
+        check_sizes(self, tokens=length, symbols=self.vocabulary)
+        count = float(self.values) ** min(self._num_facts, 64)
+        check_num_examples(self, count, "use more entities, attributes or values")
+
+    @property
+    def _num_facts(self) -> int:
+        return self.entities * self.attributes
+
+    @property
+    def _first_attribute(self) -> int:
+        return FIRST_ENTITY_ID + self.entities
+
+    @property
+    def _first_value(self) -> int:
+        return self._first_attribute + self.attributes
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids: question tokens, entities, attributes and values, in this order."""
+        return self._first_value + self.values
+
+    @property
+    def chance(self) -> Mapping[str, float]:
+        """Accuracy of guessing any value."""
+        return {"accuracy": 1 / self.values}
+
+    def model(self) -> ModelSpec:
+        """A decoder of three layers: a composed question needs the result of another look-up."""
+        shape = ModelShape(width=64, heads=4, layers=3, feed=128)
+        return make_small_decoder(self.name, self.vocabulary, shape)
+
+    def draw_examples(self, random: RandomStreams) -> ExampleArrays:
+        order = random.distinct(self._num_facts, self._num_facts)
+        value = random.integers(self.values, self._num_facts)
+        asked_entity = random.distinct(self.entities, self.direct)
+        asked_attribute = random.integers(self.attributes, self.direct)
+        other = random.integers(self.direct, self.composed)  # the question a composed one refers to
+        other_entity = np.take_along_axis(asked_entity, other, 1)
+        composed_entity = random.integers(self.entities - 1, self.composed)
+        composed_entity += composed_entity >= other_entity  # any entity but the other one
+        other_attribute = np.take_along_axis(asked_attribute, other, 1)
+        direct_fact = asked_entity * self.attributes + asked_attribute
+        composed_fact = composed_entity * self.attributes + other_attribute
+
+        def make_rows(entity: Ints, second: Ints, fact: Ints, question: int | None = None) -> Ints:
+            """Ids of facts, or of questions with their answers; `fact` chooses the values."""
+            columns = [
+                entity + FIRST_ENTITY_ID,
+                second + (FIRST_ENTITY_ID if question == SAME_ID else self._first_attribute),
+                np.take_along_axis(value, fact, 1) + self._first_value,
+            ]
+            if question is not None:
+                columns = [np.full_like(entity, question), *columns]
+            return np.stack(columns, -1).reshape(len(entity), -1)
+
+        facts = make_rows(*np.divmod(order, self.attributes), order)
+        direct = make_rows(asked_entity, asked_attribute, direct_fact, QUESTION_ID)
+        composed = make_rows(composed_entity, other_entity, composed_fact, SAME_ID)
+        x = np.concatenate([facts, direct, composed], 1)
+        value_index = 3 * order.argsort(1) + 2  # index of the value of each fact
+        return {
+            "content": x,
+            "x": x,
+            "direct": np.take_along_axis(value_index, direct_fact, 1),
+            "composed": np.take_along_axis(value_index, composed_fact, 1),
+            "hops": 3 * self._num_facts + 4 * other + 2,
+        }
+
+    def to_batch(self, examples: ExampleArrays) -> Batch:
+        x = examples["x"]
+        positions = self._answer_positions()
+        labels = np.full_like(x, IGNORE_INDEX)
+        labels[:, positions] = x[:, positions + 1]
+        direct = positions[: self.direct].tolist()
+        composed = positions[self.direct :].tolist()
+        gold: list[LookupAnnotation] = []
+        for row in range(len(x)):
+            targets = {"direct": direct, "composed": composed, "hops": composed}
+            links = {
+                kind: tuple(zip(examples[kind][row].tolist(), target, strict=True))
+                for kind, target in targets.items()
+            }
+            gold.append(LookupAnnotation(**links))
+        return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=gold)
+
+    def _answer_positions(self) -> Ints:
+        """Indices of the labels, direct questions first."""
+        return 3 * self._num_facts + 4 * np.arange(self.direct + self.composed) + 2
+
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
+        """Accuracy overall, and of direct and composed questions."""
+        correct, has_label = find_correct(logits, batch.labels)
+        is_direct = number_positions(has_label) <= int(self._answer_positions()[self.direct - 1])
+        slices = {"query=direct": is_direct, "query=composed": ~is_direct}
+        return sum_by_slice("accuracy", correct, has_label, slices)
+
+    def text(self, ids: list[int]) -> str:
+        """Ids as words: entities E0, E1, ..., attributes a0, a1, ..., and values as numbers."""
+        words = ["?", "=", *(f"E{n}" for n in range(self.entities))]
+        words += [f"a{n}" for n in range(self.attributes)]
+        words += map(str, range(self.values))
+        return " ".join(words[token_id] for token_id in ids)
+
+
+# --- Markov chains --------------------------------------------------------------------------------
+
+NUM_BASELINE_EXAMPLES = 512  # validation examples that the baselines are measured on
+
+
+@dataclass(frozen=True, repr=False)
+class MarkovChains(SyntheticTask):
+    """Predict the next symbol of a Markov chain with a transition matrix of its own (2402.11004).
+
+    Each row of the matrix is drawn from Dirichlet(1, ..., 1). The Bayes-optimal prediction is the
+    smoothed bigram: b follows a with probability (n(a, b) + 1) / (n(a) + symbols), where n counts
+    the sequence so far. The metric `excess` is the KL divergence of the model's prediction from it,
+    in nats. Every sequence of `length` symbols begins with a start token, the last id: without it
+    and without absolute positions, attention cannot distinguish a from a a.
+
+    >>> predict_by_bigrams(np.array([[0, 1, 0, 1, 0]]), 2)[0].round(3).tolist()
+    [[0.5, 0.5], [0.5, 0.5], [0.333, 0.667], [0.667, 0.333], [0.25, 0.75]]
+    """
+
+    name: ClassVar[str] = "markov"
+    symbols: int = 4
+    length: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole_number("length", self.length, 2)
+        check_whole_number("symbols", self.symbols, 2)
+        if self.symbols > 64:
+            raise SpecError(
+                f"symbols={self.symbols} is too many to count pairs of them; use at most 64"
+            )
+        check_sizes(self, tokens=self.length)
+        count = float(self.symbols) ** min(self.length, 64)
+        check_num_examples(self, count, "use a larger length=")
+
+    @property
+    def chance(self) -> Mapping[str, float]:
+        """Scores of the uniform distribution over symbols."""
+        excess = self.lines["uniform"]
+        return {"accuracy": 1 / self.symbols, "nats": log(self.symbols), "excess": excess}
+
+    @property
+    def lines(self) -> Mapping[str, float]:
+        """Excess of the baselines "uniform", "unigram" and "bigram" on the first 512 validation
+        examples.
+
+        >>> {name: round(excess, 2) for name, excess in MarkovChains().lines.items()}
+        {'uniform': 0.22, 'unigram': 0.16, 'bigram': 0.0}
+        """
+        x = self._examples_of_split(np.arange(NUM_BASELINE_EXAMPLES), "valid")["x"][:, :-1]
+        optimal = predict_by_bigrams(x, self.symbols)
+        predictions = {
+            "uniform": np.full_like(optimal, 1 / self.symbols),
+            "unigram": predict_by_unigrams(x, self.symbols),
+            "bigram": optimal,
+        }
+        return {
+            name: float((optimal * np.log(optimal / prediction)).sum(-1).mean())
+            for name, prediction in predictions.items()
+        }
+
+    def model(self) -> ModelSpec:
+        """A decoder of two layers: the first can attend to the previous token, the second can count
+        pairs.
+        """
+        shape = ModelShape(width=64, heads=4, layers=2, feed=128)
+        return make_small_decoder(self.name, self.symbols + 1, shape)
+
+    def draw_examples(self, random: RandomStreams) -> ExampleArrays:
+        # The gaps between 0, sorted uniform numbers and 1 are distributed as Dirichlet(1, ..., 1).
+        uniform = random.uniform(self.symbols * (self.symbols - 1))
+        edges = np.sort(uniform.reshape(len(random), self.symbols, -1), -1)
+        unit = random.uniform(self.length)
+        rows = np.arange(len(random))
+        x = np.empty((len(random), self.length + 1), np.int64)
+        x[:, 0] = random.integers(self.symbols, 1)[:, 0]
+        for t in range(self.length):
+            x[:, t + 1] = (edges[rows, x[:, t]] < unit[:, t, None]).sum(-1)
+        return {"content": x[:, :-1], "x": x}
+
+    def to_batch(self, examples: ExampleArrays) -> Batch:
+        """The batch of these examples; `gold` holds the bigram prediction after each symbol,
+        [length, symbols].
+        """
+        labels = examples["x"].copy()
+        x = np.roll(labels, 1, axis=1)
+        x[:, 0] = self.symbols
+        optimal = torch.from_numpy(predict_by_bigrams(labels[:, :-1], self.symbols))
+        labels[:, 0] = IGNORE_INDEX
+        return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=list(optimal.unbind()))
+
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
+        """Accuracy, nats per symbol, and excess over the bigram, the latter also by position."""
+        correct, has_label = find_correct(logits, batch.labels)
+        log_probs = logits.double().log_softmax(-1)
+        label_log_probs = log_probs.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
+        optimal = torch.stack(list(batch.gold)).to(log_probs.device)
+        excess = torch.zeros_like(label_log_probs)
+        excess[:, 1:] = (optimal * (optimal.log() - log_probs[:, 1:, : self.symbols])).sum(-1)
+        by_position = slice_by_power_of_two("t", number_positions(has_label))
+        return (
+            sum_by_slice("accuracy", correct, has_label)
+            | sum_by_slice("nats", -label_log_probs, has_label)
+            | sum_by_slice("excess", excess, has_label, by_position)
+        )
+
+    def text(self, ids: list[int]) -> str:
+        """Symbols as numbers, the start token as "|"."""
+        return " ".join("|" if token_id == self.symbols else str(token_id) for token_id in ids)
+
+
+def predict_by_bigrams(x: Ints, symbols: int) -> np.ndarray:
+    """Bayes-optimal distribution of the next symbol after each position of `x` [rows, length]: the
+    smoothed bigram.
+    """
+    rows = np.arange(len(x))
+    counts = np.ones((len(x), symbols, symbols))
+    out = np.empty((*x.shape, symbols))
+    for t in range(x.shape[1]):
+        if t:
+            counts[rows, x[:, t - 1], x[:, t]] += 1
+        out[:, t] = counts[rows, x[:, t]]
+    return out / out.sum(-1, keepdims=True)
+
+
+def predict_by_unigrams(x: Ints, symbols: int) -> np.ndarray:
+    """Distribution of the next symbol by smoothed counts of single symbols, for each position of
+    `x` [rows, length].
+
+    >>> predict_by_unigrams(np.array([[0, 1]]), 2)[0].round(3).tolist()
+    [[0.667, 0.333], [0.5, 0.5]]
+    """
+    counts = 1.0 + (x[..., None] == np.arange(symbols)).cumsum(1)
+    return counts / counts.sum(-1, keepdims=True)

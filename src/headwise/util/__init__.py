@@ -1,0 +1,1 @@
+"""Helpers without knowledge of attention: errors, files, paths, escaping, sizes."""

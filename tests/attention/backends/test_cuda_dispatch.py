@@ -1,0 +1,166 @@
+"""What calls on CUDA run, without a GPU: which backend, which operations, and no value that is read
+on the way.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.attention.backends import BACKENDS, block_sparse, flex
+from headwise.attention.masking.patterns import parse_pattern
+from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
+from support.fake_cuda import calls_on_cuda, meta_input
+
+SIZES = {"model": 128, "heads": 4}
+SPECS = {
+    "causal": hw.design(pattern="causal()", **SIZES),
+    "gqa": hw.design(preset="gqa", **SIZES),
+    "mla": hw.design(preset="mla", **SIZES),
+    "moh": hw.design(preset="moh", **SIZES),
+    "diff2": hw.design(preset="diff2", **SIZES),
+    "window": hw.design(pattern="window(128)", **SIZES),
+    "dilated": hw.design(pattern="window(128) | first(4)", **SIZES),
+    "alibi": hw.design(pattern="causal()", modifiers=(hw.Alibi(),), **SIZES),
+    "softcap": hw.design(pattern="causal()", modifiers=(hw.Softcap(5.0),), **SIZES),
+    "dcmha": hw.design(preset="dcmha", **SIZES),
+    "talking": hw.design(preset="talking", **SIZES),
+    "entmax": hw.design(preset="entmax", **SIZES),
+    "linear": hw.design(preset="linear", **SIZES),
+}
+WHOLE = dict.fromkeys(SPECS, "sdpa") | dict.fromkeys(
+    ("window", "dilated", "alibi", "softcap"), "flex"
+)
+WHOLE |= dict.fromkeys(("dcmha", "talking", "entmax"), "chunked") | {"linear": "linear"}
+STEP = {
+    "causal": "sdpa",
+    "gqa": "grouped",
+    "mla": "grouped",
+    "moh": "sdpa",
+    "diff2": "grouped",
+    "window": "sdpa",
+    "dilated": "sdpa",
+    "alibi": "sdpa",
+    "softcap": "dense",
+    "dcmha": "dense",
+    "linear": "linear",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the CPU, and Python's loops over blocks of queries, raise an error."""
+    from headwise.kernels.launch import KernelSet
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a path of the CPU runs on CUDA")
+
+    monkeypatch.setattr(KernelSet, "run", refuse)
+    monkeypatch.setattr(block_sparse, "_attend_per_block", refuse)
+    monkeypatch.setattr(flex, "_MASK_CACHE", {})
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_whole_sequences_forward_and_backward(name: str):
+    layer, x = hw.Attention(SPECS[name]).to("meta"), meta_input(2, 600, 128)
+    with calls_on_cuda() as calls:
+        y = layer(x)
+        grads = torch.autograd.grad(y.sum(), [x, *layer.parameters()], allow_unused=True)
+    assert calls.backends == [WHOLE[name]]
+    assert y.shape == x.shape
+    assert grads[0] is not None
+    assert hw.why(SPECS[name], device="cuda", tokens=600, when=["grad"]).backend == WHOLE[name]
+
+
+@pytest.mark.parametrize("name", STEP)
+def test_prefill_and_decode_steps_read_no_value(name: str):
+    layer, x = hw.Attention(SPECS[name]).to("meta").eval(), meta_input(2, 300, 128)
+    with calls_on_cuda() as calls, torch.no_grad():
+        cache = layer.cache(batch=2, capacity=400)
+        layer(x, cache=cache)
+        layer(x[:, :1], cache=cache)
+        layer(x[:, :1], cache=cache)
+    assert calls.backends == [WHOLE[name], STEP[name], STEP[name]]
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if WHOLE[name] == "flex"])
+def test_packed_documents_run_in_groups_of_flex(name: str):
+    layer, x = hw.Attention(SPECS[name]).to("meta"), meta_input(1, 600, 128)
+    with calls_on_cuda() as calls:
+        layer(x, sequence=hw.SequenceInfo.packed([[400, 200]]).to("meta"))
+    assert set(calls.backends) == {"flex"}
+
+
+def test_the_layers_of_a_model_share_one_block_mask():
+    layers = [hw.Attention(SPECS["window"]).to("meta") for _ in range(3)]
+    x = meta_input(2, 600, 128)
+    with calls_on_cuda() as calls, torch.no_grad():
+        for layer in layers:
+            layer(x)
+        layers[0](x[:1])  # another batch size
+        layers[0](x[:, :500])
+    masks = [options["block_mask"] for options in calls.flex_options]
+    assert len({id(mask) for mask in masks[:4]}) == 1
+    assert masks[4] is not masks[0]
+
+
+def test_flex_is_first_on_cuda_only_where_others_would_loop_or_store_a_bias():
+    for name, spec in SPECS.items():
+        for device in ("cuda", "cpu"):
+            order = list(hw.why(spec, device=device).reasons_against)
+            is_first = order.index("flex") < order.index("block_sparse")
+            assert is_first == (
+                device == "cuda" and name in ("window", "dilated", "alibi", "softcap")
+            )
+
+
+@pytest.mark.parametrize("pattern", ["causal()", "window(20)", "window(9) | first(3)"])
+@pytest.mark.parametrize("starts", [(0, 0), (200, 0), (150, 90)])
+def test_cached_masks_allow_the_pairs_of_the_pattern(pattern: str, starts: tuple[int, int]):
+    """The mask of consecutive positions is computed from their offsets; here it is compared with
+    the pattern itself.
+    """
+    query_start, key_start = starts
+    queries, keys = (
+        SequenceInfo.contiguous(query_start, 130, "cpu"),
+        SequenceInfo.contiguous(key_start, 260, "cpu"),
+    )
+    attention_mask = AttentionMask(queries, keys, parse_pattern(pattern))
+    mask = flex.block_mask(attention_mask, 2, "cpu")
+    assert flex.block_mask(attention_mask, 3, "cpu") is mask
+    i, j = (
+        torch.arange(query_start, query_start + 130)[:, None],
+        torch.arange(key_start, key_start + 260),
+    )
+    t, s = torch.arange(130)[:, None], torch.arange(260)
+    allowed = parse_pattern(pattern).allows(i, j)
+    assert torch.equal(mask.mask_mod(torch.tensor(0), torch.tensor(0), t, s), allowed)
+    blocks = (
+        torch.nn.functional.pad(allowed, (0, 384 - 260, 0, 256 - 130))
+        .unflatten(0, (2, 128))
+        .unflatten(2, (3, 128))
+    )
+    assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(3).any(1))
+
+
+def test_masks_of_documents_are_kept_with_their_positions():
+    segments = torch.tensor([[0] * 70 + [1] * 60])
+    tokens = SequenceInfo.from_batch(torch.zeros(1, 130, 8), segments=segments)
+    attention_mask = AttentionMask(tokens, tokens, parse_pattern("causal()"))
+    mask = flex.block_mask(attention_mask, 1, "cpu")
+    assert flex.block_mask(attention_mask, 1, "cpu") is mask
+    assert (
+        flex.block_mask(AttentionMask(tokens, tokens, parse_pattern("window(5)")), 1, "cpu")
+        is not mask
+    )
+    t, s = torch.arange(130)[:, None], torch.arange(130)
+    expected = (s <= t) & (segments[0][:, None] == segments[0])
+    assert torch.equal(mask.mask_mod(torch.tensor(0), torch.tensor(0), t, s), expected)
+
+
+def test_no_backend_of_the_cpu_supports_a_call_on_cuda():
+    for name, reasons in hw.why(SPECS["causal"], device="cuda").reasons_against.items():
+        if name in ("ragged", "flash_cpu", "routed"):
+            assert any("for the CPU only" in reason for reason in reasons), name
+    assert set(WHOLE.values()) | set(STEP.values()) <= set(BACKENDS)

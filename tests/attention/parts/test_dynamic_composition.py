@@ -1,0 +1,206 @@
+"""Dynamically composed heads: in groups, from queries or keys, and as one matrix per pair."""
+
+from __future__ import annotations
+
+from math import erf, sqrt
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from support import layer_cases as cases
+from support.layer_cases import base, check_close
+
+
+def gelu(a):
+    return a * 0.5 * (1 + np.vectorize(erf)(a / sqrt(2)))
+
+
+def matrices(p, part, side, x, heads):
+    """W(t) [B, T, heads, heads] of one side: within each group, sum_r w1_r^T w2_r + diag(g)."""
+    groups, rank = part.groups, part.rank
+    each = heads // groups
+    units = 2 * rank * each
+    built = np.zeros((*x.shape[:2], heads, heads))
+    u = gelu(x @ p[f"{side}_hidden"].T)
+    g = np.tanh(x @ p[f"{side}_gate"].T)
+    w1, w2 = (p[f"{side}_{kind}"].reshape(rank, heads, units) for kind in ("source", "target"))
+    for n in range(groups):
+        own = slice(n * each, (n + 1) * each)
+        mine = u[..., n * units : (n + 1) * units]
+        a, b = (np.einsum("rhu,btu->btrh", w[:, own], mine) for w in (w1, w2))
+        a = a / np.sqrt((a**2).mean(-1, keepdims=True) + 1e-6)
+        built[:, :, own, own] = np.einsum("btrh,btro->btho", a, b)
+    return built + np.eye(heads) * g[:, :, None]
+
+
+def merged(layer, part, x, z):
+    """M(t, s) = I + W_b + W_q(t) + W_k(s), [B, T, S, heads, heads]."""
+    p = {name: t.detach().numpy() for name, t in layer.dynamic.state_dict().items()}
+    heads = layer.spec.heads.q
+    mixing = np.eye(heads)[None, None, None]
+    if part.static == "full":
+        each = heads // part.groups
+        w_b = np.zeros((heads, heads))
+        for n in range(part.groups):
+            own = slice(n * each, (n + 1) * each)
+            w_b[own, own] = p["static"][own]
+        mixing = mixing + w_b
+    if part.sides != "key":
+        mixing = mixing + matrices(p, part, "query", x, heads)[:, :, None]
+    if part.sides != "query":
+        mixing = mixing + matrices(p, part, "key", z, heads)[:, None]
+    return mixing
+
+
+@pytest.mark.parametrize("on", ["scores", "weights"])
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("sides", "static", "rank"), [("both", "full", 2), ("query", "none", 1), ("key", "full", 3)]
+)
+def test_one_matrix_for_every_pair(on, groups, sides, static, rank):
+    part = hw.Dynamic(on=on, rank=rank, static=static, groups=groups, sides=sides)
+    layer = cases.layer(base(modifiers=(part,), kv=2, source=13))
+    x, z = cases.tensors(layer.spec)
+    probe, usual = hw.Probe(on), hw.Probe(on)
+    layer(x, source=z, probe=probe)
+    plain = hw.Attention(cases.change_spec(layer.spec, modifiers=())).double().eval()
+    plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
+    plain(x, source=z, probe=usual)
+    mixing = merged(layer, part, x.numpy(), z.numpy())
+    expected = np.einsum("bhts,btsho->bots", usual.tensors[on].detach().numpy(), mixing)
+    check_close(probe.tensors[on], torch.from_numpy(expected))
+
+
+def part_of(weights, spec, small, group):
+    """The weights of one group of heads, cut out by hand."""
+    heads, each = spec.heads.q, small.heads.q
+    own = slice(group * each, (group + 1) * each)
+    units = small.sizes_of(small.modifiers[0])["hidden"]
+    out = {}
+    for name, w in weights.items():
+        part, key = name.split(".")
+        if name == "output.o":
+            out[name] = w.view(10, heads, -1)[:, own].flatten(1)
+        elif part == "project":
+            out[name] = w.view(heads, -1, *w.shape[1:])[own].flatten(0, 1)
+        elif key.endswith("hidden"):
+            out[name] = w[group * units : (group + 1) * units]
+        elif key.endswith(("source", "target")):
+            out[name] = w.view(-1, heads, units)[:, own].flatten(0, 1)
+        elif key in ("own", "name"):
+            out[name] = torch.arange(each)
+        else:  # gate and static, a row a head
+            out[name] = w[own]
+    return out
+
+
+@pytest.mark.parametrize("on", [("scores",), ("weights",), ("scores", "weights")], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("sides", ["both", "query", "key"])
+def test_groups_are_so_many_layers_side_by_side(on, groups, sides):
+    parts = [hw.Dynamic(on=one, static="full", sides=sides) for one in on]
+    grouped = tuple(hw.Dynamic(on=one, static="full", sides=sides, groups=groups) for one in on)
+    spec = base(modifiers=grouped, bias="qkv", pattern="causal()", vdim=5)
+    small = base(heads=6 // groups, modifiers=tuple(parts), bias="qkv", pattern="causal()", vdim=5)
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    total = torch.zeros_like(x)
+    for group in range(groups):
+        one = hw.Attention(small).double().eval()
+        one.load_state_dict(part_of(layer.state_dict(), spec, small, group))
+        total = total + one(x)
+    check_close(layer(x), total)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_outputs_in_another_order(groups):
+    spec = base(modifiers=(hw.Dynamic(on="weights", groups=groups, static="full"),))
+    layer = cases.layer(spec)
+    order = (5, 0, 3, 1, 2, 4)
+    weights = hw.attention.head_axis_ops.transform_axes(
+        spec, layer.state_dict(), {"out": hw.attention.head_axis_ops.select_heads(order)}
+    )
+    turned = cases.change_spec(spec, heads=hw.Heads(q=6, kv=6, dim=4, score_head_of_output=order))
+    other = hw.Attention(turned).double().eval()
+    other.load_state_dict(weights)
+    x, _ = cases.tensors(spec)
+    check_close(other(x), layer(x))
+    check_close(other(x), hw.attention.reference.reference_attention(other, x))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_cache_grows_by_ten_numbers_per_head(groups):
+    """2405.08553: 5 N a stage at rank 2, w1, w2 and g of each key, so (4 R + 2) N for both; nothing
+    for queries.
+    """
+    plain = hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8))
+    for rank, sides, each in [
+        (2, "both", 10),
+        (2, "key", 10),
+        (2, "query", 0),
+        (3, "both", 14),
+        (1, "both", 6),
+    ]:
+        parts = tuple(
+            hw.Dynamic(on=on, rank=rank, sides=sides, groups=groups) for on in ("scores", "weights")
+        )
+        assert (
+            hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8, modifiers=parts))
+            == plain + each * 8
+        )
+
+
+@pytest.mark.parametrize(
+    ("groups", "sides", "branches"), [(1, "both", 2), (4, "both", 2), (2, "query", 1)]
+)
+def test_parameters_of_a_stage(groups, sides, branches):
+    spec = hw.design(
+        model=64, heads=8, modifiers=(hw.Dynamic(groups=groups, sides=sides, static="full"),)
+    )
+    d, n, r = 64, 8, 2
+    branch = 2 * r * n * d + (2 * r * n) * (2 * r * n) // groups + n * d
+    extra = hw.costs.count_parameters(spec) - hw.costs.count_parameters(
+        hw.design(model=64, heads=8)
+    )
+    assert extra == branches * branch + n * n // groups
+
+
+@pytest.mark.parametrize("on", ["scores", "weights"])
+def test_whole_groups_are_cut(on):
+    spec = base(modifiers=(hw.Dynamic(on=on, groups=3, static="full"),), kv=3)
+    layer = cases.layer(spec)
+    small, weights = hw.attention.head_axis_ops.keep_heads(spec, layer.state_dict(), [3, 4])
+    assert (small.heads.q, small.heads.kv, small.score_head_of_output) == (4, 2, (1, 2))
+    assert small.modifiers == (hw.Dynamic(on=on, members=2, static="full"),)
+    assert weights["dynamic.query_hidden"].shape == (4 * 4, 10)
+    x, _ = cases.tensors(spec)
+    cut = hw.Attention(small).double().eval()
+    cut.load_state_dict(weights)
+    alone = torch.zeros(6, 1, dtype=torch.float64)
+    alone[3:5] = 1
+    check_close(cut(x), layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * alone)))
+
+
+def test_groups_that_cross_are_kept_until_all_are_whole():
+    """Head 0 needs the pair (0, 1), that the trio (0, 1, 2), that the pair (2, 3), and that all."""
+    crossing = (hw.Dynamic(groups=2), hw.Dynamic(on="weights", groups=3))
+    assert base(modifiers=crossing).required_score_heads(0) == frozenset(range(6))
+    assert base(modifiers=crossing[:1]).required_score_heads(0) == {0, 1, 2}
+    assert base(modifiers=crossing[1:]).required_score_heads(5) == {4, 5}
+
+
+REFUSED = {
+    r"groups=4\) does not divide 6 heads; use groups in \[1, 2, 3, 6\]": {"groups": 4},
+    r"groups=0\) does not divide 6": {"groups": 0},
+    r"members=4\) does not divide 6 heads; use members in \[1, 2, 3, 6\]": {"members": 4},
+    "groups=2, members=3.* leave members out": {"groups": 2, "members": 3},
+    "sides='keys'.*'both', 'query' or 'key'": {"sides": "keys"},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_composition_that_cannot_be_meant(reason):
+    with pytest.raises(hw.SpecError, match=reason):
+        base(modifiers=(hw.Dynamic(**REFUSED[reason]),))

@@ -1,0 +1,201 @@
+"""Exact conversion of layers to multi-head latent attention and to mixture-of-heads attention, or a
+refusal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.attention.parts.latent_attention import convert_to_latent
+from headwise.attention.parts.mixture_of_heads import convert_to_mixture_of_heads
+from support import layer_cases as cases
+from support.layer_cases import EVERY, base, check_close
+
+
+def layer_from_weights(spec, weights, dtype=torch.float64) -> hw.Attention:
+    layer = hw.Attention(spec).to(dtype).eval()
+    layer.load_state_dict(weights, strict=True)
+    return layer
+
+
+# What a latent is no other form of: other projects, products that are none, turns and steps that
+# see heads as wide as they were, values that are grouped apart.
+NO_LATENT = {
+    "Additive",
+    "Collaborative",
+    "Differential",
+    "DifferentialV",
+    "FeatureMap",
+    "Gaussian",
+    "Knocking",
+    "Latent",
+    "Overlapping",
+    "QKNorm",
+    "Shaw",
+    "Sum",
+    "Value",
+}
+ONES = {"Concrete4", "ContinuousBias1", "Routed4", "TalkingHeads2", "TalkingHeads3"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_merged_layer_is_refused_or_the_same(name):
+    spec = EVERY[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    if name in ONES or {part.rstrip("0123456789s") for part in name.split("-")} & NO_LATENT:
+        with pytest.raises(hw.SpecError):
+            convert_to_latent(spec, layer.state_dict())
+        return
+    values, weights = convert_to_latent(spec, layer.state_dict())
+    shared = layer_from_weights(values, weights)
+    check_close(shared(x, source=z), layer(x, source=z))
+    if z is None and spec.pattern.tokens_before_decode == 0:
+        cache = shared.cache(batch=3, capacity=7)
+        steps = [shared(x[:, t : t + 1], cache=cache) for t in range(7)]
+        check_close(torch.cat(steps, 1), layer(x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modifiers": (hw.Rotary(),)},
+        {"modifiers": (hw.Rotary(pairs="interleaved"),), "bias": "qkvo"},
+        {"modifiers": (hw.Rotary(dims=2),), "bias": "v"},
+        {
+            "modifiers": (hw.Rotary(dims=4, scaling=hw.YaRN(factor=4.0, original=32)), hw.Alibi()),
+            "dim": 7,
+            "bias": "qk",
+        },
+        {"similarity": hw.Dot(scale=0.3), "source": 13, "bias": "k"},
+    ],
+    ids=str,
+)
+def test_the_latent_of_a_token_holds_its_keys_and_values(options):
+    spec = base(**({"kv": 3, "vdim": 5} | options))
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    values, weights = convert_to_latent(spec, layer.state_dict())
+    shared = layer_from_weights(values, weights)
+    check_close(shared(x, source=z), layer(x, source=z))
+    assert hw.costs.cached_numbers_per_token(values) == hw.costs.cached_numbers_per_token(spec)
+    read = x if z is None else z
+    ours, theirs = shared.project_source(read).entry, layer.project_source(read).entry
+    latents = torch.cat([ours["c"], ours["r"]], -1).sort(-1).values
+    check_close(
+        latents, torch.cat([theirs["k"].flatten(2), theirs["v"].flatten(2)], -1).sort(-1).values
+    )
+    half = convert_to_latent(
+        spec, {name: tensor.float() for name, tensor in layer.state_dict().items()}
+    )
+    check_close(
+        layer_from_weights(*half, torch.float32)(x.float(), source=z if z is None else z.float()),
+        layer(x, source=z),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_copies_turn_each_head_as_it_turned_alone():
+    spec = hw.design(model=6, heads=1, dim=12, modifiers=(hw.Rotary(copies=3),))
+    rate = hw.Attention(spec).rotary["frequency"].numpy()
+    assert np.allclose(rate, np.tile([1.0, 10_000.0**-0.5], 3))
+    with pytest.raises(hw.SpecError, match=r"Rotary\(copies=4\) does not divide 6 pairs"):
+        replace(spec, modifiers=(hw.Rotary(copies=4),))
+
+
+def test_why_a_layer_is_no_latent():
+    for options, reason in (
+        (
+            {"modifiers": (hw.QKNorm(), hw.Rotary())},
+            "qk_norm and rotary on queries and keys have no form for concatenated heads",
+        ),
+        ({"modifiers": (hw.Knocking(),)}, "Knocking needs queries, keys and values"),
+        (
+            {"project": hw.Overlapping(overlap=0)},
+            "project Overlapping; give one with project Direct",
+        ),
+        ({"similarity": hw.Gaussian()}, "use Dot"),
+        (
+            {"kv": 3, "modifiers": (hw.Concrete(per="kv"),)},
+            "^concrete has parameters per key-value head, .* remove concrete$",
+        ),
+    ):
+        spec = base(**options)
+        with pytest.raises(hw.SpecError, match=reason):
+            convert_to_latent(spec, cases.layer(spec).state_dict())
+    for bias in ("k", "v", "qk", "vk"):
+        with pytest.raises(hw.SpecError, match=r"Latent\(bias="):
+            hw.design(model=8, heads=2, project=hw.Latent(rank=4, rope=0, bias=bias))
+
+
+# --- heads that tokens choose ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [(), (2,), (5, 0, 3), (0, 1, 2, 3, 4, 5)], ids=str)
+def test_all_heads_routed_to_are_the_same_layer(shared):
+    spec = base(kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.Rotary(), hw.Alibi()))
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    check_close(
+        layer_from_weights(
+            *convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 6 - len(shared))
+        )(x),
+        layer(x),
+    )
+
+
+@pytest.mark.parametrize("shared", [(), (4,), (5, 1)], ids=str)
+def test_a_token_closes_the_heads_with_the_smallest_query_norms(shared):
+    spec = base(kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.Rotary(),))
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    tensors = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+    q = (x.numpy() @ tensors["project.q"].T + tensors["project.q_bias"]).reshape(3, 7, 6, 4)
+    others = [head for head in range(6) if head not in shared]
+    order = np.linalg.norm(q, axis=-1)[..., others].argsort(-1)
+    gate = np.ones((3, 7, 6))
+    for silent in range(len(others) - 2):
+        np.put_along_axis(gate, np.array(others)[order[..., silent : silent + 1]], 0.0, -1)
+    heads = layer.head_outputs(x).detach().numpy() * gate[..., None]
+    result = (
+        np.einsum("btov,dov->btd", heads, tensors["output.o"].reshape(10, 6, 4))
+        + tensors["output.o_bias"]
+    )
+    check_close(
+        layer_from_weights(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 2))(x),
+        torch.tensor(result),
+    )
+
+
+def test_pairs_are_routed_by_the_query_of_the_first():
+    spec = base(heads=3, modifiers=(hw.DifferentialV2(),))
+    values, weights = convert_to_mixture_of_heads(spec, cases.layer(spec).state_dict(), [1], 1)
+    assert weights["routed.asker"].tolist() == [0, 4]
+    assert weights["routed.slot"].tolist() == [1, 0, 2]
+    assert values.modifiers[-1] == hw.Routed(always=1, active=1, router="norm")
+
+
+def test_unroutable_layers_are_refused():
+    for options, shared, active, reason in (
+        ({}, [6], 1, r"must be heads in 0\.\.5"),
+        ({}, [1, 1], 1, "each at most once"),
+        ({}, [0], 6, "needs more than the 6 heads there are"),
+        ({}, [0], 0, "never uses 5 heads"),
+        (
+            {"modifiers": (hw.QKNorm(),)},
+            [0],
+            2,
+            "needs queries of different lengths, unlike qk_norm",
+        ),
+        ({"modifiers": (hw.Routed(),)}, [0], 2, "routed already"),
+        ({"project": hw.Latent(rank=8, rope=0)}, [0], 2, "heads.dim channels, unlike Latent"),
+    ):
+        spec = base(**options)
+        with pytest.raises(hw.SpecError, match=reason):
+            convert_to_mixture_of_heads(spec, cases.layer(spec).state_dict(), shared, active)

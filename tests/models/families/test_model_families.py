@@ -1,0 +1,757 @@
+"""Model families against tiny random models of transformers: parameters, outputs, masks, sites and
+folders.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.costs.cost_report import estimate_cost
+from headwise.models import families
+from headwise.models.families import WEIGHT_NAMES
+from headwise.observe.inspect.attention_sites import find_attention
+from headwise.observe.inspect.hooks import ObservedCall, hook_sites
+from support.saved_bytes import backend_profile, model_saved_bytes
+from support.transformers_models import (
+    BART,
+    BERT,
+    FALCON,
+    FALLBACK,
+    GPT,
+    HEADS,
+    LLAMA,
+    LOCAL,
+    PICTURES,
+    WHISPER,
+    WIDE,
+    WORDS,
+    ZOO,
+    transformers,
+)
+
+FLAT = {key: value for key, value in LLAMA.items() if key != "head_dim"}
+ALIKE = FLAT | {"num_key_value_heads": HEADS}
+VIT = {
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+} | PICTURES
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 2,
+}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.1] * 4,
+    "long_factor": [2.0] * 4,
+    "rope_theta": 100.0,
+}
+TURNS = {"rope_type": "default", "rope_theta": 100.0}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+    "sliding_attention": TURNS,
+}
+RELATIVE = {
+    "relative_attention": True,
+    "position_buckets": 8,
+    "norm_rel_ebd": "layer_norm",
+    "conv_kernel_size": 3,
+}
+RELATIVE |= {"pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+
+
+class Kind(NamedTuple):
+    """A class of transformers, its config, and whether a ModelSpec can express all of its
+    attentions.
+    """
+
+    model: str
+    config: str
+    keys: dict[str, Any]
+    reads: str = "ids"
+    is_supported: bool = True
+
+    @property
+    def config_of_class(self) -> Any:
+        """Its config."""
+        return getattr(transformers, self.config)(**self.keys)
+
+    def build(self, **options: Any) -> nn.Module:
+        """The model with numbers that matter."""
+        torch.manual_seed(0)
+        model = getattr(transformers, self.model)._from_config(self.config_of_class, **options)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.add_(
+                        0.3 * torch.randn_like(parameter)
+                    ) if "norm" in name.lower() else parameter.mul_(8)
+        return model.eval()
+
+    def inputs(self, tokens: int = 13) -> dict[str, Tensor]:
+        """Something to read: two rows."""
+        draw = torch.Generator().manual_seed(1)
+        ids = torch.randint(3, WORDS - 4, (2, tokens), generator=draw)
+        if self.reads == "pixels":
+            return {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)}
+        if self.reads == "both":
+            return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+        if self.reads == "sound":
+            return {
+                "input_features": torch.randn(2, 16, 26, generator=draw),
+                "decoder_input_ids": ids[:, :7],
+            }
+        return {"input_ids": ids}
+
+
+def causal(name: str, keys: dict[str, Any] = LLAMA, **more: Any) -> Kind:
+    """A decoder."""
+    return Kind(f"{name}ForCausalLM", f"{name}Config", keys | more)
+
+
+def pair(name: str, task: str = "ForConditionalGeneration", **more: Any) -> Kind:
+    """An encoder and a decoder."""
+    return Kind(f"{name}{task}", f"{name}Config", BART | more, "both")
+
+
+def reader(name: str, task: str, **more: Any) -> Kind:
+    """An encoder."""
+    return Kind(f"{name}{task}", f"{name}Config", BERT | more)
+
+
+NEO = {
+    "hidden_size": WIDE,
+    "num_heads": HEADS,
+    "num_layers": 2,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 64,
+}
+MPT = {"d_model": WIDE, "n_heads": HEADS, "n_layers": 2, "vocab_size": WORDS, "max_seq_len": 64}
+OPT = {
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "ffn_dim": 48,
+    "vocab_size": WORDS,
+}
+OPT |= {"max_position_embeddings": 64}
+NEOX = {
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+}
+NEOX |= {"vocab_size": WORDS, "max_position_embeddings": 64}
+DISTIL = {"dim": WIDE, "n_layers": 2, "n_heads": HEADS, "hidden_dim": 48, "vocab_size": WORDS}
+NEWER = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
+PHI3 = FLAT | {"hidden_size": WIDE, "rope_parameters": TURNS}
+G3 = {
+    "sliding_window": 5,
+    "layer_types": LOCAL,
+    "query_pre_attn_scalar": 5,
+    "rope_parameters": ROPES,
+}
+
+KINDS: dict[str, Kind] = {
+    "gemma": causal("Gemma"),
+    "gemma3": causal("Gemma3", **G3)._replace(config="Gemma3TextConfig"),
+    "gemma3-usual": causal("Gemma3", num_hidden_layers=7, sliding_window=4)._replace(
+        config="Gemma3TextConfig"
+    ),
+    "olmo": causal("Olmo", FLAT),
+    "olmo-clipped": causal("Olmo", FLAT, clip_qkv=0.1)._replace(is_supported=False),
+    "olmo2": causal("Olmo2", FLAT, attention_bias=True),
+    "olmo3": causal("Olmo3", FLAT, sliding_window=5, layer_types=LOCAL, rope_parameters=ROPES),
+    "olmoe": causal("Olmoe", FLAT, num_experts=4, num_experts_per_tok=2),
+    "phi": causal("Phi", FLAT),
+    "phi-normed": causal("Phi", FLAT, qk_layernorm=True)._replace(is_supported=False),
+    "phi3": causal("Phi3", PHI3, sliding_window=5),
+    "phi3-long": causal(
+        "Phi3", PHI3, rope_parameters=LONG, original_max_position_embeddings=32
+    )._replace(is_supported=False),
+    "granite": causal(
+        "Granite", FLAT, attention_multiplier=0.3, embedding_multiplier=2.0, residual_multiplier=0.5
+    ),
+    "cohere": causal("Cohere", FLAT, attention_bias=True),
+    "cohere-normed": causal("Cohere", FLAT, use_qk_norm=True)._replace(is_supported=False),
+    "cohere2": causal("Cohere2", FLAT, num_hidden_layers=4, sliding_window=5),
+    "glm": causal("Glm", LLAMA),
+    "glm4": causal("Glm4", LLAMA),
+    "smollm3": causal("SmolLM3", FLAT, num_hidden_layers=5),
+    "smollm3-local": causal(
+        "SmolLM3",
+        FLAT,
+        num_hidden_layers=4,
+        use_sliding_window=True,
+        sliding_window=5,
+        no_rope_layers=[1, 0, 0, 1],
+    ),
+    "mixtral": causal("Mixtral", num_local_experts=4, sliding_window=5),
+    "qwen2-moe": causal("Qwen2Moe", FLAT, **MOE, shared_expert_intermediate_size=20),
+    "qwen3-moe": causal("Qwen3Moe", **MOE, norm_topk_prob=True),
+    "stablelm": causal("StableLm", ALIKE, use_qkv_bias=True),
+    "stablelm-parallel": causal(
+        "StableLm", ALIKE, use_parallel_residual=True, partial_rotary_factor=0.5
+    ),
+    "starcoder2": causal("Starcoder2", FLAT, sliding_window=5),
+    "gptj": Kind("GPTJForCausalLM", "GPTJConfig", GPT | {"rotary_dim": 4}),
+    "gpt-neox": causal("GPTNeoX", NEOX),
+    "gpt-neox-pre": causal(
+        "GPTNeoX", NEOX, use_parallel_residual=False, rotary_pct=0.5, attention_bias=False
+    ),
+    "gpt-neo": causal("GPTNeo", NEO, window_size=5, attention_types=[[["local", "global"], 1]]),
+    "gpt-bigcode": causal("GPTBigCode", GPT),
+    "gpt-bigcode-many": causal("GPTBigCode", GPT, multi_query=False),
+    "bloom": causal(
+        "Bloom", {"hidden_size": WIDE, "vocab_size": WORDS, "n_layer": 2, "n_head": HEADS}
+    ),
+    "bloom-six": causal(
+        "Bloom", {"hidden_size": 48, "vocab_size": WORDS, "n_layer": 2, "n_head": 6}
+    ),
+    "falcon": causal("Falcon", FALCON),
+    "falcon-many": causal("Falcon", FALCON, multi_query=False, parallel_attn=False, bias=True),
+    "falcon-newer": causal("Falcon", NEWER),
+    "falcon-one-norm": causal("Falcon", NEWER, num_ln_in_parallel_attn=1),
+    "falcon-alibi": causal("Falcon", FALCON, alibi=True)._replace(is_supported=False),
+    "mpt": causal("Mpt", MPT),
+    "mpt-six": causal("Mpt", MPT, n_heads=6, d_model=48)._replace(is_supported=False),
+    "opt": causal("OPT", OPT),
+    "opt-behind": causal("OPT", OPT, do_layer_norm_before=False, enable_bias=False),
+    "roberta": reader("Roberta", "ForMaskedLM"),
+    "roberta-classes": reader(
+        "Roberta", "ForSequenceClassification", num_labels=5, type_vocab_size=1
+    ),
+    "xlm-roberta": reader("XLMRoberta", "ForTokenClassification", num_labels=3),
+    "camembert": reader("Camembert", "Model"),
+    "distilbert": Kind("DistilBertForMaskedLM", "DistilBertConfig", DISTIL),
+    "distilbert-classes": Kind("DistilBertForSequenceClassification", "DistilBertConfig", DISTIL),
+    "mpnet": reader("MPNet", "ForMaskedLM"),
+    "electra": reader("Electra", "ForPreTraining", embedding_size=WIDE),
+    "electra-narrow": reader("Electra", "ForMaskedLM", embedding_size=16),
+    "albert": reader("Albert", "ForMaskedLM", embedding_size=16),
+    "deberta": reader("DebertaV2", "ForMaskedLM"),
+    "deberta-relative": reader("DebertaV2", "ForMaskedLM", **RELATIVE)._replace(is_supported=False),
+    "deberta-shared": reader("DebertaV2", "Model", **(RELATIVE | {"share_att_key": True}))._replace(
+        is_supported=False
+    ),
+    "longformer": reader("Longformer", "Model", attention_window=[4, 6], pad_token_id=0)._replace(
+        is_supported=False
+    ),
+    "marian": pair("Marian", "MTModel", scale_embedding=True),
+    "marian-apart": pair(
+        "Marian", "MTModel", decoder_vocab_size=WORDS - 4, share_encoder_decoder_embeddings=False
+    ),
+    "mbart": pair("MBart"),
+    "pegasus": pair("Pegasus"),
+    "blenderbot": pair("Blenderbot"),
+    "m2m": pair("M2M100"),
+    "whisper": Kind("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "sound"),
+    "clip-text": Kind("CLIPTextModel", "CLIPTextConfig", BERT | {"eos_token_id": 2}),
+    "clip-vision": Kind("CLIPVisionModel", "CLIPVisionConfig", VIT, "pixels"),
+    "clip-vision-projected": Kind(
+        "CLIPVisionModelWithProjection", "CLIPVisionConfig", VIT | {"projection_dim": 7}
+    ),
+    "siglip-text": Kind("SiglipTextModel", "SiglipTextConfig", BERT),
+    "siglip-vision": Kind("SiglipVisionModel", "SiglipVisionConfig", VIT, "pixels"),
+    "deit": Kind("DeiTForImageClassification", "DeiTConfig", VIT | {"num_labels": 5}, "pixels"),
+    "dinov2": Kind("Dinov2Model", "Dinov2Config", VIT | {"mlp_ratio": 2}, "pixels"),
+    "dinov2-gated": Kind(
+        "Dinov2Model", "Dinov2Config", VIT | {"use_swiglu_ffn": True, "mlp_ratio": 3}, "pixels"
+    ),
+}
+
+
+def read(kind: Kind) -> hw.model_spec.ModelSpec:
+    """What its config says."""
+    return families.read_model_spec(
+        kind.config_of_class.to_dict() | {"architectures": [kind.model]}
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_parameter_counts_are_those_of_transformers(name: str):
+    """Of the whole model, learned ones; what transformers never trains is a constant in either."""
+    kind = KINDS[name]
+    with torch.device("meta"):
+        theirs = getattr(transformers, kind.model)._from_config(kind.config_of_class)
+    assert hw.costs.count_parameters(read(kind)) == sum(
+        p.numel() for p in theirs.parameters() if p.requires_grad
+    )
+
+
+# --- attention: the layer that our spec builds, with their weights, says what theirs says ---------
+
+
+class Passing(NamedTuple):
+    """Tensors recorded in one attention of transformers: inputs, source, outputs of heads, and
+    calls of the core.
+    """
+
+    module: nn.Module
+    call: int
+    inputs: list[tuple[Tensor, Tensor | None]]
+    heads: list[Tensor]
+    calls: list[ObservedCall]
+    needs_call: bool = True
+
+    def on_call(self, call: ObservedCall) -> None:
+        self.calls.append(call)
+
+    def take(self, z: Tensor) -> None:
+        self.heads.append(z)
+
+    def enter(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        named = next(
+            (options[key] for key in ("hidden_states", "query_states", "query") if key in options),
+            None,
+        )
+        x = args[0] if args else named
+        source = next(
+            (
+                options[key]
+                for key in ("key_value_states", "encoder_hidden_states")
+                if key in options
+            ),
+            None,
+        )
+        self.inputs.append((x, source))
+
+
+class Watching:
+    """A watcher that keeps all."""
+
+    needs_call = True
+
+    def __init__(self, passing: Passing) -> None:
+        self.on_call, self.on_head_outputs = passing.on_call, passing.take
+
+
+@contextmanager
+def watched(model: nn.Module):
+    site_modules = find_attention(model)
+    passing = {
+        one.site.name: Passing(model.get_submodule(one.site.path), one.call_index, [], [], [])
+        for one in site_modules
+    }
+    hooks = [
+        one.module.register_forward_pre_hook(one.enter, with_kwargs=True)
+        for one in passing.values()
+    ]
+    with (
+        hook_sites(model, site_modules, {name: Watching(one) for name, one in passing.items()}),
+        torch.no_grad(),
+    ):
+        yield passing
+    for hook in hooks:
+        hook.remove()
+
+
+EXPERTS = {
+    name: {"experts_implementation": "eager"}
+    for name in ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
+}
+SIDES = {
+    "q": ("q_proj", "query", "q_lin", "query_proj", "q"),
+    "k": ("k_proj", "key", "k_lin", "key_proj", "k"),
+    "v": ("v_proj", "value", "v_lin", "value_proj", "v"),
+}
+NORMS = {"q": ("q_norm", "q_layernorm"), "k": ("k_norm", "k_layernorm")}
+
+
+def child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    return next(
+        (
+            getattr(module, name)
+            for name in names
+            if isinstance(getattr(module, name, None), nn.Module)
+        ),
+        None,
+    )
+
+
+def sides(module: nn.Module, spec: hw.AttentionSpec) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Matrix and bias of queries, keys and values, taken out of whatever holds them."""
+    separate = {side: child(module, names) for side, names in SIDES.items()}
+    if all(isinstance(one, nn.Linear) for one in separate.values()):
+        return {side: (one.weight, one.bias) for side, one in separate.items()}
+    fused = child(module, ("query_key_value", "qkv_proj", "Wqkv", "c_attn"))
+    q, kv, dim = spec.heads.q, spec.heads.kv, spec.heads.dim
+    runs = type(fused).__name__ == "Linear" and child(module, ("qkv_proj", "Wqkv")) is not None
+
+    def cut(whole: Tensor | None) -> list[Tensor | None]:
+        if whole is None:
+            return [None] * 3
+        if runs or (kv == 1 and q > 1):  # all queries, then keys, then values
+            return list(whole.split([q * dim, kv * dim, kv * dim]))
+        each = whole.unflatten(
+            0, (kv, q // kv + 2, dim)
+        )  # of each group its queries, its key, its value
+        return [one.flatten(0, 2) for one in (each[:, :-2], each[:, -2:-1], each[:, -1:])]
+
+    return dict(zip("qkv", zip(cut(fused.weight), cut(fused.bias), strict=True), strict=True))
+
+
+def loaded(spec: hw.AttentionSpec, module: nn.Module, model: nn.Module) -> hw.Attention:
+    """Our layer with their numbers; its merge hands on what heads say as it is."""
+    layer = hw.Attention(spec).double().eval()
+    stored = dict(layer.state_dict())
+    for side, (matrix, bias) in sides(module, spec).items():
+        stored[f"project.{side}"] = matrix
+        if f"project.{side}_bias" in stored:
+            stored[f"project.{side}_bias"] = bias
+        else:
+            assert bias is None
+    for side, names in NORMS.items():
+        if f"qk_norm.{side}" in stored:
+            stored[f"qk_norm.{side}"] = child(module, names).weight
+    if "t5_bias.table" in stored:
+        stored["t5_bias.table"] = model.get_submodule(
+            "mpnet.encoder.relative_attention_bias"
+        ).weight
+    stored["output.o"] = torch.randn_like(stored["output.o"])
+    if "output.o_bias" in stored:
+        stored["output.o_bias"] = torch.zeros_like(stored["output.o_bias"])
+    layer.load_state_dict(stored)
+    return layer
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.is_supported])
+def test_attention_outputs_equal_those_of_transformers(name: str):
+    """Every site, in float64; rotary angles are float32 with them."""
+    kind = KINDS[name]
+    if name == "clip-vision-projected":
+        kind = kind._replace(reads="pixels")
+    model = kind.build(attn_implementation="eager", **EXPERTS.get(name, {})).double()
+    specs = {site.name: site.spec for site in hw.sites(model)}
+    assert set(specs.values()) <= {spec for _, spec in read(kind).attention_specs()} | {None}
+    inputs = {key: x.double() if x.is_floating_point() else x for key, x in kind.inputs().items()}
+    with watched(model) as passing:
+        model(**inputs)
+    assert passing
+    for site, one in passing.items():
+        if site == "head_attention.0.attention":
+            continue  # what pools patches is described as no layer
+        layer = loaded(specs[site], one.module, model)
+        (x, source), z = one.inputs[one.call], one.heads[0]
+        with torch.no_grad():
+            got = layer(x, source=source)
+        expected = z.flatten(2) @ layer.weights["output"]["o"].mT
+        assert expected.abs().max() > 0.1
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+# --- who reads whom -------------------------------------------------------------------------------
+
+
+def allowed(pattern: hw.Pattern, queries: int, keys: int) -> Tensor:
+    return torch.tensor([[pattern.allows(i, j) for j in range(keys)] for i in range(queries)])
+
+
+MASKED = [
+    name
+    for name, kind in KINDS.items()
+    if name not in ("deberta-relative", "deberta-shared", "longformer")
+]
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_equal_those_of_transformers(name: str):
+    """As their own function is told it, at every site that the interface shows; windows as the
+    modules keep them.
+    """
+    kind = KINDS[name]._replace(reads="pixels") if "projected" in name else KINDS[name]
+    model = kind.build(attn_implementation="eager", **EXPERTS.get(name, {}))
+    specs = {
+        site.name: spec
+        for site in hw.sites(model)
+        for spec in [dict(read(kind).attention_specs()).get(site.name)]
+        if spec
+    }
+    with watched(model) as passing:
+        model(**kind.inputs())
+    for site, spec in specs.items():
+        one = passing[site]
+        window = getattr(one.module, "sliding_window", None)
+        keep = re.search(r"window\((\d+)\)", spec.pattern.text)
+        if isinstance(window, int) and window:
+            assert keep is not None
+            assert int(keep[1]) == window
+        elif "sliding_window" in vars(one.module):
+            assert keep is None
+        for value in one.calls:
+            entry = value.allowed_pairs()[0, 0]
+            expected = allowed(spec.pattern, *entry.shape)
+            assert not (entry & ~expected).any(), site
+            if (
+                value.attention_inputs is not None
+            ):  # else weights alone are known, of which the least may be zero
+                assert torch.equal(entry, expected), site
+
+
+# --- sites ----------------------------------------------------------------------------------------
+
+# Why a layer of theirs has no spec.
+REASONS = {
+    "deberta-relative": "position-to-content terms",
+    "longformer": "global tokens are chosen per call",
+    "olmo-clipped": "clip_qkv clips",
+    "phi-normed": "qk_layernorm subtracts the mean",
+    "phi3-long": "divides each frequency by its own factor",
+    "cohere-normed": "use_qk_norm subtracts the mean",
+    "falcon-alibi": "before scores are scaled",
+    "mpt-six": "slopes other than Alibi's",
+}
+
+
+@pytest.mark.parametrize("name", ZOO | FALLBACK)
+def test_every_site_has_a_spec_or_a_reason(name: str):
+    sites = hw.sites((ZOO | FALLBACK)[name].build())
+    reasons = {site.spec_reason for site in sites if site.spec is None}
+    assert sites
+    if name == "longformer":
+        assert len(reasons) == 1
+        assert REASONS[name] in reasons.pop()
+    else:
+        assert reasons == set()
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_sites_without_a_spec_have_a_reason(name: str):
+    described = read(KINDS[name])
+    assert described.approximation_reasons()
+    assert all(REASONS[name] in why for why in described.approximation_reasons().values())
+    assert all(
+        site.spec is None and REASONS[name] in site.spec_reason
+        for site in hw.sites(KINDS[name].build())
+    )
+    with pytest.raises(hw.SpecError, match=r"cannot build .*: .*; "):
+        hw.build(described)
+
+
+def test_the_stack_of_a_site_is_that_of_its_description():
+    """No word in a path of BLOOM says which stack it is, nor does a module say
+    that it is causal.
+    """
+    assert [site.name for site in hw.sites(KINDS["bloom"].build())] == [
+        "decoder.0.attention",
+        "decoder.1.attention",
+    ]
+
+
+def test_towers_are_read_from_configs_inside():
+    text, vision = (
+        BERT | {"eos_token_id": 2, "num_hidden_layers": 3},
+        VIT | {"num_attention_heads": 2},
+    )
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
+    heads = {
+        (site.path.partition("_model")[0], site.pattern): site.spec.heads.q
+        for site in hw.sites(model)
+    }
+    assert heads == {("text", "causal()"): HEADS, ("vision", "full()"): 2}
+    config = transformers.Gemma3Config(
+        text_config=LLAMA | G3, vision_config=VIT, mm_tokens_per_image=4
+    )
+    with torch.device("meta"):
+        both = transformers.Gemma3ForConditionalGeneration(config)
+    specs = [site.spec for site in hw.sites(both) if site.spec is not None]
+    assert [spec.pattern.text for spec in specs] == ["full()"] * 2 + ["window(5)", "causal()"]
+    assert families.read_model_spec(config.to_dict()).attention_specs() is not None
+    assert any("vision_config" in note for note in families.read_model_spec(config.to_dict()).notes)
+
+
+def test_a_config_without_a_class_still_gives_its_layers():
+    """What stands on the layers does not matter to a site."""
+    model = KINDS["olmo2"].build()
+    model.config.architectures = ["Olmo2ForSomethingElse"]
+    assert all(site.spec is not None for site in hw.sites(model))
+
+
+# --- what is new in the words ---------------------------------------------------------------------
+
+PLACED = ("olmo", "olmo2", "gpt-neox", "granite", "stablelm-parallel", "gemma3", "bloom", "marian")
+PLACED += ("clip-vision-projected",)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PLACED)
+def test_saved_bytes_are_those_of_the_formulas(name: str, dtype: torch.dtype):
+    """New placements and norms, for the way back."""
+    model = read(KINDS[name])
+    load = hw.Workload(2, 11, "fp32" if dtype == torch.float32 else "bf16", "cpu")
+    way = hw.ActivationSettings(
+        backend_profile(model, load.dtype), source=13 if len(model.stacks) > 1 else None
+    )
+    assert hw.activation_memory(model, load, way).total == model_saved_bytes(model, dtype, way)
+
+
+def test_unsupported_parts_are_counted_reported_and_not_built():
+    described = read(KINDS["whisper"])
+    (sound,) = described.beyond
+    assert sum(w.numel for w in sound.weights()) == 32 * 16 * 3 + 32 + 32 * 32 * 3 + 32
+    assert any(
+        "two convolutions" in note for note in estimate_cost(described, hw.Workload(1, 5)).notes
+    )
+    assert "two convolutions" in str(hw.model_spec.ModelTable(described))
+    for name, words in {
+        "whisper": "two convolutions",
+        "albert": "weights of the first",
+        "dinov2": "channel",
+    }.items():
+        with pytest.raises(hw.SpecError, match=f"cannot build .*: .*{words}.*; "):
+            hw.build(read(KINDS[name]))
+    with pytest.raises(hw.SpecError, match="write stack, place and name"):
+        hw.model_spec.UnsupportedPart("bends", (("decoder", 3),))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt_neo": ({"attention_types": 3}, "is not a list of patterns with counts"),
+    "gptj": ({"rotary_dim": 5}, "5 of 256 channels; use an even number"),
+    "falcon": (
+        {"num_kv_heads": 3, "new_decoder_architecture": True},
+        "is not a multiple of num_kv_heads = 3",
+    ),
+    "longformer": ({"attention_window": 5}, "is not an even number for each of 12 layers"),
+    "smollm3": ({"no_rope_layers": [1]}, "is not 0 or 1 for each of 36 layers"),
+    "gemma3_text": (
+        {"rope_parameters": {"rope_theta": 3.0}},
+        "rope_parameters has no table for a layer type",
+    ),
+    "mpnet": ({"relative_attention_num_buckets": 8}, "is not the number that transformers uses"),
+    "opt": ({"word_embed_proj_dim": 5}, "token embeddings of another width are not described"),
+    "roberta": ({"max_position_embeddings": 2}, "leaves no positions after pad_token_id"),
+    "marian": ({"decoder_vocab_size": 5}, "differs from vocab_size"),
+    "whisper": ({"tie_word_embeddings": False}, "gives the output head its own matrix"),
+    "qwen3_moe": ({"mlp_only_layers": "all"}, "is not a list; write it as one"),
+    "albert": ({"num_hidden_groups": 2}, "uses several layers in turn"),
+    "clip_vision_model": ({"patch_size": 300}, "is larger than image_size"),
+    "gemma": ({"use_bidirectional_attention": True}, "removes the causal mask"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_contradicting_config_is_refused_in_one_line(name: str):
+    options, words = BAD[name]
+    with pytest.raises(hw.SpecError) as caught:
+        families.read_model_spec({"model_type": name} | options)
+    message = str(caught.value)
+    assert words in message
+    assert "\n" not in message
+    assert "; " in message
+
+
+def test_keys_missing_in_old_configs_have_the_usual_values():
+    """As the first files of each were written: without keys that came later, angles at the top."""
+    turns = {
+        name: _turn({"model_type": name})
+        for name in ("gpt_neox", "phi", "stablelm", "glm", "gptj", "smollm3")
+    }
+    dims = {name: (turn.dims, turn.base, turn.pairs) for name, turn in turns.items()}
+    assert dims == {
+        "gpt_neox": (24, 10_000.0, "half"),  # a quarter of 6144 / 64
+        "phi": (32, 10_000.0, "half"),
+        "stablelm": (20, 10_000.0, "half"),
+        "glm": (64, 10_000.0, "interleaved"),
+        "gptj": (64, 10_000.0, "interleaved"),
+        "smollm3": (None, 2_000_000.0, "half"),
+    }
+    old = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500}
+    assert (_turn(old).dims, _turn(old).base) == (48, 500.0)
+    old = {"model_type": "gemma3_text", "rope_theta": 700.0, "rope_local_base_freq": 30.0}
+    old |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    bent = {
+        spec.pattern.text: _turn(old, depth)
+        for depth, (_, spec) in enumerate(families.read_model_spec(old).attention_specs())
+    }
+    assert (bent["window(4096)"].base, bent["window(4096)"].scaling) == (30.0, hw.Plain())
+    assert (bent["causal()"].base, bent["causal()"].scaling) == (700.0, hw.PI(8.0))
+
+
+def _turn(config: dict[str, Any], depth: int = 0) -> hw.Rotary:
+    spec = dict(families.read_model_spec(config).attention_specs())[f"decoder.{depth}.attention"]
+    return next(part for _, part in spec.parts() if isinstance(part, hw.Rotary))
+
+
+def _plainly(options: dict[str, Any]) -> dict[str, Any]:
+    result = hw.model_spec.to_dict(families.read_model_spec(options))
+    result.pop("notes", None)
+    return result
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_missing_keys_have_the_defaults_of_transformers(name: str):
+    """Of small models: what transformers writes of one says the same as the few keys that it was
+    made of.
+    """
+    kind = KINDS[name]
+    few = kind.keys | {"model_type": kind.config_of_class.model_type}
+    assert _plainly(few) == _plainly(kind.config_of_class.to_dict() | {"architectures": None})
+
+
+# Published by their authors alone; tests/models/families/test_published_variants.py reads their
+# checkpoints.
+NOT_IN_TRANSFORMERS = {"dcformer", "dcpythia"}
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - NOT_IN_TRANSFORMERS))
+def test_a_config_with_only_a_model_type_is_the_default_model(family: str):
+    """Every size that is left out, against the defaults of transformers' own configs."""
+    usual = transformers.CONFIG_MAPPING[family]().to_dict() | {"architectures": None}
+    if family == "deepseek_v2":
+        usual["num_experts_per_tok"] = 6  # theirs is None, and their model fails until it is told
+    assert _plainly({"model_type": family}) == _plainly(usual)
+
+
+# --- folders read by our own loader ---------------------------------------------------------------
+
+READ = [
+    name
+    for name, kind in KINDS.items()
+    if kind.config_of_class.model_type in WEIGHT_NAMES and kind.is_supported
+]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path):
+    kind = KINDS[name]
+    theirs = kind.build(**EXPERTS.get(name, {}))
+    for key, buffer in theirs.named_buffers():
+        if key.endswith("final_logits_bias"):
+            buffer.normal_()
+    theirs.save_pretrained(tmp_path)
+    ours = hw.load(tmp_path)
+    assert ours.spec == read(kind)
+    assert sum(p.numel() for p in ours.parameters()) == sum(
+        p.numel() for p in theirs.parameters() if p.requires_grad
+    )
+    inputs = kind.inputs()
+    with torch.no_grad():
+        outputs = theirs(**inputs)
+        expected = outputs.logits if "logits" in outputs else outputs.pooler_output
+        x = inputs.get("decoder_input_ids", inputs["input_ids"])
+        got = ours(x, source=inputs["input_ids"]) if "decoder_input_ids" in inputs else ours(x)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(
+        got, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item())
+    )
+
+
+def test_enough_families_are_read_from_folders():
+    assert {KINDS[name].config_of_class.model_type for name in READ} >= {
+        "gemma3_text",
+        "olmo2",
+        "phi3",
+        "roberta",
+        "marian",
+    }

@@ -1,0 +1,556 @@
+"""Importance of heads, against zeroed weights, explicit masks and differences of losses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.observe.head_analysis.annotated_examples import Example
+from headwise.observe.head_analysis.head_importance import IMPORTANCE_METHODS, estimate_importance
+from headwise.observe.head_analysis.importance_methods import (
+    HeadAblationHook,
+    ImportanceOptions,
+    PartialForward,
+    RepeatedForward,
+    TimeLimitReached,
+    make_forward,
+    make_time_check,
+    michel_batch_method,
+    shapley_method,
+)
+from headwise.observe.head_analysis.objectives import MaskedTokenLoss, OutputDrift
+from headwise.observe.inspect.attention_sites import find_attention
+from headwise.observe.inspect.model_inputs import prepare_inputs
+from support.importance_examples import (
+    BERT as OUR_BERT,
+    GPT2,
+    LLAMA,
+    build_model,
+    make_examples,
+    random_ids,
+    translator,
+    with_uneven_attention,
+)
+from support.transformers_models import BART, BERT, GPT, TransformersModel, without_columns
+
+MASK = 3
+THEIRS = {
+    "gpt2": TransformersModel("GPT2LMHeadModel", "GPT2Config", GPT, "c_proj"),
+    "bert": TransformersModel("BertForMaskedLM", "BertConfig", BERT, "output.dense"),
+}
+SMALL = MaskedTokenLoss(mask_id=MASK)
+
+
+def theirs(name: str) -> nn.Module:
+    return THEIRS[name].build().double()
+
+
+def asked_of(name: str) -> Any:
+    return SMALL if name == "bert" else "next-token"
+
+
+def loss_of(model: nn.Module, example: Example, objective: Any, number: int) -> Tensor:
+    """The loss of a text, by the definition."""
+    if objective == "next-token":
+        text = next(iter(example.inputs.values()))
+        outputs = model(text)
+        logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+        return -logits[0, :-1].log_softmax(-1)[range(text.shape[1] - 1), text[0, 1:]].mean()
+    question = SMALL.prepare_input(model, example, number)
+    logits = model(**question.inputs.kwargs).logits[0]
+    places = (question.labels != -100).nonzero().flatten()
+    return -logits.log_softmax(-1)[places, question.labels[places]].mean()
+
+
+def mean_of(value: Sequence[Tensor]) -> float:
+    return float(torch.stack(list(value)).detach().mean())
+
+
+def values(result: Any) -> np.ndarray:
+    return np.array([one.value for one in result.heads])
+
+
+def projections(model: nn.Module, name: str) -> list[nn.Module]:
+    end = {"gpt2": "attn.c_proj", "bert": "attention.output.dense"}[name]
+    return [module for path, module in model.named_modules() if path.endswith(end)]
+
+
+# --- leave-one-out --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(THEIRS))
+def test_leaving_out_is_a_copy_without_the_columns(name: str):
+    model, request = theirs(name), asked_of(name)
+    texts = make_examples(model, 3)
+    result = estimate_importance(model, texts, objective=request)
+    assert any("runs in full" in note for note in result.notes)
+    for site, head in [(hw.sites(model)[0], 1), (hw.sites(model)[1], 3)]:
+        other = copy.deepcopy(model)
+        without_columns(other, site.path, THEIRS[name].out, head, 8)
+        pairs = enumerate(texts)
+        more = [
+            loss_of(other, one, request, n) - loss_of(model, one, request, n) for n, one in pairs
+        ]
+        assert result.head(site.name, head).value == pytest.approx(mean_of(more), abs=1e-12)
+
+
+def test_ablation_reaches_two_stacks_of_a_transformers_model():
+    one = TransformersModel("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both")
+    model = one.build().double()
+    texts = [
+        Example(
+            {"input_ids": random_ids(n, 6, 67), "decoder_input_ids": random_ids(9 + n, 5, 67)}, {}
+        )
+        for n in range(3)
+    ]
+    result = estimate_importance(model, texts)
+    assert result.objective == "translation"
+    assert len(result.heads) == 6 * 4
+    for path in ("model.encoder.layers.0.self_attn", "model.decoder.layers.1.encoder_attn"):
+        other, (site,) = (
+            copy.deepcopy(model),
+            (site.name for site in hw.sites(model) if site.path == path),
+        )
+        without_columns(other, path, one.out, 2, 8)
+        expected = []
+        for text in texts:
+            target = text.inputs["decoder_input_ids"]
+            both = [each(**text.inputs).logits[0, :-1].log_softmax(-1) for each in (other, model)]
+            lost = [-value[range(4), target[0, 1:]].mean() for value in both]
+            expected.append(lost[0] - lost[1])
+        assert result.head(site, 2).value == pytest.approx(mean_of(expected), abs=1e-12)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_leaving_out_is_a_copy_without_the_columns_in_a_model_of_ours(config: dict[str, Any]):
+    net = build_model(config)
+    texts = make_examples(net)
+    result = estimate_importance(net, texts)
+    for layer, head in itertools.product(range(2), range(3)):
+        other = copy.deepcopy(net)
+        with torch.no_grad():
+            other.get_parameter(f"decoder.{layer}.attention.output.o")[
+                :, 4 * head : 4 * head + 4
+            ] = 0
+        more = [
+            loss_of(other, one, "next-token", 0) - loss_of(net, one, "next-token", 0)
+            for one in texts
+        ]
+        found_ = result.head(f"decoder.{layer}.attention", head)
+        assert found_.value == pytest.approx(mean_of(more), abs=1e-12)
+
+
+def test_leaving_out_of_torchs_own_is_a_copy_without_the_columns():
+    torch.manual_seed(0)
+    net = with_uneven_attention(
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), 2, None, False
+        )
+    )
+    draw = torch.Generator().manual_seed(0)
+    texts = [Example(torch.randn(1, 5 + n, 12, generator=draw).double(), {}) for n in range(3)]
+    result = estimate_importance(net, texts, objective="token-drift-l2")
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.layers[1].self_attn.out_proj.weight[:, 4:8] = 0
+        pairs = [(other(one.inputs)[0], net(one.inputs)[0]) for one in texts]
+    far = [((a - b).norm(dim=-1) / b.norm(dim=-1)).mean() for a, b in pairs]
+    assert result.head("model.1.attention", 1).value == pytest.approx(mean_of(far), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [build_model(GPT2), build_model(OUR_BERT), translator()],
+    ids=["decoder", "encoder", "both"],
+)
+def test_beginning_again_midway_is_the_whole_run(net: Any):
+    site_modules, inputs = find_attention(net), prepare_inputs(net, make_examples(net)[0].inputs, 0)
+    again, whole = (
+        PartialForward(net, site_modules, inputs),
+        RepeatedForward(net, site_modules, inputs),
+    )
+    assert torch.equal(again.baseline_outputs, whole.baseline_outputs)
+    assert again.head_counts == whole.head_counts
+    for one in site_modules:
+        for head in range(one.site.heads):
+            silent = {one.site.name: HeadAblationHook(head)}
+            assert torch.equal(again.run_with_hooks(silent), whole.run_with_hooks(silent))
+    everywhere = {one.site.name: HeadAblationHook(0) for one in site_modules}
+    assert torch.equal(again.run_with_hooks(everywhere), whole.run_with_hooks(everywhere))
+    assert not torch.equal(again.run_with_hooks(everywhere), again.baseline_outputs)
+
+
+def test_a_run_that_begins_midway_runs_no_layer_before():
+    net, ran = build_model(GPT2), list[str]()
+    way = make_forward(net, find_attention(net), prepare_inputs(net, {"x": random_ids(0)}, 0))
+    assert way.head_counts == {"decoder.0.attention": 3, "decoder.1.attention": 3}
+    net.decoder.get_submodule("0").register_forward_pre_hook(lambda *_: ran.append("0"))
+    way.run_with_hooks({"decoder.1.attention": HeadAblationHook(0)})
+    assert not ran
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def by_masks(model: nn.Module, name: str, text: Example, number: int, request: Any) -> list[Tensor]:
+    """dL/dxi of masks xi [T, heads] written out before every projection."""
+    count = next(iter(text.inputs.values())).shape[1]
+    masks = [torch.ones(count, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+
+    def masked(xi: Tensor):
+        return lambda _, value: (value[0] * xi.repeat_interleave(8, 1), *value[1:])
+
+    pairs = zip(projections(model, name), masks, strict=True)
+    hooks = [module.register_forward_pre_hook(masked(xi)) for module, xi in pairs]
+    grads = torch.autograd.grad(loss_of(model, text, request, number), masks)
+    for hook in hooks:
+        hook.remove()
+    return list(grads)
+
+
+@pytest.mark.parametrize("name", list(THEIRS))
+def test_michels_three_scores_equal_explicit_masks(name: str):
+    model, request = theirs(name), asked_of(name)
+    texts = make_examples(model, 4)
+    slopes = [
+        torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, request)])
+        for n, one in enumerate(texts)
+    ]
+    sizes = [
+        torch.stack([xi.abs().sum(0) for xi in by_masks(model, name, o, n, request)])
+        for n, o in enumerate(texts)
+    ]
+    lengths = [next(iter(one.inputs.values())).shape[1] for one in texts]
+    results = [
+        SMALL.prepare_input(model, o, n).num_targets if name == "bert" else lengths[n] - 1
+        for n, o in enumerate(texts)
+    ]
+    pairs = [(0, 1), (2, 3)]
+    batched = sum(
+        ((results[a] * slopes[a] + results[b] * slopes[b]) / (results[a] + results[b])).abs()
+        for a, b in pairs
+    ) / sum(lengths)
+    expected = {
+        "paper": torch.stack(slopes).abs().mean(0),
+        "code": sum(sizes) / sum(lengths),
+        "bertology": batched,
+    }
+    for kind, own in expected.items():
+        methods = {"paper": "michel", "code": "michel-code", "bertology": michel_batch_method(2)}
+        method = methods[kind]
+        result = estimate_importance(model, texts, method=method, objective=request)
+        np.testing.assert_allclose(values(result), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
+    by_layer = expected["code"].clone()
+    by_layer[-1] = torch.stack(sizes).mean(0)[-1]  # the last layer over the number of texts
+    result = estimate_importance(model, texts, method="michel-bert", objective=request)
+    np.testing.assert_allclose(values(result), by_layer.flatten().numpy(), rtol=1e-9, atol=1e-14)
+    signed = estimate_importance(model, texts, method="taylor", objective=request)
+    np.testing.assert_allclose(
+        values(signed), -torch.stack(slopes).mean(0).flatten().numpy(), rtol=1e-9, atol=1e-14
+    )
+    size = estimate_importance(model, texts, method="taylor-size", objective=request)
+    own = torch.stack(
+        [one.abs() / count / 8 for one, count in zip(slopes, lengths, strict=True)]
+    ).mean(0)
+    np.testing.assert_allclose(values(size), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("net", [build_model(GPT2), translator()], ids=["decoder", "both"])
+def test_taylor_is_the_slope_of_a_loss(net: Any):
+    texts, step = make_examples(net, 2), 1e-5
+    for parameter in net.parameters():
+        parameter.requires_grad_(
+            False
+        )  # nothing of a model has to be learned for its heads to be weighed
+    result = estimate_importance(net, texts, method="taylor")
+
+    def loss(text: Example) -> float:
+        target = text.inputs["x"]
+        logits = net(**text.inputs)[0, :-1]
+        return float(F.cross_entropy(logits, target[0, 1:]))
+
+    for one in result.heads[::2]:
+        sides = []
+        for scale in (1 - step, 1 + step):
+            with hw.ablate(net, [(one.site, one.head)], scale=scale):
+                sides.append(np.mean([loss(text) for text in texts]))
+        assert one.value == pytest.approx(-(sides[1] - sides[0]) / (2 * step), rel=1e-5, abs=1e-8)
+
+
+def test_a_layers_worth_has_length_one_when_normalised():
+    net = build_model(GPT2)
+    plain = estimate_importance(net, make_examples(net), method="michel")
+    result = estimate_importance(
+        net, make_examples(net), method="michel", options=ImportanceOptions(normalisation="layer")
+    )
+    for layer in range(2):
+        own, second = (
+            [one.value for one in each.heads if one.layer == layer] for each in (plain, result)
+        )
+        np.testing.assert_allclose(second, np.array(own) / np.linalg.norm(own))
+
+
+# --- every method ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", list(IMPORTANCE_METHODS))
+def test_a_zero_head_scores_zero_and_the_only_active_head_most(method: str):
+    net = build_model(GPT2)
+    with torch.no_grad():
+        for layer in range(2):
+            o = net.get_parameter(f"decoder.{layer}.attention.output.o")
+            o[:, : 8 if layer else 12] = 0
+    one = michel_batch_method(2) if method == "michel-bertology" else method
+    result = estimate_importance(net, make_examples(net), method=one)
+    for rated in result.heads:
+        alone = (rated.layer, rated.head) == (1, 2)
+        if (
+            method.startswith("lrp") and not rated.layer
+        ):  # a site that nothing went through has nothing to share
+            assert math.isnan(rated.value)
+            continue
+        assert (abs(rated.value) > 1e-6) == alone, rated
+        has_spread = alone and not method.startswith(
+            "lrp"
+        )  # its only head always has all relevance
+        assert (
+            math.isnan(rated.low) != has_spread
+        )  # fewer than 6 texts without spread have no interval
+    largest = max(result.heads[3:], key=lambda one: abs(one.value))
+    assert largest.head == 2
+    assert result.by_importance[-1].value <= largest.value or math.isnan(
+        result.by_importance[-1].value
+    )
+
+
+def permuted(net: Any, order: Sequence[int]) -> Any:
+    """The same function, the heads of its first layer in another order."""
+    other = copy.deepcopy(net)
+    own = other.get_submodule("decoder.0.attention")
+    index = torch.cat([torch.arange(4 * head, 4 * head + 4) for head in order])
+    with torch.no_grad():
+        for name, parameter in own.named_parameters():
+            if name.startswith("project."):
+                parameter.copy_(parameter[index])
+            elif name == "output.o":
+                parameter.copy_(parameter[:, index])
+    return other
+
+
+@pytest.mark.parametrize(
+    "method", [name for name in IMPORTANCE_METHODS if name != "shapley"]
+)  # which draws orders by number
+def test_heads_in_another_order_are_worth_the_same(method: str):
+    net, order = build_model(GPT2), [2, 0, 1]
+    one = michel_batch_method(2) if method == "michel-bertology" else method
+    own, other = (
+        estimate_importance(each, make_examples(net), method=one).heads
+        for each in (net, permuted(net, order))
+    )
+    for place, head in enumerate(order):
+        for field in ("value", "low", "high", "p", "level"):
+            result = getattr(other[place], field)
+            assert result == pytest.approx(
+                getattr(own[head], field), rel=1e-8, abs=1e-12, nan_ok=True
+            )
+
+
+def test_shapley_values_sum_to_the_total():
+    net = build_model(GPT2)
+    texts = make_examples(net)
+    result = estimate_importance(net, texts, method=shapley_method(num_permutations=2))
+    every = [(layer, head) for layer in range(2) for head in range(3)]
+    before = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
+    with hw.ablate(net, every):
+        after = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
+    assert values(result).sum() == pytest.approx(after - before, abs=1e-12)
+    again = estimate_importance(net, texts, method=shapley_method(num_permutations=2))
+    assert again == result
+    assert (
+        estimate_importance(net, texts, method=shapley_method(num_permutations=2, seed=1)) != result
+    )
+
+
+def test_shapley_of_many_orders_is_its_definition():
+    net, texts = build_model(GPT2 | {"n_layer": 1}), make_examples(build_model(GPT2), 2)
+    worth: dict[frozenset[int], float] = {}
+    for count in range(4):
+        for options in itertools.combinations(range(3), count):
+            with hw.ablate(net, [(0, head) for head in options]):
+                worth[frozenset(options)] = mean_of(
+                    [loss_of(net, one, "next-token", 0) for one in texts]
+                )
+    expected = np.zeros(3)
+    for order in itertools.permutations(range(3)):
+        for place, head in enumerate(order):
+            options = frozenset(order[:place])
+            expected[head] += (worth[options | {head}] - worth[options]) / 6
+    result = estimate_importance(net, texts, method=shapley_method(num_permutations=150))
+    np.testing.assert_allclose(values(result), expected, atol=0.2 * np.abs(expected).max())
+
+
+# --- intervals, chance, time ----------------------------------------------------------------------
+
+
+def test_the_interval_and_the_test_are_those_of_students_t():
+    net = build_model(GPT2)
+    texts = make_examples(net, 7)
+    result = estimate_importance(net, texts)
+    means_of_two = [
+        estimate_importance(net, [text, texts[n - 1]]).heads[0].value
+        for n, text in enumerate(texts)
+    ]
+    one = np.linalg.solve(np.eye(7) + np.roll(np.eye(7), -1, 1), 2 * np.array(means_of_two))
+    expected = scipy.stats.ttest_1samp(one, 0)
+    interval = expected.confidence_interval(0.95)
+    assert (result.heads[0].low, result.heads[0].high) == pytest.approx(
+        (interval.low, interval.high), abs=1e-12
+    )
+    assert result.heads[0].p == pytest.approx(expected.pvalue)
+
+
+def test_an_exhausted_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch):
+    net, ticks = build_model(GPT2), itertools.count()
+    monkeypatch.setattr(
+        "headwise.observe.head_analysis.head_importance.make_time_check",
+        lambda seconds: make_time_check(seconds, lambda: next(ticks)),
+    )
+    recorded: list[int] = []
+    result = estimate_importance(
+        net,
+        make_examples(net, 9),
+        options=ImportanceOptions(max_seconds=25),
+        progress=recorded.append,
+    )
+    assert (result.texts, recorded) == (
+        3,
+        [1, 2, 3],
+    )  # a text is asked before, and before each of its six heads
+    assert "stopped after 3 texts at the time limit of 25 seconds" in result.notes
+    assert (
+        values(result).tolist() == values(estimate_importance(net, make_examples(net, 3))).tolist()
+    )
+    with pytest.raises(
+        ValueError,
+        match="confidence intervals from 1 texts; give at least two and a longer time limit",
+    ):
+        estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(max_seconds=10))
+
+
+def test_a_clock_rings_when_its_seconds_are_over():
+    now = iter([0.0, 1.0, 2.5])
+    check = make_time_check(2.0, lambda: next(now))
+    check()
+    with pytest.raises(TimeLimitReached):
+        check()
+
+
+def test_sampling_is_reported():
+    net = build_model(GPT2)
+    result = estimate_importance(
+        net, make_examples(net, 9), options=ImportanceOptions(num_examples=4)
+    )
+    assert result.texts == 4
+    assert "4 of 9 texts, sampled with seed 0" in result.notes
+    assert (
+        estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(num_examples=4))
+        == result
+    )
+    assert (
+        estimate_importance(
+            net, make_examples(net, 9), options=ImportanceOptions(num_examples=4, seed=1)
+        ).heads
+        != result.heads
+    )
+
+
+def test_texts_without_labels_are_skipped_and_counted():
+    net = build_model(GPT2)
+    texts = [*make_examples(net, 3), Example({"x": random_ids(0, 1)}, {})]
+    result = estimate_importance(net, texts)
+    assert result.texts == 3
+    assert "left out 1 text without any target" in result.notes
+
+
+def test_a_result_is_plain_values():
+    net = build_model(GPT2)
+    result = estimate_importance(net, make_examples(net), method="michel")
+    assert result.data["heads"][0]["p"] is None
+    assert (result.data["method"], result.data["objective"], result.data["texts"]) == (
+        "michel",
+        "next-token",
+        5,
+    )
+    assert result.by_importance[0].value == values(result).max()
+    assert result.heads[0].measure.value == result.heads[0].value
+    with pytest.raises(
+        ValueError,
+        match=r"there is no head 7 of 'decoder.0.attention' here; the sites are decoder.0",
+    ):
+        result.head("decoder.0.attention", 7)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"method": "taylr"}, "unknown method 'taylr'; did you mean 'taylor'"),
+        ({"objective": "drif"}, "unknown objective 'drif'; did you mean 'drift'"),
+        ({"objective": "label"}, "Transformer has a next-token head, so no label loss"),
+        (
+            {"method": "michel", "objective": "drift"},
+            "drift has no useful gradient at the unedited model",
+        ),
+        (
+            {"method": "lrp", "objective": "drift"},
+            "method 'lrp' measures the largest logit; leave objective out",
+        ),
+    ],
+)
+def test_unsupported_models_are_refused(options: dict[str, Any], reason: str):
+    net = build_model(GPT2)
+    with pytest.raises(ValueError, match=reason):
+        estimate_importance(net, make_examples(net), **options)
+
+
+def test_bad_input_is_refused():
+    net = build_model(GPT2)
+    for texts, reason in [
+        ([], "cannot estimate importance without texts"),
+        (make_examples(net, 1), "confidence intervals from 1 texts"),
+        (
+            [Example({"x": torch.cat([random_ids(0), random_ids(1)])}, {})] * 2,
+            "an example is one text, but its inputs have 2 rows",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            estimate_importance(net, texts)
+    with pytest.raises(ValueError, match="no attention that can be ablated"):
+        estimate_importance(nn.Linear(2, 2), [Example(torch.zeros(1, 2), {})])
+    with pytest.raises(ValueError, match="in train mode"):
+        estimate_importance(net.train(), make_examples(net))
+    for built in (
+        lambda: michel_batch_method(0),
+        lambda: OutputDrift("token"),
+        lambda: ImportanceOptions(num_examples=1),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"unknown .*; did you mean|batch_size=0|num_examples must be an integer >= 2",
+        ):
+            built()
+    assert IMPORTANCE_METHODS["leave-one-out"].unsupported_reason(net) == ""

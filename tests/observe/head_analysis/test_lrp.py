@@ -1,0 +1,425 @@
+"""Layer-wise relevance propagation: rules by hand, conservation through whole
+models, and refusals.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.attention.interfaces.core_types import CoreShape
+from headwise.models import model_spec as bp
+from headwise.observe.head_analysis.annotated_examples import Example
+from headwise.observe.head_analysis.head_importance import estimate_importance
+from headwise.observe.head_analysis.lrp import (
+    ALPHA,
+    BETA,
+    STABILISER,
+    CoreNodes,
+    RelevanceForward,
+    RelevanceNode,
+    RelevanceTape,
+    relevance_method,
+)
+from headwise.observe.inspect.model_inputs import prepare_inputs
+from support.importance_examples import (
+    BERT,
+    GPT2,
+    LLAMA,
+    WORDS,
+    build_model,
+    make_examples,
+    random_ids,
+    translator,
+    with_uneven_attention,
+)
+
+
+def labelled(at: str) -> Any:
+    """An encoder that says one of five classes of a text."""
+    block = bp.BlockSpec(
+        hw.design(model=12, heads=3),
+        feed=bp.FeedForwardSpec(20, "silu", form="gated"),
+        placement="sandwich",
+    )
+    stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS))
+    head = bp.OutputHeadSpec(
+        "class", 5, at=at, bias="learned", transform=bp.HeadTransformSpec(7), cap=3.0, scale=0.5
+    )
+    return with_uneven_attention(
+        hw.build(bp.ModelSpec("small", "encoder", (stack,), (head,)), seed=0)
+    )
+
+
+NETS = {
+    "pre": build_model(GPT2),
+    "post, masked": build_model(BERT),
+    "gated, grouped": build_model(LLAMA),
+    "two stacks": translator(),
+    "two stacks, post": translator(placement="post"),
+    "first": labelled("first"),
+    "mean": labelled("mean"),
+    "last": labelled("last"),
+    "abreast": build_model(
+        {
+            "model_type": "gpt_neox",
+            "hidden_size": 12,
+            "num_attention_heads": 3,
+            "num_hidden_layers": 2,
+            "intermediate_size": 20,
+            "vocab_size": WORDS,
+            "rotary_pct": 0.5,
+        }
+    ),
+    "parallel": build_model(
+        {
+            "model_type": "gptj",
+            "n_embd": 12,
+            "n_head": 3,
+            "n_layer": 2,
+            "vocab_size": WORDS,
+            "rotary_dim": 2,
+        }
+    ),
+}
+
+
+def divided(contributions: np.ndarray, relevance: float) -> np.ndarray:
+    """The rule for one output, one contribution at a time (1905.09418)."""
+    positive = sum(c for c in contributions if c > 0)
+    negative = sum(c for c in contributions if c < 0)
+    return np.array(
+        [
+            relevance
+            * (ALPHA * c / (positive + STABILISER) if c > 0 else BETA * c / (negative - STABILISER))
+            for c in contributions
+        ]
+    )
+
+
+def scaled(found: list[np.ndarray], total: float) -> list[np.ndarray]:
+    came = sum(one.sum() for one in found)
+    return [one * total / came for one in found]
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+def test_a_linear_map_divides_relevance_by_the_rule(monkeypatch: pytest.MonkeyPatch):
+    draw = np.random.default_rng(0)
+    x, weight, bias, result = (
+        draw.normal(size=(3, 5)),
+        draw.normal(size=(2, 5)),
+        draw.normal(size=2),
+        draw.random((3, 2)),
+    )
+    expected = np.zeros((3, 5))
+    for t in range(3):
+        for o in range(2):
+            expected[t] += divided(weight[o] * x[t] + bias[o] / 5, result[t, o])
+    (expected,) = scaled([expected], result.sum())
+    for cells in (10, 2**22):  # a token at a time, and all at once
+        monkeypatch.setattr("headwise.observe.head_analysis.lrp.MAX_CELLS", cells)
+        tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(x))
+        out = tape.linear(node, torch.from_numpy(weight), torch.from_numpy(bias))
+        np.testing.assert_allclose(out.value, x @ weight.T + bias)
+        tape.backward(out, torch.from_numpy(result))
+        np.testing.assert_allclose(node.relevance, expected, rtol=1e-10)
+
+
+def test_reading_divides_among_tokens_and_heads_that_share_values():
+    draw = np.random.default_rng(1)
+    w, v, result = draw.normal(size=(3, 2, 5)), draw.normal(size=(5, 2, 4)), draw.random((2, 3, 4))
+    reads, expected = (0, 1, 1), np.zeros((5, 2, 4))
+    for h, t, c in np.ndindex(3, 2, 4):
+        expected[:, reads[h], c] += divided(w[h, t] * v[:, reads[h], c], result[t, h, c])
+    tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(v))
+    out = tape.attention_read(node, torch.from_numpy(w), reads)
+    np.testing.assert_allclose(out.value, np.einsum("hts,shc->thc", w, v[:, list(reads)]))
+    tape.backward(out, torch.from_numpy(result))
+    np.testing.assert_allclose(node.relevance, scaled([expected], result.sum())[0], rtol=1e-10)
+
+
+def test_a_sum_divides_among_its_terms():
+    a, b, result = (
+        np.array([[1.0, -2.0, 3.0]]),
+        np.array([[3.0, -1.0, -1.0]]),
+        np.array([[0.5, 0.25, 0.25]]),
+    )
+    own = [divided(np.array([x, y]), r) for x, y, r in zip(a[0], b[0], result[0], strict=True)]
+    expected = scaled([np.array([one[0] for one in own]), np.array([one[1] for one in own])], 1.0)
+    tape, left, right = (
+        RelevanceTape(),
+        RelevanceNode(torch.from_numpy(a)),
+        RelevanceNode(torch.from_numpy(b)),
+    )
+    tape.backward(tape.sum_terms(left, right), torch.from_numpy(result))
+    np.testing.assert_allclose(left.relevance[0], expected[0], rtol=1e-10)
+    np.testing.assert_allclose(right.relevance[0], expected[1], rtol=1e-10)
+    assert left.relevance[0, 0] == pytest.approx(float(expected[0][0]))
+
+
+def test_relevance_without_inputs_is_refused():
+    tape, node = RelevanceTape(), RelevanceNode(torch.zeros(2, 3, dtype=torch.float64))
+    out = tape.linear(node, torch.ones(4, 3), None)
+    with pytest.raises(ValueError, match="all inputs of an operation are zero"):
+        tape.backward(out, torch.ones(2, 4))
+
+
+def followed(net: Any, inputs: dict[str, torch.Tensor]) -> RelevanceForward:
+    """A run that was followed back."""
+    with torch.no_grad():
+        through = RelevanceForward(net, prepare_inputs(net, inputs, 0))
+        through.propagate()
+    return through
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(NETS))
+def test_relevance_is_conserved(name: str):
+    net = NETS[name]
+    inputs = make_examples(net)[0].inputs
+    through, result = followed(net, inputs), net(**inputs).detach()
+    torch.testing.assert_close(through.out.value, result.view_as(through.out.value))
+    assert float(
+        sum(one.relevance.sum() for one in through.stack_inputs.values())
+    ) == pytest.approx(1, rel=1e-6)
+    assert set(through.head_outputs) == {site.name for site in hw.sites(net)}
+    assert all(bool((one.relevance >= 0).all()) for one in through.head_outputs.values())
+    if len(through.stack_inputs) == 2:
+        assert all(
+            0.01 < float(one.relevance.sum()) < 0.99 for one in through.stack_inputs.values()
+        )
+
+
+def test_a_layer_by_hand():
+    """One attention of two heads over two tokens, a residual, a head over words: every step in
+    numpy.
+    """
+    block = bp.BlockSpec(hw.design(model=4, heads=2), placement="post", norm=bp.NormSpec("rms"))
+    stack = bp.StackSpec.from_blocks("encoder", 4, [block], embedding=bp.EmbeddingSpec(WORDS))
+    net = with_uneven_attention(
+        hw.build(
+            bp.ModelSpec("one", "encoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0
+        )
+    )
+    text = random_ids(0, 2)
+    probe = hw.Probe("weights", "heads")
+    own = {name: value.detach().numpy() for name, value in net.named_parameters()}
+    x = own["encoder.embedding.tokens"][text[0]]
+    net.encoder.get_submodule("0").attentions["attention"](torch.from_numpy(x)[None], probe=probe)
+    w, z = probe.tensors["weights"][0].detach().numpy(), probe.tensors["heads"][0].detach().numpy()
+    y = z.reshape(2, 4) @ own["encoder.0.attention.output.o"].T
+    h = (x + y) / np.sqrt(((x + y) ** 2).mean(-1, keepdims=True) + 1e-5)
+    words = own["head.tokens.weight"]
+    top = (h @ words.T).argmax(-1)
+
+    back = scaled([np.stack([divided(words[top[t]] * h[t], 0.5) for t in range(2)])], 1.0)[
+        0
+    ]  # an rms hands it on
+    both = np.array(
+        [[divided(np.array([x[t, d], y[t, d]]), back[t, d]) for d in range(4)] for t in range(2)]
+    )
+    straight, result = scaled([both[..., 0], both[..., 1]], 1.0)
+    o = own["encoder.0.attention.output.o"]
+    pairs = [sum(divided(o[d] * z[t].ravel(), result[t, d]) for d in range(4)) for t in range(2)]
+    (heads,) = scaled([np.stack(pairs)], result.sum())
+    through = followed(net, {"x": text})
+    np.testing.assert_allclose(through.out.value, h @ words.T, rtol=1e-9)
+    np.testing.assert_allclose(
+        through.head_outputs["encoder.0.attention"].relevance.reshape(2, 4), heads, rtol=1e-9
+    )
+    v = x @ own["encoder.0.attention.project.v"].T
+    values = np.zeros((2, 4))
+    for t, c in np.ndindex(2, 4):
+        values[:, c] += divided(w[c // 2, t] * v[:, c], heads[t, c])
+    (values,) = scaled([values], heads.sum())
+    project = own["encoder.0.attention.project.v"]
+    pairs = [sum(divided(project[c] * x[t], values[t, c]) for c in range(4)) for t in range(2)]
+    (tokens,) = scaled([np.stack(pairs)], values.sum())
+    np.testing.assert_allclose(
+        through.stack_inputs["encoder"].relevance, straight + tokens, rtol=1e-9
+    )
+
+
+def test_shares_of_a_site_add_up_to_one():
+    net = translator()
+    result = estimate_importance(net, make_examples(net, 3), method="lrp")
+    assert result.objective == "largest logit"
+    assert "constants" in result.notes[0]
+    for site in hw.sites(net):
+        shares = [one.value for one in result.heads if one.site == site.name]
+        assert len(shares) == site.heads
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_single_precision_is_conserved_too():
+    net = build_model(BERT).float()
+    through = followed(net, {"x": random_ids(0)})
+    assert float(through.stack_inputs["encoder"].relevance.sum()) == pytest.approx(1, rel=1e-6)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refused(net: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - what it says is given back
+        estimate_importance(
+            net, [Example({"x": random_ids(n)}, {}) for n in range(2)], method="lrp"
+        )
+    return str(caught.value)
+
+
+def one_block(block: bp.BlockSpec, *heads: bp.OutputHeadSpec) -> Any:
+    stack = bp.StackSpec.from_blocks("decoder", 12, [block], embedding=bp.EmbeddingSpec(WORDS))
+    return with_uneven_attention(
+        hw.build(
+            bp.ModelSpec(
+                "odd", "decoder", (stack,), heads or (bp.OutputHeadSpec("tokens", WORDS),)
+            ),
+            seed=0,
+        )
+    )
+
+
+def test_unsupported_models_are_refused():
+    own = hw.design(model=12, heads=3)
+    mixed = hw.design(model=12, heads=3, modifiers=[hw.HeadGate()])
+    assert "is more than a weighted sum of values" in refused(one_block(bp.BlockSpec(mixed)))
+    experts = bp.ExpertsSpec(bp.FeedForwardSpec(7), count=3, active=2)
+    assert "is a mixture of experts" in refused(one_block(bp.BlockSpec(own, feed=experts)))
+    stack = bp.StackSpec.from_blocks(
+        "encoder", 12, [bp.BlockSpec(own)], embedding=bp.EmbeddingSpec(WORDS)
+    )
+    bare = with_uneven_attention(hw.build(bp.ModelSpec("bare", "encoder", (stack,)), seed=0))
+    assert "bare has no output head" in refused(bare)
+    assert "it needs a headwise model, not Linear" in relevance_method().unsupported_reason(
+        torch.nn.Linear(2, 2)
+    )
+
+
+# --- through the Jacobian of the softmax ----------------------------------------------------------
+
+
+def core_by_hand(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, result: np.ndarray, scale: float
+) -> list[np.ndarray]:
+    """Relevance of q, k and v of one causal head: every contribution x dz/dx, with dz/dx by
+    differences.
+    """
+
+    def outputs(*qkv: np.ndarray) -> np.ndarray:
+        s = np.where(np.tril(np.ones((len(q), len(k)))) > 0, qkv[0] @ qkv[1].T * scale, -np.inf)
+        w = np.exp(s - s.max(-1, keepdims=True))
+        return w / w.sum(-1, keepdims=True) @ qkv[2]
+
+    arrays, step = [q, k, v], 1e-5
+    derivatives = []
+    for number, array in enumerate(arrays):
+        slopes = np.zeros((*array.shape, *result.shape))
+        for place in np.ndindex(*array.shape):
+            moved = []
+            for sign in (1, -1):
+                changed = [one.copy() for one in arrays]
+                changed[number][place] += sign * step
+                moved.append(outputs(*changed))
+            slopes[place] = (moved[0] - moved[1]) / (2 * step)
+        derivatives.append(array[..., None, None] * slopes)
+    expected = [np.zeros_like(array) for array in arrays]
+    for t, c in np.ndindex(*result.shape):
+        flat = np.concatenate([one[..., t, c].ravel() for one in derivatives])
+        shares = np.split(
+            divided(flat, result[t, c]), np.cumsum([array.size for array in arrays])[:-1]
+        )
+        for one, share in zip(expected, shares, strict=True):
+            one += share.reshape(one.shape)
+    return expected
+
+
+def test_the_core_divides_among_queries_keys_and_values():
+    """Three heads, of which two share a key-value head, against derivatives by differences."""
+    draw = np.random.default_rng(2)
+    q, k, v = draw.normal(size=(4, 3, 5)), draw.normal(size=(4, 2, 5)), draw.normal(size=(4, 2, 7))
+    result, reads, scale = draw.random((4, 3, 7)), (0, 1, 1), 0.7
+    expected = [np.zeros_like(array) for array in (q, k, v)]
+    for h, g in enumerate(reads):
+        for one, share in zip(
+            expected, core_by_hand(q[:, h], k[:, g], v[:, g], result[:, h], scale), strict=True
+        ):
+            one[:, h if one is expected[0] else g] += share
+    s = np.einsum("thk,shk->hts", q, k[:, list(reads)]) * scale
+    w = torch.from_numpy(s).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf).softmax(-1)
+    nodes = CoreNodes(*(RelevanceNode(torch.from_numpy(array)) for array in (q, k, v)))
+    tape = RelevanceTape()
+    out = tape.attention_core(nodes, w, CoreShape(reads, reads, 5, 7, scale))
+    np.testing.assert_allclose(out.value, np.einsum("hts,shc->thc", w, v[:, list(reads)]))
+    tape.backward(out, torch.from_numpy(result))
+    for node, share in zip(nodes, scaled(expected, result.sum()), strict=True):
+        np.testing.assert_allclose(node.relevance, share, rtol=1e-6, atol=1e-9)
+
+
+def test_a_matrix_for_each_token():
+    draw = np.random.default_rng(3)
+    x, weight, bias, result = (draw.normal(size=s) for s in ((3, 5), (3, 2, 5), (3, 2), (3, 2)))
+    expected = np.stack(
+        [
+            sum(divided(weight[t, o] * x[t] + bias[t, o] / 5, result[t, o]) for o in range(2))
+            for t in range(3)
+        ]
+    )
+    tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(x))
+    out = tape.token_linear(node, torch.from_numpy(weight), torch.from_numpy(bias))
+    np.testing.assert_allclose(out.value, np.einsum("toi,ti->to", weight, x) + bias)
+    tape.backward(out, torch.from_numpy(result))
+    np.testing.assert_allclose(node.relevance, scaled([expected], result.sum())[0], rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", list(NETS))
+def test_relevance_through_weights_is_conserved(name: str):
+    net = NETS[name]
+    with torch.no_grad():
+        through = RelevanceForward(
+            net, prepare_inputs(net, make_examples(net)[0].inputs, 0), "jacobian"
+        )
+        through.propagate()
+    assert float(
+        sum(one.relevance.sum() for one in through.stack_inputs.values())
+    ) == pytest.approx(1, rel=1e-6)
+    constant = followed(net, make_examples(net)[0].inputs)
+    last, first = list(through.head_outputs)[-1], next(iter(through.head_outputs))
+    torch.testing.assert_close(
+        through.head_outputs[last].relevance, constant.head_outputs[last].relevance
+    )
+    assert not torch.allclose(
+        through.head_outputs[first].relevance, constant.head_outputs[first].relevance, rtol=1e-3
+    )
+
+
+def test_the_method_is_named_and_refuses_other_weights():
+    net = translator()
+    result = estimate_importance(net, make_examples(net, 3), method="lrp-jacobian")
+    assert result.method == "lrp-jacobian"
+    assert result.notes[0] == "gates and standard deviations of norms are treated as constants"
+    for site in hw.sites(net):
+        assert sum(one.value for one in result.heads if one.site == site.name) == pytest.approx(1)
+    examples = [Example({"x": random_ids(n)}, {}) for n in range(2)]
+    biased = one_block(
+        bp.BlockSpec(hw.design(model=12, heads=3, pattern="causal", modifiers=[hw.Softcap(0.1)]))
+    )
+    with pytest.raises(
+        ValueError, match=r"not the softmax of scaled products of queries and keys; use lrp"
+    ):
+        estimate_importance(biased, examples, method="lrp-jacobian")
+    normed = one_block(
+        bp.BlockSpec(hw.design(model=12, heads=3, pattern="causal", modifiers=[hw.QKNorm()]))
+    )
+    with pytest.raises(ValueError, match=r"the projection of decoder.0.attention is more than"):
+        estimate_importance(normed, examples, method="lrp-jacobian")
+    with pytest.raises(ValueError, match="unknown weights='jacobi'; did you mean 'jacobian'"):
+        relevance_method("jacobi")

@@ -1,0 +1,155 @@
+"""Small importances stay legible: scientific form, intervals, full column names."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.observe.head_analysis.head_table import (
+    HeadImportance,
+    HeadMeasures,
+    HeadTable,
+    ImportanceResult,
+    Measure,
+)
+from headwise.report.render import to_text
+from headwise.util.errors import SpecError
+
+VALUES = [(3.21e-6, 1.5e-6, 4.9e-6), (-8.04e-7, -1e-6, 2e-7), (math.nan, math.nan, math.nan)]
+
+
+def small_result() -> ImportanceResult:
+    heads = [
+        HeadImportance(
+            "decoder.0.attention", "decoder", "attention", 0, n, n, *value, p=0.01, level=0.04
+        )
+        for n, value in enumerate(VALUES)
+    ]
+    return ImportanceResult("GPT2", "leave-one-out", "next-token", 9, tuple(heads), ("a note",))
+
+
+def test_small_importances_are_printed_in_scientific_form_with_intervals():
+    lines = str(small_result()).splitlines()
+    title = "GPT2, 9 texts: importance by leave-one-out for next-token; low and high: 95 % interval"
+    assert " ".join(lines[:2]) == title
+    assert re.split(r"  +", lines[3]) == [
+        "site",
+        "head",
+        "importance",
+        "low",
+        "high",
+        "corrected p",
+    ]
+    rows = [re.split(r"  +", line) for line in lines[4:7]]
+    assert rows[0] == ["decoder.0.attention", "0", "3.21e-06", "1.50e-06", "4.90e-06", "0.040"]
+    assert rows[1] == ["decoder.0.attention", "1", "-8.04e-07", "-1.00e-06", "2.00e-07", "0.040"]
+    assert rows[2][2:5] == ["-", "-", "-"]
+    assert lines[-1] == "note: a note"
+    assert max(map(len, lines)) <= 80
+
+
+def test_every_printed_number_has_three_digits_of_the_measured_one():
+    torch.manual_seed(0)
+    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 256}
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(0.1)
+    result = hw.importance(net, ["one text", "another one", "a third"], tokenizer="bytes")
+    rows = [
+        re.split(r"  +", line) for line in str(result).splitlines() if line.startswith("decoder.")
+    ]
+    assert len(rows) == 8
+    for row in rows:
+        head = result.head(row[0], int(row[1]))
+        assert abs(head.value) < 1e-3
+        for text, value in zip(row[2:5], (head.value, head.low, head.high), strict=True):
+            assert math.isclose(float(text), value, rel_tol=6e-3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+def test_a_ranking_names_its_columns_in_full(scale: float):
+    heads = tuple(
+        HeadMeasures(
+            "decoder",
+            "attention",
+            0,
+            n,
+            0,
+            "decoder.0.attention",
+            {"importance": Measure(scale * (0.5 + n / 10), scale * 0.4, scale * 0.9, scale * 0.1)},
+        )
+        for n in range(3)
+    )
+    lines = to_text(HeadTable("small", "9 texts", heads).ranking("importance")).splitlines()
+    assert re.split(r"  +", lines[2]) == [
+        "site",
+        "head",
+        "importance",
+        "low",
+        "high",
+        "chance",
+        "classes",
+    ]
+    numbers = [float(text) for text in re.split(r"  +", lines[3])[2:6]]
+    assert numbers == pytest.approx([0.7 * scale, 0.4 * scale, 0.9 * scale, 0.1 * scale])
+
+
+def test_a_trace_prints_nothing_unless_asked(capsys: pytest.CaptureFixture[str]):
+    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 256}
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    hw.trace(net, torch.tensor([[3, 1, 4]]))
+    assert capsys.readouterr() == ("", "")
+    hw.trace(net, torch.tensor([[3, 1, 4]]), log=print)
+    assert capsys.readouterr().out.startswith("about ")
+
+
+def test_results_are_saved_as_json_and_csv(tmp_path: Path):
+    result = small_result()
+    heads = tuple(
+        HeadMeasures(
+            "decoder",
+            "attention",
+            0,
+            n,
+            0,
+            "decoder.0.attention",
+            {"sink": Measure(0.25, 0.125, 0.5, 0.0625)},
+        )
+        for n in range(2)
+    )
+    for table in (result, HeadTable("small", "9 texts", heads)):
+        path = tmp_path / type(table).__name__
+        table.save(path.with_suffix(".json"))
+        saved = json.loads(path.with_suffix(".json").read_text())
+        assert saved.pop("format") == "table of heads"
+        assert saved == json.loads(json.dumps(table.data))
+        table.save(path.with_suffix(".csv"))
+        assert path.with_suffix(".csv").read_bytes().decode() == table.to_csv()
+        with pytest.raises(
+            SpecError, match=r"it exists; replace it with --overwrite \(overwrite=True\)"
+        ):
+            table.save(path.with_suffix(".csv"))
+        for suffix in (".csv", ".json"):
+            table.save(path.with_suffix(suffix), overwrite=True)
+    rows = list(csv.DictReader(io.StringIO(result.to_csv())))
+    assert [float(row["importance"] or "nan") for row in rows[:2]] == [3.21e-6, -8.04e-7]
+    assert (rows[0]["site"], rows[0]["head"], rows[0]["corrected p"]) == (
+        "decoder.0.attention",
+        "0",
+        "0.04",
+    )
+    assert rows[2]["importance"] == ""
+    with pytest.raises(SpecError, match=r"its suffix is '.txt'; use one of .json, .csv"):
+        result.save(tmp_path / "table.txt")
+    (tmp_path / "notes.csv").write_text("mine")
+    with pytest.raises(SpecError, match="it is a file, but not a table of heads of headwise"):
+        result.save(tmp_path / "notes.csv", overwrite=True)

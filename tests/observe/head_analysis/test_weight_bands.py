@@ -1,0 +1,240 @@
+"""Bands of attention weights against the definition, for every band size, and the attention that
+tokens receive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.models.model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    ModelSpec,
+    OutputHeadSpec,
+    StackSpec,
+)
+from headwise.observe.head_analysis import weight_bands
+from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.observe.head_analysis.head_measurement import MetricSums, measure_heads
+from headwise.observe.head_analysis.literature_metrics import ALL_METRICS
+from headwise.observe.head_analysis.weight_bands import (
+    AttentionReceived,
+    WeightBand,
+    WeightBandHook,
+    stream_weight_bands,
+)
+from headwise.observe.inspect.attention_sites import find_attention
+from headwise.observe.inspect.hooks import AttentionInputs
+from support import attention_maps as maps, handset_heads as handmade, layer_cases as cases
+from support.layer_cases import check_close
+from support.site_recording import record_sites
+
+COUNT = 23
+SPECS = {
+    "full": hw.design(model=12, heads=3),
+    "causal": hw.design(model=12, heads=4, kv=2, pattern="causal"),
+    "window": hw.design(model=12, heads=3, pattern="causal & window(4)"),
+    "opened": hw.design(model=12, heads=3, pattern="causal & (window(3) | first(2))"),
+    "bias": hw.design(model=12, heads=3, pattern="causal", modifiers=(hw.Alibi(),)),
+    "sinks": hw.design(model=12, heads=3, pattern="causal", normaliser=hw.SinkSoftmax()),
+    "sigmoid": hw.design(model=12, heads=3, pattern="causal & window(4)", normaliser=hw.Sigmoid()),
+    "mixed": hw.design(model=12, heads=3, pattern="causal", modifiers=(hw.TalkingHeads(),)),
+}
+
+
+def make_example(count: int = COUNT) -> Example:
+    return Example(None, {"text": maps.weight_map("full", 0, count=count).key_tokens})
+
+
+def bands(core, cells: int, monkeypatch: pytest.MonkeyPatch) -> list[WeightBand]:
+    recorded: list[WeightBand] = []
+    monkeypatch.setattr(weight_bands, "MAX_CELLS", cells)
+    WeightBandHook(
+        "site", make_example(), ("text", "text"), lambda _, block: recorded.append(block)
+    ).on_call(core)
+    return recorded
+
+
+def spread(some: list[WeightBand]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and pairs of all bands at their places, [H, T, S]."""
+    heads = some[0].w_HTS.shape[0]
+    weights = torch.zeros(heads, COUNT, COUNT, dtype=some[0].w_HTS.dtype)
+    allowed = torch.zeros(heads, COUNT, COUNT, dtype=torch.bool)
+    for one in some:
+        _, rows, keys = one.w_HTS.shape
+        band = (
+            slice(one.first_query, one.first_query + rows),
+            slice(one.first_key, one.first_key + keys),
+        )
+        weights[:, band[0], band[1]], allowed[:, band[0], band[1]] = one.w_HTS, one.allowed
+    return weights, allowed
+
+
+@pytest.mark.parametrize("cells", [1, 300, 2**22])
+@pytest.mark.parametrize("name", SPECS)
+def test_bands_are_the_weights_of_the_definition(
+    name: str, cells: int, monkeypatch: pytest.MonkeyPatch
+):
+    layer, probe = cases.layer(SPECS[name]), hw.Probe("weights")
+    x = torch.randn(1, COUNT, 12, dtype=torch.float64)
+    with torch.no_grad():
+        layer(x, probe=probe)
+        with record_sites(layer) as keeps:
+            layer(x)
+        (keep,) = keeps.values()
+        weights, allowed = spread(bands(keep.seen[0], cells, monkeypatch))
+    check_close(weights, probe.tensors["weights"][0])
+    expected = torch.tensor(
+        [[SPECS[name].pattern.allows(t, s) for s in range(COUNT)] for t in range(COUNT)]
+    )
+    assert torch.equal(allowed, expected.expand_as(allowed))
+
+
+def test_bands_are_as_narrow_as_their_allowed_keys(monkeypatch: pytest.MonkeyPatch):
+    layer = cases.layer(SPECS["window"])
+    with torch.no_grad(), record_sites(layer) as keeps:
+        layer(torch.randn(1, COUNT, 12, dtype=torch.float64))
+    (keep,) = keeps.values()
+    some = bands(keep.seen[0], 1, monkeypatch)
+    assert [(one.first_query, one.first_key, one.w_HTS.shape[2]) for one in some] == [
+        (t, max(0, t - 3), min(t, 3) + 1) for t in range(COUNT)
+    ]
+    some = bands(keep.seen[0], 3 * COUNT * 2, monkeypatch)
+    assert max(one.w_HTS.shape[1] for one in some) > 4  # of few keys there are more rows
+    assert all(one.w_HTS.numel() <= weight_bands.MAX_HEIGHT_RATIO * 3 * COUNT * 2 for one in some)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "each"])
+def test_seen_keys_are_all_that_rows_may_read(kind: str):
+    """The softmax over some keys is that over all where the others are barred; a row that reads
+    nothing stays zero.
+    """
+    q, k = (
+        torch.randn(1, 9, 6, 4, dtype=torch.float64),
+        torch.randn(1, 11, 3, 4, dtype=torch.float64),
+    )
+    may = torch.rand(9, 11) < 0.6
+    may[:, :2] = may[:, 8:] = False
+    may[4] = False
+    may = torch.stack([may, may.roll(1, 0)]).repeat(3, 1, 1) if kind == "each" else may
+    mask = torch.zeros(may.shape).masked_fill(~may, -torch.inf) if kind == "float" else may
+    attention_inputs = AttentionInputs(q, k, k, 0.5, mask=mask)
+    rows, keys = slice(2, 7), slice(2, 8)
+    scores = torch.stack([q[0, :, h] @ k[0, :, h // 2].T * 0.5 for h in range(6)])
+    raw = torch.where(may, scores.exp(), 0)
+    expected = (raw / raw.sum(-1, keepdim=True).clamp(min=1e-300))[None, :, rows]
+    check_close(attention_inputs.all_weights(rows), expected)
+    check_close(attention_inputs.all_weights(rows, keys), expected[..., keys])
+    assert torch.equal(
+        attention_inputs.allowed_pairs(rows),
+        may.expand(1, 6 if kind == "each" else 1, 9, 11)[:, :, rows],
+    )
+
+
+@pytest.mark.parametrize("kind", ["causal", "holes", "each"])
+def test_keys_outside_the_mask_add_zero(kind: str):
+    block = maps.weight_map(kind, 3, count=COUNT)
+    rows = slice(2, 9)
+    may = block.allowed[..., rows, :].clone()
+    may[..., :3] = may[..., 17:] = False
+    weights = torch.where(may, block.w_HTS[:, rows], 0)
+    weights[0, 3] = 0  # nor is one of these the largest, where nothing is
+    whole = WeightBand(weights, may, 2, block.query_tokens, block.key_tokens)
+    cut = replace(whole, w_HTS=weights[..., 3:17], allowed=may[..., 3:17], first_key=3)
+    sums = []
+    for one in (whole, cut):
+        adding = MetricSums(tuple(ALL_METRICS.values()))
+        adding.add_band("site", one)
+        adding.finish_example()
+        sums.append(adding.sums_by_example)
+    for key, [both] in sums[0].items():
+        for own, other in zip(both, sums[1][key][0], strict=True):
+            assert own == pytest.approx(other, abs=1e-12, nan_ok=True), key
+
+
+def test_chance_is_the_same_whether_it_was_known():
+    """The second site of a text takes over what the first one found."""
+    block = maps.weight_map("causal", 5)
+    adding = MetricSums(tuple(ALL_METRICS.values()))
+    for site in ("one", "two"):
+        adding.add_band(site, block)
+    adding.finish_example()
+    alone = MetricSums(tuple(ALL_METRICS.values()))
+    alone.add_band("one", block.uniform_baseline)
+    alone.finish_example()
+    for name in ALL_METRICS:
+        found = [adding.sums_by_example[site, name, "chance"][0] for site in ("one", "two")]
+        if ALL_METRICS[name].compute_chance is None:
+            found.append(alone.sums_by_example["one", name, "own"][0])
+        for other in found[1:]:
+            for own, same in zip(found[0], other, strict=True):
+                assert own == pytest.approx(same, abs=1e-12), name
+
+
+def test_too_few_tokens_for_the_model_are_refused():
+    example, *more = handmade.texts(3)
+    text = example.streams["text"]
+    per_token = [
+        name for name in text.__dataclass_fields__ if name not in ("first_is_sink", "patch_grid")
+    ]
+    short = replace(text, **{name: getattr(text, name)[:-1] for name in per_token})
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"{text.count} queries and {text.count} keys, but the example annotates "
+            f"{text.count - 1}"
+        ),
+    ):
+        measure_heads(handmade.decoder(), [Example(example.inputs, {"text": short}), *more])
+
+
+def test_few_tokens_of_many_are_picked():
+    """Whether few or many are asked for, and wherever the band begins."""
+    block = maps.weight_map("causal", 1, count=301)
+    cut = replace(block, w_HTS=block.w_HTS[..., 5:], allowed=block.allowed[..., 5:], first_key=5)
+    for chosen in ([0], [7], [5, 100, 250], list(range(0, 301, 3))):
+        keys = torch.zeros(301, dtype=torch.bool)
+        keys[chosen] = True
+        for one in (block, cut):
+            expected = block.w_HTS[..., [s for s in chosen if s >= one.first_key]].sum(-1)
+            check_close(one.weight_on(keys), expected)
+
+
+# --- attention received ---------------------------------------------------------------------------
+
+
+def test_columns_are_those_of_all_weights(monkeypatch):
+    blocks = [
+        BlockSpec(hw.design(model=12, heads=3, pattern=pattern))
+        for pattern in ("causal", "window(3)")
+    ]
+    stack = StackSpec.from_blocks("decoder", 12, blocks, embedding=EmbeddingSpec(17))
+    net = hw.build(ModelSpec("seen", "decoder", (stack,), (OutputHeadSpec("tokens", 17),)), seed=0)
+    ids, none = torch.arange(13) % 17, torch.zeros(13, dtype=torch.bool)
+    example = Example(
+        ids[None],
+        {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)},
+    )
+    site_modules, received, bands = find_attention(net.eval()), AttentionReceived(), []
+    monkeypatch.setattr(weight_bands, "MAX_CELLS", 3 * 13 * 2)
+
+    def see(site, block):
+        bands.append(site)
+        received.add_band(site, block)
+
+    stream_weight_bands(
+        net, site_modules, example, {one.site.name: ("text", "text") for one in site_modules}, see
+    )
+    assert len(bands) > 2 * len(site_modules)
+    probes = {name: hw.Probe("weights") for name, _ in net.spec.attention_specs()}
+    net.probes = probes
+    net(ids[None])
+    for one, probe in zip(site_modules, probes.values(), strict=True):
+        weights = probe.tensors["weights"][0].double().sum(1)
+        torch.testing.assert_close(
+            received.sums[one.site.name], weights, rtol=1e-5, atol=1e-6, check_dtype=False
+        )

@@ -1,0 +1,182 @@
+"""Attention sites of our own layers: ablated equals pruned, and rows equal the definition."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise import cli
+from headwise.attention import head_axis_ops
+from support import layer_cases as cases
+from support.layer_cases import check_close
+from support.site_recording import record_sites
+
+PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 11,
+    "n_positions": 16,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_ablated_heads_equal_pruned_heads(name: str):
+    spec = PRESETS[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    outs = len(spec.score_head_of_output)
+    (site,) = hw.sites(layer)
+    assert site.heads == outs
+    quiet = [0, outs - 1] if outs > 2 else [0]
+    with torch.no_grad(), hw.ablate(layer, [(0, head) for head in quiet]):
+        silenced = layer(x, source=z)
+    small, weights = head_axis_ops.keep_heads(
+        spec, layer.state_dict(), [head for head in range(outs) if head not in quiet]
+    )
+    cut = hw.Attention(small).double().eval()
+    cut.load_state_dict(weights, strict=True)
+    with torch.no_grad():
+        check_close(silenced, cut(x, source=z))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_rows_are_the_definitions(name: str):
+    spec = PRESETS[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    probe = hw.Probe("weights")
+    with torch.no_grad():
+        try:
+            layer(x, source=z, probe=probe)
+        except hw.NoBackend as error:
+            pytest.skip(f"it has no weights: {error}")
+        with record_sites(layer) as keeps:
+            layer(x, source=z)
+        (keep,) = keeps.values()
+        for head in range(probe.tensors["weights"].shape[1]):
+            check_close(
+                keep.seen[0].head_weights(head, slice(2, 6)), probe.tensors["weights"][:, head, 2:6]
+            )
+
+
+def test_a_model_of_ours_and_a_copy_of_it():
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    sites = hw.sites(net)
+    assert [site.name for site in sites] == ["decoder.0.attention", "decoder.1.attention"]
+    assert [site.spec for site in sites] == [spec for _, spec in net.spec.attention_specs()]
+    with torch.no_grad():
+        whole = net(ids)
+        with hw.ablate(net, [(1, 2)], scale=0.5):
+            half, copied = net(ids), copy.deepcopy(net)
+            assert torch.equal(copied(ids), whole)
+        copied.decoder.blocks[1].attention.output.o[:, 8:] *= 0.5
+        check_close(half, copied(ids), atol=1e-6)
+        assert torch.equal(net(ids), whole)
+
+
+def test_a_probe_of_ones_own_looks_on():
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
+    ids = torch.tensor([[3, 1, 4]])
+    probe = hw.Probe("heads", "weights")
+    net.probes = {"decoder.0.attention": probe}
+    with torch.no_grad(), hw.ablate(net, [(0, 1)]):
+        net(ids)
+    assert not probe.tensors["heads"][:, :, 1].any()
+    assert probe.tensors["weights"].shape == (1, 3, 3, 3)
+
+
+def test_only_some_tokens():
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
+    ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    at = torch.tensor([[False, True, False], [False, False, False]])
+    recorded: list[Tensor] = []
+    net.probes = {
+        "decoder.1.attention": hw.Probe("heads", callback=lambda _, z: recorded.append(z))
+    }
+    with torch.no_grad():
+        net(ids)
+        with hw.ablate(net, [(1, 0)], tokens=at):
+            net(ids)
+    before, after = recorded
+    assert not after[0, 1, 0].any()
+    after[0, 1, 0] = before[0, 1, 0]
+    assert torch.equal(before, after)
+
+
+VECTOR = torch.zeros(4)
+WRONG = {
+    "no pair": (lambda net: hw.ablate(net, [0]), "names no head"),
+    "no number": (lambda net: hw.ablate(net, [(0, "a")]), "names no head"),
+    "no list": (lambda net: hw.ablate(net, 5), "names no head"),
+    "twice": (
+        lambda net: hw.patch(net, {(0, 1): VECTOR, ("decoder.0.attention", 1): VECTOR}),
+        "named twice",
+    ),
+    "no scale": (
+        lambda net: hw.ablate(net, [(0, 1)], scale=float("nan")),
+        "is not a finite number",
+    ),
+    "no tokens": (lambda net: hw.ablate(net, [(0, 1)], tokens=[1.5]), "torch.bool"),
+    "other tokens": (
+        lambda net: hw.ablate(net, [(0, 1)], tokens=torch.ones(5, 9, dtype=torch.bool)),
+        "the same shape",
+    ),
+    "no vector": (lambda net: hw.patch(net, {(0, 1): 3}), "tensor"),
+    "wide": (lambda net: hw.patch(net, {(0, 1): torch.zeros(7)}), "output 4 channels, not 7"),
+    "other rows": (lambda net: hw.patch(net, {(0, 1): torch.zeros(5, 3, 4)}), "the same shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_invalid_arguments_give_one_line(name: str):
+    how, words = WRONG[name]
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
+    ids = torch.tensor([[3, 1, 4]])
+    with torch.no_grad():
+        whole = net(ids)
+        with pytest.raises(ValueError, match=words) as excinfo, how(net):
+            net(ids)
+        assert "\n" not in str(excinfo.value)
+        assert torch.equal(net(ids), whole)
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    return code, *capsys.readouterr()
+
+
+def test_the_command_on_a_folder(capsys, tmp_path: Path):
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
+    hw.save(net, tmp_path / "ours")
+    hw.export(net, tmp_path / "theirs")
+    for name in ("ours", "theirs"):
+        code, out, err = run_command(capsys, "sites", str(tmp_path / name))
+        assert (code, err) == (0, "")
+        assert "decoder.1.attention" in out
+        assert max(map(len, out.splitlines())) <= 80
+        data = json.loads(run_command(capsys, "sites", str(tmp_path / name), "--json")[1])
+        assert [site["q"] for site in data["sites"]] == [3, 3]
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    code, out, err = run_command(capsys, "sites", str(tmp_path / "theirs"))
+    assert code == 0
+    assert "meta" in out
+
+
+@pytest.mark.parametrize("what", ["nowhere", "empty", "strange"])
+def test_the_command_without_sites(capsys, tmp_path: Path, what: str):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "config.json").write_text('{"model_type": "nosuch"}')
+    code, out, err = run_command(capsys, "sites", str(tmp_path / what))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
