@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ...attention.interfaces.core_types import AuxLosses
 from ...attention.masking.sequence_info import SequenceInfo
 from ...attention.parallel_context import SINGLE_PROCESS, HasParallelContext, ParallelContext
-from ...training.data import IGNORE_INDEX, Batch
 from ...util.errors import SpecError, suggest
+from ..batch import IGNORE_INDEX, Batch
 from ..model_spec import ModelSpec
 from .collectives import AllGather, AllReduceSum, CollectiveGroup, CopyToGroup, ReduceFromGroup
 

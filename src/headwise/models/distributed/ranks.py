@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import __version__
-from ...training.data import IGNORE_INDEX, Batch
 from ...util.errors import SpecError
+from ..batch import IGNORE_INDEX, Batch
 from .parallelism import PARALLEL_DIMS, Parallelism, ProcessInfo
 
 # --- Ranks ----------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...training.data import Batch
 from .. import Transformer, build
+from ..batch import Batch
 from ..model_spec import ModelSpec
 from .collectives import CollectiveGroup, GradientBuckets
 from .parallel_attention import shard_tokens

@@ -1,7 +1,7 @@
 """Tasks and datasets: batches as a pure function of seed and step, metrics, and the score of random
 guessing.
 
-- `task`: the interface `Task`, `Batch` and packed batches; `task_registry` finds tasks by name
+- `task`: the interface `Task` and packed batches; `task_registry` finds tasks by name
   (`make_task`)
   or path (`open_data`).
 - Synthetic tasks, generated in code (base class in `synthetic_task`): `algorithmic_tasks`,
@@ -12,7 +12,8 @@ guessing.
   library into errors, `example_order` shuffles and splits.
 """
 
-from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task
+from ...models.batch import IGNORE_INDEX, Batch
+from .task import SPLITS, MetricSums, Task
 from .task_registry import TASKS, make_task, open_data
 
 __all__ = [

@@ -19,6 +19,7 @@ from ...attention.masking.pattern_base import check_whole_number
 from ...attention.masking.patterns import Edges
 from ...attention.masking.sequence_info import SequenceInfo
 from ...kernels.counter_rng import Ints, RandomStreams
+from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import ModelSpec, OutputHeadSpec
 from ...util.errors import SpecError, suggest
 from .synthetic_task import (
@@ -38,7 +39,7 @@ from .synthetic_task import (
     slice_by_power_of_two,
     slice_by_value,
 )
-from .task import IGNORE_INDEX, Batch, MetricSums
+from .task import MetricSums
 
 # --- Copying --------------------------------------------------------------------------------------
 

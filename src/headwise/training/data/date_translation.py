@@ -17,6 +17,7 @@ from torch import Tensor
 from ...attention.masking.pattern_base import check_whole_number
 from ...attention.masking.sequence_info import SequenceInfo
 from ...kernels.counter_rng import RandomStreams
+from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import ModelSpec, ProcessorSpec
 from ...util.errors import SpecError, suggest
 from .synthetic_task import (
@@ -28,7 +29,7 @@ from .synthetic_task import (
     parse_sizes,
     sum_by_slice,
 )
-from .task import IGNORE_INDEX, Batch, MetricSums
+from .task import MetricSums
 
 # --- Writing dates and amounts --------------------------------------------------------------------
 

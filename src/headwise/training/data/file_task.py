@@ -19,12 +19,13 @@ from torch import Tensor
 
 from ...attention.interfaces.part import CheckedDataclass
 from ...attention.masking.sequence_info import SequenceInfo
+from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import EmbeddingSpec, ModelSpec, OutputHeadSpec, ProcessorSpec
 from ...models.vocabulary import Vocabulary
 from ...util.errors import SpecError
 from .example_order import EpochOrder, IndexArray, strided_batch_indices
 from .synthetic_task import ModelShape
-from .task import IGNORE_INDEX, SPLITS, Batch, Task, check_split
+from .task import SPLITS, Task, check_split
 
 DEFAULT_SHAPE = ModelShape(width=128, heads=4, layers=4, feed=512)
 

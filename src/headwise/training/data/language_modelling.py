@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import ModelSpec, ProcessorSpec
 from ...models.vocabulary import (
     ByteVocabulary,
@@ -26,7 +27,7 @@ from ...util.errors import SpecError, suggest
 from .example_order import DEFAULT_HELD_OUT, check_split_shares, make_rng, strided_batch_indices
 from .file_task import DEFAULT_SHAPE, Dataset, FileTask
 from .synthetic_task import make_small_decoder
-from .task import IGNORE_INDEX, Batch, MetricSums
+from .task import MetricSums
 from .text_files import existing_file, existing_path, is_gzipped, list_files, read_text_chunks
 
 ByteArray = NDArray[np.uint8]

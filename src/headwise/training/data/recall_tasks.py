@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...attention.masking.pattern_base import check_whole_number
 from ...kernels.counter_rng import Ints, RandomStreams
+from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import ModelSpec
 from ...util.errors import SpecError, suggest
 from .synthetic_task import (
@@ -33,7 +34,7 @@ from .synthetic_task import (
     slice_by_value,
     sum_by_slice,
 )
-from .task import IGNORE_INDEX, Batch, MetricSums
+from .task import MetricSums
 
 # --- Associative recall ---------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from ...attention.masking.patterns import Pattern
 from ...attention.masking.sequence_info import SequenceInfo
 from ...attention.presets import design
 from ...kernels.counter_rng import Ints, RandomStreams, RandomWords
+from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import (
     BlockSpec,
     ConvolutionSpec,
@@ -30,7 +31,7 @@ from ...models.model_spec import (
 )
 from ...util.errors import SpecError
 from ...util.size_limits import MAX_HEADS, MAX_WIDTH
-from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task, check_split
+from .task import SPLITS, MetricSums, Task, check_split
 
 # Arrays with one row per example. "content" [B, n] identifies an example, padded with -1; the
 # optional "fits" [B] is False for attempts that must not be used.

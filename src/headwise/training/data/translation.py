@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...attention.masking.sequence_info import SequenceInfo
+from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import ModelSpec, ProcessorSpec
 from ...models.vocabulary import IdArray, train_bpe
 from ...util.errors import SpecError, pluralise, suggest
@@ -32,7 +33,7 @@ from .example_order import (
 )
 from .file_task import Dataset, FileTask
 from .synthetic_task import ModelShape, make_small_translator
-from .task import IGNORE_INDEX, Batch, MetricSums
+from .task import MetricSums
 from .text_files import existing_file, read_lines
 
 # --- BLEU and chrF, computed by sacreBLEU ---------------------------------------------------------
