@@ -183,7 +183,7 @@ time.sleep(60)
 
 def test_a_lock_names_its_holder_and_outlives_it_not(tmp_path: Path):
     """The second writer is told the process; once that is killed, the folder is free."""
-    source = str(Path(files.__file__).parents[1])
+    source = str(Path(files.__file__).parents[2])
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=-1, cwd=source)
     assert holder.stdout is not None
     holder.stdout.readline()

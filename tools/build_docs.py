@@ -182,21 +182,13 @@ def served() -> str:
 
 # Sections of the API reference, with the packages and modules whose public names they list.
 API_SECTIONS = {
-    "Layers": ("presets", "spec", "nn", "masking", "interfaces", "backends", "cache", "errors"),
+    "Parts": ("attention.parts",),
+    "Layers": ("attention", "util"),
+    "Checks": ("costs.part_checks",),
     "Costs": ("costs",),
-    "Models, training, generation": (
-        "models",
-        "model_spec",
-        "hub",
-        "training",
-        "distributed",
-        "generation",
-        "serving",
-    ),
-    "Heads": ("inspect", "traces", "head_analysis", "viewer"),
+    "Models, training, generation": ("models", "hub", "training"),
+    "Heads": ("observe", "viewer"),
     "Surgery": ("surgery",),
-    "Checks": ("part_checks",),
-    "Parts": ("parts",),
 }
 
 
@@ -207,7 +199,8 @@ def api() -> str:
 
     rest, lines = dict(_MODULE_OF_NAME), []
     for title, packages in API_SECTIONS.items():
-        names = [name for name, module in rest.items() if module.partition(".")[0] in packages]
+        prefixes = tuple(f"{package}." for package in packages)
+        names = [name for name, module in rest.items() if f"{module}.".startswith(prefixes)]
         lines += [
             f"## {title}",
             "",

@@ -6,13 +6,8 @@ its text form (`to_toml`). `build`, `train` and `generate` are for whole models;
 `ablate`, `heads` and `importance` analyse trained ones; `prune`, `convert` and `uptrain` change
 them. Public names are imported when they are first used.
 
-Packages of a layer: `spec`, `interfaces`, `parts` and `presets` describe it, `masking` and `cache`
-hold positions and past tokens, `nn` runs it through `backends`, `ops` and `kernels`, and `costs`
-counts it. Of models: `model_spec`, `families`, `models` and `hub`; `data`, `training`,
-`distributed` and `studies`; `generation`. Of heads: `inspect`, `traces`,
-`head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`, `demo`,
-`part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress`,
-`size_limits`, `report` and `machine`.
+The rooms, from the top: `cli`, the commands; `viewer`, `learn` and `studies`; `surgery`; `observe`
+and `hub`; `costs` and `training`; `models`; `attention`, the layer; `kernels` and `report`; `util`.
 
 >>> import headwise as hw
 >>> hw.design(model=512, heads=8, kv=2).heads
@@ -241,33 +236,36 @@ _MODULE_OF_NAME = {
 _REPR_NAMES = {
     name: home
     for name, home in _MODULE_OF_NAME.items()
-    if home in ("spec.heads", "spec.attention_spec", "masking.patterns")
+    if home
+    in ("attention.spec.heads", "attention.spec.attention_spec", "attention.masking.patterns")
 }
-_MODULES = (
-    "backends",
-    "costs",
-    "data",
-    "distributed",
-    "errors",
-    "families",
-    "generation",
-    "head_analysis",
-    "hub",
-    "inspect",
-    "interfaces",
-    "masking",
-    "model_spec",
-    "models",
-    "nn",
-    "part_checks",
-    "parts",
-    "presets",
-    "spec",
-    "surgery",
-    "traces",
-    "training",
-    "viewer",
-)
+_PARTS = f"{__name__}.attention.parts"
+# The packages and modules that are attributes of this one.
+_MODULES = {
+    "attention": "attention",
+    "backends": "attention.backends",
+    "costs": "costs",
+    "data": "training.data",
+    "distributed": "models.distributed",
+    "errors": "util.errors",
+    "families": "models.families",
+    "generation": "models.generation",
+    "head_analysis": "observe.head_analysis",
+    "hub": "hub",
+    "inspect": "observe.inspect",
+    "interfaces": "attention.interfaces",
+    "masking": "attention.masking",
+    "model_spec": "models.model_spec",
+    "models": "models",
+    "part_checks": "costs.part_checks",
+    "parts": "attention.parts",
+    "presets": "attention.presets",
+    "spec": "attention.spec",
+    "surgery": "surgery",
+    "traces": "observe.traces",
+    "training": "training",
+    "viewer": "viewer",
+}
 
 __all__ = sorted(_MODULE_OF_NAME)
 
@@ -279,16 +277,14 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF_NAME:
         value = getattr(import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
     elif name in _MODULES:
-        value = import_module(f"{__name__}.{name}")
-    elif name[:1].isupper() and name in (registry := import_module(f"{__name__}.parts").REGISTRY):
+        value = import_module(f"{__name__}.{_MODULES[name]}")
+    elif name[:1].isupper() and name in (registry := import_module(_PARTS).REGISTRY):
         value = registry[name]
     else:
         raise AttributeError(f"headwise has no {name!r}")
     globals()[name] = value
-    if (
-        f"{__name__}.parts" in sys.modules
-    ):  # specs may exist now: make all names available that their repr may contain
-        globals().update(import_module(f"{__name__}.parts").REGISTRY)
+    if _PARTS in sys.modules:  # specs may exist now: import the names that their repr may contain
+        globals().update(import_module(_PARTS).REGISTRY)
         globals().update(
             {
                 key: getattr(import_module(f"{__name__}.{home}"), key)
@@ -299,4 +295,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*_MODULE_OF_NAME, *_MODULES, *import_module(f"{__name__}.parts").REGISTRY]
+    return [*_MODULE_OF_NAME, *_MODULES, *import_module(_PARTS).REGISTRY]

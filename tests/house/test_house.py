@@ -306,7 +306,7 @@ def calls(path: Path, *names: str) -> Iterator[ast.Call]:
 
 
 def test_only_the_command_line_prints():
-    rooms = ("cli", "demo", "demo.py", "__main__.py")
+    rooms = ("cli", "__main__.py")
     quiet = [path for path in FILES if path.relative_to(SOURCE).parts[0] not in rooms]
     check_none([at(path, call) for path in quiet for call in calls(path, "print")])
 
@@ -320,7 +320,8 @@ def test_interfaces_name_their_arguments():
     files = [
         path
         for path in FILES
-        if path.relative_to(SOURCE).parts[0] in ("interfaces", "parts", "backends")
+        if path.relative_to(SOURCE).parts[:2]
+        in (("attention", "interfaces"), ("attention", "parts"), ("attention", "backends"))
         and path.stem != "core_types"
     ]
     classes = [
@@ -398,20 +399,20 @@ def identifiers(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_only_parts_backends_and_presets_name_a_part():
-    inside = {
-        "parts",
-        "backends",
-        "presets.py",
-        "presets",
-        "families",
-        "__init__.py",
-    }  # the last hands names on
-    parts = set().union(*(registered(path) for path in (SOURCE / "parts").rglob("*.py")))
-    outside = [
-        p
-        for p in FILES
-        if p.relative_to(SOURCE).parts[0] not in inside and p != SOURCE / "__init__.py"
-    ]
+    inside = tuple(
+        SOURCE / place
+        for place in (
+            "attention/parts",
+            "attention/backends",
+            "attention/presets.py",
+            "models/families",
+            "__init__.py",  # hands names on
+        )
+    )
+    parts = set().union(
+        *(registered(path) for path in (SOURCE / "attention" / "parts").rglob("*.py"))
+    )
+    outside = [p for p in FILES if not {p, *p.parents} & set(inside)]
     values = [
         at(path, line, name)
         for path in outside

@@ -12,8 +12,8 @@
     10 gate         heads
     11 merge        head outputs to the model's width
 
-`Attention` runs 1, 2 and 9 to 11 itself. Steps 3 to 8 are the core: `backends/dense.py` writes them
-out in plain tensor operations, and the backend that `backends/dispatch.py` selects computes the
+`Attention` runs 1, 2 and 9 to 11 itself. Steps 3 to 8 are the core: `attention/backends/dense.py` writes them
+out in plain tensor operations, and the backend that `attention/backends/dispatch.py` selects computes the
 same result, usually faster. Before step 1, `CallPlanner.prepare` in `attention_call` checks the
 arguments and lists the backends that support the call.
 

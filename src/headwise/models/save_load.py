@@ -43,7 +43,7 @@ def check_processor(spec: ModelSpec, processor: ProcessorSpec, file_prefix: str 
     >>> small = families.read_model_spec({"model_type": "gpt2", "vocab_size": 11})
     >>> check_processor(small, ProcessorSpec(end=(11,)))
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: end=(11,) is out of range for gpt2, whose vocabulary has 11 tokens; give ids in 0..10
+    headwise.util.errors.SpecError: end=(11,) is out of range for gpt2, whose vocabulary has 11 ...
     """
     for name in TOKENIZER_FIELDS:
         document = getattr(processor, name)

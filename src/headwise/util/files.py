@@ -251,7 +251,7 @@ def read_text_file(path: Path | str) -> str:
     ...     _ = Path(folder, "a").write_bytes(b"one\\ntwo \\xe9")
     ...     read_text_file(f"{folder}/a")
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: .../a, line 2: byte 0xe9 is not UTF-8; convert the file, as in iconv -f latin1 -t utf-8
+    headwise.util.errors.SpecError: .../a, line 2: byte 0xe9 is not UTF-8; ...
     """
     try:
         data = Path(path).read_bytes()

@@ -44,7 +44,7 @@ ABLATION_MODES = ("zero", "mean", "resample", "noise")
 # Packages that a model and the actions need; the parts of each import one another.
 LIBRARIES = (
     "torch",
-    *(f"headwise.{name}" for name in ("models", "costs", "generation", "surgery", "hub")),
+    *(f"headwise.{name}" for name in ("models", "costs", "models.generation", "surgery", "hub")),
 )
 _importing = threading.Lock()
 FloatArray = NDArray[np.float32]

@@ -21,7 +21,7 @@ from support.config_fields import (
     list_outcomes,
 )
 
-TABLE_FILE = Path(__file__).parents[2] / "docs" / "config-fields.json"
+TABLE_FILE = Path(__file__).parents[3] / "docs" / "config-fields.json"
 NOT_IN_TRANSFORMERS = {"dcformer", "dcpythia"}
 NUM_PAIRS = 10
 QUICK_FAMILIES, QUICK_CASES = 6, 10

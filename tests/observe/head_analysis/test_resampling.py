@@ -26,7 +26,7 @@ from headwise.surgery.verification.quality_metrics import measure_quality
 from support import handset_heads as handmade
 from support.pruned_models import build_model, make_examples, make_model_spec
 
-COVERAGE_TOOL = Path(__file__).resolve().parents[2] / "tools" / "interval_coverage.py"
+COVERAGE_TOOL = Path(__file__).resolve().parents[3] / "tools" / "interval_coverage.py"
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 9])

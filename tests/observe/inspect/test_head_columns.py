@@ -268,7 +268,7 @@ def test_the_coverage_check_finds_a_wrong_head(monkeypatch: pytest.MonkeyPatch):
     the next head.
     """
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage_table.py"))
+    tool = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "coverage_table.py"))
     assert tool["check_family"]("vit").ablated == "yes"
     ablate = hw.ablate
     monkeypatch.setattr(

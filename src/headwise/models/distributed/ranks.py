@@ -275,7 +275,7 @@ _checksums: dict[
 
 
 def _source_checksum() -> str:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     if root not in _checksums:
         for path in sorted(root.rglob("*.py")):
