@@ -75,67 +75,38 @@ def gpt2(by_depth: bool = False) -> Model:
 
 # --- rotary positions: transformers takes its angles and its softmax in float32, hence 2e-6 -------
 
+SIZES = {"model": 42, "heads": 6, "kv": 2, "dim": 10}  # head_dim is not hidden_size / heads
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+LOCAL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def gated(
+    kind: str,
+    spec: dict[str, Any],
+    weights: Any = projections,
+    patterns: tuple[str, ...] = ("causal()", "causal()"),
+    **keys: Any,
+) -> Model:
+    """A decoder, and the design of its layers, which differ in their patterns."""
+    config = getattr(tf, f"{kind}Config")(**(GATED | {"hidden_size": 42, "head_dim": 10} | keys))
+    model = randomised(getattr(tf, f"{kind}Model")(config))
+    specs = [hw.design(**(SIZES | {"pattern": pattern} | spec)) for pattern in patterns]
+    return Model(model, blocks(model, specs.__getitem__, weights), 2e-6)
+
 
 def llama(rope: dict[str, Any] | None = None, scaling: Any = None, bias: bool = False) -> Model:
-    """head_dim is not hidden_size / heads; `rope` is their spelling of what `scaling` says."""
-    config = tf.LlamaConfig(
-        hidden_size=42,
-        head_dim=10,
-        attention_bias=bias,
-        max_position_embeddings=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0} | (rope or {}),
-        **GATED,
-    )
+    """`rope` is their spelling of what `scaling` says."""
     rotary = hw.Rotary(base=500.0) if scaling is None else hw.Rotary(base=500.0, scaling=scaling)
-    spec = hw.design(
-        model=42,
-        heads=6,
-        kv=2,
-        dim=10,
-        pattern="causal()",
-        modifiers=(rotary,),
-        bias="qkvo" if bias else "",
-    )
-    model = randomised(tf.LlamaModel(config))
-    return Model(model, blocks(model, lambda depth: spec, projections), 2e-6)
+    keys = {"max_position_embeddings": 8, "rope_parameters": ROPE | (rope or {})}
+    spec = {"modifiers": (rotary,), "bias": "qkvo" if bias else ""}
+    return gated("Llama", spec, attention_bias=bias, **keys)
 
 
 def stablelm() -> Model:
     """Only the first 4 of 10 channels turn."""
-    config = tf.StableLmConfig(
-        hidden_size=60,
-        use_qkv_bias=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4},
-        **GATED,
-    )
-    model = randomised(tf.StableLmModel(config))
-    spec = hw.design(
-        model=60,
-        heads=6,
-        kv=2,
-        pattern="causal()",
-        modifiers=(hw.Rotary(base=500.0, dims=4),),
-        bias="qkv",
-    )
-    return Model(model, blocks(model, lambda depth: spec, projections), 2e-6)
-
-
-def qwen3() -> Model:
-    config = tf.Qwen3Config(hidden_size=42, head_dim=10, rms_norm_eps=1e-2, **GATED)
-    model = randomised(tf.Qwen3Model(config))
-    turns = (hw.QKNorm(eps=1e-2), hw.Rotary(base=10_000.0))
-    spec = hw.design(model=42, heads=6, kv=2, dim=10, pattern="causal()", modifiers=turns)
-    return Model(model, blocks(model, lambda depth: spec, normed), 2e-6)
-
-
-def olmo2() -> Model:
-    config = tf.Olmo2Config(
-        hidden_size=24, rms_norm_eps=1e-2, pad_token_id=0, eos_token_id=1, **GATED
-    )
-    model = randomised(tf.Olmo2Model(config))
-    turns = (hw.QKNorm(scope="full", eps=1e-2), hw.Rotary(base=10_000.0))
-    spec = hw.design(model=24, heads=6, kv=2, pattern="causal()", modifiers=turns)
-    return Model(model, blocks(model, lambda depth: spec, normed), 2e-6)
+    spec = {"model": 60, "modifiers": (hw.Rotary(base=500.0, dims=4),), "bias": "qkv"}
+    rope = ROPE | {"partial_rotary_factor": 0.4}
+    return gated("StableLm", spec, hidden_size=60, use_qkv_bias=True, rope_parameters=rope)
 
 
 def normed(attention: nn.Module) -> dict[str, Tensor]:
@@ -146,73 +117,46 @@ def normed(attention: nn.Module) -> dict[str, Tensor]:
     return projections(attention) | norms
 
 
+def qwen3() -> Model:
+    spec = {"modifiers": (hw.QKNorm(eps=1e-2), hw.Rotary(base=10_000.0))}
+    return gated("Qwen3", spec, normed, rms_norm_eps=1e-2)
+
+
+def olmo2() -> Model:
+    spec = {
+        "model": 24,
+        "dim": 4,
+        "modifiers": (hw.QKNorm(scope="full", eps=1e-2), hw.Rotary(base=10_000.0)),
+    }
+    keys = {"hidden_size": 24, "head_dim": 4, "pad_token_id": 0, "eos_token_id": 1}
+    return gated("Olmo2", spec, normed, rms_norm_eps=1e-2, **keys)
+
+
 def gemma2() -> Model:
     """The softcap bites, the scale follows no width, and every second layer sees 5 keys."""
-    config = tf.Gemma2Config(
-        hidden_size=42,
-        head_dim=10,
-        query_pre_attn_scalar=3,
-        attn_logit_softcapping=1.5,
-        sliding_window=5,
-        layer_types=["sliding_attention", "full_attention"],
-        **GATED,
-    )
-    model = randomised(tf.Gemma2Model(config))
-
-    def spec(depth: int) -> hw.AttentionSpec:
-        return hw.design(
-            model=42,
-            heads=6,
-            kv=2,
-            dim=10,
-            pattern=("window(5)", "causal()")[depth],
-            similarity=hw.Dot(scale=3**-0.5),
-            modifiers=(hw.Rotary(), hw.Softcap(1.5)),
-        )
-
-    return Model(model, blocks(model, spec, projections), 2e-6)
+    modifiers = (hw.Rotary(), hw.Softcap(1.5))
+    spec = {"similarity": hw.Dot(scale=3**-0.5), "modifiers": modifiers}
+    keys = LOCAL | {"query_pre_attn_scalar": 3, "attn_logit_softcapping": 1.5}
+    return gated("Gemma2", spec, patterns=("window(5)", "causal()"), **keys)
 
 
 def gpt_oss() -> Model:
     """A sink in every head, biases everywhere, YaRN, and every second layer sees 5 keys."""
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 500.0,
-        "factor": 4.0,
-        "beta_fast": 8.0,
-        "beta_slow": 0.5,
-    }
-    config = tf.GptOssConfig(
-        hidden_size=42,
-        head_dim=10,
-        sliding_window=5,
-        num_local_experts=3,
-        experts_implementation="eager",
-        num_experts_per_tok=2,
-        layer_types=["sliding_attention", "full_attention"],
-        max_position_embeddings=256,
-        rope_parameters=rope | {"original_max_position_embeddings": 64},
-        **GATED,
-    )
-    model = randomised(tf.GptOssModel(config))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5}
     rotary = hw.Rotary(base=500.0, scaling=hw.YaRN(4.0, original=64, fast=8.0, slow=0.5))
-
-    def spec(depth: int) -> hw.AttentionSpec:
-        return hw.design(
-            model=42,
-            heads=6,
-            kv=2,
-            dim=10,
-            pattern=("window(5)", "causal()")[depth],
-            bias="qkvo",
-            modifiers=(rotary,),
-            normaliser=hw.SinkSoftmax(),
-        )
+    spec = {"bias": "qkvo", "modifiers": (rotary,), "normaliser": hw.SinkSoftmax()}
+    keys = {
+        "num_local_experts": 3,
+        "experts_implementation": "eager",
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 256,
+        "rope_parameters": ROPE | yarn | {"original_max_position_embeddings": 64},
+    }
 
     def weights(attention: nn.Module) -> dict[str, Tensor]:
         return projections(attention) | {"normaliser.sink": attention.sinks.detach()}
 
-    return Model(model, blocks(model, spec, weights), 2e-6)
+    return gated("GptOss", spec, weights, ("window(5)", "causal()"), **(LOCAL | keys))
 
 
 # --- T5: buckets in float32 on both sides, all else in float64 ------------------------------------
@@ -278,37 +222,30 @@ def deepseek(
     scaling: Any = None,
     scale: float | None = None,
 ) -> Model:
-    config = tf.DeepseekV3Config(
-        hidden_size=23,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        intermediate_size=29,
-        q_lora_rank=query_rank,
-        kv_lora_rank=7,
-        qk_rope_head_dim=6,
-        qk_nope_head_dim=5,
-        v_head_dim=11,
-        first_k_dense_replace=LAYERS,
-        rope_interleave=interleaved,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0} | (rope or {}),
-        **USUAL,
-    )
-    model = randomised(tf.DeepseekV3Model(config))
+    keys = {
+        "hidden_size": 23,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": query_rank,
+        "kv_lora_rank": 7,
+        "qk_rope_head_dim": 6,
+        "qk_nope_head_dim": 5,
+        "v_head_dim": 11,
+        "head_dim": 6,
+        "first_k_dense_replace": LAYERS,
+        "rope_interleave": interleaved,
+        "max_position_embeddings": 256,
+        "rope_parameters": ROPE | (rope or {}),
+    }
     turned = {} if scaling is None else {"scaling": scaling}
     rotary = hw.Rotary(base=500.0, pairs="interleaved" if interleaved else "half", **turned)
-    project = hw.Latent(rank=7, rope=6, query_rank=query_rank, eps=1e-6)
-    spec = hw.design(
-        model=23,
-        heads=3,
-        dim=5,
-        vdim=11,
-        pattern="causal()",
-        project=project,
-        modifiers=(rotary,),
-        similarity=hw.Dot(scale=scale),
-    )
-    return Model(model, blocks(model, lambda depth: spec, latent), 2e-6)
+    sizes = {"model": 23, "heads": 3, "kv": None, "dim": 5, "vdim": 11}
+    spec = sizes | {
+        "project": hw.Latent(rank=7, rope=6, query_rank=query_rank, eps=1e-6),
+        "modifiers": (rotary,),
+        "similarity": hw.Dot(scale=scale),
+    }
+    return gated("DeepseekV3", spec, latent, **keys)
 
 
 def latent(attention: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,8 +100,8 @@ def cut(rows: Tensor, end: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("penalty", [-0.5, 1.0, 2.0])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
-def test_beams_find_what_theirs_find(name: str, penalty: float, tmp_path: Path):
-    theirs, ours = build_pair(name, tmp_path)
+def test_beams_find_what_theirs_find(name: str, penalty: float):
+    theirs, ours = build_pair(name)
     x = torch.randint(4, VOCABULARY, (3, 5))
     ours.usage = hw.ProcessorSpec(begin=(START,))
     free = hw.generate(ours.float(), x, max_new_tokens=6, config=hw.DecodingConfig(beams=4, best=4))
@@ -125,8 +124,8 @@ def test_beams_find_what_theirs_find(name: str, penalty: float, tmp_path: Path):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_penalty_for_repetition_does_what_theirs_does(beams: int, tmp_path: Path):
-    theirs, ours = build_pair("gpt2", tmp_path)
+def test_a_penalty_for_repetition_does_what_theirs_does(beams: int):
+    theirs, ours = build_pair("gpt2")
     x = torch.randint(4, VOCABULARY, (3, 5))
     options = {"repetition_penalty": 1.7, "num_beams": beams} | (
         {"early_stopping": "never"} if beams > 1 else {}

@@ -142,7 +142,7 @@ def check_close(name: str, theirs: nn.Module, ours: hw.Transformer) -> None:
     )
     for got, expected in both(name, theirs, ours):
         assert expected.abs().max() > 0.1
-        share = 1e-10 if exact else 1e-5
+        share = 1e-11 if exact else 1e-5
         torch.testing.assert_close(
             got, expected, rtol=0.0, atol=share * expected.abs().max().item()
         )
@@ -179,22 +179,6 @@ def test_shards_are_put_together(tmp_path: Path):
     theirs = saved_model("qwen3", tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     check_close("qwen3", theirs, hw.load(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2"])
-def test_greedy_generation_is_token_for_token_the_same(name: str, tmp_path: Path):
-    theirs, prompt = saved_model(name, tmp_path), ids(3)
-    theirs.generation_config.eos_token_id = None
-    generated = theirs.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=17,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    assert (
-        hw.greedy_decode(hw.load(tmp_path), prompt, max_new_tokens=17) == generated[:, 3:].tolist()
-    )
 
 
 # --- and back -------------------------------------------------------------------------------------

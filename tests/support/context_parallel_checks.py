@@ -18,9 +18,7 @@ import headwise as hw
 from headwise.attention.masking.sequence_info import SequenceInfo
 from headwise.models import model_spec as bp
 from headwise.models.distributed.parallel_attention import (
-    TOKEN_ORDERS,
     TensorContextParallel,
-    gather_token_outputs,
     set_parallel_context,
     shard_tokens,
     use_whole_rows,
@@ -35,6 +33,7 @@ from support.parallel_models import (
     all_ranks,
     build_model,
     check_context_parallel,
+    gather_token_outputs,
     make_batch,
     make_model_spec,
     make_stack,
@@ -46,7 +45,6 @@ from support.parallel_models import (
 from support.rank_checks import run_checks
 
 CASES: dict[str, Callable[[], None]] = {}
-ORDER = {"decoder": "zigzag", "encoder": "runs", "encoder-decoder": "runs"}
 
 
 def case(check_: Callable[[], None]) -> Callable[[], None]:
@@ -61,19 +59,15 @@ def check(name: str) -> None:
         CASES[name]()
     else:
         preset, kind = name.split()
-        check_model(
-            make_model_spec(preset, kind), ORDER[kind], steps=STEPS if kind == "decoder" else 1
-        )
+        check_model(make_model_spec(preset, kind), steps=STEPS if kind == "decoder" else 1)
 
 
-def check_model(
-    model: bp.ModelSpec, order: str, tokens=None, count: int = 7, steps: int = 1
-) -> None:
+def check_model(model: bp.ModelSpec, tokens=None, count: int = 7, steps: int = 1) -> None:
     """Check a model whose padding has no labels."""
     batch = make_batch(model, tokens or {}, count)
     if batch.labels.dim() == 2:
         batch = replace(batch, labels=batch.labels.where(real_tokens(batch), IGNORE_INDEX))
-    check_context_parallel(build_model(model), all_ranks(), order, batch, steps=steps)
+    check_context_parallel(build_model(model), all_ranks(), batch, steps=steps)
 
 
 def decoder(*blocks: bp.BlockSpec, heads=None, **options) -> bp.ModelSpec:
@@ -86,27 +80,25 @@ def decoder(*blocks: bp.BlockSpec, heads=None, **options) -> bp.ModelSpec:
     )
 
 
-def with_context_parallel(layer, order: str):
+def with_context_parallel(layer):
     """A copy that divides its rows over the ranks."""
     part = copy.deepcopy(layer)
-    set_parallel_context(part, TensorContextParallel(context_group=all_ranks(), token_order=order))
+    set_parallel_context(part, TensorContextParallel(context_group=all_ranks()))
     return part
 
 
-def shard_of(x: Tensor, tokens: SequenceInfo | None, order: str) -> tuple[Tensor, SequenceInfo]:
+def shard_of(x: Tensor, tokens: SequenceInfo | None) -> tuple[Tensor, SequenceInfo]:
     """This rank's shard of x and of its sequence."""
-    own = shard_tokens(
-        Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), all_ranks(), order
-    )
+    own = shard_tokens(Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), all_ranks())
     assert own.tokens is not None
     return own.x, own.tokens
 
 
-def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, source=None) -> None:
+def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, source=None) -> None:
     """Outputs and gradients of one layer equal those of the undivided layer."""
     group, part, leaves = (
         all_ranks(),
-        with_context_parallel(layer, order),
+        with_context_parallel(layer),
         [x.detach().requires_grad_()],
     )
     is_real = tokens.is_real.expand(x.shape[:2])
@@ -115,23 +107,21 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
         * is_real[..., None]
     )
     (own, at), (shard_grad_weights, _) = (
-        shard_of(leaves[0], tokens, order),
-        shard_of(grad_weights, tokens, order),
+        shard_of(leaves[0], tokens),
+        shard_of(grad_weights, tokens),
     )
     recorded, theirs = {}, {}
     if source is not None:
         z, entry = source[0].detach().requires_grad_(), source[1]
-        cut, cut_entry = shard_of(z, entry, order)
+        cut, cut_entry = shard_of(z, entry)
         recorded, theirs = (
             {"source": part.project_source(cut, sequence=cut_entry)},
             {"source": layer.project_source(z, sequence=entry)},
         )
         leaves.append(z)
     ours, whole = part(own, sequence=at, **recorded), layer(leaves[0], sequence=tokens, **theirs)
-    named = {"msg": lambda message: f"{name} {order}: {message}"}
-    check_close(
-        gather_token_outputs(ours, x.shape[1], group, order)[is_real], whole[is_real], **named
-    )
+    named = {"msg": lambda message: f"{name}: {message}"}
+    check_close(gather_token_outputs(ours, x.shape[1], group)[is_real], whole[is_real], **named)
     first = torch.autograd.grad((whole * grad_weights).sum(), leaves, materialize_grads=True)
     second = torch.autograd.grad((ours * shard_grad_weights).sum(), leaves, materialize_grads=True)
     for grad, other in zip(first, second, strict=True):
@@ -140,9 +130,7 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
 
 @case
 def every_part() -> None:
-    """Every example of every part as one layer, with full, padded or packed rows, in both token
-    orders.
-    """
+    """Every example of every part as one layer, with full, padded or packed rows."""
     for n, (name, spec) in enumerate(cases.EVERY.items()):
         layer = cases.layer(spec)
         x, z = cases.tensors(spec)
@@ -155,7 +143,6 @@ def every_part() -> None:
             layer,
             x,
             SequenceInfo.from_batch(x, lengths=[7, 3, 5]) if source else sequence,
-            TOKEN_ORDERS[n // 4 % 2],
             source,
         )
 
@@ -166,14 +153,13 @@ def lengths() -> None:
     label on one rank.
     """
     model = make_model_spec("gqa", "decoder")
-    for n, count in enumerate((1, 1, 2, 2, 3, 8)):
-        check_model(model, TOKEN_ORDERS[n % 2], count=count)
+    for count in (1, 1, 2, 2, 3, 8):
+        check_model(model, count=count)
     net, wire = build_model(model), all_ranks()
     batch = make_batch(model)
     check_context_parallel(
         net,
         wire,
-        "runs",
         replace(batch, labels=batch.labels.where(torch.arange(7) < 2, IGNORE_INDEX)),
     )
 
@@ -183,14 +169,14 @@ def filled() -> None:
     """Rows padded on either side, and rows of several texts."""
     for preset in ("gqa", "dcmha", "linear"):
         model = make_model_spec(preset, "decoder")
-        for n, tokens in enumerate(cases.sequence_infos(make_batch(model).x).values()):
-            check_model(model, TOKEN_ORDERS[n % 2], {"x": tokens})
+        for tokens in cases.sequence_infos(make_batch(model).x).values():
+            check_model(model, {"x": tokens})
     x, source = (torch.zeros(3, count) for count in (7, 5))
     both = {
         "x": SequenceInfo.from_batch(x, lengths=[7, 2, 5]),
         "source": SequenceInfo.from_batch(source, lengths=[1, 5, 3]),
     }
-    check_model(make_model_spec("mla", "encoder-decoder"), "zigzag", both)
+    check_model(make_model_spec("mla", "encoder-decoder"), both)
 
 
 @case
@@ -203,13 +189,9 @@ def rows_as_a_whole() -> None:
             bp.BlockSpec(small_spec("gqa"), feed=bp.FeedForwardSpec(8)),
             heads=(bp.OutputHeadSpec("class", 5, at=at),),
         )
-        for order in TOKEN_ORDERS:
-            check_model(model, order)
-            check_model(
-                model,
-                order,
-                {"x": SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[5, 1, 7], pad="left")},
-            )
+        check_model(model)
+        padded = SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[5, 1, 7], pad="left")
+        check_model(model, {"x": padded})
 
 
 @case
@@ -221,10 +203,10 @@ def pieces() -> None:
     bias = hw.design(
         model=MODEL, heads=HEADS, modifiers=(hw.T5Bias(buckets=8, reach=9), hw.Softcap(2.0))
     )
-    check_model(decoder(*[bp.BlockSpec(bias, feed=feed, placement="sandwich")] * 2), "zigzag")
+    check_model(decoder(*[bp.BlockSpec(bias, feed=feed, placement="sandwich")] * 2))
     one = make_model_spec("mha", "encoder-decoder")
     block = bp.BlockSpec(cross=small_spec("mha", bias="o"), form="merged")
-    check_model(replace(one, stacks=(one.stacks[0], make_stack("decoder", [block] * 2))), "runs")
+    check_model(replace(one, stacks=(one.stacks[0], make_stack("decoder", [block] * 2))))
 
 
 @case
@@ -238,9 +220,8 @@ def a_block_of_several_layers() -> None:
         ).double()
         for tensor in block.state_dict().values():
             dist.broadcast(tensor, 0)
-        for order in TOKEN_ORDERS:
-            for tokens in cases.sequence_infos(x).values():
-                check_layer("longformer", block, x, tokens, order)
+        for tokens in cases.sequence_infos(x).values():
+            check_layer("longformer", block, x, tokens)
 
 
 @case
@@ -262,7 +243,7 @@ def terms() -> None:
         aux_losses.append(losses)
         return out
 
-    check_context_parallel(net, all_ranks(), "runs", make_batch(model), loss)
+    check_context_parallel(net, all_ranks(), make_batch(model), loss)
     whole, ours = aux_losses[0], aux_losses[1]
     assert len(whole.terms) == 4
     for key, value in whole.terms.items():
@@ -277,8 +258,8 @@ def a_mask_over_all_keys() -> None:
         dist.broadcast(tensor, 0)
     x = torch.randn(2, 6, MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     mask = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(7)) < 0.6
-    part, wire = with_context_parallel(layer, "runs"), all_ranks()
-    own, at = shard_of(x, None, "runs")
+    part, wire = with_context_parallel(layer), all_ranks()
+    own, at = shard_of(x, None)
     mine = mask[:, :, at.start : at.start + 3]
     check_close(
         gather_token_outputs(part(own, sequence=at, mask=mine), 6, wire), layer(x, mask=mask)
@@ -290,7 +271,7 @@ def a_prompt_into_a_cache() -> None:
     """Every rank caches the tokens of all ranks and decodes alone."""
     for preset in ("gqa", "linear", "mla", "dcmha"):
         net = build_model(decoder(*[bp.BlockSpec(small_spec(preset))] * 2)).eval()
-        part, ids = with_context_parallel(net, "runs"), make_batch(net.spec, count=8).x
+        part, ids = with_context_parallel(net), make_batch(net.spec, count=8).x
         own = shard_tokens(Batch(ids[:, :6], ids[:, :6]), all_ranks())
         with torch.no_grad():
             cache = part.cache(batch=3, capacity=8)
@@ -304,7 +285,7 @@ def a_prompt_into_a_cache() -> None:
 @case
 def without_given_positions() -> None:
     """Tokens without positions start at 0 on every rank and are refused."""
-    part = with_context_parallel(build_model(decoder(bp.BlockSpec(small_spec("gqa")))), "runs")
+    part = with_context_parallel(build_model(decoder(bp.BlockSpec(small_spec("gqa")))))
     if all_ranks().rank:
         with pytest.raises(
             ValueError, match="rank 1 of 2 got 3 tokens from position 0, not its shard; pass"
@@ -313,8 +294,6 @@ def without_given_positions() -> None:
     x = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="two tokens of one segment have the same position"):
         part(x, sequence=SequenceInfo.from_batch(x, lengths=[3, 2]))
-    with pytest.raises(ValueError, match="got 3 tokens from position"):
-        with_context_parallel(part, "zigzag")(x)
 
 
 @case
@@ -322,8 +301,8 @@ def single_precision() -> None:
     """Equal within float32 rounding."""
     model = make_model_spec("gqa", "encoder")
     net, wire = build_model(model, torch.float32), all_ranks()
-    part, batch = with_context_parallel(net, "zigzag"), make_batch(model)
-    own = shard_tokens(batch, wire, "zigzag")
+    part, batch = with_context_parallel(net), make_batch(model)
+    own = shard_tokens(batch, wire)
     for one, value in ((net, batch), (part, own)):
         summed_loss(one, value).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])

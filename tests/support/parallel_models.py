@@ -19,7 +19,7 @@ from headwise.models import model_spec as bp
 from headwise.models.distributed.collectives import CollectiveGroup
 from headwise.models.distributed.parallel_attention import (
     TensorContextParallel,
-    gather_token_outputs,
+    join_runs,
     set_parallel_context,
     shard_tokens,
 )
@@ -225,15 +225,20 @@ def gather_whole(divided: TensorParallelModel, tensors: Grads) -> Grads:
     }
 
 
+def gather_token_outputs(y: Tensor, num_tokens: int, group: CollectiveGroup) -> Tensor:
+    """Outputs of every token [B, num_tokens, ...] from those of each rank."""
+    return join_runs(group.all_gather(y.detach()))[:, :num_tokens]
+
+
 def check_context_parallel(
-    net, group: CollectiveGroup, order: str, batch: Batch, loss: Loss = summed_loss, steps: int = 1
+    net, group: CollectiveGroup, batch: Batch, loss: Loss = summed_loss, steps: int = 1
 ) -> None:
     """Outputs, gradients and updated weights under divided rows equal those under whole rows."""
-    part, own = copy.deepcopy(net), shard_tokens(batch, group, order)
-    set_parallel_context(part, TensorContextParallel(context_group=group, token_order=order))
+    part, own = copy.deepcopy(net), shard_tokens(batch, group)
+    set_parallel_context(part, TensorContextParallel(context_group=group))
     whole, ours = model_output(net, batch), model_output(part, own)
     if batch.labels.dim() == 2:
-        ours, live = gather_token_outputs(ours, whole.shape[1], group, order), real_tokens(batch)
+        ours, live = gather_token_outputs(ours, whole.shape[1], group), real_tokens(batch)
         check_close(ours[live], whole[live])
     else:
         check_close(ours, whole)
@@ -241,7 +246,7 @@ def check_context_parallel(
     def learn() -> None:
         whole, ours = backward_on([net, part], [batch, own], loss)
         if whole is not None:
-            check_close(gather_token_outputs(ours, whole.shape[1], group, order), whole)
+            check_close(gather_token_outputs(ours, whole.shape[1], group), whole)
         for p in part.parameters():
             p.grad = None if p.grad is None else group.all_reduce(p.grad)
 

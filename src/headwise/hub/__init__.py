@@ -7,23 +7,14 @@ In reading order:
 - `transformers_loading`: load folders with transformers without running code that they name.
 - `checkpoint_weights`: read safetensors into headwise tensors, with all checks before reading.
 - `tokenizer_files`: read tokenizers and special ids of a folder; attach a tokenizer to a model.
-- `transformers_backend`: "headwise" as an attention implementation of transformers, also of Falcon,
-  which does not use
-  the attention interface.
+- `transformers_backend`: "headwise" as an attention implementation of transformers.
 
 Importing this package registers that implementation once.
 """
 
 from .pretrained_models import export, load
-from .transformers_backend import (
-    FALCON_MODULE,
-    MODELS_MODULE,
-    register_after_import,
-    register_backend,
-    register_falcon,
-)
+from .transformers_backend import MODELS_MODULE, register_after_import, register_backend
 
 __all__ = ["export", "load"]
 
 register_after_import(MODELS_MODULE, register_backend)
-register_after_import(FALCON_MODULE, register_falcon)

@@ -117,10 +117,7 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # of three token
 REQUESTS = st.tuples(PROMPTS, st.integers(1, 8))
 EVENTS = st.lists(st.sampled_from(["join", "join", "step", "step", "leave"]), max_size=16)
 CONFIGS = st.builds(
-    hw.BatchingConfig,
-    rows=st.integers(1, 6),
-    page=st.integers(1, 5),
-    chunk=st.integers(1, 9),
+    hw.BatchingConfig, rows=st.integers(1, 6), page=st.integers(1, 5), chunk=st.integers(1, 9)
 )
 
 

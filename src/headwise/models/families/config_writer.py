@@ -220,7 +220,4 @@ def _list_attentions(stack: StackSpec) -> list[AttentionSpec]:
     return [spec for spec in attentions if isinstance(spec, AttentionSpec)]
 
 
-WRITERS = {
-    "gpt2": write_gpt2,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), write_llama),
-}
+WRITERS = {"gpt2": write_gpt2, **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), write_llama)}

@@ -207,10 +207,7 @@ def bert(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
             "tie_word_embeddings: the second bias of the decoder in transformers is left out"
         )
     following = OutputHeadSpec("next", 2, "first", HeadTransformSpec(sizes.model), "learned")
-    pretraining = {
-        "ForPreTraining": [masked, following],
-        "ForNextSentencePrediction": [following],
-    }
+    pretraining = {"ForPreTraining": [masked, following], "ForNextSentencePrediction": [following]}
     return Extras(masked=masked, tasks=pretraining)
 
 
