@@ -58,7 +58,7 @@ SHOTS = (
     Shot("steps", "steps?site=3&head=4&position=9&key=2", ready=".step"),
     Shot("cost", "cost", ("Compute the cost",), ready="main table"),
     Shot("open", "open", ready="main table"),
-    Shot("export", "head?site=6&head=1", key="e", ready=".figure-preview img"),
+    Shot("export", "head?site=6&head=1", key="e", ready=".drawer"),
 )
 
 

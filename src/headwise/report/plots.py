@@ -9,6 +9,7 @@ import io
 import math
 import re
 import textwrap
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -106,12 +107,12 @@ def save_figure(
 ) -> None:
     """Draw a figure into an SVG, PNG or PDF file. `overwrite` replaces an earlier figure."""
     target = check_figure_path(path, "overwrite" if overwrite else "refuse")
-    write_atomically(target, _render(figure, get_theme(theme), target.suffix))
+    write_atomically(target, to_bytes(figure, target.suffix, theme))
 
 
 def to_svg(figure: Figure, theme: str = "light", inline: bool = False) -> Any:
     """Return a figure as SVG; `inline` gives an element for an HTML page, with text as text."""
-    text = _render(figure, get_theme(theme), ".svg", "none" if inline else "path").decode()
+    text = to_bytes(figure, ".svg", theme, "none" if inline else "path").decode()
     if not inline:
         return text
     from markupsafe import Markup
@@ -123,13 +124,18 @@ def to_svg(figure: Figure, theme: str = "light", inline: bool = False) -> Any:
     return Markup(text.replace("<svg ", label, 1))  # matplotlib escaped all texts
 
 
-def _render(figure: Figure, theme: Theme, suffix: str, font: str = "path") -> bytes:
+_drawing = threading.Lock()  # settings of matplotlib belong to the process
+
+
+def to_bytes(figure: Figure, suffix: str, theme: str = "light", font: str = "path") -> bytes:
+    """Return a figure as a file with this suffix; the font "none" leaves text in SVG as text."""
     buffer = io.BytesIO()
-    with figure_style(theme):
+    colours = get_theme(theme)
+    with _drawing, figure_style(colours):
         import matplotlib
 
         matplotlib.rcParams["svg.fonttype"] = font
-        drawing = draw(figure, theme)
+        drawing = draw(figure, colours)
         drawing.draw_without_rendering()  # the layout of the second pass knows the ticks
         metadata = FIGURE_METADATA[suffix]
         drawing.savefig(buffer, format=suffix[1:], metadata=metadata, **SAVE_OPTIONS[suffix])

@@ -102,6 +102,12 @@ class Query:
         return self.view.get_recorded().get_layer(self.site)
 
     @property
+    def part(self) -> TileRange:
+        """The range of queries and keys, all by default."""
+        layer = self.layer
+        return TileRange(self.span("q", layer.num_queries), self.span("k", layer.num_keys))
+
+    @property
     def head(self) -> int:
         """The number of the head."""
         return self.integer("head", 0, self.layer.heads - 1)
@@ -194,21 +200,19 @@ def answer_image(view: OpenModel, query: Query) -> bytes:
 @answer("tile")
 def answer_tile(view: OpenModel, query: Query) -> bytes:
     """A range of weights as a picture with its masked cells; `scale` is the value of 255."""
-    layer = query.layer
-    size = tuple(query.integer(name, 1, MAX_TILE_CELLS, 512) for name in ("rows", "cols"))
-    queries = query.span("q", layer.num_queries)
-    keys = query.span("k", layer.num_keys)
-    part = TileRange(queries, keys, (size[0], size[1]))
+    rows = query.integer("rows", 1, MAX_TILE_CELLS, 512)
+    columns = query.integer("cols", 1, MAX_TILE_CELLS, 512)
+    part = query.part._replace(size=(rows, columns))
     pool = query.choice("pool", ("max", "mean"))
     tile = view.tile(query.site, query.head, part, pool=pool, lens=query.lens, row=query.row)
     return encode_arrays(
         {"weights": tile.weights, "masked": tile.masked},
         scale=tile.scale,
         revision=view.revision,
-        q0=queries.start,
-        q1=queries.stop,
-        k0=keys.start,
-        k1=keys.stop,
+        q0=part.queries.start,
+        q1=part.queries.stop,
+        k0=part.keys.start,
+        k1=part.keys.stop,
     )
 
 
@@ -263,9 +267,7 @@ def answer_marginals(view: OpenModel, query: Query) -> bytes:
 @answer("peak")
 def answer_peak(view: OpenModel, query: Query) -> bytes:
     """The exact largest weight of a part, for a cell that covers several pairs."""
-    layer = query.layer
-    part = TileRange(query.span("q", layer.num_queries), query.span("k", layer.num_keys))
-    peak = view.peak(query.site, query.head, part, lens=query.lens, row=query.row)
+    peak = view.peak(query.site, query.head, query.part, lens=query.lens, row=query.row)
     place = np.array([peak.query, peak.key], np.int32)
     return encode_arrays({"weight": np.array([peak.weight], np.float32), "place": place})
 

@@ -1,5 +1,5 @@
-"""The files that the page offers to save: weights as CSV, JSON or NPZ, the measures, the trace, and
-the page itself.
+"""The files that the page offers to save: figures, weights as CSV, JSON or NPZ, the measures, the
+trace, and the page itself.
 
 The page is a single HTML file that opens from a disk, needs no network, and shows the same page as
 the server. It contains the built page (`static/report.js` and its styles) and the answers of the
@@ -27,11 +27,14 @@ from ..observe.traces import Trace
 from ..observe.traces.attention_trace import format_bytes
 from ..observe.traces.import_export import WeightSelection, encode_weights, estimate_export_bytes
 from ..observe.traces.trace_file import encode_trace
+from ..report.data import Figure, HeatMap, Links
+from ..report.plots import to_bytes
 from ..util.errors import SpecError
 from ..util.escaping import escape_html, make_visible
 from .answers import ask
-from .open_model import OpenModel
+from .open_model import OpenModel, TileRange
 from .view_document import make_file_stem
+from .weight_summaries import make_edges
 
 # --- The answers that the file contains -----------------------------------------------------------
 
@@ -55,8 +58,6 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
         if count_bytes(trace) <= EXACT_BYTES:
             exact = trace.head_weights(name, head).astype(np.dtype("<f4"))
             weights[f"{site}/{head}"] = {"shape": list(exact.shape), "base64": _base64(exact)}
-    if model.table is not None:
-        answers["/api/export?kind=measures"] = {"text": model.table.to_csv()}
     return {"version": 1, "answers": encode_answers(answers), "weights": weights}
 
 
@@ -195,7 +196,10 @@ def make_title(name: str) -> str:
 # --- All files ------------------------------------------------------------------------------------
 
 WEIGHT_KINDS = ("csv", "json", "npz")
+FIGURE_KINDS = ("svg", "png")
 MEDIA_TYPES = {
+    "svg": "image/svg+xml",
+    "png": "image/png",
     "csv": "text/csv; charset=utf-8",
     "json": "application/json",
     "npz": "application/zip",
@@ -206,6 +210,8 @@ MEDIA_TYPES = {
 }
 EXPORT_KINDS = tuple(MEDIA_TYPES)
 MAX_EXPORT_BYTES = 500_000_000  # a browser holds the whole file before it saves it
+FIGURE_CELLS = 512  # on each side of the picture of a head
+MAX_LINE_TOKENS = 64  # on each side of a drawing as lines
 
 
 class FileTooLarge(ValueError):
@@ -213,13 +219,17 @@ class FileTooLarge(ValueError):
 
 
 class ExportScope(NamedTuple):
-    """Which weights a file has: those of one head of a site, or of all heads (site ""), of at least
-    `min_weight`.
+    """What a file has: one head of a site, or all heads (site ""); of the weights those of at least
+    `min_weight`; of a figure a `part` through a `lens`, in a theme, as a matrix or as lines.
     """
 
     site: str = ""
     head: int = 0
     min_weight: float = 0.0
+    part: TileRange = TileRange(slice(None), slice(None))
+    lens: str = "weight"
+    theme: str = "light"
+    form: str = "matrix"
 
     def select(self, trace: Trace) -> WeightSelection:
         """The selection of the library."""
@@ -236,29 +246,29 @@ class ExportFile(NamedTuple):
     pieces: Iterator[bytes]
 
 
-def make_file_name(view: OpenModel, kind: str, scope: ExportScope) -> str:
-    """The name of a file, such as headwise-dates-encoder.0.attention-3.csv."""
-    stem = make_file_stem(view.name)
-    if kind == "measures":
-        return f"{stem}-measures.csv"
-    if kind in WEIGHT_KINDS and scope.site:
-        part = make_file_stem(scope.site).removeprefix("headwise-")
-        return f"{stem}-{part}-{scope.head}.{kind}"
-    return f"{stem}.{kind}"
-
-
 def make_file(view: OpenModel, kind: str, scope: ExportScope) -> ExportFile:
     """The file of a kind; raises FileTooLarge, or ValueError if there is nothing to save."""
-    size = estimate_bytes(view, kind, scope)
+    trace = view.get_trace()
+    size = 0
+    if kind in WEIGHT_KINDS:
+        size = estimate_export_bytes(trace, f".{kind}", scope.select(trace))
+    elif kind == "trace":
+        size = trace.nbytes
     if size > MAX_EXPORT_BYTES:
         raise FileTooLarge(
             f"the file would have about {format_bytes(size)}, and a browser can hold "
             f"{format_bytes(MAX_EXPORT_BYTES)}; save one head, leave out small weights, or write "
             "it with `headwise trace FILE.trace --export`"
         )
+    name = make_file_stem(view.name)
+    if kind == "measures":
+        name += "-measures"
+    elif scope.site and kind in (*WEIGHT_KINDS, *FIGURE_KINDS):
+        name += f"-{make_file_stem(scope.site).removeprefix('headwise-')}-{scope.head}"
     pieces = _encode(view, kind, scope)
     first = next(pieces, b"")  # an error of the first piece is an answer, and no broken file
-    return ExportFile(make_file_name(view, kind, scope), MEDIA_TYPES[kind], chain([first], pieces))
+    suffix = "csv" if kind == "measures" else kind
+    return ExportFile(f"{name}.{suffix}", MEDIA_TYPES[kind], chain([first], pieces))
 
 
 def _encode(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
@@ -266,60 +276,39 @@ def _encode(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
     if kind in WEIGHT_KINDS:
         trace = view.get_trace()
         yield from encode_weights(trace, f".{kind}", scope.select(trace))
-    elif kind == "measures":
-        yield _render_measures(view)
     elif kind == "trace":
         yield from (bytes(piece) for piece in encode_trace(view.get_recorded()))
-    else:
+    elif kind == "html":
         yield render_export(view).encode()
-
-
-def _render_measures(view: OpenModel) -> bytes:
-    if view.table is None:
+    elif kind in FIGURE_KINDS and scope.site:
+        yield to_bytes(draw_head(view, scope), f".{kind}", scope.theme, "none")
+    elif view.table is None:
         raise ValueError("the heads have not been measured; measure them first")
-    return view.table.to_csv().encode(errors="backslashreplace")
+    elif kind == "measures":
+        yield view.table.to_csv().encode(errors="backslashreplace")
+    else:
+        yield to_bytes(view.table.class_grid(), f".{kind}", scope.theme, "none")
 
 
-def estimate_bytes(view: OpenModel, kind: str, scope: ExportScope) -> int:
-    """About how many bytes the file of a kind has; raises ValueError if there is nothing to
-    save.
-    """
+def draw_head(view: OpenModel, scope: ExportScope) -> Figure:
+    """The weights of a head as the Head screen shows them: a matrix, or lines between tokens."""
     trace = view.get_trace()
-    if kind in WEIGHT_KINDS:
-        return estimate_export_bytes(trace, f".{kind}", scope.select(trace))
-    if kind == "measures":
-        return len(_render_measures(view))
-    if kind == "html":
-        return estimate_html_bytes(view)
-    words = 0
-    for rows in trace.streams.values():
-        words += sum(len(json.dumps([row.words, row.ids, row.text])) for row in rows)
-    return trace.nbytes + sum(picture.nbytes for picture in trace.thumbnails.values()) + words
-
-
-def estimate_html_bytes(model: OpenModel) -> int:
-    """About how many bytes the HTML file has; raises SpecError if the page is not built."""
-    trace = model.get_trace()
-    exact = count_bytes(trace)
-    binary = exact if exact <= EXACT_BYTES else 0
-    binary += len(ask(model, "/api/measures")) + len(ask(model, "/api/thumbnails"))
-    binary += sum(image[0].nbytes for image in trace.images.values())
-    for layer in trace.layers:
-        cells = min(TILE_SIDE, layer.num_queries) * min(TILE_SIDE, layer.num_keys)
-        binary += 2 * layer.heads * cells
-    texts = len(json.dumps(model.describe()))
-    texts += len(model.table.to_csv()) if model.table is not None else 0
-    return sum(map(len, load_assets())) + texts + binary * 4 // 3
-
-
-def describe_files(view: OpenModel, scope: ExportScope) -> dict[str, Any]:
-    """The name and size of every kind of file, or the reason why there is none."""
-    files: dict[str, Any] = {}
-    for kind in EXPORT_KINDS:
-        try:
-            size = estimate_bytes(view, kind, scope)
-        except ValueError as error:
-            files[kind] = {"name": "", "bytes": 0, "reason": str(error)}
-        else:
-            files[kind] = {"name": make_file_name(view, kind, scope), "bytes": size, "reason": ""}
-    return files
+    layer = trace.get_layer(scope.site)
+    part = scope.part._replace(size=(FIGURE_CELLS, FIGURE_CELLS))
+    tile = view.tile(scope.site, scope.head, part, lens=scope.lens)
+    words: list[list[str]] = []
+    for stream, span, count, cells in (
+        (layer.query_stream, part.queries, layer.num_queries, len(tile.weights)),
+        (layer.key_stream, part.keys, layer.num_keys, tile.weights.shape[1]),
+    ):
+        start, stop, _ = span.indices(count)
+        known = trace.streams[stream][0].words if stream in trace.streams else ()
+        tokens = [make_visible(word) for word in known] or [str(n) for n in range(count)]
+        words.append([tokens[n] for n in make_edges(start, stop, cells)[:-1]])
+    title = f"{view.name}: {scope.site} head {scope.head}"
+    weights = tile.weights / 255
+    if scope.form == "lines" and max(map(len, words)) <= MAX_LINE_TOKENS:
+        return Figure(title, [Links(*words, {scope.lens: weights})])
+    axes = (f"key ({layer.key_stream})", f"query ({layer.query_stream})")
+    scale = f"{scope.lens}; 1 is {tile.scale:.3g}; strength of colour: the square root"
+    return Figure(title, [HeatMap(weights, *words, "", *axes)], scale_label=scale)

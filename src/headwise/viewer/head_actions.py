@@ -1,5 +1,5 @@
-"""The jobs that compare heads over several texts: distances between all heads, the texts that show a
-class of a head best and worst, and dependency relations.
+"""The jobs that compare heads over several texts: distances between all heads, and the texts that
+show a class of a head best and worst.
 """
 
 from __future__ import annotations
@@ -228,39 +228,3 @@ def _strongest_pairs(maker: PictureMaker, number: int, head: HeadMeasures) -> li
                 }
             )
     return pairs
-
-
-@action("syntax", conllu=text())
-def measure_syntax(model: OpenModel, progress: JobProgress, conllu: str) -> dict[str, Any]:
-    """Measure all heads over parsed sentences (CoNLL-U), with the dependency relations that each
-    head follows.
-    """
-    from ..observe.head_analysis.annotated_examples import examples_from_sentences, read_conllu
-    from ..observe.head_analysis.dependency_syntax import SYNTAX_PREFIX, DependencyScores
-    from ..observe.head_analysis.text_analysis import measure_and_classify
-
-    if not conllu.strip():
-        raise ValueError("there are no sentences; choose a file in the format CoNLL-U")
-    progress(0, 0, "reading sentences")
-    net = model.get_model()
-    reader = examples_from_sentences(net, read_conllu(conllu.splitlines()))
-    examples = reader.examples_with_frequencies()
-    if len(examples) < MIN_TEXTS:
-        raise ValueError(
-            f"{len(examples)} parsed sentences are too few for an interval; give at least two"
-        )
-    table = measure_and_classify(
-        net,
-        examples,
-        collectors=[DependencyScores()],
-        progress=lambda count: progress(count, len(examples), "measuring heads"),
-    ).with_notes(reader.notes)
-    relations: set[str] = set()
-    for head in table.heads:
-        relations |= {name for name in head.measures if name.startswith(SYNTAX_PREFIX)}
-    if not relations:
-        raise ValueError(
-            "no relation occurs often enough to be measured (20 times); give more sentences"
-        )
-    model.set_table(table)
-    return {"revision": model.revision, "texts": len(examples), "relations": len(relations)}

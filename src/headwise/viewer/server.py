@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ..report.plots import THEMES
 from ..util.errors import SpecError
 from . import head_actions, lab_actions  # noqa: F401 - they register jobs
 from .action_fields import ALL_JOBS, text
@@ -32,7 +33,6 @@ from .export_files import (
     ExportFile,
     ExportScope,
     FileTooLarge,
-    describe_files,
     make_file,
 )
 from .http_security import (
@@ -76,24 +76,17 @@ def read_static_files(folder: Path = STATIC) -> dict[str, tuple[bytes, str]]:
 # --- Files to save --------------------------------------------------------------------------------
 
 
-def _export_scope(query: Query) -> ExportScope:
-    """One head if `site` is given, else all heads."""
-    min_weight = query.number("min_weight", 0.0, 1.0, 0.0)
-    if "site" not in query.parameters:
-        return ExportScope(min_weight=min_weight)
-    return ExportScope(query.site, query.head, min_weight)
-
-
 @answer("export")
 def answer_export(view: OpenModel, query: Query) -> ExportFile:
-    """One file to save."""
-    return make_file(view, query.choice("kind", EXPORT_KINDS), _export_scope(query))
-
-
-@answer("export/sizes")
-def answer_export_sizes(view: OpenModel, query: Query) -> dict[str, Any]:
-    """The names and sizes of all files, in JSON."""
-    return describe_files(view, _export_scope(query))
+    """One file to save: of one head if `site` is given, else of all heads."""
+    kind = query.choice("kind", EXPORT_KINDS)
+    least = query.number("min_weight", 0.0, 1.0, 0.0)
+    theme = query.choice("theme", tuple(THEMES))
+    if "site" not in query.parameters:
+        return make_file(view, kind, ExportScope(min_weight=least, theme=theme))
+    form = query.choice("form", ("matrix", "lines"))
+    scope = ExportScope(query.site, query.head, least, query.part, query.lens, theme, form)
+    return make_file(view, kind, scope)
 
 
 # --- Routes ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// The logic of the page without a browser: addresses, messages, pictures, trees and figures.
+// The logic of the page without a browser: addresses, messages, pictures, and trees.
 
 import "./stub";
 import assert from "node:assert/strict";
@@ -7,7 +7,6 @@ import { redoAblation, showMeasure, toggleAblated, togglePin, undoAblation } fro
 import { rampPosition, signedStepTable, stepTable } from "../../../src/headwise/viewer/web/src/canvas/colors";
 import { poolValues } from "../../../src/headwise/viewer/web/src/canvas/heatmap";
 import { makeTree } from "../../../src/headwise/viewer/web/src/components/dendrogram";
-import { formatBytes } from "../../../src/headwise/viewer/web/src/components/export_drawer";
 import { cellSpan, isPooled, shownView, type TileState } from "../../../src/headwise/viewer/web/src/components/head_data";
 import { bandContent, isShownLayer } from "../../../src/headwise/viewer/web/src/components/head_grid";
 import { roundTicks } from "../../../src/headwise/viewer/web/src/components/head_scatter";
@@ -16,10 +15,8 @@ import { patchGrid } from "../../../src/headwise/viewer/web/src/components/patch
 import { tilePairs } from "../../../src/headwise/viewer/web/src/components/token_lines";
 import { isSpecial, visibleToken } from "../../../src/headwise/viewer/web/src/components/tokens";
 import { largest, leaveOut, strongestQuery } from "../../../src/headwise/viewer/web/src/components/voice_lines";
-import { escapeXml } from "../../../src/headwise/viewer/web/src/figures/svg";
 import { chosenTokens, labRequest, toggleToken } from "../../../src/headwise/viewer/web/src/lab_state";
-import { quoteShell, reproduceHead } from "../../../src/headwise/viewer/web/src/reproduction";
-import { decodeMessage, encodeCsv, listPairs, type Site, type ViewDocument } from "../../../src/headwise/viewer/web/src/source";
+import { decodeMessage, type Site, type ViewDocument } from "../../../src/headwise/viewer/web/src/source";
 import * as state from "../../../src/headwise/viewer/web/src/state";
 import { between, oneOf, readRanges, toNumber, writeRanges } from "../../../src/headwise/viewer/web/src/url_state";
 
@@ -83,7 +80,6 @@ test("zoom stays inside the matrix and keeps the middle", () => {
   assert.deepEqual(shownView(item), { q0: 38, q1: 63, k0: 38, k1: 63 });
   moveView(item, { queries: 20, keys: 20 }, { query: 99, key: 0 });
   assert.deepEqual(shownView(item), { q0: 80, q1: 100, k0: 0, k1: 20 });
-  assert.match(reproduceHead(item).python, /head_weights\("decoder.0.attention", 0, slice\(80, 100\)\)\[:, 0:20\]/);
   zoomView(item, 1 / 100);
   assert.equal(state.matrixView.value, null);
 });
@@ -112,15 +108,6 @@ test("tokens are shown with their invisible characters", () => {
   assert.equal(visibleToken("Ġa\u202eb\n"), "␣a⟨202e⟩b⏎");
   assert.equal(visibleToken(""), "∅");
   assert.deepEqual(["[CLS]", "<s>", "<|end|>", "a<b"].map(isSpecial), [true, true, true, false]);
-  assert.equal(escapeXml('<a href="\u0000">'), "&lt;a href=&quot;⟨0⟩&quot;&gt;");
-  assert.equal(quoteShell("a b'c"), `'a b'"'"'c'`);
-});
-
-test("pairs are written as the library writes them", () => {
-  open();
-  const exact = { weights: Float32Array.of(0.5, 0, 0, 0, 0.25, 0.75), queries: 2, keys: 3 };
-  const text = encodeCsv(listPairs(state.doc.value!, { site: 0, head: 1 }, exact, 0.3));
-  assert.equal(text, 'site,head,row,query,key,query_token,key_token,weight\r\ndecoder.0.attention,1,0,0,0,a,a,0.5\r\ndecoder.0.attention,1,0,1,2,"b,c","""",0.75\r\n');
 });
 
 test("a tree has no crossing branches and the heights of its merges", () => {
@@ -130,9 +117,8 @@ test("a tree has no crossing branches and the heights of its merges", () => {
   assert.deepEqual([branches[2]!.from.x, branches[2]!.to.x], [1, 3]);
 });
 
-test("axes, sizes and patches", () => {
+test("axes and patches", () => {
   assert.deepEqual(roundTicks(0, 1), [0, 0.2, 0.4, 0.6, 0.8, 1]);
-  assert.deepEqual([0, 999, 1500, 2.5e9].map(formatBytes).map((text) => text.split(" ")[0]), ["0", "999", "1.5", "2.5"]);
   assert.deepEqual(patchGrid(197, 1, 1), { rows: 14, columns: 14, extra: 1 });
   assert.deepEqual(patchGrid(8, 1, 2), { rows: 2, columns: 4, extra: 0 });
   assert.equal(patchGrid(7, 1, 1), null);

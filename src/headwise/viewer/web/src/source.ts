@@ -98,13 +98,6 @@ export interface PageError {
   remedy: string;
 }
 
-/** A file that can be saved: its name and about its size, or the reason why there is none. */
-export interface FileInfo {
-  name: string;
-  bytes: number;
-  reason: string;
-}
-
 export interface SavedFile {
   name: string;
   blob: Blob;
@@ -124,9 +117,7 @@ export interface DataSource {
   readonly isLive: boolean;
   document(): Promise<ViewDocument>;
   fetchArrays(path: string, signal?: AbortSignal): Promise<Message>;
-  /** The files of all kinds, for the same query as `fetchFile`. */
-  describeFiles(query: string): Promise<Record<string, FileInfo>>;
-  fetchFile(kind: string, query: string): Promise<SavedFile>;
+  fetchFile(path: string): Promise<SavedFile>;
   /** Run a job to its end and return its result; rejects if it fails or is cancelled. */
   runJob(body: Record<string, unknown>, onEvent: (event: JobEvent) => void, signal?: AbortSignal): Promise<any>;
 }
@@ -189,14 +180,9 @@ export class LiveSource implements DataSource {
     return decodeMessage(await (await this.request(path, { signal: signal ?? null })).arrayBuffer());
   }
 
-  async describeFiles(query: string): Promise<Record<string, FileInfo>> {
-    return (await this.request(`export/sizes?${query}`)).json();
-  }
-
-  async fetchFile(kind: string, query: string): Promise<SavedFile> {
-    const answer = await this.request(`export?kind=${kind}&${query}`);
-    const name = answer.headers.get("Content-Disposition")?.match(/filename="([\w.-]+)"/)?.[1] ?? `headwise.${kind}`;
-    return { name, blob: await answer.blob() };
+  async fetchFile(path: string): Promise<SavedFile> {
+    const answer = await this.request(path);
+    return { name: answer.headers.get("Content-Disposition")!.match(/filename="([\w.-]+)"/)![1]!, blob: await answer.blob() };
   }
 
   private post(path: string, body: unknown): Promise<Response> {
@@ -320,34 +306,8 @@ export class ExportSource implements DataSource {
     return { weights, masked, queries, keys };
   }
 
-  async describeFiles(query: string): Promise<Record<string, FileInfo>> {
-    const files: Record<string, FileInfo> = {};
-    for (const kind of ["csv", "json", "npz", "measures", "trace", "html"]) {
-      try {
-        const { name, blob } = await this.fetchFile(kind, query);
-        files[kind] = { name, bytes: blob.size, reason: "" };
-      } catch (error) {
-        files[kind] = { name: "", bytes: 0, reason: error instanceof RequestError ? error.detail.fact : String(error) };
-      }
-    }
-    return files;
-  }
-
-  /** What this file holds can be saved again: the measures, and the weights of single heads. */
-  async fetchFile(kind: string, query: string): Promise<SavedFile> {
-    const fields = new URLSearchParams(query);
-    const document = await this.document();
-    if (kind === "measures") {
-      const table = this.data.answers["/api/export?kind=measures"] as { text: string } | undefined;
-      if (!table) throw this.missing();
-      return { name: `${document.fileStem}-measures.csv`, blob: new Blob([table.text], { type: "text/csv" }) };
-    }
-    if ((kind !== "csv" && kind !== "json") || !fields.has("site")) throw this.missing();
-    const [site, head] = [Number(fields.get("site")), Number(fields.get("head"))];
-    const exact = await this.exact(`site=${site}&head=${head}`, `${site}/${head}`);
-    const pairs = listPairs(document, { site, head }, exact, Number(fields.get("min_weight") ?? 0));
-    const text = kind === "csv" ? encodeCsv(pairs) : encodeJson(document, pairs);
-    return { name: `${document.fileStem}-${document.sites[site]!.name.replace(/[^\w.]+/g, "-")}-${head}.${kind}`, blob: new Blob([text]) };
+  async fetchFile(): Promise<SavedFile> {
+    throw this.missing();
   }
 
   async runJob(): Promise<any> {
@@ -403,31 +363,4 @@ function findPeak(weights: Float32Array, keys: number, fields: URLSearchParams):
 export function makeSource(): DataSource {
   const embedded = document.getElementById("headwise-data");
   return embedded ? new ExportSource(JSON.parse(embedded.textContent ?? "{}")) : new LiveSource(takeToken());
-}
-
-const COLUMNS = ["site", "head", "row", "query", "key", "query_token", "key_token", "weight"] as const;
-type Pair = (string | number)[];
-
-/** The pairs of a head whose weight is large enough, in the order of COLUMNS. */
-export function listPairs(document: ViewDocument, at: { site: number; head: number }, exact: { weights: Float32Array; queries: number; keys: number }, least: number): Pair[] {
-  const site = document.sites[at.site]!;
-  const words = (stream: string) => document.streams[stream]?.[0]?.words ?? [];
-  const [queryWords, keyWords] = [words(site.queryStream), words(site.keyStream)];
-  const pairs: Pair[] = [];
-  exact.weights.forEach((weight, cell) => {
-    if (weight < least || weight <= 0) return;
-    const [query, key] = [Math.floor(cell / exact.keys), cell % exact.keys];
-    pairs.push([site.name, at.head, 0, query, key, queryWords[query] ?? String(query), keyWords[key] ?? String(key), weight]);
-  });
-  return pairs;
-}
-
-export function encodeCsv(pairs: Pair[]): string {
-  const field = (value: string | number) => (typeof value === "string" && /[",\r\n]/.test(value) ? `"${value.replace(/"/g, '""')}"` : String(value));
-  return [COLUMNS as readonly (string | number)[], ...pairs].map((row) => `${row.map(field).join(",")}\r\n`).join("");
-}
-
-export function encodeJson(document: ViewDocument, pairs: Pair[]): string {
-  const weights = pairs.map((pair) => Object.fromEntries(COLUMNS.map((name, index) => [name, pair[index]])));
-  return JSON.stringify({ model: document.model, weights });
 }

@@ -296,6 +296,10 @@ keepInUrl(
   "work",
 );
 
+export function isDark(): boolean {
+  return theme.value ? theme.value === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
 /** Keep the URL, the theme and the language of the document equal to the state. */
 export function startHash(): void {
   keepUrl(screen, SCREENS);

@@ -172,11 +172,10 @@ export function CopyButton({ text, label }: { text: string; label?: string }): J
   );
 }
 
-export function downloadText(name: string, type: string, text: string): void {
-  const address = URL.createObjectURL(new Blob([text], { type }));
+export function saveBlob(name: string, blob: Blob): void {
   const link = document.createElement("a");
-  link.href = address;
+  link.href = URL.createObjectURL(blob);
   link.download = name;
   link.click();
-  URL.revokeObjectURL(address);
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // some browsers read the file after the click
 }

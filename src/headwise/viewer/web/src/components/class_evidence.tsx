@@ -1,10 +1,9 @@
-// Why a head has its class: what the class measures, chance, and the texts that show it best and worst; dependency relations.
+// Why a head has its class: what the class measures, chance, and the texts that show it best and worst.
 
-import { signal, useSignal } from "@preact/signals";
+import { signal } from "@preact/signals";
 import type { JSX } from "preact";
-import { loadDocument } from "../state";
 import { classWord, format, formatInterval, measureMeaning, say, t } from "../i18n";
-import { doc, firstHeads, headCount, headIndex, headName, job, measuredClasses, measureOf, measures, runJob, selectedHead, selectedSite, selectHead, showsTable, sites, source } from "../state";
+import { doc, headIndex, headName, job, measuredClasses, measureOf, runJob, selectedHead, selectedSite, showsTable, source } from "../state";
 import { Panel, type Column } from "./basics";
 import { DataTable } from "./data_table";
 import { visibleToken } from "./tokens";
@@ -114,73 +113,5 @@ function ScoreBars({ scores }: { scores: number[] }): JSX.Element {
       ))}
       <text x="0" y={HEIGHT + 11}>{`${format(most)} … ${format(scores.at(-1)!)}`}</text>
     </svg>
-  );
-}
-
-// --- dependency relations ------------------------------------------------------------------------------
-
-interface Relation {
-  relation: string;
-  towards: string;
-  index: number;
-  value: number;
-  low: number;
-  high: number;
-  baseline: number;
-}
-
-/** For each relation the head that finds most of its dependencies, with the best baseline. */
-function readRelations(): Relation[] {
-  const names = (measures.value?.names ?? []).filter((name) => /^syntactic .+ to (governor|dependent)$/.test(name));
-  return names.map((name) => {
-    const [, relation = "", towards = ""] = /^syntactic (.+) to (governor|dependent)$/.exec(name)!;
-    let index = 0;
-    for (let head = 1; head < headCount.value; head++) if ((measureOf(head, name) || 0) > (measureOf(index, name) || 0)) index = head;
-    return { relation, towards, index, value: measureOf(index, name), low: measureOf(index, name, 1), high: measureOf(index, name, 2), baseline: measureOf(index, name, 3) };
-  });
-}
-
-export function SyntaxPanel(): JSX.Element {
-  const text = useSignal("");
-  const canRun = source.isLive && doc.value?.capabilities.measure.possible === true;
-  const relations = readRelations();
-  const run = async () => {
-    if (await runJob("syntax", { conllu: text.value })) await loadDocument();
-  };
-  const place = (index: number): [number, number] => {
-    const site = firstHeads.value.filter((first) => first <= index).length - 1;
-    return [site, index - firstHeads.value[site]!];
-  };
-  const columns: Column<Relation>[] = [
-    { key: "relation", title: t("syntax.relation"), value: (row) => row.relation },
-    { key: "towards", title: t("syntax.towards"), value: (row) => t(row.towards === "governor" ? "syntax.governor" : "syntax.dependent") },
-    { key: "head", title: t("syntax.best"), value: (row) => headName(...place(row.index)) },
-    { key: "value", title: t("syntax.found"), numeric: true, value: (row) => row.value, cell: (row) => format(row.value) },
-    { key: "interval", title: t("interval"), numeric: true, value: (row) => row.low, cell: (row) => formatInterval(row.low, row.high) },
-    { key: "baseline", title: t("syntax.baseline"), numeric: true, value: (row) => row.baseline, cell: (row) => format(row.baseline) },
-    { key: "verdict", title: t("syntax.verdict"), value: (row) => t(row.low > row.baseline ? "syntax.above" : "syntax.notAbove") },
-  ];
-  return (
-    <Panel title={t("syntax.title")}>
-      <div class="stack" data-testid="syntax">
-        <p class="t3 sm">{t("syntax.hint")}</p>
-        {relations.length > 0 && <DataTable caption={t("syntax.title")} rows={relations} columns={columns} sort="value" onSelect={(row) => selectHead(...place(row.index))} />}
-        {canRun && sites.value.length > 0 && (
-          <details open={relations.length === 0}>
-            <summary>{t("syntax.sentences")}</summary>
-            <div class="stack">
-              <textarea rows={4} aria-label={t("syntax.sentences")} placeholder="1⇥Dogs⇥_⇥_⇥_⇥_⇥2⇥nsubj⇥_⇥_" value={text.value} onInput={(event) => (text.value = event.currentTarget.value)} />
-              <div class="row wrap">
-                <input type="file" accept=".conllu,.conll,.txt" aria-label={t("syntax.file")} onChange={(event) => void event.currentTarget.files?.[0]?.text().then((read) => (text.value = read))} />
-                <button class="btn" type="button" aria-disabled={!text.value.trim() || job.value !== null} onClick={() => text.value.trim() && job.value === null && void run()}>
-                  {t("syntax.run")}
-                </button>
-              </div>
-            </div>
-          </details>
-        )}
-        {!canRun && !relations.length && <p class="t3 sm">{t("state.needsModel")}</p>}
-      </div>
-    </Panel>
   );
 }

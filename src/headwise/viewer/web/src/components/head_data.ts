@@ -174,7 +174,7 @@ function headQuery(): string {
   return `site=${selectedSite.value}&head=${selectedHead.value}&lens=${lens.value}`;
 }
 
-function viewQuery({ q0, q1, k0, k1 }: View): string {
+export function viewQuery({ q0, q1, k0, k1 }: View): string {
   return `q0=${q0}&q1=${q1}&k0=${k0}&k1=${k1}`;
 }
 
@@ -186,12 +186,6 @@ function readTile(message: Message, view: View): TileState {
   const [rows = 0, columns = 0] = message.arrays["weights"]!.shape;
   const bytes = (name: string) => message.arrays[name]!.data as Uint8Array;
   return { view, weights: bytes("weights"), masked: bytes("masked"), rows, columns, scale: message.fields["scale"], isDraft: false };
-}
-
-/** The part of the matrix that the Head screen shows, for a figure of it. */
-export async function fetchShownTile(item: Site): Promise<TileState> {
-  const view = shownView(item);
-  return readTile(await source.fetchArrays(tilePath(view)), view);
 }
 
 /** Ask the source; returns how to take the question back. */

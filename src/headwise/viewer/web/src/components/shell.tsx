@@ -3,7 +3,7 @@
 import type { ComponentChildren, JSX } from "preact";
 import { measureHeads } from "../actions";
 import { isTextKey, say, t, type TextKey } from "../i18n";
-import { doc, headCount, job, jobError, language, overlay, screen, sites, source, theme, type ScreenId } from "../state";
+import { doc, headCount, isDark, job, jobError, language, overlay, screen, sites, source, theme, type ScreenId } from "../state";
 import { ErrorNote, Icon } from "./basics";
 import { Inspector } from "./inspector";
 import { TokenStrip } from "./tokens";
@@ -42,7 +42,7 @@ function Bar(): JSX.Element {
   const text = Object.values(doc.value?.streams ?? {})
     .map((rows) => rows[0]?.text || rows[0]?.words.join("") || "")
     .join(" → ");
-  const dark = theme.value ? theme.value === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const dark = isDark();
   return (
     <header class="bar">
       <a class="mark" href="#/map" aria-label="headwise" onClick={(event) => openScreen(event, "map")}>

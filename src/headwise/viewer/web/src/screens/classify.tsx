@@ -2,9 +2,9 @@
 
 import { computed, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { type Column, downloadText, Meter, Panel } from "../components/basics";
+import { type Column, Meter, Panel, saveBlob } from "../components/basics";
 import { Badge, classLetter, className, LETTERS, type Letter } from "../components/class_badge";
-import { ClassEvidence, SyntaxPanel } from "../components/class_evidence";
+import { ClassEvidence } from "../components/class_evidence";
 import { DataTable } from "../components/data_table";
 import { MeasurePrompt } from "../components/shell";
 import { classWord, format, formatInterval, say, t } from "../i18n";
@@ -97,7 +97,7 @@ export function ClassifyScreen(): JSX.Element {
             {t("classify.forget")}
           </button>
         )}
-        <button class="btn" type="button" onClick={() => downloadText("classes.csv", "text/csv", csvOf(rows))}>
+        <button class="btn" type="button" onClick={() => saveBlob("classes.csv", new Blob([csvOf(rows)], { type: "text/csv" }))}>
           {t("classify.csv")}
         </button>
       </div>
@@ -107,7 +107,6 @@ export function ClassifyScreen(): JSX.Element {
         <Panel class="class-table">
           <DataTable caption={t("screen.classify")} rows={shownRows.value} sort="score" isSelected={(row) => row.index === headIndex.value} onSelect={(row) => selectHead(row.site, row.head)} columns={tableColumns.value} />
         </Panel>
-        <SyntaxPanel />
       </div>
     </>
   );
