@@ -351,7 +351,7 @@ def test_what_lifting_costs():
             hw.FeatureMap(eps=1e-6),
             r"'elu', eps=1e-06\) has no eps; use normaliser Sum\(eps=1e-06\)",
         ),
-        (hw.FeatureMap(kind="favor", eps=-1.0), "eps=-1.0.* is negative; use 1e-4"),
+        (hw.FeatureMap(kind="favor", eps=-1.0), "eps=-1.0.* must be at least 0"),
         (hw.FeatureMap(kind="favor", draws=-1), "draws=-1.* use at least 1"),
         (hw.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
     ],

@@ -198,7 +198,7 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (hw.Learned(length=0), r"length=0\) has no positions; use at least 1"),
+        (hw.Learned(length=0), r"length=0\) must be at least 1"),
         (
             hw.Learned(length=5, kind="sparse"),
             "'sparse'.* is unknown; use 'random', 'factorised' or 'dense'",

@@ -298,7 +298,7 @@ def test_empty_slots_do_not_cost_digits_either():
 @pytest.mark.parametrize(
     ("similarity", "message"),
     [
-        (hw.Gaussian(width=0.0), r"width=0.0\) is too small to divide by; use at least 1e-09"),
+        (hw.Gaussian(width=0.0), r"width=0.0\) must be at least 1e-09"),
         (hw.Gaussian(width=-1.0), "too small"),
         (hw.Gaussian(width=1e-300), "too small"),
     ],

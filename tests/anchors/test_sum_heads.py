@@ -133,16 +133,14 @@ def test_the_number_of_heads_costs_no_parameters_at_one_width(heads: int):
 
 def test_a_mean_is_of_the_heads_that_were_there():
     layer = cases.layer(base(merge=hw.SumHeads(of="mean")))
-    small, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 2])
+    small, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 2])
     assert small.merge == hw.SumHeads(of="mean", heads=6)
     cut = hw.Attention(small).double()
     cut.load_state_dict(weights)
     o = layer.head_outputs(X)[:, :, [0, 2]].detach().numpy()
     assert far(cut(X), o.sum(2) / 6 @ weights["output.o"].numpy().T) < EXACT
     assert (
-        hw.attention.head_axis_ops.keep_heads(base(merge=hw.SumHeads()), layer.state_dict(), [0])[
-            0
-        ].merge
+        hw.nn.head_axis_ops.keep_heads(base(merge=hw.SumHeads()), layer.state_dict(), [0])[0].merge
         == hw.SumHeads()
     )
 
@@ -229,7 +227,7 @@ def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
 @pytest.mark.parametrize(
     ("merge", "words"),
     [
-        (lambda: hw.SumHeads(bias="v"), r"bias='v'.*use bias='o'"),
+        (lambda: hw.SumHeads(bias="v"), r"bias='v'.*use '' or 'o'"),
         (lambda: hw.SumHeads(of="max"), r"of='max'.*use 'sum' or 'mean'"),
         (lambda: hw.SumHeads(output="random"), r"output='random'.*use 'learned' or 'fixed'"),
         (lambda: hw.SumHeads(heads=6), r"heads=6.*leave heads out, or use of='mean'"),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.attention.cache import make_cache
 from support.spec_strategies import base
 
 NAN = float("nan")
@@ -45,7 +46,7 @@ def at(position: list[int], segment: list[int]) -> hw.SequenceInfo:
 def cached(x: Tensor, **options: object) -> Tensor:
     """A causal layer with a cache that fits it but for what is said."""
     usual = {"spec": base(pattern="causal()"), "batch": 2, "capacity": 9, "dtype": torch.float64}
-    return causal()(x, cache=hw.KVCache.for_spec(**(usual | options)))
+    return causal()(x, cache=make_cache(**(usual | options)))
 
 
 def toml(value: str) -> hw.AttentionSpec:
@@ -74,12 +75,12 @@ CLASHES = """
 base(project=hw.Collaborative(bias="q")) -> bias='q' .. use '' or 'v'
 base(project=hw.Collaborative(width=0)) -> width=0 .. at least 1
 base(project=hw.Collaborative(), modifiers=(hw.Rotary(),)) -> QK transforms
-base(merge=hw.Concat(bias="v")) -> bias='v' .. bias='o'
-listing(Differential={"depth": -1}) -> depth=-1 .. first layer is 0
+base(merge=hw.Concat(bias="v")) -> bias='v' .. '' or 'o'
+listing(Differential={"depth": -1}) -> depth=-1 .. at least 0
 replace(base(), modifiers=(hw.Differential(),)) -> Differential .. pairs .. value_heads=
 base(project=hw.Direct(bias="qo")) -> bias='qo' .. q, k and v
 base(project=hw.Direct(bias="qq")) -> bias='qq' .. at most once
-base(similarity=hw.Dot(scale=0.0)) -> scale=0.0 .. positive .. 1/sqrt(dim)
+base(similarity=hw.Dot(scale=0.0)) -> scale=0.0 .. positive
 listing(Dynamic={"on": "values"}) -> on='values' .. use 'scores' or 'weights'
 listing(Dynamic={"static": "half"}) -> static='half' .. use 'none' or 'full'
 listing(Dynamic={"rank": 0}) -> rank=0 .. at least 1
@@ -91,7 +92,7 @@ base(project=hw.Latent(query_rank=0)) -> query_rank=0 .. at least 1
 base(project=hw.Latent(rope=-2)) -> rope=-2 .. at least 0
 base(project=hw.Latent(), kv=2) -> kv=2 .. use kv=6
 base(project=hw.Overlapping(bias="o")) -> bias='o' .. q, k and v
-base(project=hw.Overlapping(overlap=-1)) -> overlap=-1 .. 0 is plain
+base(project=hw.Overlapping(overlap=-1)) -> overlap=-1 .. at least 0
 base(project=hw.Overlapping(), kv=2) -> Overlapping .. kv=2 .. use kv=6
 base(project=hw.Overlapping(overlap=1), vdim=4) -> overlap .. use vdim=6
 base(project=hw.Overlapping(channels=3)) -> channels=3 .. 24
@@ -111,7 +112,7 @@ listing(Shaw={"reach": 0}) -> reach=0 .. at least 1
 base(modifiers=(hw.Shaw(),), project=hw.Latent(rank=8, rope=2)) -> Latent .. Direct()
 listing(ShawValues={"reach": 0}) -> reach=0 .. at least 1
 base(modifiers=(hw.ShawValues(),), project=hw.Latent(rope=0, form="absorbed")) -> ShawValues .. values
-listing(Softcap={"limit": 0.0}) -> limit=0.0 .. positive .. 50.0
+listing(Softcap={"limit": 0.0}) -> limit=0.0 .. positive
 listing(T5Bias={"looking": "up"}) -> looking='up' .. 'both' or 'back'
 listing(T5Bias={"buckets": 2}) -> buckets=2 .. at least 4 buckets
 listing(T5Bias={"columns": 2}) -> columns=2 .. 6
@@ -171,7 +172,7 @@ hw.from_json("[1]") -> [1] is .. list .. a table
 hw.from_json('{"model": 10, "headz": {}}') -> 'headz' .. did you mean 'heads'
 hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4}, "merge": null}') -> merge = None .. a table
 hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4, "kv": null}}') -> kv .. at least 1, not None
-hw.KVCache.for_spec(base(), batch=1, capacity=0) -> capacity=0 .. at least 1
+make_cache(base(), batch=1, capacity=0) -> capacity=0 .. at least 1
 layer(pattern="window(5, after=2)").cache(batch=2, capacity=9) -> attends to future tokens .. causal()
 """
 X = torch.zeros(2, 7, 10, dtype=torch.float64)

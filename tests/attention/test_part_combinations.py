@@ -68,7 +68,7 @@ def test_an_average_of_latent_values_is_no_sum_of_them(rank):
             {"modifiers": (hw.Dynamic(groups=3), hw.TalkingHeads(heads=2))},
             "does not divide 4 heads",
         ),
-        ({"modifiers": (hw.Dynamic(rank=0), hw.TalkingHeads(heads=2))}, "mixes no heads"),
+        ({"modifiers": (hw.Dynamic(rank=0), hw.TalkingHeads(heads=2))}, "must be at least 1"),
         ({"preset": "diff", "heads": 0}, "design needs heads"),
         ({"preset": "collaborative", "heads": None}, "design needs heads"),
         ({"preset": "gqa", "heads": "a"}, "design needs heads"),

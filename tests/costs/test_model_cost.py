@@ -17,6 +17,7 @@ import headwise as hw
 from headwise import cli, costs
 from headwise.attention import backends
 from headwise.attention.backends.query_blocks import split_queries, sum_block_pairs
+from headwise.attention.cache import make_cache
 from headwise.costs.components import list_components
 from headwise.costs.cost_report import CostEstimate, estimate_cost
 from headwise.costs.parameter_counts import parameter_terms
@@ -723,9 +724,9 @@ def test_a_backend_that_keeps_scores_forms_none_again():
 def test_our_own_caches_hold_as_many_bytes(name: str):
     spec = CACHED_SPECS[name]
     for length in (1, 4, 41, 600):
-        cache = hw.KVCache.for_spec(spec, batch=3, capacity=length)
+        cache = make_cache(spec, batch=3, capacity=length)
         assert costs.cache_bytes(spec, batch=3, capacity=length) == cache.nbytes
-    half = hw.KVCache.for_spec(spec, batch=1, capacity=9, dtype=torch.bfloat16)
+    half = make_cache(spec, batch=1, capacity=9, dtype=torch.bfloat16)
     assert costs.cache_bytes(spec, batch=1, capacity=9, bytes_per_number=2) == half.nbytes
 
 

@@ -54,7 +54,14 @@ from .bound_parts import (
     check_shared,
     shared_within,
 )
-from .cache import HeadGroupCache, KVCache, KVEntry, ProjectedSource, RecurrentStateCache
+from .cache import (
+    HeadGroupCache,
+    KVCache,
+    KVEntry,
+    ProjectedSource,
+    RecurrentStateCache,
+    make_cache,
+)
 from .interfaces import Mix
 from .interfaces.core_types import PartParams, Probe, QueryContext
 from .masking.sequence_info import AttentionMask, SequenceInfo
@@ -295,7 +302,7 @@ class Attention(HasParallelContext, nn.Module):
         stores 8-bit keys and values.
         """
         weight = self._state.weight
-        return KVCache.for_spec(
+        return make_cache(
             self.spec,
             batch=batch,
             capacity=capacity,

@@ -34,7 +34,7 @@ from .parts.talking_heads import TalkingHeads
 from .parts.weight_dropout import WeightDropout
 from .spec.attention_spec import AttentionSpec
 from .spec.heads import Heads
-from .spec.serialization import from_json as _from_json, from_toml as _from_toml
+from .spec.reader import from_json as _from_json, from_toml as _from_toml
 
 # The parts of a spec that does not choose others.
 DEFAULT_CHOICES: dict[str, Any] = {

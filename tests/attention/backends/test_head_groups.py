@@ -13,7 +13,8 @@ import headwise as hw
 from headwise import costs
 from headwise.attention import backends, head_axis_ops, reference
 from headwise.attention.backends import CallSignature, HeadGroupDispatch
-from headwise.attention.backends.dispatch import take_heads
+from headwise.attention.backends.core_interface import take_heads
+from headwise.attention.cache import make_cache
 from headwise.costs.components import AttentionComponent, ExecutionTarget, ForwardCall
 from headwise.costs.cost_report import estimate_cost
 from headwise.costs.pairs_per_head import patterns_of_kv_heads
@@ -339,7 +340,7 @@ def test_streaming_heads_keep_sinks_and_recent_tokens(store):
     + 256.
     """
     spec = hw.design(preset="streaming_retrieval")
-    cache = hw.KVCache.for_spec(spec, batch=3, capacity=4096, storage_format=store)
+    cache = make_cache(spec, batch=3, capacity=4096, storage_format=store)
     bytes_per_token = 2 * (64 * 4 if store is None else 64 + 4)
     assert cache.nbytes == held_bytes(cache) == 3 * (4096 + 64 + 256) * bytes_per_token
     assert costs.cache_bytes(spec, batch=3, capacity=4096, storage=store or "") == cache.nbytes

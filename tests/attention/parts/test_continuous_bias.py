@@ -170,7 +170,9 @@ def test_offsets_beyond_the_grid_count_as_the_largest():
 
 
 def test_wrong_fields_are_refused():
-    assert list(hw.ContinuousBias(rows=0, output="tanh").conflicts(swin_layer((0, 0)).spec)) == [
-        "ContinuousBias(rows=0) must be at least 1; 7 x 7 cells are usual",
+    assert list(
+        hw.ContinuousBias(rows=0, output="tanh").field_conflicts(swin_layer((0, 0)).spec)
+    ) == [
         "ContinuousBias(output='tanh') is unknown; use 'sigmoid' or 'linear'",
+        "ContinuousBias(rows=0) must be at least 1",
     ]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import headwise as hw
-from headwise.attention.spec import serialization
+from headwise.attention.spec import attention_spec, reader, serialization
 from support.spec_strategies import base, examples, heads, modifier_lists, patterns, specs
 
 EXAMPLES = examples()
@@ -23,7 +23,7 @@ SMALL = "model = 10\nheads = {q = 6, dim = 4}\n"
 def check_comes_back(spec: hw.AttentionSpec) -> None:
     """Every written form of a spec reads as that spec, and a second writing is the same text."""
     result = serialization.to_dict(spec)
-    assert serialization.from_dict(result) == spec
+    assert reader.from_dict(result) == spec
     assert hw.from_toml(hw.to_toml(spec)) == spec
     assert hw.from_json(hw.to_json(spec)) == spec
     assert hw.to_toml(hw.from_toml(hw.to_toml(spec))) == hw.to_toml(spec)
@@ -153,7 +153,7 @@ def test_without_defaults_every_slot_is_required():
     with pytest.raises(
         hw.SpecError, match="the spec lacks project, similarity, pattern, normaliser, merge"
     ):
-        serialization.from_dict(options)
+        reader.from_dict(options)
 
 
 def test_values_that_look_alike_stay_apart():
@@ -234,6 +234,6 @@ def test_the_strategies_generate_buildable_specs(spec: hw.AttentionSpec):
     """Every parameter of a drawn spec has a shape, every slot a part, and the sizes are the
     declared ones.
     """
-    assert all(isinstance(getattr(spec, slot), kind) for slot, kind in serialization.SLOTS.items())
+    assert all(isinstance(getattr(spec, slot), kind) for slot, kind in attention_spec.SLOTS.items())
     assert {f.name for f in fields(spec)} >= set(SLOTS)
     assert all(size > 0 for shape in spec.shapes().values() for size in shape)

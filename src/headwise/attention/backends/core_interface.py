@@ -525,3 +525,11 @@ def heads_to_rows(x_BHTK: Tensor, group_size: int) -> Tensor:
 def rows_to_heads(rows: Tensor, group_size: int) -> Tensor:
     """Inverse of `heads_to_rows`."""
     return rows.unflatten(2, (group_size, -1)).flatten(1, 2)
+
+
+def take_heads(x_BTHK: Tensor, heads: Sequence[int]) -> Tensor:
+    """These heads; a view if they are at equal distances."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    if list(heads) == list(range(heads[0], heads[-1] + 1, step)):
+        return x_BTHK[:, :, heads[0] : heads[-1] + 1 : step]
+    return x_BTHK.index_select(2, torch.tensor(list(heads), device=x_BTHK.device))

@@ -20,7 +20,6 @@ that supports such masks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -54,6 +53,7 @@ from .core_interface import (
     HeadGroup,
     HeadsKV,
     list_head_groups,
+    take_heads,
 )
 from .query_blocks import QUERY_BLOCK_SIZE, slice_rows, slice_sequence
 
@@ -566,14 +566,6 @@ def _keys_of_pattern(keys: SequenceInfo, pattern: Pattern) -> SequenceInfo:
         slot = torch.arange(keys.count, device=segment.device)
         segment = ((slot < keys.num_visible).long() - 1).expand_as(segment)
     return SequenceInfo(keys.position, segment, checked=True)
-
-
-def take_heads(x_BTHK: Tensor, heads: Sequence[int]) -> Tensor:
-    """These heads; a view if they are at equal distances."""
-    step = heads[1] - heads[0] if len(heads) > 1 else 1
-    if list(heads) == list(range(heads[0], heads[-1] + 1, step)):
-        return x_BTHK[:, :, heads[0] : heads[-1] + 1 : step]
-    return x_BTHK.index_select(2, torch.tensor(list(heads), device=x_BTHK.device))
 
 
 @dataclass(frozen=True)

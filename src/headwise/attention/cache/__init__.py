@@ -3,14 +3,12 @@
 Which tokens a cache may drop is the `retention` of the attention pattern (`masking`); caches only
 apply it.
 
-- `kv_cache`: `TokenCache`, the positions of past tokens, and the interface `KVCache`.
-  `KVCache.for_spec` chooses the
-  cache of a layer; int8 storage; the test whether a query attends to everything that is cached.
+- `kv_cache`: `TokenCache`, the positions of past tokens, and the interface `KVCache`; int8 storage;
+  the test whether a query attends to everything that is cached.
 - `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the
-  tokens that no
-  later query attends to, `RecurrentStateCache` keeps one state for linear attention,
+  tokens that no later query attends to, `RecurrentStateCache` keeps one state for linear attention,
   `HiddenStateCache` that of a GRU. `HeadGroupCache` has a slot cache for each group of heads, if
-  their patterns retain different tokens.
+  their patterns retain different tokens. `make_cache` chooses the cache of a layer.
 - `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares
   equal prefixes.
 - `paged_cache`: the tensors of the pages, and the rows of one call.
@@ -25,6 +23,7 @@ from .slot_caches import (
     HiddenStateCache,
     RecurrentStateCache,
     RingCache,
+    make_cache,
     split_by_retention,
 )
 
@@ -43,5 +42,6 @@ __all__ = [
     "RecurrentStateCache",
     "RingCache",
     "TokenCache",
+    "make_cache",
     "split_by_retention",
 ]

@@ -5,7 +5,7 @@ int8.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,33 +25,26 @@ class FullVisibility:
 
     >>> from headwise.attention.masking.patterns import Dilated
     >>> [
-    ...     FullVisibility(pattern).sees_all(1000, Causal)
+    ...     FullVisibility(pattern, Causal()).sees_all(1000)
     ...     for pattern in (Causal(), Dilated(keys=5, rate=2))
     ... ]
     [True, False]
     """
 
-    def __init__(self, pattern: Pattern, min_counted: int = 0) -> None:
-        self._pattern = pattern
+    def __init__(self, pattern: Pattern, retained: Pattern, min_counted: int = 0) -> None:
+        self._pattern = pattern & Causal()
+        self._retained = retained
         self._min_counted = min_counted
-        self.num_counted = 0
-        self._is_full = False  # pairs are counted up to this number of tokens
+        self.num_counted = 0  # tokens up to which pairs are counted
+        self._is_full = True
 
-    def sees_all(self, used: int, retained: Callable[[], Pattern]) -> bool:
-        """Return whether each of the first `used` tokens sees all tokens of the pattern that
-        `retained` returns.
-
-        Always pass the same function. It is not stored: a bound method of the cache would make a
-        reference cycle.
-        """
+    def sees_all(self, used: int) -> bool:
+        """True if each of the first `used` tokens sees all tokens that the cache retains."""
         if used > self.num_counted:
-            first = not self.num_counted
             self.num_counted = 64 * max(used, self._min_counted)
             span = range(self.num_counted)
-            if self._is_full or first:  # once unequal, always unequal
-                self._is_full = (self._pattern & Causal()).pairs(span, span) == retained().pairs(
-                    span, span
-                )
+            if self._is_full:  # once unequal, always unequal
+                self._is_full = self._pattern.pairs(span, span) == self._retained.pairs(span, span)
         return self._is_full
 
 
@@ -220,73 +213,6 @@ class KVCache(TokenCache):
         self._prefix_length = spec.pattern.tokens_before_decode
         self._visibility: FullVisibility | None = None
 
-    @staticmethod
-    def for_spec(
-        spec: AttentionSpec,
-        *,
-        batch: int,
-        capacity: int,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        storage_format: str | None = None,
-    ) -> KVCache:
-        """Return the smallest cache for this spec: a recurrent state, a ring of visible tokens, or
-        every token.
-
-        Heads whose patterns retain different tokens get a cache for each group of them.
-
-        With storage_format="int8" keys and values are stored in 8 bits, with one scale per head and
-        token.
-
-        >>> import headwise as hw
-        >>> hw.KVCache.for_spec(
-        ...     hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100
-        ... ).slots
-        5
-        """
-        if not (
-            isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1
-        ):
-            raise SpecError(
-                f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at "
-                "least 1"
-            )
-        check_causal(spec)
-        from .slot_caches import (
-            ContiguousCache,
-            HeadGroupCache,
-            RecurrentStateCache,
-            RingCache,
-            StorageFormat,
-            split_by_retention,
-        )
-
-        check_storage_format(spec, storage_format)
-
-        resolved_device = torch.empty(
-            0, device=device
-        ).device  # resolves "cuda" to the current device, such as cuda:0
-        if spec.is_recurrent:
-            return RecurrentStateCache(spec, batch, dtype, resolved_device)
-        groups = split_by_retention(spec)
-        if groups:
-            options = {
-                "batch": batch,
-                "capacity": capacity,
-                "dtype": dtype,
-                "storage_format": storage_format,
-            }
-            caches = [
-                KVCache.for_spec(group.spec, **options, device=str(resolved_device))
-                for group in groups
-            ]
-            return HeadGroupCache(spec, groups, caches)
-        first, last = spec.pattern.retention
-        storage = StorageFormat(dtype, resolved_device, storage_format)
-        if last is not None and first + last < capacity:
-            return RingCache(spec, (batch, first, last), storage)
-        return ContiguousCache(spec, (batch, capacity), storage)
-
     @abstractmethod
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Store these tokens; return the kv entry that their queries attend to, and the positions
@@ -449,10 +375,7 @@ def dequantize_entry(entry: KVEntry, names: Collection[str], dtype: torch.dtype)
         for name, tensor in entry.items()
         if not name.endswith(SCALE_SUFFIX) or name[: -len(SCALE_SUFFIX)] not in names
     }
-    return unquantized | {
-        name: _dequantize_tensor(entry[name], entry[name + SCALE_SUFFIX], dtype) for name in names
-    }
-
-
-def _dequantize_tensor(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (quantized * scale[..., None]).to(dtype)
+    for name in names:
+        scale = entry[name + SCALE_SUFFIX][..., None]
+        unquantized[name] = (entry[name] * scale).to(dtype)
+    return unquantized

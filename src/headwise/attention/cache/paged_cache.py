@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -419,7 +418,10 @@ class PagePool:
             {name: self._tensor_view(place) for name, place in places.items()}
             for places in self.paging.layers
         ]
-        self.visibilities = [FullVisibility(spec.pattern) for spec in self.stored_specs]
+        self.visibilities = [
+            FullVisibility(spec.pattern, retained_tokens(spec.pattern))
+            for spec in self.stored_specs
+        ]
         self._buffer = self.storage.new_zeros(0)
         self._buffer_end = 0
 
@@ -552,10 +554,7 @@ class PagedCache(KVCache):
             )
         pages = self._write_tokens(entry, new_tokens)
         assert pages is not None, "a single token always attends at least to itself"
-        retained = partial(retained_tokens, self.spec.pattern)
-        all_visible = self._pool.visibilities[self._layer].sees_all(
-            max(pages.ends, default=0), retained
-        )
+        all_visible = self._pool.visibilities[self._layer].sees_all(max(pages.ends, default=0))
         return self._pool.in_place(self._layer), pages.spans(all_visible)
 
     def _write_tokens(self, entry: KVEntry, new_tokens: SequenceInfo) -> RowPages | None:

@@ -8,42 +8,51 @@ keep all (DuoAttention, 2410.10819).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...util.errors import CacheFull
+from ...util.errors import CacheFull, SpecError
+from ..backends.core_interface import take_heads
 from ..backends.linear_attention import empty_state
 from ..interfaces import Mix
 from ..masking.key_intervals import KeyRetention, largest_retention
 from ..masking.pattern_base import PerHead, head_pattern, select_heads
-from ..masking.patterns import Causal, First, Pattern, Window
+from ..masking.patterns import Causal, Pattern
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
-from .kv_cache import FullVisibility, KVCache, KVEntry, TokenCache, dequantize_entry, quantize_entry
-
-
-class StorageFormat(NamedTuple):
-    """Dtype and device of a cache; `store` names a compressed format such as "int8", None stores in
-    `dtype`.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    store: str | None = None
+from .kv_cache import (
+    FullVisibility,
+    KVCache,
+    KVEntry,
+    TokenCache,
+    check_causal,
+    check_storage_format,
+    dequantize_entry,
+    quantize_entry,
+    retained_tokens,
+)
 
 
 class SlotCache(KVCache):
     """Tokens in a fixed number of slots; an empty slot has segment -1."""
 
-    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], storage: StorageFormat) -> None:
-        (batch, slots) = shape
-        (dtype, device, store) = storage
+    # The position in the first slot if uniform rows have consecutive positions.
+    _first_position: int | None = None
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        batch: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: str | None,
+    ) -> None:
         super().__init__(spec, batch, dtype, device)
         self.slots = slots
         self._store = store
@@ -58,11 +67,12 @@ class SlotCache(KVCache):
         self.tokens = SequenceInfo(
             torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True
         )
-        self._visibility = self._full_visibility = FullVisibility(spec.pattern, slots)
+        self._full_visibility = FullVisibility(spec.pattern, self._retained_tokens(), slots)
+        self._visibility = self._full_visibility
 
-    @abstractmethod
-    def _retained_positions(self) -> Pattern:
+    def _retained_tokens(self) -> Pattern:
         """Return the pattern of past tokens that are still in a slot."""
+        return retained_tokens(self.spec.pattern)
 
     def _stored_tokens(self) -> SequenceInfo:
         """Return the positions of all slots; `num_visible` is set if the newest token attends to
@@ -80,16 +90,9 @@ class SlotCache(KVCache):
         return SequenceInfo(position, segment, start, checked=True, num_visible=num_filled)
 
     @property
-    @abstractmethod
-    def _first_position(self) -> int | None:
-        """Return the position in the first slot if uniform rows have consecutive positions, else
-        None.
-        """
-
-    @property
     def _reads_all(self) -> bool:
-        """Whether the newest token attends to every stored token (see `FullVisibility`)."""
-        return self._full_visibility.sees_all(self.used, self._retained_positions)
+        """True if the newest token attends to every stored token (see `FullVisibility`)."""
+        return self._full_visibility.sees_all(self.used)
 
     @property
     def storage_format(self) -> str | None:
@@ -132,16 +135,25 @@ class SlotCache(KVCache):
     def _to_storage(self, entry: KVEntry) -> KVEntry:
         return quantize_entry(entry, self._names) if self._names else entry
 
-    @abstractmethod
     def _write_pending_positions(self, used: int) -> None:
-        """Write the positions of the first `used` tokens, which uniform rows leave implicit."""
+        """Write the positions of the first `used` tokens, if uniform rows leave them implicit."""
 
 
 class ContiguousCache(SlotCache):
     """Cache of every token; raises CacheFull when all slots are used."""
 
-    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], storage: StorageFormat) -> None:
-        super().__init__(spec, shape, storage)
+    _first_position = 0
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        batch: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: str | None,
+    ) -> None:
+        super().__init__(spec, batch, slots, dtype, device, store)
         self._filled = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
         self._bound = 0  # upper bound of the slots that any row has filled
 
@@ -191,12 +203,8 @@ class ContiguousCache(SlotCache):
         # written on first use.
         self.tokens.segment[:, :used] = 0
 
-    def _retained_positions(self) -> Pattern:
+    def _retained_tokens(self) -> Pattern:
         return Causal()
-
-    @property
-    def _first_position(self) -> int | None:
-        return 0
 
     def _slot(self, new_tokens: SequenceInfo) -> Tensor:
         live = new_tokens.is_real.expand(self.batch, -1)
@@ -229,15 +237,18 @@ class RingCache(SlotCache):
     """
 
     def __init__(
-        self, spec: AttentionSpec, shape: tuple[int, int, int], storage: StorageFormat
+        self,
+        spec: AttentionSpec,
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: str | None,
     ) -> None:
-        batch, first, last = shape
-        super().__init__(spec, (batch, first + last), storage)
-        self.first = first
+        self.first, last = spec.pattern.retention
+        assert last is not None, "a ring needs a pattern that forgets tokens"
         self.last = last
-        self._num_warmup_tokens = (
-            self.slots
-        )  # once the ring is full, every token overwrites another
+        super().__init__(spec, batch, self.first + last, dtype, device, store)
+        self._num_warmup_tokens = self.slots  # from then on every token overwrites another
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         is_first = self.used == 0
@@ -294,16 +305,6 @@ class RingCache(SlotCache):
             return slice(None), None
         start = max(0, self.used - self.last)
         return torch.arange(start, self.used, device=self.device) % self.last, start
-
-    def _write_pending_positions(self, used: int) -> None:
-        """Do nothing: a ring writes every position at once because slots are reused."""
-
-    def _retained_positions(self) -> Pattern:
-        return Window(self.last) | First(self.first) if self.first else Window(self.last)
-
-    @property
-    def _first_position(self) -> int | None:
-        return None
 
     def _slot(self, new_tokens: SequenceInfo) -> Tensor:
         position = new_tokens.position.expand(self.batch, -1)
@@ -491,7 +492,7 @@ class HeadGroupCache(KVCache):
         for group, cache in zip(
             self.groups, self.caches, strict=True
         ):  # the first raises if it is full
-            own = {name: _take_heads(tensor, group.kv_heads) for name, tensor in entry.items()}
+            own = {name: take_heads(tensor, group.kv_heads) for name, tensor in entry.items()}
             cached.append(CachedHeads(*group, *cache.extend(own, new_tokens)))
         self._record_tokens(new_tokens)
         return cached
@@ -525,13 +526,6 @@ class HeadGroupCache(KVCache):
         return all(cache.is_predictable for cache in self.caches)
 
 
-def _take_heads(tensor_BSGK: Tensor, heads: Sequence[int]) -> Tensor:
-    """These heads; a view if they are consecutive."""
-    if list(heads) == list(range(heads[0], heads[-1] + 1)):
-        return tensor_BSGK[:, :, heads[0] : heads[-1] + 1]
-    return tensor_BSGK[:, :, list(heads)]
-
-
 def _tokens_of(
     cached: CachedHeads, sequence: SequenceInfo, batch: int
 ) -> Iterator[tuple[str, Tensor]]:
@@ -558,3 +552,47 @@ def _real_positions(sequence: SequenceInfo) -> Tensor:
         return torch.where(sequence.is_real, sequence.position, -1)
     slot = torch.arange(sequence.count, device=sequence.position.device)
     return torch.where(slot < sequence.num_visible, sequence.position, -1)
+
+
+def make_cache(
+    spec: AttentionSpec,
+    *,
+    batch: int,
+    capacity: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    storage_format: str | None = None,
+) -> KVCache:
+    """Return the smallest cache for this spec: a recurrent state, a ring of visible tokens, or
+    every token.
+
+    Heads whose patterns retain different tokens get a cache for each group of them.
+
+    With storage_format="int8" keys and values are stored in 8 bits, with one scale per head and
+    token.
+
+    >>> import headwise as hw
+    >>> make_cache(
+    ...     hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100
+    ... ).slots
+    5
+    """
+    if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
+        raise SpecError(
+            f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at "
+            "least 1"
+        )
+    check_causal(spec)
+    check_storage_format(spec, storage_format)
+    own_device = torch.empty(0, device=device).device  # "cuda" becomes the current device
+    if spec.is_recurrent:
+        return RecurrentStateCache(spec, batch, dtype, own_device)
+    groups = split_by_retention(spec)
+    if groups:
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        options |= {"batch": batch, "capacity": capacity, "storage_format": storage_format}
+        return HeadGroupCache(spec, groups, [make_cache(group.spec, **options) for group in groups])
+    first, last = spec.pattern.retention
+    if last is not None and first + last < capacity:
+        return RingCache(spec, batch, dtype, own_device, storage_format)
+    return ContiguousCache(spec, batch, capacity, dtype, own_device, storage_format)

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..masking.sequence_info import SequenceInfo
-    from ..spec.attention_spec import AttentionSpec
 
+# Types of `headwise.attention.spec`, which imports this package.
+AttentionSpec = Any
+Heads = Any
 AppliedTo = Literal["query", "source", "recalled"]
 
 

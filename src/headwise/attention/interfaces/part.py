@@ -23,13 +23,19 @@ from typing import (
 from ...util.errors import SpecError, suggest
 from ...util.size_limits import MAX_INTEGER, check_size
 from .axis_layout import AxisLayout
-from .core_types import CallSize, CoreShape, Param, PartParams, SpecFactory, SymmetryGroup
+from .core_types import (
+    AttentionSpec,
+    CallSize,
+    CoreShape,
+    Heads,
+    Param,
+    PartParams,
+    SpecFactory,
+    SymmetryGroup,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from ..spec.attention_spec import AttentionSpec
-    from ..spec.heads import Heads
 
 
 # --- Registry -------------------------------------------------------------------------------------
@@ -219,6 +225,12 @@ class Part(CheckedDataclass, ABC):
     # The sides on which this part allows any orthogonal map of a head's channels: "k" (keys with
     # their queries), "v".
     unrestricted_sides: ClassVar[str] = "kv"
+    # What `field_conflicts` checks: the values of text fields, the least values of numbers, numbers
+    # above zero, and the tensors that need heads.dim or heads.vdim channels.
+    field_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    field_minima: ClassVar[Mapping[str, float]] = {}
+    positive_fields: ClassVar[tuple[str, ...]] = ()
+    needed_head_dims: ClassVar[str] = ""
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         """The parameters of this part, by name."""
@@ -255,6 +267,28 @@ class Part(CheckedDataclass, ABC):
         again.
         """
         return 0
+
+    def field_conflicts(self, spec: AttentionSpec) -> Iterator[str]:
+        """The reasons why fields of this part have values outside those declared by its class."""
+        name = type(self).__name__
+        for field, options in self.field_choices.items():
+            value = getattr(self, field)
+            if value not in options:
+                *first, last = map(repr, options)
+                yield f"{name}({field}={value!r}) is unknown; use {', '.join(first)} or {last}"
+        for field, least in self.field_minima.items():
+            value = getattr(self, field)
+            if value is not None and not value >= least:
+                yield f"{name}({field}={value!r}) must be at least {least}"
+        for field in self.positive_fields:
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                yield f"{name}({field}={value!r}) must be positive"
+        if self.needed_head_dims and not spec.project.uses_head_dims:
+            yield (
+                f"{name} needs {self.needed_head_dims}, unlike {type(spec.project).__name__}; use "
+                "project Direct()"
+            )
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         """Reasons why this part cannot be used in this spec; empty if it can."""

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from .core_types import (
+    AttentionSpec,
     AuxLosses,
     CallSize,
     CoreShape,
@@ -25,8 +26,6 @@ from .part import Part, RecurrentPart
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from ..spec.attention_spec import AttentionSpec
 
 
 class Project(Part):

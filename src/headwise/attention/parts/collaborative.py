@@ -24,7 +24,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import normal_with_std, ones_init, xavier_uniform, zeros_init
+from .initialisers import normal_with_std, ones_init, weight, xavier_uniform, zeros_init
 from .linear_projection import Direct, absorb_matrix_per_head
 
 
@@ -280,19 +280,10 @@ class Collaborative(Project):
     width: int = 64
     bias: str = ""
     start: str = "normal"
+    field_choices: ClassVar = {"bias": ("", "v"), "start": tuple(_INITIALISERS)}
+    field_minima: ClassVar = {"width": 1}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.bias not in ("", "v"):
-            yield (
-                f"Collaborative(bias={self.bias!r}) is unknown; its content bias replaces that "
-                "of q, so use '' or 'v'"
-            )
-        if self.width < 1:
-            yield f"Collaborative(width={self.width}) leaves no query-key channels; use at least 1"
-        if self.start not in _INITIALISERS:
-            yield (
-                f"Collaborative(start={self.start!r}) is unknown; use 'normal', 'ones' or 'blocks'"
-            )
         if not spec.similarity.linear:
             name = type(spec.similarity).__name__
             yield (
@@ -311,15 +302,13 @@ class Collaborative(Project):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axis = spec.heads.value_axis
         params = {
-            "q": Param(AxisLayout.parse("width model"), xavier_uniform, "query"),
-            "k": Param(AxisLayout.parse("width source"), xavier_uniform, "source"),
-            "mixing": Param(AxisLayout.parse("q width"), _INITIALISERS[self.start]),
-            "content": Param(AxisLayout.parse("q source"), xavier_uniform, "source"),
-            "v": Param(AxisLayout.parse(f"({axis} vdim) source"), xavier_uniform, "source"),
+            "q": weight("width model", xavier_uniform, "query"),
+            "k": weight("width source", xavier_uniform, "source"),
+            "mixing": weight("q width", _INITIALISERS[self.start]),
+            "content": weight("q source", xavier_uniform, "source"),
+            "v": weight(f"({axis} vdim) source", xavier_uniform, "source"),
         }
-        return params | (
-            {"v_bias": Param(AxisLayout.parse(f"({axis} vdim)"), zeros_init)} if self.bias else {}
-        )
+        return params | ({"v_bias": weight(f"({axis} vdim)", zeros_init)} if self.bias else {})
 
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         values = AxisLayout.parse(f"{spec.heads.value_axis} vdim")

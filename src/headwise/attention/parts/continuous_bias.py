@@ -5,7 +5,7 @@ a bias per head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...util.size_limits import MAX_BIAS_NETWORK, check_size
 from ..interfaces import ScoreStep
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import (
     CallSize,
     Param,
@@ -25,7 +24,7 @@ from ..interfaces.core_types import (
 )
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import normal_with_std, zeros_init
+from .initialisers import normal_with_std, weight, zeros_init
 
 
 @part
@@ -59,40 +58,28 @@ class ContinuousBias(ScoreStep):
     output: str = "sigmoid"
     trained_rows: int = 0
     trained_columns: int = 0
+    field_choices: ClassVar = {"output": ("sigmoid", "linear")}
+    field_minima: ClassVar = dict.fromkeys(("rows", "columns", "hidden"), 1) | {
+        "trained_rows": 0,
+        "trained_columns": 0,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = "(2 rows - 1) (2 columns - 1) hidden of ContinuousBias"
         check_size(name, self._num_offsets * self.hidden, MAX_BIAS_NETWORK)
 
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        for name in ("rows", "columns", "hidden"):
-            if getattr(self, name) < 1:
-                yield (
-                    f"ContinuousBias({name}={getattr(self, name)}) must be at least 1; 7 x 7 "
-                    "cells are usual"
-                )
-        if min(self.trained_rows, self.trained_columns) < 0:
-            yield (
-                "ContinuousBias(trained_rows, trained_columns) cannot be negative; leave them "
-                "out for the grid itself"
-            )
-        if self.output not in ("sigmoid", "linear"):
-            yield f"ContinuousBias(output={self.output!r}) is unknown; use 'sigmoid' or 'linear'"
-
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"bias_hidden": self.hidden, "grid_axis": 2}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         layers = {
-            "hidden": Param(AxisLayout.parse("bias_hidden grid_axis"), normal_with_std(0.02)),
-            "hidden_bias": Param(AxisLayout.parse("bias_hidden"), zeros_init),
-            "out": Param(AxisLayout.parse("q bias_hidden"), normal_with_std(0.02)),
+            "hidden": weight("bias_hidden grid_axis", normal_with_std(0.02)),
+            "hidden_bias": weight("bias_hidden", zeros_init),
+            "out": weight("q bias_hidden", normal_with_std(0.02)),
         }
         return (
-            layers
-            if self.output == "sigmoid"
-            else layers | {"out_bias": Param(AxisLayout.parse("q"), zeros_init)}
+            layers if self.output == "sigmoid" else layers | {"out_bias": weight("q", zeros_init)}
         )
 
     @property

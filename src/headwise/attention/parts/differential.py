@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import OutputStep
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
-from .initialisers import normal_with_std, ones_init, xavier_uniform
+from .initialisers import normal_with_std, ones_init, weight, xavier_uniform
 
 
 class HeadPairs(OutputStep):
@@ -83,6 +82,8 @@ class Differential(HeadPairs):
     )
     depth: int = 0
     eps: float = 1e-5
+    field_minima: ClassVar = {"depth": 0}
+    positive_fields: ClassVar = ("eps",)
 
     @property
     def initial_lambda(self) -> float:
@@ -90,11 +91,7 @@ class Differential(HeadPairs):
         return 0.8 - 0.6 * math.exp(-0.3 * self.depth)
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not self.eps > 0:
-            yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         heads = spec.heads
-        if self.depth < 0:
-            yield f"Differential(depth={self.depth}) is negative; the first layer is 0"
         pairing_errors = list(self.pairing_errors(heads))
         yield from pairing_errors
         if not pairing_errors and heads.value_head_of_row[::2] != heads.value_head_of_row[1::2]:
@@ -117,11 +114,8 @@ class Differential(HeadPairs):
         return replace(self, depth=layer)
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        lambdas = {
-            name: Param(AxisLayout.parse("dim"), normal_with_std(0.1))
-            for name in ("a1", "b1", "a2", "b2")
-        }
-        return lambdas | {"norm": Param(AxisLayout.parse("vdim"), ones_init)}
+        lambdas = {name: weight("dim", normal_with_std(0.1)) for name in ("a1", "b1", "a2", "b2")}
+        return lambdas | {"norm": weight("vdim", ones_init)}
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
         of_norm = SymmetryGroup.commuting_with_scales(p["norm"][:, None].tolist())
@@ -196,7 +190,7 @@ class DifferentialV2(HeadPairs):
         return replace(heads, q=2 * heads.q, **head_maps)
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"noise": Param(AxisLayout.parse("out model"), xavier_uniform, "query")}
+        return {"noise": weight("out model", xavier_uniform, "query")}
 
     def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         noise = torch.sigmoid(F.linear(x_BTD, p["noise"]))[..., None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -29,10 +29,7 @@ class Dot(Similarity):
     linear: ClassVar[bool] = True
     unrestricted_sides: ClassVar[str] = "kv"
     scale: float | None = None
-
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.scale is not None and not self.scale > 0:
-            yield f"Dot(scale={self.scale!r}) must be positive; leave it out for 1/sqrt(dim)"
+    positive_fields: ClassVar = ("scale",)
 
     def score_scale(self, core: CoreShape) -> float:
         return core.scale if self.scale is None else self.scale

@@ -19,7 +19,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import AppliedTo, CallSize, Param, PartParams, Phase, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import fixed_values, normal_with_std, zeros_init
+from .initialisers import constant, normal_with_std, weight, zeros_init
 
 _EPS = 1e-6
 _FACTOR_NAMES = ("source", "target", "gate")
@@ -75,6 +75,12 @@ class Dynamic(Mix):
     groups: int = 1
     sides: str = "both"
     members: int = 0
+    field_choices: ClassVar = {
+        "on": ("scores", "weights"),
+        "static": ("none", "full"),
+        "sides": ("both", *_SIDE_AXES),
+    }
+    field_minima: ClassVar = {"rank": 1}
 
     @property
     def phase(self) -> Phase:
@@ -82,14 +88,6 @@ class Dynamic(Mix):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads.q
-        if self.on not in ("scores", "weights"):
-            yield f"Dynamic(on={self.on!r}) is unknown; use 'scores' or 'weights'"
-        if self.static not in ("none", "full"):
-            yield f"Dynamic(static={self.static!r}) is unknown; use 'none' or 'full'"
-        if self.rank < 1:
-            yield f"Dynamic(rank={self.rank}) mixes no heads; use at least 1, 2 is published"
-        if self.sides not in ("both", *_SIDE_AXES):
-            yield f"Dynamic(sides={self.sides!r}) is unknown; use 'both', 'query' or 'key'"
         if self.members and self.groups != 1:
             yield (
                 f"Dynamic(groups={self.groups}, members={self.members}) sets the group size "
@@ -141,26 +139,18 @@ class Dynamic(Mix):
             first = normal_with_std(math.sqrt(2 / (sizes[width] + hidden)))
             gate = normal_with_std(0.005 * math.sqrt(2 / (sizes[width] + heads)))
             params |= {
-                f"{side}_hidden": Param(AxisLayout.parse(f"(q unit) {width}"), first, applied_to),
-                f"{side}_source": Param(AxisLayout.parse("(rank q) hidden"), second, applied_to),
-                f"{side}_target": Param(
-                    AxisLayout.parse(f"(rank {target}) hidden"), second, applied_to
-                ),
-                f"{side}_gate": Param(AxisLayout.parse(f"{target} {width}"), gate, applied_to),
+                f"{side}_hidden": weight(f"(q unit) {width}", first, applied_to),
+                f"{side}_source": weight("(rank q) hidden", second, applied_to),
+                f"{side}_target": weight(f"(rank {target}) hidden", second, applied_to),
+                f"{side}_gate": weight(f"{target} {width}", gate, applied_to),
             }
         if self.static == "full":
-            params["static"] = Param(
-                AxisLayout.parse("q out" if target == "out" else "q member"), zeros_init
-            )
+            params["static"] = weight("q out" if target == "out" else "q member", zeros_init)
         if self.on == "weights":
             # Heads are identified by their original index, because positions change when whole
             # groups are pruned.
-            params["own"] = Param(
-                AxisLayout.parse("out"), fixed_values(spec.score_head_of_row), trainable=False
-            )
-            params["name"] = Param(
-                AxisLayout.parse("q"), fixed_values(range(spec.heads.q)), trainable=False
-            )
+            params["own"] = constant("out", spec.score_head_of_row)
+            params["name"] = constant("q", range(spec.heads.q))
         return params
 
     @property

@@ -14,11 +14,10 @@ from torch import Tensor
 from ...kernels import row_normalisers
 from ...kernels.launch import has_kernels
 from ..interfaces import Normaliser
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import constant_value
+from .initialisers import constant_value, weight
 
 # closer to 1 the gradient in alpha, a difference divided by (alpha - 1)^2, is lost to rounding
 MIN_ALPHA = 1.01
@@ -55,10 +54,9 @@ class Entmax(Normaliser):
     sums_to_one: ClassVar[bool] = True
     alpha: float = 1.5
     kind: str = "fixed"
+    field_choices: ClassVar = {"kind": ("fixed", "learned")}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.kind not in ("fixed", "learned"):
-            yield f"Entmax(kind={self.kind!r}) is unknown; use 'fixed' or 'learned'"
         if self.alpha <= 1:
             yield (
                 f"Entmax(alpha={self.alpha!r}) must be above 1; for alpha=1 use normaliser "
@@ -83,11 +81,7 @@ class Entmax(Normaliser):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind == "fixed":
             return {}
-        return {
-            "a": Param(
-                AxisLayout.parse("q"), constant_value(math.log((self.alpha - 1) / (2 - self.alpha)))
-            )
-        }
+        return {"a": weight("q", constant_value(math.log((self.alpha - 1) / (2 - self.alpha))))}
 
     def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         if self.kind == "learned":

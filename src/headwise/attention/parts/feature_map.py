@@ -36,7 +36,6 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if lowered else nullcontext()
 
 
-FEATURE_MAP_KINDS = ("elu", "relu", "favor")
 # of a key's feature; float32 overflows at 88, and the sum over keys times values needs the rest
 MAX_EXPONENT = 64.0
 EXPONENT_OFFSET = 40.0  # largest offset subtracted from exponents; float32 underflows at -87
@@ -98,11 +97,11 @@ class FeatureMap(Similarity):
     draws: int = 0
     seed: int = 0
     eps: float = 0.0
+    field_choices: ClassVar = {"kind": ("elu", "relu", "favor")}
+    field_minima: ClassVar = {"eps": 0, "draws": 0}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.kind not in FEATURE_MAP_KINDS:
-            yield f"FeatureMap(kind={self.kind!r}) is unknown; use 'elu', 'relu' or 'favor'"
-        elif self.kind != "favor" and (self.draws or self.seed):
+        if self.kind != "favor" and (self.draws or self.seed):
             yield (
                 f"FeatureMap(kind={self.kind!r}) samples nothing; leave draws and seed out, or "
                 "use kind 'favor'"
@@ -112,13 +111,6 @@ class FeatureMap(Similarity):
                 f"FeatureMap(kind={self.kind!r}, eps={self.eps!r}) has no eps; use normaliser "
                 f"Sum(eps={self.eps!r})"
             )
-        if not self.eps >= 0:
-            yield (
-                f"FeatureMap(eps={self.eps!r}) is negative; use 1e-4 as in the authors' code, "
-                "or leave it out"
-            )
-        if self.draws < 0:
-            yield f"FeatureMap(draws={self.draws}) is negative; use at least 1, or leave it out"
         if not 0 <= self.seed < 2**63:
             yield f"FeatureMap(seed={self.seed}) is not a valid seed; use 0 or more, below 2^63"
         if self.kind == "favor" and not spec.project.uses_head_dims:
@@ -332,6 +324,7 @@ class Sum(Normaliser):
     sums_to_one: ClassVar[bool] = True
     proportional: ClassVar[bool] = True
     eps: float = 0.0
+    field_minima: ClassVar = {"eps": 0}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if spec.similarity.signed:
@@ -340,12 +333,7 @@ class Sum(Normaliser):
                 f"Sum needs scores that are never negative, unlike {name}; use similarity "
                 "FeatureMap()"
             )
-        if not self.eps >= 0:
-            yield (
-                f"Sum(eps={self.eps!r}) is negative; use 1e-6 as in the authors' code, or leave "
-                "it out"
-            )
-        elif self.eps and spec.similarity.has_arbitrary_scale():
+        if self.eps and spec.similarity.has_arbitrary_scale():
             name = repr(spec.similarity)
             yield (
                 f"Sum(eps={self.eps!r}) needs scores of a known scale, unlike {name}; use the "

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import Gate
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import AuxLosses, Param, PartParams, QueryContext, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import constant_value, xavier_uniform
+from .initialisers import constant_value, weight, xavier_uniform
 
 
 @part
@@ -36,11 +35,11 @@ class HeadGate(Gate):
     start: float | None = None
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        gate = {"gate": Param(AxisLayout.parse("out model"), xavier_uniform, "query")}
+        gate = {"gate": weight("out model", xavier_uniform, "query")}
         return (
             gate
             if self.start is None
-            else gate | {"bias": Param(AxisLayout.parse("out"), constant_value(self.start))}
+            else gate | {"bias": weight("out", constant_value(self.start))}
         )
 
     def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
@@ -71,11 +70,11 @@ class OutputGate(Gate):
     start: float | None = None
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        gate = {"gate": Param(AxisLayout.parse("(out vdim) model"), xavier_uniform, "query")}
+        gate = {"gate": weight("(out vdim) model", xavier_uniform, "query")}
         return (
             gate
             if self.start is None
-            else gate | {"bias": Param(AxisLayout.parse("(out vdim)"), constant_value(self.start))}
+            else gate | {"bias": weight("(out vdim)", constant_value(self.start))}
         )
 
     def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..interfaces import Gate
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import AuxLosses, Param, PartParams, QueryContext, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import constant_value, fixed_values
+from .initialisers import constant, constant_value, weight
 
 CLAMP_EPS = (
     1e-6  # distance from 0 and 1 that uniform samples and probabilities are clamped to, as released
@@ -62,10 +61,16 @@ class Concrete(Gate):
     layers: int = 1
     per: str = "head"
     gates: int = 0
+    field_choices: ClassVar = {
+        "sample": ("soft", "hard"),
+        "evaluation": ("code", "hard"),
+        "regulariser": ("sum", "mean"),
+        "per": ("head", "kv"),
+    }
+    field_minima: ClassVar = {"layers": 1}
+    positive_fields: ClassVar = ("temperature",)
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not self.temperature > 0:
-            yield f"Concrete(temperature={self.temperature!r}) must be positive; 0.33 is usual"
         if not self.low < 0:
             yield (
                 f"Concrete(low={self.low!r}) can never close a gate; use a number below 0, -0.1 "
@@ -76,20 +81,10 @@ class Concrete(Gate):
                 f"Concrete(high={self.high!r}) can never fully open a gate; use a number above "
                 "1, 1.1 is usual"
             )
-        if self.sample not in ("soft", "hard"):
-            yield f"Concrete(sample={self.sample!r}) is unknown; use 'soft' or 'hard'"
-        if self.evaluation not in ("code", "hard"):
-            yield f"Concrete(evaluation={self.evaluation!r}) is unknown; use 'code' or 'hard'"
-        if self.regulariser not in ("sum", "mean"):
-            yield f"Concrete(regulariser={self.regulariser!r}) is unknown; use 'sum' or 'mean'"
-        if self.per not in ("head", "kv"):
-            yield f"Concrete(per={self.per!r}) is unknown; use 'head' or 'kv'"
         if self.gates and (self.per == "head" or self.gates <= max(spec.kv_head_of_output)):
             yield (
                 f"Concrete(gates={self.gates}) does not match the key-value heads; leave gates out"
             )
-        if self.layers < 1:
-            yield f"Concrete(layers={self.layers}) must be at least 1"
         if self.layers > 1 and self.regulariser == "sum":
             yield (
                 f"Concrete(layers={self.layers}) is for a mean over layers; use "
@@ -112,9 +107,9 @@ class Concrete(Gate):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.per == "head":
-            return {"log_a": Param(AxisLayout.parse("out"), constant_value(self.start))}
-        own = Param(AxisLayout.parse("out"), fixed_values(spec.kv_head_of_output), trainable=False)
-        return {"log_a": Param(AxisLayout.parse("gate"), constant_value(self.start)), "own": own}
+            return {"log_a": weight("out", constant_value(self.start))}
+        own = constant("out", spec.kv_head_of_output)
+        return {"log_a": weight("gate", constant_value(self.start)), "own": own}
 
     def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
         log_a = p["log_a"].to(torch.promote_types(context.x_BTD.dtype, torch.float32))

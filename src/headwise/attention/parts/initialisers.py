@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import AppliedTo, Param
+
 Initialiser = Callable[[tuple[int, ...]], Tensor]
 
 
@@ -70,3 +73,13 @@ def fixed_values(values: Sequence[float] | Sequence[int]) -> Initialiser:
 def identity_init(shape: tuple[int, ...]) -> Tensor:
     """An identity matrix."""
     return torch.eye(*shape)
+
+
+def weight(axes: str, init: Initialiser, applied: AppliedTo | None = None) -> Param:
+    """A trainable tensor whose axes are written as in "(q dim) model"."""
+    return Param(AxisLayout.parse(axes), init, applied)
+
+
+def constant(axes: str, values: Sequence[float] | Sequence[int]) -> Param:
+    """A tensor of fixed values, which is not trained."""
+    return Param(AxisLayout.parse(axes), fixed_values(values), trainable=False)

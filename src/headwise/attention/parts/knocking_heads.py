@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, Param, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import identity_init, zeros_init
+from .initialisers import identity_init, weight, zeros_init
 
 
 @part
@@ -38,10 +38,9 @@ class Knocking(QKTransform):
     paper = "2510.23052"
     kind: str = "linear"
     sides: str = "v"
+    field_choices: ClassVar = {"kind": ("linear", "mlp")}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.kind not in ("linear", "mlp"):
-            yield f"Knocking(kind={self.kind!r}) is unknown; use 'linear' or 'mlp'"
         if (
             not self.sides
             or set(self.sides) - set("qkv")
@@ -68,15 +67,13 @@ class Knocking(QKTransform):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind == "mlp":
-            inner = AxisLayout.parse("vknocked vdim")
-            down = Param(AxisLayout.parse("vdim vknocked"), identity_init)
             return {
-                "up": Param(inner, identity_init),
-                "gate": Param(inner, zeros_init),
-                "down": down,
+                "up": weight("vknocked vdim", identity_init),
+                "gate": weight("vknocked vdim", zeros_init),
+                "down": weight("vdim vknocked", identity_init),
             }
         axes = {"q": "knocked dim", "k": "knocked dim", "v": "vknocked vdim"}
-        return {side: Param(AxisLayout.parse(axes[side]), identity_init) for side in self.sides}
+        return {side: weight(axes[side], identity_init) for side in self.sides}
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         heads = spec.heads

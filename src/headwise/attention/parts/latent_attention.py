@@ -25,7 +25,7 @@ from ..interfaces.core_types import (
 )
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import ones_init, xavier_uniform, zeros_init
+from .initialisers import ones_init, weight, xavier_uniform, zeros_init
 from .linear_projection import Direct, absorb_matrix_per_head
 
 
@@ -59,27 +59,18 @@ class Latent(Project):
     eps: float = 1e-6
     norm: str = "rms"
     bias: str = ""
+    field_choices: ClassVar = {
+        "form": ("expanded", "absorbed"),
+        "norm": ("rms", "none"),
+        "bias": ("", "q", "kv", "qkv"),
+    }
+    field_minima: ClassVar = {"rank": 1, "query_rank": 1, "rope": 0}
+    positive_fields: ClassVar = ("eps",)
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not self.eps > 0:
-            yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
-        if self.form not in ("expanded", "absorbed"):
-            yield f"Latent(form={self.form!r}) is unknown; use 'expanded' or 'absorbed'"
-        if self.norm not in ("rms", "none"):
-            yield f"Latent(norm={self.norm!r}) is unknown; use 'rms' or 'none'"
-        if self.bias not in ("", "q", "kv", "qkv"):
-            yield (
-                f"Latent(bias={self.bias!r}) is unknown; k and v share one latent, so use 'q', "
-                "'kv' or 'qkv'"
-            )
         if not spec.similarity.linear:
             name = type(spec.similarity).__name__
             yield f"Latent needs a dot product for its absorbed form, unlike {name}; use Dot()"
-        if min(self.rank, 1 if self.query_rank is None else self.query_rank) < 1 or self.rope < 0:
-            yield (
-                f"{self!r} has an invalid width; rank and query_rank need at least 1, rope at "
-                "least 0"
-            )
         if (
             spec.heads.kv != spec.heads.q
             or spec.heads.value_heads
@@ -102,29 +93,21 @@ class Latent(Project):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         wide = "(q [dim|rope])"
         if self.query_rank is None:
-            query = {"q": Param(AxisLayout.parse(f"{wide} model"), xavier_uniform, "query")}
+            query = {"q": weight(f"{wide} model", xavier_uniform, "query")}
         else:
             query = {
-                "q_down": Param(AxisLayout.parse("query_rank model"), xavier_uniform, "query"),
-                "q_norm": Param(AxisLayout.parse("query_rank"), ones_init),
-                "q_up": Param(AxisLayout.parse(f"{wide} query_rank"), xavier_uniform, "query"),
+                "q_down": weight("query_rank model", xavier_uniform, "query"),
+                "q_norm": weight("query_rank", ones_init),
+                "q_up": weight(f"{wide} query_rank", xavier_uniform, "query"),
             }
         applied = "query" if self.form == "absorbed" else "recalled"
         return query | {
-            "kv_down": Param(AxisLayout.parse("[rank|rope] source"), xavier_uniform, "source"),
-            **(
-                {"kv_norm": Param(AxisLayout.parse("rank"), ones_init)}
-                if self.norm == "rms"
-                else {}
-            ),
-            "k_up": Param(AxisLayout.parse("(kv dim) rank"), xavier_uniform, applied),
-            "v_up": Param(AxisLayout.parse("(kv vdim) rank"), xavier_uniform, applied),
-            **({"q_bias": Param(AxisLayout.parse(wide), zeros_init)} if "q" in self.bias else {}),
-            **(
-                {"kv_bias": Param(AxisLayout.parse("[rank|rope]"), zeros_init)}
-                if "kv" in self.bias
-                else {}
-            ),
+            "kv_down": weight("[rank|rope] source", xavier_uniform, "source"),
+            **({"kv_norm": weight("rank", ones_init)} if self.norm == "rms" else {}),
+            "k_up": weight("(kv dim) rank", xavier_uniform, applied),
+            "v_up": weight("(kv vdim) rank", xavier_uniform, applied),
+            **({"q_bias": weight(wide, zeros_init)} if "q" in self.bias else {}),
+            **({"kv_bias": weight("[rank|rope]", zeros_init)} if "kv" in self.bias else {}),
         }
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:

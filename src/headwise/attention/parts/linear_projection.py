@@ -19,7 +19,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import xavier_uniform, zeros_init
+from .initialisers import weight, xavier_uniform, zeros_init
 from .mean_attention import Average
 
 
@@ -47,14 +47,12 @@ class Direct(Project):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axis = spec.heads.value_axis
         weights = {
-            "q": Param(AxisLayout.parse("(q dim) model"), xavier_uniform, "query"),
-            "k": Param(AxisLayout.parse("(kv dim) source"), xavier_uniform, "source"),
-            "v": Param(AxisLayout.parse(f"({axis} vdim) source"), xavier_uniform, "source"),
+            "q": weight("(q dim) model", xavier_uniform, "query"),
+            "k": weight("(kv dim) source", xavier_uniform, "source"),
+            "v": weight(f"({axis} vdim) source", xavier_uniform, "source"),
         }
         rows = {"q": "(q dim)", "k": "(kv dim)", "v": f"({axis} vdim)"}
-        return weights | {
-            f"{side}_bias": Param(AxisLayout.parse(rows[side]), zeros_init) for side in self.bias
-        }
+        return weights | {f"{side}_bias": weight(rows[side], zeros_init) for side in self.bias}
 
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         return {
@@ -176,10 +174,9 @@ class Values(Project):
 
     paper = "1908.11365"
     bias: str = ""
+    field_choices: ClassVar = {"bias": ("", "v")}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.bias not in ("", "v"):
-            yield f"Values(bias={self.bias!r}) is unknown; use '' or 'v'"
         if not spec.similarity.linear:
             yield (
                 f"Values has no queries and keys for {type(spec.similarity).__name__}; use "
@@ -194,10 +191,8 @@ class Values(Project):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         rows = f"({spec.heads.value_axis} vdim)"
-        weights = {"v": Param(AxisLayout.parse(f"{rows} source"), xavier_uniform, "source")}
-        return weights | (
-            {"v_bias": Param(AxisLayout.parse(rows), zeros_init)} if self.bias else {}
-        )
+        weights = {"v": weight(f"{rows} source", xavier_uniform, "source")}
+        return weights | ({"v_bias": weight(rows, zeros_init)} if self.bias else {})
 
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         return {"v": AxisLayout.parse(f"{spec.heads.value_axis} vdim")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import xavier_uniform, zeros_init
+from .initialisers import weight, xavier_uniform, zeros_init
 
 
 @part
@@ -34,24 +34,14 @@ class Concat(Merge):
     paper = "1706.03762"
     bias: str = ""
     output: str = "learned"
-
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.output not in ("learned", "fixed"):
-            yield f"Concat(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
-        if self.bias not in ("", "o"):
-            yield (
-                f"Concat(bias={self.bias!r}) is unknown; use bias='o' for an output bias or '' "
-                "for none"
-            )
+    field_choices: ClassVar = {"bias": ("", "o"), "output": ("learned", "fixed")}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         learned = self.output == "learned"
         weights = {
             "o": Param(AxisLayout.parse("model (out vdim)"), xavier_uniform, "query", learned)
         }
-        return weights | (
-            {"o_bias": Param(AxisLayout.parse("model"), zeros_init)} if self.bias else {}
-        )
+        return weights | ({"o_bias": weight("model", zeros_init)} if self.bias else {})
 
     def absorb_matrix(
         self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor
@@ -88,17 +78,13 @@ class SumHeads(Merge):
     of: str = "sum"
     output: str = "learned"
     heads: int = 0
+    field_choices: ClassVar = {
+        "bias": ("", "o"),
+        "of": ("sum", "mean"),
+        "output": ("learned", "fixed"),
+    }
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.bias not in ("", "o"):
-            yield (
-                f"SumHeads(bias={self.bias!r}) is unknown; use bias='o' for an output bias or "
-                "'' for none"
-            )
-        if self.of not in ("sum", "mean"):
-            yield f"SumHeads(of={self.of!r}) is unknown; use 'sum' or 'mean'"
-        if self.output not in ("learned", "fixed"):
-            yield f"SumHeads(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
         if self.heads and self.of == "sum":
             yield (
                 f"SumHeads(heads={self.heads}) is only used by of='mean'; leave heads out, or "
@@ -121,9 +107,7 @@ class SumHeads(Merge):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         learned = self.output == "learned"
         weights = {"o": Param(AxisLayout.parse("model vdim"), xavier_uniform, "query", learned)}
-        return weights | (
-            {"o_bias": Param(AxisLayout.parse("model"), zeros_init)} if self.bias else {}
-        )
+        return weights | ({"o_bias": weight("model", zeros_init)} if self.bias else {})
 
     def merge(self, o_BTOV: Tensor, p: PartParams) -> Tensor:
         total = o_BTOV.sum(2)

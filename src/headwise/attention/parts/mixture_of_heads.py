@@ -17,7 +17,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import AuxLosses, Param, PartParams, QueryContext, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import fixed_values, xavier_uniform
+from .initialisers import constant, fixed_values, weight, xavier_uniform
 
 
 @part
@@ -78,6 +78,11 @@ class Routed(Gate):
     router: str = "learned"
     balance: str = "sum"
     layers: int = 1
+    field_choices: ClassVar = {
+        "norm": ("code", "paper"),
+        "router": ("learned", "norm"),
+        "balance": ("sum", "mean"),
+    }
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = self.heads or len(spec.score_head_of_output)
@@ -86,12 +91,6 @@ class Routed(Gate):
                 f"Routed(heads={heads}) is less than the {len(spec.score_head_of_output)} output "
                 "heads; leave heads out"
             )
-        if self.norm not in ("code", "paper"):
-            yield f"Routed(norm={self.norm!r}) is unknown; use 'code' or 'paper'"
-        if self.router not in ("learned", "norm"):
-            yield f"Routed(router={self.router!r}) is unknown; use 'learned' or 'norm'"
-        if self.balance not in ("sum", "mean"):
-            yield f"Routed(balance={self.balance!r}) is unknown; use 'sum' or 'mean'"
         if self.layers < 1 or (self.layers > 1 and self.balance == "sum"):
             yield (
                 f"Routed(layers={self.layers}) is the number of layers of a mean; use "
@@ -147,9 +146,7 @@ class Routed(Gate):
         sizes = self.sizes(spec)
         score_heads = spec.score_head_of_output
         count = len(score_heads)
-        params = {
-            "slot": Param(AxisLayout.parse("out"), fixed_values(range(count)), trainable=False)
-        }
+        params = {"slot": constant("out", range(count))}
         if self.router == "norm":
             # Correct for unpruned layers only; after pruning, the assignment is taken from the
             # weights.
@@ -158,11 +155,11 @@ class Routed(Gate):
             )
             return params | {"asker": Param(AxisLayout.parse("routed"), asker, trainable=False)}
         if sizes["routed"]:
-            params["router"] = Param(AxisLayout.parse("routed model"), xavier_uniform, "query")
+            params["router"] = weight("routed model", xavier_uniform, "query")
         if sizes["shared"] > 1:
-            params["shared"] = Param(AxisLayout.parse("shared model"), xavier_uniform, "query")
+            params["shared"] = weight("shared model", xavier_uniform, "query")
         if sizes["routed"] and sizes["shared"]:
-            params["kind"] = Param(AxisLayout.parse("kind model"), xavier_uniform, "query")
+            params["kind"] = weight("kind model", xavier_uniform, "query")
         return params
 
     def open_fractions(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...util.errors import suggest
 from ..interfaces import Project
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
-from .initialisers import fixed_values, xavier_uniform, zeros_init
+from .initialisers import fixed_values, weight, xavier_uniform, zeros_init
 
 # Overlap as a function of the layer, counted from 0, and the number of layers (2410.14874, as in
 # the released code).
@@ -74,6 +73,8 @@ class Overlapping(Project):
     bias: str = ""
     channels: int = 0
     schedule: str = "fixed"
+    field_choices: ClassVar = {"schedule": ("fixed", *OVERLAP_SCHEDULES)}
+    field_minima: ClassVar = {"overlap": 0}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
@@ -87,11 +88,6 @@ class Overlapping(Project):
                 f"Overlapping(channels={self.channels}) is less than the {needed} channels of "
                 "all heads; leave it out"
             )
-        if self.overlap < 0:
-            yield f"Overlapping(overlap={self.overlap}) is negative; 0 is plain attention"
-        if self.schedule not in ("fixed", *OVERLAP_SCHEDULES):
-            remedy = suggest(self.schedule, ("fixed", *OVERLAP_SCHEDULES))
-            yield f"Overlapping(schedule={self.schedule!r}) is unknown; {remedy}"
         if heads.kv_head_of_query != tuple(range(heads.q)) or heads.value_heads:
             custom = heads.value_heads or heads.kv == heads.q
             actual = (
@@ -130,14 +126,12 @@ class Overlapping(Project):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         starts = fixed_values([head * spec.heads.dim for head in range(spec.heads.q)])
         weights = {
-            "q": Param(AxisLayout.parse("channel model"), xavier_uniform, "query"),
-            "k": Param(AxisLayout.parse("channel source"), xavier_uniform, "source"),
-            "v": Param(AxisLayout.parse("channel source"), xavier_uniform, "source"),
+            "q": weight("channel model", xavier_uniform, "query"),
+            "k": weight("channel source", xavier_uniform, "source"),
+            "v": weight("channel source", xavier_uniform, "source"),
             "start": Param(AxisLayout.parse("q"), starts, trainable=False),
         }
-        return weights | {
-            f"{side}_bias": Param(AxisLayout.parse("channel"), zeros_init) for side in self.bias
-        }
+        return weights | {f"{side}_bias": weight("channel", zeros_init) for side in self.bias}
 
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         return {"k": AxisLayout.parse("channel"), "v": AxisLayout.parse("channel")}

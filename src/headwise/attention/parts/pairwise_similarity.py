@@ -4,19 +4,18 @@ Gaussian kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..interfaces import Similarity
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .feature_map import to_at_least_float32, without_autocast
-from .initialisers import zeros_init
+from .initialisers import weight, zeros_init
 
 MAX_PAIR_NUMEL = 2**24  # limit on the numbers of (query, key) pairs in memory at once
 MIN_BANDWIDTH = 1e-9  # for smaller widths, distance / width^2 can overflow float32
@@ -39,20 +38,13 @@ class Additive(Similarity):
 
     paper = "1409.0473"
     per_head: ClassVar[bool] = True
-
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not spec.project.uses_head_dims:
-            name = type(spec.project).__name__
-            yield (
-                f"Additive needs queries and keys with heads.dim channels, unlike {name}; use "
-                "project Direct()"
-            )
+    needed_head_dims: ClassVar = "queries and keys with heads.dim channels"
 
     def score_scale(self, core: CoreShape) -> float:
         return 1.0
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {name: Param(AxisLayout.parse("q dim"), zeros_init) for name in ("v", "bias")}
+        return {name: weight("q dim", zeros_init) for name in ("v", "bias")}
 
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
         return (p_h["v"] * torch.tanh(q_K + k_K + p_h["bias"])).sum(-1)
@@ -105,19 +97,8 @@ class Gaussian(Similarity):
 
     unrestricted_sides: ClassVar[str] = "kv"
     width: float = 1.0
-
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not self.width >= MIN_BANDWIDTH:
-            yield (
-                f"Gaussian(width={self.width!r}) is too small to divide by; use at least "
-                f"{MIN_BANDWIDTH}, such as 1.0"
-            )
-        if not spec.project.uses_head_dims:
-            name = type(spec.project).__name__
-            yield (
-                f"Gaussian needs queries and keys with heads.dim channels, unlike {name}; use "
-                "project Direct()"
-            )
+    field_minima: ClassVar = {"width": MIN_BANDWIDTH}
+    needed_head_dims: ClassVar = "queries and keys with heads.dim channels"
 
     def score_scale(self, core: CoreShape) -> float:
         return 1.0

@@ -17,7 +17,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, ScorePosition, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import fixed_values, normal_with_std
+from .initialisers import constant, fixed_values, normal_with_std
 
 
 @part
@@ -38,11 +38,7 @@ class Alibi(ScoreStep):
     unrestricted_sides: ClassVar[str] = "kv"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {
-            "slope": Param(
-                AxisLayout.parse("q"), fixed_values(alibi_slopes(spec.heads.q)), trainable=False
-            )
-        }
+        return {"slope": constant("q", alibi_slopes(spec.heads.q))}
 
     def score(
         self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]
@@ -85,11 +81,10 @@ class T5Bias(ScoreStep):
     reach: int = 128
     looking: str = "both"
     columns: int = 0
+    field_choices: ClassVar = {"looking": ("both", "back")}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.looking not in ("both", "back"):
-            yield f"T5Bias(looking={self.looking!r}) is unknown; use 'both' or 'back'"
-        elif self.columns and self.columns < spec.heads.q:
+        if self.columns and self.columns < spec.heads.q:
             yield (
                 f"T5Bias(columns={self.columns}) is less than the {spec.heads.q} heads; leave "
                 "columns out"

@@ -5,17 +5,17 @@ head's output.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import OutputStep, QKTransform
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import constant_value, normal_with_std, ones_init, zeros_init
+from .initialisers import constant_value, normal_with_std, ones_init, weight, zeros_init
 
 UNIT_KINDS = (("l2", "head"), ("l2-embedding", "head"))
 
@@ -46,10 +46,9 @@ class QKNorm(QKTransform):
     scope: str = "head"
     eps: float = 1e-6
     temperature: float = 10.0
+    positive_fields: ClassVar = ("eps",)
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not self.eps > 0:
-            yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         if (self.kind, self.scope) not in (
             ("rms", "head"),
             ("rms", "full"),
@@ -75,16 +74,14 @@ class QKNorm(QKTransform):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self._has_unit_vectors:
-            temperature = {
-                "temperature": Param(AxisLayout.parse("q"), constant_value(self.temperature))
-            }
-            embedding = {"embedding": Param(AxisLayout.parse("q dim"), normal_with_std(0.02))}
+            temperature = {"temperature": weight("q", constant_value(self.temperature))}
+            embedding = {"embedding": weight("q dim", normal_with_std(0.02))}
             return temperature if self.kind == "l2" else temperature | embedding
         axes = (
             {"q": "(q dim)", "k": "(kv dim)"} if self.scope == "full" else {"q": "dim", "k": "dim"}
         )
         start = zeros_init if self.kind == "offset" else ones_init
-        return {side: Param(AxisLayout.parse(axis), start) for side, axis in axes.items()}
+        return {side: weight(axis, start) for side, axis in axes.items()}
 
     def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q)) if self.scope == "full" else heads
@@ -152,12 +149,10 @@ class HeadNorm(OutputStep):
     paper = "2410.05258"
     scope: str = "shared"
     eps: float = 1e-5
+    field_choices: ClassVar = {"scope": ("shared", "head")}
+    positive_fields: ClassVar = ("eps",)
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not self.eps > 0:
-            yield f"HeadNorm(eps={self.eps!r}) must be positive; 1e-5 is usual"
-        if self.scope not in ("shared", "head"):
-            yield f"HeadNorm(scope={self.scope!r}) is unknown; use 'shared' or 'head'"
         steps = [step for _, step in spec.parts_of(OutputStep)]
         later = [type(step).__name__ for step in steps[steps.index(self) :] if step.combines_rows]
         if self.scope == "head" and later:
@@ -167,11 +162,7 @@ class HeadNorm(OutputStep):
             )
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {
-            "scale": Param(
-                AxisLayout.parse("vdim" if self.scope == "shared" else "out vdim"), ones_init
-            )
-        }
+        return {"scale": weight("vdim" if self.scope == "shared" else "out vdim", ones_init)}
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
         of_scale = SymmetryGroup.commuting_with_scales(

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ...util.errors import SpecError
 from ..interfaces import QKTransform, SingleVectorTransform
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
 from ..interfaces.part import CheckedDataclass, part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import fixed_values
+from .initialisers import constant
 
 # --- Scaling of frequencies to longer contexts ----------------------------------------------------
 
@@ -258,10 +257,9 @@ class Rotary(QKTransform):
     pairs: str = "half"
     scaling: RotaryScaling = Plain()
     copies: int = 1
+    field_choices: ClassVar = {"pairs": ("half", "interleaved")}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.pairs not in ("half", "interleaved"):
-            yield f"Rotary(pairs={self.pairs!r}) is unknown; use 'half' or 'interleaved'"
         if not isinstance(self.scaling, RotaryScaling):
             yield (
                 f"Rotary(scaling={self.scaling!r}) is not a RotaryScaling; use Plain, PI, NTK, "
@@ -285,11 +283,7 @@ class Rotary(QKTransform):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         dims = self.dims or spec.project.transformed_dims(spec)
         frequencies = self.frequencies(dims // self.copies) * self.copies
-        return {
-            "frequency": Param(
-                AxisLayout.parse("turning"), fixed_values(frequencies), trainable=False
-            )
-        }
+        return {"frequency": constant("turning", frequencies)}
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"turning": (self.dims or spec.project.transformed_dims(spec)) // 2}

@@ -4,18 +4,17 @@ and values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..interfaces import ScoreStep, ValueStep
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, QueryContext, ScorePosition, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import xavier_uniform
+from .initialisers import weight, xavier_uniform
 
 
 @part
@@ -33,19 +32,14 @@ class Shaw(ScoreStep):
     additive: ClassVar[bool] = True
     per_head: ClassVar[bool] = True
     reach: int = 16
-
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.reach < 1:
-            yield f"Shaw(reach={self.reach}) distinguishes no distances; use at least 1"
-        if not spec.project.uses_head_dims:
-            name = type(spec.project).__name__
-            yield f"Shaw needs queries with heads.dim channels, unlike {name}; use project Direct()"
+    field_minima: ClassVar = {"reach": 1}
+    needed_head_dims: ClassVar = "queries with heads.dim channels"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"place": 2 * self.reach + 1}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"table": Param(AxisLayout.parse("place dim"), xavier_uniform)}
+        return {"table": weight("place dim", xavier_uniform)}
 
     def flops(self, spec: AttentionSpec, work) -> int:
         return (
@@ -87,22 +81,14 @@ class ShawValues(ValueStep):
     paper = "1803.02155"
     positional: ClassVar[bool] = True
     reach: int = 16
-
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.reach < 1:
-            yield f"ShawValues(reach={self.reach}) distinguishes no distances; use at least 1"
-        if not spec.project.uses_head_dims:
-            name = type(spec.project).__name__
-            yield (
-                f"ShawValues needs values with heads.vdim channels in the core, unlike {name}; "
-                "use project Direct()"
-            )
+    field_minima: ClassVar = {"reach": 1}
+    needed_head_dims: ClassVar = "values with heads.vdim channels in the core"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"place_of_value": 2 * self.reach + 1}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"table": Param(AxisLayout.parse("place_of_value vdim"), xavier_uniform)}
+        return {"table": weight("place_of_value vdim", xavier_uniform)}
 
     def flops(self, spec: AttentionSpec, work) -> int:
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -25,10 +25,7 @@ class Softcap(ScoreStep):
     paper = "2408.00118"
     unrestricted_sides: ClassVar[str] = "kv"
     limit: float = 50.0
-
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not self.limit > 0:
-            yield f"Softcap(limit={self.limit!r}) must be positive; Gemma 2 uses 50.0"
+    positive_fields: ClassVar = ("limit",)
 
     def score(
         self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]

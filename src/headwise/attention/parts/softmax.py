@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ...kernels import row_normalisers
 from ..interfaces import Normaliser
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import zeros_init
+from .initialisers import weight, zeros_init
 
 
 @part
@@ -67,7 +66,7 @@ class SinkSoftmax(Normaliser):
     paper = "2508.10925"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"sink": Param(AxisLayout.parse("q"), zeros_init)}
+        return {"sink": weight("q", zeros_init)}
 
     def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         top = torch.maximum(s_S.max(), p_h["sink"])

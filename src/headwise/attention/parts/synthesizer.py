@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import ScoreStep
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import (
     CallSize,
     Param,
@@ -21,9 +20,7 @@ from ..interfaces.core_types import (
 )
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import xavier_uniform, zeros_init
-
-SYNTHESIZER_KINDS = ("random", "factorised", "dense")
+from .initialisers import weight, xavier_uniform, zeros_init
 
 
 @part
@@ -59,16 +56,12 @@ class Learned(ScoreStep):
     length: int = 512
     kind: str = "random"
     rank: int = 8
+    field_choices: ClassVar = {"kind": ("random", "factorised", "dense")}
+    field_minima: ClassVar = {"length": 1, "rank": 1}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.length < 1:
-            yield f"Learned(length={self.length}) has no positions; use at least 1"
-        if self.kind not in SYNTHESIZER_KINDS:
-            yield f"Learned(kind={self.kind!r}) is unknown; use 'random', 'factorised' or 'dense'"
-        elif self.kind != "factorised" and self.rank != 8:
+        if self.kind != "factorised" and self.rank != 8:
             yield f"Learned(kind={self.kind!r}, rank={self.rank}) is not factorised; leave rank out"
-        if self.rank < 1:
-            yield f"Learned(rank={self.rank}) must be at least 1"
 
     def max_positions(self, spec: AttentionSpec) -> int | None:
         return self.length
@@ -78,19 +71,17 @@ class Learned(ScoreStep):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind == "random":
-            return {
-                "table": Param(AxisLayout.parse("q query_position key_position"), xavier_uniform)
-            }
+            return {"table": weight("q query_position key_position", xavier_uniform)}
         if self.kind == "factorised":
             return {  # by the names of saved models, for queries and for keys
-                "asking": Param(AxisLayout.parse("q query_position rank"), xavier_uniform),
-                "told": Param(AxisLayout.parse("q key_position rank"), xavier_uniform),
+                "asking": weight("q query_position rank", xavier_uniform),
+                "told": weight("q key_position rank", xavier_uniform),
             }
         return {
-            "hidden": Param(AxisLayout.parse("(q dim) model"), xavier_uniform, "query"),
-            "hidden_bias": Param(AxisLayout.parse("(q dim)"), zeros_init),
-            "out": Param(AxisLayout.parse("q dim key_position"), xavier_uniform, "query"),
-            "out_bias": Param(AxisLayout.parse("q key_position"), zeros_init),
+            "hidden": weight("(q dim) model", xavier_uniform, "query"),
+            "hidden_bias": weight("(q dim)", zeros_init),
+            "out": weight("q dim key_position", xavier_uniform, "query"),
+            "out_bias": weight("q key_position", zeros_init),
         }
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:

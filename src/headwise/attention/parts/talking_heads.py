@@ -11,12 +11,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..interfaces import Mix, ScoreStep
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, Param, PartParams, Phase, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
-from .initialisers import identity_init, zeros_init
+from .initialisers import identity_init, weight, zeros_init
 
 
 @part
@@ -53,19 +52,14 @@ class TalkingHeads(Mix):
     on: str = "scores"
     heads: int = 0
     bias: bool = False
+    field_choices: ClassVar = {"on": ("scores", "weights")}
+    field_minima: ClassVar = {"heads": 0}
 
     @property
     def phase(self) -> Phase:
         return Phase.WEIGHTS if self.on == "weights" else Phase.SCORES
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.on not in ("scores", "weights"):
-            yield f"TalkingHeads(on={self.on!r}) is unknown; use 'scores' or 'weights'"
-        if self.heads < 0:
-            yield (
-                f"TalkingHeads(heads={self.heads}) is negative; leave it out to keep the number "
-                "of heads"
-            )
         if self.phase is Phase.SCORES and self.num_outputs(spec.heads.q) != spec.heads.q:
             yield from self._head_count_conflicts(spec)
 
@@ -103,8 +97,8 @@ class TalkingHeads(Mix):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         mixed = "out" if self.on == "weights" else "mixed"
-        params = {"mixing": Param(AxisLayout.parse(f"given {mixed}"), identity_init)}
-        return params | ({"bias": Param(AxisLayout.parse(mixed), zeros_init)} if self.bias else {})
+        params = {"mixing": weight(f"given {mixed}", identity_init)}
+        return params | ({"bias": weight(mixed, zeros_init)} if self.bias else {})
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         inputs = spec.heads.q if self.on == "scores" else spec.num_heads_after(Phase.SCORES)

@@ -27,6 +27,7 @@ from ..interfaces import (
 from ..interfaces.core_types import CoreShape, Param, Phase
 from ..masking.patterns import Causal, Full, Pattern, PerHead, head_pattern
 from .heads import HEAD_MAPS, Heads
+from .serialization import to_toml
 
 P = TypeVar("P", bound=Part)
 SLOTS: dict[str, type] = {
@@ -131,6 +132,7 @@ class AttentionSpec:
                     "one pattern for each"
                 )
         for _, part in self.parts():
+            yield from part.field_conflicts(self)
             yield from part.conflicts(self)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
@@ -444,8 +446,6 @@ class AttentionSpec:
         return f"AttentionSpec({', '.join(args)})"
 
     def __str__(self) -> str:
-        from .serialization import to_toml
-
         return to_toml(self)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 from ...attention.interfaces.external_parts import ExternalPart, find_external_parts
 from ...attention.spec import serialization
 from ...attention.spec.attention_spec import AttentionSpec
+from ...attention.spec.reader import from_dict as read_attention
 from ...util.errors import SpecError, suggest
 from ...util.size_limits import parse_json, parse_toml
 from .components import TOKENIZER_FIELDS, ProcessorSpec, SpecNode, to_plain
@@ -83,7 +84,7 @@ def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: S
         wrong = next((name for name in table if name not in field_names), next(iter(table)))
         raise SpecError(f"{where} has no {wrong!r}; {suggest(wrong, field_names)}")
     if fitting[0] is AttentionSpec:
-        return serialization.from_dict(table, defaults)
+        return read_attention(table, defaults)
     hints = get_type_hints(fitting[0])
     missing = [f.name for f in fields(fitting[0]) if f.default is MISSING and f.name not in table]
     if missing:
