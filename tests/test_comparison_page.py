@@ -16,7 +16,7 @@ from headwise import cli
 from support.syntax_trees import syntax_nodes
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "tools" / "feature_comparison.toml"
+DATA = ROOT / "docs" / "feature-comparison.toml"
 PAGE = ROOT / "docs" / "comparison.md"
 FEATURES = [
     row for group in tomllib.loads(DATA.read_text("utf-8"))["groups"] for row in group["rows"]
@@ -50,11 +50,11 @@ POINTS = {
 
 
 @pytest.fixture
-def comparison_page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def measured_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import comparison_page
+    import measured_pages
 
-    return comparison_page
+    return measured_pages
 
 
 def cells(line: str) -> list[str]:
@@ -72,8 +72,8 @@ def defined_tests(path: Path) -> set[str]:
     }
 
 
-def test_there_are_62_features_and_18_tools(comparison_page: ModuleType):
-    comparison = comparison_page.load_comparison()
+def test_there_are_62_features_and_18_tools(measured_pages: ModuleType):
+    comparison = measured_pages.load_comparison()
     assert [feature.number for feature in comparison.features] == list(range(1, 63))
     assert len({feature.name for feature in comparison.features}) == 62
     assert len(comparison.groups) == 7
@@ -85,9 +85,9 @@ def test_there_are_62_features_and_18_tools(comparison_page: ModuleType):
     assert all(tool.version for tool in comparison.tools)
 
 
-def test_every_mark_of_another_tool_has_a_source(comparison_page: ModuleType):
+def test_every_mark_of_another_tool_has_a_source(measured_pages: ModuleType):
     """Marks belong to tools, and each tool names what its marks were read from."""
-    sources = {tool.code: tool.basis for tool in comparison_page.load_comparison().tools}
+    sources = {tool.code: tool.basis for tool in measured_pages.load_comparison().tools}
     marked = {code for row in FEATURES for code in (*row["yes"], *row["partial"])}
     assert marked == set(sources)
     assert [
@@ -135,9 +135,9 @@ def test_no_yes_without_a_test_and_no_gap_without_a_reason():
     assert {row["ours"] for row in FEATURES} <= {"yes", "partial", "no"}
 
 
-def test_the_page_shows_every_mark(comparison_page: ModuleType):
+def test_the_page_shows_every_mark(measured_pages: ModuleType):
     """The tables of the page, read back, hold the marks of the data file."""
-    codes = [tool.code for tool in comparison_page.load_comparison().tools]
+    codes = [tool.code for tool in measured_pages.load_comparison().tools]
     lines = [
         cells(line)
         for line in PAGE.read_text("utf-8").splitlines()
@@ -203,10 +203,10 @@ ROW = {
         ({"ours": "no", "evidence": []}, "ours='no' needs `missing`"),
     ],
 )
-def test_inconsistent_rows_are_refused(comparison_page: ModuleType, change: dict, message: str):
+def test_inconsistent_rows_are_refused(measured_pages: ModuleType, change: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        comparison_page.read_feature("Views", ROW | change, ["A", "B", "C"])
-    assert comparison_page.read_feature("Views", ROW, ["A", "B", "C"]).marks == {
+        measured_pages.read_feature("Views", ROW | change, ["A", "B", "C"])
+    assert measured_pages.read_feature("Views", ROW, ["A", "B", "C"]).marks == {
         "A": "yes",
         "B": "partial",
         "C": "no",

@@ -255,7 +255,7 @@ def test_the_exceptions_of_the_page_are_those_of_the_library():
     assert all(getattr(hw, name) is classes[name] for name in public)
 
 
-VERDICTS = tomllib.loads((ROOT / "tools" / "study_verdicts.toml").read_text("utf-8"))
+VERDICTS = tomllib.loads((ROOT / "docs" / "findings" / "verdicts.toml").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("name", VERDICTS)

@@ -151,9 +151,9 @@ def part_conflicts() -> str:
 @generates
 def variants() -> str:
     """Every preset: formula, paper, costs, backends, and disagreements of its sources."""
-    import variants_page
+    import reference_pages
 
-    return variants_page.page()
+    return reference_pages.variants_page()
 
 
 @generates
@@ -167,17 +167,17 @@ def recipe() -> str:
 @generates
 def tasks() -> str:
     """Every synthetic task: definition, options, an example, metrics and chance level."""
-    import tasks_page
+    import reference_pages
 
-    return tasks_page.page()
+    return reference_pages.tasks_page()
 
 
 @generates
 def served() -> str:
     """Measurements of serving many requests."""
-    import engine_page
+    import measured_pages
 
-    return engine_page.page()
+    return measured_pages.engine_page()
 
 
 # Sections of the API reference, with the packages and modules whose public names they list.
@@ -255,9 +255,9 @@ def learn_documents() -> str:
 @generates
 def benched() -> str:
     """The last measurements of `python -m benchmarks`."""
-    import benchmark_pages
+    import measured_pages
 
-    return benchmark_pages.benchmarks_page()
+    return measured_pages.benchmarks_page()
 
 
 @generates
@@ -290,60 +290,60 @@ def gpu_runs() -> str:
 @generates
 def scaled() -> str:
     """Every backend, and which presets it supports."""
-    import benchmark_pages
+    import measured_pages
 
-    return benchmark_pages.backends_page()
+    return measured_pages.backends_page()
 
 
 @generates
 def hostile_inputs() -> str:
     """Inputs tried, and faults injected, in sum."""
-    import reliability_page
+    import measured_pages
 
-    return reliability_page.summary_line()
+    return measured_pages.summary_line()
 
 
 @generates
 def hostile_input_counts() -> str:
     """Inputs of each parser, route and command."""
-    import reliability_page
+    import measured_pages
 
     return table(
         ["parser, route or command", "inputs", "read", "refused", "failures"],
-        reliability_page.input_rows(),
+        measured_pages.input_rows(),
     )
 
 
 @generates
 def injected_faults() -> str:
     """Faults of each kind."""
-    import reliability_page
+    import measured_pages
 
-    return table(["fault", "injected", "failures"], reliability_page.fault_rows())
+    return table(["fault", "injected", "failures"], measured_pages.fault_rows())
 
 
 @generates
 def compared_tools() -> str:
     """The tools that headwise is compared with."""
-    import comparison_page
+    import measured_pages
 
-    return comparison_page.tools_table()
+    return measured_pages.tools_table()
 
 
 @generates
 def compared_features() -> str:
     """Features of headwise and of other tools, by group."""
-    import comparison_page
+    import measured_pages
 
-    return comparison_page.feature_tables()
+    return measured_pages.feature_tables()
 
 
 @generates
 def compared_evidence() -> str:
     """The tests and commands that show the marks of headwise."""
-    import comparison_page
+    import measured_pages
 
-    return comparison_page.evidence_table()
+    return measured_pages.evidence_table()
 
 
 README_EXAMPLES = (
@@ -357,10 +357,10 @@ README_EXAMPLES = (
 
 
 def readme_part(name: str, argument: str) -> str:
-    """A part of the READMEs: one of the functions of readme_page, for a language or a file."""
-    import readme_page
+    """A part of the READMEs: one of the functions of reference_pages, for a language or a file."""
+    import reference_pages
 
-    return getattr(readme_page, name)(argument)
+    return getattr(reference_pages, name)(argument)
 
 
 for file_name in README_EXAMPLES:
@@ -376,9 +376,9 @@ for language, suffix in (("en", ""), ("zh", "-zh")):
 
 def concept_part(name: str, language: str) -> str:
     """A list of docs/concepts.md or docs/questions.md."""
-    import concepts_page
+    import reference_pages
 
-    return concepts_page.concept_list(name, language)
+    return reference_pages.concept_list(name, language)
 
 
 for name in (
@@ -454,17 +454,17 @@ def summary(cls: type) -> str:
 @generates
 def interval_coverage() -> str:
     """Simulated coverage of intervals and rejection rates of tests."""
-    import interval_coverage
+    import measured_pages
 
-    return interval_coverage.format_coverage()
+    return measured_pages.format_coverage()
 
 
 @generates
 def interval_coverage_zh() -> str:
     """The same table in Chinese."""
-    import interval_coverage
+    import measured_pages
 
-    return interval_coverage.format_coverage("zh")
+    return measured_pages.format_coverage("zh")
 
 
 # --- the files ------------------------------------------------------------------------------------

@@ -1,11 +1,16 @@
-"""Coverage of transformers by tracing and ablation: `python tools/coverage_table.py [TYPE...]`
-writes docs/coverage.csv.
+"""Tables of what headwise does with the families of transformers.
 
-Every text and vision family that can be built tiny from its config alone is built with random
-weights and run once. A family is traced if the attention weights recomputed from the captured call
-equal those of the model's own eager attention. It is ablated if zero-ablating a head gives the same
-output as a copy of the model whose output projection has zeros in the columns of that head;
-`find_projection` finds both without headwise. Nothing is downloaded.
+python tools/coverage_table.py sites [TYPE...]
+    Coverage by tracing and ablation, in docs/coverage.csv; with types, prints their rows. Every text
+    and vision family that can be built tiny from its config alone is built with random weights and
+    run once. A family is traced if the attention weights recomputed from the captured call equal
+    those of the model's own eager attention. It is ablated if zero-ablating a head gives the same
+    output as a copy of the model whose output projection has zeros in the columns of that head;
+    `find_projection` finds both without headwise. Nothing is downloaded.
+python tools/coverage_table.py config-fields [FAMILY...]
+    What becomes of each field of config.json in each family that hw.load builds, in
+    docs/config-fields.json. Every field is compared with transformers for several values. With names
+    of families, only their rows are replaced.
 """
 
 from __future__ import annotations
@@ -14,20 +19,21 @@ import copy
 import csv
 import gc
 import inspect
+import json
 import os
 import re
 import resource
 import signal
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -44,8 +50,17 @@ from headwise.observe.inspect.hooks import (
     install_hooks,
 )
 
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from support.config_fields import BASES, classify_fields, list_outcomes  # noqa: E402
+
+# --- Sites ---------------------------------------------------------------------------------------
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+
 SECONDS, MEMORY, TOLERANCE = 15, 8 << 30, 1e-5
-TABLE_FILE = Path(__file__).resolve().parents[1] / "docs" / "coverage.csv"
+SITES_FILE = Path(__file__).resolve().parents[1] / "docs" / "coverage.csv"
 
 
 # --- Tiny models of families, built from their configs, and inputs for them -----------------------
@@ -278,7 +293,7 @@ def build_model(cls: Any, config: Any) -> nn.Module:
 
 
 def find_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
-    """Return the first inputs that the model runs on: its main input, or text and an image
+    """Return the first inputs that the model runs on: its check_sites input, or text and an image
     together.
     """
     first_error: Exception | None = None
@@ -709,7 +724,7 @@ def check_in_time(family: str) -> Row | None:
         gc.collect()
 
 
-def main(argv: list[str]) -> int:
+def check_sites(argv: list[str]) -> int:
     """Check all families and write docs/coverage.csv, or check those named and print their rows."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -723,10 +738,66 @@ def main(argv: list[str]) -> int:
     if argv:
         write_table(rows, sys.stdout)
     else:
-        with TABLE_FILE.open("w", newline="") as stream:
+        with SITES_FILE.open("w", newline="") as stream:
             write_table(rows, stream)
     return 0
 
 
+# --- Fields of config.json -----------------------------------------------------------------------
+
+
+FIELDS_FILE = ROOT / "docs" / "config-fields.json"
+NUM_PAIRS = 10
+
+
+def compare_fields(families: list[str]) -> int:
+    """Compare the fields of these families, or of all; return 1 if a case differs."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    has_difference = False
+    for family in families or list(BASES):
+        outcomes = list_outcomes(family, NUM_PAIRS)
+        for case, outcome in outcomes:
+            if outcome.kind == "different":
+                print(f"{family}: {case}: {outcome.detail}", flush=True)
+                has_difference = True
+        counts = Counter(outcome.kind for _, outcome in outcomes)
+        print(family, dict(counts), flush=True)
+        _write_fields(family, dict(sorted(counts.items())), classify_fields(outcomes))
+    return int(has_difference)
+
+
+def _write_fields(family: str, counts: dict[str, int], fields: dict[str, list[str]]) -> None:
+    """Replace the row of a family, one line per class of fields."""
+    old = json.loads(FIELDS_FILE.read_text()) if FIELDS_FILE.is_file() else {}
+    cases, rows = (
+        old.get("cases", {}) | {family: counts},
+        old.get("families", {}) | {family: fields},
+    )
+    lines = ["{", f'"transformers": "{transformers.__version__}",', '"cases": {']
+    lines.append(
+        ",\n".join(f" {json.dumps(name)}: {json.dumps(cases[name])}" for name in sorted(cases))
+    )
+    lines.append('},\n"families": {')
+    blocks = []
+    for name in sorted(rows):
+        kinds = ",\n".join(
+            f"  {json.dumps(kind)}: {json.dumps(names)}" for kind, names in rows[name].items()
+        )
+        blocks.append(f" {json.dumps(name)}: {{\n{kinds}\n }}")
+    lines.append(",\n".join(blocks) + "\n}\n}\n")
+    FIELDS_FILE.write_text("\n".join(lines))
+
+
+# --- Command --------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "sites": check_sites,
+    "config-fields": compare_fields,
+}
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        sys.exit(__doc__)
+    sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))

@@ -21,7 +21,7 @@ from support.command_help import list_commands, printed
 HERE = Path(__file__).parent
 NAMES = HERE / "ledger.json"
 CHANGES = HERE / "ledger.toml"
-FEATURES = HERE.parents[1] / "tools" / "feature_comparison.toml"
+FEATURES = HERE.parents[1] / "docs" / "feature-comparison.toml"
 
 
 def list_options() -> list[str]:

@@ -1,7 +1,7 @@
 """The bundled sample: a small trained translator of dates and amounts, one trace of it, and the
 measures of its heads.
 
-`tools/make_view_sample.py` makes the files. The trace and the measures are read without torch.
+`tools/view_files.py sample` makes the files. The trace and the measures are read without torch.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_the_table_of_fields_has_every_field():
 @pytest.mark.parametrize("family", BASES)
 def test_all_fields_are_read_or_refused(family: str):
     """The outcomes are those of docs/config-fields.json, which
-    tools/build_config_fields.py writes.
+    tools/coverage_table.py config-fields writes.
     """
     outcomes = list_outcomes(family, NUM_PAIRS)
     assert [(case, outcome) for case, outcome in outcomes if outcome.kind == "different"] == []

