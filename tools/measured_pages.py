@@ -22,7 +22,12 @@ from headwise.observe.head_analysis.resampling import Array, Jackknife
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from benchmarks.report import compare_targets, markdown, table  # noqa: E402
+from benchmarks.report import (  # noqa: E402
+    compare_targets,
+    format_seconds as format_seconds,
+    markdown,
+    table,
+)
 
 # --- Benchmarks ----------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benchmarks.report import format_seconds, table
 
 import headwise as hw
 import measured_pages
@@ -26,7 +25,7 @@ from headwise.learn.catalogue import Entry, Result, find_entries
 from headwise.learn.entry_text import Words
 from headwise.training.data import IGNORE_INDEX, TASKS, Batch, Task, make_task
 from headwise.training.data.synthetic_task import SyntheticTask
-from measured_pages import MEASURED
+from measured_pages import MEASURED, format_seconds, table
 
 # --- Variants ------------------------------------------------------------------------------------
 
