@@ -329,10 +329,8 @@ def test_what_lifting_costs():
     """2 dim m for each query of each score head and each key of each key head; a score then has m
     channels.
     """
-    spec, plain = (
-        favor(9, kv=2),
-        base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", kv=2),
-    )
+    spec = favor(9, kv=2)
+    plain = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", kv=2)
     work = hw.CallSize(3, 7, 7, 7)
     features = 2 * 3 * 7 * (6 + 2) * 9 * 4
     wider = 2 * 3 * 49 * 6 * (9 - 4)

@@ -208,11 +208,9 @@ def ours(form: str) -> bp.ModelSpec:
     """A model of our own that a format can say, sizes all different."""
     if form == "gpt2":
         spec = hw.design(model=21, heads=3, pattern="causal()", bias="qkvo")
-        feed, norm, positions = (
-            bp.FeedForwardSpec(29, "relu", bias="ud"),
-            bp.NormSpec("layer", 1e-3),
-            bp.PositionSpec("learned", 23),
-        )
+        feed = bp.FeedForwardSpec(29, "relu", bias="ud")
+        norm = bp.NormSpec("layer", 1e-3)
+        positions = bp.PositionSpec("learned", 23)
     else:
         turns = (
             hw.Rotary(base=300.0, scaling=hw.YaRN(2.0, original=16, ramp="exact", swelling=1.25)),

@@ -162,10 +162,8 @@ def test_encoder_and_decoder_layers_import_our_layer(source: str):
     mask).
     """
     x, memory = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL)
-    hidden, later = (
-        torch.arange(SOURCE) < torch.tensor([[6], [SOURCE]]),
-        torch.ones(1, TOKENS, TOKENS).tril(),
-    )
+    hidden = torch.arange(SOURCE) < torch.tensor([[6], [SOURCE]])
+    later = torch.ones(1, TOKENS, TOKENS).tril()
     cases = (
         ("EncoderLayer", 2, ("self_attn",), (x, later)),
         ("DecoderLayer", 3, ("self_attn", "src_attn"), (x, memory, hidden[:, None], later)),

@@ -145,11 +145,9 @@ def test_the_other_pairing_is_another_function():
 
 def test_multi_headed_attention_under_any_mask():
     theirs = seeds.scattered(seeds.MultiHeadedAttention(HEADS, MODEL))
-    x, z, mask = (
-        numbers(BATCH, TOKENS, MODEL),
-        numbers(BATCH, SOURCE, MODEL),
-        holed(BATCH, TOKENS, SOURCE),
-    )
+    x = numbers(BATCH, TOKENS, MODEL)
+    z = numbers(BATCH, SOURCE, MODEL)
+    mask = holed(BATCH, TOKENS, SOURCE)
     layer, probe = of_four(theirs), hw.Probe("weights", "heads")
     with torch.no_grad():
         ours, expected = layer(x, source=z, mask=mask[:, None], probe=probe), theirs(x, z, z, mask)
@@ -263,11 +261,9 @@ def test_three_axes_and_a_mask_of_three_axes():
     """
     spec = hw.design(model=MODEL, heads=HEADS, dim=5, vdim=DIM)
     layer, probe = hw.Attention(spec).double(), hw.Probe("q", "k", "v", "weights", "heads")
-    x, z, mask = (
-        numbers(BATCH, TOKENS, MODEL),
-        numbers(BATCH, SOURCE, MODEL),
-        holed(BATCH, TOKENS, SOURCE),
-    )
+    x = numbers(BATCH, TOKENS, MODEL)
+    z = numbers(BATCH, SOURCE, MODEL)
+    mask = holed(BATCH, TOKENS, SOURCE)
     layer(x, source=z, mask=mask[:, None], probe=probe)
     visible = mask.any(-1)
     for h in range(HEADS):

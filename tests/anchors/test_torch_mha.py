@@ -171,10 +171,8 @@ def test_nothing_to_read_is_nan_there_and_the_bias_here():
     x, z = numbers(B, T, MODEL), numbers(B, S, SOURCE)
     lengths = torch.tensor([S, 0])
     theirs, _ = other(x, z, z, key_padding_mask=torch.arange(S) >= lengths[:, None])
-    sequence, probe = (
-        layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=lengths)),
-        hw.Probe("weights"),
-    )
+    sequence = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=lengths))
+    probe = hw.Probe("weights")
     assert theirs[1].isnan().all()
     for ours in (
         layer(x, source=sequence),

@@ -206,10 +206,8 @@ OPTIONS["all"] = OPTIONS["capped"] | OPTIONS["sinks"] | OPTIONS["biased"] | OPTI
 def test_attention_equals_the_definition(kind: str, queries: int, groups: int):
     """Also for values of another width than keys."""
     draw = torch.Generator().manual_seed(3)
-    q, k = (
-        torch.randn(2, 6, queries, 7, generator=draw),
-        torch.randn(2, groups, 5, 7, generator=draw),
-    )
+    q = torch.randn(2, 6, queries, 7, generator=draw)
+    k = torch.randn(2, groups, 5, 7, generator=draw)
     v = torch.randn(2, groups, 5, 3, generator=draw)
     cut = {
         key: grid[..., :queries, :]
@@ -282,10 +280,8 @@ def test_no_key_is_repeated_for_one_query(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_causal_prompt_needs_no_mask(monkeypatch: pytest.MonkeyPatch):
     model, inputs = ZOO["llama"].build("headwise"), ZOO["llama"].inputs()
-    plain, masked = (
-        ((2, 4, 11, 8), (2, 2, 11, 8), None, True),
-        ((2, 4, 11, 8), (2, 4, 11, 8), (2, 1, 11, 11), False),
-    )
+    plain = ((2, 4, 11, 8), (2, 2, 11, 8), None, True)
+    masked = ((2, 4, 11, 8), (2, 4, 11, 8), (2, 1, 11, 11), False)
     for value, expected in ((inputs, plain), (padded(inputs, "left"), masked)):
         with fused_calls(monkeypatch) as calls:
             run_model(model, value)
@@ -527,11 +523,9 @@ def truth(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -
 @pytest.mark.parametrize("shown", ["all", "padded", "by head", "nothing"])
 @pytest.mark.parametrize("keys", [1, 7, 130])
 def test_one_bf16_query_is_near_float64(keys, shown):
-    q, k, v = (
-        random_tensor(0, ROWS, HEADS, 1, DIM),
-        random_tensor(1, ROWS, GROUPS, keys, DIM),
-        random_tensor(2, ROWS, GROUPS, keys, DIM),
-    )
+    q = random_tensor(0, ROWS, HEADS, 1, DIM)
+    k = random_tensor(1, ROWS, GROUPS, keys, DIM)
+    v = random_tensor(2, ROWS, GROUPS, keys, DIM)
     added = None
     if shown == "padded":
         added = torch.zeros(ROWS, 1, 1, keys, dtype=torch.bfloat16)
@@ -554,11 +548,9 @@ def test_one_bf16_query_is_near_float64(keys, shown):
 
 
 def test_large_scores_leave_numbers():
-    q, k, v = (
-        random_tensor(0, ROWS, HEADS, 1, DIM) * 100,
-        random_tensor(1, ROWS, GROUPS, 9, DIM) * 100,
-        random_tensor(2, ROWS, GROUPS, 9, DIM),
-    )
+    q = random_tensor(0, ROWS, HEADS, 1, DIM) * 100
+    k = random_tensor(1, ROWS, GROUPS, 9, DIM) * 100
+    v = random_tensor(2, ROWS, GROUPS, 9, DIM)
     with torch.no_grad():
         o, _ = transformers_backend.attention_forward(nn.Module(), q, k, v, None, scaling=1.0)
     assert o.isfinite().all()
@@ -577,11 +569,9 @@ def test_no_key_is_repeated_and_no_fused_call_is_made(monkeypatch):
         return original(q, *rest, **how)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    q, k, v = (
-        random_tensor(0, ROWS, HEADS, 1, DIM),
-        random_tensor(1, ROWS, GROUPS, 9, DIM),
-        random_tensor(2, ROWS, GROUPS, 9, DIM),
-    )
+    q = random_tensor(0, ROWS, HEADS, 1, DIM)
+    k = random_tensor(1, ROWS, GROUPS, 9, DIM)
+    v = random_tensor(2, ROWS, GROUPS, 9, DIM)
     with torch.no_grad():
         transformers_backend.attention_forward(nn.Module(), q, k, v)
         transformers_backend.attention_forward(nn.Module(), q.float(), k.float(), v.float())

@@ -161,11 +161,9 @@ def test_cached_steps_give_the_states_of_one_pass(network: str):
     encoded = net.encode(source, sequence=hw.SequenceInfo.from_batch(source, lengths=[S, 4, 6]))
     padded = hw.SequenceInfo.from_batch(x, lengths=[T, 4, 2], pad="left")
     for sequence in (None, padded):
-        whole, cache, parts = (
-            net(x, sequence=sequence, source=encoded),
-            net.cache(batch=3, capacity=T),
-            [],
-        )
+        whole = net(x, sequence=sequence, source=encoded)
+        cache = net.cache(batch=3, capacity=T)
+        parts = []
         for begin, end in ((0, 3), (3, 4), (4, T)):
             own = sequence and hw.SequenceInfo(
                 sequence.position[:, begin:end], sequence.segment[:, begin:end]
@@ -296,10 +294,8 @@ def test_a_convolution_and_its_gradients_are_those_of_torch(kernel: int, dilatio
     conv.load_state_dict({"weight": taps, "bias": layer.get_parameter("taps_bias").detach()})
     x = torch.randn(2, 11, WIDTH, dtype=torch.float64, requires_grad=True)
     padded = F.pad(x.transpose(1, 2), ((kernel - 1) * dilation, 0))
-    output, expected = (
-        layer(x, hw.SequenceInfo.contiguous(0, 11, "cpu")),
-        conv(padded).transpose(1, 2),
-    )
+    output = layer(x, hw.SequenceInfo.contiguous(0, 11, "cpu"))
+    expected = conv(padded).transpose(1, 2)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     own, theirs = (
         torch.autograd.grad(y.square().sum(), [x, *weights], retain_graph=True)
@@ -396,10 +392,8 @@ def test_a_checkpointed_convolution_recomputes_its_product(placement: str, feed:
     stack = bp.StackSpec.from_blocks(
         "decoder", WIDTH, [block] * 2, embedding=bp.EmbeddingSpec(VOCAB)
     )
-    spec, totals = (
-        bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", VOCAB),)),
-        {},
-    )
+    spec = bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", VOCAB),))
+    totals = {}
     for checkpointing in ("none", "block"):
         net = hw.build(spec, seed=0).train()
         net.checkpointing = checkpointing

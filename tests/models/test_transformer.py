@@ -357,10 +357,8 @@ def test_an_unused_expert_costs_nothing():
     """32 tokens and one expert each: as many products as one feed-forward for all of them."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    feed, x = (
-        MixtureOfExperts(bp.ExpertsSpec(bp.FeedForwardSpec(16), 8, 1), 4),
-        torch.randn(1, 32, 4),
-    )
+    feed = MixtureOfExperts(bp.ExpertsSpec(bp.FeedForwardSpec(16), 8, 1), 4)
+    x = torch.randn(1, 32, 4)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         feed(x)
     assert counter.get_total_flops() == 2 * 32 * (4 * 8 + 2 * 4 * 16)

@@ -67,280 +67,123 @@ YARN = {
 YARN |= {"original_max_position_embeddings": 4096}
 
 
+PLAIN = "hidden_size vocab_size intermediate_size num_hidden_layers num_attention_heads"
+GROUPED = f"{PLAIN} num_key_value_heads"
+T5_SIZES = "d_model d_ff d_kv num_heads num_layers vocab_size"
+VIT_SIZES = (
+    "hidden_size image_size intermediate_size num_hidden_layers num_attention_heads patch_size"
+)
+OSS_SIZES = (
+    "hidden_size vocab_size intermediate_size num_hidden_layers num_local_experts "
+    "num_experts_per_tok"
+)
+
+
+def _sizes(model_type: str, class_name: str, keys: str, *sizes: int) -> dict[str, Any]:
+    named = dict(zip(keys.split(), sizes, strict=True))
+    return {"model_type": model_type, "architectures": [class_name]} | named
+
+
+def _experts(
+    hidden: int, dense: int, count: int, shared: int, active: int, query_rank: int | None
+) -> dict[str, Any]:
+    """Experts and latent attention of DeepSeek."""
+    keys = "moe_intermediate_size first_k_dense_replace n_routed_experts n_shared_experts"
+    sizes = _sizes("", "", keys, hidden, dense, count, shared)
+    del sizes["model_type"], sizes["architectures"]
+    sizes |= {"num_experts_per_tok": active, "q_lora_rank": query_rank, "kv_lora_rank": 512}
+    return sizes | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
 # Public models at full size: the keys of their config.json that say sizes, and the numbers that
 # they are known to have, where somebody says them: publishers' pages, papers, or safetensors
 # indices.
 PUBLIC: dict[str, tuple[dict[str, Any], int | None]] = {
     "gpt2": (
-        {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "n_embd": 768,
-            "n_layer": 12,
-            "n_head": 12,
-        }
-        | {"n_positions": 1024, "n_ctx": 1024, "vocab_size": 50257},
+        _sizes("gpt2", "GPT2LMHeadModel", "n_embd n_layer n_head vocab_size", 768, 12, 12, 50257)
+        | {"n_positions": 1024, "n_ctx": 1024},
         124_439_808,
     ),
     "gpt2-xl": (
-        {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "n_embd": 1600,
-            "n_layer": 48,
-            "n_head": 25,
-        },
+        _sizes("gpt2", "GPT2LMHeadModel", "n_embd n_layer n_head", 1600, 48, 25),
         1_557_611_200,
     ),
     "llama-2-7b": (
-        {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 4096,
-            "vocab_size": 32000,
-        }
-        | {
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-        }
-        | {
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "rope_scaling": None,
-            "tie_word_embeddings": False,
-        },
+        _sizes("llama", "LlamaForCausalLM", GROUPED, 4096, 32000, 11008, 32, 32, 32)
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+        | {"rope_scaling": None, "tie_word_embeddings": False},
         6_738_415_616,
     ),
     "llama-3-8b": (
-        {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 4096,
-            "vocab_size": 128256,
-        }
-        | {
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        }
+        _sizes("llama", "LlamaForCausalLM", GROUPED, 4096, 128256, 14336, 32, 32, 8)
         | {"max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
         8_030_261_248,
     ),
     "llama-3-70b": (
-        {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 8192,
-            "vocab_size": 128256,
-        }
-        | {
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-        },
+        _sizes("llama", "LlamaForCausalLM", GROUPED, 8192, 128256, 28672, 80, 64, 8),
         70_553_706_496,
     ),
     "mistral-7b": (
-        {
-            "model_type": "mistral",
-            "architectures": ["MistralForCausalLM"],
-            "hidden_size": 4096,
-            "vocab_size": 32000,
-        }
-        | {
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        }
+        _sizes("mistral", "MistralForCausalLM", GROUPED, 4096, 32000, 14336, 32, 32, 8)
         | {"sliding_window": 4096},
         7_241_732_096,
     ),
     "qwen2.5-0.5b": (
-        {
-            "model_type": "qwen2",
-            "architectures": ["Qwen2ForCausalLM"],
-            "hidden_size": 896,
-            "vocab_size": 151936,
-        }
-        | {
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-        }
+        _sizes("qwen2", "Qwen2ForCausalLM", GROUPED, 896, 151936, 4864, 24, 14, 2)
         | {"max_window_layers": 24, "use_sliding_window": False, "tie_word_embeddings": True},
         494_032_768,
     ),
     "qwen3-0.6b": (
-        {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
-            "hidden_size": 1024,
-            "vocab_size": 151936,
-        }
-        | {
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-        }
+        _sizes("qwen3", "Qwen3ForCausalLM", GROUPED, 1024, 151936, 3072, 28, 16, 8)
         | {"head_dim": 128, "rope_theta": 1000000, "tie_word_embeddings": True},
         596_049_920,
     ),
     "gemma-2-2b": (
-        {
-            "model_type": "gemma2",
-            "architectures": ["Gemma2ForCausalLM"],
-            "hidden_size": 2304,
-            "vocab_size": 256000,
-        }
-        | {
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-        }
+        _sizes("gemma2", "Gemma2ForCausalLM", GROUPED, 2304, 256000, 9216, 26, 8, 4)
         | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
         2_614_341_888,
     ),
     "bert-base": (
-        {
-            "model_type": "bert",
-            "architectures": ["BertForMaskedLM"],
-            "hidden_size": 768,
-            "vocab_size": 30522,
-        }
-        | {"num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+        _sizes("bert", "BertForMaskedLM", PLAIN, 768, 30522, 3072, 12, 12),
         109_514_298,
     ),
     "t5-small": (
-        {
-            "model_type": "t5",
-            "architectures": ["T5ForConditionalGeneration"],
-            "d_model": 512,
-            "d_ff": 2048,
-        }
-        | {"d_kv": 64, "num_heads": 8, "num_layers": 6, "vocab_size": 32128},
+        _sizes("t5", "T5ForConditionalGeneration", T5_SIZES, 512, 2048, 64, 8, 6, 32128),
         60_506_624,
     ),
     "flan-t5-base": (
-        {
-            "model_type": "t5",
-            "architectures": ["T5ForConditionalGeneration"],
-            "d_model": 768,
-            "d_ff": 2048,
-        }
-        | {
-            "d_kv": 64,
-            "num_heads": 12,
-            "num_layers": 12,
-            "num_decoder_layers": 12,
-            "vocab_size": 32128,
-        }
-        | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        _sizes("t5", "T5ForConditionalGeneration", T5_SIZES, 768, 2048, 64, 12, 12, 32128)
+        | {"num_decoder_layers": 12, "feed_forward_proj": "gated-gelu"}
+        | {"tie_word_embeddings": False},
         None,
     ),
     "bart-base": (
-        {"model_type": "bart", "architectures": ["BartModel"], "d_model": 768, "vocab_size": 50265}
-        | {
-            "encoder_layers": 6,
-            "decoder_layers": 6,
-            "encoder_attention_heads": 12,
-            "decoder_attention_heads": 12,
-        }
-        | {"encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "max_position_embeddings": 1024},
+        _sizes("bart", "BartModel", "d_model vocab_size max_position_embeddings", 768, 50265, 1024)
+        | {f"{side}_layers": 6 for side in ("encoder", "decoder")}
+        | {f"{side}_attention_heads": 12 for side in ("encoder", "decoder")}
+        | {f"{side}_ffn_dim": 3072 for side in ("encoder", "decoder")},
         139_420_416,
     ),
     "vit-base": (
-        {
-            "model_type": "vit",
-            "architectures": ["ViTForImageClassification"],
-            "hidden_size": 768,
-            "image_size": 224,
-        }
-        | {
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "intermediate_size": 3072,
-            "patch_size": 16,
-        }
+        _sizes("vit", "ViTForImageClassification", VIT_SIZES, 768, 224, 3072, 12, 12, 16)
         | {"id2label": {str(n): f"class {n}" for n in range(1000)}},
         86_567_656,
     ),
     "deepseek-v2-lite": (
-        {
-            "model_type": "deepseek_v2",
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "hidden_size": 2048,
-        }
-        | {
-            "vocab_size": 102400,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_hidden_layers": 27,
-        }
-        | {
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 64,
-        }
-        | {
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-        }
-        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1},
+        _sizes("deepseek_v2", "DeepseekV2ForCausalLM", GROUPED, 2048, 102400, 10944, 27, 16, 16)
+        | _experts(1408, 1, 64, 2, 6, None)
+        | {"moe_layer_freq": 1},
         15_706_484_224,
     ),
     "deepseek-v3": (
-        {
-            "model_type": "deepseek_v3",
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "hidden_size": 7168,
-        }
-        | {
-            "vocab_size": 129280,
-            "intermediate_size": 18432,
-            "moe_intermediate_size": 2048,
-            "num_hidden_layers": 61,
-        }
-        | {
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-        }
-        | {
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "q_lora_rank": 1536,
-        }
-        | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        _sizes("deepseek_v3", "DeepseekV3ForCausalLM", GROUPED, 7168, 129280, 18432, 61, 128, 128)
+        | _experts(2048, 3, 256, 1, 8, 1536)
         | {"max_position_embeddings": 163840, "rope_scaling": YARN, "num_nextn_predict_layers": 1}
-        | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
+        | {"n_group": 8, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
         671_026_404_352,
     ),
     "gpt-oss-20b": (
-        {
-            "model_type": "gpt_oss",
-            "architectures": ["GptOssForCausalLM"],
-            "hidden_size": 2880,
-            "vocab_size": 201088,
-        }
-        | {
-            "num_hidden_layers": 24,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "intermediate_size": 2880,
-        },
+        _sizes("gpt_oss", "GptOssForCausalLM", OSS_SIZES, 2880, 201088, 2880, 24, 32, 4),
         20_914_757_184,
     ),
 }

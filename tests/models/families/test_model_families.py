@@ -550,10 +550,8 @@ def test_the_stack_of_a_site_is_that_of_its_description():
 
 
 def test_towers_are_read_from_configs_inside():
-    text, vision = (
-        BERT | {"eos_token_id": 2, "num_hidden_layers": 3},
-        VIT | {"num_attention_heads": 2},
-    )
+    text = BERT | {"eos_token_id": 2, "num_hidden_layers": 3}
+    vision = VIT | {"num_attention_heads": 2}
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
     heads = {
         (site.path.partition("_model")[0], site.pattern): site.spec.heads.q

@@ -77,10 +77,8 @@ def test_changed_parameters_are_read(graphs):
     """A graph holds no copy of a weight: what is loaded or written to in place
     is what it runs on.
     """
-    net, other = (
-        build_random(decoder_spec()),
-        build_random(decoder_spec(hw.design(model=32, heads=4, kv=1, pattern="causal()"))),
-    )
+    net = build_random(decoder_spec())
+    other = build_random(decoder_spec(hw.design(model=32, heads=4, kv=1, pattern="causal()")))
     prompts = [[3, 1, 4], [1, 5, 9]]
     answers(net, prompts, "on")
     with torch.no_grad():

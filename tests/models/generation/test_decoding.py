@@ -79,10 +79,8 @@ def test_temperatures_near_zero_take_the_likeliest_token(temperature: float, net
 
 
 def test_the_smallest_temperature_that_samples():
-    logits, streams = (
-        torch.tensor([[0.5, 88.0, 88.0, -3e38]]).expand(64, -1),
-        [RandomStream(0, n) for n in range(64)],
-    )
+    logits = torch.tensor([[0.5, 88.0, 88.0, -3e38]]).expand(64, -1)
+    streams = [RandomStream(0, n) for n in range(64)]
     drawn = sample_tokens(logits, temperature=MIN_TEMPERATURE, streams=streams)
     assert Counter(drawn).keys() == {1, 2}
 

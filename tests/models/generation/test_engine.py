@@ -209,10 +209,8 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_step_is_a_chunk_of_prompts_and_a_token_of_every_row():
     engine = hw.Engine(model("gqa"), budget=ROOMY, batching=hw.BatchingConfig(chunk=8))
-    short, long = (
-        engine.submit([1, 2], max_new_tokens=20),
-        engine.submit(list(range(13)) * 3, max_new_tokens=4),
-    )
+    short = engine.submit([1, 2], max_new_tokens=20)
+    long = engine.submit(list(range(13)) * 3, max_new_tokens=4)
     recorded = []
     while engine.step():
         recorded.append((len(short.ids), len(long.ids)))
@@ -492,10 +490,8 @@ def test_a_chunk_takes_prompts_in_order(pending: list[int], chunk: int, opening:
 def test_cancelled_requests_free_their_pages():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY)
-    removed, other = (
-        engine.submit([1, 2, 3], max_new_tokens=20),
-        engine.submit([4], max_new_tokens=20),
-    )
+    removed = engine.submit([1, 2, 3], max_new_tokens=20)
+    other = engine.submit([4], max_new_tokens=20)
     waiting = engine.submit([5], max_new_tokens=3)
     waiting.cancel()
     assert waiting.ended == "cancelled"

@@ -415,10 +415,8 @@ def test_tasks_give_processor_specs(tmp_path: Path):
         valid=0.2,
         test=0.0,
     )
-    read, written = (
-        ModelTokenizer(task.usage.source_tokenizer or ""),
-        ModelTokenizer(task.usage.tokenizer or ""),
-    )
+    read = ModelTokenizer(task.usage.source_tokenizer or "")
+    written = ModelTokenizer(task.usage.tokenizer or "")
     batch = task.batch(0, 3, "valid")
     assert batch.source is not None
     own = batch.source[0].tolist()

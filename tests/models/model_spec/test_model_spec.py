@@ -198,10 +198,8 @@ def test_a_merged_block_holds_its_cross_attention_alone():
     attentions have 8 d^2.
     """
     cross = hw.design(model=10, heads=2)
-    merged, plain = (
-        BlockSpec(cross=cross, feed=FeedForwardSpec(7), form="merged"),
-        BlockSpec(cross, cross, FeedForwardSpec(7)),
-    )
+    merged = BlockSpec(cross=cross, feed=FeedForwardSpec(7), form="merged")
+    plain = BlockSpec(cross, cross, FeedForwardSpec(7))
     assert merged.norm_names == ("cross_norm", "feed_norm")
     both = [
         sum(w.numel for w in one.weights(10) if w.role in ("attention", "cross"))
