@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 
 import headwise as hw
 from headwise import cli
-from headwise.models import families, model_spec as bp, read_tokenizer
+from headwise.models import families, model_spec as bp
 from headwise.models.model_spec.serialization import ModelManifest
 from headwise.models.save_load import (
     CONFIG_FILE,
@@ -159,7 +159,7 @@ def test_a_folder_matches_its_manifest(folder: Path):
     assert "2 layers of 12, 1,800 parameters in float32" in page
     assert "## Training\n\nNone." in page
     assert str(bp.ModelTable(described())) in page
-    assert read_tokenizer(folder) == words()
+    assert hw.load(folder).usage.tokenizer == words()
     assert families.read_model_spec(folder) == described()
     tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == described().shapes()
@@ -190,7 +190,7 @@ def test_saving_again_takes_the_place_of_the_first(folder: Path):
     other = hw.build(described(13), seed=1)
     hw.save(other, folder)
     check_same(hw.load(folder), other)
-    assert read_tokenizer(folder) is None
+    assert hw.load(folder).usage.tokenizer is None
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         [CONFIG_FILE, MANIFEST_FILE, MODEL_CARD_FILE, WEIGHTS_FILE]
     )
@@ -281,7 +281,7 @@ def check_whole(folder: Path, old: hw.Transformer, new: hw.Transformer) -> str:
     found = hw.load(folder)
     fresh = torch.equal(found.decoder.embedding.tokens, new.decoder.embedding.tokens)
     check_same(found, new if fresh else old)
-    assert read_tokenizer(folder) == words()
+    assert hw.load(folder).usage.tokenizer == words()
     return "new" if fresh else "old"
 
 

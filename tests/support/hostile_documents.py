@@ -298,15 +298,14 @@ def _safetensors_bytes() -> bytes:
 def _read_safetensors_folder(content: bytes) -> object:
     path = write_file("weights/model.safetensors", content)
     return [
-        tensor.sum()
-        for _, tensor in checkpoint_weights.SafetensorsFolder(path.parent).iter_tensors()
+        tensor.sum() for _, tensor in checkpoint_weights.open_folder(path.parent).iter_tensors()
     ]
 
 
 def _read_index(text: str) -> object:
     path = write_file("index/model.safetensors.index.json", text)
     write_file("index/one.safetensors", _safetensors_bytes())
-    return checkpoint_weights.SafetensorsFolder(path.parent).infos
+    return checkpoint_weights.open_folder(path.parent).infos
 
 
 def _read_image_array(kind: str) -> Callable[[bytes], object]:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,7 @@ from ..util.errors import SpecError
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorInfo(NamedTuple):
@@ -30,38 +32,55 @@ class TensorInfo(NamedTuple):
     dtype: str
 
 
-class TensorSource(Protocol):
-    """Interface of checkpoint readers: infos by tensor name, and the tensors one by one; `path` is
-    for messages.
+@dataclass(frozen=True)
+class TensorSource:
+    """The tensors of a checkpoint: infos by name, and a function that yields each once.
+
+    `path` is for messages; `files` are the files that hold them.
     """
 
     path: Path
     infos: Mapping[str, TensorInfo]
-
-    def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor once, by name."""
-        ...
+    iter_tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    files: Sequence[Path] = ()
 
 
-class SafetensorsFolder:
-    """The tensors of model.safetensors, or of the shards in its index file."""
+def open_folder(folder: Path) -> TensorSource:
+    """Return the tensors of model.safetensors, or of the shards in its index file."""
+    index = folder / INDEX_FILE
+    has_index = index.is_file()
+    files = (
+        [folder / name for name in _list_shards(index)] if has_index else [folder / WEIGHTS_FILE]
+    )
+    infos = dict[str, TensorInfo]()
+    for path in files:
+        infos |= _read_infos(path)
 
-    def __init__(self, folder: Path) -> None:
-        index = folder / INDEX_FILE
-        self.path = index if index.is_file() else folder / WEIGHTS_FILE
-        self.files: list[Path] = (
-            [folder / name for name in _list_shards(index)] if index.is_file() else [self.path]
-        )
-        self.infos: Mapping[str, TensorInfo] = {
-            name: kind for path in self.files for name, kind in _read_infos(path).items()
-        }
-
-    def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor once, shard by shard."""
-        for path in self.files:
+    def iter_tensors() -> Iterator[tuple[str, Tensor]]:
+        for path in files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     yield name, file.get_tensor(name)
+
+    return TensorSource(index if has_index else files[0], infos, iter_tensors, files)
+
+
+def wrap_tensors(name: str, tensors: Mapping[str, Tensor]) -> TensorSource:
+    """Return tensors in memory as those of a checkpoint."""
+    dtype_names = {dtype: word for word, dtype in DTYPES.items()}
+    infos = {
+        key: TensorInfo(
+            tuple(tensor.shape),
+            dtype_names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
+        )
+        for key, tensor in tensors.items()
+    }
+
+    def iter_tensors() -> Iterator[tuple[str, Tensor]]:
+        for key, tensor in tensors.items():
+            yield key, tensor.detach().cpu().contiguous()
+
+    return TensorSource(Path(name), infos, iter_tensors)
 
 
 def _read_infos(path: Path) -> dict[str, TensorInfo]:
@@ -126,8 +145,6 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 # --- Build a model from the tensors of a checkpoint -----------------------------------------------
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def build_from_weights(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,11 @@ from ..util.errors import SpecError
 from ..util.files import sha256, write_atomically
 from ..util.output_paths import FolderKind, stage_folder
 from .checkpoint_weights import (
-    DTYPES,
     INDEX_FILE,
     WEIGHTS_FILE,
-    SafetensorsFolder,
-    TensorInfo,
     build_from_weights,
+    open_folder,
+    wrap_tensors,
 )
 from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, read_json, read_processor
 from .transformers_loading import check_folder, load_model
@@ -74,7 +73,7 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
         raise SpecError(f"{folder}: {quantized[0]}; give a folder with weights in 16 or 32 bits")
     names = get_weight_names(model_spec.name)
     constants = {}
-    source = SafetensorsFolder(folder)
+    source = open_folder(folder)
     if resized is None:
         model_spec = describe_checkpoint(
             model_spec, {name: info.shape for name, info in source.infos.items()}
@@ -223,27 +222,6 @@ def _load_with_transformers(folder: Path) -> nn.Module:
 # --- Copy a live transformers model into a headwise model -----------------------------------------
 
 
-class LiveTensors:
-    """The tensors of a live module, under the names in its checkpoints."""
-
-    def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
-        self.path = Path(where)
-        self._tensors = tensors
-        dtype_names = {dtype: word for word, dtype in DTYPES.items()}
-        self.infos: Mapping[str, TensorInfo] = {
-            name: TensorInfo(
-                tuple(tensor.shape),
-                dtype_names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
-            )
-            for name, tensor in tensors.items()
-        }
-
-    def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor once, by name."""
-        for name, tensor in self._tensors.items():
-            yield name, tensor.detach().cpu().contiguous()
-
-
 def copy_live_model(model: nn.Module) -> Transformer:
     """Copy a live transformers model into an equivalent headwise model on the CPU, with its own
     tensors.
@@ -269,9 +247,8 @@ def copy_live_model(model: nn.Module) -> Transformer:
     model_spec = described_by(config_fields)
     names = get_weight_names(model_spec.name)
     with torch.no_grad():
-        return build_from_weights(
-            model_spec, names, LiveTensors(name, _named_as_in_files(model)), 0.0
-        )
+        source = wrap_tensors(name, _named_as_in_files(model))
+        return build_from_weights(model_spec, names, source, 0.0)
 
 
 def _named_as_in_files(model: Any) -> Mapping[str, Tensor]:

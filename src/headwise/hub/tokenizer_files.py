@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from torch import nn
 
 from ..models import Transformer
@@ -180,19 +181,19 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
     text, and its mask id.
     """
     path = folder / TOKENIZER_FILE
-    try:
-        document = read_text_file(path)
-        tokenizer = parse_tokenizer(document)
-    except SpecError:
-        raise
-    except Exception as error:  # the library raises plain Exception
-        raise SpecError(
-            f"{path} is not a tokenizer document: {error}; copy the file again"
-        ) from None
+    document = read_text_file(path)
+    tokenizer = _parse_document(path, document, "copy the file again")
     before, behind = get_surrounding_ids(tokenizer)
     mask = _read_mask_token(folder)
     fields = {"tokenizer": document, "before": before, "behind": behind}
     return fields | ({} if mask is None else {"mask": tokenizer.token_to_id(mask)})
+
+
+def _parse_document(path: Path, data: str | bytes, remedy: str) -> Tokenizer:
+    try:
+        return parse_tokenizer(data if isinstance(data, str) else data.decode())
+    except Exception as error:  # the library raises plain Exception
+        raise SpecError(f"{path} is not a tokenizer document: {error}; {remedy}") from None
 
 
 def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]:
@@ -308,12 +309,5 @@ def _use_file(path: Path, usage: ProcessorSpec) -> ProcessorSpec:
             f"{path} cannot be read: {error.strerror}; give {BYTE_TOKENIZER!r}, or a tokenizer's "
             "file"
         ) from None
-    try:
-        text = data.decode()
-        tokenizer = parse_tokenizer(text)
-    except Exception as error:  # the library raises plain Exception
-        raise SpecError(
-            f"{path} is not a tokenizer document: {error}; give a tokenizer.json"
-        ) from None
-    before, behind = get_surrounding_ids(tokenizer)
-    return replace(usage, before=before, behind=behind, specials="read", tokenizer=text)
+    before, behind = get_surrounding_ids(_parse_document(path, data, "give a tokenizer.json"))
+    return replace(usage, before=before, behind=behind, specials="read", tokenizer=data.decode())

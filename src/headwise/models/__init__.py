@@ -16,7 +16,7 @@ In reading order:
 
 from .embeddings_heads import TokenTypeInput
 from .initialisation import INIT_SCHEMES
-from .save_load import load, read_tokenizer, save
+from .save_load import load, save
 from .transformer import EncoderOutput, ModelCache, Transformer, build
 
 __all__ = [
@@ -27,6 +27,5 @@ __all__ = [
     "Transformer",
     "build",
     "load",
-    "read_tokenizer",
     "save",
 ]

@@ -26,7 +26,6 @@ from .model_spec.components import TOKENIZER_FIELDS
 from .model_spec.serialization import (
     CHECKED_FILES,
     MANIFEST_FILE,
-    TOKENIZER_FILE,
     WEIGHTS_FILE,
     ModelManifest,
 )
@@ -217,16 +216,6 @@ def load(folder: Path | str, *, dropout: float = 0.0) -> Transformer:
     net.load_state_dict(tensors, assign=True)
     net.usage = usage
     return net.eval()
-
-
-def read_tokenizer(folder: Path | str) -> str | None:
-    """Return the JSON text of the tokenizer that was saved with a model; None if there was none."""
-    manifest = _read_manifest(Path(folder))
-    return (
-        _read_file(Path(folder), manifest, TOKENIZER_FILE).decode()
-        if TOKENIZER_FILE in manifest.checksums
-        else None
-    )
 
 
 # --- Keeping the previous model loadable while saving ---------------------------------------------

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from ...util.errors import SpecError, UnknownToken
 from ..model_spec import ProcessorSpec
@@ -357,25 +356,6 @@ class TokenScore(NamedTuple):
     top: Sequence[tuple[str, float]]
 
 
-class TokenLogprob(NamedTuple):
-    """The log-probability of one token, and the likeliest tokens in its place with theirs."""
-
-    logprob: float
-    top_ids: Sequence[int]
-    top_logprobs: Sequence[float]
-
-    @staticmethod
-    def of(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
-        """Read from the logits that predict the token, before temperature and filters.
-
-        >>> TokenLogprob.of(torch.tensor([0.5, 0.25, 0.25]).log(), 1, 1).top_ids
-        [0]
-        """
-        logprobs_V = logits_V.double().log_softmax(-1)
-        values, likeliest = logprobs_V.topk(min(num_top, len(logprobs_V)))
-        return TokenLogprob(float(logprobs_V[token_id]), likeliest.tolist(), values.tolist())
-
-
 def score_tokens(
     net: Transformer,
     tokenizer: ModelTokenizer,
@@ -392,25 +372,22 @@ def score_tokens(
         device = next(net.parameters()).device
         source = net.encode(torch.tensor([list(source_ids)], device=device)) if source_ids else None
         logits_TV = net(torch.tensor([list(ids)], device=device), source=source)[0].cpu()
-    logprobs = [
-        TokenLogprob.of(logits_TV[position - 1], ids[position], num_top) if position else None
-        for position in range(first, len(ids))
-    ]
+    logprobs_TV = logits_TV.double().log_softmax(-1)
+    values, likeliest = logprobs_TV.topk(min(num_top, logprobs_TV.shape[-1]))
     detokenizer = IncrementalDetokenizer(tokenizer, () if source_ids else ids[:first])
-    return [describe_token(detokenizer, *pair) for pair in zip(ids[first:], logprobs, strict=True)]
-
-
-def describe_token(
-    detokenizer: IncrementalDetokenizer, token_id: int, logprob: TokenLogprob | None
-) -> TokenScore:
-    """Append a token to a text, and return its score with the text that it adds."""
-    start = len(detokenizer.text)
-    detokenizer.append(token_id)
-    text = detokenizer.text[start:]
-    if logprob is None:
-        return TokenScore(text, None, ())
-    names = [_name_token(detokenizer.words, top_id) for top_id in logprob.top_ids]
-    return TokenScore(text, logprob.logprob, list(zip(names, logprob.top_logprobs, strict=True)))
+    scores = list[TokenScore]()
+    for position in range(first, len(ids)):
+        start = len(detokenizer.text)
+        detokenizer.append(ids[position])
+        text = detokenizer.text[start:]
+        if not position:
+            scores.append(TokenScore(text, None, ()))
+            continue
+        row = position - 1
+        names = [_name_token(tokenizer, top_id) for top_id in likeliest[row].tolist()]
+        top = list(zip(names, values[row].tolist(), strict=True))
+        scores.append(TokenScore(text, float(logprobs_TV[row, ids[position]]), top))
+    return scores
 
 
 def _name_token(tokenizer: ModelTokenizer, token_id: int) -> str:

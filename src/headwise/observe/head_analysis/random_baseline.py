@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...hub.checkpoint_weights import TensorInfo, build_from_weights
+from ...hub.checkpoint_weights import build_from_weights, wrap_tensors
 from ...hub.transformers_loading import without_hub_kernels
 from ...models import Transformer, build, families
 from ...models.families import get_weight_names
 from ...util.errors import SpecError
-
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
 
 
 def make_random_baseline(model: nn.Module, *, seed: int = 0) -> nn.Module:
@@ -57,24 +48,6 @@ def make_random_baseline(model: nn.Module, *, seed: int = 0) -> nn.Module:
     return baseline.to(parameter.device, parameter.dtype).eval()
 
 
-class ModelTensorSource:
-    """Tensors of a model in memory, with the interface of a checkpoint file."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.path = Path(type(model).__name__)
-        self._tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        self.infos: Mapping[str, TensorInfo] = {
-            name: TensorInfo(
-                tuple(tensor.shape), SAFETENSORS_DTYPES.get(tensor.dtype, str(tensor.dtype))
-            )
-            for name, tensor in self._tensors.items()
-        }
-
-    def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor with its name."""
-        yield from self._tensors.items()
-
-
 def as_native_model(model: nn.Module) -> Transformer:
     """Return a transformers model as a headwise model with its current weights; a headwise model is
     returned as it is.
@@ -96,4 +69,5 @@ def as_native_model(model: nn.Module) -> Transformer:
         raise SpecError(f"{fact}; use a model of hw.build, of hw.load or of transformers")
     config: dict[str, Any] = as_dict() | {"architectures": [type(model).__name__]}
     spec = families.read_model_spec(config)
-    return build_from_weights(spec, get_weight_names(spec.name), ModelTensorSource(model), 0.0)
+    source = wrap_tensors(type(model).__name__, model.state_dict())
+    return build_from_weights(spec, get_weight_names(spec.name), source, 0.0)

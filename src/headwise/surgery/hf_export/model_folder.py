@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ... import models
 from ...attention.spec.heads import Heads
-from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
+from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, open_folder
 from ...hub.pretrained_models import CONFIG_FILE
 from ...hub.transformers_loading import check_config_values, remove_code_settings
 from ...models import Transformer
@@ -276,7 +276,7 @@ def hash_source_files(source: Path | None) -> dict[str, str]:
         return {source.name: sha256(source)}
     main = MANIFEST_FILE if (source / MANIFEST_FILE).is_file() else CONFIG_FILE
     has_weights = any((source / name).is_file() for name in (INDEX_FILE, WEIGHTS_FILE))
-    weights = SafetensorsFolder(source).files if has_weights else []
+    weights = open_folder(source).files if has_weights else []
     paths = [source / main, source / RECORD_FILE, *weights]
     return {path.name: sha256(path) for path in paths if path.is_file()}
 

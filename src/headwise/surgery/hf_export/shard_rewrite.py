@@ -20,7 +20,7 @@ from ...attention.head_axis_ops import select_heads, transform_axes
 from ...attention.interfaces import Part
 from ...attention.interfaces.part import field_defaults
 from ...attention.spec.attention_spec import SLOTS, AttentionSpec
-from ...hub.checkpoint_weights import INDEX_FILE, SafetensorsFolder
+from ...hub.checkpoint_weights import INDEX_FILE, TensorSource, open_folder
 from ...models import Transformer
 from ...models.families import get_weight_names
 from ...models.families.weight_names import CheckpointPlan, TensorPiece, WeightNames
@@ -273,7 +273,7 @@ HEAD_AXES = ("q", "kv", "v", "out", "row")  # axes of size 0 when no head is lef
 class ShardRewrite(NamedTuple):
     """Layout of a model's tensors in its files, before and after the change."""
 
-    source_tensors: SafetensorsFolder
+    source_tensors: TensorSource
     weight_names: WeightNames
     prefix: str
     old_plan: CheckpointPlan
@@ -283,7 +283,7 @@ class ShardRewrite(NamedTuple):
     @staticmethod
     def of(source: Path, described: ModelSpec, form: CanonicalForm) -> ShardRewrite:
         """Return the rewrite of a folder with model spec `described` into `form`."""
-        stored = SafetensorsFolder(source)
+        stored = open_folder(source)
         names = get_weight_names(described.name)
         trunk = names.find_prefix(names.canonical_name(name) for name in stored.infos)
         old, new = (
