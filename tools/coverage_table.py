@@ -21,7 +21,6 @@ import gc
 import inspect
 import json
 import os
-import re
 import resource
 import signal
 import sys
@@ -40,14 +39,13 @@ from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
 from headwise.observe.inspect.adapters import transformers_interface
-from headwise.observe.inspect.adapters.output_projection import UnreadableCall
 from headwise.observe.inspect.attention_sites import find_attention
-from headwise.observe.inspect.hooks import (
+from headwise.observe.inspect.hooks import SiteModule, install_hooks
+from headwise.observe.inspect.observed_call import (
     AttentionInputs,
     ObservedCall,
-    SiteModule,
+    UnreadableCall,
     WeightsOnlyCall,
-    install_hooks,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -482,10 +480,8 @@ def record_sites(
 ) -> list[ReachedSite]:
     """Run the model; return every site that the input reaches, with its recorded call."""
     recorders = {site.module: Recorder() for site in sites}
-    patches = {id(patch): patch for site in sites for patch in site.adapter.patches()}
     hooks = {module: (recorder,) for module, recorder in recorders.items()}
-    overrides = [override for site in sites for override in site.overrides]
-    with record_own_weights() as weights, install_hooks(hooks, list(patches.values()), overrides):
+    with record_own_weights() as weights, install_hooks(hooks, sites):
         run(model, inputs)
     reached = [site for site in sites if recorders[site.module].outputs is not None]
     return [
@@ -657,7 +653,7 @@ def check_config(row: Row, cls: Any, config: Any) -> Row:
             sites = find_attention(model)
         if not sites:
             return row._replace(reason="no attention with separate heads was found")
-        adapters = sorted({adapter_name(site.adapter) for site in sites})
+        adapters = sorted({site.adapter for site in sites})
         row = row._replace(adapter=" and ".join(adapters), sites=len(sites))
         reached = record_sites(model, inputs, sites)
         if not reached:
@@ -683,11 +679,6 @@ def _run_check(
         return check(model, inputs, sites)
     except Exception as error:  # becomes the reason in the row
         return f"check failed: {format_error(error)}"
-
-
-def adapter_name(adapter: object) -> str:
-    """Return the class name of an adapter as words, without the last: "output projection"."""
-    return " ".join(re.findall("[A-Z][a-z]+", type(adapter).__name__)[:-1]).lower()
 
 
 def format_error(error: Exception) -> str:

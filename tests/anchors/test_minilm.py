@@ -41,7 +41,7 @@ def model(folder: Path) -> nn.Module:
 
 
 def test_rows_are_its_own(model: nn.Module, folder: Path):
-    trace = hw.trace(model, TEXTS, log=lambda _: None)
+    trace = hw.trace(model, TEXTS)
     eager = load_original(folder)
     eager.set_attn_implementation("eager")
     lengths = [len([one for one in row.ids if one >= 0]) for row in trace.streams["text"]]

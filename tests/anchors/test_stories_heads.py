@@ -23,9 +23,7 @@ def test_rows_are_those_of_transformers(shared: Path, tmp_path: Path):
     hw.export(net, tmp_path / "llama")
     other = load_original(tmp_path / "llama")
     other.set_attn_implementation("eager")
-    trace = hw.trace(
-        net, "Once upon a time there was a little dog.", max_new_tokens=8, log=lambda _: None
-    )
+    trace = hw.trace(net, "Once upon a time there was a little dog.", max_new_tokens=8)
     ids = torch.tensor([trace.streams["text"][0].ids])
     with torch.no_grad():
         outputs = other(input_ids=ids, output_attentions=True)

@@ -182,9 +182,7 @@ def test_weights_are_computed_again_from_8_bits(small):
         sites = find_attention(net)
         with (
             torch.no_grad(),
-            hooks.install_hooks(
-                {site.module: (one,) for site in sites}, sites[0].adapter.patches()
-            ),
+            hooks.install_hooks({site.module: (one,) for site in sites}, sites),
         ):
             net(last, cache=cache)
         recorded[store] = one.seen

@@ -97,7 +97,7 @@ def open_page() -> ViewServer:
     net = hw.build(hw.families.read_model_spec(SMALL), seed=0).eval()
     attach_tokenizer(net, "bytes")
     ids = torch.randint(0, 256, (1, 17), generator=torch.Generator().manual_seed(0))
-    return ViewServer(OpenModel(hw.trace(net, ids, log=lambda _: None), net), STATIC)
+    return ViewServer(OpenModel(hw.trace(net, ids), net), STATIC)
 
 
 def page_client(view: ViewServer) -> TestClient:

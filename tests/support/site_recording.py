@@ -10,13 +10,12 @@ from torch import Tensor
 
 from headwise.observe.inspect.adapters import transformers_interface
 from headwise.observe.inspect.attention_sites import find_attention
-from headwise.observe.inspect.hooks import AttentionInputs, install_hooks
+from headwise.observe.inspect.hooks import AttentionHook, install_hooks
+from headwise.observe.inspect.observed_call import AttentionInputs
 
 
-class InputRecorder:
+class InputRecorder(AttentionHook):
     """A hook that records the inputs of an attention."""
-
-    needs_call = True
 
     def __init__(self) -> None:
         self.seen: list[AttentionInputs] = []
@@ -24,20 +23,14 @@ class InputRecorder:
     def on_call(self, inputs: AttentionInputs) -> None:
         self.seen.append(inputs)
 
-    def on_head_outputs(self, z: Tensor) -> None:
-        return None
-
 
 @contextmanager
 def record_sites(model):
     """Record the inputs of every attention of a model, by site."""
     attentions = find_attention(model)
     recorders = {one.site.name: InputRecorder() for one in attentions}
-    patches = [stand for route in {one.adapter for one in attentions} for stand in route.patches()]
-    overrides = [override for one in attentions for override in one.overrides]
-    with install_hooks(
-        {one.module: (recorders[one.site.name],) for one in attentions}, patches, overrides
-    ):
+    hooks = {one.module: (recorders[one.site.name],) for one in attentions}
+    with install_hooks(hooks, attentions):
         yield recorders
 
 

@@ -54,7 +54,7 @@ def test_the_model_translates_its_text():
 
 def test_the_trace_is_of_this_model():
     trace, net = load_sample_trace(), load_sample_model()
-    again = hw.trace(net, {"source": bundled_sample.SOURCE, "text": TARGET}, log=lambda _: None)
+    again = hw.trace(net, {"source": bundled_sample.SOURCE, "text": TARGET})
     for layer in trace.layers:
         for head in range(layer.heads):
             stored, now = (one.head_weights(layer.name, head) for one in (trace, again))

@@ -34,7 +34,7 @@ def open_gpt(ids: torch.Tensor | None = None) -> OpenModel:
     net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
     if ids is None:
         ids = torch.randint(0, 40, (1, 23), generator=torch.Generator().manual_seed(0))
-    return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
+    return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",))), net)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_heads_behind_an_ablated_one_attend_as_in_a_model_with_edited_weights() 
     with torch.no_grad():
         edited.state_dict()["decoder.0.attention.output.o"].view(12, 3, 4)[:, 1] = 0
     ids = torch.tensor([list(opened.get_trace().streams["text"][0].ids)])
-    after = hw.trace(edited, ids, log=lambda _: None)
+    after = hw.trace(edited, ids)
     for number, (site, head) in enumerate(opened.heads):
         before, expected = (
             opened.get_trace().head_weights(site, head),

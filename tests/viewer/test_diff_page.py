@@ -84,9 +84,9 @@ def test_another_model_is_compared_by_its_name(page: Any, tmp_path: Path):
     }
     one, other = (hw.build(hw.families.read_model_spec(gpt), seed=seed).eval() for seed in (0, 1))
     ids = torch.arange(9)[None]
-    save_trace(hw.trace(other, ids, log=lambda _: None), tmp_path / "tuned.trace")
+    save_trace(hw.trace(other, ids), tmp_path / "tuned.trace")
     opened = OpenModel(
-        hw.trace(one, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None),
+        hw.trace(one, ids, capture=hw.Capture(extra=("v",))),
         one,
         other=str(tmp_path / "tuned.trace"),
     )

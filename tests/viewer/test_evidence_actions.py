@@ -28,7 +28,7 @@ def test_a_text_is_scored_by_the_weights_on_the_pairs_of_the_class():
     )
     header, arrays = decode_arrays(found)
     source, _, target = text.partition("\t")
-    own = hw.trace(model.get_model(), {"source": source, "text": target}, log=lambda _: None)
+    own = hw.trace(model.get_model(), {"source": source, "text": target})
     weights = own.head_weights("encoder.2.attention", 1)
     assert arrays["scores"].shape == (2,)
     assert arrays["scores"][0] == pytest.approx(np.diagonal(weights, -1).mean(), rel=1e-4)

@@ -34,7 +34,7 @@ BERT = {
 def open_model(config: dict[str, Any]) -> tuple[OpenModel, Any, torch.Tensor]:
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     ids = torch.randint(0, 40, (1, 17), generator=torch.Generator().manual_seed(0))
-    return OpenModel(hw.trace(net, ids, log=lambda _: None), net), net, ids
+    return OpenModel(hw.trace(net, ids), net), net, ids
 
 
 def without_head(net: Any, name: str, head: int) -> Any:
@@ -164,7 +164,7 @@ def test_every_mode_gives_the_change_of_the_library(mode: str, tokens: dict[str,
 def test_tokens_are_those_of_the_stream_of_each_layer():
     net = hw.build(hw.families.read_model_spec(PAIR), seed=0).eval()
     ids = {"source": torch.arange(11)[None] + 3, "x": torch.arange(7)[None] + 3}
-    model = OpenModel(hw.trace(net, ids, log=lambda _: None), net)
+    model = OpenModel(hw.trace(net, ids), net)
     layers = model.get_trace().layers
     tokens = {"source": [10], "text": [6]}
     arguments = {"heads": [[number, 1] for number in range(len(layers))], "tokens": tokens}

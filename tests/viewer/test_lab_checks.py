@@ -38,7 +38,7 @@ def gpt() -> tuple[OpenModel, Any, torch.Tensor]:
             if "attention" in name:
                 tensor.mul_(4)  # heads that change what is written
     ids = torch.randint(0, 40, (1, 11), generator=torch.Generator().manual_seed(0))
-    return OpenModel(hw.trace(net, ids, log=lambda _: None), net), net, ids
+    return OpenModel(hw.trace(net, ids), net), net, ids
 
 
 def without_heads(net: Any, site: str, heads: list[int]) -> Any:
@@ -87,7 +87,7 @@ def test_a_wrong_head_of_16_bits_is_found_in_float32(
         half.state_dict()[f"{SITE}.output.o"].mul_(
             1e-3
         )  # so that no head matters beyond the rounding of 16 bits
-    model = OpenModel(hw.trace(half, ids, log=lambda _: None), half)
+    model = OpenModel(hw.trace(half, ids), half)
     right = compute_effect(model, {"heads": [[1, 0]]}, progress())["check"]
     assert (right["dtype"], right["same"]) == ("float32", True)
     monkeypatch.setattr(
@@ -178,7 +178,7 @@ def model_of_lines(monkeypatch: pytest.MonkeyPatch) -> tuple[OpenModel, Any, lis
     rows = [torch.randint(0, 40, (1, length), generator=generator) for length in (17, 9, 12, 20)]
     examples = [Example({"x": ids}, {}) for ids in rows]
     monkeypatch.setattr(lab_actions, "make_examples", lambda *_: examples)
-    return OpenModel(hw.trace(net, rows[0], log=lambda _: None), net), net, examples
+    return OpenModel(hw.trace(net, rows[0]), net), net, examples
 
 
 def rows_by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -31,7 +31,7 @@ from support.page_models import GPT
 def opened() -> OpenModel:
     net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
     ids = torch.randint(0, 40, (1, 37), generator=torch.Generator().manual_seed(0))
-    return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
+    return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",))), net)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def make_net(**changes: Any) -> Any:
 
 def record(net: Any, count: int, seed: int = 0) -> Trace:
     ids = torch.randint(0, 40, (1, count), generator=torch.Generator().manual_seed(seed))
-    return hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None)
+    return hw.trace(net, ids, capture=hw.Capture(extra=("v",)))
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ STRANGERS = [
 def opened() -> OpenModel:
     net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
     ids = torch.randint(0, 40, (1, 37), generator=torch.Generator().manual_seed(0))
-    return OpenModel(hw.trace(net, ids, log=lambda _: None), net)
+    return OpenModel(hw.trace(net, ids), net)
 
 
 @pytest.fixture

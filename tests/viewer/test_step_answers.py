@@ -81,7 +81,7 @@ def open_specs(spec: hw.AttentionSpec, placement: str = "pre", norm: str = "laye
         for parameter in net.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
     ids = torch.randint(0, WORDS, (2, TOKENS), generator=generator)
-    return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
+    return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",))), net)
 
 
 def softmax(scores: np.ndarray, sink: float | None) -> np.ndarray:
@@ -238,9 +238,7 @@ def test_the_residual_stream_follows_the_placement_of_norms(placement: str, norm
 def test_cross_attention_reads_the_source():
     net = hw.build(hw.families.read_model_spec(T5), seed=0).eval()
     inputs = {"x": torch.arange(1, 6)[None], "source": torch.arange(10, 17)[None]}
-    opened = OpenModel(
-        hw.trace(net, inputs, capture=hw.Capture(extra=("v",)), log=lambda _: None), net
-    )
+    opened = OpenModel(hw.trace(net, inputs, capture=hw.Capture(extra=("v",))), net)
     for site in ("decoder.1.cross", "decoder.1.attention", "encoder.1.attention"):
         steps, note = find_steps(opened, HeadPlace(site, 2, 3))
         assert note == ""
@@ -312,9 +310,7 @@ def test_vectors_are_bounded_and_a_chosen_key_is_among_them():
     opened = open_layers(pattern="causal")
     ids = torch.arange(70)[None] % WORDS
     net = opened.get_model()
-    opened = OpenModel(
-        hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net
-    )
+    opened = OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",))), net)
     place = HeadPlace(opened.get_trace().layers[1].name, 1, 66)
     row = opened.get_trace().head_weights(place.site, 1, slice(66, 67))[0]
     weakest = int(row[:67].argmin())

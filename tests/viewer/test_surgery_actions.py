@@ -212,7 +212,7 @@ def test_the_forms_are_those_that_the_model_allows(sample: OpenModel):
 
 def test_a_model_with_shared_key_value_heads_can_be_given_one_for_each_query_head():
     net = hw.build(hw.families.read_model_spec(LLAMA), seed=0).eval()
-    model = OpenModel(hw.trace(net, torch.tensor([[3, 1, 4, 1, 5]]), log=lambda _: None), net)
+    model = OpenModel(hw.trace(net, torch.tensor([[3, 1, 4, 1, 5]])), net)
     found = surgery_actions.describe_surgery(model, {}, progress())
     forms = {form["form"]: form for form in found["forms"]}
     assert (found["heads"], found["kvHeads"]) == (12, 4)

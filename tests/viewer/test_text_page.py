@@ -37,7 +37,7 @@ def open_gpt() -> tuple[OpenModel, Any, torch.Tensor]:
     net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
     ids = torch.randint(0, 40, (1, 9), generator=torch.Generator().manual_seed(0))
     return (
-        OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net),
+        OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",))), net),
         net,
         ids,
     )
@@ -109,7 +109,7 @@ def test_a_generated_text_is_that_of_generate():
     tokens = list(model.get_trace().streams["text"][0].ids)
     assert tokens[:9] == ids[0].tolist()
     assert tokens[9:] == hw.generate(net, ids, max_new_tokens=6)[0]
-    whole = hw.trace(net, torch.tensor([tokens[:-1]]), log=lambda _: None)
+    whole = hw.trace(net, torch.tensor([tokens[:-1]]))
     for site, head in model.heads:
         step = model.get_trace().head_weights(site, head)
         np.testing.assert_allclose(step, whole.head_weights(site, head), atol=1e-5)

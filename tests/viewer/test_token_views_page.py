@@ -108,7 +108,7 @@ def group(model: OpenModel, **arguments: Any) -> None:
 def test_grouping_keeps_the_recorded_trace_for_the_model() -> None:
     net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
     ids = torch.randint(0, 40, (1, 11), generator=torch.Generator().manual_seed(0))
-    model = OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
+    model = OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",))), net)
     recorded, revision = model.get_trace(), model.revision
     group(model, first=True)
     site = recorded.layers[1].name
@@ -144,7 +144,7 @@ def test_weights_are_drawn_over_the_patches_of_the_image(page: Any):
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     pixels = torch.zeros(1, 3, 28, 28)
     pixels[:, 0, :14], pixels[:, 1, 14:] = 1, 1  # red above green
-    trace = hw.trace(net, {"x": pixels}, log=lambda _: None)
+    trace = hw.trace(net, {"x": pixels})
     weights = np.full((1, 1, 17, 17), 1e-6, np.float32)
     weights[..., 1 + 5] = 1
     shown = trace_from_weights([weights], [str(n) for n in range(17)])

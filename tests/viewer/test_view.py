@@ -113,7 +113,7 @@ def test_an_export_of_a_model_has_measured_heads(tmp_path: Path):
         hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}),
         seed=0,
     )
-    ids = OpenModel(hw.trace(net.eval(), torch.tensor([[3, 1, 4]]), log=lambda _: None), net)
+    ids = OpenModel(hw.trace(net.eval(), torch.tensor([[3, 1, 4]])), net)
     view.write_export(ids, tmp_path / "b.html")
     warnings = exported_data((tmp_path / "b.html").read_text(encoding="utf-8"))["answers"][
         "/api/document"

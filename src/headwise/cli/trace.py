@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..util.files import read_text_file
 from ..util.output_paths import check_output
 from .argument_checks import check_input_file, check_model_path
-from .arguments import existing_mode, parse_bytes, print_note, print_page, to_json
+from .arguments import existing_mode, parse_bytes, print_page, to_json
 from .options import (
     Count,
     InputFile,
@@ -149,7 +149,7 @@ def _capture_trace(args: TraceOptions) -> Trace:
     extra = tuple(name for name in args.record.split(",") if name)
     options = Capture(extra=extra, sites=sites, precision=args.precision, **budget)
     model, inputs, steps = _capture_inputs(args)
-    captured = trace(model, inputs, max_new_tokens=steps, capture=options, log=print_note)
+    captured = trace(model, inputs, max_new_tokens=steps, capture=options)
     cells = 64 if args.thumbnails is None else args.thumbnails
     return captured.with_thumbnails(cells) if cells and args.out else captured
 

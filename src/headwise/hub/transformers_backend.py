@@ -29,7 +29,7 @@ from ..attention.backends.core_interface import heads_to_rows, rows_to_heads
 from ..kernels import PagedDecodeOptions, attend_paged
 from ..kernels.launch import has_kernels
 from ..observe.inspect.adapters.transformers_interface import BACKEND_NAME, inputs_of_call
-from ..observe.inspect.hooks import AttentionInputs
+from ..observe.inspect.observed_call import AttentionInputs
 
 MIN_TRANSFORMERS = (
     5,

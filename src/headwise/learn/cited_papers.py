@@ -18,6 +18,7 @@ from ..models import Transformer, build
 from ..observe.bundled_sample import TEXTS, load_sample_model
 from ..observe.head_analysis.rank_analysis import effective_rank, rank_one_residual
 from ..observe.inspect.ablation import ablate
+from ..observe.inspect.hooks import record_modules
 from ..surgery.attention_replacement import AttentionChange, replace_attentions
 from ..surgery.conversion import Pool, ToCollaborative, convert
 from ..surgery.model_and_texts import read_model_and_texts
@@ -98,13 +99,10 @@ def rank_of_trained_states(*, trained: bool = True) -> Outcome:
 
 def _encoder_states(net: Transformer, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
     """States [tokens, model] after the last encoder layer, before the final norm."""
-    states = list[Tensor]()
-    hook = net.get_submodule("encoder.norm").register_forward_pre_hook(
-        lambda _, args: states.append(args[0][0])
-    )
-    output_log_probs(net, inputs)
-    hook.remove()
-    return states
+    norm = net.get_submodule("encoder.norm")
+    with record_modules([norm]) as calls:
+        output_log_probs(net, inputs)
+    return [call.args[0][0] for call in calls[norm]]
 
 
 # --- Conversion of trained attention --------------------------------------------------------------
@@ -203,13 +201,12 @@ def _distance_correlations(net: Transformer, layer: int, inputs: list[dict[str, 
     tokens of all texts.
     """
     attention = net.get_submodule(f"encoder.{layer}.attention")
-    states = list[Tensor]()
-    hook = attention.register_forward_pre_hook(lambda _, args: states.append(args[0]))
-    output_log_probs(net, inputs)
-    hook.remove()
+    with record_modules([attention]) as calls:
+        output_log_probs(net, inputs)
     products = []
     distances = []
-    for x in states:
+    for call in calls[attention]:
+        x = call.args[0]
         probe = Probe("q", "k")
         with torch.no_grad():
             attention(x, probe=probe)

@@ -32,8 +32,9 @@ from ..observe.head_analysis.rank_analysis import (
 from ..observe.head_analysis.weight_bands import WeightBand
 from ..observe.inspect.adapters.native_attention import HeadwiseCall
 from ..observe.inspect.attention_sites import find_attention
-from ..observe.inspect.hooks import ModelRun, ObservedCall
+from ..observe.inspect.hooks import AttentionHook, ModelRun
 from ..observe.inspect.model_inputs import prepare_inputs
+from ..observe.inspect.observed_call import ObservedCall
 from ..training.data import Task
 
 HEAD_MEASURES = (
@@ -156,10 +157,8 @@ class HeadSupport(BandCollector):
             self._sums[site, head] = (total + sum(keys), count + len(keys))
 
 
-class _CallHook:
+class _CallHook(AttentionHook):
     """Hook that reads scores and gates of each call of one attention."""
-
-    needs_call = True
 
     def __init__(self) -> None:
         self.scores: list[tuple[float, float, float]] = []
@@ -180,9 +179,6 @@ class _CallHook:
             change = _change(scores, final, allowed)
             self.scores.append((_row_deviation(final, allowed), rank, change))
         self.gates += [(gate != 0).float().mean((0, 1)).flatten() for gate in call.inputs.gates]
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Do nothing: outputs are not needed."""
 
 
 def _row_deviation(scores_BHTS: Tensor, allowed: Tensor) -> float:

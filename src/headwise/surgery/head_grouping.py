@@ -18,8 +18,8 @@ from ..attention.masking.patterns import select_heads as select_pattern_heads
 from ..attention.masking.sequence_info import SequenceInfo
 from ..attention.spec.attention_spec import AttentionSpec
 from ..observe.inspect.attention_sites import find_attention
-from ..observe.inspect.hooks import ObservedCall, get_hooks, install_hooks
-from ..observe.inspect.method_patches import MethodPatch
+from ..observe.inspect.hooks import AttentionHook, get_hooks, install_hooks
+from ..observe.inspect.method_patches import patch_method
 from ..util.errors import SpecError, suggest
 from .head_alignment import CrossProducts, compute_kv_features
 
@@ -62,7 +62,8 @@ def collect_kv_statistics(
     with (
         torch.no_grad(),
         install_hooks(
-            {collector.attention: (collector,) for collector in collectors.values()}, METHOD_PATCHES
+            {collector.attention: (collector,) for collector in collectors.values()},
+            patches=METHOD_PATCHES,
         ),
     ):
         for batch in batches:
@@ -87,20 +88,12 @@ def _select_attentions(model: nn.Module, sites: Iterable[str] | None) -> dict[st
     return attentions if sites is None else {site: attentions[site] for site in sites}
 
 
-class KVStatisticsCollector:
+class KVStatisticsCollector(AttentionHook):
     """Sums cross products of the keys and values that one attention computes."""
-
-    needs_call = False
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
         self.statistics: dict[str, CrossProducts] = {}
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Do nothing: the collector uses inputs only."""
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Do nothing: the collector uses inputs only."""
 
     def add(self, z_BSE: Tensor, sequence: SequenceInfo | None) -> None:
         """Add one input [batch, tokens, model], without its padding."""
@@ -139,8 +132,8 @@ def _wrap_attention_kv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 METHOD_PATCHES = (
-    MethodPatch(Attention, "project_source", _wrap_project_kv),
-    MethodPatch(Attention, "extend_kv", _wrap_attention_kv),
+    patch_method(Attention, "project_source", _wrap_project_kv),
+    patch_method(Attention, "extend_kv", _wrap_attention_kv),
 )
 
 # --- Groups ---------------------------------------------------------------------------------------

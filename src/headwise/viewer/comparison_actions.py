@@ -110,9 +110,7 @@ def _trace_ids(net: nn.Module, first: Trace) -> Trace:
     from ..observe.inspect.trace_capture import Capture, trace
 
     inputs: Any = id_inputs(net, first)
-    second = trace(
-        net, inputs, capture=Capture(extra=("v",), budget=CAPTURE_BUDGET), log=lambda _: None
-    )
+    second = trace(net, inputs, capture=Capture(extra=("v",), budget=CAPTURE_BUDGET))
     return replace(second, streams={name: rows[:1] for name, rows in first.streams.items()})
 
 

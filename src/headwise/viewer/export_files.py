@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..observe.traces import Trace
-from ..observe.traces.attention_trace import format_bytes
 from ..observe.traces.import_export import WeightSelection, encode_weights, estimate_export_bytes
 from ..observe.traces.trace_file import encode_trace
 from ..report.data import Figure, HeatMap, Links
+from ..report.numbers import format_bytes
 from ..report.plots import to_bytes
 from ..util.errors import SpecError
 from ..util.escaping import escape_html, make_visible

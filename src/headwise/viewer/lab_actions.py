@@ -217,7 +217,6 @@ def generate_text(model: OpenModel, progress: JobProgress, count: int) -> dict[s
         inputs,
         max_new_tokens=count,
         capture=Capture(extra=("v",), budget=CAPTURE_BUDGET),
-        log=lambda note: progress(0, 2, note),
     )
     progress(1, 2, "drawing thumbnails")
     model.set_trace(captured.with_thumbnails())

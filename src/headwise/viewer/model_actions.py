@@ -116,7 +116,6 @@ def capture_trace(
         inputs,
         max_new_tokens=new_tokens,
         capture=Capture(extra=("v",), budget=CAPTURE_BUDGET),
-        log=lambda note: progress(0, 2, note),
     )
     counts = {name: len(rows[0].ids) for name, rows in captured.streams.items() if rows}
     check_token_counts(counts, max_tokens)

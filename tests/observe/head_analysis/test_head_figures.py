@@ -204,9 +204,7 @@ def test_gold_links_are_marked_in_the_rows_that_align_best(
     names = ("alignment input", "alignment target")
     values = {name: Measure(0.8 if name.endswith(better) else 0.2, 0, 1, 0) for name in names}
     head = HeadMeasures("decoder", "cross", 0, 0, 0, "decoder.0.cross", values)
-    traced = trace(
-        handmade.translator(), handmade.translation_pairs(1)[0].inputs, log=lambda _: None
-    )
+    traced = trace(handmade.translator(), handmade.translation_pairs(1)[0].inputs)
     layer = traced.get_layer(head.site)
     assert find_cells("alignment", linked, layer, head) == cells
 
@@ -258,7 +256,7 @@ def test_wrong_names_of_heads(name: str, why: str):
 def test_chosen_heads_are_drawn_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     net, text = small_gpt2(), make_examples(1)[0]
     path = tmp_path / "a.trace"
-    save_trace(trace(net, text.model_inputs, log=lambda _: None), path)
+    save_trace(trace(net, text.model_inputs), path)
     assert (
         cli.main(["heads", str(path), "--draw", "L1H2", "L0H0", "--out", str(tmp_path / "drawn")])
         == 0

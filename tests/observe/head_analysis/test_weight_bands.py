@@ -28,7 +28,7 @@ from headwise.observe.head_analysis.weight_bands import (
     stream_weight_bands,
 )
 from headwise.observe.inspect.attention_sites import find_attention
-from headwise.observe.inspect.hooks import AttentionInputs
+from headwise.observe.inspect.observed_call import AttentionInputs
 from support import attention_maps as maps, handset_heads as handmade, layer_cases as cases
 from support.layer_cases import check_close
 from support.site_recording import record_sites

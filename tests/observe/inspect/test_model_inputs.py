@@ -137,6 +137,20 @@ KINDS: dict[str, Callable[[Case], Any]] = {
     "texts": lambda case: list(TEXTS),
     "tuple of texts": lambda case: TEXTS,
 }
+COVERING = pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("transformers", "tensor"),
+        ("transformers", "batch encoding"),
+        ("idx", "tuple"),
+        ("idx", "own names"),
+        ("x", "one dictionary"),
+        ("headwise", "texts"),
+        ("headwise", "batch encoding of lists"),
+        ("sentences", "tuple of texts"),
+    ],
+    indirect=["case"],
+)
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -179,7 +193,7 @@ def test_a_model_runs_on_every_kind_of_input(case: Case, kind: str):
     torch.testing.assert_close(outputs_of(output), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@COVERING
 def test_sites_trace_every_kind_of_example(case: Case, kind: str):
     named = hw.sites(case.model, KINDS[kind](case), tokenizer=case.tokenizer)
     assert named
@@ -189,7 +203,7 @@ def test_sites_trace_every_kind_of_example(case: Case, kind: str):
     assert named[0].observe.possible
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@COVERING
 def test_a_trace_records_every_kind_of_input(case: Case, kind: str):
     trace = hw.trace(
         case.model,
@@ -203,7 +217,7 @@ def test_a_trace_records_every_kind_of_input(case: Case, kind: str):
     assert [row.ids for row in trace.streams["text"]] == [tuple(row) for row in IDS.tolist()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@COVERING
 def test_means_are_taken_over_every_kind_of_input(case: Case, kind: str):
     expected = projection_input(case).detach().double().flatten(0, 1).mean(0)
     site = hw.sites(case.model)[0].name
@@ -218,7 +232,7 @@ def test_means_are_taken_over_every_kind_of_input(case: Case, kind: str):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@COVERING
 def test_a_head_is_ablated_for_every_kind_of_input(case: Case, kind: str):
     site = hw.sites(case.model)[0]
     with hw.ablate(case.model, [(site.name, REMOVED)]):

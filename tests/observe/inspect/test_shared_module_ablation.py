@@ -151,7 +151,7 @@ def test_a_part_of_the_depths_is_refused():
 @torch.no_grad()
 def test_a_trace_keeps_every_depth():
     model = albert("odd")
-    keep = hw.trace(model, IDS, log=lambda _: None)
+    keep = hw.trace(model, IDS)
     own = model(**IDS, output_attentions=True).attentions
     assert len(own) == len(keep.layers) == 5
     for depth in range(5):

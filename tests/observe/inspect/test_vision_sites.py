@@ -68,10 +68,10 @@ def test_traced_weights_equal_an_independent_softmax(name: str, example: str):
             ValueError,
             match=r"cannot (observe its weights|be observed): .*hw.sites\(model, example\)",
         ):
-            hw.trace(model, x, log=lambda _: None)
+            hw.trace(model, x)
         assert read_state(model) == before
         return
-    recorded = hw.trace(model, x, log=lambda _: None)
+    recorded = hw.trace(model, x)
     expected = CASES[name].expected_weights(model, x)
     for head in range(HEADS):
         for row in range(len(expected)):
@@ -86,7 +86,7 @@ def test_a_search_changes_nothing(name: str):
     model, x = CASES[name].build()
     before = read_state(model)
     for adapter in ADAPTERS:
-        list(adapter.find_sites(model))
+        list(adapter(model))
     hw.sites(model, x)
     with pytest.raises(ValueError, match="cannot run on this example"):
         hw.sites(model, x[..., :3])

@@ -47,7 +47,7 @@ SINKS = {
 def llama() -> Any:
     net = hw.build(hw.families.read_model_spec(LLAMA), seed=0).eval()
     ids = torch.randint(0, 37, (1, 13), generator=torch.Generator().manual_seed(0))
-    return hw.trace(net, ids, log=lambda _: None)
+    return hw.trace(net, ids)
 
 
 def stacked(trace: Any, site: str) -> np.ndarray[Any, Any]:
@@ -85,7 +85,7 @@ def test_a_trace_has_the_rollout_of_its_model(config: dict[str, Any]):
     """Also where a learned sink takes a part of every row."""
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     ids = torch.randint(0, 37, (1, 13), generator=torch.Generator().manual_seed(1))
-    trace = hw.trace(net, ids, log=lambda _: None)
+    trace = hw.trace(net, ids)
     wanted = compute_attention_maps(net, ids).rollout().numpy()
     assert roll_out_attention(trace, trace.layers[-1].name) == pytest.approx(wanted, abs=1e-6)
 

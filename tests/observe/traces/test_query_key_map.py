@@ -25,7 +25,7 @@ GPT = {
 def record() -> Trace:
     net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
     ids = torch.randint(0, 40, (1, 23), generator=torch.Generator().manual_seed(0))
-    return hw.trace(net, ids, log=lambda _: None)
+    return hw.trace(net, ids)
 
 
 def test_the_plane_holds_the_two_largest_variances() -> None:

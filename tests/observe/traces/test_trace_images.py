@@ -34,7 +34,7 @@ def vit() -> Any:
 
 def test_the_image_of_a_vision_model_is_kept_and_saved(vit: Any, tmp_path: Path):
     pixels = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-    trace = hw.trace(vit, {"x": pixels}, log=lambda _: None)
+    trace = hw.trace(vit, {"x": pixels})
     low, high = (getattr(pixels[1].numpy(), name)() for name in ("min", "max"))
     wanted = np.round((pixels[1].numpy().transpose(1, 2, 0) - low) / (high - low) * 255)
     assert trace.images["text"].shape == (2, 28, 28, 3)
@@ -53,7 +53,7 @@ def test_a_model_of_texts_has_no_image():
         "n_positions": 64,
     }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    assert hw.trace(net, torch.tensor([[3, 1, 4]]), log=lambda _: None).images == {}
+    assert hw.trace(net, torch.tensor([[3, 1, 4]])).images == {}
 
 
 def test_an_image_is_opened_from_a_file(vit: Any, tmp_path: Path):

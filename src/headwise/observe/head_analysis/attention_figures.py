@@ -78,7 +78,7 @@ Cells = list[tuple[int, int]]
 
 def trace_example(model: nn.Module, example: Example) -> Trace:
     """Record the weights of every head on an example."""
-    return trace(model, example.model_inputs, capture=Capture(), log=lambda _: None)
+    return trace(model, example.model_inputs, capture=Capture())
 
 
 def make_picture(

@@ -18,8 +18,9 @@ from ...report.numbers import format_numbers
 from ...report.render import to_text
 from ...util.errors import SpecError, suggest
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import ModelRun, ObservedCall
+from ..inspect.hooks import AttentionHook, ModelRun
 from ..inspect.model_inputs import get_streams, prepare_inputs
+from ..inspect.observed_call import ObservedCall
 from ..traces.attention_trace import multiply_rollout
 from .head_circuits import AttentionCircuits, get_circuits
 
@@ -189,10 +190,8 @@ class AttentionMaps:
         return layers
 
 
-class _MapHook:
+class _MapHook(AttentionHook):
     """Hook that keeps weights and value norms of one layer, for the first text of the batch."""
-
-    needs_call = True
 
     def __init__(self, circuits: AttentionCircuits | None) -> None:
         self.circuits = circuits
@@ -221,9 +220,6 @@ class _MapHook:
             return
         self.weights = weights[[values.row for values in read]]
         self.value_norms = torch.stack(norms).float().cpu()
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Do nothing: outputs are not needed."""
 
 
 def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:

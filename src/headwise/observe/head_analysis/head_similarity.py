@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...util.errors import suggest
-from ..inspect.hooks import ModelRun, ObservedCall, SiteModule
+from ..inspect.hooks import AttentionHook, ModelRun, SiteModule
 from ..inspect.model_inputs import get_device, prepare_inputs
+from ..inspect.observed_call import ObservedCall
 from .annotated_examples import Example, find_sink_tokens
 from .weight_bands import MIN_NON_SINK_WEIGHT
 
@@ -274,12 +275,10 @@ class RowSampling(NamedTuple):
         )
 
 
-class RowSamplingHook:
+class RowSamplingHook(AttentionHook):
     """Hook that keeps the sampled rows of one site; `unsupported_reason` is set if its rows are not
     distributions.
     """
-
-    needs_call = True
 
     def __init__(self, queries: Tensor) -> None:
         gaps = (queries.diff() != 1).nonzero()[:, 0] + 1
@@ -297,9 +296,6 @@ class RowSamplingHook:
         self.weights, self.allowed = weights, allowed.expand(weights.shape)
         if bool((weights < 0).any()) or bool((weights.sum(-1) > 1 + 1e-3).any()):
             self.unsupported_reason = "its weights are negative or sum to more than one"
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Do nothing: outputs are not needed."""
 
 
 def sample_rows(
@@ -371,16 +367,11 @@ def _merge_sites(
     return SampledRows(pair, tuple(heads), rows, allowed[:, has_keys], is_sink)
 
 
-class HeadOutputsHook:
+class HeadOutputsHook(AttentionHook):
     """Hook that keeps head outputs of a text, [tokens, heads, width]."""
-
-    needs_call = False
 
     def __init__(self) -> None:
         self.outputs: Tensor | None = None
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> None:
         """Keep the outputs."""

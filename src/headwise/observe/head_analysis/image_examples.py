@@ -19,9 +19,9 @@ from ...training.data.text_files import existing_path, list_files
 from ...util.errors import SpecError
 from ...util.files import read_json_file
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import ModelRun
+from ..inspect.hooks import AttentionHook, ModelRun
 from ..inspect.model_inputs import prepare_inputs
-from ..inspect.trace_capture import TokenCounter
+from ..inspect.observed_call import ObservedCall
 from .annotated_examples import Example, TokenAnnotations
 
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -281,10 +281,20 @@ def _take_pixels(
     return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
 
 
+class _TokenCounter(AttentionHook):
+    """Hook that counts the queries and keys of a call."""
+
+    counts: tuple[int, ...] = (0, 0)
+
+    def on_call(self, call: ObservedCall) -> None:
+        """Count queries and keys."""
+        self.counts = tuple(call.all_weights().shape[2:])
+
+
 def _count_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, int]:
     """Number of tokens at each site of the model, or 0 where queries and keys differ."""
     sites = require_ability(model, "observe")
-    counters = {site_module.site.name: TokenCounter() for site_module in sites}
+    counters = {site_module.site.name: _TokenCounter() for site_module in sites}
     ModelRun(model, prepare_inputs(model, inputs, 0)).run_with_hooks(sites, counters)
     return {
         name: counter.counts[0] if len(set(counter.counts)) == 1 else 0

@@ -19,7 +19,7 @@ from ...models import Transformer
 from ...models.block import LayerInputs, LayerStack
 from ...models.transformer import resolve_sequence
 from ...util.errors import suggest
-from ..inspect.hooks import AttentionHook, ModelRun, ObservedCall, SiteModule, hook_sites
+from ..inspect.hooks import AttentionHook, ModelRun, SiteModule, hook_sites
 from ..inspect.model_inputs import ModelInputs
 from .attention_sinks import stack_texts
 from .head_table import HeadImportance
@@ -30,17 +30,12 @@ from .resampling import CORRECTION_METHODS, Array, Jackknife, correct_p_values
 STACK_ARGUMENTS = frozenset({"x", "sequence", "source", "source_sequence"})
 
 
-class HeadAblationHook:
+class HeadAblationHook(AttentionHook):
     """Hook that sets the outputs of some heads to zero, and counts the heads of the site."""
-
-    needs_call = False
 
     def __init__(self, *heads: int) -> None:
         self.ablated_heads = list(heads)
         self.num_heads = 0
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor:
         """Head outputs [..., heads, channels] with the ablated heads set to zero."""
@@ -50,16 +45,11 @@ class HeadAblationHook:
         return ablated
 
 
-class HeadOutputCapture:
+class HeadOutputCapture(AttentionHook):
     """Hook that keeps head outputs, for gradients with respect to them."""
-
-    needs_call = False
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor:
         """Keep the outputs; they become leaves of the graph if nothing before them requires

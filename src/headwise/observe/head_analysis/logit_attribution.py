@@ -17,7 +17,7 @@ from ...report.data import Table
 from ...report.render import to_text
 from ...util.errors import SpecError
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import ModelRun, ObservedCall
+from ..inspect.hooks import AttentionHook, ModelRun, record_modules
 from ..inspect.model_inputs import prepare_inputs
 from .head_circuits import get_circuits
 from .random_baseline import as_native_model
@@ -141,16 +141,11 @@ def attribute_logit(
     return LogitAttribution(position % count, chosen, baseline, logit, rest, tuple(shares), words)
 
 
-class _OutputHook:
+class _OutputHook(AttentionHook):
     """Hook that keeps the head outputs of the first text, [tokens, heads, width]."""
-
-    needs_call = False
 
     def __init__(self) -> None:
         self.outputs = torch.empty(0)
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> None:
         """Keep the outputs of the first text."""
@@ -163,15 +158,11 @@ def _run_to_head(
     """Run a model with hooks; return its outputs, and the last states before its final norm,
     [tokens, model], in float64.
     """
-    final: list[Tensor] = []
     module = stack.norm or net.head[net.spec.heads[0].name]
-    handle = module.register_forward_pre_hook(lambda _, args: final.append(args[0]))
-    try:
-        run = ModelRun(net, prepare_inputs(net, inputs, 0))
+    run = ModelRun(net, prepare_inputs(net, inputs, 0))
+    with record_modules([module]) as calls:
         outputs = run.run_with_hooks(require_ability(net, "ablate"), hooks)
-    finally:
-        handle.remove()
-    return outputs, final[-1][0].double()
+    return outputs, calls[module][-1].args[0][0].double()
 
 
 def _check_residual_stream(net: Transformer) -> Any:

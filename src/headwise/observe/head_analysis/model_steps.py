@@ -8,11 +8,9 @@ tensor operations and for the one query, and every part of it reports what it ch
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +27,7 @@ from ...models.block import LayerInputs, TransformerLayer
 from ...models.feed_forward import NormLayer
 from ...util.errors import SpecError
 from ..inspect.attention_sites import find_attention
+from ..inspect.hooks import record_modules
 from ..traces.attention_record import Array
 from ..traces.head_steps import (
     HeadPlace,
@@ -138,70 +137,31 @@ def _run_model(run: Callable[[], object], layer: TransformerLayer, role: str) ->
     """Run the model and keep what one layer receives and computes. Other threads may run the model
     meanwhile.
     """
-    recorded: dict[str, Any] = {}
-    norms: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def on_layer(_: nn.Module, args: tuple[Any, ...]) -> None:
-        recorded["layer_inputs"] = args[1]
-
-    def on_attention(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
-        recorded.update(input=args[0], output=output)
-
-    def on_norm(name: str, args: tuple[Any, ...], output: Tensor) -> None:
-        norms[name] = (args[0], output)
-
-    with torch.inference_mode(), _hooks(layer, role, on_layer, on_attention, on_norm):
+    attention = layer.attentions[role]
+    norms = {name: child for name, child in layer.named_children() if isinstance(child, NormLayer)}
+    with torch.inference_mode(), record_modules([layer, attention, *norms.values()]) as calls:
         run()
-    if "input" not in recorded:
+    if not calls[attention]:
         raise ValueError(f"{layer.name}.{role} did not run on this text")
-    layer_inputs: LayerInputs = recorded["layer_inputs"]
+    call = calls[attention][-1]
+    layer_inputs: LayerInputs = calls[layer][-1].args[1]
     source = layer_inputs.source
     source_sequence = layer_inputs.source_sequence
     if role == "attention":  # the tokens themselves are the source
-        source = recorded["input"]
+        source = call.args[0]
         source_sequence = layer_inputs.sequence
     if not isinstance(source, Tensor) or source_sequence is None:
         raise ValueError(
             f"the source of {layer.name}.{role} was projected before, so its states are unknown"
         )
+    norm_calls = {
+        name: (calls[norm][-1].args[0], calls[norm][-1].output)
+        for name, norm in norms.items()
+        if calls[norm]
+    }
     return _LayerCall(
-        recorded["input"], recorded["output"], layer_inputs.sequence, source, source_sequence, norms
+        call.args[0], call.output, layer_inputs.sequence, source, source_sequence, norm_calls
     )
-
-
-@contextmanager
-def _hooks(
-    layer: TransformerLayer, role: str, on_layer: Any, on_attention: Any, on_norm: Any
-) -> Iterator[None]:
-    """Hooks on a layer, its attention and its norms that fire in this thread only, removed at the
-    end.
-    """
-    thread = threading.get_ident()
-
-    def in_this_thread(function: Any, *first: Any) -> Any:
-        def hook(_: nn.Module, *args: Any) -> None:
-            if threading.get_ident() == thread:
-                function(*first, *args)
-
-        return hook
-
-    attention = layer.attentions[role]
-    handles = [
-        layer.register_forward_pre_hook(in_this_thread(on_layer, layer)),
-        attention.register_forward_hook(in_this_thread(on_attention, attention), with_kwargs=True),
-        *(
-            norm.register_forward_hook(in_this_thread(on_norm, name))
-            for name, norm in layer.named_children()
-            if isinstance(norm, NormLayer)
-        ),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _run_query(attention: Attention, call: _LayerCall, query: int) -> _QueryCall:

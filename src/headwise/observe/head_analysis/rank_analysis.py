@@ -6,9 +6,9 @@ The spectra of query-key weights are compared with Gaussian weights of the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +25,9 @@ from ...report.data import Table
 from ...report.render import to_plain
 from ...util.errors import SpecError, suggest
 from ..inspect.adapters.native_attention import HeadwiseCall
-from ..inspect.hooks import ObservedCall
+from ..inspect.hooks import record_modules
 from ..inspect.model_inputs import prepare_inputs
+from ..inspect.observed_call import ObservedCall
 from .annotated_examples import Example
 from .head_circuits import AttentionCircuits, LowRankMap, get_circuits
 from .head_table import Measure
@@ -384,13 +385,20 @@ def _layer_states(
     """States [tokens, model] of each stack, before the first layer and after each layer."""
     inputs = prepare_inputs(model, example.model_inputs, 0)
     if isinstance(model, Transformer):
-        with torch.inference_mode(), _record_layer_calls(model) as calls_by_stack:
+        layers = {name: list(dict.fromkeys(stack.blocks)) for name, stack in model.stacks.items()}
+        states: dict[str, list[Tensor]] = {}
+        with torch.inference_mode(), record_modules(chain(*layers.values())) as calls:
             model(*inputs.args, **inputs.kwargs)
-            return {
-                stack: _run_variant(calls, variant)
-                for stack, calls in calls_by_stack.items()
-                if calls
-            }
+        with torch.inference_mode():
+            for name, blocks in layers.items():
+                recorded: list[RecordedLayerCall] = []
+                for layer in blocks:
+                    for call in calls[layer]:
+                        x, layer_inputs = call.args
+                        recorded.append(RecordedLayerCall(layer, x, layer_inputs, call.output))
+                if recorded:
+                    states[name] = _run_variant(recorded, variant)
+        return states
     with torch.inference_mode():
         outputs: Any = model(*inputs.args, **inputs.kwargs, output_hidden_states=True)
     return {
@@ -407,25 +415,6 @@ class RecordedLayerCall(NamedTuple):
     x: Tensor
     call: LayerInputs
     output: Tensor
-
-
-@contextmanager
-def _record_layer_calls(model: Transformer) -> Iterator[dict[str, list[RecordedLayerCall]]]:
-    """Record the calls of every layer of a model within the context."""
-    calls: dict[str, list[RecordedLayerCall]] = {stack: [] for stack in model.stacks}
-    hooks: list[Any] = []
-    for stack, layer_stack in model.stacks.items():
-
-        def record(layer: Any, args: Any, output: Tensor, stack: str = stack) -> None:
-            x, call = args
-            calls[stack].append(RecordedLayerCall(layer, x, call, output))
-
-        hooks += [layer.register_forward_hook(record) for layer in layer_stack.blocks]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _run_variant(calls: list[RecordedLayerCall], variant: ForwardVariant | None) -> list[Tensor]:

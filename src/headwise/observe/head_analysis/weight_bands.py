@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..inspect.hooks import ModelRun, ObservedCall, SiteModule
+from ..inspect.hooks import AttentionHook, ModelRun, SiteModule
 from ..inspect.model_inputs import prepare_inputs
+from ..inspect.observed_call import ObservedCall
 from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 
 # columns are gathered if fewer than one key in 32 is selected; else a product over all keys is
@@ -249,12 +250,10 @@ def _move_tokens(tokens: TokenAnnotations, device: torch.device) -> TokenAnnotat
     )
 
 
-class WeightBandHook:
+class WeightBandHook(AttentionHook):
     """Hook that passes the attention weights of one site to `add_band(name,
     band)`, band by band.
     """
-
-    needs_call = True
 
     def __init__(
         self, name: str, example: Example, streams: tuple[str, str], add_band: BandCallback
@@ -303,9 +302,6 @@ class WeightBandHook:
             num_rows = max(
                 min_rows, min(MAX_HEIGHT_RATIO * min_rows, MAX_CELLS // (heads * w_HTS.shape[-1]))
             )
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Do nothing: only weights are needed."""
 
 
 def stream_weight_bands(

@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .attention_sites import find_attention
-from .hooks import OutputHook, SiteModule, hook_sites
+from .hooks import AttentionHook, SiteModule, hook_sites
 from .site import Site, Sites
 
 MAX_SEED = 2**31
@@ -36,27 +35,34 @@ class HeadCall(NamedTuple):
     output: Tensor
     token_mask: Tensor | None
 
+    def check_width(self, value: Tensor) -> None:
+        """Raise unless the last axis of a value has the channels of the output."""
+        width = self.output.shape[-1]
+        if value.shape[-1] != width:
+            raise ValueError(
+                f"heads of {self.site} output {width} channels, not {value.shape[-1]}; give a "
+                f"vector of {width}"
+            )
+
     @property
     def patched_vectors(self) -> Tensor:
         """The head's output at the tokens to patch, [tokens, head_dim], in float32 or wider."""
-        output = self.output
-        chosen = (
-            output.flatten(0, -2)
-            if self.token_mask is None
-            else output[self.token_mask.expand(output.shape[:-1])]
-        )
-        return chosen.to(torch.promote_types(output.dtype, torch.float32))
-
-
-PatchFunction = Callable[[HeadCall], Tensor]
+        chosen = self.output.flatten(0, -2)
+        if self.token_mask is not None:
+            chosen = self.output[self.token_mask.expand(self.output.shape[:-1])]
+        return chosen.to(torch.promote_types(chosen.dtype, torch.float32))
 
 
 class HeadPatch(ABC):
     """Base class of replacements for a head's output."""
 
+    def make_generator(self, site: str, head: int) -> torch.Generator | None:
+        """The random numbers of one head while a context is active; None if it needs none."""
+        return None
+
     @abstractmethod
-    def make_function(self, site: str, head: int) -> PatchFunction:
-        """Make the function that computes the new output of one head."""
+    def compute(self, head_call: HeadCall, generator: Any) -> Tensor:
+        """The new output of a head."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +71,15 @@ class ScaledOutput(HeadPatch):
 
     scale: float
 
-    def make_function(self, site: str, head: int) -> PatchFunction:
-        return lambda head_call: head_call.output * self.scale
+    def compute(self, head_call: HeadCall, generator: Any) -> Tensor:
+        return head_call.output * self.scale
 
 
 @dataclass(frozen=True)
 class MeanOutput(HeadPatch):
     """The mean of the head's own output over the patched tokens of each call, per channel."""
 
-    def make_function(self, site: str, head: int) -> PatchFunction:
-        return self._output
-
-    @staticmethod
-    def _output(head_call: HeadCall) -> Tensor:
+    def compute(self, head_call: HeadCall, generator: Any) -> Tensor:
         vectors = head_call.patched_vectors
         if len(vectors) < 2:
             raise ValueError(
@@ -93,21 +95,11 @@ class ConstantOutput(HeadPatch):
 
     value: Tensor
 
-    def make_function(self, site: str, head: int) -> PatchFunction:
-        return self._output
-
-    def _output(self, head_call: HeadCall) -> Tensor:
-        value = self.value
-        output = head_call.output
-        if value.shape[-1] != output.shape[-1]:
-            raise ValueError(
-                f"heads of {head_call.site} output {output.shape[-1]} channels, not "
-                f"{value.shape[-1]}; "
-                f"give a vector of {output.shape[-1]}"
-            )
-        if value.dim() == 3:
-            check_shape(head_call.site, value, output)
-        return value.to(output).expand_as(output)
+    def compute(self, head_call: HeadCall, generator: Any) -> Tensor:
+        head_call.check_width(self.value)
+        if self.value.dim() == 3:
+            check_shape(head_call.site, self.value, head_call.output)
+        return self.value.to(head_call.output).expand_as(head_call.output)
 
 
 @dataclass(frozen=True)
@@ -145,30 +137,25 @@ class Resample(HeadPatch):
         if self.seed is not None:
             check_seed(self.seed)
 
-    def make_function(self, site: str, head: int) -> PatchFunction:
-        generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
-        return partial(self._output, generator)
+    def make_generator(self, site: str, head: int) -> torch.Generator | None:
+        return None if self.seed is None else torch.Generator().manual_seed(self.seed)
 
-    def _output(self, generator: torch.Generator | None, head_call: HeadCall) -> Tensor:
+    def compute(self, head_call: HeadCall, generator: Any) -> Tensor:
         num_rows = len(head_call.output)
-        order = self._sample_rows(generator, num_rows) if self.rows is None else self.rows
+        order = self.rows
+        if order is None:
+            if num_rows < 2:
+                raise ValueError("a batch of one row has no other row to sample; give several rows")
+            # one random cycle through all rows, so that no row keeps its own output
+            cycle = torch.randperm(num_rows, generator=generator).tolist()
+            next_row = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+            order = tuple(next_row[row] for row in range(num_rows))
         if len(order) != num_rows or max(order) >= num_rows:
             raise ValueError(
                 f"{head_call.site} gets a batch of {num_rows} rows, but rows={order}; "
                 f"give {num_rows} indices in 0..{num_rows - 1}"
             )
         return head_call.output[torch.tensor(order, device=head_call.output.device)]
-
-    @staticmethod
-    def _sample_rows(generator: torch.Generator | None, num_rows: int) -> tuple[int, ...]:
-        """Source row of each row: one random cycle through all rows, so that no row keeps its own
-        output.
-        """
-        if num_rows < 2:
-            raise ValueError("a batch of one row has no other row to sample; give several rows")
-        cycle = torch.randperm(num_rows, generator=generator).tolist()
-        next_row = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
-        return tuple(next_row[row] for row in range(num_rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,49 +187,40 @@ class Noise(HeadPatch):
             value = getattr(self, name)
             if value is None:
                 continue
-            if type(value) not in (int, float) and not (
-                isinstance(value, Tensor) and value.dim() == 1
-            ):
+            is_vector = isinstance(value, Tensor) and value.dim() == 1
+            if type(value) not in (int, float) and not is_vector:
                 raise ValueError(
                     f"{name} is of type {type(value).__name__}; give a number, or a tensor "
                     "[head_dim]"
                 )
-            if not torch.as_tensor(value).isfinite().all() or (
-                name == "std" and (torch.as_tensor(value) < 0).any()
-            ):
+            tensor = torch.as_tensor(value)
+            if not tensor.isfinite().all() or (name == "std" and (tensor < 0).any()):
                 raise ValueError(f"{name} must be finite, and std >= 0; got {name}={value!r}")
 
-    def make_function(self, site: str, head: int) -> PatchFunction:
-        head_seed = zlib.crc32(
-            f"{self.seed} {site} {head}".encode()
-        )  # torch generators on the CPU use 32 bits of the seed
-        return partial(self._output, torch.Generator().manual_seed(head_seed))
+    def make_generator(self, site: str, head: int) -> torch.Generator | None:
+        # torch generators on the CPU use 32 bits of the seed
+        head_seed = zlib.crc32(f"{self.seed} {site} {head}".encode())
+        return torch.Generator().manual_seed(head_seed)
 
-    def _output(self, generator: torch.Generator, head_call: HeadCall) -> Tensor:
+    def compute(self, head_call: HeadCall, generator: Any) -> Tensor:
         output = head_call.output
-        mean, std = (self._statistic(head_call, name) for name in ("mean", "std"))
-        noise = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-        return (mean + std * noise).to(output)
-
-    def _statistic(self, head_call: HeadCall, name: str) -> Tensor:
-        value = getattr(self, name)
-        output = head_call.output
-        if value is not None:
+        statistics: dict[str, Tensor] = {}
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            if value is None:
+                patched = head_call.patched_vectors
+                if len(patched) < 2:
+                    raise ValueError(
+                        f"cannot compute mean and std of {len(patched)} tokens; give mean= and "
+                        "std= to Noise"
+                    )
+                value = getattr(patched, name)(0)
             value = torch.as_tensor(value, device=output.device)
-            if value.dim() and value.shape[0] != output.shape[-1]:
-                raise ValueError(
-                    f"heads of {head_call.site} output {output.shape[-1]} channels, not "
-                    f"{len(value)}; "
-                    f"give a vector of {output.shape[-1]}"
-                )
-            return value
-        patched = head_call.patched_vectors
-        if len(patched) < 2:
-            raise ValueError(
-                f"cannot compute mean and std of {len(patched)} tokens; give mean= and std= to "
-                "Noise"
-            )
-        return patched.mean(0) if name == "mean" else patched.std(0)
+            if value.dim():
+                head_call.check_width(value)
+            statistics[name] = value
+        noise = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+        return (statistics["mean"] + statistics["std"] * noise).to(output)
 
 
 def check_seed(seed: object) -> None:
@@ -256,10 +234,8 @@ def check_shape(site: str, value: Tensor, output: Tensor) -> None:
     `output` [B, T, ...].
     """
     actual = list(value.shape[:2])
-    expected = list(output.shape[:2])
-    if output.dim() != 3 or any(
-        size not in (1, count) for size, count in zip(actual, expected, strict=True)
-    ):
+    sizes = zip(actual, output.shape[:2], strict=True)
+    if output.dim() != 3 or any(size not in (1, count) for size, count in sizes):
         raise ValueError(
             f"{site} gets tokens [B, T] = {list(output.shape[:-1])}, but {actual} were given; "
             "give the same shape"
@@ -275,32 +251,32 @@ TokenSelection = (
 )  # a mask [B, T], column indices of a call, or None: all tokens
 
 
-class OutputEditor(OutputHook):
+class OutputEditor(AttentionHook):
     """Observer that replaces the outputs of some heads of a site, at the given tokens or at all."""
 
     def __init__(self, site: str, patches: Mapping[int, HeadPatch], tokens: TokenSelection) -> None:
         self.site = site
         self.tokens = tokens
-        self.patch_functions = {
-            head: patch.make_function(site, head) for head, patch in patches.items()
+        self.patches = patches
+        self.generators = {
+            head: patch.make_generator(site, head) for head, patch in patches.items()
         }
 
-    def on_head_outputs(self, z: Tensor) -> Tensor:
+    def on_head_outputs(self, outputs: Tensor) -> Tensor:
         """Head outputs [..., heads, head_dim] with the patches applied."""
-        count = z.shape[-2]
-        wrong = [head for head in self.patch_functions if head >= count]
+        count = outputs.shape[-2]
+        wrong = [head for head in self.patches if head >= count]
         if wrong:
             raise ValueError(f"{self.site} has no head {wrong[0]}; give heads in 0..{count - 1}")
-        edited = z.clone()
-        token_mask = make_token_mask(self.site, self.tokens, z)
-        for head, patch_function in self.patch_functions.items():
-            output = z[..., head, :]
-            patched = patch_function(HeadCall(self.site, head, output, token_mask))
-            edited[..., head, :] = (
-                patched
-                if token_mask is None
-                else torch.where(token_mask[..., None], patched, output)
-            )
+        edited = outputs.clone()
+        token_mask = make_token_mask(self.site, self.tokens, outputs)
+        for head, patch in self.patches.items():
+            output = outputs[..., head, :]
+            head_call = HeadCall(self.site, head, output, token_mask)
+            patched = patch.compute(head_call, self.generators[head])
+            if token_mask is not None:
+                patched = torch.where(token_mask[..., None], patched, output)
+            edited[..., head, :] = patched
         return edited
 
 
@@ -500,13 +476,10 @@ def _make_patch(head: HeadRef, value: object) -> HeadPatch:
     if isinstance(value, HeadPatch):
         return value
     if not isinstance(value, Tensor) or value.dim() not in (1, 3) or not value.is_floating_point():
-        description = (
-            f"{value.dtype} {list(value.shape)}"
-            if isinstance(value, Tensor)
-            else type(value).__name__
-        )
+        is_tensor = isinstance(value, Tensor)
+        given = f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
         raise ValueError(
-            f"{head} is given {description}; give a float tensor [head_dim] or [B, T, head_dim], "
+            f"{head} is given {given}; give a float tensor [head_dim] or [B, T, head_dim], "
             "or e.g. hw.Noise()"
         )
     if value.is_meta or not value.isfinite().all():
@@ -515,15 +488,12 @@ def _make_patch(head: HeadRef, value: object) -> HeadPatch:
 
 
 def _check_tokens(tokens: Any) -> None:
-    if tokens is None or (
-        isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.dtype == torch.bool
-    ):
-        return
-    if (
-        isinstance(tokens, Tensor)
-        or not isinstance(tokens, Sequence)
-        or any(type(index) is not int for index in tokens)
-    ):
+    if isinstance(tokens, Tensor):
+        is_valid = tokens.dim() == 2 and tokens.dtype == torch.bool
+    else:
+        is_list = isinstance(tokens, Sequence) and all(type(index) is int for index in tokens)
+        is_valid = tokens is None or is_list
+    if not is_valid:
         raise ValueError(
             f"tokens is of type {type(tokens).__name__}; give a tensor [B, T] of torch.bool, or "
             "column indices"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +18,18 @@ from ...models import families
 from ...models.families import get_weight_names
 from ...models.model_spec import ModelSpec
 from ...util.errors import SpecError
-from .adapters.example_run import TracedAdapter, UnclearTraceAdapter, trace_example
-from .adapters.native_attention import HeadwiseAdapter, TorchMHAAdapter
+from .adapters.example_run import find_traced_attention, find_unclear_attention, trace_example
+from .adapters.native_attention import find_headwise_attention, find_torch_attention
 from .adapters.output_path import edit_place, measure_edit_places
 from .adapters.output_projection import (
     UNKNOWN_STACK,
-    OutputProjectionAdapter,
-    UnclearProjectionAdapter,
+    find_projected_attention,
+    find_unclear_projections,
     is_within,
     read_positive_int,
 )
-from .adapters.transformers_interface import TransformersAdapter
-from .hooks import SiteAdapter, SiteModule
+from .adapters.transformers_interface import find_interface_attention
+from .hooks import SiteModule
 from .model_inputs import ModelInputs, check_is_module, prepare_inputs
 from .site import POSSIBLE, Ability, Site, Sites
 
@@ -210,18 +209,19 @@ def find_layers_without_attention(model: nn.Module, sites: Sequence[Site]) -> li
     for path, with_attention in lists.items():
         layers = dict(modules[path].named_children())
         lacking = [name for name in layers if name not in with_attention]
-        usual: set[str] = set()
+        if not lacking:
+            continue
         others: set[str] = set()
-        for name, layer in layers.items():
-            kinds = {type(child).__name__ for child in layer.children()}
-            (usual if name in with_attention else others).update(kinds)
-        kinds = sorted(kind for kind in others - usual if "Norm" not in kind)
+        for name in lacking:
+            others.update(type(child).__name__ for child in layers[name].children())
+        for name in with_attention:
+            others -= {type(child).__name__ for child in layers[name].children()}
+        kinds = sorted(kind for kind in others if "Norm" not in kind)
         instead = f" ({', '.join(kinds)} instead)" if kinds else ""
-        if lacking:
-            lines.append(
-                f"{len(lacking)} of {len(layers)} layers have no attention{instead}: "
-                f"{path}.{','.join(lacking)}"
-            )
+        lines.append(
+            f"{len(lacking)} of {len(layers)} layers have no attention{instead}: "
+            f"{path}.{','.join(lacking)}"
+        )
     return lines
 
 
@@ -236,97 +236,50 @@ TOWER_CONFIGS = {
 STACK_NAMES = ("decoder", "encoder")
 
 
-class TowerSpecs(NamedTuple):
+class TowerSpecs:
     """Specs from one config, for the modules whose paths contain one of `path_words` (empty: all
-    other modules).
+    other modules); without a config that can be read, `reason` explains why no site gets a spec.
     """
 
-    path_words: tuple[str, ...]
-    stacks: tuple[str, ...]
-    specs: Mapping[str, AttentionSpec]
-    approximation_reasons: Mapping[str, str]
-    convertible: Ability
+    def __init__(
+        self,
+        path_words: tuple[str, ...],
+        model_spec: ModelSpec | None,
+        reason: str = "the config describes no such layer",
+    ) -> None:
+        self.path_words = path_words
+        self.reason = reason
+        self.specs: dict[str, AttentionSpec] = {}
+        self.approximation_reasons: Mapping[str, str] = {}
+        self.stacks: tuple[str, ...] = ()
+        if model_spec is not None:
+            self.specs.update(model_spec.attention_specs())
+            self.approximation_reasons = model_spec.approximation_reasons()
+            self.stacks = tuple(stack.name for stack in model_spec.stacks)
+            self.ability = _conversion_ability(model_spec, path_words)
 
-    @staticmethod
-    def from_config(words: tuple[str, ...], config: Mapping[str, Any]) -> TowerSpecs:
-        """Read from a config; `architectures` is ignored, because the task head does not matter
-        here.
-        """
-        model_spec = families.read_model_spec(
-            {key: value for key, value in config.items() if key != "architectures"}
-        )
-        stacks = tuple(stack.name for stack in model_spec.stacks)
-        return TowerSpecs(
-            words,
-            stacks,
-            dict(model_spec.attention_specs()),
-            model_spec.approximation_reasons(),
-            _conversion_ability(model_spec, words),
-        )
-
-    def spec_name(self, site: Site) -> str:
-        """Name under which `specs` describes a site: its own, or with the only stack if its path
-        names no stack.
-        """
-        if site.name in self.specs or len(self.stacks) != 1:
-            return site.name
-        has_number = any(part.isdigit() for part in site.path.split("."))
-        named = {stack for stack in STACK_NAMES if stack in site.path}
-        if has_number and named <= set(self.stacks):
-            return f"{self.stacks[0]}.{site.layer}.{site.kind}"
-        return site.name
-
-
-class ConfigSpecs(NamedTuple):
-    """Specs of all attention layers that the config of a transformers model describes."""
-
-    towers: tuple[TowerSpecs, ...]
-    reason: str
-
-    @staticmethod
-    def from_model(model: nn.Module) -> ConfigSpecs:
-        """Read from `model.config`; without one, `reason` explains why no site gets a spec."""
-        as_dict = getattr(getattr(model, "config", None), "to_dict", None)
-        if as_dict is None:
-            return ConfigSpecs((), "the model has no config to read")
-        config: dict[str, Any] = as_dict()
-        towers: list[TowerSpecs] = []
-        for key, words in TOWER_CONFIGS.items():
-            if isinstance(config.get(key), Mapping):
-                with suppress(SpecError):
-                    towers.append(TowerSpecs.from_config(words, config[key]))
-        try:
-            towers.append(TowerSpecs.from_config((), config))
-        except SpecError as error:
-            return ConfigSpecs(tuple(towers), str(error))
-        return ConfigSpecs(tuple(towers), "the config describes no such layer")
-
-    def with_stack(self, site: Site) -> Site:
-        """The site with its stack filled in, if it is unknown and the config describes only one."""
-        stacks = [tower.stacks for tower in self.towers if not tower.path_words]
-        if site.stack == UNKNOWN_STACK and stacks and len(set(stacks[0])) == 1:
-            return replace(site, stack=stacks[0][0])
+    def place(self, site: Site) -> Site:
+        """The site with the only stack of the config as its own if its stack is unknown."""
+        if site.stack == UNKNOWN_STACK and len(set(self.stacks)) == 1:
+            return replace(site, stack=self.stacks[0])
         return site
 
-    def with_spec(self, site: Site) -> Site:
+    def describe(self, site: Site) -> Site:
         """The site with its spec, or with the reason why it has none, and with its stack named as
         in the config.
         """
-        if site.spec is not None:
-            return site
-        for tower in self.towers:
-            if not tower.path_words or any(word in site.path for word in tower.path_words):
-                return self._with_spec_of(tower, site)
-        return replace(site, spec_reason=self.reason)
-
-    def _with_spec_of(self, tower: TowerSpecs, site: Site) -> Site:
-        name = tower.spec_name(site)
-        spec = tower.specs.get(name)
-        names_stack = any(stack in site.path for stack in STACK_NAMES)
-        if spec is not None and not names_stack and not tower.path_words:
+        name = site.name
+        named = {stack for stack in STACK_NAMES if stack in site.path}
+        if name not in self.specs and len(self.stacks) == 1:
+            has_number = any(part.isdigit() for part in site.path.split("."))
+            if has_number and named <= set(self.stacks):
+                name = f"{self.stacks[0]}.{site.layer}.{site.kind}"
+        spec = self.specs.get(name)
+        if spec is not None and not named and not self.path_words:
             site = replace(site, name=name, stack=name.partition(".")[0])
-        if spec is None or name in tower.approximation_reasons:
-            return replace(site, spec_reason=tower.approximation_reasons.get(name, self.reason))
+        reasons = self.approximation_reasons
+        if spec is None or name in reasons:
+            return replace(site, spec_reason=reasons.get(name, self.reason))
         return replace(
             site,
             heads=len(spec.score_head_of_output),
@@ -336,9 +289,30 @@ class ConfigSpecs(NamedTuple):
             pattern=spec.pattern.text,
             spec=spec,
             spec_reason="",
-            prune=tower.convertible,
-            convert=tower.convertible,
+            prune=self.ability,
+            convert=self.ability,
         )
+
+
+def read_towers(model: nn.Module) -> list[TowerSpecs]:
+    """Read the specs that the config of a transformers model describes; the last tower is that of
+    the whole config. `architectures` is ignored, because the task head does not matter here.
+    """
+    as_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if as_dict is None:
+        return [TowerSpecs((), None, "the model has no config to read")]
+    config: dict[str, Any] = as_dict()
+    towers: list[TowerSpecs] = []
+    for key, words in (*TOWER_CONFIGS.items(), ("", ())):
+        part: Any = config.get(key) if key else config
+        if isinstance(part, Mapping):
+            known = {name: value for name, value in part.items() if name != "architectures"}
+            try:
+                towers.append(TowerSpecs(words, families.read_model_spec(known)))
+            except SpecError as error:
+                if not key:
+                    towers.append(TowerSpecs((), None, str(error)))
+    return towers
 
 
 def _conversion_ability(model_spec: ModelSpec, path_words: tuple[str, ...]) -> Ability:
@@ -363,14 +337,14 @@ def _conversion_ability(model_spec: ModelSpec, path_words: tuple[str, ...]) -> A
 # --- All attention layers of a model --------------------------------------------------------------
 
 ABILITY_PARTICIPLES = {"observe": "observed", "ablate": "ablated"}
-ADAPTERS: tuple[SiteAdapter, ...] = (
-    HeadwiseAdapter(),
-    TransformersAdapter(),
-    TorchMHAAdapter(),
-    TracedAdapter(),
-    OutputProjectionAdapter(),
-    UnclearTraceAdapter(),
-    UnclearProjectionAdapter(),
+ADAPTERS: tuple[Callable[[nn.Module], Iterator[SiteModule]], ...] = (
+    find_headwise_attention,
+    find_interface_attention,
+    find_torch_attention,
+    find_traced_attention,
+    find_projected_attention,
+    find_unclear_attention,
+    find_unclear_projections,
 )  # in order of precedence: the first adapter that finds a module is used
 
 
@@ -415,7 +389,7 @@ def _trace_inputs(model: nn.Module, inputs: ModelInputs) -> None:
     unmeasured = [
         found
         for found in find_attention(model)
-        if isinstance(found.adapter, TracedAdapter | TransformersAdapter)
+        if found.adapter in ("traced", "transformers")
         and found.site.ablate.possible
         and edit_place(found.module).projection is None
     ]
@@ -431,19 +405,26 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
     found: list[SiteModule] = []
     for adapter in ADAPTERS:
         paths = [known.site.path for known in found]
-        overlaps = is_within if isinstance(adapter, UnclearTraceAdapter) else _contains
-        for new in adapter.find_sites(model):
-            if isinstance(adapter, UnclearProjectionAdapter):
+        overlaps = is_within if adapter is find_unclear_attention else _contains
+        for new in adapter(model):
+            if adapter is find_unclear_projections:
                 paths = [known.site.path for known in found]
             if not any(overlaps(new.site.path, path) for path in paths):
                 found.append(new)
     modules = model.named_modules(remove_duplicate=False)
     order = {path: number for number, (path, _) in enumerate(modules)}
     found.sort(key=lambda known: order[known.site.path])
-    config_specs = ConfigSpecs.from_model(model)
-    placed = [known._replace(site=config_specs.with_stack(known.site)) for known in found]
-    renamed = _rename_duplicates(split_shared_modules(model, placed))
-    specified = [known._replace(site=config_specs.with_spec(known.site)) for known in renamed]
+    towers = read_towers(model)
+    placed = [known._replace(site=towers[-1].place(known.site)) for known in found]
+    specified: list[SiteModule] = []
+    for known in _rename_duplicates(split_shared_modules(model, placed)):
+        site = known.site
+        if site.spec is None:
+            for tower in towers:
+                if not tower.path_words or any(word in site.path for word in tower.path_words):
+                    site = tower.describe(site)
+                    break
+        specified.append(known._replace(site=site))
     return list(mark_unhookable(model, specified))
 
 
@@ -498,22 +479,18 @@ def _rename_duplicates(found: Sequence[SiteModule]) -> list[SiteModule]:
     """
     sites = [known.site for known in found]
     for part in ("first", "last", "full"):
-        counts = Counter(_site_name(site) for site in sites)
-        sites = [
-            _name_stack(site, part) if counts[_site_name(site)] > 1 else site for site in sites
-        ]
-    first_names: dict[int, str] = {}
+        counts = Counter((site.stack, site.layer, site.kind) for site in sites)
+        for number, site in enumerate(sites):
+            if counts[site.stack, site.layer, site.kind] > 1:
+                sites[number] = _name_stack(site, part)
+    first_names: dict[nn.Module, str] = {}
     renamed: list[SiteModule] = []
     for known, site in zip(found, sites, strict=True):
-        name = _site_name(site)
-        first_name = first_names.setdefault(id(known.module), name)
-        site = replace(site, name=name, same_as=None if first_name == name else first_name)
+        name = f"{site.stack}.{site.layer}.{site.kind}"
+        first = first_names.setdefault(known.module, name)
+        site = replace(site, name=name, same_as=None if first == name else first)
         renamed.append(known._replace(site=site))
     return renamed
-
-
-def _site_name(site: Site) -> str:
-    return f"{site.stack}.{site.layer}.{site.kind}"
 
 
 def _name_stack(site: Site, part: str) -> Site:

@@ -15,14 +15,14 @@ from ...attention.masking.sequence_info import SequenceInfo
 from ...util.errors import suggest
 from .ablation import ALL_HEADS, HeadRef, Noise, check_shape, group_by_site
 from .attention_sites import find_attention, find_attention_in_run
-from .hooks import OutputHook, hook_sites
+from .hooks import AttentionHook, hook_sites
 from .model_inputs import INPUT_KINDS, ModelInputs, prepare_inputs
 
 TokenMasks = Mapping[str, Tensor]  # stack -> mask [B, T] of the tokens that count (missing: all)
 
 
 @dataclass(eq=False)
-class OutputObserver(OutputHook, ABC):
+class OutputObserver(AttentionHook, ABC):
     """Base class of observers of some heads of a site; `token_mask` marks the tokens of the batch
     that count.
     """
@@ -31,19 +31,19 @@ class OutputObserver(OutputHook, ABC):
     head_indices: tuple[int, ...]
     token_mask: Tensor | None = field(default=None, init=False)
 
-    def on_head_outputs(self, z: Tensor) -> None:
+    def on_head_outputs(self, outputs: Tensor) -> None:
         """Select the observed heads, and pass their outputs to `observe`."""
-        if max(self.head_indices) >= z.shape[-2]:
+        count = outputs.shape[-2]
+        if max(self.head_indices) >= count:
             raise ValueError(
-                f"{self.site} has no head {max(self.head_indices)}; give heads in "
-                f"0..{z.shape[-2] - 1}"
+                f"{self.site} has no head {max(self.head_indices)}; give heads in 0..{count - 1}"
             )
-        outputs = z.detach()[..., list(self.head_indices), :]
-        token_mask = torch.ones(outputs.shape[:-2], dtype=torch.bool, device=z.device)
+        selected = outputs.detach()[..., list(self.head_indices), :]
+        token_mask = torch.ones(selected.shape[:-2], dtype=torch.bool, device=outputs.device)
         if self.token_mask is not None:
-            check_shape(self.site, self.token_mask, outputs[..., 0, :])
-            token_mask &= self.token_mask.to(z.device)
-        self.observe(outputs, token_mask)
+            check_shape(self.site, self.token_mask, selected[..., 0, :])
+            token_mask &= self.token_mask.to(outputs.device)
+        self.observe(selected, token_mask)
 
     @abstractmethod
     def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
@@ -77,15 +77,12 @@ def observe_dataset(
     heads_by_site = group_by_site(model, found, refs)
     _check_batches(model, batches, heads_by_site)
     observers = {name: make_observer(name, tuple(heads_by_site[name])) for name in heads_by_site}
-    stack_of_site: dict[str, str] = {}
-    for known in found:
-        site = known.site
-        if site.name not in observers:
-            continue
-        stack_of_site[site.name] = site.stack
-        if not site.ablate.possible:
+    sites = [known.site for known in found]
+    stack_of_site = {site.name: site.stack for site in sites if site.name in observers}
+    for site in sites:
+        if site.name in observers and not site.ablate.possible:
             raise ValueError(f"{site.name} cannot be observed: {site.ablate.reason}")
-    stacks = {known.site.stack for known in found}
+    stacks = {site.stack for site in sites}
     num_batches = 0
     with torch.no_grad(), hook_sites(model, found, observers) as hooks:
         for batch in batches:
@@ -316,9 +313,9 @@ class OutputMoments(OutputObserver):
             return
         length = max(len(count), len(self.count))
         count, mean, squares = (_pad_positions(new, length) for new in (count, mean, squares))
-        old_count, old_means, old_squares = (
-            _pad_positions(old, length) for old in (self.count, self.means, self.squared_deviations)
-        )
+        old_count = _pad_positions(self.count, length)
+        old_means = _pad_positions(self.means, length)
+        old_squares = _pad_positions(self.squared_deviations, length)
         self.count = old_count + count
         difference = mean - old_means
         new_share = count / self.count.clamp(min=1)

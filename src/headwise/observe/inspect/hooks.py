@@ -1,4 +1,4 @@
-"""Hooks on attention layers that are local to the current context and leave nothing on the model.
+"""The recorder of runs: hooks at attention layers, and records of the calls of any module.
 
 While at least one hook is active, methods of classes are patched; afterwards they are restored.
 Which module has which hooks is stored in a context variable, not on the model. So a copy of the
@@ -12,285 +12,52 @@ call than it has sites, or if it never ran although the model did.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...attention.parts.feature_map import to_at_least_float32
 from ...models import Transformer
 from ...models.generation.decoding_config import DecodingConfig
 from ...models.generation.generate import generate
 from .method_patches import (
     EAGER_STANCE,
     ForwardOverride,
-    MethodPatch,
+    Function,
     SharedPatch,
-    forward_patches,
     override_forwards,
+    patch_method,
 )
 from .model_inputs import ModelInputs
+from .observed_call import ObservedCall
 from .site import Site
 
 
-class HeadValues(NamedTuple):
-    """Inputs of an output head: the row of weights that it uses, and its values."""
-
-    row: int
-    v_BSV: Tensor
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """Inputs of one attention call: queries, keys and values by head, mask, and how scores are
-    computed.
-
-    Scores are q k^T times `scale`, soft-capped at `softcap`, plus `bias`. `mask` is boolean (true:
-    attend) or added to scores; with `causal`, keys after the query are masked. `sinks` are
-    additional scores without a value, one per head. `unsupported` names arguments of the layer that
-    this class cannot represent; the weights cannot be recomputed then. `kv_head_of_query[h]` is the
-    KV head of head h (None: equal groups of neighbouring heads). `key_positions` are the positions
-    of the keys in the text, -1 for an empty slot, or None if they are unknown.
-    """
-
-    q_BTHK: Tensor
-    k_BSGK: Tensor
-    v_BSGV: Tensor
-    scale: float
-    mask: Tensor | None = None
-    causal: bool = False
-    bias: Tensor | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    unsupported: str = ""
-    kv_head_of_query: tuple[int, ...] | None = None
-    key_positions: Tensor | None = None
+class AttentionHook:
+    """Base class of observers of one attention layer; a subclass overrides one method or both."""
 
     @property
-    def attention_inputs(self) -> AttentionInputs | None:
-        """These inputs if the weights can be recomputed from them, else None."""
-        return None if self.unsupported else self
-
-    def kv_head_of(self, head: int) -> int:
-        """KV head of a query head."""
-        heads = self.q_BTHK.shape[2]
-        groups = self.k_BSGK.shape[2]
-        return (
-            head * groups // heads if self.kv_head_of_query is None else self.kv_head_of_query[head]
-        )
-
-    def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """Attention weights of one head for a range of queries, [B, T, S], recomputed in float32 or
-        float64.
-
-        >>> q = torch.zeros(1, 2, 1, 3)
-        >>> AttentionInputs(q, q, q, 1.0, causal=True).head_weights(0)
-        tensor([[[1.0000, 0.0000],
-                 [0.5000, 0.5000]]])
-        """
-        if self.unsupported:
-            raise ValueError(
-                f"cannot recompute weights: {self.unsupported}; read the weights that the model "
-                "itself returns"
-            )
-        heads = self.q_BTHK.shape[2]
-        if not 0 <= head < heads:
-            raise ValueError(f"there is no head {head}; give one in 0..{heads - 1}")
-        return self._select_heads((head,)).all_weights(queries)[:, 0]
-
-    def _select_heads(self, heads: tuple[int, ...]) -> AttentionInputs:
-        """Inputs restricted to some heads."""
-        indices = list(heads)
-        masks = {
-            name: grid[..., indices, :, :]
-            if grid is not None and grid.dim() > 2 and grid.shape[-3] > 1
-            else grid
-            for name, grid in (("mask", self.mask), ("bias", self.bias))
-        }
-        sinks = None if self.sinks is None else self.sinks.flatten()[indices]
-        kv_heads = tuple(self.kv_head_of(head) for head in heads)
-        return replace(
-            self, q_BTHK=self.q_BTHK[:, :, indices], sinks=sinks, kv_head_of_query=kv_heads, **masks
-        )
-
-    def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include
-        all allowed keys.
-        """
-        if self.unsupported:
-            raise ValueError(
-                f"cannot recompute weights: {self.unsupported}; read the weights that the model "
-                "itself returns"
-            )
-        s_BHTS = self._scaled_products(queries, keys)
-        if self.softcap is not None:
-            s_BHTS = self.softcap * torch.tanh(s_BHTS / self.softcap)
-        for mask in self._score_biases(queries, keys):
-            s_BHTS = s_BHTS + mask
-        for mask in self._masked_pairs(queries, keys):
-            masked_columns = (
-                mask.flatten(0, -2).any(0).nonzero()
-            )  # skip columns that are masked for no query
-            columns = (
-                slice(int(masked_columns[0]), int(masked_columns[-1]) + 1)
-                if len(masked_columns)
-                else slice(0)
-            )
-            s_BHTS[..., columns].masked_fill_(mask[..., columns], -torch.inf)
-        if self.sinks is None:
-            fully_masked = (
-                s_BHTS.amax(-1, keepdim=True) == -torch.inf
-            )  # a query without any allowed key has weights of zero
-            w_BHTS = s_BHTS.softmax(-1)
-            return w_BHTS.masked_fill(fully_masked, 0) if bool(fully_masked.any()) else w_BHTS
-        sink = self.sinks.flatten().to(s_BHTS.dtype)[:, None, None].expand(*s_BHTS.shape[:3], 1)
-        return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1]
-
-    def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
-        """Boolean mask of the keys that a range of queries may attend to, [B, H or 1, T, S]."""
-        q_BTHK = self.q_BTHK
-        k_BSGK = self.k_BSGK
-        count = len(range(q_BTHK.shape[1])[queries])
-        allowed = torch.ones(
-            q_BTHK.shape[0], 1, count, k_BSGK.shape[1], dtype=torch.bool, device=q_BTHK.device
-        )
-        biases = self._score_biases(queries, slice(None))
-        if biases:
-            allowed = allowed & (sum(biases[1:], biases[0]) > MASK_THRESHOLD)
-        for excluded in self._masked_pairs(queries, slice(None)):
-            allowed = allowed & ~excluded
-        return allowed
-
-    def _scaled_products(self, queries: slice, keys: slice) -> Tensor:
-        """Scaled products q k^T; the heads of a KV group are computed in one matrix product."""
-        q_BHTK = to_at_least_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
-        k_BGSK = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2))
-        heads = q_BHTK.shape[1]
-        if self.kv_head_of_query is not None or heads % k_BGSK.shape[1]:
-            k_BGSK = k_BGSK[:, [self.kv_head_of(head) for head in range(heads)]]
-        rows = q_BHTK.unflatten(1, (k_BGSK.shape[1], -1)).flatten(2, 3)
-        return (rows @ k_BGSK.transpose(2, 3)).unflatten(2, (-1, q_BHTK.shape[2])).flatten(1, 2)
-
-    def _score_biases(self, queries: slice, keys: slice) -> list[Tensor]:
-        """Biases and additive masks, which are added to scores."""
-        biases = [
-            self.bias,
-            None if self.mask is None or self.mask.dtype == torch.bool else self.mask,
-        ]
-        return [
-            to_at_least_float32(self._slice_mask(bias, queries, keys))
-            for bias in biases
-            if bias is not None
-        ]
-
-    def _masked_pairs(self, queries: slice, keys: slice) -> list[Tensor]:
-        """Boolean masks of the pairs to exclude."""
-        masks = []
-        if self.causal:
-            query_positions, key_positions = (
-                torch.arange(tensor.shape[1], device=tensor.device)
-                for tensor in (self.q_BTHK, self.k_BSGK)
-            )
-            masks.append(key_positions[keys] > query_positions[queries, None])
-        if self.mask is not None and self.mask.dtype == torch.bool:
-            masks.append(~self._slice_mask(self.mask, queries, keys))
-        return masks
-
-    def _slice_mask(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
-        """Slice a mask as [B or 1, heads or 1, T or 1, S or 1]; adds missing axes and drops columns
-        beyond the keys.
-        """
-        mask = mask[(None,) * (4 - mask.dim())]
-        mask = mask[:, :, queries] if mask.shape[2] > 1 else mask
-        return mask[..., : self.k_BSGK.shape[1]][..., keys] if mask.shape[3] > 1 else mask
-
-    def head_values(self, head: int) -> HeadValues:
-        """Score head and values of an output head."""
-        if self.unsupported:
-            raise ValueError(
-                f"values of this layer are unknown: {self.unsupported}; give this head a mean "
-                "instead"
-            )
-        return HeadValues(head, self.v_BSGV[:, :, self.kv_head_of(head)])
-
-
-class ObservedCall(Protocol):
-    """Interface to the inputs and weights of one attention call of any model, which
-    `AttentionHook.on_call` receives.
-
-    It is valid only during the call, because caches overwrite tensors.
-    """
-
-    def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include
-        all allowed keys.
-        """
-        ...
-
-    def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
-        """Boolean mask of the keys that a range of queries may attend to, [B, H or 1, T, S]."""
-        ...
-
-    def head_values(self, head: int) -> HeadValues:
-        """Score head and values of an output head; raises if the values cannot be observed."""
-        ...
-
-    @property
-    def attention_inputs(self) -> AttentionInputs | None:
-        """The inputs as tensors, if the weights can be recomputed from them, else None."""
-        ...
-
-    @property
-    def key_positions(self) -> Tensor | None:
-        """Positions of the keys in the text, -1 for an empty slot; None if they are unknown."""
-        ...
-
-    def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """Attention weights of one head for a range of queries, [B, T, S]."""
-        ...
-
-
-class AttentionHook(Protocol):
-    """Interface of an observer of one attention layer.
-
-    With `needs_call`, `on_call` gets the inputs of the attention. `on_head_outputs` gets the head
-    outputs [B, T, heads, head_dim] before the output projection; a tensor that it returns replaces
-    them.
-    """
-
-    needs_call: bool
+    def needs_call(self) -> bool:
+        """True if `on_call` must be called."""
+        return type(self).on_call is not AttentionHook.on_call
 
     def on_call(self, call: ObservedCall, /) -> None:
         """Observe the inputs of the attention."""
-        ...
 
     def on_head_outputs(self, outputs: Tensor, /) -> Tensor | None:
-        """Observe the head outputs; return a tensor to replace them, or None."""
-        ...
+        """Observe the head outputs [B, T, heads, head_dim] before the output projection; return a
+        tensor to replace them, or None.
+        """
 
-
-class OutputHook:
-    """Base class of observers of head outputs alone."""
-
-    needs_call = False
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Ignore the inputs of the attention."""
-
-
-MASK_THRESHOLD = -1e4  # a bias of this or less is treated as a mask
 
 HooksByModule = Mapping[nn.Module, tuple[AttentionHook, ...]]
-NO_HOOKS: HooksByModule = MappingProxyType({})
-_ACTIVE_HOOKS: ContextVar[HooksByModule] = ContextVar("active_hooks", default=NO_HOOKS)
+_ACTIVE_HOOKS: ContextVar[HooksByModule] = ContextVar("active_hooks", default=MappingProxyType({}))
 
 
 def get_hooks(module: nn.Module) -> tuple[AttentionHook, ...]:
@@ -299,8 +66,17 @@ def get_hooks(module: nn.Module) -> tuple[AttentionHook, ...]:
 
 
 def has_hooks() -> bool:
-    """Whether any module has hooks in the current context."""
+    """True if any module has hooks in the current context."""
     return bool(_ACTIVE_HOOKS.get())
+
+
+def run_call_hooks(hooks: Sequence[AttentionHook], make_call: Callable[[], ObservedCall]) -> None:
+    """Run the hooks that observe calls, on a call that is made only if there are any."""
+    observers = [hook for hook in hooks if hook.needs_call]
+    if observers:
+        call = make_call()
+        for hook in observers:
+            hook.on_call(call)
 
 
 def run_output_hooks(hooks: Sequence[AttentionHook], outputs: Tensor) -> Tensor:
@@ -313,20 +89,46 @@ def run_output_hooks(hooks: Sequence[AttentionHook], outputs: Tensor) -> Tensor:
     return outputs
 
 
+class SiteModule(NamedTuple):
+    """A site, the module that is hooked there, and the name of the adapter that found it.
+
+    A module may serve several sites: this site is call number `call_index` of its
+    `calls_per_forward` calls. While the site has hooks, `patches` are active and `overrides`
+    replace the forward of modules.
+    """
+
+    site: Site
+    module: nn.Module
+    adapter: str
+    call_index: int = 0
+    calls_per_forward: int = 1
+    patches: tuple[SharedPatch, ...] = ()
+    overrides: tuple[ForwardOverride, ...] = ()
+
+
 @contextmanager
 def install_hooks(
-    hooks: HooksByModule, patches: Sequence[SharedPatch], overrides: Sequence[ForwardOverride] = ()
+    hooks: HooksByModule,
+    site_modules: Sequence[SiteModule] = (),
+    *,
+    patches: Iterable[SharedPatch] = (),
+    overrides: Sequence[ForwardOverride] = (),
 ) -> Iterator[None]:
     """Context in which these modules have these hooks and overrides, in addition to those already
-    installed.
+    installed, with the patches and overrides of their sites.
     """
     active = dict(_ACTIVE_HOOKS.get())
     for module, module_hooks in hooks.items():
         active[module] = (*active.get(module, ()), *module_hooks)
+    all_patches = dict.fromkeys([EAGER_STANCE, *patches])
+    all_overrides = list(overrides)
+    for site_module in site_modules:
+        all_patches |= dict.fromkeys(site_module.patches)
+        all_overrides += site_module.overrides
     with ExitStack() as stack:
-        for patch in (EAGER_STANCE, *patches, *forward_patches(overrides)):
+        for patch in all_patches:
             stack.enter_context(patch.active())
-        stack.enter_context(override_forwards(overrides))
+        stack.enter_context(override_forwards(all_overrides))
         token = _ACTIVE_HOOKS.set(active)
         try:
             yield
@@ -334,73 +136,39 @@ def install_hooks(
             _ACTIVE_HOOKS.reset(token)
 
 
-# --- Interface of adapters ------------------------------------------------------------------------
+class ModuleCall(NamedTuple):
+    """One call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
 
 
-class SiteModule(NamedTuple):
-    """A site, the module that is hooked there, and its adapter.
+@contextmanager
+def record_modules(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, list[ModuleCall]]]:
+    """Context that records the calls of modules in this thread: {module: its calls in order}.
 
-    A module may serve several sites: this site is call number `call_index` of its
-    `calls_per_forward` calls. `overrides` replace the forward of modules while the site has hooks.
+    >>> layer = nn.Linear(2, 3)
+    >>> with record_modules([layer]) as calls:
+    ...     _ = layer(torch.zeros(4, 2))
+    >>> [call.output.shape for call in calls[layer]]
+    [torch.Size([4, 3])]
     """
-
-    site: Site
-    module: nn.Module
-    adapter: SiteAdapter
-    call_index: int = 0
-    calls_per_forward: int = 1
-    overrides: tuple[ForwardOverride, ...] = ()
-
-
-class SiteAdapter(ABC):
-    """Base class of adapters: finds one kind of attention module and makes it observable.
-
-    Finding changes nothing, because another adapter may be preferred for the same module.
-    """
-
-    @abstractmethod
-    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        """Yield the sites of a model that this adapter supports."""
-
-    def patches(self) -> Sequence[SharedPatch]:
-        """Patches that must be active for hooks on these modules to run."""
-        return ()
-
-    def visible_tensors(self, module: nn.Module) -> str:
-        """The tensors that hooks can observe at a module: "scores" (and queries, keys, masks), or
-        only "weights".
-        """
-        return "weights"
+    calls: dict[nn.Module, list[ModuleCall]] = {module: [] for module in modules}
+    overrides = [
+        ForwardOverride(module, _record_call, (module_calls.append,))
+        for module, module_calls in calls.items()
+    ]
+    with install_hooks({}, overrides=overrides):
+        yield calls
 
 
-class WeightsOnlyCall:
-    """`ObservedCall` of which only the attention weights [B, H, T, S] are known, not queries, keys
-    and values.
-    """
-
-    attention_inputs = key_positions = None
-
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-
-    def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """Attention weights of one head for a range of queries, [B, T, S]."""
-        return self.weights[:, head, queries]
-
-    def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Attention weights of all heads for a range of queries, [B, H, T, S]."""
-        return self.weights[:, :, queries, keys]
-
-    def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
-        """Pairs where any head has a nonzero weight, because the mask is unknown."""
-        return (self.weights[:, :, queries] != 0).any(1, keepdim=True)
-
-    def head_values(self, head: int) -> HeadValues:
-        """Raises, because values are unknown."""
-        raise ValueError(
-            "only the weights of this layer can be observed, not its values; give this head a "
-            "mean instead"
-        )
+def _record_call(
+    module: nn.Module, run: Function, args: Any, kwargs: Any, add: Callable[[ModuleCall], None]
+) -> Any:
+    output = run(*args, **kwargs)
+    add(ModuleCall(args, kwargs, output))
+    return output
 
 
 # --- Hooks at the sites of a model ----------------------------------------------------------------
@@ -413,53 +181,46 @@ class SiteHooks:
         self,
         model: nn.Module,
         site_modules: Sequence[SiteModule],
-        observers: Mapping[str, AttentionHook],
+        hooks: Mapping[str, AttentionHook],
     ) -> None:
         self.model = model
-        self.adapters = list(dict.fromkeys(site_module.adapter for site_module in site_modules))
-        self.hook_of_module = {
-            site_module.module: SiteHook(self, site_module, site_modules, observers)
-            for site_module in reversed(site_modules)
-        }
+        self.last_queries: tuple[Counter[nn.Module], int, nn.Module, Tensor] | None = None
+        self.hook_of_module: dict[nn.Module, SiteHook] = {}
+        for known in site_modules:
+            hook = self.hook_of_module.setdefault(known.module, SiteHook(self, known))
+            hook.hook_of_call[known.call_index] = hooks[known.site.name]
         paths = model.named_modules(remove_duplicate=False)
         self.module_of_path = {
             path: module for path, module in paths if module in self.hook_of_module
         }
-        self.modules_below: dict[
-            nn.Module, set[nn.Module]
-        ] = {}  # module -> hooked modules inside it
+        # module -> hooked modules inside it
+        self.modules_below: dict[nn.Module, set[nn.Module]] = {
+            hook.site: set() for hook in self.hook_of_module.values()
+        }
         for path, module in self.module_of_path.items():
-            for ancestor in _ancestors(model, path):
+            parts = path.split(".") if path else []
+            for end in range(len(parts) + 1):
+                ancestor = model.get_submodule(".".join(parts[:end]))
                 self.modules_below.setdefault(ancestor, set()).add(module)
-        for hook in self.hook_of_module.values():
-            self.modules_below.setdefault(hook.site, set())
-        self.num_forwards = Counter[nn.Module]()
-        self.num_calls = Counter[nn.Module]()
-        self.num_site_calls = Counter[
-            nn.Module
-        ]()  # calls of the modules whose projections are hooked
-        self.last_queries: ModuleQueries | None = None
 
     def begin_forward(self) -> Counter[nn.Module]:
         """Start a forward call: returns an empty counter of module calls; raises if a hooked module
         was replaced.
         """
-        replaced = [
-            path
-            for path, module in self.module_of_path.items()
-            if _get_module(self.model, path) is not module
-        ]
-        if replaced:
-            raise ValueError(
-                f"{replaced[0] or 'the model'} was replaced while it had hooks; replace modules "
-                "before or after the "
-                "context"
-            )
+        for path, module in self.module_of_path.items():
+            try:
+                is_same = self.model.get_submodule(path) is module
+            except AttributeError:
+                is_same = False
+            if not is_same:
+                raise ValueError(
+                    f"{path or 'the model'} was replaced while it had hooks; replace modules "
+                    "before or after the context"
+                )
         if torch.is_grad_enabled() and any(map(_recomputes, self.model.modules())):
             raise ValueError(
                 "hooks do not support activation checkpointing: the backward pass runs layers "
-                "again, perhaps without "
-                "hooks; switch checkpointing off"
+                "again, perhaps without hooks; switch checkpointing off"
             )
         return Counter()
 
@@ -467,107 +228,80 @@ class SiteHooks:
         """End a forward call: a module with several sites must have run once for each, or never."""
         self.last_queries = None
         for module in self.modules_below[root]:
-            self.num_forwards[module] += 1
             hook = self.hook_of_module[module]
-            count = calls[self.hook_of_module[module].site]
-            self.num_site_calls[module] += count
+            count = calls[hook.site]
+            hook.num_forwards += 1
+            hook.num_site_calls += count
             if hook.calls_per_forward > 1 and count not in (0, hook.calls_per_forward):
                 raise ValueError(
                     f"{hook.name} is a module of {hook.calls_per_forward} depths, but ran {count} "
-                    "times in one "
-                    "forward call; run the whole model"
+                    "times in one forward call; run the whole model"
                 )
 
     def check_all_ran(self) -> None:
         """Raise if a hooked module never ran although a forward call that contains it did."""
         for module, hook in self.hook_of_module.items():
-            if not self.num_forwards[module] or self.num_calls[module]:
+            if not hook.num_forwards or hook.num_calls:
                 continue
-            if self.num_site_calls[module] and hook.site is not module:
+            if hook.num_site_calls and hook.site is not module:
                 raise ValueError(
                     f"{hook.name} ran, but its output projection never ran as a module, so its "
-                    "hook did nothing; call "
-                    "hw.sites(model, example), which finds attention without its projection"
+                    "hook did nothing; call hw.sites(model, example), which finds attention "
+                    "without its projection"
                 )
             raise ValueError(
-                f"{hook.name} never ran, though its model did (forwards: "
-                f"{self.num_forwards[module]}), so its "
-                "hook did nothing; name sites that this input reaches"
+                f"{hook.name} never ran, though its model did (forwards: {hook.num_forwards}), "
+                "so its hook did nothing; name sites that this input reaches"
             )
 
 
-class ModuleQueries(NamedTuple):
-    """The queries of an attention, and the call of its module: number
-    `num_call` of a forward call.
+class SiteHook(AttentionHook):
+    """Hook on one module that passes each call to the hook of the depth that it belongs to, and
+    counts calls of the module, of `site`, whose projection it may be, and forward calls.
     """
 
-    site: nn.Module
-    forward: Counter[nn.Module]
-    num_call: int
-    q_BTHK: Tensor
+    num_calls = 0
+    num_site_calls = 0
+    num_forwards = 0
 
-    def has_same_tokens(self, other: ModuleQueries) -> bool:
-        """True if the same queries are used again in the same call of the module."""
-        is_same_call = (
-            self.forward is other.forward
-            and self.num_call == other.num_call
-            and self.site is other.site
-        )
-        return is_same_call and self.q_BTHK.is_set_to(other.q_BTHK)
-
-
-class SiteHook:
-    """Hook on one module that passes each call to the observer of the depth that it belongs to."""
-
-    def __init__(
-        self,
-        site_hooks: SiteHooks,
-        site_module: SiteModule,
-        site_modules: Sequence[SiteModule],
-        observers: Mapping[str, AttentionHook],
-    ) -> None:
+    def __init__(self, site_hooks: SiteHooks, known: SiteModule) -> None:
         self.site_hooks = site_hooks
-        self.module = site_module.module
-        self.site = site_hooks.model.get_submodule(site_module.site.path)
-        self.calls_per_forward = site_module.calls_per_forward
-        self.name = site_module.site.name
-        self.hook_of_call = {
-            other.call_index: observers[other.site.name]
-            for other in site_modules
-            if other.module is site_module.module
-        }
-        self.needs_call = any(observer.needs_call for observer in self.hook_of_call.values())
+        self.site = site_hooks.model.get_submodule(known.site.path)
+        self.calls_per_forward = known.calls_per_forward
+        self.name = known.site.name
+        self.hook_of_call: dict[int, AttentionHook] = {}
+
+    @property
+    def needs_call(self) -> bool:
+        return any(hook.needs_call for hook in self.hook_of_call.values())
 
     def on_call(self, call: ObservedCall) -> None:
-        """Pass the inputs to the observer of the current depth."""
-        observer = self.hook_of_call.get(self._call_index())
-        if observer is not None and observer.needs_call:
-            self._check_queries(call)
-            observer.on_call(call)
-
-    def _check_queries(self, call: ObservedCall) -> None:
-        """Raise if the module has computed attention for these queries in the same call of its
-        forward.
+        """Pass the inputs to the hook of the current depth; raise if the module has computed
+        attention for the same queries in the same call of its forward.
         """
+        hook = self.hook_of_call.get(self._call_index())
+        if hook is None or not hook.needs_call:
+            return
         forward = _RUNNING_FORWARDS.get().get(self.site_hooks)
         inputs = call.attention_inputs
-        if forward is None or inputs is None:
-            return
-        queries = ModuleQueries(self.site, forward, forward[self.site], inputs.q_BTHK)
-        last = self.site_hooks.last_queries
-        self.site_hooks.last_queries = queries
-        if last is not None and queries.has_same_tokens(last):
-            raise ValueError(
-                f"{self.name} computes attention several times for the same queries in one "
-                "forward call, so its heads "
-                "cannot be told apart; declare the heads of its output projection with hw.declare"
-            )
+        if forward is not None and inputs is not None:
+            last = self.site_hooks.last_queries
+            queries = (forward, forward[self.site], self.site, inputs.q_BTHK)
+            self.site_hooks.last_queries = queries
+            is_same_call = last is not None and last[0] is forward and last[1:3] == queries[1:3]
+            if last is not None and is_same_call and queries[3].is_set_to(last[3]):
+                raise ValueError(
+                    f"{self.name} computes attention several times for the same queries in one "
+                    "forward call, so its heads cannot be told apart; declare the heads of its "
+                    "output projection with hw.declare"
+                )
+        hook.on_call(call)
 
-    def on_head_outputs(self, z: Tensor) -> Tensor | None:
-        """Pass the outputs to the observer of the current depth."""
-        observer = self.hook_of_call.get(self._call_index())
-        self.site_hooks.num_calls[self.module] += 1
-        return None if observer is None else observer.on_head_outputs(z)
+    def on_head_outputs(self, outputs: Tensor) -> Tensor | None:
+        """Pass the outputs to the hook of the current depth."""
+        hook = self.hook_of_call.get(self._call_index())
+        self.num_calls += 1
+        return None if hook is None else hook.on_head_outputs(outputs)
 
     def _call_index(self) -> int:
         """Number of this call among the calls of the module in the running forward call."""
@@ -580,8 +314,7 @@ class SiteHook:
         if index >= self.calls_per_forward:
             raise ValueError(
                 f"{self.name} runs more than {self.calls_per_forward} times in one forward call, "
-                "so its depth is "
-                "unknown; give the part of the model that runs it once"
+                "so its depth is unknown; give the part of the model that runs it once"
             )
         return max(index, 0)
 
@@ -590,33 +323,20 @@ RunningForwards = Mapping[SiteHooks, Counter[nn.Module] | None]
 _RUNNING_FORWARDS: ContextVar[RunningForwards] = ContextVar(
     "running_forwards", default=MappingProxyType({})
 )
-_FORWARD_PATCHES: dict[type, MethodPatch] = {}
 
 
 @contextmanager
 def hook_sites(
     model: nn.Module, sites: Sequence[SiteModule], hooks: Mapping[str, AttentionHook]
 ) -> Iterator[SiteHooks]:
-    """Context in which observers are installed at sites by name; call `check_all_ran` on the result
+    """Context in which hooks are installed at sites by name; call `check_all_ran` on the result
     afterwards.
     """
-    site_hooks = SiteHooks(
-        model, [site_module for site_module in sites if site_module.site.name in hooks], hooks
-    )
-    patches: list[SharedPatch] = [
-        _forward_patch(module_type)
-        for module_type in dict.fromkeys(map(type, site_hooks.modules_below))
-    ]
-    for adapter in site_hooks.adapters:
-        patches += adapter.patches()
-    overrides = [
-        override
-        for site_module in sites
-        if site_module.site.name in hooks
-        for override in site_module.overrides
-    ]
+    hooked = [known for known in sites if known.site.name in hooks]
+    site_hooks = SiteHooks(model, hooked, hooks)
     hooks_by_module = {module: (hook,) for module, hook in site_hooks.hook_of_module.items()}
-    with install_hooks(hooks_by_module, patches, overrides):
+    patches = map(_call_patch, dict.fromkeys(map(type, site_hooks.modules_below)))
+    with install_hooks(hooks_by_module, hooked, patches=patches):
         token = _RUNNING_FORWARDS.set({**_RUNNING_FORWARDS.get(), site_hooks: None})
         try:
             yield site_hooks
@@ -624,26 +344,12 @@ def hook_sites(
             _RUNNING_FORWARDS.reset(token)
 
 
-def _forward_patch(kind: type) -> MethodPatch:
-    return _FORWARD_PATCHES.setdefault(
-        kind, MethodPatch(kind, "__call__", partial(_wrap_forward, kind))
-    )
+@cache
+def _call_patch(kind: type) -> SharedPatch:
+    return patch_method(kind, "__call__", partial(_wrap_call, kind))
 
 
-def _ancestors(model: nn.Module, path: str) -> list[nn.Module]:
-    """Modules along a path, from the model to the end of the path."""
-    parts = path.split(".") if path else []
-    return [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
-
-
-def _get_module(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def _wrap_forward(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_call(kind: type, original: Function) -> Function:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if type(self) is not kind:  # a subclass, which has a patch of its own
             return original(self, *args, **kwargs)
@@ -672,11 +378,9 @@ def _wrap_forward(kind: type, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _recomputes(module: nn.Module) -> bool:
-    """Whether a module uses activation checkpointing, of headwise or of transformers."""
-    transformers_checkpointing = module.training and bool(
-        getattr(module, "gradient_checkpointing", False)
-    )
-    return transformers_checkpointing or getattr(module, "checkpointing", "none") == "block"
+    """True if a module uses activation checkpointing, of headwise or of transformers."""
+    is_checkpointing = module.training and getattr(module, "gradient_checkpointing", False)
+    return bool(is_checkpointing) or getattr(module, "checkpointing", "none") == "block"
 
 
 # --- Run a model with hooks -----------------------------------------------------------------------
@@ -702,6 +406,7 @@ class ModelRun(NamedTuple):
         """
         model = self.model
         inputs = self.inputs
+        kind = type(model).__name__
         try:
             if not self.max_new_tokens:
                 return model(*inputs.args, **inputs.kwargs)
@@ -713,15 +418,12 @@ class ModelRun(NamedTuple):
                 )
             generate_method: Any = getattr(model, "generate", None)
             if generate_method is None:
-                raise ValueError(
-                    f"{type(model).__name__} cannot generate tokens; leave max_new_tokens out"
-                )
+                raise ValueError(f"{kind} cannot generate tokens; leave max_new_tokens out")
             return generate_method(
                 **inputs.kwargs, max_new_tokens=self.max_new_tokens, do_sample=False
             )
         except IndexError as error:
             raise ValueError(
-                f"{type(model).__name__} cannot run these inputs: {error}; check for ids beyond "
-                "its vocabulary "
+                f"{kind} cannot run these inputs: {error}; check for ids beyond its vocabulary "
                 "and for more tokens than it has positions"
             ) from None

@@ -1,4 +1,4 @@
-"""Patches of methods with a reference count, and overrides of the forward of single modules.
+"""Patches of methods that several users share, and overrides of the forward of single modules.
 
 A patch replaces a method of a class while at least one context uses it. An override belongs to one
 module object and is stored in a context variable; the patched forward of its class looks it up
@@ -8,169 +8,138 @@ there. So nothing is ever set on a module, and other threads run the original fo
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+Function = Callable[..., Any]
 
-class SharedPatch(ABC):
-    """Patch with a reference count: applied while at least one context uses it."""
 
-    def __init__(self) -> None:
-        self._holders = 0
+class SharedPatch:
+    """A context that several users share: the first one enters it, and the last one leaves it."""
+
+    def __init__(self, make_context: Callable[[], AbstractContextManager[None]]) -> None:
+        self.make_context = make_context
+        self._users = 0
         self._lock = Lock()
+        self._stack = ExitStack()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which the patch is applied; the first to enter applies it, the last to leave
-        reverts it.
-        """
+        """Context in which the patch is applied."""
         with self._lock:
-            if not self._holders:
-                self.apply()
-            self._holders += 1
+            if not self._users:
+                self._stack.enter_context(self.make_context())
+            self._users += 1
         try:
             yield
         finally:
             with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self.revert()
-
-    @abstractmethod
-    def apply(self) -> None:
-        """Apply the patch."""
-
-    @abstractmethod
-    def revert(self) -> None:
-        """Restore the original state."""
+                self._users -= 1
+                if not self._users:
+                    self._stack.close()
 
 
-class MethodPatch(SharedPatch):
-    """Replaces a method of a class by `wrapper(original)` while applied."""
+def patch_method(owner: type, name: str, wrapper: Callable[[Function], Function]) -> SharedPatch:
+    """Make the patch that replaces a method of a class by `wrapper(original)`."""
+    return SharedPatch(partial(_replaced_method, owner, name, wrapper))
 
-    def __init__(
-        self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        super().__init__()
-        self.owner = owner
-        self.name = name
-        self.wrapper = wrapper
-        self._inherits = name not in vars(owner)
-        self._original: Callable[..., Any] = getattr(owner, name)
 
-    def apply(self) -> None:
-        self._original = getattr(self.owner, self.name)
-        setattr(self.owner, self.name, wraps(self._original)(self.wrapper(self._original)))
-
-    def revert(self) -> None:
-        if self._inherits:
-            delattr(self.owner, self.name)
+@contextmanager
+def _replaced_method(
+    owner: type, name: str, wrapper: Callable[[Function], Function]
+) -> Iterator[None]:
+    is_inherited = name not in vars(owner)
+    original = getattr(owner, name)
+    setattr(owner, name, wraps(original)(wrapper(original)))
+    try:
+        yield
+    finally:
+        if is_inherited:
+            delattr(owner, name)
         else:
-            setattr(self.owner, self.name, self._original)
+            setattr(owner, name, original)
 
 
 COMPILING_MODULES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 
-class EagerStance(SharedPatch):
-    """Makes torch run compiled functions and modules eagerly while hooks are active, which a
-    compiled graph would skip.
+@contextmanager
+def _eager_stance() -> Iterator[None]:
+    """Context in which torch runs compiled functions and modules eagerly, because a compiled graph
+    would skip hooks.
 
     It does nothing in a process that has imported neither torch's compiler nor flex_attention,
-    which compiles itself.
+    which compiles itself: importing the compiler takes seconds.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.contexts = ExitStack()
-
-    def apply(self) -> None:
-        if any(
-            name in sys.modules for name in COMPILING_MODULES
-        ):  # importing the compiler takes seconds
-            self.contexts.enter_context(torch.compiler.set_stance("force_eager"))
-
-    def revert(self) -> None:
-        self.contexts.close()
+    if any(name in sys.modules for name in COMPILING_MODULES):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
 
 
-EAGER_STANCE = EagerStance()
+EAGER_STANCE = SharedPatch(_eager_stance)
 
 # --- Overrides of the forward of single modules ---------------------------------------------------
 
-ForwardFunction = Callable[..., Any]
 
-
-class ForwardOverride(Protocol):
-    """Interface of a replacement for the forward of one module. Equal overrides of nested contexts
-    run once.
+class ForwardOverride(NamedTuple):
+    """`function(module, run, args, kwargs, *options)` runs in place of the forward of a module,
+    which is `run`. Equal overrides of nested contexts run once.
     """
 
-    @property
-    def module(self) -> nn.Module:
-        """The module whose forward is replaced."""
-        ...
-
-    def run_forward(
-        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any], /
-    ) -> Any:
-        """The output of the module; `run` is its own forward."""
-        ...
+    module: nn.Module
+    function: Function
+    options: tuple[Any, ...] = ()
 
 
 OverridesByModule = Mapping[nn.Module, tuple[ForwardOverride, ...]]
-_NO_OVERRIDES: OverridesByModule = MappingProxyType({})
 _ACTIVE_OVERRIDES: ContextVar[OverridesByModule] = ContextVar(
-    "active_overrides", default=_NO_OVERRIDES
+    "active_overrides", default=MappingProxyType({})
 )
 _RUNNING_MODULES: ContextVar[tuple[nn.Module, ...]] = ContextVar("running_modules", default=())
-_FORWARD_PATCHES: dict[type, MethodPatch] = {}
 
 
 @contextmanager
 def override_forwards(overrides: Sequence[ForwardOverride]) -> Iterator[None]:
     """Context in which these overrides are active, in addition to those that are active already."""
     active = dict(_ACTIVE_OVERRIDES.get())
-    for override in overrides:
-        if override not in active.get(override.module, ()):
-            active[override.module] = (*active.get(override.module, ()), override)
-    token = _ACTIVE_OVERRIDES.set(active)
-    try:
-        yield
-    finally:
-        _ACTIVE_OVERRIDES.reset(token)
+    with ExitStack() as stack:
+        for override in overrides:
+            module_overrides = active.get(override.module, ())
+            if override not in module_overrides:
+                active[override.module] = (*module_overrides, override)
+            # patching a subclass too would run the override twice
+            mro = type(override.module).__mro__
+            owner = next(cls for cls in mro if "forward" in vars(cls))
+            stack.enter_context(_forward_patch(owner).active())
+        token = _ACTIVE_OVERRIDES.set(active)
+        try:
+            yield
+        finally:
+            _ACTIVE_OVERRIDES.reset(token)
 
 
-def forward_patches(overrides: Sequence[ForwardOverride]) -> list[SharedPatch]:
-    """The patches of classes that these overrides need."""
-    owners = dict.fromkeys(_forward_owner(type(override.module)) for override in overrides)
-    return [
-        _FORWARD_PATCHES.setdefault(owner, MethodPatch(owner, "forward", _wrap_forward))
-        for owner in owners
-    ]
+@cache
+def _forward_patch(owner: type) -> SharedPatch:
+    return patch_method(owner, "forward", _wrap_forward)
 
 
-def _forward_owner(module_type: type) -> type:
-    """The class that defines the forward; patching a subclass too would run the override twice."""
-    return next(cls for cls in module_type.__mro__ if "forward" in vars(cls))
-
-
-def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
+def _wrap_forward(original: Function) -> Function:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         overrides = _ACTIVE_OVERRIDES.get().get(self, ())
         running = _RUNNING_MODULES.get()
         if not overrides or self in running:  # a super().forward() call inside an override
             return original(self, *args, **kwargs)
-        run: ForwardFunction = partial(original, self)
+        run: Function = partial(original, self)
         for override in overrides:
             run = partial(_run_override, override, run)
         token = _RUNNING_MODULES.set((*running, self))
@@ -182,7 +151,5 @@ def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
     return forward
 
 
-def _run_override(
-    override: ForwardOverride, run: ForwardFunction, *args: Any, **kwargs: Any
-) -> Any:
-    return override.run_forward(run, args, kwargs)
+def _run_override(override: ForwardOverride, run: Function, *args: Any, **kwargs: Any) -> Any:
+    return override.function(override.module, run, args, kwargs, *override.options)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ...attention.spec.attention_spec import AttentionSpec
+from ...report.data import Table
+from ...report.render import to_text
 from ...util.errors import suggest
 
-WIDTH = 80  # terminal columns
 ABILITIES = ("observe", "ablate", "prune", "convert")
 
 
@@ -132,44 +132,23 @@ class Sites(list[Site]):
                 "finds it by tracing a "
                 "forward call, hw.declare(module, ...) declares one"
             )
-        rows = [
-            [site.name, str(site.q), str(site.kv), str(site.dim), site.pattern]
-            + [str(getattr(site, name)) for name in ABILITIES]
-            for site in self
-        ]
-        lines = _table([["site", "q", "kv", "dim", "pattern", *ABILITIES], *rows])
-        return "\n".join([*lines, *_wrap([*self.notes, *_reasons(self)])])
+        names = ("q", "kv", "dim", "pattern", *ABILITIES)
+        rows = [(site.name, *(_cell(getattr(site, name)) for name in names)) for site in self]
+        sites_of_note: dict[str, dict[str, int]] = {}
+        for site in self:
+            reasons = [(name, getattr(site, name).reason) for name in ABILITIES]
+            if site.spec is None:
+                reasons.append(("spec", site.spec_reason))
+            for name, reason in reasons:
+                if reason:
+                    counts = sites_of_note.setdefault(reason, {})
+                    counts[name] = counts.get(name, 0) + 1
+        notes = [*self.notes]
+        for reason, counts in sites_of_note.items():
+            where = f"{max(counts.values())} of {len(self)}"
+            notes.append(f"no {' or '.join(counts)} at {where}: {reason}")
+        return to_text(Table("", ("site", *names), rows, notes))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right_aligned = {1, 2, 3}
-    return [
-        "  ".join(
-            cell.rjust(width) if n in right_aligned else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _reasons(sites: Sequence[Site]) -> list[str]:
-    """One line per reason: the abilities that it rules out, and at how many sites."""
-    counts_by_reason: dict[str, dict[str, int]] = {}
-    for site in sites:
-        abilities = [(name, getattr(site, name)) for name in ABILITIES]
-        reasons = [(name, ability.reason) for name, ability in abilities if not ability.possible]
-        for name, reason in [
-            *reasons,
-            *([("spec", site.spec_reason)] if site.spec is None else []),
-        ]:
-            counts = counts_by_reason.setdefault(reason, {})
-            counts[name] = counts.get(name, 0) + 1
-    return [
-        f"no {' or '.join(counts)} at {max(counts.values())} of {len(sites)}: {reason}"
-        for reason, counts in counts_by_reason.items()
-    ]
-
-
-def _wrap(notes: Sequence[str]) -> list[str]:
-    return [line for note in notes for line in textwrap.wrap(note, WIDTH, subsequent_indent="  ")]
+def _cell(value: object) -> Any:
+    return str(value) if isinstance(value, Ability) else value

@@ -4,7 +4,7 @@ of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ...models import Transformer
+from ...report.numbers import format_bytes
 from ...util.errors import SpecError
 from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, Trace
 from ..traces.attention_record import Array
-from ..traces.attention_trace import format_bytes
 from .attention_sites import find_attention, find_attention_in_run
-from .hooks import AttentionInputs, ModelRun, ObservedCall, SiteModule
+from .hooks import AttentionHook, ModelRun, SiteModule
 from .model_inputs import ModelInputs, get_streams, prepare_inputs
+from .observed_call import AttentionInputs, ObservedCall
 from .site import Site, Sites
 
 PRECISIONS = ("own", "half")
@@ -63,11 +64,6 @@ class Capture:
                 "as in 10**9"
             )
 
-    @property
-    def bytes_per_number(self) -> int:
-        """Bytes per recorded number."""
-        return 2 if self.precision == "half" else 4
-
 
 @dataclass
 class CaptureBuffer:
@@ -94,12 +90,11 @@ class CaptureBuffer:
         """Count `nbytes` more; raises if they exceed the budget."""
         self.nbytes += nbytes
         if self.nbytes > self.capture.budget:
-            fact = (
+            raise SpecError(
                 f"cannot record this run: it takes at least {format_bytes(self.nbytes)}, beyond a "
-                "budget of "
-                f"{format_bytes(self.capture.budget)}"
+                f"budget of {format_bytes(self.capture.budget)}; give a larger budget=, fewer "
+                "sites=, fewer tokens, or precision='half'"
             )
-            raise SpecError(f"{fact}; give a larger budget=, fewer sites=, or precision='half'")
 
     def add_mask(self, tensor: Tensor) -> int:
         """Store a mask or bias and return its index; a mask that several layers share is stored
@@ -122,10 +117,8 @@ class CaptureBuffer:
         return number
 
 
-class CallRecorder:
-    """Observer that records the calls of one attention layer."""
-
-    needs_call = True
+class CallRecorder(AttentionHook):
+    """Hook that records the calls of one attention layer, or the `reason` why it cannot."""
 
     def __init__(self, site: Site, store: CaptureBuffer) -> None:
         self.site = site
@@ -136,34 +129,40 @@ class CallRecorder:
         self.reason = ""
 
     def on_call(self, call: ObservedCall) -> None:
-        """Record a call, or the reason why it cannot be recorded."""
+        """Record queries and keys, or the weights if they cannot be recomputed from these."""
         if self.reason:
             return
         inputs = call.attention_inputs
-        if inputs is None or not self._has_same_widths(inputs):
+        # Latent attention (MLA) changes the widths between prefill, which expands the latents, and
+        # decode steps, which attend to the latents directly.
+        if (
+            inputs is None
+            or not self._fits("q", inputs.q_BTHK)
+            or not self._fits("k", inputs.k_BSGK)
+        ):
             self._record_weights(call)
         else:
             self._record_scores(inputs)
 
-    def on_head_outputs(self, z: Tensor) -> None:
+    def on_head_outputs(self, outputs: Tensor) -> None:
         """Record head outputs if requested."""
         if "z" in self.store.capture.extra and not self.reason:
-            self._append("z", self.store.copy_to_host(z))
+            self._append("z", self.store.copy_to_host(outputs))
 
     def to_layer(self, streams: tuple[str, str]) -> AttentionRecord:
         """Make the trace record of this layer from the recorded calls."""
-        arrays = {name: _concatenate(chunks) for name, chunks in self.chunks.items()}
+        arrays: dict[str, Array] = {}
+        for name, chunks in self.chunks.items():
+            arrays[name] = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, 1)
         site = self.site
-        heads = len(self.kv_head_of_query) or next(
-            a.shape[1] for name, a in arrays.items() if name.startswith("weights")
-        )
+        weights = [array for name, array in arrays.items() if name.startswith("weights")]
         return AttentionRecord(
             site.name,
             site.stack,
             site.layer,
             site.kind,
             site.path,
-            heads,
+            len(self.kv_head_of_query) or weights[0].shape[1],
             self.kv_head_of_query,
             *streams,
             tuple(self.calls),
@@ -173,24 +172,17 @@ class CallRecorder:
     def _append(self, name: str, array: Array) -> None:
         self.chunks.setdefault(name, []).append(array)
 
-    def _num_queries(self) -> int:
-        """Number of queries recorded so far."""
-        return self.calls[-1].queries[1] if self.calls else 0
-
     def _count(self, name: str) -> int:
         return sum(chunk.shape[1] for chunk in self.chunks.get(name, ()))
 
-    def _has_same_widths(self, inputs: AttentionInputs) -> bool:
-        """Whether queries and keys have the shape of earlier calls. Latent attention (MLA) changes
-        it between prefill, which expands the latents, and decode steps, which attend to the latents
-        directly.
-        """
-        head_shapes = {"q": inputs.q_BTHK.shape[2:], "k": inputs.k_BSGK.shape[2:]}
-        return all(
-            self.chunks[name][0].shape[2:] == shape
-            for name, shape in head_shapes.items()
-            if name in self.chunks
-        )
+    def _fits(self, name: str, tensor: Tensor) -> bool:
+        """True if a tensor has the shape per token of the recorded ones."""
+        return name not in self.chunks or self.chunks[name][0].shape[2:] == tensor.shape[2:]
+
+    def _next_queries(self, count: int) -> tuple[int, int]:
+        """Range of the next `count` queries in the text."""
+        start = self.calls[-1].queries[1] if self.calls else 0
+        return start, start + count
 
     def _record_weights(self, call: ObservedCall) -> None:
         """Record the weights of a call that cannot be recomputed from queries and keys."""
@@ -199,19 +191,17 @@ class CallRecorder:
         except ValueError as error:  # includes NoBackend: no backend returns these weights
             self.reason = str(error)
             return
-        positions = None
+        span = self._next_queries(weights.shape[2])
+        keys = weights.shape[3]
+        first = 0 if keys >= span[1] or self.site.kind == "cross" else None
+        places = None
         if call.key_positions is not None:
-            order, positions = _key_order(call.key_positions)
+            order = _key_order(call.key_positions)
             weights = weights[..., order]
-        start = self._num_queries()
-        queries, keys = weights.shape[2:]
+            keys = len(order)
+            first, places = self._record_key_positions(call.key_positions[order])
         number = len(self.calls)
         self._append(f"weights.{number}", self.store.copy_to_host(weights))
-        first = 0 if keys >= start + queries or self.site.kind == "cross" else None
-        places = None
-        if positions is not None:
-            first, places = self._record_key_positions(positions)
-        span = (start, start + queries)
         self.calls.append(
             AttentionCallRecord(span, (0, keys), first, weights=number, places=places)
         )
@@ -225,10 +215,11 @@ class CallRecorder:
             self.kv_head_of_query = tuple(inputs.kv_head_of(head) for head in range(heads))
             if inputs.sinks is not None:
                 self.chunks["sinks"] = [self.store.copy_to_host(inputs.sinks.flatten())]
-        inputs, positions = _sort_keys(inputs)
-        start = self._num_queries()
-        first_row = self._count("q")
+        if inputs.key_positions is not None:
+            inputs = _sort_keys(inputs, _key_order(inputs.key_positions))
         queries = inputs.q_BTHK.shape[1]
+        span = self._next_queries(queries)
+        first_row = self._count("q")
         self._append("q", self.store.copy_to_host(inputs.q_BTHK))
         grids: list[int] = []
         for grid in (inputs.bias, inputs.mask):
@@ -238,14 +229,14 @@ class CallRecorder:
                 fits = grid.shape[-1] <= count
                 grids.append(self.store.add_mask(grid if fits else grid[..., :count]))
         keys = self._record_keys(inputs, queries)
-        if positions is None:
-            first = self._first_position(keys, start + queries)
-            places = None
+        places = None
+        if inputs.key_positions is None:
+            first = self._first_position(keys, span[1])
         else:
-            first, places = self._record_key_positions(positions)
+            first, places = self._record_key_positions(inputs.key_positions)
         self.calls.append(
             AttentionCallRecord(
-                (start, start + queries),
+                span,
                 keys,
                 first,
                 inputs.scale,
@@ -262,34 +253,32 @@ class CallRecorder:
         ones.
         """
         k_BSGK = inputs.k_BSGK
-        count = inputs.k_BSGK.shape[1]
+        count = k_BSGK.shape[1]
         num_recorded = self._count("k")
-        for num_new in (0, queries, count):
-            known = k_BSGK[:, : count - num_new]
+        num_new = count
+        for candidate in (0, queries):
+            known = k_BSGK[:, : count - candidate]
             fits = self.calls and 0 < known.shape[1] <= num_recorded
-            if num_new == count or (fits and self._ends_with(known)):
+            if fits and candidate < count and self._ends_with(known):
+                num_new = candidate
                 break
-        tensors = {"k": k_BSGK}
-        if "v" in self.store.capture.extra:
-            tensors["v"] = inputs.v_BSGV
-        for name, tensor in tensors.items():
-            if num_new:
-                self._append(name, self.store.copy_to_host(tensor[:, count - num_new :]))
+        if num_new:
+            self._append("k", self.store.copy_to_host(k_BSGK[:, count - num_new :]))
+            if "v" in self.store.capture.extra:
+                self._append("v", self.store.copy_to_host(inputs.v_BSGV[:, count - num_new :]))
         stop = num_recorded + num_new
         return stop - count, stop
 
     def _ends_with(self, k_BSGK: Tensor) -> bool:
-        """Whether the recorded keys end with these."""
+        """True if the recorded keys end with these."""
         half = self.chunks["k"][0].dtype == np.float16
-        remaining = k_BSGK.detach().to("cpu", torch.float16 if half else torch.float32).numpy()
+        rest = k_BSGK.detach().to("cpu", torch.float16 if half else torch.float32).numpy()
         for chunk in reversed(self.chunks["k"]):
-            count = min(chunk.shape[1], remaining.shape[1])
-            if not np.array_equal(
-                chunk[:, chunk.shape[1] - count :], remaining[:, remaining.shape[1] - count :]
-            ):
+            count = min(chunk.shape[1], rest.shape[1])
+            if not np.array_equal(chunk[:, -count:], rest[:, -count:]):
                 return False
-            remaining = remaining[:, : remaining.shape[1] - count]
-            if not remaining.shape[1]:
+            rest = rest[:, :-count]
+            if not rest.shape[1]:
                 break
         return True
 
@@ -297,11 +286,14 @@ class CallRecorder:
         """Position of the first key if the positions have no gaps, else the number of a recorded
         array of positions.
         """
-        first, last = (int(positions[0]), int(positions[-1])) if len(positions) else (0, -1)
-        if last - first == len(positions) - 1:
+        count = len(positions)
+        if not count:
+            return 0, None
+        first = int(positions[0])
+        if int(positions[-1]) - first == count - 1:
             return first, None
         number = len(self.calls)
-        self.store.reserve(4 * len(positions))
+        self.store.reserve(4 * count)
         self._append(f"places.{number}", positions.to("cpu", torch.int32).numpy())
         return None, number
 
@@ -311,86 +303,34 @@ class CallRecorder:
         if self.site.kind == "cross" or not self.calls:
             return 0
         last = self.calls[-1]
-        if (
-            last.weights is None and last.first is not None and start < last.keys[1]
-        ):  # continues the keys of the last call
-            return last.first + start - last.keys[0]
+        if last.weights is None and last.first is not None and start < last.keys[1]:
+            return last.first + start - last.keys[0]  # continues the keys of the last call
         return 0 if stop - start >= tokens else None
 
 
-def _key_order(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices that sort keys by position, without empty slots (position -1); and the sorted
-    positions.
-    """
-    order = positions.argsort()[int((positions < 0).sum()) :]
-    return order, positions[order]
+def _key_order(positions: Tensor) -> Tensor:
+    """Indices that sort keys by position, without empty slots (position -1)."""
+    return positions.argsort()[int((positions < 0).sum()) :]
 
 
-def _sort_keys(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
-    """Sort the keys by position; returns the inputs and the sorted positions, or None if these are
-    unknown.
-    """
-    if inputs.key_positions is None:
-        return inputs, None
-    order, positions = _key_order(inputs.key_positions)
+def _sort_keys(inputs: AttentionInputs, order: Tensor) -> AttentionInputs:
+    """Put the keys of a call in this order."""
+    assert inputs.key_positions is not None
     if torch.equal(order, torch.arange(inputs.k_BSGK.shape[1], device=order.device)):
-        return inputs, positions
-    ordered = {"k_BSGK": inputs.k_BSGK[:, order], "v_BSGV": inputs.v_BSGV[:, order]}
+        return inputs
+    ordered = {
+        "k_BSGK": inputs.k_BSGK[:, order],
+        "v_BSGV": inputs.v_BSGV[:, order],
+        "key_positions": inputs.key_positions[order],
+    }
     for name in ("mask", "bias"):
         grid: Tensor | None = getattr(inputs, name)
         if grid is not None and grid.shape[-1] > 1:
             ordered[name] = grid[..., order]
-    return replace(inputs, **ordered), positions
-
-
-def _concatenate(chunks: Sequence[Array]) -> Array:
-    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks, 1)
-
-
-# --- Estimate of the size of a trace, before anything is computed ---------------------------------
-
-
-def estimate_bytes(
-    sites: Sequence[SiteModule],
-    capture: Capture,
-    streams: Mapping[str, tuple[str, str]],
-    batch: int,
-    num_tokens: Mapping[str, int],
-) -> int:
-    """Estimate the bytes that a trace of this size takes: queries, keys, requested extras, and
-    masks as bits. `num_tokens` are the tokens of each stream, with those to generate.
-
-    Biases are assumed to depend on the offset of key and query only, as position biases do.
-    """
-    numbers = 0
-    masks: dict[tuple[str, int, int], int] = {}
-    for found in sites:
-        site = found.site
-        queries, keys = (num_tokens[stream] for stream in streams[site.name])
-        width = site.dim if site.spec is None else site.spec.heads.vdim
-        if "z" in capture.extra:
-            numbers += queries * site.heads * width
-        if found.adapter.visible_tensors(found.module) == "weights":
-            numbers += site.heads * queries * keys
-            continue
-        heads = site.q
-        kv_heads = site.kv
-        dim = site.dim
-        if site.spec is not None:
-            core = site.spec.core_of(site.spec.projection_form(one=False))
-            heads = len(core.key_head_of_query)
-            kv_heads = max(core.key_head_of_query) + 1
-            dim = core.dim
-        key_width = dim + width if "v" in capture.extra else dim
-        numbers += queries * heads * dim + keys * kv_heads * key_width
-        bits = batch * queries * -(-keys // 8)
-        masks[site.pattern, queries, keys] = bits + 4 * site.q * (queries + keys)
-    return batch * capture.bytes_per_number * numbers + sum(masks.values())
+    return replace(inputs, **ordered)
 
 
 # --- Trace a run of any model ---------------------------------------------------------------------
-
-ProgressFunction = Callable[[str], object]
 
 
 def trace(
@@ -399,43 +339,26 @@ def trace(
     *,
     max_new_tokens: int = 0,
     capture: Capture = Capture(),
-    log: ProgressFunction = lambda _: None,
     tokenizer: object = None,
 ) -> Trace:
     """Run a model on `inputs`, generate `max_new_tokens` tokens, and record every attention layer
     as a `Trace`.
 
     `inputs` are ids or another tensor, a tuple or mapping of the model's arguments, or one or
-    several texts, which `tokenizer` encodes (default: that of the model). `log`, such as `print`,
-    is called with the expected size before anything is computed; by default, nothing is printed.
+    several texts, which `tokenizer` encodes (default: that of the model).
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
-    >>> run = trace(net.eval(), torch.tensor([[3, 1, 4]]), log=print)
-    about 435 bytes of 1.0 GB: queries and keys of 2 sites
-    >>> run.head_weights(1, 0).shape
+    >>> trace(net.eval(), torch.tensor([[3, 1, 4]])).head_weights(1, 0).shape
     (3, 3)
     """
     model_inputs = prepare_inputs(model, inputs, max_new_tokens, tokenizer)
-    find = find_attention_in_run if not max_new_tokens else lambda model, _: find_attention(model)
-    found = find(model, model_inputs)
+    found = find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
     sites = _select_sites(model, found, capture)
-    run = ModelRun(model, model_inputs, max_new_tokens)
-    streams = {one.site.name: get_streams(one.site, model_inputs.has_source) for one in sites}
-    counts = dict(model_inputs.token_counts or _count_tokens(run, sites, streams))
-    counts["text"] += max_new_tokens
-    expected = estimate_bytes(sites, capture, streams, model_inputs.batch_size, counts)
-    limit = format_bytes(capture.budget)
-    log(f"about {format_bytes(expected)} of {limit}: {_describe_capture(capture, sites)}")
-    if expected > capture.budget:
-        raise SpecError(
-            f"cannot record this run: it takes about {format_bytes(expected)}, beyond a budget "
-            f"of {limit}; give a larger budget=, fewer sites=, fewer tokens, or precision='half'"
-        )
     store = CaptureBuffer(capture)
     recorders = {one.site.name: CallRecorder(one.site, store) for one in sites}
-    output = run.run_with_hooks(sites, recorders)
+    output = ModelRun(model, model_inputs, max_new_tokens).run_with_hooks(sites, recorders)
     rows = dict(model_inputs.token_rows)
     if max_new_tokens:
         new_ids = output.tolist() if isinstance(output, Tensor) else output
@@ -450,7 +373,7 @@ def trace(
         if recorder.reason or not recorder.calls:
             skipped[name] = recorder.reason or "it was not called"
         else:
-            layers.append(recorder.to_layer(streams[name]))
+            layers.append(recorder.to_layer(get_streams(recorder.site, model_inputs.has_source)))
     if not layers:
         raise ValueError(f"cannot record any attention layer: {next(iter(skipped.values()))}")
     description = {
@@ -490,44 +413,6 @@ def _read_images(model_inputs: ModelInputs, layers: Sequence[AttentionRecord]) -
     return {wordless[0]: np.ascontiguousarray(scaled.round().byte().permute(0, 2, 3, 1).numpy())}
 
 
-class TokenCounter:
-    """Observer that counts the queries and keys of a call, and records nothing else."""
-
-    needs_call = True
-
-    def __init__(self) -> None:
-        self.counts = (0, 0)
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Count queries and keys."""
-        inputs = call.attention_inputs
-        if inputs is None:
-            _, queries, keys = call.head_weights(0).shape
-            self.counts = queries, keys
-        else:
-            self.counts = inputs.q_BTHK.shape[1], inputs.k_BSGK.shape[1]
-
-    def on_head_outputs(self, z: Tensor) -> None:
-        """Leave the outputs unchanged."""
-
-
-def _count_tokens(
-    run: ModelRun, site_modules: Sequence[SiteModule], streams: Mapping[str, tuple[str, str]]
-) -> dict[str, int]:
-    """Count the tokens of each stream in a run without recording; the shape of images and audio
-    does not show it.
-    """
-    counters = {site_module.site.name: TokenCounter() for site_module in site_modules}
-    # a forward call of a source alone does not run the decoder, so generate one token where tokens
-    # are requested
-    run._replace(max_new_tokens=min(run.max_new_tokens, 1)).run_with_hooks(site_modules, counters)
-    counts = {"text": 0, "source": 0}
-    for name, counter in counters.items():
-        for stream, count in zip(streams[name], counter.counts, strict=True):
-            counts[stream] = max(counts[stream], count)
-    return counts
-
-
 def _select_sites(
     model: nn.Module, all_sites: Sequence[SiteModule], capture: Capture
 ) -> list[SiteModule]:
@@ -550,15 +435,6 @@ def _select_sites(
             "model.eval() first"
         )
     return able
-
-
-def _describe_capture(capture: Capture, sites: Sequence[SiteModule]) -> str:
-    extras = {"v": "values", "z": "head outputs"}
-    names = ["queries", "keys", *(extras[name] for name in capture.extra)]
-    description = f"{', '.join(names[:-1])} and {names[-1]} of {len(sites)} sites"
-    visible = [one.adapter.visible_tensors(one.module) for one in sites]
-    count = visible.count("weights")
-    return f"{description}, for {count} of them the weights themselves" if count else description
 
 
 def get_model_name(model: nn.Module) -> str:

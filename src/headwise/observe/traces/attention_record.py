@@ -51,9 +51,8 @@ class PackedMask:
             return PackedMask("bits", shape, np.packbits(a, -1))
         masked = a <= MASKED_BELOW
         if not masked.any() and not a.any():
-            return PackedMask(
-                "bits", (1, 1, 1, keys), np.packbits(np.ones((1, 1, 1, keys), bool), -1)
-            )
+            shape = (1, 1, 1, keys)
+            return PackedMask("bits", shape, np.packbits(np.ones(shape, bool), -1))
         low = float(a.min())
         if not np.any(a[~masked]) and np.all(a[masked] == low):
             return PackedMask("bits", shape, np.packbits(~masked, -1), low)
@@ -184,18 +183,48 @@ class AttentionRecord:
         """Number of rows in the batch."""
         return len(next(array for name, array in self.arrays.items() if name[0] in "qw"))
 
+    def check(self, *, head: int = 0, row: int = 0, query: int = 0) -> None:
+        """Raise unless the layer has this head, row and query."""
+        sizes = {"head": self.heads, "row": self.batch_size, "query": self.num_queries}
+        for what, number in (("head", head), ("row", row), ("query", query)):
+            if number and not 0 <= number < sizes[what]:
+                raise ValueError(
+                    f"{self.name} has no {what} {number}; give one in 0..{sizes[what] - 1}"
+                )
+
+    def find_call(self, query: int) -> AttentionCallRecord:
+        """The call of a query, whose keys have known positions."""
+        call = next(one for one in self.calls if one.queries[0] <= query < one.queries[1])
+        self.key_indices(call)
+        return call
+
+    def queries_of(
+        self, call: AttentionCallRecord, head: int, row: int, start: int, stop: int
+    ) -> Array:
+        """Queries of a head in a range counted from the start of the call, [T, head_dim]."""
+        first = call.first_query_row
+        return self.arrays["q"][row, first + start : first + stop, head].astype(np.float32)
+
+    def keys_of(
+        self,
+        call: AttentionCallRecord,
+        head: int,
+        row: int,
+        name: str = "k",
+        count: int | None = None,
+    ) -> Array:
+        """The first `count` keys of a head in a call, or with `name="v"` values, [S, head_dim]."""
+        stop = call.keys[1] if count is None else call.keys[0] + count
+        kv_head = self.kv_head_of_query[head]
+        return self.arrays[name][row, call.keys[0] : stop, kv_head].astype(np.float32)
+
     def weights(
         self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]
     ) -> Array:
         """Attention weights of one head for a range of queries, [queries, keys], in float32."""
         weights = np.zeros((queries[1] - queries[0], self.num_keys), np.float32)
         for call, rows, start, stop in self._calls_of(queries):
-            if call.first is None and call.places is None:
-                raise ValueError(
-                    f"cannot compute weights of {self.name}: the key positions of queries "
-                    f"{call.queries[0]}..{call.queries[1] - 1} are unknown, because their cache "
-                    "was reordered; trace the whole text in one forward call"
-                )
+            self.key_indices(call)
             found = self._call_weights(call, head, row, start, stop, grids)
             weights[rows, self._key_positions(call)] = found
         return weights
@@ -209,15 +238,24 @@ class AttentionRecord:
         """
         allowed = np.zeros((queries[1] - queries[0], self.num_keys), bool)
         for call, rows, start, stop in self._calls_of(queries):
-            found = self._call_allowed(call, head, row, start, stop, grids)
+            if call.weights is not None:
+                found = self.arrays[f"weights.{call.weights}"][row, head, start:stop] > 0
+            else:
+                num_keys = call.keys[1] - call.keys[0]
+                found: Array = np.ones((stop - start, num_keys), bool)
+                for number in call.grids:
+                    bias = grids[number].unpack_rows(row, head, start, stop)
+                    found &= bias > MASKED_BELOW
+                if call.causal:
+                    found &= np.arange(num_keys) <= np.arange(start, stop)[:, None]
             allowed[rows, self._key_positions(call)] = found
         return allowed
 
     def _calls_of(
         self, queries: tuple[int, int]
     ) -> Iterator[tuple[AttentionCallRecord, slice, int, int]]:
-        """The calls with queries of this range: the call, their rows in the range, and the first
-        and the last of them counted from the start of the call.
+        """The calls with queries of this range: the call, the rows of its queries in the range, and
+        the first and the end of its queries, counted from the start of the call.
         """
         for call in self.calls:
             first = max(queries[0], call.queries[0])
@@ -226,27 +264,14 @@ class AttentionRecord:
                 rows = slice(first - queries[0], end - queries[0])
                 yield call, rows, first - call.queries[0], end - call.queries[0]
 
-    def _call_allowed(
-        self,
-        call: AttentionCallRecord,
-        head: int,
-        row: int,
-        start: int,
-        stop: int,
-        grids: tuple[PackedMask, ...],
-    ) -> Array:
-        if call.weights is not None:
-            return self.arrays[f"weights.{call.weights}"][row, head, start:stop] > 0
-        num_keys = call.keys[1] - call.keys[0]
-        allowed = np.ones((stop - start, num_keys), bool)
-        for number in call.grids:
-            allowed &= grids[number].unpack_rows(row, head, start, stop) > MASKED_BELOW
-        if call.causal:
-            allowed &= np.arange(num_keys) <= np.arange(start, stop)[:, None]
-        return allowed
-
     def key_indices(self, call: AttentionCallRecord) -> Array:
-        """Positions of the keys of a call."""
+        """Positions of the keys of a call; raises if they are unknown."""
+        if call.first is None and call.places is None:
+            raise ValueError(
+                f"the key positions of queries {call.queries[0]}..{call.queries[1] - 1} of "
+                f"{self.name} are unknown, because their cache was reordered; trace the whole "
+                "text in one forward call"
+            )
         positions = self._key_positions(call)
         if isinstance(positions, slice):
             return np.arange(positions.start, positions.stop, dtype=np.int64)
@@ -275,11 +300,8 @@ class AttentionRecord:
         num_keys = call.keys[1] - call.keys[0]
         # later keys are masked for all of these queries
         reach = min(stop, num_keys) if call.causal else num_keys
-        first = call.first_query_row
-        kv_head = self.kv_head_of_query[head]
-        q = self.arrays["q"][row, first + start : first + stop, head].astype(np.float32)
-        k = self.arrays["k"][row, call.keys[0] : call.keys[0] + reach, kv_head]
-        scores = q @ k.astype(np.float32).T
+        k = self.keys_of(call, head, row, count=reach)
+        scores = self.queries_of(call, head, row, start, stop) @ k.T
         scores *= np.float32(call.scale)
         if call.cap is not None:
             scores = np.float32(call.cap) * np.tanh(scores / np.float32(call.cap))
@@ -287,12 +309,14 @@ class AttentionRecord:
             scores += grids[number].unpack_rows(row, head, start, stop)[:, :reach]
         if call.causal:
             np.copyto(scores, -np.inf, where=np.arange(reach) > np.arange(start, stop)[:, None])
-        sinks = self.arrays.get("sinks")
-        weights = np.zeros((stop - start, num_keys), np.float32)
-        weights[:, :reach] = softmax_with_sink(
-            scores, None if sinks is None else float(sinks[head])
-        )
+        weights = np.zeros((len(scores), num_keys), np.float32)
+        weights[:, :reach] = softmax_with_sink(scores, self.sink(head))
         return weights
+
+    def sink(self, head: int) -> float | None:
+        """The score of the sink of a head, or None."""
+        sinks = self.arrays.get("sinks")
+        return None if sinks is None else float(sinks[head])
 
 
 def softmax_with_sink(scores: Array, sink: float | None = None) -> Array:

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ...report.data import Table
+from ...report.numbers import format_bytes
+from ...report.render import to_text
 from ...util.errors import pluralise, suggest
 from ...util.escaping import make_visible
 from .attention_record import Array, AttentionRecord, PackedMask, TokenRow
@@ -25,10 +28,8 @@ def query_blocks(num_queries: int) -> Iterator[tuple[int, int]]:
     >>> list(query_blocks(600))
     [(0, 512), (512, 600)]
     """
-    return (
-        (start, min(num_queries, start + QUERY_BLOCK))
-        for start in range(0, num_queries, QUERY_BLOCK)
-    )
+    for start in range(0, num_queries, QUERY_BLOCK):
+        yield start, min(num_queries, start + QUERY_BLOCK)
 
 
 def max_pool_weights(
@@ -101,8 +102,7 @@ class Trace:
         recomputed in float32.
         """
         layer = self.get_layer(site)
-        _check_in_range("head", head, layer.heads, layer.name)
-        _check_in_range("row", row, layer.batch_size, layer.name)
+        layer.check(head=head, row=row)
         start, stop, step = queries.indices(layer.num_queries)
         if step != 1:
             raise ValueError(
@@ -158,7 +158,7 @@ class Trace:
         """
         layer = self.get_layer(site)
         if "z" in layer.arrays:
-            _check_in_range("head", head, layer.arrays["z"].shape[2], layer.name)
+            replace(layer, heads=layer.arrays["z"].shape[2]).check(head=head)
             return layer.arrays["z"][row, queries, head].astype(np.float32)
         if "v" not in layer.arrays or any(call.first != call.keys[0] for call in layer.calls):
             raise ValueError(
@@ -194,10 +194,10 @@ class Trace:
     @property
     def nbytes(self) -> int:
         """Size of all recorded tensors and masks, in bytes."""
-        total = sum(grid.values.nbytes for grid in self.grids)
+        arrays = [grid.values for grid in self.grids]
         for layer in self.layers:
-            total += sum(array.nbytes for array in layer.arrays.values())
-        return total
+            arrays += layer.arrays.values()
+        return sum(array.nbytes for array in arrays)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -225,12 +225,27 @@ class Trace:
         }
 
     def __str__(self) -> str:
-        return format_trace(self)
+        lines: list[str] = []
+        for name, rows in self.streams.items():
+            for row in rows[:3]:
+                words = " ".join(word.replace(" ", "·") for word in row.words[:MAX_SHOWN])
+                more = len(row.words) - MAX_SHOWN
+                lines.append(f"{name}: {words}" + (f" and {more} more" if more > 0 else ""))
+            if len(rows) > 3:
+                lines.append(f"{name}: {len(rows) - 3} more rows")
+        count = pluralise(len(self.layers), "site")
+        title = f"{self.model.get('name', 'a model')}: {format_bytes(self.nbytes)} of {count}"
+        sites = [
+            (*(site[name] for name in SITE_COLUMNS[:-1]), " ".join(site["kept"]))
+            for site in self.data["sites"]
+        ]
+        notes = [f"{name} is not recorded: {reason}" for name, reason in self.skipped.items()]
+        head = "\n".join(map(make_visible, [title, *lines]))
+        return f"{head}\n\n{to_text(Table('', SITE_COLUMNS, sites, notes))}"
 
 
-def _check_in_range(what: str, number: int, count: int, name: str) -> None:
-    if not 0 <= number < count:
-        raise ValueError(f"{name} has no {what} {number}; give one in 0..{count - 1}")
+MAX_SHOWN = 12  # tokens per row
+SITE_COLUMNS = ("name", "heads", "queries", "keys", "calls", "kept")
 
 
 def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
@@ -238,60 +253,7 @@ def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
     return tuple(TokenRow.from_words(tuple(map(str, row))) for row in words)
 
 
-# --- A trace as a table in a terminal -------------------------------------------------------------
-
-MAX_SHOWN = 12  # tokens per row
-
-
-def format_trace(trace: Trace) -> str:
-    """Summary of a trace for the terminal: tokens by stream, then one line per site."""
-    lines = [
-        (
-            f"{trace.model.get('name', 'a model')}: {format_bytes(trace.nbytes)} of "
-            f"{pluralise(len(trace.layers), 'site')}"
-        )
-    ]
-    for name, rows in trace.streams.items():
-        for row in rows[:3]:
-            words = " ".join(escape_token(word) for word in row.words[:MAX_SHOWN])
-            more = f" and {len(row.words) - MAX_SHOWN} more" if len(row.words) > MAX_SHOWN else ""
-            lines.append(f"{name}: {words}{more}")
-        if len(rows) > 3:
-            lines.append(f"{name}: {len(rows) - 3} more rows")
-    name_width = max((len(layer.name) for layer in trace.layers), default=0)
-    for layer in trace.layers:
-        recorded = " ".join(layer.recorded)
-        calls = f", {len(layer.calls)} calls" if len(layer.calls) > 1 else ""
-        lines.append(
-            f"{layer.name.ljust(name_width)}  {pluralise(layer.heads, 'head')}, "
-            f"{layer.num_queries} x {layer.num_keys}{calls}  {recorded}"
-        )
-    return "\n".join(
-        [*lines, *(f"{name}: not recorded, {reason}" for name, reason in trace.skipped.items())]
-    )
-
-
-def escape_token(token: str) -> str:
-    """A token on one line: spaces as dots, control characters escaped.
-
-    >>> escape_token("a\\x1b[2J b")
-    'a\\\\x1b[2J·b'
-    """
-    return make_visible(token.replace(" ", "·"))
-
-
-def format_bytes(num_bytes: float) -> str:
-    """A number of bytes with a unit.
-
-    >>> format_bytes(302_000_000)
-    '302.0 MB'
-    """
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000 or unit == "GB":
-            break
-        num_bytes /= 1000
-    return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-
+# --- Many heads as one matrix ---------------------------------------------------------------------
 
 AGGREGATES = ("mean", "max", "rollout")
 RESIDUAL_SHARE = 0.5  # of a token itself in a layer of the rollout (2005.00928, section 3)

@@ -7,7 +7,7 @@ that made them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,10 @@ from .attention_trace import Trace
 MAX_KEY_VECTORS = 32  # keys whose vectors are part of the steps; scores and weights are of all keys
 NOT_RECORDED = (
     "a trace holds what attention reads, from the queries and keys on; open the model to see it"
+)
+NO_SCORES = (
+    "the layer is no plain softmax of scores, so the trace holds its weights themselves; open the "
+    "model to see it"
 )
 UNRECORDED_STEPS: tuple[str, ...] = (
     "residual",
@@ -144,42 +148,25 @@ def recorded_steps(trace: Trace, place: HeadPlace, key: int | None = None) -> He
     output.
     """
     layer = trace.get_layer(place.site)
-    for what, number, count in (
-        ("head", place.head, layer.heads),
-        ("query", place.query, layer.num_queries),
-        ("row", place.row, layer.batch_size),
-    ):
-        if not 0 <= number < count:
-            raise ValueError(f"{layer.name} has no {what} {number}; give one in 0..{count - 1}")
-    call = next(call for call in layer.calls if call.queries[0] <= place.query < call.queries[1])
-    if call.first is None and call.places is None:
-        raise ValueError(
-            f"the key positions of query {place.query} of {layer.name} are unknown, because its "
-            "cache was reordered; "
-            "trace the whole text in one forward call"
-        )
-    block = slice(place.query, place.query + 1)
+    layer.check(head=place.head, row=place.row, query=place.query)
+    call = layer.find_call(place.query)
     positions = layer.key_indices(call)
+    block = slice(place.query, place.query + 1)
     weights = trace.head_weights(place.site, place.head, block, row=place.row)[0][positions]
     allowed = trace.head_mask(place.site, place.head, block, row=place.row)[0][positions]
-    shown = choose_keys(weights, allowed, None if key is None else _index_of(positions, key))
+    matches = np.flatnonzero(positions == key)
+    shown = choose_keys(weights, allowed, int(matches[0]) if len(matches) else None)
     missing: dict[str, str] = dict.fromkeys(UNRECORDED_STEPS, NOT_RECORDED)
     if call.weights is None:
         steps = [
             *_score_steps(trace, layer, call, place, shown),
-            _softmax_step(layer, place, weights),
+            softmax_step(weights, layer.sink(place.head)),
         ]
     else:
-        reason = (
-            "the layer is no plain softmax of scores, so the trace holds its weights themselves"
-        )
-        missing |= dict.fromkeys(
-            ("product", "scale", "mask"), f"{reason}; open the model to see it"
-        )
+        missing |= dict.fromkeys(("product", "scale", "mask"), NO_SCORES)
         steps = [HeadStep("normalise", "a as recorded", {"out": weights})]
     if "v" in layer.arrays and call.weights is None:
-        values = layer.arrays["v"][place.row, slice(*call.keys), layer.kv_head_of_query[place.head]]
-        steps.append(gather_step(weights, values.astype(np.float32), shown))
+        steps.append(gather_step(weights, layer.keys_of(call, place.head, place.row, "v"), shown))
     else:
         missing["gather"] = "the values were not recorded; record the trace with --record v"
     return HeadSteps(place, "trace", tuple(steps), positions.astype(np.int32), shown, missing)
@@ -187,45 +174,34 @@ def recorded_steps(trace: Trace, place: HeadPlace, key: int | None = None) -> He
 
 def _score_steps(
     trace: Trace, layer: AttentionRecord, call: AttentionCallRecord, place: HeadPlace, shown: Array
-) -> list[HeadStep]:
+) -> Iterator[HeadStep]:
     """Products, scale, soft-cap, bias and mask of a call whose queries and keys were recorded."""
     number = place.query - call.queries[0]
-    q = layer.arrays["q"][place.row, call.first_query_row + number, place.head].astype(np.float32)
-    k = layer.arrays["k"][place.row, slice(*call.keys), layer.kv_head_of_query[place.head]].astype(
-        np.float32
-    )
-    vectors = HeadStep("vectors", "q and k as attention compares them", {"q": q, "k": k[shown]})
+    q = layer.queries_of(call, place.head, place.row, number, number + 1)[0]
+    k = layer.keys_of(call, place.head, place.row)
     products = k @ q
     scores = products * np.float32(call.scale)
-    steps = [
-        vectors,
-        HeadStep("product", "pⱼ = q · kⱼ", {"out": products}),
-        HeadStep("scale", "sⱼ = scale · pⱼ", {"out": scores}, {"scale": call.scale}),
-    ]
+    yield HeadStep("vectors", "q and k as attention compares them", {"q": q, "k": k[shown]})
+    yield HeadStep("product", "pⱼ = q · kⱼ", {"out": products})
+    yield HeadStep("scale", "sⱼ = scale · pⱼ", {"out": scores}, {"scale": call.scale})
     if call.cap is not None:
-        scores = (np.float32(call.cap) * np.tanh(scores / np.float32(call.cap))).astype(np.float32)
-        steps.append(
-            HeadStep(
-                "score_step",
-                "sⱼ ← cap · tanh(sⱼ / cap)",
-                {"out": scores},
-                {"cap": call.cap},
-                "soft-cap",
-            )
-        )
+        cap = np.float32(call.cap)
+        scores = (cap * np.tanh(scores / cap)).astype(np.float32)
+        formula = "sⱼ ← cap · tanh(sⱼ / cap)"
+        yield HeadStep("score_step", formula, {"out": scores}, {"cap": call.cap}, "soft-cap")
     allowed = np.ones(len(scores), bool)
     for grid in call.grids:
         added = trace.grids[grid].unpack_rows(place.row, place.head, number, number + 1)[0]
-        allowed &= added > MASKED_BELOW
-        bias = np.where(added > MASKED_BELOW, added, 0).astype(np.float32)
+        is_allowed = added > MASKED_BELOW
+        allowed &= is_allowed
+        bias = np.where(is_allowed, added, 0).astype(np.float32)
         if bias.any():
             scores = scores + bias
-            steps.append(
-                HeadStep("score_step", "sⱼ ← sⱼ + bⱼ", {"out": scores, "added": bias}, part="bias")
-            )
+            arrays = {"out": scores, "added": bias}
+            yield HeadStep("score_step", "sⱼ ← sⱼ + bⱼ", arrays, part="bias")
     if call.causal:
         allowed &= np.arange(len(scores)) <= number
-    return [*steps, mask_step(allowed)]
+    yield mask_step(allowed)
 
 
 def mask_step(allowed: Array) -> HeadStep:
@@ -236,11 +212,6 @@ def mask_step(allowed: Array) -> HeadStep:
     )
 
 
-def _softmax_step(layer: AttentionRecord, place: HeadPlace, weights: Array) -> HeadStep:
-    sinks = layer.arrays.get("sinks")
-    return softmax_step(weights, None if sinks is None else float(sinks[place.head]))
-
-
 def softmax_step(weights: Array, sink: float | None, part: str = "") -> HeadStep:
     """The weights; a sink, a score without a value, takes a part of the row."""
     facts = {"sum": float(weights.sum(dtype=np.float64))}
@@ -248,11 +219,6 @@ def softmax_step(weights: Array, sink: float | None, part: str = "") -> HeadStep
         return HeadStep("normalise", "aⱼ = exp(sⱼ) / Σᵢ exp(sᵢ)", {"out": weights}, facts, part)
     formula = "aⱼ = exp(sⱼ) / (exp(sink) + Σᵢ exp(sᵢ))"
     return HeadStep("normalise", formula, {"out": weights}, facts | {"sink": sink}, part)
-
-
-def _index_of(positions: Array, key: int) -> int | None:
-    matches = np.flatnonzero(positions == key)
-    return int(matches[0]) if len(matches) else None
 
 
 def as_float32(array: Array) -> Array:

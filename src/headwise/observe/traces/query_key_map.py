@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...report.text import pad, pad_left
-from .attention_record import Array
+from ...report.data import Table
+from ...report.render import to_text
+from .attention_record import Array, AttentionRecord
 from .attention_trace import Trace
 
 
@@ -33,19 +34,14 @@ class QueryKeyMap(NamedTuple):
         return points | {"query_words": self.query_words, "key_words": self.key_words}
 
     def __str__(self) -> str:
-        lines = [
-            f"queries and keys on the plane of their largest variance ({self.share:.0%} of it)",
-            "",
-        ]
-        lines.append(f"{'':<6}{pad_left('position', 8)}  {'x':>9}  {'y':>9}  token")
-        for kind, points, words in (
-            ("query", self.queries, self.query_words),
-            ("key", self.keys, self.key_words),
-        ):
-            named = words or ("",) * len(points)
-            for place, ((x, y), word) in enumerate(zip(points.tolist(), named, strict=True)):
-                lines.append(f"{pad(kind, 6)}{place:>8}  {x:>9.3f}  {y:>9.3f}  {word!r}")
-        return "\n".join(lines)
+        rows: list[tuple[str, int, float, float, str]] = []
+        sides = {"query": (self.queries, self.query_words), "key": (self.keys, self.key_words)}
+        for kind, (points, words) in sides.items():
+            for place, (x, y) in enumerate(points.tolist()):
+                rows.append((kind, place, x, y, words[place] if words else ""))
+        plane = f"plane of the largest variance ({self.share:.0%} of it)"
+        title = f"queries and keys on the {plane}"
+        return to_text(Table(title, ("kind", "position", "x", "y", "token"), rows))
 
 
 def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int = 0) -> QueryKeyMap:
@@ -54,13 +50,8 @@ def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int =
     The mean of each kind is subtracted: adding a vector to all keys changes no attention weight.
     Both kinds are scaled to the same mean length, so that one kind does not shrink to a point.
     """
-    layer = trace.get_layer(site)
-    if not {"q", "k"} <= set(layer.arrays):
-        raise ValueError(
-            f"the queries and keys of {layer.name} were not recorded; show the tokens of the model"
-        )
-    if not 0 <= head < layer.heads:
-        raise ValueError(f"{layer.name} has no head {head}; give one in 0..{layer.heads - 1}")
+    layer = _layer_with_scores(trace, site)
+    layer.check(head=head, row=row)
     if any(
         call.first != call.keys[0] or call.first_query_row != call.queries[0]
         for call in layer.calls
@@ -75,25 +66,33 @@ def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int =
     stacked = np.concatenate([queries, keys])
     _, sizes, directions = np.linalg.svd(stacked, full_matrices=False)
     plane = directions[:2]
-    plane = (
-        plane * np.sign(plane[np.arange(len(plane)), np.abs(plane).argmax(1)])[:, None]
-    )  # one of the two signs
-    points = stacked @ plane.T
-    points = np.pad(
-        points, ((0, 0), (0, 2 - points.shape[1]))
-    )  # a head of one channel has one component
+    largest = np.take_along_axis(plane, np.abs(plane).argmax(1)[:, None], 1)
+    points = stacked @ (plane * np.sign(largest)).T  # one of the two signs
+    # a head of one channel has one component
+    points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
     total = float((sizes**2).sum())
     share = float((sizes[:2] ** 2).sum() / total) if total > 0 else 1.0
-    words = (
-        trace.streams[stream][row].words[:count] if trace.streams.get(stream) else ()
-        for stream, count in ((layer.query_stream, len(queries)), (layer.key_stream, len(keys)))
-    )
+    points = points.astype(np.float32)
     return QueryKeyMap(
-        points[: len(queries)].astype(np.float32),
-        points[len(queries) :].astype(np.float32),
+        points[: len(queries)],
+        points[len(queries) :],
         share,
-        *words,
+        _words(trace, layer.query_stream, row, len(queries)),
+        _words(trace, layer.key_stream, row, len(keys)),
     )
+
+
+def _layer_with_scores(trace: Trace, site: str | int) -> AttentionRecord:
+    layer = trace.get_layer(site)
+    if not {"q", "k"} <= set(layer.arrays):
+        raise ValueError(
+            f"the queries and keys of {layer.name} were not recorded; show the tokens of the model"
+        )
+    return layer
+
+
+def _words(trace: Trace, stream: str, row: int, count: int) -> tuple[str, ...]:
+    return trace.streams[stream][row].words[:count] if trace.streams.get(stream) else ()
 
 
 def _normalise_lengths(vectors: Array) -> Array:
@@ -129,27 +128,12 @@ def multiply_channels(
     Of more than `max_keys` keys those with the largest scores are kept, in the order of the text.
     Biases and soft-caps of the scores are not part of the products.
     """
-    layer = trace.get_layer(site)
-    if not {"q", "k"} <= set(layer.arrays):
-        raise ValueError(
-            f"the queries and keys of {layer.name} were not recorded; show the tokens of the model"
-        )
-    if not 0 <= head < layer.heads or not 0 <= query < layer.num_queries:
-        raise ValueError(
-            f"{layer.name} has no head {head} with query {query}; give both in its ranges"
-        )
-    call = next(one for one in layer.calls if one.queries[0] <= query < one.queries[1])
-    if call.first is None and call.places is None:
-        raise ValueError(
-            f"the key positions of query {query} of {layer.name} are unknown; trace one forward "
-            "call"
-        )
-    q = layer.arrays["q"][row, call.first_query_row + query - call.queries[0], head].astype(
-        np.float32
-    )
-    k = layer.arrays["k"][row, call.keys[0] : call.keys[1], layer.kv_head_of_query[head]].astype(
-        np.float32
-    )
+    layer = _layer_with_scores(trace, site)
+    layer.check(head=head, row=row, query=query)
+    call = layer.find_call(query)
+    number = query - call.queries[0]
+    q = layer.queries_of(call, head, row, number, number + 1)
+    k = layer.keys_of(call, head, row)
     positions = layer.key_indices(call)
     allowed = trace.head_mask(site, head, slice(query, query + 1), row=row)[0][positions]
     rows = np.flatnonzero(allowed)

@@ -9,25 +9,26 @@ compared over the aligned keys, the keys that only one trace has, and the weight
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...report.text import pad, pad_left
+from ...report.data import Column, Table
+from ...report.numbers import format_number
+from ...report.render import to_text
 from ...util.errors import pluralise
 from .attention_record import Array, AttentionRecord
 from .attention_trace import Trace, query_blocks
 
 Positions = NDArray[np.int64]
-MAX_EDITED_TOKENS = (
-    1 << 24
-)  # product of the lengths of the parts that differ; longer ones are not aligned inside
+# Product of the lengths of the parts that differ; longer ones are not aligned inside.
+MAX_EDITED_TOKENS = 1 << 24
 SUM_TOLERANCE = 1e-3
-SMALLEST_FIXED = 1e-3  # the smallest number that four decimals show with two digits
 
 
 class HeadDifference(NamedTuple):
@@ -66,6 +67,9 @@ class TokenAlignment(NamedTuple):
         return TokenAlignment(self.first[:count], self.second[:count])
 
 
+NO_TOKENS = TokenAlignment(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 @dataclass(frozen=True)
 class TraceComparison:
     """Two traces, the alignment of their tokens by stream, and the difference of every head that
@@ -80,9 +84,9 @@ class TraceComparison:
     first: Trace = field(repr=False)
     second: Trace = field(repr=False)
     alignments: Mapping[str, TokenAlignment] = field(repr=False)
-    sites: Mapping[str, str]
+    sites: dict[str, str]
     heads: tuple[HeadDifference, ...]
-    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
     row: int = 0
     kept_heads: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
 
@@ -97,21 +101,22 @@ class TraceComparison:
                 f"{', '.join(self.sites)}"
             )
         pairs, keys = self.aligned_tokens(layer)
-        return (
-            _read_queries(self.first, layer.name, head, pairs.first[queries], self.row)[
-                :, keys.first
-            ],
-            self.second_weights(layer, head, pairs.second[queries])[:, keys.second],
-        )
+        one = _read_queries(self.first, layer.name, head, pairs.first[queries], self.row)
+        other = self.second_weights(layer, head, pairs.second[queries])
+        return one[:, keys.first], other[:, keys.second]
 
     def aligned_tokens(self, layer: AttentionRecord) -> tuple[TokenAlignment, TokenAlignment]:
         """The aligned queries and keys of a site of the first trace, as far as both traces have
         them.
         """
-        other = self.second.get_layer(self.sites[layer.name])
-        queries, keys = (
-            _pairs(self.alignments, name) for name in (layer.query_stream, layer.key_stream)
-        )
+        return self.align(layer, self.second.get_layer(self.sites[layer.name]))
+
+    def align(
+        self, layer: AttentionRecord, other: AttentionRecord
+    ) -> tuple[TokenAlignment, TokenAlignment]:
+        """The aligned queries and keys of a site of the first trace and one of the second."""
+        queries = self.alignments.get(layer.query_stream, NO_TOKENS)
+        keys = self.alignments.get(layer.key_stream, NO_TOKENS)
         return (
             queries.within(layer.num_queries, other.num_queries),
             keys.within(layer.num_keys, other.num_keys),
@@ -121,15 +126,14 @@ class TraceComparison:
         """The weights of a head of the first trace in the second, for queries of the second,
         [queries, keys].
         """
-        kept_heads = self.kept_heads.get(layer.name, range(layer.heads))
+        kept_heads = list(self.kept_heads.get(layer.name, range(layer.heads)))
         if head not in kept_heads:
             raise ValueError(
                 f"head {head} of {layer.name} was removed; the heads that were kept are "
-                f"{list(kept_heads)}"
+                f"{kept_heads}"
             )
-        return _read_queries(
-            self.second, self.sites[layer.name], list(kept_heads).index(head), positions, self.row
-        )
+        place = kept_heads.index(head)
+        return _read_queries(self.second, self.sites[layer.name], place, positions, self.row)
 
     @property
     def ranked(self) -> list[HeadDifference]:
@@ -158,27 +162,14 @@ class TraceComparison:
             f"{pluralise(len(pairs.first), 'aligned token')} of the {name}"
             for name, pairs in self.alignments.items()
         ]
-        lines += [f"not compared: {site}: {reason}" for site, reason in self.left_out.items()]
-        headings = [pad_left(name, width) for name, width in (("divergence", 10), ("largest", 9))]
-        lines += [" ".join([pad("head", 28), *headings, pad_left("entropy change", 15)])]
-        ranked = self.ranked
-        divergences = _format_column([head.divergence for head in ranked])
-        weights = _format_column([head.largest for head in ranked])
-        changes = _format_column([head.entropy_change for head in ranked], "+")
-        for head, *cells in zip(ranked, divergences, weights, changes, strict=True):
-            name = f"{head.site} H{head.head}"
-            lines.append(f"{name:<28} {cells[0]:>10} {cells[1]:>9} {cells[2]:>15}")
-        return "\n".join(lines)
-
-
-def _format_column(values: Sequence[float], sign: str = "") -> list[str]:
-    """Format numbers alike: with four decimals, or in scientific form if these would hide most
-    digits of one.
-    """
-    is_fixed = all(
-        abs(value) >= SMALLEST_FIXED for value in values if value and math.isfinite(value)
-    )
-    return [format(value, f"{sign}.4f" if is_fixed else f"{sign}.2e") for value in values]
+        lines += [f"{site} is not compared: {reason}" for site, reason in self.left_out.items()]
+        rows = [
+            (f"{head.site} H{head.head}", head.divergence, head.largest, head.entropy_change)
+            for head in self.ranked
+        ]
+        columns = [Column(name, format_number) for name in ("divergence", "largest")]
+        columns.append(Column("entropy change", partial(format_number, sign="+")))
+        return to_text(Table("", ("head", *columns), rows, lines))
 
 
 def compare_traces(
@@ -204,42 +195,63 @@ def compare_traces(
     ... ).heads[0].largest
     1.0
     """
-    for trace in (first, second):
-        rows = [layer.batch_size for layer in trace.layers if row >= layer.batch_size]
-        if rows:
+    for layer in (*first.layers, *second.layers):
+        if row >= layer.batch_size:
             raise ValueError(
-                f"cannot compare row {row}: a trace has {rows[0]}; give 0 to {rows[0] - 1}"
+                f"cannot compare row {row}: a trace has {layer.batch_size}; give 0 to "
+                f"{layer.batch_size - 1}"
             )
     heads_of_second = dict(kept_heads or {})
-    matches, left_out = _match_sites(first, second, heads_of_second)
     alignments = {
-        stream: align_tokens(first.streams[stream][row].words, second.streams[stream][row].words)
-        for stream in first.streams
+        stream: align_tokens(rows[row].words, second.streams[stream][row].words)
+        for stream, rows in first.streams.items()
         if stream in second.streams
     }
     comparison = TraceComparison(
-        first, second, alignments, matches, (), left_out, row, heads_of_second
+        first, second, alignments, {}, (), {}, row=row, kept_heads=heads_of_second
     )
-    for site in list(matches):
-        layer = first.get_layer(site)
-        streams = zip(
-            (layer.query_stream, layer.key_stream), comparison.aligned_tokens(layer), strict=True
-        )
-        empty = [name for name, pairs in streams if not len(pairs.first)]
-        if empty:
-            left_out[site] = f"no token of the {empty[0]} corresponds to one of the other trace"
-            del matches[site]
-    places = [
-        (site, head)
-        for site in matches
-        for head in heads_of_second.get(site, range(first.get_layer(site).heads))
-    ]
-    heads: list[HeadDifference] = []
-    for site, head in places:
+    places: list[tuple[AttentionRecord, int]] = []
+    for layer in first.layers:
+        other = _find_partner(second, layer)
+        reason = _mismatch_reason(comparison, layer, other)
+        if other is None or reason:
+            comparison.left_out[layer.name] = reason
+        else:
+            comparison.sites[layer.name] = other.name
+            heads = heads_of_second.get(layer.name, range(layer.heads))
+            places += [(layer, head) for head in heads]
+    found: list[HeadDifference] = []
+    for layer, head in places:
         if progress is not None:
-            progress(len(heads), len(places))
-        heads.append(_compare_head(comparison, first.get_layer(site), head))
-    return replace(comparison, heads=tuple(heads))
+            progress(len(found), len(places))
+        found.append(_compare_head(comparison, layer, head))
+    return replace(comparison, heads=tuple(found))
+
+
+def _find_partner(second: Trace, layer: AttentionRecord) -> AttentionRecord | None:
+    """The layer of the second trace with the name of this one, else with its place."""
+    place = (layer.stack, layer.layer, layer.kind)
+    by_place = [one for one in second.layers if (one.stack, one.layer, one.kind) == place]
+    matches = [one for one in second.layers if one.name == layer.name] or by_place
+    return matches[-1] if matches else None
+
+
+def _mismatch_reason(
+    comparison: TraceComparison, layer: AttentionRecord, other: AttentionRecord | None
+) -> str:
+    """Why a layer cannot be compared with that of the other trace; "" if it can."""
+    if other is None:
+        return "the other trace has no such site"
+    expected = len(comparison.kept_heads.get(layer.name, range(layer.heads)))
+    if other.heads != expected:
+        return f"{expected} heads against {other.heads}"
+    if (other.query_stream, other.key_stream) != (layer.query_stream, layer.key_stream):
+        return f"it attends from {other.query_stream} to {other.key_stream} in the other trace"
+    streams = (layer.query_stream, layer.key_stream)
+    for name, pairs in zip(streams, comparison.align(layer, other), strict=True):
+        if not len(pairs.first):
+            return f"no token of the {name} corresponds to one of the other trace"
+    return ""
 
 
 def align_tokens(first: Sequence[str], second: Sequence[str]) -> TokenAlignment:
@@ -249,63 +261,22 @@ def align_tokens(first: Sequence[str], second: Sequence[str]) -> TokenAlignment:
     >>> first.tolist(), second.tolist()
     ([0, 1, 2], [0, 1, 2])
     """
-    start = _count_equal(zip(first, second, strict=False))
-    limit = min(len(first), len(second)) - start
-    end = min(limit, _count_equal(zip(reversed(first), reversed(second), strict=False)))
-    middle = first[start : len(first) - end], second[start : len(second) - end]
+    limit = min(len(first), len(second))
+    start = next((n for n in range(limit) if first[n] != second[n]), limit)
+    limit -= start
+    end = next((n for n in range(limit) if first[-1 - n] != second[-1 - n]), limit)
+    one = list(first[start : len(first) - end])
+    other = list(second[start : len(second) - end])
     pairs = [(place, place) for place in range(start)]
-    if len(middle[0]) * len(middle[1]) <= MAX_EDITED_TOKENS:
-        codes = SequenceMatcher(
-            None, list(middle[0]), list(middle[1]), autojunk=False
-        ).get_opcodes()
-        for kind, one, one_end, other, other_end in codes:
-            if kind == "equal" or (kind == "replace" and one_end - one == other_end - other):
-                pairs += zip(
-                    range(start + one, start + one_end),
-                    range(start + other, start + other_end),
-                    strict=True,
-                )
+    if len(one) * len(other) <= MAX_EDITED_TOKENS:
+        for kind, i, i_end, j, j_end in SequenceMatcher(
+            None, one, other, autojunk=False
+        ).get_opcodes():
+            if kind == "equal" or (kind == "replace" and i_end - i == j_end - j):
+                pairs += [(start + i + n, start + j + n) for n in range(i_end - i)]
     pairs += [(len(first) - place, len(second) - place) for place in range(end, 0, -1)]
     table = np.array(pairs, np.int64).reshape(-1, 2)
     return TokenAlignment(table[:, 0], table[:, 1])
-
-
-def _count_equal(pairs: Iterator[tuple[str, str]]) -> int:
-    count = 0
-    for one, other in pairs:
-        if one != other:
-            break
-        count += 1
-    return count
-
-
-def _pairs(alignments: Mapping[str, TokenAlignment], stream: str) -> TokenAlignment:
-    nothing = np.zeros(0, np.int64)
-    return alignments.get(stream, TokenAlignment(nothing, nothing))
-
-
-def _match_sites(
-    first: Trace, second: Trace, kept_heads: Mapping[str, Sequence[int]]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """The sites that both traces have, and the reason for each other site of the first."""
-    by_name = {layer.name: layer for layer in second.layers}
-    by_place = {(layer.stack, layer.layer, layer.kind): layer for layer in second.layers}
-    matches: dict[str, str] = {}
-    left_out: dict[str, str] = {}
-    for layer in first.layers:
-        other = by_name.get(layer.name) or by_place.get((layer.stack, layer.layer, layer.kind))
-        expected = len(kept_heads.get(layer.name, range(layer.heads)))
-        if other is None:
-            left_out[layer.name] = "the other trace has no such site"
-        elif other.heads != expected:
-            left_out[layer.name] = f"{expected} heads against {other.heads}"
-        elif (other.query_stream, other.key_stream) != (layer.query_stream, layer.key_stream):
-            left_out[layer.name] = (
-                f"it attends from {other.query_stream} to {other.key_stream} in the other trace"
-            )
-        else:
-            matches[layer.name] = other.name
-    return matches, left_out
 
 
 # --- One head -------------------------------------------------------------------------------------
@@ -357,18 +328,19 @@ def _divergences(one: Array, other: Array, keys: TokenAlignment) -> Array:
     weights are.
     """
     terms = np.zeros(len(one))
-    aligned = np.maximum(one[:, keys.first], 0), np.maximum(other[:, keys.second], 0)
-    rest = (
-        1 - one.sum(1, keepdims=True),
-        1 - other.sum(1, keepdims=True),
-    )  # on no token, as with a learned sink
-    is_distribution = (np.minimum(one.min(1), other.min(1)) >= 0) & (
-        np.minimum(*rest)[:, 0] > -SUM_TOLERANCE
-    )
-    for p, q in (aligned, tuple(np.where(weight > SUM_TOLERANCE, weight, 0.0) for weight in rest)):
-        middle = (p + q) / 2
-        terms += (_p_log_ratio(p, middle) + _p_log_ratio(q, middle)).sum(1) / 2
-    unaligned = one.sum(1) - aligned[0].sum(1) + other.sum(1) - aligned[1].sum(1)
+    p = np.maximum(one[:, keys.first], 0)
+    q = np.maximum(other[:, keys.second], 0)
+    # weight on no token, as with a learned sink
+    p_rest = 1 - one.sum(1, keepdims=True)
+    q_rest = 1 - other.sum(1, keepdims=True)
+    smallest = np.minimum(p_rest, q_rest)[:, 0]
+    is_distribution = (np.minimum(one.min(1), other.min(1)) >= 0) & (smallest > -SUM_TOLERANCE)
+    p_rest = np.where(p_rest > SUM_TOLERANCE, p_rest, 0.0)
+    q_rest = np.where(q_rest > SUM_TOLERANCE, q_rest, 0.0)
+    for first, second in ((p, q), (p_rest, q_rest)):
+        middle = (first + second) / 2
+        terms += (_p_log_ratio(first, middle) + _p_log_ratio(second, middle)).sum(1) / 2
+    unaligned = one.sum(1) - p.sum(1) + other.sum(1) - q.sum(1)
     return np.where(is_distribution, np.maximum(terms + unaligned * math.log(2) / 2, 0.0), np.nan)
 
 
@@ -377,4 +349,4 @@ def _p_log_ratio(p: Array, q: Array) -> Array:
 
 
 def _entropies(weights: Array) -> Array:
-    return -np.where(weights > 0, weights * np.log(np.where(weights > 0, weights, 1)), 0.0).sum(1)
+    return -_p_log_ratio(weights, np.ones_like(weights)).sum(1)

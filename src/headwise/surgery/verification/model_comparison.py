@@ -5,7 +5,7 @@ up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from ...models import Transformer, build
 from ...observe.head_analysis.annotated_examples import Example
 from ...observe.head_analysis.objectives import get_output_tensor
 from ...observe.inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
-from ...observe.inspect.hooks import ModelRun
+from ...observe.inspect.hooks import ModelRun, record_modules
 from ...observe.inspect.model_inputs import ModelInputs, prepare_inputs
 from ...util.errors import suggest
 
@@ -47,14 +47,13 @@ def compute_output_and_states(net: Transformer, inputs: ModelInputs) -> OutputAn
     >>> run.output.shape, {name: states.shape for name, states in run.states.items()}
     (torch.Size([1, 3, 50257]), {'decoder.0': torch.Size([1, 3, 8]), 'decoder.1': torch.Size([1, 3, 8])})
     """
-    states: dict[str, Tensor] = {}
-    with ExitStack() as hooks:
-        for stack in net.stacks.values():
-            for layer in stack.blocks:
-                hooks.callback(
-                    layer.register_forward_hook(partial(_store_state, states, layer.name)).remove
-                )
-        return OutputAndStates(compute_output(net, inputs), states)
+    layers: list[Any] = []
+    for stack in net.stacks.values():
+        layers += stack.blocks
+    with record_modules(layers) as calls:
+        output = compute_output(net, inputs)
+    states = {layer.name: calls[layer][-1].output for layer in layers if calls[layer]}
+    return OutputAndStates(output, states)
 
 
 def compute_output(model: nn.Module, inputs: ModelInputs) -> Tensor:
@@ -72,12 +71,6 @@ def _check_finite(model: object, output: Tensor) -> Tensor:
             "the text"
         )
     return output
-
-
-def _store_state(
-    states: dict[str, Tensor], name: str, module: nn.Module, inputs: Any, output: Tensor
-) -> None:
-    states[name] = output
 
 
 # --- Agreement of hidden states and outputs -------------------------------------------------------

@@ -10,7 +10,6 @@ have none.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,21 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..hooks import (
-    AttentionInputs,
-    ObservedCall,
-    SiteAdapter,
-    SiteModule,
-    WeightsOnlyCall,
-    get_hooks,
-    install_hooks,
-)
-from ..method_patches import ForwardFunction
+from ..hooks import SiteModule, get_hooks, install_hooks, run_call_hooks
+from ..method_patches import ForwardOverride, Function
+from ..observed_call import AttentionInputs, ObservedCall, WeightsOnlyCall
 from ..site import Ability
 from . import module_tracer
 from .declarations import get_declaration
 from .module_tracer import BATCH_FIRST, AttentionTracer, JointAxis, TracedAttention, find_joint_axis
-from .output_path import edit_behind_function, edit_place, projection_overrides
+from .output_path import (
+    edit_behind_function,
+    edit_place,
+    projection_overrides,
+    without_compile_warning,
+)
 from .output_projection import (
     NUM_HEADS_NAMES,
     UNKNOWN_PATTERN,
@@ -78,51 +75,42 @@ class AttentionLayout(NamedTuple):
     joint_axis: JointAxis | None = None
     separate_heads: bool = False
 
+    @property
+    def sizes(self) -> HeadSizes:
+        """The numbers of heads, and their width."""
+        return HeadSizes(self.num_heads, self.num_kv_heads, self.head_dim)
+
 
 _LAYOUTS: WeakKeyDictionary[nn.Module, AttentionLayout] = WeakKeyDictionary()
 
 
-class TracedAdapter(SiteAdapter):
-    """Modules with traced attention that is understood."""
+def find_traced_attention(model: nn.Module) -> Iterator[SiteModule]:
+    """Yield the sites of modules with traced attention that is understood."""
+    for path, module, layout in _known_layouts(model):
+        if layout.reason:
+            continue
+        observe = module_tracer.hook_ability(module)
+        reason = edit_place(module).reason
+        ablate = Ability(False, reason) if reason else observe
+        function = run_separate_heads if layout.separate_heads else run_traced
+        projections = projection_overrides(module, layout.num_heads)
+        overrides = (ForwardOverride(module, function, (layout,)), *projections)
+        sizes = layout.sizes
+        site = make_site(
+            path, module, sizes, pattern=layout.pattern, observe=observe, ablate=ablate
+        )
+        yield SiteModule(site, module, "traced", overrides=overrides)
 
-    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        for path, module, layout in _known_layouts(model):
-            if not layout.reason:
-                sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
-                observe = module_tracer.hook_ability(module)
-                reason = edit_place(module).reason
-                ablate = Ability(False, reason) if reason else observe
-                make_forward = SeparateHeadsForward if layout.separate_heads else TracedForward
-                projections = projection_overrides(module, layout.num_heads)
-                overrides = (make_forward(module, layout), *projections)
-                site = make_site(
-                    path, module, sizes, pattern=layout.pattern, observe=observe, ablate=ablate
-                )
-                yield SiteModule(site, module, self, overrides=overrides)
 
-
-class UnclearTraceAdapter(SiteAdapter):
-    """Modules with traced attention that is not understood; they are listed,
-    but have no abilities.
+def find_unclear_attention(model: nn.Module) -> Iterator[SiteModule]:
+    """Yield the sites of modules with traced attention that is not understood; they are listed, but
+    have no abilities.
     """
-
-    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        for path, module, layout in _known_layouts(model):
-            if layout.reason:
-                impossible = Ability(False, layout.reason)
-                sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
-                yield SiteModule(
-                    make_site(
-                        path,
-                        module,
-                        sizes,
-                        pattern=UNKNOWN_PATTERN,
-                        observe=impossible,
-                        ablate=impossible,
-                    ),
-                    module,
-                    self,
-                )
+    for path, module, layout in _known_layouts(model):
+        if layout.reason:
+            observe = Ability(False, layout.reason)
+            site = make_site(path, module, layout.sizes, pattern=UNKNOWN_PATTERN, observe=observe)
+            yield SiteModule(site, module, "unclear trace")
 
 
 def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:
@@ -138,81 +126,59 @@ def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Attention
             yield path, module, _LAYOUTS[module]
 
 
-@dataclass(frozen=True)
-class TracedForward:
-    """Forward of a hooked module; it must compute attention once, with the same heads as when it
-    was traced.
+def run_traced(
+    module: nn.Module, run: Function, args: Any, kwargs: Any, layout: AttentionLayout
+) -> Any:
+    """Run a hooked module, and the hooks on the attention that it computes; it must compute
+    attention once, with the same heads as when it was traced.
     """
+    hooks = get_hooks(module)
+    if not hooks:
+        return run(*args, **kwargs)
+    num_traced = 0
 
-    module: nn.Module
-    layout: AttentionLayout
+    def on_attention(traced: TracedAttention) -> Tensor | None:
+        nonlocal num_traced
+        num_traced += 1
+        call = traced.call
+        z_BTHV = traced.z_BTHV
+        if call is None or z_BTHV is None or z_BTHV.shape[2] != layout.num_heads or num_traced > 1:
+            raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
+        run_call_hooks(hooks, lambda: call)
+        return edit_behind_function(module, hooks, z_BTHV)
 
-    def run_forward(
-        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the module, and the hooks on the attention that it computes."""
-        hooks = get_hooks(self.module)
-        if not hooks:
-            return run(*args, **kwargs)
-        num_traced = 0
-        heads = self.layout.num_heads
-
-        def on_attention(traced: TracedAttention) -> Tensor | None:
-            nonlocal num_traced
-            num_traced += 1
-            z_BTHV = traced.z_BTHV
-            if traced.call is None or z_BTHV is None or z_BTHV.shape[2] != heads or num_traced > 1:
-                raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
-            for hook in hooks:
-                if hook.needs_call:
-                    hook.on_call(traced.call)
-            return edit_behind_function(self.module, hooks, z_BTHV)
-
-        with AttentionTracer(on_attention, self.layout.joint_axis):
-            result = run(*args, **kwargs)
-        if not num_traced:
-            raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
-        return result
+    with AttentionTracer(on_attention, layout.joint_axis):
+        result = run(*args, **kwargs)
+    if not num_traced:
+        raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
+    return result
 
 
-@dataclass(frozen=True)
-class SeparateHeadsForward:
-    """Forward of a hooked module that computes one head at a time and
-    concatenates their outputs.
+def run_separate_heads(
+    module: nn.Module, run: Function, args: Any, kwargs: Any, layout: AttentionLayout
+) -> Any:
+    """Run a hooked module that computes one head at a time; the hooks run where the head outputs
+    are concatenated.
     """
+    hooks = get_hooks(module)
+    if not hooks:
+        return run(*args, **kwargs)
+    num_joined = 0
 
-    module: nn.Module
-    layout: AttentionLayout
+    def on_heads(heads: Sequence[TracedAttention], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        nonlocal num_joined
+        num_joined += 1
+        if len(heads) != layout.num_heads or num_joined > 1:
+            raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
+        weights = [head.call.all_weights() for head in heads if head.call is not None]
+        run_call_hooks(hooks, lambda: WeightsOnlyCall(torch.cat(weights, 1)))
+        return edit_behind_function(module, hooks, torch.stack(list(outputs), 2)).unbind(2)
 
-    def run_forward(
-        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the module; the hooks run where the head outputs are concatenated."""
-        hooks = get_hooks(self.module)
-        if not hooks:
-            return run(*args, **kwargs)
-        num_joined = 0
-
-        def on_heads(
-            heads: Sequence[TracedAttention], outputs: Sequence[Tensor]
-        ) -> Sequence[Tensor]:
-            nonlocal num_joined
-            num_joined += 1
-            if len(heads) != self.layout.num_heads or num_joined > 1:
-                raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
-            calls = [head.call for head in heads if head.call is not None]
-            for hook in hooks:
-                if hook.needs_call:
-                    hook.on_call(
-                        WeightsOnlyCall(torch.cat([call.all_weights() for call in calls], 1))
-                    )
-            return edit_behind_function(self.module, hooks, torch.stack(list(outputs), 2)).unbind(2)
-
-        with trace_separate_heads(on_heads):
-            result = run(*args, **kwargs)
-        if not num_joined:
-            raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
-        return result
+    with trace_separate_heads(on_heads):
+        result = run(*args, **kwargs)
+    if not num_joined:
+        raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
+    return result
 
 
 _CHANGED_LAYOUT = (
@@ -292,12 +258,7 @@ class ExampleTrace:
         tracer = AttentionTracer(self.record, running_modules=self.running_modules)
         try:
             handles.append(register_module_forward_hook(self.leave, always_call=True))
-            with warnings.catch_warnings(), tracer:
-                # compiled submodules run eagerly here, so that the hooks run for each of their
-                # modules
-                warnings.filterwarnings(
-                    "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"
-                )
+            with without_compile_warning(), tracer:
                 yield tracer
         finally:
             for handle in handles:
@@ -388,22 +349,17 @@ def _merge_layouts(first: AttentionLayout, second: AttentionLayout) -> Attention
 
 
 class JointAxisProbe:
-    """Runs a module twice, the second time with one slice of its joint axis changed."""
+    """The joint axis of a module, and how often it computes attention."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.num_attentions = 0
-        self.joint_axis = None
+    num_attentions = 0
+    joint_axis: JointAxis | None = None
 
-    joint_axis: JointAxis | None
-
-    def run_forward(
-        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the module as it is, then again, and compare the outputs."""
-        other_args, other_kwargs = copy.deepcopy(
-            (args, kwargs)
-        )  # a cache among them is changed by each run
+    def run(self, module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
+        """Run the module as it is, then again with slice 1 of its joint axis changed, and compare
+        the outputs.
+        """
+        # a cache among the arguments is changed by each run
+        other_args, other_kwargs = copy.deepcopy((args, kwargs))
         result = run(*args, **kwargs)
         sizes = list[int]()
 
@@ -427,15 +383,11 @@ class JointAxisProbe:
 
 def _first_tensor(result: Any) -> Tensor | None:
     """The first tensor of a module's output."""
-    if isinstance(result, Tensor):
-        return result
-    values = (
-        result.values()
-        if isinstance(result, Mapping)
-        else result
-        if isinstance(result, (tuple, list))
-        else ()
-    )
+    values: Any = [result]
+    if isinstance(result, Mapping):
+        values = result.values()
+    elif isinstance(result, (tuple, list)):
+        values = result
     return next((value for value in values if isinstance(value, Tensor)), None)
 
 
@@ -445,30 +397,26 @@ def resolve_joint_axes(
     """Decide how the joint axes of these modules are split, by another run of the model; edits
     `layouts`.
     """
-    probes = [JointAxisProbe(module) for module in modules]
-    with install_hooks({}, (), probes):
+    probes = {module: JointAxisProbe() for module in modules}
+    overrides = [ForwardOverride(module, probe.run) for module, probe in probes.items()]
+    with install_hooks({}, overrides=overrides):
         run()
-    for probe in probes:
-        layout = layouts[probe.module]
+    for module, probe in probes.items():
         axis = probe.joint_axis
+        is_repeated = probe.num_attentions > 1
         if axis is None:
-            layouts[probe.module] = layout._replace(
-                num_heads=0, num_kv_heads=0, reason=UNKNOWN_JOINT_AXIS
-            )
-            continue
-        is_several = axis.num_heads == 1 and probe.num_attentions > 1
-        reason = (
-            SEVERAL_ATTENTIONS
-            if probe.num_attentions > 1
-            else _undeclared_heads_reason(probe.module, axis.num_heads)
-        )
-        layouts[probe.module] = layout._replace(
-            num_heads=axis.num_heads,
-            num_kv_heads=axis.num_heads,
-            joint_axis=axis,
-            reason=reason,
-            separate_heads=is_several,
-        )
+            changes = {"num_heads": 0, "num_kv_heads": 0, "reason": UNKNOWN_JOINT_AXIS}
+        else:
+            heads = axis.num_heads
+            reason = _undeclared_heads_reason(module, heads)
+            changes = {
+                "num_heads": heads,
+                "num_kv_heads": heads,
+                "joint_axis": axis,
+                "reason": SEVERAL_ATTENTIONS if is_repeated else reason,
+                "separate_heads": is_repeated and heads == 1,
+            }
+        layouts[module] = layouts[module]._replace(**changes)
 
 
 HeadsCallback = Callable[[Sequence[TracedAttention], Sequence[Tensor]], Sequence[Tensor] | None]
@@ -491,21 +439,6 @@ def trace_separate_heads(on_heads: HeadsCallback) -> AttentionTracer:
     return AttentionTracer(heads.append, on_concatenation=on_concatenation)
 
 
-class SeparateHeadsProbe:
-    """Runs a module and counts the heads that it concatenates."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.head_counts = list[int]()
-
-    def run_forward(
-        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the module, and record the number of heads at each concatenation of head outputs."""
-        with trace_separate_heads(lambda heads, _: self.head_counts.append(len(heads))):
-            return run(*args, **kwargs)
-
-
 def join_separate_heads(
     model: nn.Module, layouts: dict[nn.Module, AttentionLayout], run: Callable[[], None]
 ) -> None:
@@ -524,19 +457,23 @@ def join_separate_heads(
                 owner = model.get_submodule(paths[owner].rpartition(".")[0])
             if owner is not module and not isinstance(owner, nn.ModuleList):
                 owners.setdefault(owner, []).append(module)
-    probes = [SeparateHeadsProbe(owner) for owner in owners]
-    with install_hooks({}, (), probes):
+    counts: dict[nn.Module, set[int]] = {owner: set() for owner in owners}
+
+    def count_heads(owner: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
+        with trace_separate_heads(lambda heads, _: counts[owner].add(len(heads))):
+            return run(*args, **kwargs)
+
+    overrides = [ForwardOverride(owner, count_heads) for owner in owners]
+    with install_hooks({}, overrides=overrides):
         run()
-    for probe in probes:
-        heads = set(probe.head_counts)
-        parts = owners[probe.module]
-        if len(heads) != 1 or len({layouts[part][1:4] for part in parts}) != 1:
+    for owner, parts in owners.items():
+        if len(counts[owner]) != 1 or len({layouts[part][1:4] for part in parts}) != 1:
             continue
-        (count,) = heads
-        reason = _undeclared_heads_reason(probe.module, count)
+        (count,) = counts[owner]
+        reason = _undeclared_heads_reason(owner, count)
         layout = layouts[parts[0]]._replace(
             num_heads=count, num_kv_heads=count, reason=reason, separate_heads=True
         )
         for part in parts:
             del layouts[part]
-        layouts[probe.module] = layout
+        layouts[owner] = layout

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..hooks import AttentionInputs, ObservedCall, WeightsOnlyCall
 from ..method_patches import EAGER_STANCE
+from ..observed_call import AttentionInputs, ObservedCall, WeightsOnlyCall
 from ..site import POSSIBLE, Ability
 
 BATCH_FIRST = "batch first"

@@ -9,8 +9,10 @@ disabled meanwhile. `hw.Attention` is hooked by its probe and its method `attend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -24,17 +26,9 @@ from ....attention.backends import CallSignature, CoreInputs, CoreSteps
 from ....attention.interfaces.core_types import Probe
 from ....attention.masking.sequence_info import AttentionMask, SequenceInfo
 from ....models import Transformer
-from ..hooks import (
-    AttentionHook,
-    AttentionInputs,
-    HeadValues,
-    SiteAdapter,
-    SiteModule,
-    WeightsOnlyCall,
-    get_hooks,
-    run_output_hooks,
-)
-from ..method_patches import MethodPatch, SharedPatch
+from ..hooks import AttentionHook, SiteModule, get_hooks, run_call_hooks, run_output_hooks
+from ..method_patches import Function, SharedPatch, patch_method
+from ..observed_call import ALL, AttentionInputs, HeadValues, ObservedCall, WeightsOnlyCall
 from ..site import POSSIBLE, Site
 from .module_tracer import hook_ability
 from .output_projection import UNKNOWN_PATTERN, HeadSizes, make_site
@@ -42,110 +36,75 @@ from .output_projection import UNKNOWN_PATTERN, HeadSizes, make_site
 # --- `nn.MultiheadAttention` ----------------------------------------------------------------------
 
 
-class TorchMHAAdapter(SiteAdapter):
-    """Every nn.MultiheadAttention."""
-
-    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        for path, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, nn.MultiheadAttention):
-                sizes = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
-                ability = hook_ability(module)
-                yield SiteModule(
-                    make_site(
-                        path,
-                        module,
-                        sizes,
-                        pattern=UNKNOWN_PATTERN,
-                        observe=ability,
-                        ablate=ability,
-                    ),
-                    module,
-                    self,
-                )
-
-    def patches(self) -> list[SharedPatch]:
-        return [FORWARD_PATCH, FAST_PATH_SWITCH]
+def find_torch_attention(model: nn.Module) -> Iterator[SiteModule]:
+    """Yield the site of every nn.MultiheadAttention."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.MultiheadAttention):
+            sizes = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
+            site = make_site(
+                path, module, sizes, pattern=UNKNOWN_PATTERN, observe=hook_ability(module)
+            )
+            yield SiteModule(site, module, "torch", patches=(TORCH_FORWARD, SLOW_PATH))
 
 
-class FastPathSwitch(SharedPatch):
-    """Disables torch's fast path for whole encoder layers while hooks are active."""
-
-    was_enabled = True
-
-    def apply(self) -> None:
-        self.was_enabled = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-
-    def revert(self) -> None:
-        torch.backends.mha.set_fastpath_enabled(self.was_enabled)
+@contextmanager
+def _slow_path() -> Iterator[None]:
+    """Context without torch's fast path for whole encoder layers."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
-def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(
-        self: nn.MultiheadAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+SLOW_PATH = SharedPatch(_slow_path)
+INPUT_NAMES = ("query", "key", "value")
+OPTION_NAMES = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights")
+SEPARATE_WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def _wrap_torch_forward(original: Function) -> Function:
+    def forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
         hooks = get_hooks(self)
         if not hooks:
-            return original(self, query, key, value, *args, **kwargs)
-        names = (
-            "key_padding_mask",
-            "need_weights",
-            "attn_mask",
-            "average_attn_weights",
-            "is_causal",
-        )
-        options = dict(zip(names, args, strict=False)) | kwargs
-        z, weights = _compute_head_outputs(self, (query, key, value), options)
-        for hook in hooks:
-            if hook.needs_call:
-                hook.on_call(WeightsOnlyCall(weights if weights.dim() == 4 else weights[None]))
-        y = F.linear(_run_hooks(self, hooks, z), self.out_proj.weight, self.out_proj.bias)
-        return y, _format_weights(weights, options)
+            return original(self, *args, **kwargs)
+        names = (*INPUT_NAMES, *OPTION_NAMES, "is_causal")
+        return _run_torch_attention(self, hooks, dict(zip(names, args, strict=False)) | kwargs)
 
     return forward
 
 
-FORWARD_PATCH = MethodPatch(nn.MultiheadAttention, "forward", _wrap_forward)
-FAST_PATH_SWITCH = FastPathSwitch()
+TORCH_FORWARD = patch_method(nn.MultiheadAttention, "forward", _wrap_torch_forward)
 
 
-def _compute_head_outputs(
-    self: nn.MultiheadAttention, inputs: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Concatenated head outputs, shaped like the output, and the weights of each head."""
-    transpose = self.batch_first and inputs[0].dim() == 3
-    query, key, value = (x.transpose(0, 1) if transpose else x for x in inputs)
-    identity = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
-    separate = (
-        {}
-        if self._qkv_same_embed_dim
-        else {
-            "use_separate_proj_weight": True,
-            "q_proj_weight": self.q_proj_weight,
-            "k_proj_weight": self.k_proj_weight,
-            "v_proj_weight": self.v_proj_weight,
-        }
-    )
+def _run_torch_attention(
+    module: nn.MultiheadAttention, hooks: tuple[AttentionHook, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Run a module with hooks on its head outputs; returns what its forward returns."""
+    is_transposed = module.batch_first and options["query"].dim() == 3
+    query, key, value = (options[name] for name in INPUT_NAMES)
+    if is_transposed:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    separate: dict[str, Any] = {}
+    if not module._qkv_same_embed_dim:
+        weights_of = {name: getattr(module, name) for name in SEPARATE_WEIGHTS}
+        separate = {"use_separate_proj_weight": True, **weights_of}
     z, weights = F.multi_head_attention_forward(
         query,
         key,
         value,
-        self.embed_dim,
-        self.num_heads,
-        cast(Tensor, self.in_proj_weight),
-        self.in_proj_bias,
-        self.bias_k,
-        self.bias_v,
-        self.add_zero_attn,
-        self.dropout,
-        identity,
+        module.embed_dim,
+        module.num_heads,
+        cast(Tensor, module.in_proj_weight),
+        module.in_proj_bias,
+        module.bias_k,
+        module.bias_v,
+        module.add_zero_attn,
+        module.dropout,
+        torch.eye(module.embed_dim, dtype=query.dtype, device=query.device),
         None,
-        training=self.training,
+        training=module.training,
         key_padding_mask=options.get("key_padding_mask"),
         need_weights=True,
         attn_mask=options.get("attn_mask"),
@@ -153,64 +112,59 @@ def _compute_head_outputs(
         is_causal=options.get("is_causal", False),
         **separate,
     )
-    return z.transpose(0, 1) if transpose else z, cast(Tensor, weights)
-
-
-def _run_hooks(self: nn.MultiheadAttention, hooks: Any, z: Tensor) -> Tensor:
-    """Run the hooks on head outputs in the layout [B, T, heads, head_dim] that they expect."""
-    by_head = z.unflatten(-1, (self.num_heads, self.head_dim))
+    weights = cast(Tensor, weights)
+    run_call_hooks(hooks, lambda: WeightsOnlyCall(weights if weights.dim() == 4 else weights[None]))
+    # hooks get head outputs as [B, T, heads, head_dim]; torch returns [T, B, ...] or [T, ...]
+    by_head = z.unflatten(-1, (module.num_heads, module.head_dim))
     if z.dim() == 2:
-        return run_output_hooks(hooks, by_head[None])[0].flatten(-2)
-    if self.batch_first:
-        return run_output_hooks(hooks, by_head).flatten(-2)
-    return run_output_hooks(hooks, by_head.transpose(0, 1)).transpose(0, 1).flatten(-2)
-
-
-def _format_weights(weights: Tensor, options: dict[str, Any]) -> Tensor | None:
+        z = run_output_hooks(hooks, by_head[None])[0].flatten(-2)
+    else:
+        z = run_output_hooks(hooks, by_head.transpose(0, 1)).flatten(-2)
+        z = z if module.batch_first else z.transpose(0, 1)
+    y = F.linear(z, module.out_proj.weight, module.out_proj.bias)
     if not options.get("need_weights", True):
-        return None
-    return weights.mean(-3) if options.get("average_attn_weights", True) else weights
+        return y, None
+    return y, weights.mean(-3) if options.get("average_attn_weights", True) else weights
 
 
 # --- `hw.Attention` -------------------------------------------------------------------------------
 
 
-class HeadwiseAdapter(SiteAdapter):
-    """Every `hw.Attention`. Its spec describes it completely, so its weights can be recomputed for
-    any queries.
+def find_headwise_attention(model: nn.Module) -> Iterator[SiteModule]:
+    """Yield the site of every `hw.Attention`. Its spec describes it completely, so its weights can
+    be recomputed for any queries.
     """
-
-    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        names = (
-            [name for name, _ in model.spec.attention_specs()]
-            if isinstance(model, Transformer)
-            else []
-        )
-        modules = model.named_modules(remove_duplicate=False)
-        layers = [(path, module) for path, module in modules if isinstance(module, Attention)]
-        for number, (path, module) in enumerate(layers):
-            stack, layer, kind = (
-                _split_path(path, number) if path in names else ("model", number, "attention")
-            )
-            name = path if path in names else f"{stack}.{layer}.{kind}"
-            yield SiteModule(_make_site(name, (stack, layer, kind), path, module), module, self)
-
-    def patches(self) -> Sequence[SharedPatch]:
-        return ATTENTION_PATCHES
-
-    def visible_tensors(self, module: nn.Module) -> str:
-        assert isinstance(module, Attention)
+    names: set[str] = set()
+    if isinstance(model, Transformer):
+        names.update(name for name, _ in model.spec.attention_specs())
+    modules = model.named_modules(remove_duplicate=False)
+    layers = [(path, module) for path, module in modules if isinstance(module, Attention)]
+    for number, (path, module) in enumerate(layers):
+        name = path if path in names else f"model.{number}.attention"
+        stack, layer, kind = name.split(".")
         spec = module.spec
-        return (
-            "scores"
-            if backends.is_softmax_with_bias(
-                CallSignature(spec, spec.core_of(spec.projection_form(one=False)))
-            )
-            else "weights"
+        site = Site(
+            name=name,
+            stack=stack,
+            layer=int(layer),
+            kind=kind,
+            path=path,
+            heads=len(spec.score_head_of_output),
+            q=spec.heads.q,
+            kv=spec.heads.kv,
+            dim=spec.heads.dim,
+            pattern=spec.pattern.text,
+            spec=spec,
+            spec_reason="",
+            observe=POSSIBLE,
+            ablate=POSSIBLE,
+            prune=POSSIBLE,
+            convert=POSSIBLE,
         )
+        yield SiteModule(site, module, "headwise", patches=ATTENTION_PATCHES)
 
 
-class HeadwiseCall:
+class HeadwiseCall(ObservedCall):
     """One call of an `hw.Attention`; recomputes any rows of its weights."""
 
     def __init__(
@@ -219,16 +173,8 @@ class HeadwiseCall:
         self.signature = signature
         self.steps = steps
         self.mask, self.inputs = backends.gather_pages(mask, inputs)
-        self._by_head: CoreInputs | None = None
 
-    def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """Attention weights of one head for a range of queries, [B, T, S]."""
-        return self.all_weights(queries)[:, head]
-
-    def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include
-        all allowed keys.
-        """
+    def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
         if backends.is_softmax_with_bias(self.signature):
             return self._make_inputs(
                 *_slice_call(self.mask, self._inputs_by_head, queries, keys)
@@ -239,23 +185,16 @@ class HeadwiseCall:
         backends.make_dispatch(signature).attend(*sliced, self.steps, probe)
         return probe.tensors["weights"][..., keys]
 
-    @property
+    @cached_property
     def _inputs_by_head(self) -> CoreInputs:
-        """Inputs with the keys stored contiguously by head, for repeated reads
-        by bands of queries.
-        """
-        if self._by_head is None:
-            self._by_head = self.inputs._replace(
-                k=self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
-            )
-        return self._by_head
+        """Inputs with the keys stored contiguously by head, for repeated reads by bands."""
+        by_head = self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
+        return self.inputs._replace(k=by_head)
 
-    def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
-        """Boolean mask of the keys that a range of queries may attend to, [B or 1, 1, T, S]."""
+    def allowed_pairs(self, queries: slice = ALL) -> Tensor:
         return _slice_call(self.mask, self.inputs, queries)[0].allowed
 
     def head_values(self, head: int) -> HeadValues:
-        """Row of weights and values of an output head."""
         spec = self.signature.spec
         row = spec.score_head_of_row.index(spec.score_head_of_output[head])
         return HeadValues(row, self.inputs.v[:, :, self.signature.core.value_head_of_row[row]])
@@ -263,11 +202,9 @@ class HeadwiseCall:
     @property
     def attention_inputs(self) -> AttentionInputs | None:
         """The inputs as tensors if the layer is plain softmax attention, else None."""
-        return (
-            self._make_inputs(self.mask, self.inputs)
-            if backends.is_softmax_with_bias(self.signature)
-            else None
-        )
+        if not backends.is_softmax_with_bias(self.signature):
+            return None
+        return self._make_inputs(self.mask, self.inputs)
 
     def _make_inputs(self, mask: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
         softmax_args = backends.softmax_args(mask, inputs, self.steps)
@@ -275,9 +212,8 @@ class HeadwiseCall:
         k = inputs.k
         v = inputs.v
         kv_heads = None if self.signature.group_size else core.key_head_of_query
-        if (
-            core.value_head_of_row != core.key_head_of_query
-        ):  # different groups: give each head its own key and value
+        if core.value_head_of_row != core.key_head_of_query:
+            # different groups: give each head its own key and value
             k = k[:, :, list(core.key_head_of_query)]
             v = v[:, :, list(core.value_head_of_row)]
             kv_heads = tuple(range(len(core.key_head_of_query)))
@@ -295,53 +231,37 @@ class HeadwiseCall:
         )
 
     @property
-    def key_positions(self) -> Tensor | None:
-        """Positions of the keys in the text, -1 for an empty slot; None if rows differ."""
-        return _token_numbers(self.mask.keys)
-
-
-def _token_numbers(keys: SequenceInfo) -> Tensor | None:
-    """Positions of the keys, -1 for an empty slot; None unless all rows have the same positions and
-    one segment.
-    """
-    position = keys.position[:1]
-    segment = keys.segment[:1]
-    if keys.num_visible is not None:  # all keys are visible; a cache may set segments later
-        return position[0] if bool((keys.position == position).all()) else None
-    rows_equal = bool((keys.position == position).all()) and bool((keys.segment == segment).all())
-    return (
-        torch.where(segment[0] < 0, -1, position[0])
-        if rows_equal and not bool((segment > 0).any())
-        else None
-    )
+    def key_positions(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Positions of the keys, -1 for an empty slot; None unless all rows have the same positions
+        and one segment.
+        """
+        keys = self.mask.keys
+        position = keys.position[:1]
+        segment = keys.segment[:1]
+        if not bool((keys.position == position).all()):
+            return None
+        if keys.num_visible is not None:  # all keys are visible; a cache may set segments later
+            return position[0]
+        if not bool((keys.segment == segment).all()) or bool((segment > 0).any()):
+            return None
+        return torch.where(segment[0] < 0, -1, position[0])
 
 
 def _slice_call(
-    attention_mask: AttentionMask, inputs: CoreInputs, queries: slice, keys: slice = slice(None)
+    attention_mask: AttentionMask, inputs: CoreInputs, queries: slice, keys: slice = ALL
 ) -> tuple[AttentionMask, CoreInputs]:
     """Restrict a call to a range of queries, and to a range of keys if scores are only changed by
     adding to them.
     """
-    queries_info = attention_mask.queries
     keys_info = attention_mask.keys
-    context = inputs.query_context
     mask = attention_mask.mask
-    sliced_queries = SequenceInfo(
-        queries_info.position[:, queries], queries_info.segment[:, queries], checked=True
-    )
-    if keys != slice(None):
-        num_visible = (
-            None if keys_info.num_visible is None else len(range(keys_info.num_visible)[keys])
-        )
-        keys_info = SequenceInfo(
-            keys_info.position[:, keys],
-            keys_info.segment[:, keys],
-            checked=True,
-            num_visible=num_visible,
-        )
+    sliced_queries = _slice_sequence(attention_mask.queries, queries)
+    if keys != ALL:
+        keys_info = _slice_sequence(keys_info, keys)
     if mask is not None:
         mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
         mask = mask if mask.shape[3] == 1 else mask[..., keys]
+    context = inputs.query_context
     context = context._replace(
         x_BTD=context.x_BTD[:, queries], q_BTHK=context.q_BTHK[:, queries], sequence=sliced_queries
     )
@@ -351,36 +271,17 @@ def _slice_call(
     return AttentionMask(sliced_queries, keys_info, attention_mask.pattern, mask), inputs
 
 
-def _split_path(path: str, number: int) -> tuple[str, int, str]:
-    stack, layer, kind = path.split(".")
-    return stack, int(layer), kind
-
-
-def _make_site(name: str, place: tuple[str, int, str], path: str, module: Attention) -> Site:
-    spec = module.spec
-    heads = spec.heads
-    stack, layer, kind = place
-    return Site(
-        name=name,
-        stack=stack,
-        layer=layer,
-        kind=kind,
-        path=path,
-        heads=len(spec.score_head_of_output),
-        q=heads.q,
-        kv=heads.kv,
-        dim=heads.dim,
-        pattern=spec.pattern.text,
-        spec=spec,
-        spec_reason="",
-        observe=POSSIBLE,
-        ablate=POSSIBLE,
-        prune=POSSIBLE,
-        convert=POSSIBLE,
+def _slice_sequence(tokens: SequenceInfo, part: slice) -> SequenceInfo:
+    visible = tokens.num_visible
+    return SequenceInfo(
+        tokens.position[:, part],
+        tokens.segment[:, part],
+        checked=True,
+        num_visible=None if visible is None else len(range(visible)[part]),
     )
 
 
-def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_head_outputs(original: Function) -> Function:
     def head_outputs_and_gates(self: Attention, arguments: AttentionArguments) -> Any:
         hooks = get_hooks(self)
         if hooks:
@@ -390,40 +291,29 @@ def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return head_outputs_and_gates
 
 
-def _wrap_attend(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _wrap_attend(original: Function) -> Function:
     def attend(
         self: Attention, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs
     ) -> Tensor:
-        hooks = [hook for hook in get_hooks(self) if hook.needs_call]
-        if hooks:
-            observed_call = HeadwiseCall(
-                call.plan.signature, attention_mask, inputs, self.core_steps
-            )
-            for hook in hooks:
-                hook.on_call(observed_call)
+        signature = call.plan.signature
+        make_call = partial(HeadwiseCall, signature, attention_mask, inputs, self.core_steps)
+        run_call_hooks(get_hooks(self), make_call)
         return original(self, call, attention_mask, inputs)
 
     return attend
 
 
 ATTENTION_PATCHES = (
-    MethodPatch(Attention, "head_outputs_and_gates", _wrap_head_outputs),
-    MethodPatch(Attention, "attend", _wrap_attend),
+    patch_method(Attention, "head_outputs_and_gates", _wrap_head_outputs),
+    patch_method(Attention, "attend", _wrap_attend),
 )
 
 
 def _join_probe(hooks: tuple[AttentionHook, ...], probe: Probe | None) -> Probe:
     """A probe that runs the hooks on head outputs, and then the caller's own probe."""
-    own_points = probe.points if probe is not None else frozenset[str]()
+    own = Probe() if probe is None else probe
 
     def callback(point: str, tensor: Tensor) -> Tensor | None:
-        if point == "heads":
-            tensor = run_output_hooks(hooks, tensor)
-        return probe(point, tensor) if probe is not None and point in own_points else tensor
+        return own(point, run_output_hooks(hooks, tensor) if point == "heads" else tensor)
 
-    return Probe(
-        *own_points,
-        "heads",
-        callback=callback,
-        aux_losses=probe.aux_losses if probe is not None else None,
-    )
+    return Probe(*own.points, "heads", callback=callback, aux_losses=own.aux_losses)

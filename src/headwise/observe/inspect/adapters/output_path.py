@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..hooks import AttentionHook, SiteModule, install_hooks, run_output_hooks
+from ..method_patches import ForwardOverride
 from .declarations import get_input_width
-from .output_projection import ProjectionForward, is_within
+from .output_projection import is_within, run_projection
 
 INTERFACE_GETTER = "get_interface"
 
@@ -74,12 +75,14 @@ def edit_behind_function(module: nn.Module, hooks: Sequence[AttentionHook], z: T
     return z if edit_place(module).projection is not None else run_output_hooks(hooks, z)
 
 
-def projection_overrides(module: nn.Module, num_heads: int) -> tuple[ProjectionForward, ...]:
+def projection_overrides(module: nn.Module, heads: int) -> tuple[ForwardOverride, ...]:
     """Overrides that run the hooks of a module at its output projection, if its heads are edited
     there.
     """
     projection = edit_place(module).projection
-    return () if projection is None else (ProjectionForward(projection, num_heads, module),)
+    if projection is None:
+        return ()
+    return (ForwardOverride(projection, run_projection, (heads, module)),)
 
 
 # --- Read from the source of a forward that calls transformers' attention interface ---------------
@@ -176,27 +179,17 @@ def _called_submodule(call: ast.Call, followed: set[str]) -> str:
 
 def _count_calls(tree: ast.AST, functions: set[str]) -> int:
     """Largest number of statements of one block that call the attention function."""
-    blocks = [
-        block
-        for node in ast.walk(tree)
-        for _, block in ast.iter_fields(node)
-        if isinstance(block, list)
-    ]
-    return max(
-        [
-            1,
-            *(
-                sum(
-                    isinstance(node, ast.Assign) and _calls_one_of(node, functions)
-                    for node in block
-                )
-                for block in blocks
-            ),
-        ]
-    )
+    counts = [1]
+    for node in ast.walk(tree):
+        for _, block in ast.iter_fields(node):
+            if isinstance(block, list):
+                counts.append(sum(_calls_one_of(statement, functions) for statement in block))
+    return max(counts)
 
 
-def _calls_one_of(statement: ast.Assign, functions: set[str]) -> bool:
+def _calls_one_of(statement: object, functions: set[str]) -> bool:
+    if not isinstance(statement, ast.Assign):
+        return False
     calls = [node for node in ast.walk(statement.value) if isinstance(node, ast.Call)]
     return any(isinstance(call.func, ast.Name) and call.func.id in functions for call in calls)
 
@@ -266,27 +259,21 @@ def changed_columns(x: Tensor, expected: Tensor) -> Tensor:
     return ((x - expected).abs() > tolerance).flatten(0, -2).any(0)
 
 
-class LastHeadEraser:
-    """Hook that reports the attention of a module to a recorder, and sets its last head to zero if
-    `erases`.
+class LastHeadEraser(AttentionHook):
+    """Hook that reports the attention of a module to a recorder, which sets its last head to zero
+    if it expects inputs.
     """
 
-    needs_call = False
-
-    def __init__(self, module: nn.Module, recorder: ProjectionRecorder, erases: bool) -> None:
+    def __init__(self, module: nn.Module, recorder: ProjectionRecorder) -> None:
         self.module = module
         self.recorder = recorder
-        self.erases = erases
 
-    def on_call(self, call: Any) -> None:
-        """Ignore the inputs of the attention."""
-
-    def on_head_outputs(self, z: Tensor) -> Tensor | None:
+    def on_head_outputs(self, outputs: Tensor) -> Tensor | None:
         """Set the last head to zero."""
         self.recorder.start(self.module)
-        if not self.erases:
+        if self.recorder.expected is None:
             return None
-        erased = z.clone()
+        erased = outputs.clone()
         erased[..., -1, :] = 0
         return erased
 
@@ -302,8 +289,8 @@ def measure_edit_places(
     modules = {site_module.module: site_module for site_module in site_modules}
     if not modules:
         return
-    expected = _record_run(modules, run, ProjectionRecorder(), erases=False)
-    recorder = _record_run(modules, run, ProjectionRecorder(expected.inputs), erases=True)
+    expected = _record_run(modules, run, ProjectionRecorder())
+    recorder = _record_run(modules, run, ProjectionRecorder(expected.inputs))
     layer_paths = {layer: path for path, layer in model.named_modules()}
     for module, change in recorder.changes.items():
         site = modules[module].site
@@ -322,24 +309,25 @@ def _record_run(
     modules: Mapping[nn.Module, SiteModule],
     run: Callable[[], object],
     recorder: ProjectionRecorder,
-    erases: bool,
 ) -> ProjectionRecorder:
-    hooks = {module: (LastHeadEraser(module, recorder, erases),) for module in modules}
-    patches = [patch for site_module in modules.values() for patch in site_module.adapter.patches()]
-    overrides = [override for site_module in modules.values() for override in site_module.overrides]
+    hooks = {module: (LastHeadEraser(module, recorder),) for module in modules}
     handle = register_module_forward_pre_hook(recorder.before_layer)  # pyright: ignore[reportArgumentType] - may return arguments
     try:
-        with (
-            warnings.catch_warnings(),
-            install_hooks(hooks, list(dict.fromkeys(patches)), overrides),
-        ):
-            warnings.filterwarnings(
-                "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"
-            )
+        with without_compile_warning(), install_hooks(hooks, list(modules.values())):
             run()
     finally:
         handle.remove()
     return recorder
+
+
+@contextmanager
+def without_compile_warning() -> Iterator[None]:
+    """Context without torch's warning that compiled submodules run eagerly under global hooks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"
+        )
+        yield
 
 
 def _has_projection(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import signature, unwrap
 from typing import Any, NamedTuple
 
@@ -18,16 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ....attention.masking.patterns import Blocks, Causal, Window
-from ..hooks import (
-    AttentionHook,
-    ObservedCall,
-    SiteAdapter,
-    SiteModule,
-    WeightsOnlyCall,
-    get_hooks,
-    run_output_hooks,
-)
-from ..method_patches import ForwardFunction
+from ..hooks import SiteModule, get_hooks, run_call_hooks, run_output_hooks
+from ..method_patches import ForwardOverride, Function
+from ..observed_call import BY_A_RUN, ObservedCall, UnreadableCall, WeightsOnlyCall
 from ..site import POSSIBLE, Ability, Site
 from . import module_tracer
 from .declarations import AttentionDeclaration, get_declaration, get_input_width
@@ -139,10 +132,10 @@ def make_site(
     *,
     pattern: str | None = None,
     observe: Ability = POSSIBLE,
-    ablate: Ability = POSSIBLE,
+    ablate: Ability | None = None,
 ) -> Site:
     """Make the site of a third-party module; the stack is "encoder" or "decoder", from its path or
-    attributes.
+    attributes. `ablate` is as `observe` unless it is given.
     """
     parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
@@ -166,7 +159,7 @@ def make_site(
         spec=None,
         spec_reason="headwise has no spec for this module",
         observe=observe,
-        ablate=ablate,
+        ablate=observe if ablate is None else ablate,
         prune=NOT_PRUNABLE,
         convert=NOT_CONVERTIBLE,
     )
@@ -296,55 +289,54 @@ OUTPUT_PROJECTION_NAMES = (
     "^output",
 )
 SOFTMAX_NAMES = ("softmax", "scaled_dot_product_attention")
-BY_A_RUN = "hw.sites(model, example) finds attention by a run"
 WEIGHTS_NOT_VISIBLE = Ability(
     False, f"its code calls no softmax by name, so its weights cannot be traced; {BY_A_RUN}"
 )
 MISMATCH_REASON = "the input of its projection is not weights @ values"
 
 
-class OutputProjectionAdapter(SiteAdapter):
-    """Declared modules, and modules named "...Attention..." whose projection is found by name."""
-
-    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        for path, module in modules.items():
-            declaration = get_declaration(module) or _guess_declaration(path, module, modules)
-            if declaration is None:
-                continue
-            projection = modules[_projection_path(path, declaration.output_name)]
-            declared = declaration.projections
-            kv_heads = declared.num_kv_heads if declared is not None else declaration.heads
-            heads = declaration.heads
-            sizes = HeadSizes(heads, kv_heads, get_input_width(projection) // heads)
-            observe = WEIGHTS_NOT_VISIBLE
-            if _names_softmax(module):
-                observe = module_tracer.hook_ability(module)
-            ablate = module_tracer.hook_ability(projection)
-            site = make_site(path, module, sizes, observe=observe, ablate=ablate)
-            if declared is not None:
-                site = replace(site, prune=POSSIBLE)
-            overrides = (
-                ProjectionForward(projection, heads, projection),
-                AttentionForward(module, projection, heads),
-            )
-            yield SiteModule(site, projection, self, overrides=overrides)
-
-
-class UnclearProjectionAdapter(SiteAdapter):
-    """Modules named "...Attention..." whose output projection is unclear; they are listed, but have
-    no abilities.
+def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
+    """Yield the sites of declared modules, and of modules named "...Attention..." whose projection
+    is found by name.
     """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        declaration = get_declaration(module) or _guess_declaration(path, module, modules)
+        if declaration is None:
+            continue
+        projection = modules[_projection_path(path, declaration.output_name)]
+        declared = declaration.projections
+        heads = declaration.heads
+        kv_heads = heads if declared is None else declared.num_kv_heads
+        sizes = HeadSizes(heads, kv_heads, get_input_width(projection) // heads)
+        is_visible = _names_softmax(module)
+        site = make_site(
+            path,
+            module,
+            sizes,
+            observe=module_tracer.hook_ability(module) if is_visible else WEIGHTS_NOT_VISIBLE,
+            ablate=module_tracer.hook_ability(projection),
+        )
+        if declared is not None:
+            site = replace(site, prune=POSSIBLE)
+        overrides = (
+            ForwardOverride(projection, run_projection, (heads, projection)),
+            ForwardOverride(module, run_attention, (projection, heads)),
+        )
+        yield SiteModule(site, projection, "output projection", overrides=overrides)
 
-    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        for path, module in modules.items():
-            guess = None if get_declaration(module) else _guess_projection(path, module, modules)
-            if guess is not None and guess.reason:
-                impossible = Ability(False, f"{guess.reason}; {BY_A_RUN}")
-                sizes = read_head_sizes(module)
-                site = make_site(path, module, sizes, observe=impossible, ablate=impossible)
-                yield SiteModule(site, module, self)
+
+def find_unclear_projections(model: nn.Module) -> Iterator[SiteModule]:
+    """Yield the sites of modules named "...Attention..." whose output projection is unclear; they
+    are listed, but have no abilities.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        guess = None if get_declaration(module) else _guess_projection(path, module, modules)
+        if guess is not None and guess.reason:
+            impossible = Ability(False, f"{guess.reason}; {BY_A_RUN}")
+            site = make_site(path, module, read_head_sizes(module), observe=impossible)
+            yield SiteModule(site, module, "unclear projection")
 
 
 class ProjectionGuess(NamedTuple):
@@ -428,121 +420,80 @@ class TraceSession:
     def __init__(self, projection: nn.Module) -> None:
         self.projection = projection
         self.traced = list[TracedAttention]()
-        self.observers = [hook for hook in get_hooks(projection) if hook.needs_call]
-        self.published = False
-
-    def record(self, traced: TracedAttention) -> None:
-        """Append a traced attention computation."""
-        self.traced.append(traced)
+        self.is_published = False
 
     def publish(self, z_BTHV: Tensor) -> None:
         """Given the head outputs, send the matching attention call to the observers, once."""
-        if self.published:
+        if self.is_published:
             return
-        self.published = True
+        self.is_published = True
         reasons = [traced.reason for traced in self.traced if traced.reason]
-        call: ObservedCall = UnreadableCall(reasons[0] if reasons else MISMATCH_REASON)
+        reason = reasons[0] if reasons else MISMATCH_REASON
+        call: ObservedCall = UnreadableCall(reason)
         for traced in self.traced:
-            if traced.call and _equals(traced.z_BTHV, z_BTHV):
+            other = traced.z_BTHV
+            if traced.call is None or other is None or other.shape != z_BTHV.shape:
+                continue
+            if torch.equal(other.to(z_BTHV.dtype), z_BTHV):
                 call = traced.call
-        _send_call(self.observers, call)
+        run_call_hooks(get_hooks(self.projection), lambda: call)
 
 
 _TRACE_SESSION: ContextVar[TraceSession | None] = ContextVar("trace_session", default=None)
 
 
-class UnreadableCall(WeightsOnlyCall):
-    """An attention call that was not understood; every question raises with the reason."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    @property
-    def weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] - it raises
-        """Raise ValueError with the reason why the weights cannot be observed."""
-        raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
-
-    def head_values(self, head: int) -> Any:
-        """Raise ValueError with the reason why the weights cannot be observed."""
-        return self.weights
-
-
-def _send_call(hooks: list[AttentionHook], call: ObservedCall) -> None:
-    for hook in hooks:
-        hook.on_call(call)
-
-
-def _equals(z_BTHV: Tensor | None, other: Tensor) -> bool:
-    return (
-        z_BTHV is not None
-        and z_BTHV.shape == other.shape
-        and torch.equal(z_BTHV.to(other.dtype), other)
-    )
-
-
-@dataclass(frozen=True)
-class AttentionForward:
-    """Override of the forward of an attention module, which traces it if a hook on its projection
-    needs the inputs.
-    """
-
-    module: nn.Module
-    projection: nn.Module
-    num_heads: int
-
-    def run_forward(
-        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the module, and trace its attention."""
-        session = TraceSession(self.projection)
-        if not session.observers:
-            return run(*args, **kwargs)
-        if is_banded(self.module):
-            result, call = run_banded(self.module, run, args, kwargs)
-            _send_call(session.observers, call)
-            return result
-        token = _TRACE_SESSION.set(session)
-        try:
-            with AttentionTracer(session.record, JointAxis(self.num_heads, UNKNOWN_ORDER)):
-                result = run(*args, **kwargs)
-        finally:
-            _TRACE_SESSION.reset(token)
-        z = result[0] if isinstance(result, tuple) else result
-        if isinstance(z, Tensor) and z.shape[-1] == get_input_width(
-            self.projection
-        ):  # the projection is a sibling
-            session.publish(_split_heads(z, self.num_heads))
+def run_attention(
+    module: nn.Module,
+    run: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    projection: nn.Module,
+    heads: int,
+) -> Any:
+    """Run an attention module, and trace its attention if a hook on its projection needs it."""
+    hooks = get_hooks(projection)
+    if not any(hook.needs_call for hook in hooks):
+        return run(*args, **kwargs)
+    if is_banded(module):
+        result, call = run_banded(module, run, args, kwargs)
+        run_call_hooks(hooks, lambda: call)
         return result
+    session = TraceSession(projection)
+    token = _TRACE_SESSION.set(session)
+    try:
+        with AttentionTracer(session.traced.append, JointAxis(heads, UNKNOWN_ORDER)):
+            result = run(*args, **kwargs)
+    finally:
+        _TRACE_SESSION.reset(token)
+    z = result[0] if isinstance(result, tuple) else result
+    if isinstance(z, Tensor) and z.shape[-1] == get_input_width(projection):
+        session.publish(_split_heads(z, heads))  # the projection is a sibling
+    return result
 
 
-@dataclass(frozen=True)
-class ProjectionForward:
-    """Override of the forward of an output projection, whose input are the head outputs; ablation
-    happens here.
-
-    The hooks are those of `hooked`: the projection itself, or the attention module.
+def run_projection(
+    module: nn.Module,
+    run: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    heads: int,
+    hooked: nn.Module,
+) -> Any:
+    """Run an output projection on the head outputs that the hooks of `hooked` return, which is the
+    projection itself or the attention module.
     """
-
-    module: nn.Module
-    num_heads: int
-    hooked: nn.Module
-
-    def run_forward(
-        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the hooks on the head outputs, and project what they return."""
-        hooks = get_hooks(self.hooked)
-        if not hooks:
-            return run(*args, **kwargs)
-        z_BTHV = _split_heads(args[0], self.num_heads)
-        session = _TRACE_SESSION.get()
-        if session is not None and session.projection is self.module:
-            session.publish(z_BTHV)
-        return run(run_output_hooks(hooks, z_BTHV).reshape(args[0].shape), *args[1:], **kwargs)
+    hooks = get_hooks(hooked)
+    if not hooks:
+        return run(*args, **kwargs)
+    z_BTHV = _split_heads(args[0], heads)
+    session = _TRACE_SESSION.get()
+    if session is not None and session.projection is module:
+        session.publish(z_BTHV)
+    return run(run_output_hooks(hooks, z_BTHV).reshape(args[0].shape), *args[1:], **kwargs)
 
 
-def _split_heads(z: Tensor, num_heads: int) -> Tensor:
+def _split_heads(z: Tensor, heads: int) -> Tensor:
     """Input of a projection as [B, T, heads, head_dim]; it may have two token axes, or no batch
     axis.
     """
-    return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, num_heads, z.shape[-1] // num_heads)
+    return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, heads, z.shape[-1] // heads)

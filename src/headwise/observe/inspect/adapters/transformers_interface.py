@@ -9,17 +9,18 @@ function is wrapped: the model's choice of function, and the mask made for it, s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..hooks import AttentionInputs, SiteAdapter, SiteModule, get_hooks, has_hooks
-from ..method_patches import MethodPatch, SharedPatch
-from ..site import POSSIBLE, Ability
+from ..hooks import SiteModule, get_hooks, has_hooks, run_call_hooks
+from ..method_patches import Function, SharedPatch, patch_method
+from ..observed_call import AttentionInputs
+from ..site import Ability
 from .declarations import get_declaration
 from .output_path import INTERFACE_GETTER, edit_behind_function, edit_place, projection_overrides
 from .output_projection import make_site, read_head_sizes
@@ -58,52 +59,38 @@ IGNORED_OPTIONS = frozenset(
 KNOWN_OPTIONS = {"query", "key", "value"} | SUPPORTED_OPTIONS | IGNORED_OPTIONS
 
 
-class TransformersAdapter(SiteAdapter):
-    """Modules whose forward uses transformers' attention interface."""
-
-    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        if "transformers" not in sys.modules:
-            return
-        for path, module in model.named_modules(remove_duplicate=False):
-            declaration = get_declaration(module)
-            has_declared_heads = declaration is not None and declaration.projections is None
-            if uses_interface(type(module)) and not has_declared_heads:
-                sizes = read_head_sizes(module)
-                place = edit_place(module)
-                ablate = Ability(False, place.reason) if place.reason else POSSIBLE
-                site = make_site(path, module, sizes, observe=ablate, ablate=ablate)
-                yield SiteModule(
-                    site, module, self, overrides=projection_overrides(module, sizes.num_heads)
-                )
-
-    def patches(self) -> list[SharedPatch]:
-        return [_interface_patch()]
-
-    def visible_tensors(self, module: nn.Module) -> str:
-        return "scores"
+def find_interface_attention(model: nn.Module) -> Iterator[SiteModule]:
+    """Yield the sites of modules whose forward uses transformers' attention interface."""
+    if "transformers" not in sys.modules:
+        return
+    for path, module in model.named_modules(remove_duplicate=False):
+        declaration = get_declaration(module)
+        has_declared_heads = declaration is not None and declaration.projections is None
+        if uses_interface(type(module)) and not has_declared_heads:
+            sizes = read_head_sizes(module)
+            reason = edit_place(module).reason
+            site = make_site(path, module, sizes, observe=Ability(not reason, reason))
+            overrides = projection_overrides(module, sizes.num_heads)
+            yield SiteModule(
+                site, module, "transformers", patches=(_interface_patch(),), overrides=overrides
+            )
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:
-    """Whether the forward of this class uses the attention interface."""
+    """True if the forward of this class uses the attention interface."""
     code = getattr(unwrap(kind.forward), "__code__", None)
     return code is not None and INTERFACE_GETTER in code.co_names
 
 
-_INTERFACE_PATCHES: list[MethodPatch] = []
+@cache
+def _interface_patch() -> SharedPatch:
+    from transformers.modeling_utils import AttentionInterface
+
+    return patch_method(AttentionInterface, INTERFACE_GETTER, _wrap_getter)
 
 
-def _interface_patch() -> MethodPatch:
-    if not _INTERFACE_PATCHES:
-        from transformers.modeling_utils import AttentionInterface
-
-        _INTERFACE_PATCHES.append(MethodPatch(AttentionInterface, INTERFACE_GETTER, _wrap_getter))
-    return _INTERFACE_PATCHES[0]
-
-
-def _wrap_getter(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_interface(
-        self: Any, name: str | None, default: Callable[..., Any]
-    ) -> Callable[..., Any]:
+def _wrap_getter(original: Function) -> Function:
+    def get_interface(self: Any, name: str | None, default: Function) -> Function:
         function = original(self, name, default)
         return partial(_call_with_hooks, function, str(name)) if has_hooks() else function
 
@@ -111,16 +98,12 @@ def _wrap_getter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_with_hooks(
-    function: Callable[..., Any], name: str, module: nn.Module, *args: Any, **kwargs: Any
+    function: Function, name: str, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     hooks = get_hooks(module)
     if not hooks:
         return function(module, *args, **kwargs)
-    observers = [hook for hook in hooks if hook.needs_call]
-    if observers:
-        call = inputs_of_call(name, module, args, kwargs)
-        for hook in observers:
-            hook.on_call(call)
+    run_call_hooks(hooks, partial(inputs_of_call, name, module, args, kwargs))
     z, *rest = function(module, *args, **kwargs)
     return edit_behind_function(module, hooks, z), *rest
 
