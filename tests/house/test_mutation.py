@@ -117,7 +117,7 @@ def test_the_lists_fit_the_repository():
 
 
 def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
-    address = Address("errors.py", "<module>", "constant", 999)
+    address = Address("util/errors.py", "<module>", "constant", 999)
     wrong = [
         Trial("twice", address, ("house/test_mutation.py",)),
         Trial("twice", Address("absent.py", "f", "not", 1), ("house/absent.py",)),
@@ -129,19 +129,19 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         lists,
         "tests_of_module",
-        lambda: {"masking/patterns.py": ("doctests", "parts/test_alibi.py")},
+        lambda: {"attention/masking/patterns.py": ("doctests", "attention/parts/test_alibi.py")},
     )
     errors = "\n".join(lists.find_errors())
     for error in (
         "twice: the name is used twice",
-        "twice: no mutation point errors.py <module> constant 999",
+        "twice: no mutation point util/errors.py <module> constant 999",
         "twice: no module absent.py",
         "twice: no test file house/absent.py",
         "empty: names no test",
         "test: no test house/test_mutation.py::test_absent[1]",
         "no reason is given",
-        "masking/patterns.py: does not name its own tests, masking/test_patterns.py",
-        "masking/patterns.py: no test file parts/test_alibi.py",
+        "attention/masking/patterns.py: does not name its own tests, attention/masking/test_patterns.py",
+        "attention/masking/patterns.py: no test file attention/parts/test_alibi.py",
     ):
         assert error in errors
 
