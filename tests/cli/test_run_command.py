@@ -464,50 +464,21 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
 # --- what is refused ------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no model": ([], "missing MODEL; add it"),
-    "no folder": (["nowhere", "x"], "there is no folder or file 'nowhere'"),
-    "cold": (
-        ["T", LINES[0], "--temperature", "-1"],
-        "--temperature -1 is too small; give 0 or more",
-    ),
-    "no number": (
-        ["T", LINES[0], "--temperature", "hot"],
-        "--temperature needs a number, got 'hot'",
-    ),
-    "no share": (
-        ["T", LINES[0], "--top-p", "0", "--temperature", "1"],
-        "--top-p 0 is no share; give a number above 0",
-    ),
     "idle": (["T", LINES[0], "--top-k", "5"], "top_k=5 has no effect: temperature=0"),
     "beams": (["T", LINES[0], "--beams", "64"], "beams=64 is more than the 63 tokens"),
-    "best": (["T", LINES[0], "--best", "2"], "give --beams 2"),
-    "no tokens": (
-        ["T", LINES[0], "--max-new-tokens", "0"],
-        "--max-new-tokens 0 is too small; give 1 or more",
-    ),
-    "no batch": (["T", LINES[0], "--batch", "0"], "--batch 0 is too small"),
     "empty": (["T", ""], "is empty"),
     "empty stop": (
         ["T", LINES[0], "--stop", ""],
         "stop must be a non-empty text or a token id, got ''",
     ),
     "unknown": (["T", "<zh>hello"], "cannot tokenize 'hello' at character 4"),
-    "no references": (
-        ["T", LINES[0], "--score", "nowhere"],
-        "there is no file 'nowhere' for --score",
-    ),
-    "no scores": (["T", LINES[0], "--score-tokenize", "zh"], "--score-tokenize needs --score"),
     "no tokenizer": (
         ["S", "low"],
         "gpt2 has no tokenizer; give --tokenizer FILE, or --tokenizer bytes",
     ),
-    "a tokenizer of nothing": (
-        ["S", "low", "--tokenizer", "nowhere"],
-        "there is no file 'nowhere' for --tokenizer",
-    ),
     "a tokenizer of another": (
         ["T", LINES[0], "--tokenizer", "bytes"],
-        "knows 256 tokens, the model 63",
+        "has a tokenizer of its own",
     ),
     "a long prompt": (
         ["S", "x" * 50, "--tokenizer", "bytes"],
@@ -515,10 +486,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "a long answer": (["S", "x", "--tokenizer", "bytes"], "are 24 more than the 40 positions"),
     "a seed": (["T", LINES[0], "--seed", "-3"], "seed=-3"),
-    "no option": (
-        ["T", LINES[0], "--beam", "3"],
-        "there is no option --beam; did you mean '--beams'?",
-    ),
     "no device": (["T", LINES[0], "--device", "gpu9"], "device='gpu9' is not available"),
 }
 

@@ -171,14 +171,9 @@ def test_a_bad_line_is_reported_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("value", "fact"),
     [
-        (["--requests", "nowhere.jsonl"], "there is no file 'nowhere.jsonl' for --requests"),
-        (["--requests", "."], "--requests . is a folder; give a file"),
-        (["cab", "--requests", "FILE"], "TEXT and --requests exclude each other"),
         (["--requests", "FILE", "--beams", "2"], "--requests does not support --beams 2"),
         (["--requests", "FILE", "--budget", "9 B"], "a budget of 9 bytes holds no request"),
         (["--requests", "FILE", "--budget", "some"], "cannot read 'some' as bytes"),
-        (["--requests", "FILE", "--rows", "0"], "--rows 0 is too small; give 1 or more"),
-        (["cab", "--rows", "3"], "--rows applies to --requests only"),
     ],
 )
 def test_invalid_arguments_are_refused(

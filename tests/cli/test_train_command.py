@@ -27,6 +27,7 @@ from headwise.training.recipe import from_dict
 from headwise.training.run_setup import fit_vocabulary, replace_self_attention
 from headwise.training.train_step import check_model
 from headwise.util.files import read_lines
+from support import command_help
 
 SMALL = [
     "--steps",
@@ -43,10 +44,8 @@ SMALL = [
 SMALL += ["--set", "recipe.evaluate_batches=1"]
 
 
-def trained(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    code = main(["train", *args])
-    out, err = capsys.readouterr()
-    return code, out, err
+def trained(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    return command_help.run_command(capsys, "train", *argv)
 
 
 def test_help_needs_no_torch():
@@ -100,7 +99,7 @@ def test_settings_reach_task_and_recipe(capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_options_override_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    trained(capsys, "recall", "--out", str(tmp_path), *SMALL, "--set", "recipe.steps=5")
+    trained(capsys, "recall", "--out", str(tmp_path), *SMALL, "--set recipe.steps=5")
     assert read_lines(tmp_path / "metrics.jsonl")[0]["recipe"]["steps"] == 2
 
 
@@ -139,35 +138,7 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["dates"], "missing --out DIR; add it"),
-        (
-            ["datess", "--out", "x"],
-            "there is no task, file or folder 'datess'; did you mean 'dates'?",
-        ),
-        (["--out", "x"], "give something to train on: "),
         (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) is out of range"),
-        (["dates", "--out", "x", "--steps", "many"], "--steps needs a whole number, got 'many'"),
-        (["dates", "--out", "x", "--set", "digits=3"], "write task.KEY=VALUE or recipe.KEY=VALUE"),
-        (
-            ["dates", "--out", "x", "--set", "task.digit=3"],
-            "'dates' has no option 'digit'; did you mean 'digits'?",
-        ),
-        (
-            ["dates", "--out", "x", "--set", "recipe.lrr=3"],
-            "a recipe has no field 'lrr'; did you mean 'lr'?",
-        ),
-        (
-            ["dates", "--out", "x", "--model", "mqaa"],
-            "there is no preset, file or folder 'mqaa'; did you mean 'mqa'?",
-        ),
-        (
-            ["dates", "--out", "x", "--recipe", "none.toml"],
-            "there is no file 'none.toml' for --recipe",
-        ),
-        (
-            ["dates", "--out", "x", "--logger", "tensorbord"],
-            "--logger 'tensorbord' is unknown; did you mean 'tensorboard'?",
-        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -226,7 +197,7 @@ def test_a_spec_file_of_another_width_is_refused_and_the_remedy_works(
     monkeypatch.chdir(tmp_path)
     main(["spec", "gqa", "--toml"])
     Path("gqa.toml").write_text(capsys.readouterr().out)
-    code, out, err = trained(capsys, "recall", "--model", "gqa.toml", "--out", "x", *SMALL)
+    code, out, err = trained(capsys, "recall", "--model gqa.toml --out x", *SMALL)
     remedy = "headwise spec gqa.toml --set model=64 --toml"
     assert (code, out) == (2, "")
     assert err == (
@@ -237,7 +208,7 @@ def test_a_spec_file_of_another_width_is_refused_and_the_remedy_works(
     assert not Path("x").exists()
     assert main(shlex.split(remedy)[1:]) == 0
     Path("gqa.toml").write_text(capsys.readouterr().out)
-    assert trained(capsys, "recall", "--model", "gqa.toml", "--out", "x", *SMALL)[0] == 0
+    assert trained(capsys, "recall", "--model gqa.toml --out x", *SMALL)[0] == 0
 
 
 def test_a_spec_file_of_cross_attention_is_refused(
@@ -325,7 +296,7 @@ def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
     code, _, err = trained(capsys, *result)
     assert (code, err.count("\n")) == (2, 1)
     assert "holds a run; continue it with --resume" in err
-    code, out, err = trained(capsys, *result, "--resume", "--json")
+    code, out, err = trained(capsys, *result, "--resume --json")
     assert (code, json.loads(out)["steps"]) == (0, 3)
     assert "from step 1 on" in err
 

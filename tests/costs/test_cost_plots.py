@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import os
 
 import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.costs.cost_plots import make_figure, save_plot, to_csv
+from headwise.costs.cost_plots import make_figure, save_plot
 from headwise.costs.cost_report import estimate_cost
 
 LOAD = hw.Workload(batch=2, context=300)
@@ -79,34 +76,6 @@ def test_equal_costs_are_equal_files(tmp_path, suffix):
     assert one == two
 
 
-# --- the sheet ------------------------------------------------------------------------------------
-
-
-def test_the_sheet_is_the_document_again(capsys):
-    argv = ["gqa", "linear", "mha", "--batch", str(2**40), "--context", str(2**35)]
-    _, document, _ = run(capsys, *argv, "--json")
-    code, out, _ = run(capsys, *argv, "--csv")
-    rows = list(csv.DictReader(io.StringIO(out, newline=""), strict=True))
-    assert (code, len(rows), out.count("\r\n"), out.count("\n")) == (0, 3, 4, 4)
-    for row, options in zip(rows, json.loads(document)["rows"], strict=True):
-        flat = options | {
-            f"{key}.{inner}": one
-            for key, each in options.items()
-            if isinstance(each, dict)
-            for inner, one in each.items()
-        }
-        single = {key: one for key, one in flat.items() if not isinstance(one, dict | list)}
-        assert {key: one for key, one in row.items() if one} == {
-            key: str(one) for key, one in single.items() if one is not None
-        }
-    assert int(rows[0]["flops.prefill"]) > 2**63
-
-
-def test_names_in_a_sheet_are_quoted():
-    result = list(csv.reader(io.StringIO(to_csv([{"name": 'a,"b"\nc'}]), newline=""), strict=True))
-    assert result == [["name"], ['a,"b"\nc']]
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -161,43 +130,6 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
         "window": 64,
     }
     assert data["plot"] == {"file": str(tmp_path / "a.svg"), "kind": "roofline"}
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("gqa", "--match", "params"), "there is only gqa; name one more"),
-        (("gqa", "mqa", "--match", "width"), "--match 'width' is unknown; use one of"),
-        (("gqa", "mqa", "--resize", "dim"), "--resize dim changes nothing without --match"),
-        (
-            ("gqa", "mqa", "--match", "params", "--resize", "dimm"),
-            "cannot resize mqa to match gqa: the spec has no size",
-        ),
-        (
-            ("gqa", "mqa", "--match", "params", "--resize", "gqa=dim"),
-            "there is no resized spec 'gqa'",
-        ),
-        (("gqa", "mqa", "--match", "kv", "--resize", "q"), "cannot resize mqa to match gqa: no q"),
-        (("gqa", "mha", "--match", "kv"), "is not causal, so that there is no KV cache"),
-        (("gqa", "--complexity", "guessed"), "--complexity 'guessed' is unknown; use one of"),
-        (("gqa", "--complexity", "--kernel", "1"), "kernel must be a whole number from 2"),
-        (("gqa", "--window", "5"), "--kernel and --window are sizes of --complexity"),
-        (("gqa", "--plot", "a.jpg"), "'.jpg' is not supported"),
-        (("gqa", "--plot", "nowhere/a.svg"), "nowhere does not exist; give the path of a new file"),
-        (("gqa", "--plot-kind", "kv"), "draws nothing without a file"),
-        (("gqa", "--plot", "a.svg", "--plot-kind", "pie"), "there is no kind of plot 'pie'"),
-        (("gqa", "--csv", "--json"), "two forms of one document"),
-        (("gqa", "--csv", "--terms"), "no room for --terms"),
-        (("gqa", "--csv", "--complexity"), "no room for complexity"),
-    ],
-)
-def test_invalid_arguments_give_one_line(capsys, argv, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
-    assert os.listdir(tmp_path) == []
 
 
 def test_models_are_matched_by_none_of_their_sizes(capsys, tmp_path):

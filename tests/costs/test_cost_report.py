@@ -215,23 +215,3 @@ def test_verify_lists_equal_values_and_fails_on_a_difference(capsys, monkeypatch
     code, out, _ = run(capsys, "gqa", "--verify", "--json")
     gqa = json.loads(out)["verified"]["gqa"]
     assert (code, [check["what"] for check in gqa if not check["holds"]]) == (1, ["constants"])
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ((), "name at least one spec"),
-        (("gqaa",), "there is no preset, file or folder 'gqaa'"),
-        (("gqa", "--device", "h300"), "there is no device 'h300'"),
-        (("gqa", "--dtype", "int3"), "dtype='int3' is unknown"),
-        (("gqa", "--context", "0"), "context must be a whole number from 1"),
-        (("gqa", "--batch", "-1"), "batch must be a whole number from 1"),
-        (("gqa", "--model", "250"), "does not divide among 8 heads"),
-        (("gqa", "--heads", "0"), "a whole number of at least 1"),
-    ],
-)
-def test_invalid_arguments_give_one_line(capsys, argv, message):
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1

@@ -654,56 +654,6 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
     assert "config.json" in err
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ("mohsa", "--overlap", "l"),
-            "no option --overlap, but mohsa has project.overlap: Overlapping(overlap='l')",
-        ),
-        (
-            ("moh", "--active", "3"),
-            "no option --active, but moh has modifiers.1.active; write --set modifiers.1.",
-        ),
-        (
-            ("mohsa", "--set", "project.schedule=l"),
-            "project.schedule='l' depends on the depth of the layer",
-        ),
-        (("mohsa", "--bogus", "3"), "there is no option --bogus"),
-        (("gqa", "--layer", "3"), "--layer 3 is for models"),
-        (("gqa", "--set", "source=9"), "whose length is not given; set Workload(source=512)"),
-        (
-            ("gqa", "--set", "pattern=blocks(7) & causal()", "--context", 10**15),
-            "too many blocks; give at most 18",
-        ),
-        (("gqa", "--optimiser", "adm"), "there is no optimiser 'adm'"),
-        (("gqa", "--published", "palmm"), "did you mean 'palm'?"),
-        (("gqa", "--published", "paper-2022"), "are of whole blocks, and gqa is one attention"),
-        (("mha", "--generate", "3"), "mha is not causal and cannot generate token by token"),
-        (("FOLDER/gpt2", "--generate", "-3"), "generate must be a whole number from 0"),
-        (("FOLDER/gpt2", "--context", "1025"), "1025 tokens exceed the maximum length 1024"),
-        (("FOLDER/gpt2", "--context", "1024", "--generate", "5"), "use context=1020 or less"),
-        (("FOLDER/gpt2", "--layer", "12"), "decoder has layers 0 to 11"),
-        (("FOLDER/gpt2", "--layer", "encoder.1"), "gpt2 has no stack 'encoder'"),
-        (("FOLDER/gpt2", "--layer", "3.cross"), "has no 'cross'"),
-        (("FOLDER/gpt2", "--model", "64"), "--model is for presets"),
-        (("FOLDER/gpt2", "--set", "stacks.0.model=7"), "decoder is 7 wide"),
-        (
-            ("FOLDER/bart", "--source", "2000"),
-            "2000 source tokens exceed the maximum source length 1024",
-        ),
-        (("FOLDER/bert", "--generate", "1"), "bert is not causal"),
-        (("FOLDER/t5", "--published", "palm"), "are of one stack, and t5 has 2"),
-        (("FOLDER/t5", "--source", "0"), "source must be a whole number from 1"),
-        (("FOLDER",), "holds neither headwise.toml nor config.json"),
-    ],
-)
-def test_invalid_arguments_give_one_line(capsys, folder, argv, message):
-    code, out, err = run(capsys, *(str(word).replace("FOLDER", str(folder)) for word in argv))
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert message in err
-
-
 def test_a_backend_that_keeps_scores_forms_none_again():
     job = backends.CallSignature(hw.design(model=6, heads=2), hw.design(model=6, heads=2).core)
     values = {

@@ -184,24 +184,3 @@ def test_the_document_has_the_same_numbers(capsys, checkpoint):
     )
     assert gqa["recomputed_flops"] == recompute_flops(spec, load, way).total
     assert (gqa["recomputed_flops"] > 0) == (checkpoint != "none")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("--profile", "spda"), "did you mean 'sdpa'"),
-        (("--profile", ""), "--profile is empty"),
-        (("--checkpoint", "blok"), "did you mean 'block'"),
-        (("--checkpoint", ""), "checkpoint='' is unknown"),
-        (("--checkpoint", "core"), "use checkpoint='none' or 'block'"),
-        (("--dropout", "1.5"), "dropout must be at least 0 and less than 1, got 1.5"),
-        (("--dropout", "nan"), "less than 1, got nan"),
-        (("--dropout", "0.1"), "a layer alone has none"),
-        (("--profile", "paper-2022"), "there is no profile"),
-    ],
-)
-def test_invalid_arguments_give_one_line(capsys, argv, message):
-    code, out, err = run(capsys, "gqa", *SIZES, *argv)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -486,11 +487,11 @@ def test_headwise_spec_shows_a_model(
         "table": bp.ModelTable(described()).to_dict,
     }
     assert bp.from_toml(run(capsys, "spec", str(folder), "--toml")[1]) == described()
+    changed = bp.from_toml(run(capsys, "spec", str(toml), "--set", "name=other", "--toml")[1])
+    assert changed == replace(described(), name="other")
     for argv, words in (
-        ((str(folder), "--set", "heads.kv=4"), "--set is for one spec"),
-        ((str(tmp_path),), "architectures is missing")
-        if False
-        else ((str(tmp_path / "runs"),), "neither headwise.toml"),
+        ((str(folder), "--heads", "4"), "--heads is for presets"),
+        ((str(tmp_path / "nothing"),), "there is no file"),
     ):
         code, out, err = run(capsys, "spec", *argv)
         assert (code, out) == (2, "")

@@ -6,7 +6,19 @@ import contextlib
 import io
 import re
 
+import pytest
+
 from headwise import cli
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    """Run a command; return its code, output and errors. Words after an option may be one string."""
+    words: list[str] = []
+    for word in argv:
+        is_options = isinstance(word, str) and word.startswith("--")
+        words += word.split() if is_options else [str(word)]
+    code = cli.main(words)
+    return (code, *capsys.readouterr())
 
 
 def printed(arguments: list[str]) -> str:

@@ -1,15 +1,15 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
 The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune` and
-`convert` are modules of these names; the packages `cost` and `run` hold the two largest, and
+`convert` are modules of these names; the package `run` holds the largest, and
 `describe` the four that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
 
 The options of a command are a frozen dataclass, from which `options` generates the command line
 and its help. `exit_status` turns every error into one line and an exit code. `arguments` parses what
 commands share: specs, presets, folders of models and `--set KEY=VALUE`. `argument_checks` refuses
-bad files and heads before a model is loaded. `global_options` has what --version --json and
---completion of headwise itself print. `text_arguments` and `compression_arguments` have the options
-for texts and for models that are written to a folder, `one_text` the views of `heads` for one text.
+bad files before a model is loaded. `global_options` has what --version --json and --completion of
+headwise itself print. `text_arguments` and `compression_arguments` have the options for texts and
+for models that are written to a folder.
 
 Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help`
 answers at once.

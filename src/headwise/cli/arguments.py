@@ -22,31 +22,18 @@ from .options import Options, UsageError, options
 if TYPE_CHECKING:
     from ..attention.spec.attention_spec import AttentionSpec
     from ..models.model_spec import ModelSpec
-    from ..util.output_paths import Existing
 
 BAD_INPUT = 2  # exit code for invalid arguments or input
 # The names are repeated here so that --help need not import torch; a test compares them with
 # headwise.attention.presets.
-PRESETS = [
-    "mha",
-    "gqa",
-    "mqa",
-    "mla",
-    "moh",
-    "moh_vit",
-    "dcmha",
-    "mohsa",
-    "collaborative",
-    "talking",
-    "diff",
-    "diff2",
-    "entmax",
-    "linear",
-    "performer",
-]
-PRESETS += ["longformer", "longformer_dilated", "streaming_retrieval", "bigbird", "kha", "average"]
+PRESET_NAMES = (
+    "mha gqa mqa mla moh moh_vit dcmha mohsa collaborative talking diff diff2 entmax linear "
+    "performer longformer longformer_dilated streaming_retrieval bigbird kha average"
+)
+PRESETS = PRESET_NAMES.split()
 DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
 MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page of text
+MAX_CONFIG_BYTES = 2**24  # largest config.json: some list 21,000 class names, twice
 LOCALE_NAMES = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
 
@@ -103,40 +90,12 @@ def print_title(text: str) -> None:
     print_page(f"\x1b[1m{text}\x1b[0m\n" if supports_style() else text + "\n")
 
 
-@options
-class SpecOptions(Options):
-    """Options that name a spec and change it.
-
-    SPEC  a .toml or .json file, a preset, or - for stdin
-    --preset NAME  one of mha, gqa, mqa, mla, moh, moh_vit, dcmha, mohsa, collaborative, talking,
-        diff, diff2, entmax, linear, performer, longformer, longformer_dilated,
-        streaming_retrieval, bigbird, kha, average
-    --model WIDTH  model width of the preset
-    --heads COUNT  number of query heads of the preset
-    --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable
-    """
-
-    names = {"--set": "changes"}
-    spec: str | None = None
-    preset: str | None = None
-    model: int | None = None
-    heads: int | None = None
-    changes: tuple[str, ...] = ()
-
-    def refuse_changes(self, remedy: str) -> None:
-        """Refuse options for one spec if `spec` is a whole model."""
-        for name in ("changes", "model", "heads"):
-            if name in self.given:
-                raise UsageError(
-                    f"{self.given[name]} is for one spec, and {self.spec} describes a whole model; "
-                    f"{remedy}"
-                )
-
-
-def check_engine(engine: str, address: str) -> None:
-    """Refuse the address of a Ray cluster that is not used."""
-    if address and engine != "ray":
-        raise UsageError(f"--address {address} belongs to --engine ray; give both, or leave it out")
+def print_result(args: Any, result: Any, data: Any = None) -> None:
+    """Print a result as text, or with --json its data as one document."""
+    if args.json:
+        print_page(to_json(result.data if data is None else data))
+    else:
+        print_page(str(result))
 
 
 def terminal_language(option: str | None) -> str:
@@ -157,159 +116,196 @@ def terminal_language(option: str | None) -> str:
     return language
 
 
-def existing_mode(args: Any) -> Existing:
-    """How `check_output` treats an earlier output, by --overwrite."""
-    return "overwrite" if args.overwrite else "refuse"
+# --- Specs and models named on the command line ---------------------------------------------------
 
 
-def parse_spec(args: Any) -> AttentionSpec:
-    """Return the spec named by SPEC or --preset, after every --set."""
-    if (args.spec is None) == (args.preset is None):
-        raise UsageError(
-            "give exactly one spec: a .toml or .json file, or --preset NAME with one of "
-            + ", ".join(PRESETS)
-        )
-    sizes = {name: size for name in ("model", "heads") if (size := getattr(args, name)) is not None}
-    spec = (
-        _preset_spec(args.preset, sizes)
-        if args.preset is not None
-        else load_named_spec(args.spec, sizes)
-    )
-    return apply_changes(spec, args.changes)
+@options
+class SpecOptions(Options):
+    """Options that name a spec and change it.
 
-
-def apply_changes(spec: AttentionSpec, changes: Sequence[str]) -> AttentionSpec:
-    """Return the spec after `changes`, each as KEY=VALUE."""
-    from ..attention.spec import serialization
-
-    return (
-        serialization.from_dict(apply_changes_to_dict(serialization.to_dict(spec), changes))
-        if changes
-        else spec
-    )
-
-
-def apply_changes_to_dict(table: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Apply `changes`, each as KEY=VALUE, to a spec as plain values; changes
-    and returns `table`.
+    SPEC  a preset (mha, gqa, mqa, mla, moh, moh_vit, dcmha, mohsa, collaborative, talking, diff,
+        diff2, entmax, linear, performer, longformer, longformer_dilated, streaming_retrieval,
+        bigbird, kha, average), a .toml or .json file, or - for stdin
+    --model WIDTH  model width of the preset
+    --heads COUNT  number of query heads of the preset
+    --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable
     """
+
+    names = {"--set": "changes"}
+    spec: str
+    model: int | None = None
+    heads: int | None = None
+    changes: tuple[str, ...] = ()
+
+    def resolve(self) -> AttentionSpec | ModelSpec:
+        """Return the spec or model that SPEC names, in its sizes and with its changes."""
+        return resolve_target(self.spec, {"model": self.model, "heads": self.heads}, self.changes)
+
+    def resolve_spec(self) -> AttentionSpec:
+        """Return the spec of one layer; refuse a model."""
+        from ..attention.spec.attention_spec import AttentionSpec
+
+        target = self.resolve()
+        if not isinstance(target, AttentionSpec):
+            fact = f"{self.spec} is a whole model, and one layer is needed"
+            raise UsageError(f"{fact}; give a .toml or .json file, or a preset")
+        return target
+
+
+def resolve_target(
+    name: str, sizes: Mapping[str, int | None], changes: Sequence[str]
+) -> AttentionSpec | ModelSpec:
+    """Return the preset, or the spec or model that a file or folder describes, after `changes`.
+
+    `sizes` apply to presets only. `changes` apply to the spec or model as plain values.
+    """
+    from ..attention.spec import serialization
+    from ..attention.spec.attention_spec import AttentionSpec
+    from ..models import model_spec
+
+    given = {size: number for size, number in sizes.items() if number is not None}
+    target = _load_target(name, given)
+    if not changes:
+        return target
+    kind = serialization if isinstance(target, AttentionSpec) else model_spec
+    table: dict[str, Any] = kind.to_dict(target)  # pyright: ignore[reportArgumentType]
     for change in changes:
         _apply_change(table, change)
-    return table
+    return kind.from_dict(table)
 
 
-def _preset_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
-    from ..attention.presets import design
+def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSpec:
+    from ..attention.presets import DEFAULT_CHOICES, design, from_json, from_toml
+    from ..models import families, model_spec
 
-    return design(preset=name, **sizes)
-
-
-def load_named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
-    """Return the preset of this name, in these sizes if there are any, or the spec in the file of
-    this name.
-    """
     if name in PRESETS:
-        return _preset_spec(name, sizes)
+        return design(preset=name, **sizes)
+    path = Path(name)
+    is_model = is_published_model(path) or path.is_dir() or path.name == "config.json"
+    text = "" if is_model and path.name != "config.json" else _read_text(name)
+    table = _parse_table(text)
+    is_json = text.lstrip().startswith("{")
+    is_spec = "heads" in table or ("model" in table and "model_type" not in table)
+    is_model = is_model or "stacks" in table or (is_json and bool(table) and not is_spec)
     if sizes:
         size, value = next(iter(sizes.items()))
         key = {"heads": "heads.q"}.get(size, size)
-        raise UsageError(
-            f"--{size} is for presets, and {name} has its own {size}; change it with --set, as in "
-            f"--set {key}={value}"
-        )
-    path = Path(name)
-    if name != "-" and not path.exists():
-        from ..models.families.published_models import PUBLISHED_MODELS
-
-        if name in PUBLISHED_MODELS:
-            raise UsageError(
-                f"{name} is a whole model, and one layer is needed; give a .toml or .json file, "
-                "or a preset"
-            )
-        is_path = bool(path.suffix) or len(path.parts) > 1
-        fact = (
-            f"there is no file {name!r}"
-            if is_path
-            else f"there is no preset, file or folder {name!r}"
-        )
-        names = [*PRESETS, *PUBLISHED_MODELS]
-        raise UsageError(
-            f"{fact}; {'give a .toml or .json file, or a preset' if is_path else suggest(name, names)}"
-        )
-    return parse_spec_text(name, read_text(name))
+        remedy = "leave it out" if is_model else f"change it with --set, as in --set {key}={value}"
+        raise UsageError(f"--{size} is for presets, and {name} has its own {size}; {remedy}")
+    if "stacks" in table:
+        return model_spec.from_dict(table, DEFAULT_CHOICES)
+    if is_model:
+        return families.read_model_spec(table if name == "-" else name)
+    return (from_json if is_json or name.endswith(".json") else from_toml)(text)
 
 
-def parse_spec_text(name: str, text: str) -> AttentionSpec:
-    """Parse a spec from TOML or JSON; `name` is the file it came from, for messages."""
-    from ..attention.presets import from_json, from_toml
-
-    json = name.endswith(".json") or text.lstrip().startswith("{")
-    return (from_json if json else from_toml)(text)
-
-
-def read_text(name: str) -> str:
+def _read_text(name: str) -> str:
     """Return the text of a file, or of stdin for "-"."""
+    limit = MAX_CONFIG_BYTES if name.endswith(".json") else MAX_FILE_BYTES
     try:
-        raw = sys.stdin.buffer.read(MAX_FILE_BYTES + 1) if name == "-" else _read_bytes(Path(name))
+        if name == "-":
+            raw = sys.stdin.buffer.read(limit + 1)
+        else:
+            with Path(name).open("rb") as file:
+                raw = file.read(limit + 1)
         text = raw.decode()
     except UnicodeDecodeError:
         raise UsageError(f"{name!r} is not a text file; give a .toml or .json file") from None
-    if len(raw) > MAX_FILE_BYTES or "\0" in text:
-        raise UsageError(
-            f"{name!r} is too long or not text; give a .toml or .json file that describes one spec"
-        )
+    except FileNotFoundError:
+        from ..models.families.published_models import PUBLISHED_MODELS
+
+        if Path(name).suffix or len(Path(name).parts) > 1:
+            fact = f"there is no file {name!r}; give a .toml or .json file, or a preset"
+        else:
+            known = suggest(name, [*PRESETS, *PUBLISHED_MODELS])
+            fact = f"there is no preset, file or folder {name!r}; {known}"
+        raise UsageError(fact) from None
+    except OSError as error:
+        fact = f"{name!r} cannot be read: {error.strerror}"
+        raise UsageError(f"{fact}; give a .toml or .json file") from None
+    if len(raw) > limit or "\0" in text:
+        fact = f"{name!r} is too long or not text"
+        raise UsageError(f"{fact}; give a .toml or .json file that describes one spec")
     return text
 
 
-def _read_bytes(path: Path) -> bytes:
+def _parse_table(text: str) -> dict[str, Any]:
+    """Parse JSON or TOML into a table; empty if the text is neither, which its parser reports."""
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
-    except IsADirectoryError:
-        raise UsageError(f"{str(path)!r} is a folder; give a .toml or .json file in it") from None
-    except OSError as error:
-        raise UsageError(
-            f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file"
-        ) from None
+        table = (json.loads if text.lstrip().startswith("{") else tomllib.loads)(text)
+    except (ValueError, RecursionError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Return the table in a JSON or TOML file; empty if it cannot be read."""
+    if path.suffix not in DESCRIPTION_SUFFIXES or not path.is_file():
+        return {}
+    try:
+        return _parse_table(_read_text(str(path)))
+    except UsageError:
+        return {}
+
+
+def is_published_model(path: Path) -> bool:
+    """True if a name is that of a published model, and not of a preset, file or folder."""
+    if path.exists() or path.name != str(path) or path.name in PRESETS:
+        return False
+    from ..models.families.published_models import PUBLISHED_MODELS
+
+    return path.name in PUBLISHED_MODELS
+
+
+def short_name(name: str) -> str:
+    """Return a short label of a target: the stem of its path, or the folder of a config.json."""
+    path = Path(name).resolve()
+    if name in PRESETS or name == "-":
+        return name
+    return (path.parent.name if path.name == "config.json" else path.stem) or name
+
+
+def list_spec_keys(target: AttentionSpec | ModelSpec) -> Iterator[str]:
+    """Yield every key of a spec that --set accepts, such as "project.overlap"."""
+    from ..attention.spec.attention_spec import SLOTS, AttentionSpec
+
+    if isinstance(target, AttentionSpec):
+        parts = {slot: getattr(target, slot) for slot in SLOTS if slot != "pattern"}
+        parts |= {f"modifiers.{n}": modifier for n, modifier in enumerate(target.modifiers)}
+        for name, part in {"heads": target.heads, **parts}.items():
+            yield from (f"{name}.{field.name}" for field in fields(part))
+
+
+# --- `--set KEY=VALUE` ----------------------------------------------------------------------------
 
 
 def _apply_change(table: dict[str, Any], change: str) -> None:
     """Set KEY=VALUE in a spec as plain values."""
     path, equals, text = change.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
+    *parents, last = path.strip().split(".")
+    if not equals or not all([*parents, last]):
         raise UsageError(f"--set {change!r} is not KEY=VALUE; write it as in --set heads.kv=4")
     parent: Any = table
-    for n, key in enumerate(keys[:-1]):
-        parent = _enter_key(parent, key, ".".join(keys[: n + 1]))
-    if isinstance(parent, list):
-        _enter_key(parent, keys[-1], path)
-        parent[int(keys[-1])] = parse_value(text)
-    elif isinstance(parent, dict):
-        parent[keys[-1]] = parse_value(text)
+    for n, key in enumerate(parents):
+        parent = parent[_find_key(parent, key, ".".join(parents[: n + 1]))]
+    if isinstance(parent, dict):
+        parent[last] = parse_value(text)
+    elif isinstance(parent, list):
+        parent[_find_key(parent, last, path)] = parse_value(text)
     else:
-        raise UsageError(
-            f"--set {change!r}: {'.'.join(keys[:-1])} is {parent!r} without a field {keys[-1]!r}; "
-            "set the parent"
-        )
+        fact = f"{'.'.join(parents)} is {parent!r} without a field {last!r}"
+        raise UsageError(f"--set {change!r}: {fact}; set the parent")
 
 
-def _enter_key(parent: Any, key: str, path: str) -> Any:
-    if isinstance(parent, dict) and key in parent:
-        return parent[key]
-    if isinstance(parent, list) and key.isdecimal() and int(key) < len(parent):
-        return parent[int(key)]
-    field_names = (
-        list(parent)
-        if isinstance(parent, dict)
-        else [str(n) for n in range(len(parent))]
-        if isinstance(parent, list)
-        else []
-    )
-    raise UsageError(
-        f"--set: the spec has no {path!r}; "
-        f"{suggest(key, field_names) if field_names else 'set its parent instead'}"
-    )
+def _find_key(parent: Any, key: str, path: str) -> Any:
+    """Return the key or index of a table or list; refuse one that it does not have."""
+    known = dict(parent) if isinstance(parent, dict) else {}
+    if isinstance(parent, list):
+        known = {str(n): n for n in range(len(parent))}
+    if key not in known:
+        remedy = suggest(key, known) if known else "set its parent instead"
+        raise UsageError(f"--set: the spec has no {path!r}; {remedy}")
+    return known[key] if isinstance(parent, list) else key
 
 
 def parse_value(text: str) -> Any:
@@ -364,195 +360,3 @@ def parse_assignments(changes: Sequence[str], example: str) -> dict[str, Any]:
 def to_json(data: Any) -> str:
     """Serialise to JSON in ASCII, so that any output encoding can carry it."""
     return json.dumps(data, indent=2)
-
-
-# --- Specs and models named on the command line ---------------------------------------------------
-
-MAX_CONFIG_BYTES = 2**24  # largest config.json that is read: some list 21,000 class names, twice
-
-
-def resolve_target(
-    name: str, sizes: Mapping[str, int], changes: Sequence[str]
-) -> AttentionSpec | ModelSpec:
-    """Return the preset, or the spec or model that a file or folder describes, after `changes`.
-
-    `sizes` apply to presets only. For a model, `changes` apply to its ModelSpec as plain values.
-    """
-    from ..attention.spec.attention_spec import AttentionSpec
-
-    target = _load_target(name, sizes)
-    if isinstance(target, AttentionSpec):
-        return apply_changes(target, changes)
-    if not changes:
-        return target
-    from ..models import model_spec
-
-    return model_spec.from_dict(apply_changes_to_dict(model_spec.to_dict(target), changes))
-
-
-def short_name(name: str) -> str:
-    """Return a short label of a target: the stem of its path, and for a config.json the name of its
-    folder.
-    """
-    path = Path(name)
-    if name in PRESETS or name == "-":
-        return name
-    return (
-        path.resolve().parent.name if path.name == "config.json" else path.resolve().stem
-    ) or name
-
-
-def list_spec_keys(target: AttentionSpec | ModelSpec) -> Iterator[str]:
-    """Yield every key of a spec that --set accepts, such as "project.overlap"."""
-    from ..attention.spec.attention_spec import SLOTS, AttentionSpec
-
-    if isinstance(target, AttentionSpec):
-        parts = {"heads": target.heads} | {
-            slot: getattr(target, slot) for slot in SLOTS if slot != "pattern"
-        }
-        parts |= {f"modifiers.{n}": modifier for n, modifier in enumerate(target.modifiers)}
-        yield from (
-            f"{name}.{field.name}" for name, part in parts.items() for field in fields(part)
-        )
-
-
-def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSpec:
-    is_published = is_published_model(Path(name))
-    if not is_published and (name in PRESETS or (name != "-" and not Path(name).exists())):
-        return load_named_spec(name, sizes)
-    text = (
-        ""
-        if is_published or Path(name).is_dir()
-        else read_text(name)
-        if name == "-"
-        else _read_file_start(Path(name))
-    )
-    model = _load_model(name, text)
-    if model is None:
-        return (
-            parse_spec_text(name, text)
-            if name == "-" and not sizes
-            else load_named_spec(name, sizes)
-        )
-    if sizes:
-        raise UsageError(
-            f"--{next(iter(sizes))} is for presets, and {name} is a model with its own sizes; "
-            "leave it out"
-        )
-    return model
-
-
-def _load_model(name: str, text: str) -> ModelSpec | None:
-    """Return the model that a folder or a text describes, or None if it
-    describes a single layer.
-    """
-    from ..attention.presets import DEFAULT_CHOICES
-    from ..models import families, model_spec
-
-    table = _parse_table(text)
-    if "stacks" in table:
-        return model_spec.from_dict(table, DEFAULT_CHOICES)
-    is_config = text.lstrip().startswith("{") and not _has_spec_keys(table)
-    if (
-        is_config
-        or Path(name).is_dir()
-        or Path(name).name == "config.json"
-        or is_published_model(Path(name))
-    ):
-        return families.read_model_spec(table if name == "-" else name)
-    return None
-
-
-def _read_file_start(path: Path) -> str:
-    """Return the start of a file as text; `load_named_spec` reports files that are too long or not
-    text.
-    """
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_CONFIG_BYTES).decode(errors="replace")
-    except OSError as error:
-        raise UsageError(
-            f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file"
-        ) from None
-
-
-def _parse_table(text: str) -> Mapping[str, Any]:
-    """Parse JSON or TOML into a table; empty if the text is neither."""
-    try:
-        table = (json.loads if text.lstrip().startswith("{") else tomllib.loads)(text)
-    except (ValueError, RecursionError):  # the spec parser reports the error
-        return {}
-    return table if isinstance(table, dict) else {}
-
-
-def _has_spec_keys(table: Mapping[str, Any]) -> bool:
-    """Whether a JSON table is a spec and not a config.json; a table without
-    keys counts as a spec.
-    """
-    return not table or "heads" in table or ("model" in table and "model_type" not in table)
-
-
-# --- Whole models: `headwise spec MODEL` ----------------------------------------------------------
-
-MODEL_KEYS = {
-    ".json": ("model_type", "architectures"),
-    ".toml": ("stacks", "format"),
-}  # keys that only models have
-
-
-def load_model_description(name: str | None) -> ModelSpec | None:
-    """Return the model that a folder, config.json, TOML file or published name describes; None for
-    anything else.
-    """
-    path = Path(name or "-")
-    if (
-        not is_published_model(path)
-        and not path.is_dir()
-        and not set(read_description_keys(path)) & set(MODEL_KEYS.get(path.suffix, ()))
-    ):
-        return None
-    from ..models.families import read_model_spec
-
-    return read_model_spec(path)
-
-
-def is_published_model(path: Path) -> bool:
-    """Whether a name is that of a published model, and not of a preset, file or folder."""
-    if path.exists() or path.name != str(path) or path.name in PRESETS:
-        return False
-    from ..models.families.published_models import PUBLISHED_MODELS
-
-    return path.name in PUBLISHED_MODELS
-
-
-def is_manifest_or_config(path: Path) -> bool:
-    """Whether a file describes the model whose weights are beside it."""
-    return bool(set(read_description_keys(path)) & {"format", *MODEL_KEYS[".json"]})
-
-
-def read_description_keys(path: Path) -> dict[str, Any]:
-    """Return the table in a JSON or TOML file; empty if it cannot be read (the spec parser reports
-    why).
-    """
-    if path.suffix not in MODEL_KEYS or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
-        return {}
-    try:
-        text = path.read_text(encoding="utf-8")
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return table if isinstance(table, dict) else {}
-
-
-def format_model_page(model: ModelSpec, args: Any) -> str:
-    """Format a model in the requested form: as TOML, as JSON, or as a table of its tensors."""
-    from ..models.model_spec import ModelTable, to_dict, to_toml
-
-    args.refuse_changes("change the file")
-    if args.toml:
-        return to_toml(model).rstrip()
-    return (
-        to_json({"model": to_dict(model), "table": ModelTable(model).to_dict})
-        if args.json
-        else str(ModelTable(model))
-    )

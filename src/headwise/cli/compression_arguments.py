@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..report.progress import ProgressReporter
-from ..report.text import TERMINAL_WIDTH
-from ..util.output_paths import FolderKind, check_output, stage_folder
+from ..report.text import wrap
+from ..util.output_paths import stage_folder
 from .argument_checks import check_model_path
-from .arguments import existing_mode, print_page, to_json
+from .arguments import print_result
 from .options import AtLeastTwo, Count, InputFile, Positive, UsageError, options
 from .text_arguments import TextOptions, attach_named_tokenizer, parse_task, read_examples
 
@@ -50,19 +49,14 @@ class SurgeryOptions(TextOptions):
 
     names = {"--set": "changes"}
     choices = {"objective": "observe.head_analysis.objectives:OBJECTIVES"}
+    needs = {"changes": "task"}
+    outputs = {"out": "surgery.hf_export.model_folder:COMPRESSED_MODEL"}
     out: str
     overwrite: bool = False
     changes: tuple[str, ...] = ()
     json: bool = False
     objective: str | None = None
     seed: int = 0
-
-    @property
-    def output_kind(self) -> FolderKind:
-        """The kind of folder that the command writes."""
-        from ..surgery.hf_export.model_folder import COMPRESSED_MODEL
-
-        return COMPRESSED_MODEL
 
     def check(self) -> None:
         """Refuse what cannot work before the model is loaded."""
@@ -76,11 +70,6 @@ class SurgeryOptions(TextOptions):
             )
         check_model_path("MODEL", self.model)
         self.check_texts()
-        if self.changes and self.task is None:
-            raise UsageError(
-                f"--set {self.changes[0]} sets a field of a task; add --task NAME, or leave it out"
-            )
-        check_output(self.out, self.output_kind, existing_mode(self))
 
 
 @options
@@ -227,7 +216,7 @@ class CompressionRun:
         from ..surgery.verification.proof_report import render_summary, write_proof
 
         out = Path(self.args.out)
-        with stage_folder(out, COMPRESSED_MODEL, existing_mode(self.args)) as staged:
+        with stage_folder(out, COMPRESSED_MODEL, self.args.existing) as staged:
             self.report_progress("writing the model")
             written = write_model_folder(model, self.source, staged, record)
             exports: dict[str, Callable[[], Any]] = {
@@ -239,20 +228,10 @@ class CompressionRun:
             proof = prove(self.net, model, self.proof_examples, options, self.report_progress)
             self.report_progress("")
             write_proof(proof, staged)
-        if self.args.json:
-            print_page(
-                to_json(
-                    proof.data | {"folder": {"kind": written.kind, "sentence": written.summary}}
-                )
-            )
-        else:
-            folder_note = textwrap.fill(
-                written.summary, TERMINAL_WIDTH, initial_indent="  ", subsequent_indent="  "
-            )
-            print_page(
-                f"{render_summary(proof)}\n\n{out}\n{folder_note}\n  PROOF.md in this folder has "
-                "the full report."
-            )
+        folder = {"kind": written.kind, "sentence": written.summary}
+        note = "\n".join(wrap(written.summary, indent="  "))
+        text = f"{render_summary(proof)}\n\n{out}\n{note}\n  PROOF.md in this folder has the full report."
+        print_result(self.args, text, proof.data | {"folder": folder})
         return 0 if proof.holds else 1
 
     def _verification_options(

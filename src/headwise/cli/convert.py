@@ -7,9 +7,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from .argument_checks import check_groups_of_config, check_routing_of_config
 from .compression_arguments import CompressionOptions, CompressionRun
-from .options import Count, UsageError, check_minimum, options
+from .options import Count, UsageError, check_value, options
 
 if TYPE_CHECKING:
     from ..surgery import AttentionConversion
@@ -66,7 +65,6 @@ class ConvertOptions(CompressionOptions):
                 f"{', '.join(CONVERSION_FORMS)}"
             )
         if self.kv is not None:
-            check_groups_of_config(self.model, self.kv)
             return
         if self.align != "none" or self.grouping != "consecutive":
             raise UsageError(
@@ -78,9 +76,7 @@ class ConvertOptions(CompressionOptions):
                 f"--to {self.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}"
             )
         if match["width"]:
-            check_minimum("--to collaborative", int(match["width"]))
-        if match["active"]:
-            check_routing_of_config(self.model, int(match["always"]), int(match["active"]))
+            check_value("Count", "--to collaborative", int(match["width"]))
 
 
 def main(argv: list[str]) -> int:

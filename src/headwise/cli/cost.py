@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..util.errors import SpecError, suggest
-from .arguments import (
-    existing_mode,
-    list_spec_keys,
-    print_page,
-    resolve_target,
-    short_name,
-    to_json,
-)
+from .arguments import list_spec_keys, print_page, print_result, resolve_target, short_name, to_json
 from .options import CommandParser, Options, UsageError, options
 
 if TYPE_CHECKING:
-    from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.components import SpecOrModel
     from ..costs.cost_report import CostEstimate, CostReport
-    from ..costs.size_matching import SizeMatch
     from ..report.data import Item
 
 DEFAULT_KERNEL = 3
 DEFAULT_WINDOW = 64
-# Options and views for which CSV has no room: it has one line for each spec.
-NOT_IN_CSV = ("operations", "terms", "verify")
 
 
 class View(NamedTuple):
@@ -42,36 +30,36 @@ def main(argv: list[str]) -> int:
     """Print the costs of every target on the command line."""
     args = _parse_arguments(argv)
     if args.article is not None:
-        return _print_article(args)
+        from ..costs.published_formulas import ArticleTable
+
+        article = ArticleTable.from_name(args.article)
+        print_result(args, _format_items(article.tables), article.data)
+        return 0
     if args.plot is not None:
         from ..report.plots import check_figure_path
 
-        check_figure_path(args.plot, existing_mode(args))
+        check_figure_path(args.plot, args.existing)
     if args.measure:
         from ..costs.roofline import remeasure_this_machine
 
         remeasure_this_machine()
-    costs, matches = _match_sizes(args, estimate_costs(args))
-    views = {"matched": matches} if matches else {}
+    costs = estimate_costs(args)
+    views: dict[str, View] = {}
+    if args.match is not None:
+        costs, views["matched"] = _match_sizes(args, args.match, costs)
     for name, (is_wanted, make_view) in VIEWS.items():
         if is_wanted(args):
             views[name] = make_view(args, costs)
-    if args.csv:
-        print_page(_csv_of_costs(args, costs, views).removesuffix("\n"))
-    elif args.json:
+    if args.json:
         print_page(to_json(costs.data | {name: view.data for name, view in views.items()}))
     else:
-        print_page(_format_items([*costs.items, *_list_items(args, costs, views)]))
+        items = [*costs.items, *(costs.operations if args.operations else ())]
+        items += costs.terms if args.terms else []
+        for view in views.values():
+            items += view.items
+        print_page(_format_items(items))
     checks = views["verified"].data.values() if "verified" in views else ()
     return 1 if any(not check["holds"] for of_spec in checks for check in of_spec) else 0
-
-
-def _list_items(args: CostOptions, costs: CostReport, views: Mapping[str, View]) -> list[Item]:
-    items: list[Item] = [*costs.operations] if args.operations else []
-    items += costs.terms if args.terms else []
-    for view in views.values():
-        items += view.items
-    return items
 
 
 def _format_items(items: Sequence[Item]) -> str:
@@ -102,7 +90,6 @@ class CostOptions(Options):
     --match WHAT  resize each spec to match the first: params, flops or kv
     --operations  table of operations: FLOPs, bytes, least time, bottleneck
     --plot FILE  draw plots into a .svg, .png or .pdf file
-    --csv  print CSV with one line per spec instead of the table
     --json  print one JSON document instead of text
 
     details of comparing:
@@ -145,6 +132,12 @@ class CostOptions(Options):
     command = "cost"
     names = {"WHAT": "specs", "--set": "changes"}
     choices = {"match": "params flops kv", "complexity": "counted measured"}
+    needs = {
+        **dict.fromkeys(("kernel", "window"), "complexity"),
+        "resize": "match",
+        "plot_kind": "plot",
+    }
+    excludes = "article specs"
     specs: tuple[str, ...] = ()
     model: int | None = None
     heads: int | None = None
@@ -159,7 +152,6 @@ class CostOptions(Options):
     match: str | None = None
     operations: bool = False
     plot: str | None = None
-    csv: bool = False
     json: bool = False
     resize: tuple[str, ...] = ()
     complexity: str | None = None
@@ -184,23 +176,8 @@ class CostOptions(Options):
         if self.measure and self.device != "here":
             fact = f"--measure measures this machine, but the device is {self.device}"
             raise UsageError(f"{fact}; add --device here")
-        if self.resize and self.match is None:
-            fact = f"--resize {self.resize[0]} changes nothing without --match"
-            raise UsageError(f"{fact}; give --match params, flops or kv")
-        if not self.complexity and (self.kernel is not None or self.window is not None):
-            raise UsageError(
-                "--kernel and --window are sizes of --complexity; give it, or leave them out"
-            )
         if self.profile == "":
             raise UsageError("--profile is empty; leave it out, or name one such as sdpa")
-        if self.csv and self.json:
-            raise UsageError("--csv and --json are two forms of one document; leave one out")
-        if self.plot is None and self.plot_kind is not None:
-            fact = f"--plot-kind {self.plot_kind} draws nothing without a file"
-            raise UsageError(f"{fact}; give --plot costs.svg")
-        if self.article is not None and self.specs:
-            fact = f"--article {self.article} is a table of models of its own"
-            raise UsageError(f"{fact}; leave {self.specs[0]} out")
 
 
 def _parse_arguments(argv: Sequence[str]) -> CostOptions:
@@ -256,9 +233,7 @@ def load_target(name: str, args: CostOptions, changes: Sequence[str]) -> SpecOrM
     from ..costs.workload import select_layer
     from ..models.model_spec import ModelSpec
 
-    given = {"model": args.model, "heads": args.heads}
-    sizes = {size: number for size, number in given.items() if number is not None}
-    target = resolve_target(name, sizes, changes)
+    target = resolve_target(name, {"model": args.model, "heads": args.heads}, changes)
     if args.layer is None:
         return target
     if isinstance(target, ModelSpec):
@@ -270,71 +245,60 @@ def load_target(name: str, args: CostOptions, changes: Sequence[str]) -> SpecOrM
 
 def with_unique_names(costs: CostReport) -> dict[str, CostEstimate]:
     """Return the estimates by name; a repeated name gets a number, as in "gqa (2)"."""
-    counts: Counter[str] = Counter()
     by_name: dict[str, CostEstimate] = {}
     for estimate in costs:
-        counts[estimate.name] += 1
-        number = counts[estimate.name]
-        by_name[estimate.name if number == 1 else f"{estimate.name} ({number})"] = estimate
+        name = estimate.name
+        number = 1
+        while name in by_name:
+            number += 1
+            name = f"{estimate.name} ({number})"
+        by_name[name] = estimate
     return by_name
 
 
 # --- `--match` ------------------------------------------------------------------------------------
 
 
-def _match_sizes(args: CostOptions, costs: CostReport) -> tuple[CostReport, View | None]:
-    """With --match, resize every spec to match the first; return the new estimates, and a report of
-    the changes.
-    """
-    if args.match is None:
-        return costs, None
+def _match_sizes(args: CostOptions, by: str, costs: CostReport) -> tuple[CostReport, View]:
+    """Resize every spec to match the first; return the new estimates, and a report of the changes."""
+    from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.cost_report import CostReport, estimate_cost
+    from ..costs.size_matching import match_size
 
-    (first_name, first), *others = with_unique_names(costs).items()
+    estimates = with_unique_names(costs)
+    (first_name, first), *others = estimates.items()
     if not others:
         fact = f"--match resizes others to match the first, and there is only {first_name}"
         raise UsageError(f"{fact}; name one more")
-    free = _free_sizes(args, [name for name, _ in others])
-    like = _spec_to_match(first_name, first)
-    estimates = [first]
-    matches: dict[str, SizeMatch] = {}
-    for name, other in others:
-        from ..costs.size_matching import match_size
-
-        spec = _spec_to_match(name, other)
-        workload = other.workload
-        try:
-            match = match_size(spec, like=like, by=args.match, free=free[name], workload=workload)
-        except SpecError as error:
-            raise UsageError(f"cannot resize {name} to match {first_name}: {error}") from None
-        matches[name] = match
-        estimates.append(estimate_cost(match.spec, workload, other.name))
-    rows = [{"name": name, **match.data} for name, match in matches.items()]
-    lines = [f"{name}: {match}" for name, match in matches.items()]
-    view = View({"like": first_name, "rows": rows}, [f"resized to match {first_name}:", lines])
-    return CostReport(tuple(estimates)), view
-
-
-def _free_sizes(args: CostOptions, names: list[str]) -> dict[str, str | None]:
-    """Return the size that --resize names for each spec; None if it names none."""
-    free: dict[str, str | None] = dict.fromkeys(names)
-    for text in args.resize:
+    free = dict.fromkeys(estimates)
+    del free[first_name]
+    for text in args.resize:  # the size that --resize names for one spec, or for all
         name, equals, size = text.rpartition("=")
         if equals and name not in free:
-            raise UsageError(
-                f"--resize {text}: there is no resized spec {name!r}; {suggest(name, free)}"
-            )
-        free |= {name: size} if equals else dict.fromkeys(names, size)
-    return free
-
-
-def _spec_to_match(name: str, estimate: CostEstimate) -> AttentionSpec:
-    from ..attention.spec.attention_spec import AttentionSpec
-
-    if isinstance(estimate.spec_or_model, AttentionSpec):
-        return estimate.spec_or_model
-    fact = f"--match changes single layers, and {name} is a model"
-    raise UsageError(f"{fact}; select one attention, as in --layer 0.attention")
+            fact = f"--resize {text}: there is no resized spec {name!r}"
+            raise UsageError(f"{fact}; {suggest(name, free)}")
+        free |= dict.fromkeys([name] if equals else free, size)
+    specs: dict[str, AttentionSpec] = {}
+    for name, estimate in estimates.items():
+        if not isinstance(estimate.spec_or_model, AttentionSpec):
+            fact = f"--match changes single layers, and {name} is a model"
+            raise UsageError(f"{fact}; select one attention, as in --layer 0.attention")
+        specs[name] = estimate.spec_or_model
+    resized = [first]
+    rows: list[dict[str, Any]] = []
+    lines: list[str] = []
+    like = specs[first_name]
+    for name, other in others:
+        workload = other.workload
+        try:
+            match = match_size(specs[name], like=like, by=by, free=free[name], workload=workload)
+        except SpecError as error:
+            raise UsageError(f"cannot resize {name} to match {first_name}: {error}") from None
+        resized.append(estimate_cost(match.spec, workload, other.name))
+        rows.append({"name": name, **match.data})
+        lines.append(f"{name}: {match}")
+    view = View({"like": first_name, "rows": rows}, [f"resized to match {first_name}:", lines])
+    return CostReport(tuple(resized)), view
 
 
 # --- Reports besides the table of costs -----------------------------------------------------------
@@ -376,12 +340,9 @@ def _optimiser_view(args: CostOptions, costs: CostReport) -> View:
         rows.append(row | {"in_all": each * count, "weights_for_inference": estimate.weights_bytes})
     title = f"training state, {each} bytes per parameter; {optimiser.name}: {optimiser.description}"
     labels = {"name": "bytes", "in_all": "total", "weights_for_inference": "weights for inference"}
-    names = [row["name"] for row in rows]
-    cells = [
-        (labels.get(key, key), *(row[key] for row in rows)) for key in rows[0] if key != "name"
-    ]
+    names, *cells = [(labels.get(key, key), *(row[key] for row in rows)) for key in rows[0]]
     data = {"optimiser": optimiser.name, "bytes_each": each, "rows": rows}
-    return View(data, [Table(title, ["bytes", *names], cells)])
+    return View(data, [Table(title, names, cells)])
 
 
 def _activations_view(args: CostOptions, costs: CostReport) -> View:
@@ -492,25 +453,3 @@ VIEWS: dict[str, tuple[Callable[[CostOptions], bool], ViewMaker]] = {
     "plot": (lambda args: args.plot is not None, _plot_view),
     "verified": (lambda args: args.verify, _verified_view),
 }
-
-
-def _csv_of_costs(args: CostOptions, costs: CostReport, views: Mapping[str, View]) -> str:
-    """Return the costs as CSV; raise an error if other reports were requested too."""
-    unsupported = [f"--{name}" for name in NOT_IN_CSV if getattr(args, name)]
-    unsupported += [name for name in views if name not in ("matched", "plot")]
-    if unsupported:
-        raise UsageError(
-            f"--csv has one line per spec and no room for {unsupported[0]}; use --json instead"
-        )
-    from ..costs.cost_plots import to_csv
-
-    return to_csv(costs.data["rows"])
-
-
-def _print_article(args: CostOptions) -> int:
-    """Print the table of --article, which is of models of its own."""
-    from ..costs.published_formulas import ArticleTable
-
-    table = ArticleTable.from_name(args.article or "")
-    print_page(to_json(table.data) if args.json else _format_items(table.tables))
-    return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..report.progress import ProgressReporter
-from ..util.output_paths import check_output
 from .arguments import print_page, print_title, terminal_language, to_json
 from .options import Options, options
 
@@ -28,16 +27,11 @@ class DemoOptions(Options):
     command = "demo"
     imports_parts = False
     choices = {"lang": "en zh"}
+    outputs = {"out": "models.save_load:MODEL_FOLDER"}
     out: str = "runs/demo"
     quick: bool = False
     lang: str | None = None
     json: bool = False
-
-    def check(self) -> None:
-        """Refuse a folder that is not writable or holds something else before the first page."""
-        from ..models.save_load import MODEL_FOLDER
-
-        check_output(self.out, MODEL_FOLDER, "continue")
 
 
 def main(argv: list[str]) -> int:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import (
-    DESCRIPTION_SUFFIXES,
-    SpecOptions,
-    format_model_page,
-    load_model_description,
-    parse_spec,
-    print_page,
-    resolve_target,
-    to_json,
-)
+from .arguments import DESCRIPTION_SUFFIXES, SpecOptions, print_page, print_result, resolve_target
 from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
@@ -40,32 +30,28 @@ class DescriptionOptions(SpecOptions):
     """
 
     command = "spec"
+    excludes = ("json toml",)
     tokens: int = MASK_TOKENS
     toml: bool = False
     json: bool = False
-
-    def check(self) -> None:
-        """Refuse two forms of output."""
-        if self.toml and self.json:
-            raise UsageError("--json and --toml exclude each other; leave one out")
 
 
 def spec_main(argv: list[str]) -> int:
     """Print one spec, or a whole model."""
     args = DescriptionOptions.parse(argv)
-    model = load_model_description(args.spec)
-    if model is not None and args.preset is None:
-        print_page(format_model_page(model, args))
-        return 0
-    spec = parse_spec(args)
-    from ..attention.spec.serialization import to_toml
+    target = args.resolve()
+    from ..attention.spec import serialization
+    from ..models import model_spec
 
-    if args.toml:
-        print_page(to_toml(spec))
-    elif args.json:
-        print_page(to_json(spec_to_dict(spec, args.tokens)))
+    if isinstance(target, model_spec.ModelSpec):
+        table = model_spec.ModelTable(target)
+        data = {"model": model_spec.to_dict(target), "table": table.to_dict}
+        print_result(args, model_spec.to_toml(target).rstrip() if args.toml else table, data)
+    elif args.toml:
+        print_page(serialization.to_toml(target))
     else:
-        print_page(format_spec(spec, args.tokens))
+        data = spec_to_dict(target, args.tokens)
+        print_result(args, "" if args.json else format_spec(target, data), data)
     return 0
 
 
@@ -117,65 +103,40 @@ def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
     }
 
 
-def format_spec(spec: AttentionSpec, tokens: int) -> str:
+def format_spec(spec: AttentionSpec, data: dict[str, Any]) -> str:
     """Format a spec as text: TOML, parameters, costs and mask."""
     from ..attention.masking.patterns import draw_pattern
     from ..attention.spec.serialization import to_toml
+    from ..report.data import Table
+    from ..report.render import to_text
 
-    data = spec_to_dict(spec, tokens)
+    parameters: list[tuple[str, str, str]] = []
+    for row in data["parameters"]:
+        shape = " x ".join(map(str, row["shape"]))
+        parameters.append((row["name"], row["layout"], shape + ", constant" * (not row["learned"])))
     counts = data["counts"]
+    tokens = counts["tokens"]
+    cache = data["cache"]
+    kept = cache["keeps"]
     constants = f" and {counts['constants']:,} constants" if counts["constants"] else ""
-    lines = [to_toml(spec), "", *_format_parameters(data["parameters"]), ""]
+    flops = f"{counts['flops_asked']:,} required, {counts['flops_counted']:,} counted"
+    sizes = [f"{size:,}" for size in cache["bytes_per_token"].values()]
+    stored = f"{sizes[0]} bytes a token in float32, {sizes[1]} in bfloat16"
+    first = f"the first {kept['first']} and " if kept["first"] else ""
+    keeps = "every token" if kept["last"] is None else f"{first}the last {kept['last']} tokens"
+    if cache["bytes_of_state"]:
+        stored = f"one state of {cache['bytes_of_state']:,} bytes a row in float32 at any length"
+        keeps = "one state, no tokens"
     rows = [
         ("parameters", f"{counts['parameters']:,}{constants}"),
-        (
-            f"flops, {tokens} tokens",
-            f"{counts['flops_asked']:,} required, {counts['flops_counted']:,} counted",
-        ),
-        ("cache", _format_cache(data["cache"])),
-        (
-            "keeps",
-            _format_saved(data["cache"]["keeps"])
-            if data["cache"]["numbers_per_token"]
-            else "one state, no tokens",
-        ),
+        (f"flops, {tokens} tokens", flops),
+        ("cache", stored),
+        ("keeps", keeps),
     ]
-    lines += [f"{name:<18}{what}" for name, what in rows]
-    return "\n".join([*lines, "", draw_pattern(spec.pattern, tokens, tokens)])
-
-
-def _format_parameters(params: list[dict[str, Any]]) -> list[str]:
-    head = ("parameter", "axes", "shape")
-    rows = [
-        (
-            row["name"],
-            row["layout"],
-            " x ".join(map(str, row["shape"])) + ("" if row["learned"] else ", constant"),
-        )
-        for row in params
-    ]
-    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(2)]
-    return [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in (head, *rows)]
-
-
-def _format_cache(cache: dict[str, Any]) -> str:
-    if cache["bytes_of_state"]:
-        return f"one state of {cache['bytes_of_state']:,} bytes a row in float32 at any length"
-    bytes_per_token = cache["bytes_per_token"]
-    return (
-        f"{bytes_per_token['float32']:,} bytes a token in float32, "
-        f"{bytes_per_token['bfloat16']:,} in bfloat16"
-    )
-
-
-def _format_saved(retention: dict[str, Any]) -> str:
-    if retention["last"] is None:
-        return "every token"
-    return (
-        f"the first {retention['first']} and the last {retention['last']} tokens"
-        if retention["first"]
-        else f"the last {retention['last']} tokens"
-    )
+    table = to_text(Table("", ("parameter", "axes", "shape"), parameters))
+    lines = [f"{name:<18}{what}" for name, what in rows]
+    mask = draw_pattern(spec.pattern, tokens, tokens)
+    return "\n".join([to_toml(spec), "", table, "", *lines, "", mask])
 
 
 @options
@@ -207,38 +168,34 @@ class WalkOptions(SpecOptions):
 def walk_main(argv: list[str]) -> int:
     """Run a layer once on random input and print its tensor operations."""
     args = WalkOptions.parse(argv)
-    place, spec = _parse_layer(args)
+    place, spec = _select_attention(args)
     from ..attention.op_trace import AttentionSteps, walk
 
     source = args.tokens if args.source is None and place.endswith(".cross") else args.source
     trace = walk(spec, args.batch, args.tokens, source)
     page = trace if args.ops else AttentionSteps(trace)
     title = f"{args.spec}, {place}\n" if place else ""
-    print_page(to_json(page.to_dict) if args.json else f"{title}{page}")
+    print_result(args, f"{title}{page}", page.to_dict)
     return 0
 
 
-def _parse_layer(args: WalkOptions) -> tuple[str, AttentionSpec]:
-    """The attention that --layer names in a model, or its first one, with its place; "" and the
-    spec of a layer.
-    """
-    model = None if args.preset is not None else load_model_description(args.spec)
-    if model is None:
-        if args.layer is not None:
-            raise UsageError(f"--layer {args.layer} is for models; leave it out")
-        return "", parse_spec(args)
-    args.refuse_changes("leave it out")
+def _select_attention(args: WalkOptions) -> tuple[str, AttentionSpec]:
+    """Return the place and the spec of --layer, or of the first attention; a layer has no place."""
+    target = args.resolve()
     from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.workload import select_layer
 
-    place = args.layer or next((name for name, _ in model.attention_specs()), "")
+    if isinstance(target, AttentionSpec):
+        if args.layer is not None:
+            raise UsageError(f"--layer {args.layer} is for models; leave it out")
+        return "", target
+    place = args.layer or next((name for name, _ in target.attention_specs()), "")
     if not place:
         raise UsageError(f"{args.spec} has no attention; give another model")
-    spec = select_layer(model, place)
+    spec = select_layer(target, place)
     if not isinstance(spec, AttentionSpec):
-        raise UsageError(
-            f"--layer {place} is a block; name one attention in it, as in --layer {place}.attention"
-        )
+        remedy = f"name one attention in it, as in --layer {place}.attention"
+        raise UsageError(f"--layer {place} is a block; {remedy}")
     return place, spec
 
 
@@ -265,7 +222,7 @@ def sites_main(argv: list[str]) -> int:
     """Print the table of attention layers."""
     args = SitesOptions.parse(argv)
     table = _list_sites(args.model)
-    print_page(to_json(table.to_dict) if args.json else str(table))
+    print_result(args, table, table.to_dict)
     return 0
 
 
@@ -321,21 +278,10 @@ class WhyOptions(SpecOptions):
 def why_main(argv: list[str]) -> int:
     """Print the chosen backend, and for each other one its reasons to refuse."""
     args = WhyOptions.parse(argv)
-    spec = parse_spec(args)
+    spec = args.resolve_spec()
     from ..attention.backends.backend_report import why
 
-    report = why(
-        spec,
-        want=_split_options(args.want),
-        device=args.device,
-        dtype=args.dtype,
-        tokens=args.tokens,
-        when=_split_options(args.when),
-    )
-    print_page(to_json(report.data) if args.json else str(report))
+    want, when = (list(filter(None, ",".join(one).split(","))) for one in (args.want, args.when))
+    call = {"device": args.device, "dtype": args.dtype}
+    print_result(args, why(spec, want=want, tokens=args.tokens, when=when, **call))
     return 0
-
-
-def _split_options(options: Sequence[str]) -> list[str]:
-    """Split values joined by commas."""
-    return [word for option in options for word in option.split(",") if word]

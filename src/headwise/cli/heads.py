@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ..report.data import Table
 from ..report.progress import ProgressReporter
 from ..report.render import to_text
-from ..util.output_paths import check_output
-from .argument_checks import check_heads_of_config, check_input_file, check_model_path
-from .arguments import check_engine, existing_mode, print_note, print_page, supports_style, to_json
-from .one_text import check_one_text, show_one_text
+from .argument_checks import check_input_file, check_model_path, check_text_model
+from .arguments import print_note, print_page, print_result, supports_style
 from .options import (
     Count,
     InputFiles,
@@ -26,7 +24,6 @@ from .options import (
     UsageError,
     Words,
     check_choice,
-    help_entries,
     options,
 )
 from .text_arguments import TextOptions, attach_named_tokenizer, read_examples
@@ -35,9 +32,18 @@ if TYPE_CHECKING:
     from ..observe.head_analysis.annotated_examples import Example
     from ..observe.head_analysis.head_redundancy import RedundancyResult
     from ..observe.head_analysis.head_table import HeadTable, ImportanceResult
-
+    from ..observe.traces import Trace
 
 TRACE_SUFFIX = ".trace"
+VIEW_OPTIONS = {  # views of --show that an option is for, by its field
+    "head": ("weights", "norms", "points"),
+    "over": ("weights", "norms"),
+    "top": ("weights", "norms", "rollout"),
+    "position": ("logits",),
+    "token": ("logits",),
+}
+COMPARISONS = ("compare_text", "compare_model")
+ONE_TEXT = (*VIEW_OPTIONS, *COMPARISONS, "show", "target")  # options that need --text
 
 
 @options
@@ -103,6 +109,15 @@ class HeadsOptions(TextOptions):
         "criteria": "observe.head_analysis.head_classes:CLASSIFIERS",
         "engine": "local ray",
     }
+    needs = {
+        **dict.fromkeys(ONE_TEXT, "text"),
+        **dict.fromkeys(("draw", "pair"), "out"),
+        "answer_after": "data importance",
+        "normalise_layers": "importance",
+        "address": "engine",
+    }
+    excludes = ("images importance", "images tokenizer", "head over")
+    outputs = {"out": "observe.head_analysis.head_report:HEAD_REPORT"}
     images: str | None = None
     sort: str | None = None
     importance: str | None = None
@@ -142,59 +157,51 @@ class HeadsOptions(TextOptions):
 
     def check(self) -> None:
         """Refuse what cannot work before the model is loaded."""
-        entries = help_entries(HeadsOptions)
-        one_text = {name for name, entry in entries.items() if entry.group == "one text (--text)"}
-        if self.model.endswith(TRACE_SUFFIX):
-            self._check_trace()
-        elif self.text is not None:
-            shared = ("model", "text", "tokenizer", "json")
-            for name, flag in self.given.items():
-                if name not in shared and name not in one_text:
-                    raise UsageError(
-                        f"{flag} needs many texts, and --text gives one; leave one of them out"
-                    )
-            check_one_text(self)
-        else:
-            check_model_path("MODEL", self.model)
-            for name, flag in self.given.items():
-                if name in one_text:
-                    raise UsageError(f"{flag} is for one text; add --text TEXT")
-            self._check_many_texts()
-            self._check_drawing()
+        from ..observe.head_analysis.head_table import check_head_name
 
-    def _check_many_texts(self) -> None:
-        self.check_texts()
-        if self.images is not None:
-            self._check_images()
-        if self.answer_after and self.importance is None:
-            raise UsageError(
-                "--answer-after limits the loss of --importance; add --importance METHOD"
+        for name in (*self.draw, *self.pair, *filter(None, [self.head])):
+            check_head_name(name)
+        if self.model.endswith(TRACE_SUFFIX):
+            check_input_file("MODEL", self.model)
+            self.require("model", "draw")
+            self._allow_only(
+                "model draw out overwrite", f"needs a model, but {self.model} is a trace"
             )
-        if self.normalise_layers and self.importance is None:
-            raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
+            return
+        check_model_path("MODEL", self.model)
+        if self.text is not None:
+            shared = " ".join(("model text tokenizer json", *ONE_TEXT))
+            self._allow_only(shared, "needs many texts, and --text gives one")
+            self._check_view()
+            return
+        self.check_texts()
+        if self.images is not None and self.criteria in ("clark", "voita"):
+            fact = f"--criteria {self.criteria} is defined on texts"
+            raise UsageError(f"{fact}; leave it out with --images")
         if self.sort is not None and self.data is not None:  # other texts have further measures
             check_choice("--sort", self.sort, self._list_measures())
-        if _parse_head_pair(self.pair) and self.out is None:
-            raise UsageError("--pair needs a folder for the figure; add --out DIR")
-        check_engine(self.engine, self.address)
+        if len(self.pair) not in (0, 2):
+            raise UsageError(f"--pair {' '.join(self.pair)} is not two heads; give L0H1 L1H0, say")
         if self.engine == "ray" and self.data is None and self.images is None:
-            raise UsageError(
-                "--engine ray measures texts and images without dependencies and alignments; "
-                "leave it out"
-            )
+            fact = "--engine ray measures texts and images without dependencies and alignments"
+            raise UsageError(f"{fact}; leave it out")
 
-    def _check_images(self) -> None:
-        """Refuse options that need texts."""
-        if self.criteria in ("clark", "voita"):
-            raise UsageError(
-                f"--criteria {self.criteria} is defined on texts; leave it out with --images"
-            )
-        if self.importance is not None:
-            raise UsageError(
-                "--importance needs texts or labels, and --images has neither; leave it out"
-            )
-        if self.tokenizer is not None:
-            raise UsageError("--tokenizer is for texts; leave it out with --images")
+    def _allow_only(self, names: str, fact: str) -> None:
+        for name, flag in self.given.items():
+            if name not in names.split():
+                raise UsageError(f"{flag} {fact}; leave it out")
+
+    def _check_view(self) -> None:
+        check_text_model(self.model, "--text", "give --images PATH")
+        compared = [self.given[name] for name in COMPARISONS if name in self.given]
+        if compared and self.show is not None:
+            raise UsageError(f"--show and {compared[0]} are two views; leave one of them out")
+        if self.show == "points":
+            self.require("show", "head")
+        view = "comparison" if compared else self.show or "weights"
+        for name, views in VIEW_OPTIONS.items():
+            if name in self.given and view not in views:
+                raise UsageError(f"--{name} belongs to --show {' or '.join(views)}; leave it out")
 
     def _list_measures(self) -> list[str]:
         """The measures of texts without annotations."""
@@ -204,59 +211,20 @@ class HeadsOptions(TextOptions):
         published = [name for name in LITERATURE_METRICS if name.startswith(f"{self.criteria} ")]
         return [*HEAD_METRICS, *published, *(["importance"] if self.importance else [])]
 
-    def _check_drawing(self) -> None:
-        from ..observe.head_analysis.head_table import HEAD_NAME, check_head_name
-
-        for name in self.draw:
-            check_head_name(name)
-            match = HEAD_NAME.fullmatch(name)
-            if match and match[1] == "L":
-                check_heads_of_config(self.model, name, int(match[2]), [int(match[3])])
-        if self.draw and self.out is None:
-            raise UsageError("--draw needs a folder for the figures; add --out DIR")
-        if self.out is not None:
-            from ..observe.head_analysis.head_report import HEAD_REPORT
-
-            check_output(self.out, HEAD_REPORT, existing_mode(self))
-
-    def _check_trace(self) -> None:
-        """Refuse everything but drawing heads of a trace."""
-        self._check_drawing()
-        check_input_file("MODEL", self.model)
-        if not self.draw:
-            raise UsageError(
-                f"{self.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR"
-            )
-        for name, flag in self.given.items():
-            if name not in ("model", "draw", "out", "overwrite"):
-                raise UsageError(f"{flag} needs a model, but {self.model} is a trace; leave it out")
-
 
 @dataclass
 class ExtraAnalyses:
-    """Results of --importance, --redundancy and --random-baseline; None if not requested.
-
-    `weights` holds the results of --circuits, --spectra and --collapse as plain values. `items` are
-    tables of all of them.
-    """
+    """Results of --importance and --redundancy, the data of all analyses, and their tables."""
 
     importance: ImportanceResult | None = None
     redundancy: RedundancyResult | None = None
-    random_baseline: HeadTable | None = None
-    weights: dict[str, Any] = field(default_factory=dict)
-    items: list[Table] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict[str, Any])
+    items: list[Table] = field(default_factory=list[Table])
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """Results as plain values, by option."""
-        results = {
-            "importance": self.importance,
-            "redundancy": self.redundancy,
-            "random_baseline": self.random_baseline,
-        }
-        return {
-            name: result.data for name, result in results.items() if result is not None
-        } | self.weights
+    def add(self, name: str, data: Any, table: Table) -> None:
+        """Add the data and the table of one analysis."""
+        self.data[name] = data
+        self.items.append(table)
 
 
 def run_extras(
@@ -270,48 +238,39 @@ def run_extras(
     """Run the requested analyses; `measure` makes the head table of another model. Return the table
     and the results.
     """
+    from ..observe.head_analysis import head_circuits, rank_analysis
+
     extras = ExtraAnalyses()
     if args.importance is not None:
-        extras.importance = _measure_importance(model, examples, args, report)
-        table = _add_importance(table, extras)
+        result = extras.importance = _measure_importance(model, examples, args, report)
+        extras.add("importance", result.data, replace(result, notes=()).table)
+        table = _add_importance(table, result)
     baseline = None
     if args.random_baseline:
         from ..observe.head_analysis.random_baseline import make_random_baseline
 
         baseline = make_random_baseline(model, seed=args.seed)
-        extras.random_baseline = measure(baseline)
-        extras.items.append(_count_classes(table, extras.random_baseline))
+        measured = measure(baseline)
+        extras.add("random_baseline", measured.data, _count_classes(table, measured))
     if args.redundancy:
         from ..observe.head_analysis.head_redundancy import measure_redundancy
 
         report("comparing heads")
-        extras.redundancy = measure_redundancy(model, examples, name=table.model)
-        extras.items.append(extras.redundancy.table)
+        found = extras.redundancy = measure_redundancy(model, examples, name=table.model)
+        extras.add("redundancy", found.data, found.table)
         if baseline is not None:
-            name = "random baseline"
-            extras.items.append(measure_redundancy(baseline, examples, name=name).table)
-    _describe_weights(model, examples, args, extras)
-    return table, extras
-
-
-def _describe_weights(
-    model: Any, examples: Sequence[Example], args: HeadsOptions, extras: ExtraAnalyses
-) -> None:
-    """Run --circuits, --spectra and --collapse."""
-    from ..observe.head_analysis import head_circuits, rank_analysis
-
+            found = measure_redundancy(baseline, examples, name="random baseline")
+            extras.items.append(found.table)
     if args.circuits:
         heads = head_circuits.measure_head_circuits(model)
-        extras.weights["circuits"] = [head.data for head in heads]
-        extras.items.append(head_circuits.circuit_table(heads))
+        extras.add("circuits", [one.data for one in heads], head_circuits.circuit_table(heads))
     if args.spectra:
         spectra = rank_analysis.measure_qk_spectra(model, seed=args.seed)
-        extras.weights["spectra"] = [spectrum.data for spectrum in spectra]
-        extras.items.append(rank_analysis.spectra_table(spectra))
+        extras.add("spectra", [one.data for one in spectra], rank_analysis.spectra_table(spectra))
     if args.collapse:
         depths = rank_analysis.measure_rank_collapse(model, examples)
-        extras.weights["collapse"] = [depth.data for depth in depths]
-        extras.items.append(rank_analysis.collapse_table(depths))
+        extras.add("collapse", [one.data for one in depths], rank_analysis.collapse_table(depths))
+    return table, extras
 
 
 def _measure_importance(
@@ -331,28 +290,23 @@ def _measure_importance(
     )
 
 
-def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
+def _add_importance(table: HeadTable, result: ImportanceResult) -> HeadTable:
     """Return the table with the importance of every head as a measure."""
-    result = extras.importance
-    assert result is not None
-    by_head = {(head.site, head.head): head.measure for head in result.heads}
+    by_head = {(one.site, one.head): {"importance": one.measure} for one in result.heads}
     heads = tuple(
-        replace(head, measures={**head.measures, "importance": by_head[head.site, head.head]})
-        if (head.site, head.head) in by_head
-        else head
-        for head in table.heads
+        replace(one, measures={**one.measures, **by_head.get((one.site, one.head), {})})
+        for one in table.heads
     )
-    extras.items.append(replace(result, notes=()).table)
     return replace(table, heads=heads, notes=(*table.notes, *result.notes))
 
 
 def _count_classes(table: HeadTable, baseline: HeadTable) -> Table:
     from ..observe.head_analysis.head_table import class_group
 
-    counts: list[Counter[str]] = []
-    for one in (table, baseline):
-        groups = [{class_group(named.name) for named in head.classes} for head in one.heads]
-        counts.append(Counter(group for named in groups for group in named))
+    counts: list[Counter[str]] = [Counter(), Counter()]
+    for count, one in zip(counts, (table, baseline), strict=True):
+        for head in one.heads:
+            count.update({class_group(named.name) for named in head.classes})
     names = sorted({*counts[0], *counts[1]}, key=lambda name: -counts[0][name])
     rows = [(name, counts[0][name], counts[1][name]) for name in names]
     return Table("heads by class", ("class", "this model", "randomly initialised"), rows)
@@ -366,14 +320,13 @@ def main(argv: list[str]) -> int:
     args = HeadsOptions.parse(argv)
     if args.model.endswith(TRACE_SUFFIX):
         return _draw_from_trace(args)
+    model = _load(args.model, args)
     if args.text is not None:
-        return show_one_text(args)
-    from ..hub.pretrained_models import load_original
+        print_result(args, _show_one_text(model, args))
+        return 0
     from ..observe.inspect.attention_sites import sites
 
-    model = load_original(args.model).eval()
-    attach_named_tokenizer(model, args)
-    drawn_heads = _locate_drawn_heads(args, sites(model)) if args.draw else []
+    drawn_heads = _locate_heads(args.draw, sites(model))
     examples, notes, sites_of_images = _read_examples(model, args)
     report = ProgressReporter()
     measure = partial(
@@ -385,18 +338,28 @@ def main(argv: list[str]) -> int:
     if args.out is not None:
         from ..observe.head_analysis.head_report import ReportOptions, write_head_report
 
-        pair = _parse_head_pair(args.pair)
-        existing = existing_mode(args)
-        options = ReportOptions(extras.importance, extras.redundancy, pair, drawn_heads, existing)
+        pair = _locate_heads(args.pair, sites(model))
+        options = ReportOptions(
+            extras.importance, extras.redundancy, pair, drawn_heads, args.existing
+        )
         for name in write_head_report(model, table, examples, Path(args.out), options):
             print_note(name)
-    if args.json:
-        print_page(to_json(table.data | extras.data))
-        return 0
-    style = supports_style()
-    shown = to_text(table.ranking(args.sort)) if args.sort else table.to_text(colour=style)
-    print_page("\n\n".join([shown, *map(to_text, extras.items)]))
+    shown = to_text(table.ranking(args.sort)) if args.sort else table.to_text(supports_style())
+    text = "\n\n".join([shown, *map(to_text, extras.items)])
+    print_result(args, text, table.data | extras.data)
     return 0
+
+
+def _load(name: str, args: HeadsOptions) -> Any:
+    from ..hub.pretrained_models import load_original
+    from ..observe.inspect.model_inputs import is_encoder_decoder
+
+    model = load_original(name).eval()
+    attach_named_tokenizer(model, args)
+    if args.text is not None and args.target is None and is_encoder_decoder(model):
+        fact = f"{name} is an encoder-decoder"
+        raise UsageError(f"{fact}; add --target TEXT, which its decoder reads")
+    return model
 
 
 def _read_examples(
@@ -414,37 +377,24 @@ def _read_examples(
     return images.examples, (*images.notes, NOT_FOR_IMAGES), images.sites
 
 
-def _locate_drawn_heads(args: HeadsOptions, layers: Sequence[Any]) -> list[tuple[str, int]]:
+def _locate_heads(names: Sequence[str], layers: Sequence[Any]) -> list[tuple[str, int]]:
     from ..observe.head_analysis.head_table import locate_head
 
-    return [locate_head(name, layers) for name in args.draw]
+    return [locate_head(name, layers) for name in names]
 
 
-def _draw_from_trace(args: Any) -> int:
+def _draw_from_trace(args: HeadsOptions) -> int:
     """Draw heads of a trace, which needs neither the model nor texts."""
     from ..observe.head_analysis.head_report import draw_traced_heads
     from ..observe.traces import load_trace
 
     trace = load_trace(args.model)
-    heads = _locate_drawn_heads(args, trace.layers)
-    for site, head in heads:
-        trace.head_weights(
-            site, head, slice(0, 1)
-        )  # refuse an unknown head before anything is written
-    for name in draw_traced_heads(trace, heads, Path(args.out), existing_mode(args)):
+    heads = _locate_heads(args.draw, trace.layers)
+    for site, head in heads:  # refuse an unknown head before anything is written
+        trace.head_weights(site, head, slice(0, 1))
+    for name in draw_traced_heads(trace, heads, Path(args.out or ""), args.existing):
         print_page(name)
     return 0
-
-
-def _parse_head_pair(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Parse --pair: two heads as (site, head), or an empty list."""
-    parts = [name.rpartition(":") for name in names]
-    if len(names) not in (0, 2) or not all(site and head.isdecimal() for site, _, head in parts):
-        raise UsageError(
-            f"--pair {' '.join(names)} is not two heads; write SITE:HEAD twice, as in "
-            "encoder.0.attention:3"
-        )
-    return [(site, int(head)) for site, _, head in parts]
 
 
 def _measure_model(
@@ -463,27 +413,72 @@ def _measure_model(
 
     kind = "text" if args.images is None else "image"
     options = MeasureOptions(sites=site_names)
-    options = options if args.images is None else options._replace(metrics=IMAGE_METRICS)
+    if args.images is not None:
+        options = options._replace(metrics=IMAGE_METRICS)
     if args.engine == "ray":
         from ..studies.ray_engine import RayHeads
 
         options = options._replace(engine=RayHeads(args.address))
-    convention = "clark" if args.criteria == "clark" else "ours"
-    has_links = bool(args.align_files) or args.task is not None
-    collectors = (
-        [DependencyScores(convention=convention)]
-        if args.conllu is not None
-        else [AlignmentScores()]
-        if has_links
-        else []
-    )
-    progress = report.counter("measuring heads", len(examples), f"{kind}s")
+    collectors: list[Any] = []
+    if args.conllu is not None:
+        convention = "clark" if args.criteria == "clark" else "ours"
+        collectors.append(DependencyScores(convention=convention))
+    elif args.align_files or args.task is not None:
+        collectors.append(AlignmentScores())
     table = measure_and_classify(
         model,
         examples,
         criteria=args.criteria,
         options=options,
         collectors=collectors,
-        progress=progress,
+        progress=report.counter("measuring heads", len(examples), f"{kind}s"),
     )
     return replace(table, texts=table.texts.replace("text", kind))
+
+
+# --- `headwise heads MODEL --text TEXT` ------------------------------------------------------------
+
+
+def _show_one_text(model: Any, args: HeadsOptions) -> Any:
+    """Return the view of one text that the options name, or a comparison."""
+    from ..observe.head_analysis.attention_maps import compute_attention_maps
+    from ..observe.head_analysis.logit_attribution import attribute_logit
+    from ..observe.inspect.attention_sites import sites
+    from ..observe.traces import compare_traces, map_queries_and_keys
+
+    inputs = _inputs(args, args.text)
+    if args.compare_text is not None or args.compare_model is not None:
+        other = model if args.compare_model is None else _load(args.compare_model, args)
+        text = args.text if args.compare_text is None else args.compare_text
+        return compare_traces(_trace(model, inputs), _trace(other, _inputs(args, text)))
+    if args.show == "logits":
+        position = -1 if args.position is None else args.position
+        return attribute_logit(model, inputs, position=position, token=args.token)
+    if args.show == "points":
+        captured = _trace(model, inputs)
+        [(site, head)] = _locate_heads([args.head or ""], captured.layers)
+        return map_queries_and_keys(captured, site, head)
+    maps = compute_attention_maps(model, inputs)
+    top = 3 if args.top is None else args.top
+    if args.show == "rollout":
+        return maps.table(maps.rollout(), "rollout over layers", top=top)
+    quantity = "norms" if args.show == "norms" else "weights"
+    if args.head is None:
+        how = args.over or "mean"
+        matrix = maps.aggregate(of=quantity, heads=how, layers=how)
+        return maps.table(matrix, f"{quantity}, {how} over heads and layers", top=top)
+    [(site, head)] = _locate_heads([args.head], sites(model))
+    matrix = maps.weights(site) if quantity == "weights" else maps.norms(site)
+    if head >= len(matrix):
+        raise UsageError(f"{site} has no head {head}; its heads are 0..{len(matrix) - 1}")
+    return maps.table(matrix[head], f"{quantity} of {site} head {head}", site, top=top)
+
+
+def _inputs(args: HeadsOptions, text: str | None) -> Any:
+    return text if args.target is None else {"source": text, "text": args.target}
+
+
+def _trace(model: Any, inputs: Any) -> Trace:
+    from ..observe.inspect.trace_capture import trace
+
+    return trace(model, inputs, max_new_tokens=0)

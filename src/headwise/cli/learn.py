@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..util.output_paths import stage_folder
-from .arguments import existing_mode, print_note, print_page, terminal_language, to_json
+from .arguments import print_note, print_page, print_result, terminal_language, to_json
 from .options import Options, options
 
 if TYPE_CHECKING:
@@ -52,15 +52,13 @@ def main(argv: list[str]) -> int:
     from ..learn.entry_text import format_entry, format_list, format_overview
 
     if args.html is not None:
-        return _write_pages(args, language)
+        return _write_pages(args, args.html, language)
     if args.list or args.what is None:
         documents = load_documents()
-        if args.json:
-            print_page(
-                to_json([_listed(entry) for document in documents for entry in document.entries])
-            )
-        else:
-            print_page((format_list if args.list else format_overview)(documents, language))
+        data = [_listed(entry) for document in documents for entry in document.entries]
+        print_result(
+            args, (format_list if args.list else format_overview)(documents, language), data
+        )
         return 0
     entries = find_entries(args.what)
     if args.json:
@@ -74,50 +72,34 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _write_pages(args: Any, language: str) -> int:
-    from ..learn.catalogue import find_entries, load_documents
+def _write_pages(args: LearnOptions, folder: str, language: str) -> int:
+    from ..learn.catalogue import MODULES, find_entries, load_documents
     from ..learn.document_page import DOCUMENT_PAGES, font_note, write_document_page
     from ..learn.entry_text import Words
 
-    ids = (
-        None
-        if args.what is None
-        else list(dict.fromkeys(entry.document for entry in find_entries(args.what)))
-    )
-    documents = load_documents() if ids is None else load_documents(ids)
-    with stage_folder(args.html, DOCUMENT_PAGES, existing_mode(args)) as folder:
+    ids = [] if args.what is None else [entry.document for entry in find_entries(args.what)]
+    documents = load_documents(list(dict.fromkeys(ids)) or tuple(MODULES))
+    with stage_folder(folder, DOCUMENT_PAGES, args.existing) as staged:
         for document in documents:
-            write_document_page(document, language, folder / f"{document.id}.html")
+            write_document_page(document, language, staged / f"{document.id}.html")
     for document in documents:
-        print_page(f"{Words(language).phrase('wrote')} {Path(args.html) / f'{document.id}.html'}")
+        print_page(f"{Words(language).phrase('wrote')} {Path(folder) / f'{document.id}.html'}")
     note = font_note(language)
     if note:
         print_note(f"headwise: {note}")
     return 0
 
 
+LISTED = ("id", "document", "topic", "quote_zh", "line_en", "line_zh", "command")
+
+
 def _listed(entry: Entry) -> dict[str, Any]:
-    return {
-        "id": entry.id,
-        "document": entry.document,
-        "kind": entry.kind.value,
-        "topic": entry.topic,
-        "rows": list(entry.rows),
-        "state": entry.verdict.value,
-        "quote_zh": entry.quote_zh,
-        "line_en": entry.line_en,
-        "line_zh": entry.line_zh,
-        "command": entry.command,
-        "study": entry.study or None,
-    }
+    values = {name: getattr(entry, name) for name in LISTED}
+    values |= {"kind": entry.kind.value, "state": entry.verdict.value}
+    return values | {"rows": list(entry.rows), "study": entry.study or None}
 
 
 def _checked(entry: Entry, result: Result) -> dict[str, Any]:
-    answers = {
-        "reason_en": result.reason_en,
-        "reason_zh": result.reason_zh,
-        "reference": entry.reference,
-    }
-    return (
-        _listed(entry) | {"state": result.verdict.value, "numbers": dict(result.numbers)} | answers
-    )
+    reasons = {name: getattr(result, name) for name in ("reason_en", "reason_zh")}
+    found = {"state": result.verdict.value, "numbers": dict(result.numbers)}
+    return _listed(entry) | found | reasons | {"reference": entry.reference}

@@ -21,7 +21,7 @@ them. Types and `choices` say which values are refused, as soon as an object is 
 3
 >>> Example(top_k=0)
 Traceback (most recent call last):
-headwise.cli.options.UsageError: --top-k 0 is too small; give 1 or more
+headwise.cli.options.UsageError: --top-k 0 is out of range; give 1 or more
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Self, dataclass_transfor
 
 from ..report.text import TERMINAL_WIDTH, wrap
 from ..util.errors import suggest
+from ..util.output_paths import Existing, check_output
 
 HELP_COLUMN = 24  # column in which the explanations start
 LIST_OPTIONS = "--list-options"  # for scripts of completion; no help text names it
@@ -48,7 +49,7 @@ parts of your own:
     repeatable
 """
 
-# Types of fields; each refuses some values (`CHECKS`).
+# Types of fields; each refuses some values (`NUMBERS` and `CHECKS`).
 Count = AtLeastTwo = Natural = int
 Positive = Share = NotNegative = float
 InputFile = ModelFolder = TokenizerFile = str
@@ -67,30 +68,55 @@ def options(cls: type) -> Any:
 
 @options
 class Options:
-    """Base class of the options of a command."""
+    """Base class of the options of a command. Its tables name fields.
+
+    `names`: fields of options with other names. `choices`: names that a field accepts. `needs`:
+    fields without which one has no effect. `excludes`: fields of which one may be given. `outputs`:
+    the kind of file or folder that is written. "module:NAME" is a constant of headwise.
+    """
 
     command: ClassVar[str]
-    names: ClassVar[Mapping[str, str]] = {}  # fields of options with other names
-    choices: ClassVar[Mapping[str, str]] = {}  # names that fields accept; "module:NAMES" is lazy
+    names: ClassVar[Mapping[str, str]] = {}
+    choices: ClassVar[Mapping[str, str]] = {}
+    needs: ClassVar[Mapping[str, str]] = {}
+    excludes: ClassVar[Sequence[str]] = ()
+    outputs: ClassVar[Mapping[str, str]] = {}
     imports_parts: ClassVar[bool] = True  # False if the command reads no spec or model of the user
 
     def __post_init__(self) -> None:
+        given = self.given
         choices = _collect(type(self), "choices")
         for each in fields(self):
+            flag = given.get(each.name)
             value = getattr(self, each.name)
-            if value is None or value == each.default:
-                continue
-            flag = help_entries(type(self))[each.name].flag
             for item in value if isinstance(value, tuple) else (value,):
-                check = CHECKS.get(_kind(each))
-                if check is not None:
-                    check(flag, item)
-                if each.name in choices:
-                    check_choice(flag, item, choices[each.name].split())
+                if flag is not None and item is not None:
+                    check_value(_kind(each), flag, item)
+                    if each.name in choices:
+                        check_choice(flag, item, choices[each.name].split())
+        for name, needed in _collect(type(self), "needs").items():
+            for other in needed.split() if name in given else ():
+                self.require(name, other)
+        for names in self.excludes:
+            flags = [given[name] for name in names.split() if name in given]
+            if len(flags) > 1:
+                raise UsageError(f"{flags[0]} and {flags[1]} exclude each other; leave one out")
         self.check()
+        for name, kind in _collect(type(self), "outputs").items():
+            if getattr(self, name) is not None:
+                check_output(getattr(self, name), look_up(kind), self.existing)
 
     def check(self) -> None:
         """Refuse options that do not go together."""
+
+    def require(self, name: str, other: str) -> None:
+        """Refuse a field that has no effect unless another one is given."""
+        if other not in self.given:
+            entries = help_entries(type(self))
+            flag = entries[name].flag
+            needed = entries[other]
+            remedy = f"add {needed.flag} {needed.metavar}".rstrip()
+            raise UsageError(f"{flag} needs {needed.flag}; {remedy}, or leave {flag} out")
 
     @property
     def given(self) -> dict[str, str]:
@@ -101,6 +127,14 @@ class Options:
             for each in fields(self)
             if getattr(self, each.name) != each.default
         }
+
+    @property
+    def existing(self) -> Existing:
+        """What happens to an earlier output; commands without --overwrite go on in it."""
+        overwrite = vars(self).get("overwrite")
+        if overwrite is None:
+            return "continue"
+        return "overwrite" if overwrite else "refuse"
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
@@ -173,62 +207,53 @@ def parse_entries(text: str) -> list[HelpEntry]:
 # --- Checks of one value --------------------------------------------------------------------------
 
 
-def check_minimum(flag: str, value: float, minimum: float = 1) -> None:
-    """Refuse a number below `minimum`, or one that is not finite."""
-    if not minimum <= value < math.inf:
-        raise UsageError(f"{flag} {value:g} is too small; give {minimum:g} or more")
+class NumberKind(NamedTuple):
+    """Numbers that an option accepts: how a word is parsed, the test, and what is accepted."""
+
+    parse: type[int | float]
+    accepts: Callable[[float], bool]
+    text: str
 
 
-def check_positive(flag: str, value: float) -> None:
-    """Refuse a number that is not above 0."""
-    if not 0 < value < math.inf:
-        raise UsageError(f"{flag} {value:g} is out of range; give a number above 0")
+NUMBERS: Mapping[str, NumberKind] = {
+    "int": NumberKind(int, lambda value: True, ""),
+    "Count": NumberKind(int, lambda value: value >= 1, "1 or more"),
+    "AtLeastTwo": NumberKind(int, lambda value: value >= 2, "2 or more"),
+    "Natural": NumberKind(int, lambda value: value >= 0, "0 or more"),
+    "float": NumberKind(float, lambda value: True, ""),
+    "NotNegative": NumberKind(float, lambda value: 0 <= value < math.inf, "0 or more"),
+    "Positive": NumberKind(float, lambda value: 0 < value < math.inf, "a number above 0"),
+    "Share": NumberKind(float, lambda value: 0 < value <= 1, "a number above 0, and at most 1"),
+}
+CHECKS = {  # functions of `argument_checks`, which imports this module
+    "InputFile": "check_input_file",
+    "InputFiles": "check_input_file",
+    "ModelFolder": "check_model_path",
+    "TokenizerFile": "check_tokenizer",
+}
 
 
-def check_share(flag: str, value: float) -> None:
-    """Refuse a number that is not above 0 and at most 1."""
-    if not 0 < value <= 1:
-        raise UsageError(f"{flag} {value:g} is no share; give a number above 0, and at most 1")
+def check_value(kind: str, flag: str, value: Any) -> None:
+    """Refuse a value that an option of this kind does not accept."""
+    if kind in CHECKS:
+        look_up(f"cli.argument_checks:{CHECKS[kind]}")(flag, value)
+    elif kind in NUMBERS and not NUMBERS[kind].accepts(value):
+        raise UsageError(f"{flag} {value:g} is out of range; give {NUMBERS[kind].text}")
 
 
 def check_choice(flag: str, value: str, names: Sequence[str]) -> None:
-    """Refuse an unknown name, with the most similar one.
-
-    A name such as "surgery.conversion:GROUPINGS" stands for the names in this constant of headwise,
-    which is imported only if the option is given.
-    """
+    """Refuse an unknown name, with the most similar one; "module:NAMES" stands for several."""
     known: list[str] = []
     for name in names:
-        module, colon, constant = name.partition(":")
-        if colon:
-            known += getattr(import_module(f"headwise.{module}"), constant)
-        else:
-            known.append(name)
+        known += look_up(name) if ":" in name else [name]
     if value not in known:
         raise UsageError(f"{flag} {value!r} is unknown; {suggest(value, known)}")
 
 
-def _lazy_check(name: str) -> Callable[[str, Any], None]:
-    """Return a check of `argument_checks`, which imports this module."""
-
-    def check(flag: str, value: Any) -> None:
-        getattr(import_module("headwise.cli.argument_checks"), name)(flag, value)
-
-    return check
-
-
-CHECKS: Mapping[str, Callable[[str, Any], None]] = {
-    "Count": check_minimum,
-    "AtLeastTwo": partial(check_minimum, minimum=2),
-    "Natural": partial(check_minimum, minimum=0),
-    "NotNegative": partial(check_minimum, minimum=0),
-    "Positive": check_positive,
-    "Share": check_share,
-    "InputFile": _lazy_check("check_input_file"),
-    "InputFiles": _lazy_check("check_input_file"),
-    "ModelFolder": _lazy_check("check_model_path"),
-    "TokenizerFile": _lazy_check("check_tokenizer"),
-}
+def look_up(name: str) -> Any:
+    """Return the constant "module:NAME" of headwise."""
+    module, _, constant = name.partition(":")
+    return getattr(import_module(f"headwise.{module}"), constant)
 
 
 # --- The parser -----------------------------------------------------------------------------------
@@ -409,23 +434,13 @@ def _add_field(group: Any, each: Field[Any], entry: HelpEntry) -> None:
     elif entry.metavar.startswith("["):  # [SIDE=both]: the option alone means both
         metavar, _, const = entry.metavar.strip("[]").partition("=")
         settings |= {"metavar": metavar, "nargs": "?", "const": const}
-    settings["type"] = NUMBER_TYPES.get(kind, str)
+    settings["type"] = partial(_parse_number, NUMBERS[kind].parse) if kind in NUMBERS else str
     group.add_argument(entry.flag, dest=each.name, help=text, required=is_required, **settings)
 
 
-def _number_parser(kind: Callable[[str], int | float], expected: str) -> Callable[[str], Any]:
-    def parse(text: str) -> int | float:
-        try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"needs {expected}, got {text!r}") from None
-
-    return parse
-
-
-WHOLE_NUMBER = _number_parser(int, "a whole number")
-NUMBER = _number_parser(float, "a number")
-NUMBER_TYPES = {
-    **dict.fromkeys(("int", "Count", "AtLeastTwo", "Natural"), WHOLE_NUMBER),
-    **dict.fromkeys(("float", "Positive", "Share", "NotNegative"), NUMBER),
-}
+def _parse_number(kind: type[int | float], word: str) -> int | float:
+    try:
+        return kind(word)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"needs {expected}, got {word!r}") from None

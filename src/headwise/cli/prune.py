@@ -4,7 +4,6 @@ ratios.
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,25 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..util.output_paths import FolderKind, check_output
-from .argument_checks import check_heads_of_config
-from .arguments import existing_mode, print_page, to_json
+from ..util.output_paths import check_output
+from .arguments import print_result
 from .compression_arguments import CompressionOptions, CompressionRun, SurgeryOptions
-from .options import (
-    AtLeastTwo,
-    Count,
-    Natural,
-    Positive,
-    UsageError,
-    Words,
-    check_choice,
-    check_share,
-    options,
-)
+from .options import AtLeastTwo, Count, Natural, Positive, UsageError, Words, check_value, options
 
 if TYPE_CHECKING:
     from ..models import Transformer
-    from ..surgery import HeadRanking, HeadSelection
+    from ..surgery import HeadSelection, PruningBudget
     from ..surgery.l0_gates import GateTrainingOptions
     from ..surgery.pruning_curves import SweepOptions
 
@@ -79,6 +67,7 @@ class PruneOptions(CompressionOptions):
         "unit": "surgery.pruning_plan:UNIT_KINDS",
         "fold": "surgery.pruning:FOLD_MODES",
     }
+    needs = {"gates": "keep", "rerank_every": "budget", "state": "budget"}
     keep: str | None = None
     heads: Words = ()
     budget: str | None = None
@@ -105,29 +94,53 @@ class PruneOptions(CompressionOptions):
             conflict = f", not both {chosen[0]} and {chosen[1]}" if len(chosen) > 1 else ""
             listed = ", ".join(f"--{name}" for name in ways)
             raise UsageError(f"choose heads by exactly one of {listed}{conflict}")
-        if self.keep is not None:
-            _parse_fraction(self.keep)
         for name in self.heads:
-            layer, heads = _split_heads(name)
-            number = int(layer) if layer.isdecimal() else None
-            check_heads_of_config(self.model, name, number, heads)
-        if self.budget is not None:
-            _parse_budget(self.budget)
+            _split_heads(name)
+        if self.keep or self.budget:
+            self.selection()  # refuses amounts
         if self.plan is not None and not Path(self.plan).exists():
-            raise UsageError(
-                f"there is no folder {self.plan!r} for --plan; give a folder that headwise prune "
-                "wrote"
-            )
-        if self.gates is not None and not self.keep:
-            raise UsageError("--gates needs --keep for the number of heads that stay; give both")
-        for name in ("rerank_every", "state"):
-            if name in self.given and not self.budget:
-                flag = self.given[name]
-                raise UsageError(f"{flag} needs --budget; add --budget, or leave out {flag}")
+            fact = f"there is no folder {self.plan!r} for --plan"
+            raise UsageError(f"{fact}; give a folder that headwise prune wrote")
         if self.state is not None:
             from ..surgery.head_selection import STATE_FILE
 
             check_output(self.state, STATE_FILE, "continue")
+
+    def selection(self) -> HeadSelection:
+        """Return the selection of heads that needs no model."""
+        from .. import surgery
+
+        if self.gates is not None:
+            overrides: dict[str, Any] = {} if self.lr is None else {"rate": self.lr}
+            unit = "kv" if self.unit == "group" else "head"
+            return surgery.KeepOpenGates(
+                surgery.GateTrainingOptions(
+                    heads=_parse_amount(self.keep or ""),
+                    steps=self.gates,
+                    unit=unit,
+                    seed=self.seed,
+                    **overrides,
+                )
+            )
+        ranking = surgery.HeadRanking(
+            self.by, self.objective, num_examples=self.sample, seed=self.seed
+        )
+        if self.keep:
+            least = 1 if self.min_heads is None else self.min_heads
+            amount = _parse_amount(self.keep)
+            return surgery.KeepTop(amount, ranking, self.per, self.unit, least)
+        if self.budget:
+            return surgery.PruneToBudget(
+                _parse_budget(self.budget),
+                ranking,
+                self.rerank_every,
+                self.unit,
+                self.min_heads or 0,
+                None if self.state is None else Path(self.state),
+            )
+        return (
+            surgery.KeepOnePerCluster(ranking) if self.clusters else surgery.DropClasses(self.drop)
+        )
 
 
 def main(argv: list[str]) -> int:
@@ -136,10 +149,16 @@ def main(argv: list[str]) -> int:
         return sweep_main(argv)
     args = PruneOptions.parse(argv)
     run = CompressionRun.from_options(args)
+    from ..surgery import DropHeads
     from ..surgery.pruning import list_text_uses, prune
     from ..surgery.pruning_plan import fingerprint_model
 
-    selection = _selection(args, run)
+    if args.heads:
+        selection = DropHeads(tuple(_parse_heads(run.net, args.heads)))
+    elif args.plan:
+        selection = _load_plan(args.plan, run)
+    else:
+        selection = args.selection()
     run.split_texts(list_text_uses(selection, args.fold))
     result = prune(
         run.net, selection, run.selection_examples, fold=args.fold, log=run.report_progress
@@ -149,58 +168,19 @@ def main(argv: list[str]) -> int:
     return run.write_and_verify(model, result.plan.summary, record, **result.proof_options)
 
 
-def _selection(args: Any, run: CompressionRun) -> HeadSelection:
-    """Return the library objects that the options describe."""
-    from ..surgery import (
-        DropClasses,
-        DropHeads,
-        GateTrainingOptions,
-        HeadRanking,
-        KeepOnePerCluster,
-        KeepOpenGates,
-        KeepTop,
-    )
-
-    if args.gates is not None:
-        overrides = {} if args.lr is None else {"rate": args.lr}
-        unit = "kv" if args.unit == "group" else "head"
-        return KeepOpenGates(
-            GateTrainingOptions(
-                heads=_parse_fraction(args.keep),
-                steps=args.gates,
-                unit=unit,
-                seed=args.seed,
-                **overrides,
-            )
-        )
-    ranking = HeadRanking(args.by, args.objective, num_examples=args.sample, seed=args.seed)
-    if args.keep:
-        return KeepTop(
-            _parse_fraction(args.keep),
-            ranking,
-            args.per,
-            args.unit,
-            1 if args.min_heads is None else args.min_heads,
-        )
-    if args.heads:
-        return DropHeads(tuple(_parse_heads(run.net, args.heads)))
-    if args.drop:
-        return DropClasses(tuple(args.drop))
-    if args.clusters:
-        return KeepOnePerCluster(ranking)
-    return _stopping_budget(args, ranking) if args.budget else _load_plan(args, run)
+def _parse_amount(text: str) -> float | int:
+    """Parse --keep: a share, or a number of heads."""
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        fact = f"--keep {text} is not a share or number of heads"
+        raise UsageError(f"{fact}; give 0.5 or 4, for example") from None
 
 
-def _stopping_budget(args: Any, ranking: HeadRanking) -> HeadSelection:
-    from ..surgery import PruneToBudget, PruningBudget
-
-    budget = PruningBudget(*_parse_budget(args.budget))
-    state = None if args.state is None else Path(args.state)
-    return PruneToBudget(budget, ranking, args.rerank_every, args.unit, args.min_heads or 0, state)
-
-
-def _parse_budget(text: str) -> tuple[str, float]:
+def _parse_budget(text: str) -> PruningBudget:
     """Parse --budget: its kind and its limit."""
+    from ..surgery import PruningBudget
+
     kind, _, limit = text.partition("=")
     try:
         number = float(limit)
@@ -208,26 +188,14 @@ def _parse_budget(text: str) -> tuple[str, float]:
         raise UsageError(
             f"--budget {text} is not a budget; write KIND=LIMIT, as in cache=0.5"
         ) from None
-    check_choice("--budget", kind, ["surgery.head_selection:BUDGET_KINDS"])
-    if (
-        not 0 <= number < math.inf
-        or (number == 0 and kind != "loss")
-        or (kind == "time" and number >= 1)
-    ):
-        below = " and below 1" if kind == "time" else ""
-        raise UsageError(
-            f"--budget {text} cannot be met; give a limit above 0{below}, as in {kind}=0.7"
-        )
     if kind in ("parameters", "cache") and number > 1 and not number.is_integer():
         unit = "bytes per token" if kind == "cache" else "parameters"
-        raise UsageError(
-            f"--budget {text} is no share and no number of {unit}; give a share below 1, or a "
-            "number"
-        )
-    return kind, number
+        fact = f"--budget {text} is no share and no number of {unit}"
+        raise UsageError(f"{fact}; give a share below 1, or a number")
+    return PruningBudget(kind, number)
 
 
-def _load_plan(args: Any, run: CompressionRun) -> HeadSelection:
+def _load_plan(folder: str, run: CompressionRun) -> HeadSelection:
     """Return the selection recorded in heads.json of another folder, which must come from this
     model.
     """
@@ -235,32 +203,14 @@ def _load_plan(args: Any, run: CompressionRun) -> HeadSelection:
     from ..surgery.hf_export.model_folder import read_record
     from ..surgery.pruning_plan import PruningPlan, fingerprint_model
 
-    record = read_record(args.plan).change
+    record = read_record(folder).change
     if record.get("operation") != "prune":
-        raise UsageError(
-            f"{args.plan} has no record of removed heads; give a folder that headwise prune wrote"
-        )
+        fact = f"{folder} has no record of removed heads"
+        raise UsageError(f"{fact}; give a folder that headwise prune wrote")
     if record.get("model") != fingerprint_model(run.net):
-        raise UsageError(
-            f"the plan in {args.plan} was made for another checkpoint than {args.model}; choose "
-            "heads by another option"
-        )
+        fact = f"the plan in {folder} was made for another checkpoint than {run.source}"
+        raise UsageError(f"{fact}; choose heads by another option")
     return DropHeads(PruningPlan.from_dict(run.net.spec, record).removed_heads)
-
-
-def _parse_fraction(text: str) -> float | int:
-    try:
-        amount = int(text) if re.fullmatch(r"\d+", text) else float(text)
-    except ValueError:
-        raise UsageError(
-            f"--keep {text} is not a share or number of heads; give 0.5 or 4, for example"
-        ) from None
-    if amount < 1 if isinstance(amount, int) else not 0 < amount < 1:
-        raise UsageError(
-            f"--keep {text} is out of range; give a share below 1, such as 0.5, or a number of "
-            "heads"
-        )
-    return amount
 
 
 def _parse_heads(net: Transformer, names: Sequence[str]) -> list[tuple[str, int]]:
@@ -324,6 +274,7 @@ class SweepCommandOptions(SurgeryOptions):
         "answers": "surgery.pruning_curves:REMOVAL_ORDERS",
         "unit": "surgery.pruning_plan:UNIT_KINDS",
     }
+    outputs = {"out": "surgery.curve_report:CURVES_FOLDER"}
     sweep: bool = False
     by: Words = ()
     points: str = ""
@@ -336,23 +287,13 @@ class SweepCommandOptions(SurgeryOptions):
     unit: str = "auto"
     min_heads: Natural = 0
 
-    @property
-    def output_kind(self) -> FolderKind:
-        """The kind of folder that the command writes."""
-        from ..surgery.curve_report import CURVES_FOLDER
-
-        return CURVES_FOLDER
-
     def check(self) -> None:
-        """Refuse shares and orders that cannot be."""
+        """Refuse what are not shares, and gates that are not trained."""
         super().check()
-        for point in _parse_fractions(self.points):
-            check_share("--points", point)
-        for flag, orders in (("--by", self.by), ("--answers", self.answers)):
-            if "gates" in orders and self.gates is None:
-                raise UsageError(
-                    f"{flag} gates needs the steps that gates are trained for; add --gates STEPS"
-                )
+        _parse_shares(self.points)
+        for name in ("by", "answers"):
+            if "gates" in getattr(self, name):
+                self.require(name, "gates")
 
 
 def sweep_main(argv: list[str]) -> int:
@@ -375,25 +316,22 @@ def sweep_main(argv: list[str]) -> int:
     command = shlex.join(["headwise", "prune", *argv])
     curves = replace(curves, notes=(*run.notes, *curves.notes), command=command)
     run.report_progress("drawing figures")
-    write_report(curves, Path(args.out), existing_mode(args))
+    write_report(curves, Path(args.out), args.existing)
     run.report_progress("")
-    if args.json:
-        print_page(to_json(to_report_data(curves)))
-    else:
-        print_page(
-            f"{render_terminal(curves)}\n\n{args.out}\n  CURVES.md in this folder has the full "
-            "report, with figures."
-        )
+    text = f"{render_terminal(curves)}\n\n{args.out}\n  CURVES.md in this folder has the full report, with figures."
+    print_result(args, text, to_report_data(curves))
     return 0
 
 
-def _parse_fractions(text: str) -> tuple[float, ...]:
+def _parse_shares(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(fraction) for fraction in text.split(",")) if text else ()
+        shares = tuple(float(share) for share in text.split(",")) if text else ()
     except ValueError:
-        raise UsageError(
-            f"--points {text} are not shares of heads; write them as in 0.75,0.5,0.25"
-        ) from None
+        fact = f"--points {text} are not shares of heads"
+        raise UsageError(f"{fact}; write them as in 0.75,0.5,0.25") from None
+    for share in shares:
+        check_value("Share", "--points", share)
+    return shares
 
 
 def _sweep_config(args: SweepCommandOptions, run: CompressionRun) -> SweepOptions:
@@ -402,7 +340,7 @@ def _sweep_config(args: SweepCommandOptions, run: CompressionRun) -> SweepOption
 
     return SweepOptions(
         orders=tuple(args.by),
-        shares=_parse_fractions(args.points) or DEFAULT_SHARES,
+        shares=_parse_shares(args.points) or DEFAULT_SHARES,
         parts=tuple(args.parts),
         objective=args.objective,
         num_examples=args.sample,

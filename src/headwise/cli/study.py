@@ -6,17 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..util.output_paths import check_output
-from .arguments import check_engine, parse_assignments, print_note, print_page, to_json
-from .options import InputFile, Options, UsageError, options
+from .arguments import parse_assignments, print_note, print_page, print_result
+from .options import InputFile, Natural, Options, Positive, UsageError, options
 
 if TYPE_CHECKING:
     from ..studies.cells import Cell
     from ..studies.process_engine import CellEngine
-    from ..studies.study_plan import StudyPlan
 
 
 @options
@@ -45,32 +45,24 @@ class StudyOptions(Options):
     command = "study"
     names = {"--set": "changes"}
     choices = {"engine": "local ray"}
+    needs = {"address": "engine"}
     file: InputFile
     scale: str = "small"
     out: str | None = None
     plan: bool = False
     only: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
-    jobs: int | None = None
+    jobs: Natural | None = None
     engine: str = "local"
     address: str = ""
-    budget: float | None = None
+    budget: Positive | None = None
     json: bool = False
 
     def check(self) -> None:
-        """Refuse numbers of processes and hours that cannot be."""
-        if self.jobs is not None and self.jobs < 0:
-            raise UsageError(
-                f"--jobs {self.jobs} is negative; give 1 or more, or 0 to run in this process"
-            )
-        check_engine(self.engine, self.address)
+        """Refuse an engine that runs cells in this process."""
         if self.engine == "ray" and self.jobs == 0:
             raise UsageError(
                 "--jobs 0 runs cells in this process, which --engine ray does not; give 1 or more"
-            )
-        if self.budget is not None and not self.budget > 0:
-            raise UsageError(
-                f"--budget {self.budget:g} is no number of hours; give a number above 0"
             )
 
 
@@ -95,7 +87,8 @@ def main(argv: list[str]) -> int:
         if args.budget is not None:
             plan.check_budget(args.budget)
         if args.plan:
-            print_page(to_json(_plan_data(plan)) if args.json else to_text(tabulate_plan(plan)))
+            sizes = {"study": study.name, "scale": study.scale, "seconds": plan.seconds}
+            print_result(args, to_text(tabulate_plan(plan)), sizes | {"cells": plan.data})
             return 0
     out = Path(out)
     try:
@@ -104,14 +97,10 @@ def main(argv: list[str]) -> int:
         print_note(f"headwise: interrupted; run the same command to go on in {out}")
         raise
     report = write_report(results, out)
-    if args.json:
-        print_page(to_json({"out": str(out), "claims": report.claims, "failures": report.failures}))
-    else:
-        print_page(
-            "\n".join(
-                [f"{study.name}, scale {study.scale}", "", *report.claims, "", *report.failures]
-            ).rstrip()
-        )
+    lines = [f"{study.name}, scale {study.scale}", "", *report.claims, "", *report.failures]
+    data = {"out": str(out), "claims": report.claims, "failures": report.failures}
+    print_result(args, "\n".join(lines).rstrip(), data)
+    if not args.json:
         page = out / REPORT_FOLDER / "report.html"
         print_page(f"\n{page}\n  The report, with figures; report.md and results.csv beside it.")
     return 0
@@ -128,21 +117,11 @@ def _make_engine(args: StudyOptions) -> CellEngine:
 
 
 def _make_filter(patterns: Sequence[str]) -> Callable[[Cell], bool]:
-    """Whether a cell matches one of the patterns; without patterns all do."""
+    """Return a test that accepts cells which match one of the patterns; without patterns, all."""
 
     def is_chosen(cell: Cell) -> bool:
-        name = f"{cell.task}/{cell.variant}/{cell.seed}"
-        return not patterns or any(
-            fnmatchcase(name, pattern) or cell.id == pattern for pattern in patterns
-        )
+        names = (f"{cell.task}/{cell.variant}/{cell.seed}", cell.id)
+        pairs = product(names, patterns or ("*",))
+        return any(name == pattern or fnmatchcase(name, pattern) for name, pattern in pairs)
 
     return is_chosen
-
-
-def _plan_data(plan: StudyPlan) -> dict[str, Any]:
-    return {
-        "study": plan.study.name,
-        "scale": plan.study.scale,
-        "seconds": plan.seconds,
-        "cells": plan.data,
-    }

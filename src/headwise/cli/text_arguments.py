@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .argument_checks import check_text_model
 from .arguments import parse_assignments
-from .options import InputFile, Options, TokenizerFile, UsageError, options
+from .options import AtLeastTwo, InputFile, Options, TokenizerFile, UsageError, options
 
 if TYPE_CHECKING:
     from ..observe.head_analysis.annotated_examples import Example
@@ -36,10 +36,11 @@ class TextOptions(Options):
     """
 
     choices = {"task": "training.data:TASKS"}
+    needs = {"answer_after": "data"}
     model: str
     data: InputFile | None = None
     task: str | None = None
-    limit: int | None = None
+    limit: AtLeastTwo | None = None
     conllu: InputFile | None = None
     answer_after: str = ""
     tokenizer: TokenizerFile | None = None
@@ -63,22 +64,13 @@ class TextOptions(Options):
             raise UsageError(
                 f"give exactly one source of texts: {', '.join(sources)}, or --task dates"
             )
-        if self.answer_after and self.data is None:
-            raise UsageError(
-                f"--answer-after {self.answer_after!r} needs lines of text; give them with --data "
-                "FILE"
-            )
-        if self.limit is not None and self.limit < 2:
-            raise UsageError(
-                f"--limit {self.limit} is too few for a confidence interval; give at least 2"
-            )
         if given[0] != "--images":
             has_images = "--images" in self.text_sources
             remedy = "use hw.prune or hw.convert with batches of pixels"
             check_text_model(self.model, given[0], "give --images PATH" if has_images else remedy)
 
 
-def attach_named_tokenizer(model: Any, args: TextOptions) -> None:
+def attach_named_tokenizer(model: Any, args: Any) -> None:
     """Attach the tokenizer named by --tokenizer, if any, to the model."""
     if args.tokenizer is not None:
         from ..hub.tokenizer_files import attach_tokenizer
@@ -134,10 +126,8 @@ def _read_aligned_pairs(model: Any, args: Any) -> Any:
 
     source, target, gold = (annotated_examples.read_lines(path) for path in args.align_files)
     if not len(source) == len(target) == len(gold):
-        counts = f"{len(source)}, {len(target)} and {len(gold)}"
-        raise UsageError(
-            f"the three files of --align have {counts} lines; give the same number in each"
-        )
+        fact = f"the three files of --align have {len(source)}, {len(target)} and {len(gold)} lines"
+        raise UsageError(f"{fact}; give the same number in each")
     links = [
         annotated_examples.parse_alignment_links(line, number)
         for number, line in enumerate(gold, 1)

@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..util.files import read_text_file
-from ..util.output_paths import check_output
 from .argument_checks import check_input_file, check_model_path
-from .arguments import existing_mode, parse_bytes, print_page, to_json
+from .arguments import parse_bytes, print_result
 from .options import (
     Count,
     InputFile,
     Natural,
+    NotNegative,
     Options,
     TokenizerFile,
     UsageError,
     check_choice,
     options,
 )
+from .text_arguments import attach_named_tokenizer
 
 if TYPE_CHECKING:
     from ..observe.traces import Trace
@@ -62,6 +63,10 @@ class TraceOptions(Options):
 
     command = "trace"
     choices = {"precision": "observe.inspect.trace_capture:PRECISIONS"}
+    outputs = {
+        "out": "observe.traces.trace_file:TRACE_FILE",
+        "export": "observe.traces.import_export:WEIGHT_FILE",
+    }
     model: str
     text: tuple[str, ...] = ()
     target: str | None = None
@@ -70,7 +75,7 @@ class TraceOptions(Options):
     out: str | None = None
     new_tokens: Natural | None = None
     export: str | None = None
-    min_weight: float = 0.0
+    min_weight: NotNegative = 0.0
     overwrite: bool = False
     json: bool = False
     record: str = ""
@@ -82,35 +87,19 @@ class TraceOptions(Options):
 
     def check(self) -> None:
         """Refuse what cannot work before anything is loaded."""
-        from ..observe.traces.import_export import EXPORT_SUFFIXES, WEIGHT_FILE
-        from ..observe.traces.trace_file import TRACE_FILE
+        from ..observe.traces.import_export import EXPORT_SUFFIXES
 
-        if not self.min_weight >= 0:
-            raise UsageError(f"--min-weight {self.min_weight} is not a weight; give 0 or more")
-        if self.out is not None:
-            check_output(self.out, TRACE_FILE, existing_mode(self))
-        if self.export is not None:
-            check_output(self.export, WEIGHT_FILE, existing_mode(self))
-            if Path(self.export).suffix.lower() not in EXPORT_SUFFIXES:
-                raise UsageError(
-                    f"--export {self.export} has none of the suffixes "
-                    f"{', '.join(EXPORT_SUFFIXES)}; give one of these"
-                )
+        if self.export is not None and Path(self.export).suffix.lower() not in EXPORT_SUFFIXES:
+            fact = f"--export {self.export} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}"
+            raise UsageError(f"{fact}; give one of these")
         if self.model.endswith(TRACE_SUFFIX):
-            self._check_opening()
-        else:
-            self._check_recording()
-
-    def _check_opening(self) -> None:
-        allowed = ("model", "target", "export", "min_weight", "overwrite", "json")
-        unused = [name for field, name in self.given.items() if field not in allowed]
-        if unused:
-            raise UsageError(
-                f"{unused[0]} applies when recording, but {self.model} is a trace; leave it out"
-            )
-        check_input_file("MODEL", self.model)
-
-    def _check_recording(self) -> None:
+            for name, flag in self.given.items():
+                if name not in ("model", "export", "min_weight", "overwrite", "json"):
+                    raise UsageError(
+                        f"{flag} applies when recording, but {self.model} is a trace; leave it out"
+                    )
+            check_input_file("MODEL", self.model)
+            return
         if bool(self.text) == (self.data is not None):
             raise UsageError("give exactly one input: --text TEXT, or --data FILE")
         if self.out is None and self.export is None:
@@ -137,7 +126,7 @@ def main(argv: list[str]) -> int:
         save_trace(trace, args.out, overwrite=args.overwrite)
     if args.export is not None:
         export_weights(trace, args.export, min_weight=args.min_weight, overwrite=args.overwrite)
-    print_page(to_json(trace.data) if args.json else str(trace))
+    print_result(args, trace)
     return 0
 
 
@@ -161,14 +150,7 @@ def _capture_inputs(args: TraceOptions) -> tuple[Any, Any, int]:
     from ..observe.inspect.model_inputs import is_encoder_decoder
 
     model = load_original(args.model).eval()
-    if args.tokenizer is not None:
-        if not isinstance(model, Transformer):
-            raise UsageError(
-                "--tokenizer applies to headwise models; put a tokenizer.json in the folder instead"
-            )
-        from .run import attach_tokenizer
-
-        attach_tokenizer(model, args.tokenizer)
+    attach_named_tokenizer(model, args)
     if args.target is not None:
         return model, {"source": args.text[0], "text": args.target}, 0
     embedding = model.spec.stacks[0].embedding if isinstance(model, Transformer) else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..util.errors import SpecError, pluralise, suggest
-from ..util.output_paths import check_output
+from ..util.files import read_text_file
 from .argument_checks import check_model_path
 from .arguments import (
     BAD_INPUT,
@@ -79,6 +79,7 @@ class TrainOptions(Options):
     """
 
     command = "train"
+    outputs = {"out": "models.save_load:MODEL_FOLDER"}
     names = {"TASK": "what", "--set": "changes", "--sample": "samples", "--logger": "loggers"}
     choices = {"loggers": "training.loggers:LOGGERS"}
     what: str | None = None
@@ -113,9 +114,6 @@ class TrainOptions(Options):
 
     def check(self) -> None:
         """Refuse what cannot work before data or a model is loaded."""
-        from ..models.save_load import MODEL_FOLDER
-
-        check_output(self.out, MODEL_FOLDER, "continue")
         _check_data(self.what, self.data)
         path = Path(self.model or "")
         if self.model is not None and path.exists() and path.suffix not in DESCRIPTION_SUFFIXES:
@@ -127,7 +125,6 @@ RECIPE_FIELDS = (
     *("optimiser", "schedule", "precision", "compile", "rows", "parallelism"),
 )
 RESUME_HINT = "run the same command with --resume to continue"
-MAX_TEXT_BYTES = 2**20  # largest recipe file that is read
 # Conventions of the memory of training by optimiser; that of Muon counts one moment for all
 # parameters, a lower bound.
 OPTIMISER_MEMORY = {"adamw": "adam-fp32", "muon": "muon", "sgd": "sgd-momentum"}
@@ -155,8 +152,6 @@ def main(argv: list[str]) -> int:
 
 def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
     args = TrainOptions.parse(argv)
-    if launch.is_leader and not args.resume:
-        _check_no_run(Path(args.out))
     changes = _parse_changes(args.changes)
     recipe = _make_recipe(args, changes["recipe"])
     task = _make_task(args.what, args.data, changes["task"])
@@ -179,9 +174,8 @@ def _check_data(name: str | None, data: str | None) -> None:
     """Refuse a task that does not exist, and data that does not."""
     if data is not None:
         if not _may_be_data(data):
-            raise UsageError(
-                f"there is no file or folder {data!r} for --data; give one that exists"
-            )
+            fact = f"there is no file or folder {data!r} for --data"
+            raise UsageError(f"{fact}; give one that exists")
         return
     tasks = _list_tasks()
     if name is None:
@@ -205,21 +199,6 @@ def _may_be_data(name: str) -> bool:
     return ":" in name or "," in name or name == "stdlib" or Path(name).exists()
 
 
-def _check_no_run(folder: Path) -> None:
-    """Refuse a folder that holds a run or a model; the library checks it again under the folder's
-    lock.
-    """
-    from ..models.model_spec.serialization import MANIFEST_FILE
-    from ..training.training_run import CHECKPOINT_FOLDER
-
-    if (folder / CHECKPOINT_FOLDER).is_dir() and any((folder / CHECKPOINT_FOLDER).iterdir()):
-        raise UsageError(f"{folder} holds a run; continue it with --resume, or give another folder")
-    if (folder / MANIFEST_FILE).exists():
-        raise UsageError(
-            f"{folder} already holds a model; give another folder, or move the model away"
-        )
-
-
 def _parse_changes(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Parse --set into changes of the task and of the recipe."""
     changes: dict[str, dict[str, Any]] = {"task": {}, "recipe": {}}
@@ -227,10 +206,8 @@ def _parse_changes(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
     for path, value in parse_assignments(assignments, example).items():
         table, _, key = path.partition(".")
         if table not in changes or not key:
-            raise UsageError(
-                f"--set {path} is not a field of the task or recipe; write task.KEY=VALUE or "
-                "recipe.KEY=VALUE"
-            )
+            fact = f"--set {path} is not a field of the task or recipe"
+            raise UsageError(f"{fact}; write task.KEY=VALUE or recipe.KEY=VALUE")
         changes[table][key] = value
     return changes
 
@@ -240,18 +217,8 @@ def _make_recipe(args: TrainOptions, changes: Mapping[str, Any]) -> Recipe:
     from ..training.run_setup import read_run_recipe
 
     base = read_run_recipe(args.out) if args.resume else None
-    base = from_toml(_read_text(args.recipe), base) if args.recipe else base
+    base = from_toml(read_text_file(args.recipe), base) if args.recipe else base
     return from_dict({**changes, **args.recipe_fields}, base)
-
-
-def _read_text(name: str) -> str:
-    try:
-        with Path(name).open("rb") as file:
-            return file.read(MAX_TEXT_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{name!r} cannot be read: {error}; give a .toml with lines such as steps = 1000"
-        ) from None
 
 
 def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
@@ -273,9 +240,9 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
     from ..training.data.language_modelling import TextTask
 
     path = Path(model) / TOKENIZER_FILE
-    return (
-        replace(task, tokens=str(path)) if isinstance(task, TextTask) and path.is_file() else task
-    )
+    if isinstance(task, TextTask) and path.is_file():
+        return replace(task, tokens=str(path))
+    return task
 
 
 def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
@@ -293,17 +260,14 @@ def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
     tensors = dict(OptimiserMemory.from_name(OPTIMISER_MEMORY[recipe.optimiser]).bytes_by_tensor)
     if recipe.optimiser == "sgd" and not recipe.momentum:
         del tensors["momentum"]
-    parallelism = (
-        Parallelism() if recipe.parallelism == AUTO else Parallelism.parse(recipe.parallelism)
-    )
-    parts = parallelism.shards * parallelism.tensor
+    ranks = Parallelism() if recipe.parallelism == AUTO else Parallelism.parse(recipe.parallelism)
+    parts = ranks.shards * ranks.tensor
     *first, last = tensors
-    # Every rank builds the whole model before it is divided.
-    sizes = {
-        f"{', '.join(first)} and {last}": sum(tensors.values()) / parts,
-        "the whole weights": tensors["weights"],
-    }
-    what, size = max(sizes.items(), key=lambda item: item[1])
+    what = f"{', '.join(first)} and {last}"
+    size = sum(tensors.values()) / parts
+    if tensors["weights"] > size:  # every rank builds the whole model before it is divided
+        what = "the whole weights"
+        size = tensors["weights"]
     device = resolve_device(recipe.device)
     if device.type not in ("cpu", "cuda"):
         return
@@ -311,11 +275,9 @@ def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
     needed = size * count_parameters(model_spec)
     if needed > available:
         owner = "this machine" if device.type == "cpu" else str(device)
-        raise UsageError(
-            f"cannot train {name}: {what} need {needed / 1e9:,.1f} "
-            f"GB{' per rank' if parts > 1 else ''}, and {owner} "
-            f"has {available / 1e9:,.1f} GB; choose a smaller model"
-        )
+        fact = f"{what} need {needed / 1e9:,.1f} GB{' per rank' if parts > 1 else ''}"
+        has = f"{owner} has {available / 1e9:,.1f} GB"
+        raise UsageError(f"cannot train {name}: {fact}, and {has}; choose a smaller model")
 
 
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
@@ -324,53 +286,45 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
 
     A model of the literature gets the vocabulary of the task.
     """
-    path = Path(name)
-    from ..training.data.synthetic_task import NETWORKS
-
-    networks = [network for network in NETWORKS if network != "transformer"]
-    if name in networks:
-        from ..studies.variant_models import resize_model
-
-        return resize_model(task, {"network": name})
-    is_published = is_published_model(path)
-    if name not in PRESETS and not is_published and not path.exists():
-        from ..models.families import PUBLISHED_MODELS
-
-        model_names = [*PRESETS, *networks, *PUBLISHED_MODELS]
-        raise UsageError(
-            f"there is no preset, file or folder {name!r}; {suggest(name, model_names)}"
-        )
-    if name not in PRESETS and not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
-        return _load_weights(path, recipe)
     from ..attention.spec.attention_spec import AttentionSpec
+    from ..models.families import PUBLISHED_MODELS
+    from ..studies.variant_models import resize_model
+    from ..training.data.synthetic_task import NETWORKS
     from ..training.run_setup import fit_vocabulary, replace_self_attention
 
+    networks = [network for network in NETWORKS if network != "transformer"]
+    path = Path(name)
     if name in PRESETS:
         return replace_self_attention(task.model(), name)
+    if name in networks:
+        return resize_model(task, {"network": name})
+    is_published = is_published_model(path)
+    if not is_published and not path.exists():
+        remedy = suggest(name, [*PRESETS, *networks, *PUBLISHED_MODELS])
+        raise UsageError(f"there is no preset, file or folder {name!r}; {remedy}")
+    if not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
+        return _load_weights(path, recipe)
     target = resolve_target(name, {}, [])
-    if not isinstance(target, AttentionSpec):
-        if is_published:
-            try:
-                target = fit_vocabulary(target, task.model())
-            except SpecError as error:
-                raise UsageError(f"cannot train {name} on {task.name}: {error}") from None
-        _check_memory(target, name, recipe)
-        return target
-    return replace_self_attention(task.model(), partial(_check_width, target, name, task.name))
+    if isinstance(target, AttentionSpec):
+        return replace_self_attention(task.model(), partial(_check_width, target, name, task.name))
+    if is_published:
+        try:
+            target = fit_vocabulary(target, task.model())
+        except SpecError as error:
+            raise UsageError(f"cannot train {name} on {task.name}: {error}") from None
+    _check_memory(target, name, recipe)
+    return target
 
 
 def _check_width(new: AttentionSpec, file: str, task: str, old: AttentionSpec) -> AttentionSpec:
     """Return the spec of a file, which takes the place of `old` in the model of a task."""
     if new.source is not None:
-        raise UsageError(
-            f"{file} describes cross-attention, with source = {new.source}; give a self-attention"
-        )
+        fact = f"{file} describes cross-attention, with source = {new.source}"
+        raise UsageError(f"{fact}; give a self-attention")
     if new.model != old.model:
-        raise UsageError(
-            f"{file} is for models of width {new.model}, but the model of the task {task} has "
-            f"width {old.model}; write "
-            f"a file for it with headwise spec {file} --set model={old.model} --toml"
-        )
+        fact = f"{file} is for models of width {new.model}, but the model of the task {task} has"
+        remedy = f"headwise spec {file} --set model={old.model} --toml"
+        raise UsageError(f"{fact} width {old.model}; write a file for it with {remedy}")
     return new
 
 

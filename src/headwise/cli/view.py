@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..util.output_paths import check_output
 from .argument_checks import check_input_file, check_model_path
-from .arguments import DESCRIPTION_SUFFIXES, PRESETS, existing_mode, print_note, print_page
+from .arguments import DESCRIPTION_SUFFIXES, PRESETS, print_note, print_page
 from .options import Options, UsageError, options
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -49,6 +48,9 @@ class ViewOptions(Options):
 
     command = "view"
     names = {"MODEL|TRACE": "target"}
+    needs = {"overwrite": "export"}
+    excludes = ("export compare", "image text", "image source")
+    outputs = {"export": "viewer.view:HTML_PAGE"}
     target: str | None = None
     text: str | None = None
     source: str | None = None
@@ -82,9 +84,13 @@ class ViewOptions(Options):
                 f"{'--text' if self.text else '--source'} needs a model, and {self.target} is a "
                 "trace of one run; give the model instead"
             )
-        self._check_export()
-        if self.image is not None:
-            _check_image(self)
+        if self.export is not None and Path(self.export).suffix.lower() not in HTML_SUFFIXES:
+            raise UsageError(f"--export {self.export} is not an HTML file; end the name in .html")
+        if self.image is not None and not Path(self.image).exists():
+            remedy = "give an image, a folder of images, or an .npy"
+            raise UsageError(f"--image {self.image} does not exist; {remedy}")
+        if self.image is not None and (self.target is None or is_trace):
+            raise UsageError("--image needs a vision model; give its folder")
         if self.compare is not None and not Path(self.compare).exists():
             raise UsageError(
                 f"--compare {self.compare} does not exist; give a model folder or a .trace file"
@@ -96,21 +102,6 @@ class ViewOptions(Options):
         if self.target is not None:
             _check_target(self.target)
 
-    def _check_export(self) -> None:
-        if self.export is None:
-            if self.overwrite:
-                raise UsageError(
-                    "--overwrite is for --export; give --export FILE, or leave --overwrite out"
-                )
-            return
-        if self.compare is not None:
-            raise UsageError("--compare needs the live page; leave it out, or leave out --export")
-        if Path(self.export).suffix.lower() not in HTML_SUFFIXES:
-            raise UsageError(f"--export {self.export} is not an HTML file; end the name in .html")
-        from ..viewer.view import HTML_PAGE
-
-        check_output(Path(self.export), HTML_PAGE, existing_mode(self))
-
 
 def main(argv: list[str]) -> int:
     """Open the page in the browser and serve it until interrupted, or write it to a file."""
@@ -121,30 +112,17 @@ def main(argv: list[str]) -> int:
     target = view.Target(
         args.target, args.text, args.source, out, args.compare or "", args.image or ""
     )
-    opened = view.open_target(target, _print_note)
+    opened = view.open_target(target, lambda line: print_note(f"headwise: {line}"))
     if args.export is not None:
-        view.write_export(opened, args.export, existing_mode(args))
+        view.write_export(opened, args.export, args.existing)
         print_page(f"{args.export} shows {opened.name}; it opens in any browser, without a network")
         return 0
     if args.host not in LOOPBACK_HOSTS:
-        _print_note(f"anyone who can reach {args.host} and has the address can see this model")
+        print_note(f"headwise: anyone with the address who can reach {args.host} sees this model")
     server = view.ServerOptions(args.host, args.port, not args.no_browser)
     with suppress(KeyboardInterrupt):  # the usual end of a server
         view.serve_page(opened, server, announce=print_page)
     return 0
-
-
-def _check_image(args: Any) -> None:
-    if not Path(args.image).exists():
-        raise UsageError(
-            f"--image {args.image} does not exist; give an image, a folder of images, or an .npy"
-        )
-    if args.text or args.source:
-        raise UsageError(
-            "--image is for a model that reads no text; give --image, or --text and --source"
-        )
-    if args.target is None or args.target.endswith(TRACE_SUFFIX):
-        raise UsageError("--image needs a vision model; give its folder")
 
 
 def _check_target(name: str) -> None:
@@ -156,7 +134,3 @@ def _check_target(name: str) -> None:
         check_input_file("MODEL", path if path.endswith(".py") else name)
     elif Path(name).exists() or name in PRESETS or Path(name).suffix in DESCRIPTION_SUFFIXES:
         check_model_path("MODEL", name)
-
-
-def _print_note(line: str) -> None:
-    print_note(f"headwise: {line}")

@@ -7,7 +7,7 @@ In reading order:
   the bytes of weights as stored, and `roofline` the least time of an operation on a device;
 - `components` is the one walk over a spec or model, and gives all that a component costs;
 - `workload` describes forward calls; `cost_report` makes the estimates of `hw.cost` and
-  `headwise cost`, `cost_plots` their figures and CSV, `size_matching` sizes of equal cost;
+  `headwise cost`, `cost_plots` their figures, `size_matching` sizes of equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;
 - `formula_checks` compares every formula with a small layer that is run, `published_formulas` and
   `complexity` with the literature; `layer_reach` measures receptive fields and gradients.

@@ -118,7 +118,16 @@ class ComplexityTable:
         def attention_flops(tokens: int) -> int:
             return attention.flops(sizes, SymbolicInt.of(tokens, "n"))
 
-        layers = [kind.layer(name, sizes, attention_flops) for name, kind in LAYER_KINDS.items()]
+        layers: list[LayerComplexity] = []
+        for name, kind in LAYER_KINDS.items():
+
+            def is_exceeded(tokens: int, kind: _LayerKind = kind) -> bool:
+                return attention_flops(tokens) > kind.flops(sizes, SymbolicInt.of(tokens, "n"))
+
+            flops = kind.flops(sizes, SymbolicInt.of(sizes.tokens, "n"))
+            counts = (kind.parameters(sizes), int(flops), formula(flops))
+            steps = (kind.serial(sizes), kind.path(sizes), _first_length_where(is_exceeded))
+            layers.append(LayerComplexity(name, *counts, kind.order, *steps))
         return ComplexityTable(sizes, tuple(layers))
 
     @property
@@ -152,35 +161,16 @@ class ComplexityTable:
         return [Table(title, columns, rows, (legend, *NOTES))]
 
 
-@dataclass(frozen=True)
-class _LayerKind:
-    """A kind of layer: order, sequential operations, path length, parameters, and FLOPs of n
-    tokens.
+class _LayerKind(NamedTuple):
+    """A kind of layer: order, and functions of its sizes: sequential operations, path length,
+    parameters, and FLOPs of n tokens.
     """
 
     order: str
-    sequential_steps: Callable[[LayerSizes], int]
-    path_length: Callable[[LayerSizes], int]
+    serial: Callable[[LayerSizes], int]
+    path: Callable[[LayerSizes], int]
     parameters: Callable[[LayerSizes], int]
     flops: Callable[[LayerSizes, SymbolicInt], int]
-
-    def layer(
-        self, name: str, sizes: LayerSizes, attention_flops: Callable[[int], int]
-    ) -> LayerComplexity:
-        flops = self.flops(sizes, SymbolicInt.of(sizes.tokens, "n"))
-        dearer = _first_length_where(
-            lambda n: attention_flops(n) > self.flops(sizes, SymbolicInt.of(n, "n"))
-        )
-        return LayerComplexity(
-            name=name,
-            parameters=self.parameters(sizes),
-            flops=int(flops),
-            formula=formula(flops),
-            order=self.order,
-            serial=self.sequential_steps(sizes),
-            path=self.path_length(sizes),
-            dearer=dearer,
-        )
 
 
 def _first_length_where(holds: Callable[[int], bool]) -> int | None:
@@ -220,21 +210,16 @@ def attention_specs(sizes: LayerSizes) -> dict[str, AttentionSpec]:
     }
 
 
-def _attention_kind(
-    name: str,
-    order: str,
-    text: str,
-    serial: Callable[[LayerSizes], int],
-    path: Callable[[LayerSizes], int],
-) -> _LayerKind:
+def _attention_kind(name: str, order: str, text: str, **steps: Any) -> _LayerKind:
     def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
         spec = attention_specs(sizes)[name]
         required = estimate_cost(spec, Workload(context=int(n))).prefill_flops.total
         return SymbolicInt.of(required, text.format(r=sizes.window), loose="sum")
 
-    return _LayerKind(
-        order, serial, path, lambda sizes: count_parameters(attention_specs(sizes)[name]), flops
-    )
+    def parameters(sizes: LayerSizes) -> int:
+        return count_parameters(attention_specs(sizes)[name])
+
+    return _LayerKind(order, parameters=parameters, flops=flops, **steps)
 
 
 def _recurrent_kind(gates: int) -> _LayerKind:
@@ -248,37 +233,34 @@ def _recurrent_kind(gates: int) -> _LayerKind:
     def parameters(sizes: LayerSizes) -> int:
         return gates * (2 * sizes.model**2 + 2 * sizes.model)
 
-    return _LayerKind("n d^2", _one_step_per_token, _one_step_per_token, parameters, flops)
+    return _LayerKind("n d^2", _tokens, _tokens, parameters, flops)
 
 
-def _convolution_kind(path: Callable[[LayerSizes], int]) -> _LayerKind:
-    """A convolution: one d x d matrix for each of k positions, and a bias."""
+def _convolution_kind(path: Callable[[LayerSizes], int], separable: bool = False) -> _LayerKind:
+    """A convolution: one d x d matrix for each of k positions, or one channel by channel and one
+    matrix (separable); with biases.
+    """
 
     def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
-        return 2 * SymbolicInt.of(sizes.kernel, "k") * n * SymbolicInt.of(sizes.model, "d") ** 2
+        k = SymbolicInt.of(sizes.kernel, "k")
+        d = SymbolicInt.of(sizes.model, "d")
+        return 2 * k * n * d + 2 * n * d**2 if separable else 2 * k * n * d**2
 
     def parameters(sizes: LayerSizes) -> int:
+        if separable:
+            return sizes.model * (sizes.kernel + 1) + sizes.model * (sizes.model + 1)
         return sizes.kernel * sizes.model**2 + sizes.model
 
-    return _LayerKind("k n d^2", _constant_steps, path, parameters, flops)
+    order = "k n d + n d^2" if separable else "k n d^2"
+    return _LayerKind(order, _one, path, parameters, flops)
 
 
-def _separable_flops(sizes: LayerSizes, n: SymbolicInt) -> int:
-    d = SymbolicInt.of(sizes.model, "d")
-    return 2 * SymbolicInt.of(sizes.kernel, "k") * n * d + 2 * n * d**2
-
-
-def _constant_steps(sizes: LayerSizes) -> int:
+def _one(sizes: LayerSizes) -> int:
     return 1
 
 
-def _one_step_per_token(sizes: LayerSizes) -> int:
+def _tokens(sizes: LayerSizes) -> int:
     return sizes.tokens
-
-
-def _num_chunks(sizes: LayerSizes) -> int:
-    """Number of chunks of linear attention; a chunk needs the state of the chunk before it."""
-    return -(-sizes.tokens // CHUNK_SIZE)
 
 
 def _layers_to_reach(reach: int, tokens: int) -> int:
@@ -286,48 +268,45 @@ def _layers_to_reach(reach: int, tokens: int) -> int:
     return max(-(-(tokens - 1) // reach), 1)
 
 
-def _dilated_path(sizes: LayerSizes) -> int:
-    """Number of layers whose dilation grows by a factor of k each; together they see k^layers
-    tokens.
-    """
-    layers = 1
-    reached = sizes.kernel
-    while reached < sizes.tokens:
-        layers += 1
-        reached *= sizes.kernel
-    return layers
+def _window_path(sizes: LayerSizes) -> int:
+    return _layers_to_reach(sizes.window - 1, sizes.tokens)
 
 
 def _contiguous_path(sizes: LayerSizes) -> int:
     return _layers_to_reach(sizes.kernel - 1, sizes.tokens)
 
 
+def _dilated_path(sizes: LayerSizes) -> int:
+    """Number of layers whose dilation grows by a factor of k each; together they see k^layers
+    tokens.
+    """
+    layers = 1
+    while sizes.kernel**layers < sizes.tokens:
+        layers += 1
+    return layers
+
+
+def _num_chunks(sizes: LayerSizes) -> int:
+    """Number of chunks of linear attention; a chunk needs the state of the chunk before it."""
+    return -(-sizes.tokens // CHUNK_SIZE)
+
+
+WINDOW_TEXT = "8 n d^2 + 4 d pairs[window({r})]"
+LINEAR_TEXT = "8 n d^2 + sums over tokens"
 LAYER_KINDS = {
     "self-attention": _attention_kind(
-        "self-attention", "n^2 d", "8 n d^2 + 4 n^2 d", _constant_steps, _constant_steps
+        "self-attention", "n^2 d", "8 n d^2 + 4 n^2 d", serial=_one, path=_one
     ),
     "sliding window": _attention_kind(
-        "sliding window",
-        "r n d",
-        "8 n d^2 + 4 d pairs[window({r})]",
-        _constant_steps,
-        lambda sizes: _layers_to_reach(sizes.window - 1, sizes.tokens),
+        "sliding window", "r n d", WINDOW_TEXT, serial=_one, path=_window_path
     ),
-    "linear": _attention_kind(
-        "linear", "n d^2 / h", "8 n d^2 + sums over tokens", _num_chunks, _constant_steps
-    ),
+    "linear": _attention_kind("linear", "n d^2 / h", LINEAR_TEXT, serial=_num_chunks, path=_one),
     "recurrent": _recurrent_kind(1),
     "GRU": _recurrent_kind(3),
     "LSTM": _recurrent_kind(4),
     "convolution": _convolution_kind(_contiguous_path),
     "dilated convolution": _convolution_kind(_dilated_path),
-    "separable conv.": _LayerKind(
-        "k n d + n d^2",
-        _constant_steps,
-        _contiguous_path,
-        lambda sizes: sizes.model * (sizes.kernel + 1) + sizes.model * (sizes.model + 1),
-        _separable_flops,
-    ),
+    "separable conv.": _convolution_kind(_contiguous_path, separable=True),
 }
 
 # --- Measured scaling: the time of a layer by length, on this machine -----------------------------
@@ -410,16 +389,12 @@ def _runnable_layers(sizes: LayerSizes) -> Iterator[tuple[str, Callable[[Tensor]
     """Yield functions of x_BTD that run the layers of the table."""
     for name, spec in attention_specs(sizes).items():
         yield name, Attention(spec).eval().to(accelerator_type())
+    widths = (sizes.model, sizes.model)
     for name, recurrent in {"recurrent": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}.items():
-        yield (
-            name,
-            recurrent(sizes.model, sizes.model, batch_first=True).eval().to(accelerator_type()),
-        )
-    conv = nn.Conv1d(sizes.model, sizes.model, sizes.kernel).to(accelerator_type())
-    depthwise = nn.Conv1d(sizes.model, sizes.model, sizes.kernel, groups=sizes.model).to(
-        accelerator_type()
-    )
-    pointwise = nn.Conv1d(sizes.model, sizes.model, 1).to(accelerator_type())
+        yield name, recurrent(*widths, batch_first=True).eval().to(accelerator_type())
+    conv = nn.Conv1d(*widths, sizes.kernel).to(accelerator_type())
+    depthwise = nn.Conv1d(*widths, sizes.kernel, groups=sizes.model).to(accelerator_type())
+    pointwise = nn.Conv1d(*widths, 1).to(accelerator_type())
     yield "convolution", lambda x_BTD: conv(_pad_causal(x_BTD, sizes.kernel))
     yield "separable conv.", lambda x_BTD: pointwise(depthwise(_pad_causal(x_BTD, sizes.kernel)))
 

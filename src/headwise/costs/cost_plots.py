@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..attention.masking.patterns import Pattern
 from ..report.data import Axis, Figure, Plot, Reference, Series
@@ -142,34 +139,3 @@ PLOT_KINDS: dict[str, Callable[[Mapping[str, CostEstimate]], Plot]] = {
     "kv": _over_lengths("KV cache, bytes", _cache_bytes),
     "flops": _over_lengths("Prefill, FLOPs per token", _flops_per_token),
 }
-
-
-def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format rows of plain values as CSV (RFC 4180), with one column for each scalar value.
-
-    Values of nested mappings get dotted names; lists are left out; a missing value is an empty
-    field.
-
-    >>> to_csv(
-    ...     [
-    ...         {"name": "a, b", "flops": {"prefill": 2**70}, "terms": []},
-    ...         {"name": "c", "bound": None},
-    ...     ]
-    ... ).split("\\r\\n")
-    ['name,flops.prefill,bound', '"a, b",1180591620717411303424,', 'c,,', '']
-    """
-    flat = [dict(_flatten_values("", row)) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, names, restval="", lineterminator="\r\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return buffer.getvalue()
-
-
-def _flatten_values(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _flatten_values(f"{prefix}{key}.", value)
-        elif not isinstance(value, list | tuple):
-            yield prefix + key, value

@@ -19,6 +19,7 @@ from .components import (
     ExecutionFormats,
     ExecutionTarget,
     ForwardCall,
+    ModelComponent,
     SpecOrModel,
     list_attentions,
     list_components,
@@ -121,36 +122,45 @@ class CostEstimate:
     def executed_flops(self) -> Totals:
         """FLOPs of every call that backends execute."""
         target = ExecutionTarget(self.device.kind, self.workload.dtype)
-        totals: Totals = {}
-        for phase, (components, call) in self.calls.items():
-            totals[phase] = sum(one.times * one.executed_flops(call, target) for one in components)
-            if phase == "prefill":
-                totals["backward"] = sum(
-                    one.times * one.executed_backward_flops(call, target) for one in components
-                )
-        return _add_generation(totals)
+
+        def count(component: ModelComponent, call: ForwardCall, backward: bool) -> int:
+            if backward:
+                return component.executed_backward_flops(call, target)
+            return component.executed_flops(call, target)
+
+        return self._sum_over_components(count)
 
     @cached_property
     def counted_flops(self) -> Totals:
         """FLOPs of every call that `FlopCounterMode` counts; None for a call without a dense
         form.
         """
+
+        def count(component: ModelComponent, call: ForwardCall, backward: bool) -> int | None:
+            products = component.counted_products(call)
+            if products is None:
+                return None
+            return sum(one.flops * (one.num_grad_factors if backward else 1) for one in products)
+
+        return self._sum_over_components(count)
+
+    def _sum_over_components(
+        self, count: Callable[[ModelComponent, ForwardCall, bool], int | None]
+    ) -> Totals:
+        """Sum a count over the components of every call, and of the backward pass of prefill; None
+        if a component has none.
+        """
         totals: Totals = {}
-        for phase, (components, call) in self.calls.items():
-            forward: int | None = 0
-            backward: int | None = 0
+        for phase in dict.fromkeys(("prefill", "backward", *self.calls)):
+            components, call = self.calls["prefill" if phase == "backward" else phase]
+            total: int | None = 0
             for component in components:
-                products = component.counted_products(call)
-                if products is None or forward is None or backward is None:
-                    forward = backward = None
-                    continue
-                forward += component.times * sum(one.flops for one in products)
-                backward += component.times * sum(
-                    one.num_grad_factors * one.flops for one in products
-                )
-            totals[phase] = forward
-            if phase == "prefill":
-                totals["backward"] = backward
+                number = count(component, call, phase == "backward")
+                if number is None or total is None:
+                    total = None
+                else:
+                    total += component.times * number
+            totals[phase] = total
         return _add_generation(totals)
 
     @property

@@ -6,7 +6,7 @@ bytes are nearest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -269,11 +269,12 @@ def match_size(
         raise SpecError(f"the spec has no size {free!r} to change; {suggest(free, sizes)}")
     goal = _MatchGoal(spec, by, MATCH_QUANTITIES[by][0](like, workload), workload)
     goal.count(spec)  # raises an error if the quantity does not apply to the spec at any size
-    for name in sizes if free is None else [free]:
+    names = list(sizes) if free is None else [free]
+    for name in names:
         match = goal.match(name)
         if match:
             return match
-    raise SpecError(goal.no_match_reason(free, sizes))
+    raise SpecError(goal.no_match_reason(names))
 
 
 def list_sizes(spec: AttentionSpec) -> dict[str, int]:
@@ -394,32 +395,15 @@ class _MatchGoal:
         spec = with_size(self.spec, free, chosen)
         return SizeMatch(spec, self.by, free, search.start, chosen, self.target, reached)
 
-    def no_match_reason(self, free: str | None, sizes: dict[str, int]) -> str:
-        """Return a message with the nearest counts, and the sizes that could be changed instead."""
+    def no_match_reason(self, names: Iterable[str]) -> str:
+        """Return a message with the nearest count that one of these sizes reaches."""
         goal = f"{self.target:,} {MATCH_QUANTITIES[self.by][1]}"
-        if free is None:
-            nearest = {name: self._search(name).nearest(self.target) for name in sizes}
-            name = min(nearest, key=lambda name: abs(nearest[name][1] - self.target))
-            size, count = nearest[name]
-            fact = f"no single size reaches {goal}; nearest is {count:,} with {name}={size}"
-            return f"{fact}; change two sizes, or the other spec"
-        search = self._search(free)
-        search.nearest(self.target)
-        counts = sorted({(count, size) for size, count in search.valid_counts})
-        if counts[0][0] == counts[-1][0]:
-            fact = f"{counts[0][0]:,} does not depend on {free}"
-        else:
-            least, most = (
-                f"{count:,} with {free}={size}" for count, size in (counts[0], counts[-1])
-            )
-            fact = f"the least is {least}" if self.target < counts[0][0] else f"the most is {most}"
-        others = [name for name in sizes if name != free and self.match(name)]
-        remedy = (
-            f"free {' or '.join(others)}"
-            if others
-            else "no other single size does either; change the other spec"
-        )
-        return f"no {free} gives {goal}: {fact}; {remedy}"
+        nearest = {name: self._search(name).nearest(self.target) for name in names}
+        name = min(nearest, key=lambda name: abs(nearest[name][1] - self.target))
+        size, count = nearest[name]
+        subject = f"no {name} gives" if len(nearest) == 1 else "no single size reaches"
+        remedy = "free another size, or change the other spec"
+        return f"{subject} {goal}; nearest is {count:,} with {name}={size}; {remedy}"
 
     def _search(self, free: str) -> SizeSearch:
         start = list_sizes(self.spec)[free]

@@ -5,6 +5,7 @@ listing.
 from __future__ import annotations
 
 import math
+from statistics import linear_regression
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +20,15 @@ from ..attention.masking.sequence_info import SequenceInfo
 from ..attention.position_embeddings import sinusoidal_table
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
-from ..costs.complexity import ComplexityTable, LayerSizes
 from .attention_mechanism import gru_steps
 from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_curves
 from .measured_layers import (
+    complexity_by_layer,
     largest_difference,
     make_layer,
     sample,
+    samples,
     table_beside_convolution,
     table_beside_recurrence,
 )
@@ -38,9 +40,7 @@ def compare_with_recurrence(*, tokens: int = 4096, model: int = 512) -> Outcome:
     """Sequential steps, path lengths and FLOPs of self-attention and a GRU; attention costs less up
     to n = d.
     """
-    layers = {
-        layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers
-    }
+    layers = complexity_by_layer(tokens, model)
     attention = layers["self-attention"]
     gru = layers["GRU"]
     numbers = {
@@ -60,18 +60,14 @@ def stream_of_keys(*, rescale: bool = True) -> Outcome:
     The states of a GRU depend on the order; attention does not. `rescale` corrects the sums when
     the maximum grows.
     """
-    q = sample(1, 5)
-    k = sample(2, 11, 5)
-    v = sample(3, 11, 3)
+    q, k, v = samples((5,), (11, 5), (11, 3))
     whole = attend(q[None], k, v)[0][0]
     streamed = largest_difference(_stream(q, k, v, rescale), whole)
     permuted = largest_difference(_stream(q, k.flip(0), v.flip(0), rescale), whole)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gru = nn.GRU(5, 5).double()
-    changed = largest_difference(
-        gru_steps(gru, k)[-1].detach(), gru_steps(gru, k.flip(0))[-1].detach()
-    )
+    changed = largest_difference(gru_steps(gru, k)[-1], gru_steps(gru, k.flip(0))[-1])
     random_access = max(streamed, permuted) > 1e-12
     return judge(random_access, streamed=streamed, permuted=permuted, gru=changed)
 
@@ -103,9 +99,7 @@ def inductive_bias(*, pattern: str = "full()") -> Outcome:
     def convolve(x: Tensor) -> Tensor:
         return F.conv1d(F.pad(x.T[None], (1, 1), mode="circular"), kernel)[0].T
 
-    attention = largest_difference(
-        layer(x[None, order])[0].detach(), layer(x[None])[0, order].detach()
-    )
+    attention = largest_difference(layer(x[None, order])[0], layer(x[None])[0, order])
     convolution = largest_difference(convolve(x[order]), convolve(x)[order])
     shifted = largest_difference(convolve(x.roll(2, 0)), convolve(x).roll(2, 0))
     return judge(attention > 1e-9, attention=attention, convolution=convolution, shifted=shifted)
@@ -127,13 +121,12 @@ def receptive_field(*, kernel: int = 3, tokens: int = 4096) -> Outcome:
     """Layers until the first token reaches the last: a convolution, a dilated
     one, and attention.
     """
-    sizes = LayerSizes(tokens, 512, kernel=kernel)
-    layers = {layer.name: layer.path for layer in ComplexityTable.from_sizes(sizes).layers}
-    numbers = {"convolution": layers["convolution"], "dilated": layers["dilated convolution"]}
-    attention = layers["self-attention"]
-    return judge(
-        numbers["convolution"] > attention == 1, **numbers, attention=attention, tokens=tokens
-    )
+    layers = complexity_by_layer(tokens, 512, kernel=kernel)
+    convolution = layers["convolution"].path
+    attention = layers["self-attention"].path
+    numbers = {"dilated": layers["dilated convolution"].path, "tokens": tokens}
+    holds = convolution > attention == 1
+    return judge(holds, convolution=convolution, attention=attention, **numbers)
 
 
 def linear_attention(*, spread: float = 1.0) -> Outcome:
@@ -142,9 +135,9 @@ def linear_attention(*, spread: float = 1.0) -> Outcome:
 
     `spread` scales queries and keys; at 0 all weights are uniform.
     """
-    q = sample(1, 9, 8) * spread
-    k = sample(2, 9, 8) * spread
-    v = sample(3, 9, 4)
+    q, k, v = samples((9, 8), (9, 8), (9, 4))
+    q = q * spread
+    k = k * spread
     exact = attend(q, k, v)[0]
     features_q = F.elu(q / 8**0.25) + 1
     features_k = F.elu(k / 8**0.25) + 1
@@ -212,11 +205,9 @@ def performer_curve(*, draws: tuple[int, ...] = DRAWS, repeated: bool = False) -
     """
     errors = performer_errors(draws=draws[:1]) if repeated else performer_errors(draws=draws)
     errors |= dict.fromkeys(draws, errors[draws[0]]) if repeated else {}
-    xs, ys = ([math.log(number) for number in numbers] for numbers in (errors, errors.values()))
-    middle = sum(xs) / len(xs)
-    slope = sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum(
-        (x - middle) ** 2 for x in xs
-    )
+    slope = linear_regression(
+        *(list(map(math.log, one)) for one in (errors, errors.values()))
+    ).slope
     numbers = {
         "few": draws[0],
         "error_few": errors[draws[0]],
@@ -252,14 +243,7 @@ def linear_growth(*, layer: str = "linear") -> Outcome:
     """Growth of the FLOPs of a layer of `headwise cost --complexity` when the length doubles from
     65,536.
     """
-    flops = [
-        next(
-            row.flops
-            for row in ComplexityTable.from_sizes(LayerSizes(tokens, 64)).layers
-            if row.name == layer
-        )
-        for tokens in (65536, 131072)
-    ]
+    flops = [complexity_by_layer(tokens, 64)[layer].flops for tokens in (65536, 131072)]
     return judge(flops[1] / flops[0] < 2.05, growth=flops[1] / flops[0])
 
 
@@ -268,9 +252,8 @@ def listing_on_visible_rows(*, fill: float = -1e9, largest: float = 1.0) -> Outc
 
     `largest` scales the queries: scores far below `fill` would show the keys that are masked.
     """
-    q = sample(1, 2, 7, 5) * largest
-    k = sample(2, 2, 11, 5)
-    v = sample(3, 2, 11, 3)
+    q, k, v = samples((2, 7, 5), (2, 11, 5), (2, 11, 3))
+    q = q * largest
     mask = sample(4, 2, 7, 11) > 0
     mask[:, :, 0] = True
     equal = largest_difference(_listing(q, k, v, mask, fill)[0], attend(q, k, v, mask)[0])
@@ -459,7 +442,7 @@ def order_of_attention(*, model: int = 512) -> Outcome:
     growth = {}
     for tokens in (64, 65536):
         flops = [
-            ComplexityTable.from_sizes(LayerSizes(length, model, heads=1)).layers[0].flops
+            complexity_by_layer(length, model, heads=1)["self-attention"].flops
             for length in (tokens, 2 * tokens)
         ]
         growth[f"from_{tokens}"] = flops[1] / flops[0]

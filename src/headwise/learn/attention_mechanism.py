@@ -20,7 +20,7 @@ from ..models.model_spec import ModelSpec
 from ..observe.bundled_sample import load_sample_trace
 from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices
-from .measured_layers import largest_difference, make_layer, sample
+from .measured_layers import largest_difference, make_layer, sample, samples
 from .parameters_and_scaling import gradient_of_softmax, score_variance
 
 __all__ = ["gradient_of_softmax", "score_variance"]
@@ -67,9 +67,7 @@ def attention_formula(*, power: float = 0.5) -> Outcome:
     """hw.attend against softmax(Q K^T / d_k^power) V written out, with n = 7 queries and m = 13
     keys.
     """
-    q = sample(1, 7, 5)
-    k = sample(2, 13, 5)
-    v = sample(3, 13, 3)
+    q, k, v = samples((7, 5), (13, 5), (13, 3))
     weights = torch.exp(q @ k.T / 5**power)
     written = weights / weights.sum(-1, keepdim=True) @ v
     ours = attend(q, k, v)[0]
@@ -144,7 +142,7 @@ def multi_head_formula(*, own_projection: bool = True) -> Outcome:
         w_v = state["project.v"][index * vdim : (index + 1) * vdim].T
         outputs.append(((x @ w_q) @ (x @ w_k).T / math.sqrt(dim)).softmax(-1) @ (x @ w_v))
     y = torch.cat(outputs, -1) @ state["output.o"].T
-    difference = largest_difference(y, layer(x[None])[0].detach())
+    difference = largest_difference(y, layer(x[None])[0])
     shape = " x ".join(map(str, state["output.o"].T.shape))
     return judge(difference < 1e-12, difference=difference, w_o=shape)
 
@@ -184,7 +182,7 @@ def additive_attention(*, bias: float = 1.0) -> Outcome:
     weights = (hidden * v[:, None, None]).sum(-1).softmax(-1)
     values = _project(state["project.v"], x)
     y = (weights @ values).transpose(1, 2).flatten(2) @ state["output.o"].T
-    difference = largest_difference(y, layer(x).detach())
+    difference = largest_difference(y, layer(x))
     return judge(difference < 1e-12, difference=difference)
 
 

@@ -9,26 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from ..observe.head_analysis.head_figures import find_undrawable
-from ..util.escaping import escape_html as escape
+from ..util.escaping import make_visible
 from ..util.files import write_atomically
 from ..util.output_paths import FolderKind
-from .catalogue import Document, Entry, Result, Verdict
+from .catalogue import Document, Entry, Result
 from .entry_text import MARKS, Words, describe_study, plain_formula
 from .language import LANGUAGES, SAMPLE, join_clauses, join_items, use_language
 
-STYLE_FILE = Path(__file__).with_name("document_page.css")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-CLASSES = {
-    Verdict.HOLDS: "holds",
-    Verdict.HOLDS_IF: "condition",
-    Verdict.WRONG: "wrong",
-    Verdict.NOT_RUN: "small",
-}
-
-
+TEMPLATE = Path(__file__).with_name("document_page.html")
 DOCUMENT_PAGES = FolderKind("folder of documents", ("00[0-4].html",), lambda _: ("00[0-4].html",))
 
 
@@ -46,86 +38,41 @@ def write_document_page(document: Document, language: str, path: Path) -> None:
 
 def render_document(document: Document, language: str) -> str:
     """The page of a document as HTML; every entry is run."""
-    words = Words(language)
-    title = escape(f"{document.id} {document.title.fill(language, {})}")
+    import jinja2
+
+    def show(value: object) -> object:
+        return make_visible(value, keep="\n\t") if type(value) is str else value
+
     with use_language(language):  # of the texts inside figures
         results = [(entry, entry.check()) for entry in document.entries]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            f'<html lang="{language}">',
-            (
-                '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-                'initial-scale=1">'
-            ),
-            f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">',
-            (
-                f'<meta name="color-scheme" content="light dark"><title>{title} · headwise '
-                "learn</title>"
-            ),
-            f"<style>\n{STYLE_FILE.read_text(encoding='utf-8')}</style></head>",
-            f"<body><main><h1>{title}</h1>",
-            *(
-                f'<p lang="{name}" class="note">{escape(note)}</p>'
-                for name in LANGUAGES
-                if (note := font_note(name))
-            ),
-            "<nav>",
-            *(_link(entry, result, words) for entry, result in results),
-            "</nav>",
-            *(line for entry, result in results for line in _article(entry, result, words)),
-            "</main></body></html>",
-            "",
-        ]
+    environment = jinja2.Environment(
+        autoescape=True, finalize=show, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals.update(
+        marks=MARKS, plain_formula=plain_formula, blocks=_blocks, small_print=_small_print
+    )
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=f"{document.id} {document.title.fill(language, {})}",
+        words=Words(language),
+        notes={name: font_note(name) for name in LANGUAGES},
+        results=results,
     )
 
 
-def _link(entry: Entry, result: Result, words: Words) -> str:
-    text = f"{MARKS[result.verdict]} {entry.id} {entry.line.fill(words.language, {})}"
-    return f'<a href="#{entry.id}">{escape(text)}</a>'
+def _blocks(reason: str) -> list[tuple[bool, list[str]]]:
+    """Paragraphs, and rows of cells between bars (True), which make a table."""
+    groups = groupby(reason.splitlines(), key=lambda line: " | " in line)
+    return [(is_table, list(lines)) for is_table, lines in groups]
 
 
-def _article(entry: Entry, result: Result, words: Words) -> Iterator[str]:
-    rows = f"<span>{escape(words.items(entry.rows))}</span>" if entry.rows else ""
-    verdict = (
-        '<span class="verdict '
-        f'{CLASSES[result.verdict]}">{escape(words.verdict(result.verdict))}</span>'
-    )
-    yield f'<article id="{entry.id}"><header><h2>{entry.id}</h2><span>{escape(words.kind(entry))}</span>'
-    yield f"{verdict}{rows}</header>"
-    yield f'<blockquote lang="zh">{escape(plain_formula(entry.quote_zh))}</blockquote>'
-    yield f"<p>{escape(entry.line.fill(words.language, {}))}</p>"
-    yield from _paragraphs(result.reason(words.language))
-    if result.figure:
-        yield f'<div class="scroll">{result.figure}</div>'
+def _small_print(entry: Entry, words: Words) -> Iterator[str]:
     if entry.run is None:
-        yield f'<p class="small">{escape(words.phrase("facts"))}</p>'
+        yield words.phrase("facts")
     for name, text in (("reference", words.reference(entry)), ("see", entry.see)):
         if text:
-            yield f'<p class="small">{escape(words.label(name) + text)}</p>'
+            yield words.label(name) + text
     if entry.study:
-        yield from (
-            f'<p class="small">{escape(text)}</p>' for text in describe_study(entry.study, words)
-        )
-    yield f'<p class="small">{escape(words.label("command"))}<code>{escape(entry.command)}</code></p></article>'
-
-
-def _paragraphs(reason: str) -> Iterator[str]:
-    """Paragraphs, and rows of cells between bars as a table."""
-    rows: list[str] = []
-    for line in [*reason.splitlines(), ""]:
-        if " | " in line:
-            rows.append(
-                "<tr>"
-                + "".join(f"<td>{escape(cell.strip())}</td>" for cell in line.split(" | "))
-                + "</tr>"
-            )
-            continue
-        if rows:
-            yield f'<div class="scroll"><table>{"".join(rows)}</table></div>'
-            rows = []
-        if line:
-            yield f"<p>{escape(line)}</p>"
+        yield from describe_study(entry.study, words)
 
 
 # --- Errata: a page of the documentation ----------------------------------------------------------

@@ -16,7 +16,7 @@ from ..observe.bundled_sample import load_sample_model
 from ..observe.head_analysis.head_circuits import get_circuits
 from .catalogue import Outcome, judge
 from .matrix_figures import draw_matrices
-from .measured_layers import largest_difference, make_layer, sample
+from .measured_layers import largest_difference, make_layer, sample, samples
 from .parameters_and_scaling import change_by_other_heads
 
 
@@ -166,13 +166,12 @@ def _without_dynamic_terms() -> float:
         for name, weight in layer.state_dict().items()
     }
     layer.load_state_dict(state | dict(plain.state_dict()))
-    return largest_difference(layer(x).detach(), plain(x).detach())
+    return largest_difference(layer(x), plain(x))
 
 
 def low_rank_scores(*, mixed: bool = True) -> Outcome:
     """Rank of the scores of 3 heads of 5 channels over 11 tokens, alone and mixed over heads."""
-    q = sample(1, 3, 11, 5)
-    k = sample(2, 3, 11, 5)
+    q, k = samples((3, 11, 5), (3, 11, 5))
     scores = q @ k.mT
     mixing = sample(3, 3, 3) if mixed else torch.eye(3, dtype=scores.dtype)
     both = [
@@ -198,7 +197,7 @@ def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
     mixing = state["talking_heads.mixing"]
     used = [(i, j) for i in range(3) for j in range(3) if pairs or i == j]
     total = torch.stack([mixing[j, i] * weights[j] @ v[i] @ blocks[i].T for i, j in used]).sum(0)
-    difference = largest_difference(total, layer(x[None])[0].detach())
+    difference = largest_difference(total, layer(x[None])[0])
     return judge(difference < 1e-12, difference=difference, pairs=len(used))
 
 
@@ -256,9 +255,7 @@ def value_output_circuit(*, with_output: bool = True) -> Outcome:
         if with_output
         else state["project.v"][:12].T
     )
-    difference = largest_difference(
-        probe.tensors["weights"][0, 0].detach() @ x[0] @ circuit, written
-    )
+    difference = largest_difference(probe.tensors["weights"][0, 0] @ x[0] @ circuit, written)
     return judge(difference < 1e-12, difference=difference)
 
 
@@ -304,9 +301,7 @@ def two_stage_routing(*, stages: int = 2) -> Outcome:
     routed = 3 * routed * chosen / (routed * chosen).sum(-1, keepdim=True)
     kind = 2 * kind if stages == 2 else torch.ones_like(kind)
     gates = torch.cat([2 * shared * kind[..., :1], routed * kind[..., 1:]], -1)
-    difference = largest_difference(
-        gates[..., None] * plain.head_outputs(x), layer.head_outputs(x).detach()
-    )
+    difference = largest_difference(gates[..., None] * plain.head_outputs(x), layer.head_outputs(x))
     return judge(
         difference < 1e-12, difference=difference, sum=float(gates.detach().sum(-1).mean())
     )

@@ -12,7 +12,7 @@ from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
 from . import soft_lookup
 from .catalogue import ItemList, Outcome, judge
-from .measured_layers import largest_difference, make_layer, sample
+from .measured_layers import largest_difference, make_layer, sample, samples
 from .soft_lookup import KEYS, QUERY, VALUES
 
 
@@ -93,9 +93,7 @@ def kernel_is_attention(*, width: float = 2.0, unit: bool = True) -> Outcome:
     bias = -((query - store[0].T) ** 2) / (2 * width**2)
     value = float(attend(torch.zeros_like(query), store[0], store[1], bias=bias)[0])
     kernel = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width)).value
-    q = sample(1, 5, 4)
-    k = sample(2, 7, 4)
-    v = sample(3, 7, 3)
+    q, k, v = samples((5, 4), (7, 4), (7, 3))
     k = F.normalize(k, dim=-1) if unit else k
     weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
     dot = largest_difference(weights @ v, attend(q, k, v, scale=1 / width**2)[0])
@@ -114,7 +112,7 @@ def _gaussian_layer_error(width: float) -> float:
     q, k, v = (_split(x @ layer.state_dict()[f"project.{side}"].T) for side in "qkv")
     weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
     y = (weights @ v).transpose(1, 2).flatten(2) @ layer.state_dict()["output.o"].T
-    return largest_difference(y, layer(x).detach())
+    return largest_difference(y, layer(x))
 
 
 def _split(x: Tensor) -> Tensor:
@@ -190,7 +188,7 @@ def one_source_or_two(*, other_source: bool = False) -> Outcome:
     layer = make_layer(design(model=12, heads=3))
     x = sample(1, 1, 5, 12)
     source = sample(2, 1, 5, 12) if other_source else x
-    difference = largest_difference(layer(x).detach(), layer(x, source=source).detach())
+    difference = largest_difference(layer(x), layer(x, source=source))
     return judge(difference < 1e-12, difference=difference)
 
 

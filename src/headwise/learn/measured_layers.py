@@ -16,7 +16,13 @@ from ..attention.attention import Attention
 from ..attention.position_embeddings import sinusoidal_table
 from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
-from ..costs.complexity import MODEL_WIDTH, ComplexityTable, LayerSizes, measure_scaling
+from ..costs.complexity import (
+    MODEL_WIDTH,
+    ComplexityTable,
+    LayerComplexity,
+    LayerSizes,
+    measure_scaling,
+)
 from ..costs.layer_reach import DISTANCES, LAYERS, LayerReach, measure_layer_reach
 from .catalogue import Number, Outcome, judge
 
@@ -29,6 +35,17 @@ def sample(seed: int, *shape: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def samples(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """Return a sample of each shape, by the seeds 1, 2, and so on."""
+    return [sample(seed, *shape) for seed, shape in enumerate(shapes, 1)]
+
+
+def complexity_by_layer(tokens: int, model: int, **sizes: int) -> dict[str, LayerComplexity]:
+    """Return the rows of `headwise cost --complexity` by layer."""
+    rows = ComplexityTable.from_sizes(LayerSizes(tokens, model, **sizes)).layers
+    return {row.name: row for row in rows}
 
 
 def make_layer(spec: AttentionSpec, seed: int = 0, scale: float | None = None) -> Attention:
@@ -50,7 +67,7 @@ def entropy(weights: Tensor) -> Tensor:
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
     """The largest absolute difference of two tensors."""
-    return float((one - other).abs().max())
+    return float((one - other).detach().abs().max())
 
 
 TOKENS = 64
@@ -134,10 +151,7 @@ def _with_range(values: Sequence[float], digits: str) -> str:
 
 def _count_flops(tokens: int) -> dict[str, int]:
     """FLOPs of the layers that are timed."""
-    return {
-        layer.name: layer.flops
-        for layer in ComplexityTable.from_sizes(LayerSizes(tokens, MODEL_WIDTH)).layers
-    }
+    return {name: row.flops for name, row in complexity_by_layer(tokens, MODEL_WIDTH).items()}
 
 
 def table_beside_recurrence(*, local: str = "GRU") -> Outcome:
@@ -168,9 +182,7 @@ def table_beside_convolution(*, positions: bool = False) -> Outcome:
     x = sample(1, TOKENS, WIDTH)
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
     errors = [
-        largest_difference(
-            layer((x[order] + table)[None])[0].detach(), layer((x + table)[None])[0, order].detach()
-        )
+        largest_difference(layer((x[order] + table)[None])[0], layer((x + table)[None])[0, order])
         for table in (torch.zeros(()), sinusoidal_table(torch.arange(TOKENS), WIDTH))
     ]
     layers = _measure_reach()

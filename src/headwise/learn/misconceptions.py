@@ -16,13 +16,19 @@ from ..attention.interfaces.core_types import Probe
 from ..attention.position_embeddings import sinusoidal_table
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
-from ..costs.complexity import ComplexityTable, LayerSizes
 from ..observe.bundled_sample import load_sample_model, load_sample_trace
 from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from .attention_mechanism import cost_by_heads
 from .catalogue import ItemList, Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices
-from .measured_layers import entropy, largest_difference, make_layer, sample
+from .measured_layers import (
+    complexity_by_layer,
+    entropy,
+    largest_difference,
+    make_layer,
+    sample,
+    samples,
+)
 from .parameters_and_scaling import sample_scores
 
 
@@ -39,8 +45,7 @@ def soft_addressing(*, sharp: float = 100.0) -> Outcome:
     """Entropy of weights at a scale near 0 (an average), 1/sqrt(d_k), and `sharp` (a look-up), over
     8 keys.
     """
-    q = sample(1, 5, 4)
-    k = sample(2, 8, 4)
+    q, k = samples((5, 4), (8, 4))
     scales = (("average", 1e-12), ("soft", None), ("hard", sharp))
     weights = {name: _weights(q, k, scale) for name, scale in scales}
     entropies = {name: float(entropy(rows).mean()) for name, rows in weights.items()}
@@ -79,7 +84,7 @@ def sum_or_concat(*, tied: bool = True) -> Outcome:
     own = concat.state_dict()["output.o"].clone()
     concat.load_state_dict(state | {"output.o": block.repeat(1, 3) if tied else own})
     x = sample(1, 1, 7, 12)
-    difference = largest_difference(summed(x).detach(), concat(x).detach())
+    difference = largest_difference(summed(x), concat(x))
     ranks = [int(torch.linalg.matrix_rank(weight)) for weight in (block.repeat(1, 3), own)]
     return judge(difference < 1e-12, difference=difference, sum_rank=ranks[0], concat_rank=ranks[1])
 
@@ -104,9 +109,7 @@ def cheaper_than_recurrence(*, tokens: int = 512, model: int = 512) -> Outcome:
     """FLOPs and sequential steps of self-attention and a GRU at this length, and where attention
     becomes dearer.
     """
-    layers = {
-        layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers
-    }
+    layers = complexity_by_layer(tokens, model)
     attention = layers["self-attention"]
     gru = layers["GRU"]
     numbers = {
@@ -237,7 +240,7 @@ def not_an_ensemble(*, independent: bool = False) -> Outcome:
     o = layer.head_outputs(x).detach()
     blocks = layer.state_dict()["output.o"].split(4, 1)
     parts = [o[:, :, head] @ block.T for head, block in enumerate(blocks)]
-    difference = largest_difference(torch.stack(parts).sum(0), layer.merge_heads(o).detach())
+    difference = largest_difference(torch.stack(parts).sum(0), layer.merge_heads(o))
     target = sample(2, *x.shape)
 
     def loss(o: Tensor) -> Tensor:
@@ -275,7 +278,7 @@ def unequal_lengths(*, queries: int = 7, keys: int = 13, modifiers: str = "") ->
     mask = torch.zeros(1, 1, 1, keys, dtype=torch.bool)
     mask[..., :queries] = True
     padded = layer(x, mask=mask)[:, :queries].detach()
-    difference = largest_difference(padded, layer(x[:, :queries]).detach())
+    difference = largest_difference(padded, layer(x[:, :queries]))
     works = cross == (1, queries, 12) and [shape[1] for shape in shapes] == [1, queries, keys]
     return judge(
         not works,
@@ -340,7 +343,7 @@ def graph_edges(*, complete: bool = False) -> Outcome:
     )
     jacobian = torch.func.jacrev(lambda x: layer(x[None])[0, 0])(x).detach()
     far = float(jacobian[:, 3].abs().max())
-    difference = largest_difference(all_pairs(x[None]).detach(), full(x[None]).detach())
+    difference = largest_difference(all_pairs(x[None]), full(x[None]))
     return judge(
         far < 1e-12 and difference < 1e-12, pairs=len(edges), far=far, difference=difference
     )

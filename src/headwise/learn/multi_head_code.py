@@ -88,9 +88,9 @@ def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
     x = sample(1, 2, 7, 12)
     mask = sample(2, 2, 7, 7) > 0
     mask[:, :, 0] = True
-    equal = largest_difference(listing(x, x, x, mask).detach(), layer(x, x, x, mask).detach())
+    equal = largest_difference(listing(x, x, x, mask), layer(x, x, x, mask))
     mask[0, 1] = False
-    hidden = largest_difference(listing(x, x, x, mask).detach(), layer(x, x, x, mask).detach())
+    hidden = largest_difference(listing(x, x, x, mask), layer(x, x, x, mask))
     return judge_condition(equal < 1e-12, hidden < 1e-12, visible=equal, hidden=hidden)
 
 
@@ -232,7 +232,7 @@ def encoder_layer(*, same: bool = True) -> Outcome:
     layer.load_state_dict({name: linear.weight.detach() for name, linear in names.items()})
     x = sample(1, 1, 7, 12)
     other = x if same else sample(2, 1, 7, 12)
-    difference = largest_difference(ours(x, other, other).detach(), layer(x).detach())
+    difference = largest_difference(ours(x, other, other), layer(x))
     return judge(difference < 1e-12, difference=difference)
 
 

@@ -18,7 +18,7 @@ from ..costs.layer_reach import LAYERS, WIDTH, longest_chain
 from ..observe.bundled_sample import load_sample_table, load_sample_trace
 from .attention_mechanism import parallel_equals_sequential
 from .catalogue import Outcome, judge, judge_condition
-from .measured_layers import largest_difference, make_layer, sample
+from .measured_layers import largest_difference, make_layer, sample, samples
 from .misconceptions import not_an_ensemble
 from .parameters_and_scaling import equal_widths_needed
 from .self_attention_basics import heads_share_weights
@@ -145,7 +145,7 @@ def equal_importance(*, equal: bool = False) -> Outcome:
     blocks = layer.state_dict()["output.o"].split(4, 1)
     parts = torch.stack([o[:, :, head] @ block.T for head, block in enumerate(blocks)])
     norms = parts.flatten(1).norm(dim=1)
-    difference = largest_difference(parts.sum(0), layer.merge_heads(o).detach())
+    difference = largest_difference(parts.sum(0), layer.merge_heads(o))
     ratio = float(norms.max() / norms.min())
     return judge(ratio < 1 + 1e-9, ratio=ratio, difference=difference)
 
@@ -174,7 +174,7 @@ def larger_block_of_w_o(*, side: str = "o") -> Outcome:
     else:
         state["project.q"][:4] *= 2
     layer.load_state_dict(state)
-    difference = largest_difference(layer(x).detach(), gated)
+    difference = largest_difference(layer(x), gated)
     return judge(difference < 1e-12, difference=difference)
 
 
@@ -243,9 +243,7 @@ def messages_over_edges(*, missing: int = 0) -> Outcome:
 
     `missing` edges are left out.
     """
-    q = sample(1, 5, 4)
-    k = sample(2, 5, 4)
-    v = sample(3, 5, 3)
+    q, k, v = samples((5, 4), (5, 4), (5, 3))
     edges = [(sender, receiver) for sender in range(5) for receiver in range(5)][missing:]
     sums = torch.zeros_like(v)
     totals = torch.zeros(5, dtype=v.dtype)

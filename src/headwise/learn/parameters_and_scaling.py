@@ -14,7 +14,7 @@ from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
 from ..observe.bundled_sample import load_sample_trace
 from .catalogue import Outcome, judge, judge_condition
-from .measured_layers import entropy, largest_difference, make_layer, sample
+from .measured_layers import entropy, largest_difference, make_layer, sample, samples
 
 KEY_WIDTHS = (4, 16, 64, 256, 1024)
 NUM_KEYS = 16
@@ -164,8 +164,7 @@ def different_patterns(*, tied: bool = False) -> Outcome:
     """Mean Jensen-Shannon divergence between the weights of 4 heads; `tied` gives all heads one
     projection.
     """
-    q = sample(1, 4, 12, 16)
-    k = sample(2, 4, 12, 16)
+    q, k = samples((4, 12, 16), (4, 12, 16))
     if tied:
         q = q[:1].expand_as(q)
         k = k[:1].expand_as(k)
@@ -196,18 +195,14 @@ def change_by_other_heads(modifiers: str) -> float:
     with torch.no_grad():
         for side in "qk":
             layer.get_parameter(f"project.{side}")[4:] = sample(2, 8, 12)
-    return largest_difference(layer.head_outputs(x)[0, :, 0].detach(), before) / float(
-        before.abs().max()
-    )
+    return largest_difference(layer.head_outputs(x)[0, :, 0], before) / float(before.abs().max())
 
 
 def four_axis_listing(*, scale_power: float = 0.5) -> Outcome:
     """softmax(Q K^T / d_k^0.5) V on [batch, h, seq_len, d_k], as the listing writes it, against
     hw.attend.
     """
-    q = sample(1, 2, 3, 7, 5)
-    k = sample(2, 2, 3, 7, 5)
-    v = sample(3, 2, 3, 7, 5)
+    q, k, v = samples((2, 3, 7, 5), (2, 3, 7, 5), (2, 3, 7, 5))
     scores = torch.matmul(q, k.transpose(-1, -2)) / 5**scale_power
     listed = torch.matmul(torch.softmax(scores, dim=-1), v)
     difference = largest_difference(listed, attend(q, k, v)[0])
@@ -224,7 +219,7 @@ def self_attention_formula(*, shared_input: bool = True) -> Outcome:
     k = z @ state["project.k"].T
     v = z @ state["project.v"].T
     y = (q @ k.mT / math.sqrt(12)).softmax(-1) @ v @ state["output.o"].T
-    difference = largest_difference(y, layer(x).detach())
+    difference = largest_difference(y, layer(x))
     return judge(difference < 1e-12, difference=difference)
 
 

@@ -15,14 +15,15 @@ from ..attention.attention import Attention
 from ..attention.interfaces.core_types import Probe
 from ..attention.parts import REGISTRY
 from ..attention.presets import design, from_toml
-from ..costs.complexity import ComplexityTable, LayerSizes
 from .attention_mechanism import attention_formula, gru_steps
 from .catalogue import ItemList, Outcome, judge, judge_condition
 from .matrix_figures import draw_heads
 from .measured_layers import (
+    complexity_by_layer,
     largest_difference,
     make_layer,
     sample,
+    samples,
     table_beside_recurrence,
     table_of_lengths,
 )
@@ -32,12 +33,6 @@ __all__ = ["table_beside_recurrence", "table_of_lengths"]  # runs of this docume
 __all__ = ["attention_formula"]
 
 
-def _layers(tokens: int, model: int = 512) -> dict[str, tuple[int, int]]:
-    """FLOPs and sequential operations of each layer of `headwise cost --complexity`."""
-    rows = ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers
-    return {row.name: (row.flops, row.serial) for row in rows}
-
-
 # --- Section 0: cost and dilution -----------------------------------------------------------------
 
 
@@ -45,12 +40,10 @@ def constant_cost(*, of: str = "work") -> Outcome:
     """FLOPs and sequential operations of self-attention at 4,096 and at 8,192 tokens; `of` is
     "work" or "steps".
     """
-    (flops, serial), (more_flops, more_serial) = (
-        _layers(tokens)["self-attention"] for tokens in (4096, 8192)
-    )
-    numbers = {"flops": flops, "twice": more_flops, "growth": more_flops / flops, "serial": serial}
-    constant = more_flops == flops if of == "work" else more_serial == serial
-    return judge(constant, **numbers, serial_twice=more_serial)
+    one, two = (complexity_by_layer(n, 512)["self-attention"] for n in (4096, 8192))
+    numbers = {"flops": one.flops, "twice": two.flops, "growth": two.flops / one.flops}
+    constant = two.flops == one.flops if of == "work" else two.serial == one.serial
+    return judge(constant, **numbers, serial=one.serial, serial_twice=two.serial)
 
 
 def diluted_weight(*, gap: float = 3.0, grow: bool = False) -> Outcome:
@@ -134,7 +127,7 @@ def parallel_convolution(*, layer: str = "convolution") -> Outcome:
     single = torch.empty_like(whole)
     for position in order:
         single[:, position] = torch.einsum("oik,ik->o", kernel, x[:, position : position + 3])
-    serial = _layers(4096)[layer][1]
+    serial = complexity_by_layer(4096, 512)[layer].serial
     return judge(serial > 1, serial=serial, difference=largest_difference(whole, single))
 
 
@@ -164,12 +157,10 @@ def _decay(modifiers: str) -> float:
 
 def orders_of_layers(*, tokens: int = 256, model: int = 512) -> Outcome:
     """FLOPs of attention, a GRU, an LSTM and a convolution of 3 tokens at n = 256 and d = 512."""
-    layers = _layers(tokens, model)
-    numbers = {name: layers[name][0] for name in ("self-attention", "GRU", "LSTM", "convolution")}
-    attention = numbers.pop("self-attention")
-    return judge(
-        attention > numbers["GRU"], attention=attention, gru=numbers["GRU"], lstm=numbers["LSTM"]
-    )
+    layers = complexity_by_layer(tokens, model)
+    names = {"attention": "self-attention", "gru": "GRU", "lstm": "LSTM"}
+    numbers = {name: layers[layer].flops for name, layer in names.items()}
+    return judge(numbers["attention"] > numbers["gru"], **numbers)
 
 
 def heads_share_weights(*, kv: int = 3) -> Outcome:
@@ -194,8 +185,7 @@ def dot_product_as_similarity(*, unit: bool = False) -> Outcome:
     """Share of queries whose highest dot product is with the nearest key: with unit keys, and with
     random keys.
     """
-    q = sample(1, 500, 8)
-    k = sample(2, 20, 8)
+    q, k = samples((500, 8), (20, 8))
     units = F.normalize(k, dim=-1)
     shares = {}
     for name, keys in (("unit", units), ("random", units if unit else k)):
@@ -312,9 +302,7 @@ def projection_listing(*, qkv_bias: bool = True) -> Outcome:
             {"bias": f"project.{side}_bias"} if qkv_bias else {}
         )
         linear.load_state_dict({name: state[ours] for name, ours in names.items()})
-        largest = max(
-            largest, largest_difference(linear(x).detach(), probe.tensors[side].detach().flatten(2))
-        )
+        largest = max(largest, largest_difference(linear(x), probe.tensors[side].flatten(2)))
     return judge(largest < 1e-12, difference=largest)
 
 
@@ -384,9 +372,7 @@ def learned_weights_are_linear(*, kind: str = "random") -> Outcome:
     x = sample(1, 1, 7, 16)
     z = sample(2, 1, 7, 16)
     errors = {
-        name: largest_difference(
-            layer(2 * x + 3 * z).detach(), (2 * layer(x) + 3 * layer(z)).detach()
-        )
+        name: largest_difference(layer(2 * x + 3 * z), (2 * layer(x) + 3 * layer(z)))
         for name, layer in layers.items()
     }
     return judge(errors["learned"] < 1e-12, **errors)

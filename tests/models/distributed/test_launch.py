@@ -74,7 +74,7 @@ def test_one_rank_prints_and_writes(tmp_path: Path):
         ),
         (
             ["--parallelism", "tensor=2", "--batch", "0"],
-            "headwise: --batch 0 is too small; give 1 or more",
+            "headwise: --batch 0 is out of range; give 1 or more",
         ),
     ],
 )

@@ -1,15 +1,13 @@
 """`headwise run`: run a trained model on a text, an image, or every line of stdin.
 
-`main` loads the model and calls the function for its kind: of `answers` for models that generate
-text, classify or fill in masks, of `requests` with --requests. `inputs` reads lines and images.
+`main` loads the model. `answers` has what models answer that generate text, classify or fill in
+masks, `requests` those of --requests. `inputs` reads lines and images.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ...util.files import read_text_file
 from ..arguments import parse_bytes
 from ..options import (
     Count,
@@ -24,6 +22,7 @@ from ..options import (
     UsageError,
     options,
 )
+from ..text_arguments import attach_named_tokenizer
 
 if TYPE_CHECKING:
     from ...models import Transformer
@@ -77,6 +76,11 @@ class RunOptions(Options):
 
     command = "run"
     choices = {"compile": "models.generation.decoding_config:COMPILE_MODES"}
+    needs = {
+        **dict.fromkeys(("budget", "rows", "chunk"), "requests"),
+        "score_tokenize": "score",
+    }
+    excludes = ("logprobs requests", "text requests", "score requests")
     model: ModelFolder
     text: str | None = None
     max_new_tokens: Count | None = None
@@ -106,21 +110,9 @@ class RunOptions(Options):
 
     def check(self) -> None:
         """Refuse what cannot work before the model is loaded."""
-        if self.requests is None:
-            for name in ("budget", "rows", "chunk"):
-                if name in self.given:
-                    raise UsageError(
-                        f"--{name} applies to --requests only; add --requests FILE, or leave it out"
-                    )
-        elif self.logprobs is not None:
-            raise UsageError("--logprobs does not support --requests; leave one out")
         if (self.best or 1) > (self.beams or 1):
-            raise UsageError(
-                f"--best {self.best} is more than --beams {self.beams or 1}; give --beams "
-                f"{self.best}"
-            )
-        if self.score_tokenize is not None and self.score is None:
-            raise UsageError("--score-tokenize needs --score; add --score REF")
+            fact = f"--best {self.best} is more than --beams {self.beams or 1}"
+            raise UsageError(f"{fact}; give --beams {self.best}")
         if self.budget is not None:
             parse_bytes(self.budget)
 
@@ -132,12 +124,6 @@ DECODING_FIELDS = (
 )
 # Options that apply to every kind of model, by their fields.
 COMMON_OPTIONS = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
-ANSWER_FUNCTIONS = {  # module and function by kind
-    "texts": ("answers", "answer"),
-    "requests": ("requests", "answer"),
-    "classes": ("answers", "answer_classes"),
-    "masks": ("answers", "answer_masks"),
-}
 
 
 def main(argv: list[str]) -> int:
@@ -147,10 +133,11 @@ def main(argv: list[str]) -> int:
     kind = task_kind(model)
     if kind != "texts":
         _check_unused(args, model, kind)
-    elif args.requests is not None:
-        kind = "requests"
-    module, function = ANSWER_FUNCTIONS[kind]
-    return getattr(import_module(f"{__name__}.{module}"), function)(model, args)
+    from . import answers, requests
+
+    if args.requests is not None:
+        return requests.answer(model, args)
+    return answers.answer(model, args, kind)
 
 
 def task_kind(model: Transformer) -> str:
@@ -171,30 +158,17 @@ def task_kind(model: Transformer) -> str:
 
 def load_model(args: RunOptions) -> Transformer:
     """Load the model onto its device, with the tokenizer of --tokenizer."""
-    import headwise as hw
-
+    from ...hub import load
     from ...training.run_setup import resolve_device
 
     device = resolve_device(args.device)
-    model = hw.load(args.model)
+    model = load(args.model)
     embedding = model.spec.stacks[0].embedding
     if embedding and embedding.tokens and model.usage.tokenizer is None and args.tokenizer is None:
-        raise UsageError(
-            f"{model.spec.name} has no tokenizer; give --tokenizer FILE, or --tokenizer bytes"
-        )
-    if args.tokenizer is not None:
-        attach_tokenizer(model, args.tokenizer)
+        fact = f"{model.spec.name} has no tokenizer"
+        raise UsageError(f"{fact}; give --tokenizer FILE, or --tokenizer bytes")
+    attach_named_tokenizer(model, args)
     return model.to(device)
-
-
-def attach_tokenizer(model: Transformer, name: str) -> None:
-    """Attach the tokenizer in a file, or the byte tokenizer for "bytes", to a model."""
-    from dataclasses import replace
-
-    from ...models.vocabulary import ByteVocabulary
-
-    document = ByteVocabulary().document if name == "bytes" else read_text_file(name)
-    model.usage = replace(model.usage, tokenizer=document, source_tokenizer=None)
 
 
 def _check_unused(args: RunOptions, model: Transformer, kind: str) -> None:

@@ -130,19 +130,10 @@ def _stream_to_dict(number: int, stream: RequestStream) -> dict[str, Any]:
 
 def _check_request_options(args: Any, defaults: RequestDefaults) -> None:
     """Raise on options that do not work with --requests."""
-    if args.text is not None or args.score is not None:
-        option = "TEXT" if args.text is not None else "--score"
-        raise UsageError(f"{option} and --requests exclude each other; leave one out")
-    if defaults.decoding.beams > 1:
-        raise UsageError(
-            f"--requests does not support --beams {defaults.decoding.beams}; leave out "
-            "--requests, or give --beams 1"
-        )
-    if defaults.decoding.compile == "on":
-        raise UsageError(
-            "--requests does not support --compile on, because requests have different lengths; "
-            "leave one out"
-        )
+    unsupported = {"--beams": defaults.decoding.beams, "--compile": defaults.decoding.compile}
+    for flag, value in unsupported.items():
+        if value not in (1, "off", "auto"):
+            raise UsageError(f"--requests does not support {flag} {value}; leave one out")
     if args.compile is not None:
         CompileNotices().print_once(MIXED_REQUESTS)
 
