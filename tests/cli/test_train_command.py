@@ -295,7 +295,7 @@ def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
     )
     code, _, err = trained(capsys, *result)
     assert (code, err.count("\n")) == (2, 1)
-    assert "holds a run; continue it with --resume" in err
+    assert "holds a run of 1 step; continue it with" in err
     code, out, err = trained(capsys, *result, "--resume --json")
     assert (code, json.loads(out)["steps"]) == (0, 3)
     assert "from step 1 on" in err

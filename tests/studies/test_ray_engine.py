@@ -136,7 +136,7 @@ def test_heads_refusals(
     command = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "texts.txt")]
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     for wrong, words in [
-        (["--address", "host:6379"], "--address host:6379 belongs to --engine ray"),
+        (["--address", "host:6379"], "--address needs --engine"),
         (["--engine", "mpi"], "'mpi' is unknown; use one of local, ray"),
     ]:
         assert main([*command, *wrong]) == 2
@@ -198,7 +198,7 @@ def test_refusals(
     file = tmp_path / "study.toml"
     file.write_text('hypothesis = "x"\n[variants.mha]\n[tasks.recall]\n')
     for wrong, words in [
-        (["--address", "host:6379"], "--address host:6379 belongs to --engine ray"),
+        (["--address", "host:6379"], "--address needs --engine"),
         (["--engine", "ray", "--jobs", "0"], "give 1 or more"),
         (["--engine", "mpi"], "'mpi' is unknown; use one of local, ray"),
     ]:

@@ -416,14 +416,14 @@ def test_one_command_sweeps_and_reports(
         (["--by", "michell"], "did you mean 'michel'?"),
         (
             ["--by", "gates"],
-            "--by gates needs the steps that gates are trained for; add --gates STEPS",
+            "--by needs --gates; add --gates STEPS",
         ),
         (["--points", "half"], "--points half are not shares"),
         (["--points", "0.5,1.5"], "--points 1.5"),
         (["--random-orders", "0"], "--random-orders 0 is out of range; give 1 or more"),
         (["--max-loss-rise", "-1"], "--max-loss-rise"),
         (["--answers", "random"], "cannot score generated answers of gpt2. Give a task"),
-        (["--limit", "1"], "--limit 1 is too few for a confidence interval"),
+        (["--limit", "1"], "--limit 1 is out of range; give 2 or more"),
     ],
 )
 def test_invalid_arguments_are_refused(

@@ -163,7 +163,9 @@ class HeadsOptions(TextOptions):
             check_head_name(name)
         if self.model.endswith(TRACE_SUFFIX):
             check_input_file("MODEL", self.model)
-            self.require("model", "draw")
+            if not self.draw:
+                fact = f"{self.model} is a trace, whose heads can only be drawn"
+                raise UsageError(f"{fact}; add --draw HEAD --out DIR")
             self._allow_only(
                 "model draw out overwrite", f"needs a model, but {self.model} is a trace"
             )

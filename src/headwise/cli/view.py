@@ -118,7 +118,9 @@ def main(argv: list[str]) -> int:
         print_page(f"{args.export} shows {opened.name}; it opens in any browser, without a network")
         return 0
     if args.host not in LOOPBACK_HOSTS:
-        print_note(f"headwise: anyone with the address who can reach {args.host} sees this model")
+        print_note(
+            f"headwise: anyone who can reach {args.host} and has the address can see this model"
+        )
     server = view.ServerOptions(args.host, args.port, not args.no_browser)
     with suppress(KeyboardInterrupt):  # the usual end of a server
         view.serve_page(opened, server, announce=print_page)

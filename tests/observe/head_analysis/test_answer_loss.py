@@ -125,7 +125,7 @@ def test_commands_score_answers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (out / "model.safetensors").is_file()
     capsys.readouterr()
     assert cli.main(["heads", str(tmp_path / "net"), *texts]) == 2
-    assert "--answer-after limits the loss of --importance" in capsys.readouterr().err
+    assert "--answer-after needs --importance" in capsys.readouterr().err
     assert (
         cli.main(
             [

@@ -240,6 +240,6 @@ def test_layers_are_normalised_from_the_command_line(
         ) == pytest.approx(1)
     assert cli.main([*options, "--normalise-layers"]) == 2
     assert (
-        "--normalise-layers needs scores to divide; add --importance METHOD"
+        "--normalise-layers needs --importance; add --importance METHOD, or leave --normalise-layers out"
         in capsys.readouterr().err
     )

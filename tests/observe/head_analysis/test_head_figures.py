@@ -266,7 +266,7 @@ def test_chosen_heads_are_drawn_from_a_trace(tmp_path: Path, capsys: pytest.Capt
     assert len(list((tmp_path / "drawn").iterdir())) == 8
     for argv, wrong in (
         (["--draw", "L1H9", "--out", "no"], "decoder.1.attention has no head 9"),
-        (["--draw", "L1H2"], "--draw needs a folder for the figures; add --out DIR"),
+        (["--draw", "L1H2"], "--draw needs --out; add --out DIR"),
         (["--out", "no"], "is a trace, whose heads can only be drawn; add --draw HEAD --out DIR"),
         (["--draw", "L1H2", "--out", "no", "--redundancy"], "--redundancy needs a model"),
     ):
