@@ -20,10 +20,10 @@ from headwise.attention.backends.query_blocks import split_queries, sum_block_pa
 from headwise.attention.cache import make_cache
 from headwise.costs.components import list_components
 from headwise.costs.cost_report import CostEstimate, estimate_cost
-from headwise.costs.parameter_counts import parameter_terms
 from headwise.costs.published_formulas import FORMULA_SOURCES, compare_formulas
 from headwise.costs.symbolic_int import SymbolicInt
 from headwise.costs.training_memory import OPTIMISERS
+from headwise.costs.weight_storage import parameter_terms
 from headwise.costs.workload import select_layer
 from headwise.models import families, model_spec
 from headwise.models.model_spec import (

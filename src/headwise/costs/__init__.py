@@ -2,9 +2,8 @@
 
 In reading order:
 
-- `flops` and `parameter_counts` count term by term (`symbolic_int` keeps the formula
-  of every number, `pairs_per_head` sums over heads with different patterns), `weight_storage` gives
-  the bytes of weights as stored, and `roofline` the least time of an operation on a device;
+- `flops` counts term by term (`symbolic_int` keeps the formula of every number), `weight_storage`
+  gives parameters and the bytes of weights, `roofline` the least time of an operation on a device;
 - `components` is the one walk over a spec or model, and gives all that a component costs;
 - `workload` describes forward calls; `cost_report` makes the estimates of `hw.cost` and
   `headwise cost`, `cost_plots` their figures, `size_matching` sizes of equal cost;

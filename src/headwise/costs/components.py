@@ -35,8 +35,14 @@ from ..models.model_spec import (
     WeightSpec,
 )
 from ..models.model_spec.components import add_prefix
-from .flops import TORCH_DTYPES, MatrixProduct, cached_numbers, list_products, value_grad_factors
-from .pairs_per_head import patterns_of_kv_heads
+from .flops import (
+    TORCH_DTYPES,
+    MatrixProduct,
+    cached_numbers,
+    list_products,
+    patterns_of_kv_heads,
+    value_grad_factors,
+)
 from .roofline import Device, RooflineOperation, merge_operations
 from .symbolic_int import SymbolicInt, name_size
 from .weight_storage import (

@@ -26,11 +26,10 @@ from .components import (
     list_operations,
 )
 from .flops import CostBreakdown, cached_numbers
-from .parameter_counts import active_parameters, parameter_terms
 from .roofline import Device, MemoryShortfall, RooflineOperation, find_shortfall, merge_operations
 from .symbolic_int import SymbolicInt
 from .training_memory import ActivationSettings, activation_memory
-from .weight_storage import dtype_bytes, total_weight_bytes
+from .weight_storage import active_parameters, dtype_bytes, parameter_terms, total_weight_bytes
 from .workload import CallsByPhase, Workload, image_tokens, list_assumptions, list_calls
 
 __all__ = ["CostEstimate", "CostReport", "Workload", "cost", "estimate_cost"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import costs
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
-from ..costs.parameter_counts import parameter_terms
+from ..costs.weight_storage import parameter_terms
 from ..models.families import read_model_spec
 from ..models.model_spec import ModelSpec
 from ..observe.bundled_sample import load_sample_trace

@@ -17,7 +17,7 @@ from headwise.attention.backends.core_interface import take_heads
 from headwise.attention.cache import make_cache
 from headwise.costs.components import AttentionComponent, ExecutionTarget, ForwardCall
 from headwise.costs.cost_report import estimate_cost
-from headwise.costs.pairs_per_head import patterns_of_kv_heads
+from headwise.costs.flops import patterns_of_kv_heads
 from headwise.costs.part_checks import contract
 from headwise.surgery.head_grouping import permute_heads
 from support import layer_cases as cases

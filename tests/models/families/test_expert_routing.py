@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.costs.parameter_counts import active_parameters
+from headwise.costs.weight_storage import active_parameters
 from headwise.models import families
 from support.config_fields import EXPERT_FAMILIES, LATENT, FamilyComparison
 

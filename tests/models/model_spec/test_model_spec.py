@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 import headwise as hw
 from headwise import costs
-from headwise.costs.parameter_counts import parameter_terms
+from headwise.costs.weight_storage import parameter_terms
 from headwise.models import families, model_spec
 from headwise.models.model_spec import (
     ApproximateAttention,
