@@ -29,7 +29,7 @@ from typing import Any
 
 from headwise.report import plots, render
 from headwise.studies.process_engine import ProcessEngine
-from headwise.studies.study_figures import draw_differences, draw_lengths
+from headwise.studies.seed_statistics import draw_differences, draw_lengths
 from headwise.studies.study_file import Study, read_study
 from headwise.studies.study_report import (
     StudyReport,

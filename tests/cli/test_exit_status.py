@@ -19,13 +19,13 @@ from tokenizers import Tokenizer
 
 import headwise as hw
 from headwise import cli
-from headwise.models.tokenizer_calls import (
+from headwise.models.vocabulary import (
+    ByteVocabulary,
     decode_tokens,
     encode_tokens,
     parse_tokenizer,
     read_tokenizer_file,
 )
-from headwise.models.vocabulary import ByteVocabulary
 from headwise.util.errors import SpecError
 from support.saved_models import GPT
 

@@ -15,7 +15,7 @@ import headwise as hw
 from headwise.learn.attention_mechanism import gru_steps
 from headwise.learn.measured_layers import make_layer, sample
 from headwise.observe.bundled_sample import load_sample_trace
-from headwise.studies.variant_models import resize_model
+from headwise.studies.cells import resize_model
 from headwise.training.data import make_task
 from support import learn_entries as learn
 from support.learn_entries import array, attention, layer_output, softmax

@@ -22,7 +22,7 @@ from headwise.models import model_spec as bp
 from headwise.models.block import CausalConvolution, GatedRecurrence
 from headwise.models.distributed.parallel_attention import check_context_parallel
 from headwise.observe.head_analysis.head_importance import IMPORTANCE_METHODS
-from headwise.studies.variant_models import resize_model
+from headwise.studies.cells import resize_model
 from headwise.training.data import Batch, make_task
 from headwise.training.data.synthetic_task import (
     ModelShape,

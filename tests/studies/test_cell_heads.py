@@ -10,8 +10,8 @@ import torch
 
 import headwise as hw
 from headwise.attention.interfaces import Gate
-from headwise.studies.cell_heads import summarise_heads
-from headwise.studies.variant_models import resize_model
+from headwise.studies.cells import resize_model
+from headwise.studies.run_cell import summarise_heads
 from headwise.training.data import make_task
 from headwise.training.run_setup import replace_self_attention
 
@@ -114,15 +114,6 @@ def test_gates_are_the_share_of_tokens():
         assert sum(loads) == pytest.approx(
             gate.always + gate.active, abs=1e-5
         )  # heads that are on for a token
-
-
-def test_long_texts_are_summarised_by_their_first_queries():
-    summary = summarise_heads(
-        make_net(), make_task("recall", vocabulary=16, length=300, pairs=2), 2
-    )
-    assert all(
-        np.isfinite(summary[name]) for name in ("score_deviation", "score_rank", "score_change")
-    )
 
 
 def test_mixing_changes_scores_and_texts_are_needed():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.studies.model_edits import ModelEdit, evaluate_edit
+from headwise.studies.run_cell import ModelEdit, evaluate_edit
 from headwise.studies.study_file import parse_study
 from headwise.surgery.head_selection import HeadRanking, score_heads
 from headwise.training.data import make_task

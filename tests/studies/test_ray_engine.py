@@ -24,10 +24,9 @@ from headwise.observe.head_analysis.head_measurement import (
     measure_heads,
     sum_examples,
 )
-from headwise.studies import ray_engine
-from headwise.studies.cell_heads import LayerDiversity
-from headwise.studies.process_engine import ProcessEngine
-from headwise.studies.ray_engine import SHARD_SIZE, RayEngine, RayHeads
+from headwise.studies import process_engine
+from headwise.studies.process_engine import SHARD_SIZE, ProcessEngine, RayEngine, RayHeads
+from headwise.studies.run_cell import LayerDiversity
 from headwise.studies.study_file import Study, parse_study
 from headwise.studies.study_runner import RESULTS_FILE, run_study
 from headwise.training.data import make_task
@@ -73,7 +72,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_two_nodes_and_a_killed_worker_give_the_bytes_of_the_local_engine(
     study: Study, two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ray_engine, "run_cell_elsewhere", dying_cells.run_or_die_elsewhere)
+    monkeypatch.setattr(process_engine, "run_cell_elsewhere", dying_cells.run_or_die_elsewhere)
     run_study(study, tmp_path / "ray", RayEngine(two_nodes))
     assert len(list(tmp_path.glob("died-*"))) == len(
         study.seeds
@@ -97,7 +96,7 @@ def make_heads() -> tuple[hw.Transformer, list[Example]]:
 def test_heads_of_shards_whose_workers_die_are_those_of_one_process(
     two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ray_engine, "sum_shard_elsewhere", dying_cells.sum_or_die_elsewhere)
+    monkeypatch.setattr(process_engine, "sum_shard_elsewhere", dying_cells.sum_or_die_elsewhere)
     net, examples = make_heads()
     counts: list[int] = []
     on_ray = measure_heads(
@@ -180,7 +179,7 @@ def test_heads_of_lost_tasks_are_refused_in_one_line(name: str, monkeypatch: pyt
         get=lose_task,
     )
     modules = {"ray": ray, "ray.exceptions": ray.exceptions}
-    monkeypatch.setattr(ray_engine.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(process_engine.importlib, "import_module", modules.__getitem__)
     net, examples = make_heads()
     with pytest.raises(
         SpecError, match=r"the node has too little memory[)]; use --engine local"

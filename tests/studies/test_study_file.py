@@ -18,9 +18,8 @@ import pytest
 
 import headwise as hw
 from headwise.studies import cells
-from headwise.studies.cells import CellGrid, make_recipe
+from headwise.studies.cells import CellGrid, make_recipe, resize_model
 from headwise.studies.study_file import Study, StudyTask, Variant, parse_study, read_study
-from headwise.studies.variant_models import resize_model
 from headwise.training.data import make_task
 from headwise.training.data.synthetic_task import ModelShape
 from headwise.training.data.task_registry import TASKS

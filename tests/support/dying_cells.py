@@ -15,7 +15,7 @@ from torch import nn
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.head_measurement import MeasureOptions
 from headwise.studies import process_engine
-from headwise.studies.ray_engine import SumsByExample, run_cell_elsewhere, sum_shard_elsewhere
+from headwise.studies.process_engine import SumsByExample, run_cell_elsewhere, sum_shard_elsewhere
 from headwise.studies.run_cell import run_cell
 
 MARKERS = "HEADWISE_TEST_MARKERS"

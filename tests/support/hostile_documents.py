@@ -22,7 +22,7 @@ from headwise.attention.parts.rotary_embedding import Rotary
 from headwise.attention.spec.serialization import to_dict as spec_to_dict
 from headwise.cli.run import requests
 from headwise.hub import checkpoint_weights, tokenizer_files
-from headwise.models import families, model_spec, tokenizer_calls
+from headwise.models import families, model_spec, vocabulary
 from headwise.models.generation.text_output import ModelTokenizer
 from headwise.models.model_spec.serialization import ModelManifest, SurgeryRecord
 from headwise.observe.head_analysis.annotated_examples import parse_alignment_links, read_conllu
@@ -30,7 +30,7 @@ from headwise.observe.traces import trace_file
 from headwise.studies.study_file import read_study
 from headwise.surgery.pruning_plan import PruningPlan
 from headwise.training import recipe
-from headwise.training.data import images, open_data
+from headwise.training.data import images, open_data, text_files
 
 from .hostile_values import damaged_bytes, hostile_trees, texts_of, to_toml_text
 
@@ -277,7 +277,7 @@ TOKENIZERS = [
 
 def _read_tokenizer(text: str) -> object:
     path = write_file("tokenizer.json", text)
-    tokenizer_calls.read_tokenizer_file(path)
+    vocabulary.read_tokenizer_file(path)
     try:
         tokenizer = ModelTokenizer(text)
     except ValueError:
@@ -310,9 +310,9 @@ def _read_index(text: str) -> object:
 
 def _read_image_array(kind: str) -> Callable[[bytes], object]:
     readers: Mapping[str, Callable[[Path], Any]] = {
-        "npz": images.read_npz,
-        "npy": images.open_npy,
-        "idx": images.read_idx,
+        "npz": text_files.read_npz,
+        "npy": text_files.open_npy,
+        "idx": text_files.read_idx,
     }
     return reads_file(f"array.{kind}", readers[kind])
 

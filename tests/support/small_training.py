@@ -26,7 +26,7 @@ from headwise.report.data import Figure
 from headwise.training import Recipe
 from headwise.training.data import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task
 from headwise.training.data.task import check_split
-from headwise.training.learning_curves import CURVE_FILES
+from headwise.training.loggers import CURVE_FILES
 from headwise.training.train_step import StepOptions, TrainStep
 from headwise.util.files import write_atomically
 

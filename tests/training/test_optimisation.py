@@ -17,8 +17,6 @@ from headwise.attention.interfaces.core_types import AuxLosses
 from headwise.models.model_spec import WeightSpec
 from headwise.training import Recipe, optimisers, recipe as recipes, train_step
 from headwise.training.data import IGNORE_INDEX, Batch
-from headwise.training.evaluation import average_metrics
-from headwise.training.recipe import SCHEDULES
 from headwise.training.train_step import StepOptions
 from headwise.training.training_run import count_batch_tokens, count_step_flops
 from headwise.util.errors import SpecError
@@ -47,14 +45,6 @@ def test_cosine_is_its_formula(floor: float):
             else floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
         )
         assert rate == pytest.approx(0.3 * expected, abs=1e-12)
-
-
-def test_cosine_is_the_one_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.3)
-    theirs = transformers.get_cosine_schedule_with_warmup(adamw, 5, STEPS).lr_lambdas[0]
-    ours = rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS))
-    assert ours == pytest.approx([0.3 * theirs(step) for step in range(1, STEPS + 1)], abs=1e-12)
 
 
 def test_inverse_square_root_is_the_one_of_attention_is_all_you_need():
@@ -94,24 +84,6 @@ def test_wsd_is_a_trapezium():
     ours = rates(Recipe(steps=20, lr=0.5, schedule="wsd", warmup=0.2, decay=0.25, min_lr_ratio=0.2))
     expected = [0.25, 0.5, 0.75, *[1.0] * 12, 0.84, 0.68, 0.52, 0.36, 0.2]
     assert ours == pytest.approx([0.5 * factor for factor in expected])
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(
-    ("steps", "warmup"), [(1, 0.0), (1, 1.0), (2, 0.5), (3, 1.0), (50, 0.0), (50, 0.1)]
-)
-def test_every_learning_rate_is_between_zero_and_the_peak(name: str, steps: int, warmup: float):
-    found = rates(
-        Recipe(
-            steps=steps,
-            lr=0.1,
-            schedule=name,
-            warmup=warmup,
-            decay=min(0.2, 1 - warmup),
-            min_lr_ratio=0.01,
-        )
-    )
-    assert all(0 < rate <= 0.1 + 1e-12 for rate in found)
 
 
 # --- recipes --------------------------------------------------------------------------------------
@@ -265,11 +237,6 @@ def test_the_loss_is_its_definition(shape: tuple[int, ...], smoothing: float):
     )
 
 
-def test_the_loss_of_short_numbers_is_taken_in_float32():
-    logits, labels = torch.randn(3, 5).bfloat16(), torch.tensor([0, 1, 2])
-    assert train_step.cross_entropy(logits, labels).dtype == torch.float32
-
-
 def gradients(
     recipe: Recipe, batch: Batch, dtype: torch.dtype = torch.float64
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -287,16 +254,6 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole():
         assert found == pytest.approx(whole, rel=1e-12)
         for name, gradient in each.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5, 7])
-def test_the_rest_of_an_epoch_is_accumulated_too(rows: int):
-    batch = Echo().batch(0, rows)
-    whole, expected = gradients(short_recipe(batch=12), batch)
-    found, each = gradients(short_recipe(batch=12, accumulate=3), batch)
-    assert found == pytest.approx(whole, rel=1e-12)
-    for name, gradient in each.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_logits_of_labelled_tokens_alone_give_the_loss_of_all():
@@ -390,10 +347,6 @@ def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were
 
 
 # --- what is measured -----------------------------------------------------------------------------
-
-
-def test_measures_are_means_over_all_that_was_counted():
-    assert average_metrics([{"a": (1.0, 2)}, {"a": (3.0, 2), "b": (0.0, 0)}]) == {"a": 1.0}
 
 
 def test_a_step_is_worth_three_passes():

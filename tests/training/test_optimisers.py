@@ -115,28 +115,6 @@ def test_muon_is_its_formula_for_matrices_and_adamw_for_the_rest():
         assert torch.equal(named[name], plain[name]), name
 
 
-def test_muon_is_torchs_for_one_matrix():
-    weight = next(w for name, w in Echo().model().params().items() if name.endswith("feed.up"))
-    start = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    recipe = Recipe(lr=0.1, optimiser="muon", weight_decay=0.3)
-    name = "decoder.0.feed.up"
-    groups = {
-        "feed, decayed": {name: ours},
-        "norm, kept": {"decoder.0.feed.up_bias": nn.Parameter(torch.ones(13))},
-    }
-    muon = optimisers.make_optimiser(groups, recipe, Echo().model())
-    torchs = torch.optim.Muon(
-        [theirs], lr=0.1, weight_decay=0.3, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
-    for step in range(3):
-        ours.grad = torch.full_like(start, 1.0 + step)
-        theirs.grad = torch.full_like(start, 1.0 + step)
-        muon.step(0.1)
-        torchs.step()
-    assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("name", ["muon", "sgd"])
 def test_a_run_with_any_optimiser_resumes_with_the_same_bits(name: str, tmp_path: Path):
     recipe = short_recipe(optimiser=name, dropout=0.1)

@@ -418,7 +418,7 @@ def _measure_model(
     if args.images is not None:
         options = options._replace(metrics=IMAGE_METRICS)
     if args.engine == "ray":
-        from ..studies.ray_engine import RayHeads
+        from ..studies.process_engine import RayHeads
 
         options = options._replace(engine=RayHeads(args.address))
     collectors: list[Any] = []

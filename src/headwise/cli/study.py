@@ -72,9 +72,8 @@ def main(argv: list[str]) -> int:
     from ..report.render import to_text
     from ..studies.process_engine import ProcessEngine
     from ..studies.study_file import read_study
-    from ..studies.study_plan import plan_study, tabulate_plan
     from ..studies.study_report import REPORT_FOLDER, STUDY_REPORT, write_report
-    from ..studies.study_runner import STUDY_FOLDER, run_study
+    from ..studies.study_runner import STUDY_FOLDER, plan_study, run_study, tabulate_plan
 
     study = read_study(
         args.file, args.scale, parse_assignments(args.changes, "--set recipe.steps=100")
@@ -108,7 +107,7 @@ def main(argv: list[str]) -> int:
 
 def _make_engine(args: StudyOptions) -> CellEngine:
     if args.engine == "ray":
-        from ..studies.ray_engine import RayEngine
+        from ..studies.process_engine import RayEngine
 
         return RayEngine(args.address, args.jobs)
     from ..studies.process_engine import ProcessEngine

@@ -288,7 +288,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
     """
     from ..attention.spec.attention_spec import AttentionSpec
     from ..models.families import PUBLISHED_MODELS
-    from ..studies.variant_models import resize_model
+    from ..studies.cells import resize_model
     from ..training.data.synthetic_task import NETWORKS
     from ..training.run_setup import fit_vocabulary, replace_self_attention
 

@@ -32,7 +32,7 @@ from ..models.model_spec.serialization import (
     find_record,
 )
 from ..models.save_load import is_refusing_config
-from ..models.tokenizer_calls import parse_tokenizer
+from ..models.vocabulary import parse_tokenizer
 from ..observe.inspect.attention_sites import (
     compiled_part_reason,
     unhookable_reason,

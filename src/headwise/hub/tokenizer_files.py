@@ -19,8 +19,7 @@ from ..models import Transformer
 from ..models.model_spec import ModelSpec, ProcessorSpec
 from ..models.model_spec.serialization import TOKENIZER_FILE
 from ..models.save_load import check_processor
-from ..models.tokenizer_calls import parse_tokenizer
-from ..models.vocabulary import ByteVocabulary
+from ..models.vocabulary import ByteVocabulary, parse_tokenizer
 from ..observe.inspect.model_tokenizer import (
     BYTE_TOKENIZER,
     TOKENIZER_REMEDY,

@@ -29,8 +29,8 @@ from .model_spec.serialization import (
     WEIGHTS_FILE,
     ModelManifest,
 )
-from .tokenizer_calls import parse_tokenizer
 from .transformer import Transformer, build
+from .vocabulary import parse_tokenizer
 
 
 def check_processor(spec: ModelSpec, processor: ProcessorSpec, file_prefix: str = "") -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import Encoding, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
 from ..util.errors import SpecError
-from .tokenizer_calls import decode_tokens, read_tokenizer_file
+from ..util.files import read_text_file
 
 IdArray = NDArray[Any]  # token ids, in the smallest integer type that the vocabulary allows
 
@@ -227,3 +228,67 @@ def _byte_alphabet() -> dict[str, int]:
             alphabet[chr(others)] = byte
             others += 1
     return alphabet
+
+
+# --- Calls of the tokenizers library --------------------------------------------------------------
+
+
+MAX_REASON = 120  # characters of the library's message
+
+
+@contextmanager
+def _panics_as_errors(action: str) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise _explain(action, error) from error
+
+
+def _explain(action: str, error: BaseException) -> SpecError:
+    reason = " ".join(str(error).split())[:MAX_REASON]
+    return SpecError(
+        f"the tokenizer cannot {action}: {reason}; give another text, or another tokenizer"
+    )
+
+
+def parse_tokenizer(document: str) -> Tokenizer:
+    """The tokenizer that a JSON document describes; raises Exception with the reason if it
+    describes none.
+
+    >>> parse_tokenizer("{}")
+    Traceback (most recent call last):
+    Exception: Model missing. at line 1 column 2
+    """
+    with _panics_as_errors("be built from its document"):
+        return Tokenizer.from_str(document)
+
+
+def read_tokenizer_file(path: Path) -> Tokenizer:
+    """The tokenizer in a tokenizer.json."""
+    try:
+        return parse_tokenizer(read_text_file(path))
+    except (SpecError, OSError):
+        raise
+    except Exception as error:  # the library raises plain Exception
+        raise SpecError(
+            f"{path} is not a tokenizer document: {error}; copy the file again"
+        ) from None
+
+
+def encode_tokens(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> Encoding:
+    """The tokens of a text; raises SpecError with the library's error as its cause."""
+    try:
+        with _panics_as_errors("encode this text"):
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except SpecError:
+        raise
+    except Exception as error:
+        raise _explain("encode this text", error) from error
+
+
+def decode_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of ids, without special tokens."""
+    with _panics_as_errors("decode these ids"):
+        return tokenizer.decode(list(ids))

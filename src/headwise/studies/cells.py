@@ -8,22 +8,38 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..attention.interfaces.part_types import Modifier
+from ..attention.presets import design
+from ..attention.spec import reader, serialization
+from ..attention.spec.attention_spec import SLOTS, AttentionSpec
+from ..costs import cache_bytes, count_parameters
+from ..costs.size_matching import SizeMatch, list_sizes, match_size
+from ..costs.workload import Workload
 from ..models import build
 from ..models.distributed import join_process_group
 from ..models.distributed.model_sharding import shard_model
 from ..models.model_spec import ModelSpec, serialization as model_serialization
-from ..training.data import Task
+from ..training.data import Batch, Task
+from ..training.data.synthetic_task import (
+    NETWORKS,
+    ModelShape,
+    make_small_decoder,
+    make_small_encoder,
+    make_small_translator,
+)
 from ..training.evaluation import sum_batch_metrics
 from ..training.recipe import Recipe, from_dict, to_dict
-from ..training.run_setup import TrainingSetup
+from ..training.run_setup import TrainingSetup, replace_self_attention
 from ..training.train_step import StepOptions, TrainStep, check_model
+from ..training.training_run import count_step_flops
 from ..util.errors import SpecError
 from .study_file import CELL_EXECUTION, Readout, Study, StudyTask, Variant
-from .variant_models import VariantModel, make_variant_model
 
 # It grows when the results of a cell change, so that old results are not mixed with new ones.
 CELL_FORMAT = 3
@@ -229,3 +245,244 @@ def describe_task(task: Task) -> dict[str, Any]:
         "task": task.name,
         **{one.name: getattr(task, one.name) for one in fields(task) if one.init},
     }
+
+
+# --- The model of a variant on a task -------------------------------------------------------------
+
+
+# Options that are passed to `design`; others are fields of the spec.
+DESIGN_OPTIONS = ("kv", "dim", "vdim", "bias", "pattern")
+BYTES_PER_VALUE = 4  # cells are trained in fp32
+FIXED_SIZES = ("model", "q")  # matching changes other sizes of a layer
+
+
+class ModelSize(NamedTuple):
+    """Size and cost of a model on a task: parameters, FLOPs of one training step, and KV bytes of a
+    row in fp32.
+    """
+
+    parameters: int
+    attention_parameters: int
+    step_flops: int
+    kv_bytes: int | None
+
+
+@dataclass(frozen=True)
+class VariantModel:
+    """The model spec of a variant on a task, its size, and how it was matched."""
+
+    spec: ModelSpec
+    size: ModelSize
+    match: str = ""
+
+
+def make_variant_model(
+    study: Study, variant: Variant, task: StudyTask, batch: Batch
+) -> VariantModel:
+    """Make the model of a variant, matched to the baseline's if the study matches sizes; `batch`
+    has its lengths.
+    """
+    spec = _edit_model(study, variant, task)
+    match = ""
+    if study.match != "none" and variant.name != study.baseline:
+        baseline = _edit_model(study, study.variants[study.baseline], task)
+        try:
+            spec, match = _match_model(study, spec, baseline, batch)
+        except SpecError as error:
+            raise SpecError(
+                f"the variant {variant.name!r} cannot be matched on {task.name!r} by "
+                f"{study.match}: {error}"
+            ) from None
+    return VariantModel(spec, measure_size(spec, batch), match)
+
+
+def measure_size(spec: ModelSpec, batch: Batch) -> ModelSize:
+    """Count the parameters of a model, the FLOPs of a step on this batch, and the KV bytes of one
+    of its rows.
+    """
+    attention = sum(count_parameters(layer) for _, layer in spec.attention_specs())
+    kv_bytes = None
+    if batch.x.dim() == 2:
+        with suppress(SpecError):  # a layer is not causal, as in encoders
+            kv_bytes = count_cache_bytes(spec, batch.x.shape[1])
+    return ModelSize(count_parameters(spec), attention, count_step_flops(spec, batch), kv_bytes)
+
+
+def count_cache_bytes(spec: ModelSpec, length: int) -> int:
+    """Bytes that decoding keeps for one row of this length, in fp32."""
+    layers = [layer for _, layer in spec.attention_specs()]
+    attention = sum(cache_bytes(layer, batch=1, capacity=length) for layer in layers)
+    return attention + BYTES_PER_VALUE * spec.num_state_values
+
+
+# --- The size of a task's own model ---------------------------------------------------------------
+
+
+def read_shape(spec: ModelSpec) -> ModelShape:
+    """Read the width, heads, layers, feed-forward width and positions of a task's model.
+
+    >>> from headwise.training.data import make_task
+    >>> read_shape(make_task("recall").model())
+    ModelShape(width=64, heads=4, layers=2)
+    """
+    stack = spec.stacks[-1]
+    block = stack.layers[0]
+    attention = block.attention
+    if (
+        not isinstance(attention, AttentionSpec)
+        or stack.embedding is None
+        or not stack.embedding.tokens
+    ):
+        raise SpecError(
+            f"the model {spec.name!r} is not one of the small token models; leave the table "
+            "[model] out"
+        )
+    rotary = any(modifier.positional for modifier in attention.modifiers)
+    positions = "rotary" if rotary else "sinusoidal" if stack.embedding.positions else "none"
+    feed = 0 if block.feed is None else getattr(block.feed, "hidden", 0)
+    return ModelShape(stack.model, attention.heads.q, len(stack.layers), feed, positions)
+
+
+def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
+    """The model of a task with another width, heads, layers, feed-forward width, positions or
+    network.
+
+    >>> from headwise.training.data import make_task
+    >>> [
+    ...     block.mixer
+    ...     for block in resize_model(make_task("dates"), {"network": "gru-fixed"}).stacks[1].layers
+    ... ]
+    [RecurrentSpec(initial='source'), RecurrentSpec(initial='source')]
+    """
+    own = task.model()
+    if not changes:
+        return own
+    shape = replace(read_shape(own), **changes)
+    if own.kind not in NETWORKS[shape.network]:
+        fitting = ", ".join(name for name, kinds in NETWORKS.items() if own.kind in kinds)
+        raise SpecError(
+            f"network = {shape.network!r} is for models of kind "
+            f"{' or '.join(NETWORKS[shape.network])}, but that of {own.name} is {own.kind}; use "
+            f"one of {fitting}"
+        )
+    stack = own.stacks[-1]
+    assert stack.embedding is not None  # read_shape has checked it
+    vocabulary = stack.embedding.tokens
+    if own.kind == "encoder-decoder":
+        return make_small_translator(own.name, vocabulary, shape)
+    if own.kind == "decoder":
+        return make_small_decoder(own.name, vocabulary, shape)
+    attention = stack.layers[0].attention
+    assert isinstance(attention, AttentionSpec)  # read_shape has checked it
+    return make_small_encoder(own.name, vocabulary, shape, own.heads[0], attention.pattern)
+
+
+# --- The attention of a variant -------------------------------------------------------------------
+
+
+def _edit_model(study: Study, variant: Variant, task: StudyTask) -> ModelSpec:
+    spec = resize_model(task.task, {**study.model, **task.model, **variant.model})
+    if not (variant.preset or variant.spec or variant.options):
+        return spec
+    file_spec = _read_spec(study.folder / variant.spec) if variant.spec else None
+    return replace_self_attention(spec, partial(_edit_attention, variant, file_spec))
+
+
+def _edit_attention(
+    variant: Variant, file_spec: AttentionSpec | None, old: AttentionSpec
+) -> AttentionSpec:
+    design_options = {key: value for key, value in variant.options.items() if key in DESIGN_OPTIONS}
+    new = old if file_spec is None else file_spec
+    if variant.preset:
+        new = design(preset=variant.preset, model=old.model, heads=old.heads.q, **design_options)
+    elif design_options:
+        parts: dict[str, Any] = {slot: getattr(new, slot) for slot in SLOTS if slot != "pattern"}
+        modifiers = tuple(part for _, part in new.parts_of(Modifier))
+        defaults = {
+            "pattern": new.pattern,
+            "model": new.model,
+            "heads": new.heads.q,
+            "modifiers": modifiers,
+        }
+        new = design(**{**parts, **defaults, **design_options})
+    if new.model != old.model:
+        raise SpecError(
+            f"the spec of the variant {variant.name!r} has model={new.model}, but the model of "
+            f"the task has {old.model}; set model.width = {new.model} in the study"
+        )
+    fields = {key: value for key, value in variant.options.items() if key not in DESIGN_OPTIONS}
+    return _set_fields(new, fields, variant.name) if fields else new
+
+
+def _set_fields(spec: AttentionSpec, fields: Mapping[str, Any], name: str) -> AttentionSpec:
+    table = serialization.to_dict(spec)
+    for path, value in fields.items():
+        *parents, last = path.split(".")
+        target: Any = table
+        for key in parents:
+            target = target.get(key) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            raise SpecError(
+                f"the variant {name!r} sets {path}, but its spec has no {'.'.join(parents)}"
+            )
+        target[last] = value
+    return reader.from_dict(table)
+
+
+def _read_spec(path: Path) -> AttentionSpec:
+    from ..attention.presets import from_json, from_toml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"the spec {path} cannot be read: {error}") from None
+    return from_json(text) if path.suffix == ".json" else from_toml(text)
+
+
+# --- Matching -------------------------------------------------------------------------------------
+
+
+# Matches of this process: the layers of a model, and those of other tasks and scales of a study,
+# are mostly alike.
+_matches: dict[tuple[AttentionSpec, AttentionSpec, str, float, Workload], SizeMatch] = {}
+
+
+def _match_model(
+    study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batch
+) -> tuple[ModelSpec, str]:
+    """Match every self-attention to the baseline's of the same name; returns a sentence about the
+    sizes.
+    """
+    goals = [layer for name, layer in baseline.attention_specs() if not name.endswith("cross")]
+    length = batch.x.shape[1] if batch.x.dim() == 2 else 1
+    workload = Workload() if study.match == "params" else Workload(context=length)
+    sentences: list[str] = []
+    remaining = iter(goals)
+
+    def match_layer(old: AttentionSpec) -> AttentionSpec:
+        key = (old, next(remaining, goals[-1]), study.match, study.tolerance, workload)
+        if key not in _matches:
+            _matches[key] = _match_layer(*key)
+        sentences.append(str(_matches[key]))
+        return _matches[key].spec
+
+    return replace_self_attention(spec, match_layer), "; ".join(dict.fromkeys(sentences))
+
+
+def _match_layer(
+    old: AttentionSpec, goal: AttentionSpec, by: str, tolerance: float, workload: Workload
+) -> SizeMatch:
+    """The first size that reaches the goal; never the model width or the query heads, which the
+    whole model shares.
+    """
+    sizes = {name: size for name, size in list_sizes(old).items() if name not in FIXED_SIZES}
+    matches: list[SizeMatch] = []
+    for free in sizes:
+        with suppress(SpecError):
+            matches.append(match_size(old, like=goal, by=by, free=free, workload=workload))
+            if abs(matches[-1].difference) <= tolerance:
+                return matches[-1]
+    fact = f"no single one of its sizes ({sizes}) reaches the baseline's"
+    if matches:
+        fact = f"the nearest is {min(matches, key=lambda match: abs(match.difference))}"
+    raise SpecError(f"{fact}; set other sizes in its options, or raise tolerance = {tolerance:g}")

@@ -1,5 +1,5 @@
-"""One cell: train the model, test it, measure its heads, and write the result once. Any engine
-calls `run_cell`.
+"""One cell: train the model, test it, measure its heads, edit it, and write the result once. Any
+engine calls `run_cell`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,56 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from ..kernels.capabilities import use_threads
-from ..models import Transformer
+from ..models import Transformer, build
+from ..models.model_spec.serialization import from_dict as read_model
+from ..observe.head_analysis.annotated_examples import Example, examples_from_task
+from ..observe.head_analysis.head_classes import classify_heads
+from ..observe.head_analysis.head_measurement import measure_heads
+from ..observe.head_analysis.head_similarity import spread_of_sets
+from ..observe.head_analysis.head_table import HeadTable, Measure
+from ..observe.head_analysis.rank_analysis import (
+    MAX_QUERIES,
+    effective_rank,
+    measure_rank_collapse,
+    score_stages,
+)
+from ..observe.head_analysis.weight_bands import WeightBand
+from ..observe.inspect.ablation import ABLATION_MODES, ablate
+from ..observe.inspect.adapters.native_attention import HeadwiseCall
+from ..observe.inspect.attention_sites import find_attention
+from ..observe.inspect.hooks import AttentionHook, ModelRun
+from ..observe.inspect.model_inputs import prepare_inputs
+from ..observe.inspect.observed_call import ObservedCall
+from ..surgery.conversion import ALIGN_SIDES, Pool, convert
+from ..surgery.head_selection import (
+    RANKING_METHODS,
+    HeadRanking,
+    HeadSelection,
+    KeepTop,
+    score_heads,
+)
+from ..surgery.l0_gates import GateTrainingOptions, KeepOpenGates
+from ..surgery.pruning import prune
 from ..training.data import Task, make_task
-from ..training.training_run import CHECKPOINT_FOLDER
-from ..util.errors import SpecError, TrainingDiverged
-from ..util.files import write_atomically
-
-if TYPE_CHECKING:
-    from ..training import TrainingResult
+from ..training.evaluation import sum_batch_metrics
+from ..training.loop import train
+from ..training.recipe import Recipe, from_dict as read_recipe
+from ..training.training_run import CHECKPOINT_FOLDER, CheckpointFolder, read_checkpoint
+from ..util.errors import SpecError, TrainingDiverged, suggest
+from ..util.files import read_lines, write_atomically
+from ..util.record_types import Record
 
 RESULT_FILE = "result.json"
 RUN_FOLDER = "run"
@@ -92,16 +129,13 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
 
 
 def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    from ..training.recipe import from_dict as read_recipe
-    from .cell_heads import summarise_heads
-    from .model_edits import ModelEdit, evaluate_edit
-
     task = read_task(config["task"])
     recipe = read_recipe(config["recipe"])
     num_texts = config["head_texts"]
     clock = StepClock()
     run_folder = folder / RUN_FOLDER
-    trained = _train(config, run_folder, clock)
+    spec = read_model(config["model"])
+    trained = train(task, spec, recipe, run_folder, "allowed", [clock], curves=False)
     net = trained.net
     curve = read_curve(run_folder / LOG_FILE)
     sums = evaluate_model(net, task, recipe.batch, trained.split)
@@ -164,31 +198,10 @@ class StepClock:
         """Nothing is closed."""
 
 
-def _train(config: Mapping[str, Any], folder: Path, clock: StepClock) -> TrainingResult:
-    """Train the model of a cell, or go on from its last checkpoint, without pictures of the run."""
-    from ..models.distributed import join_process_group
-    from ..models.model_spec.serialization import from_dict as read_model
-    from ..training.loggers import JsonlLogger
-    from ..training.loop import run_training
-    from ..training.recipe import from_dict as read_recipe
-    from ..training.run_setup import TrainingSetup
-
-    task = read_task(config["task"])
-    recipe = read_recipe(config["recipe"])
-    with join_process_group() as launch:
-        setup = TrainingSetup.of(task, read_model(config["model"]), recipe, folder, launch)
-        return run_training(setup, "allowed", [JsonlLogger(), clock])
-
-
 def _measure_heads_during_training(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Summaries of the heads before the first step, and at every checkpoint if the recipe keeps
     several.
     """
-    from ..models import build
-    from ..models.model_spec.serialization import from_dict as read_model
-    from ..training.training_run import CheckpointFolder, read_checkpoint
-    from .cell_heads import summarise_heads
-
     task = read_task(config["task"])
     recipe = config["recipe"]
     net = build(read_model(config["model"]), seed=recipe["seed"], init=recipe["init"])
@@ -217,8 +230,6 @@ def evaluate_model(
     net: Transformer, task: Task, batch_size: int, split: str = "test"
 ) -> dict[str, tuple[float, int]]:
     """Sum and number of terms of each metric of a model on a few batches of a split."""
-    from ..training.evaluation import sum_batch_metrics
-
     sums = sum_batch_metrics(net, task, (batch_size, TEST_BATCHES), split)
     return {name: (total, count) for name, (total, count) in sums.items() if count}
 
@@ -227,11 +238,342 @@ def read_curve(path: Path) -> list[dict[str, Any]]:
     """Step and metrics of the evaluations of a run; those of steps that a resumed run repeated are
     given once.
     """
-    from ..util.files import read_lines
-
     evaluations: dict[int, dict[str, Any]] = {}
     for record in read_lines(path):
         if record.get("event") == "evaluation":
             point = {"step": record["step"], "metrics": record["metrics"]}
             evaluations[record["step"]] = point
     return [evaluations[step] for step in sorted(evaluations)]
+
+
+# --- Summaries of the heads of a study's model on a task ------------------------------------------
+
+
+HEAD_MEASURES = (
+    "entropy",
+    "breadth",
+    "confidence",
+    "distance",
+    "sink",
+    "previous",
+    "self",
+    "induction",
+)
+UNCLEAR = "unclear"
+
+
+def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, Any]:
+    """Means over all heads of a model on texts of a task, and the heads of each class; or a note
+    why there are none.
+
+    - `measures`, `chance`: `HEAD_MEASURES` and their chance levels; `classes`: number of heads by
+      their first class;
+    - `diversity`: generalised Jensen-Shannon divergence of the heads of a layer, from 0 (equal) to
+      1 (1909.00015);
+    - `support`, `support_spread`: number of keys with a weight above 0, mean over heads, and the
+      standard deviation of
+      this number over the heads of the model;
+    - `score_deviation`: standard deviation of the scores of a query over its keys; `score_rank`:
+      their effective rank;
+      `score_change`: size of what modifiers and mixing add to the scores, as a share of the scores;
+    - `gates`: for each attention with gates, the share of tokens for which each head is on;
+    - `residual`: how different the tokens of a text are after each layer, from 0 (equal) to 1
+      (2103.03404).
+    """
+    if num_texts < 2:
+        return {"note": "not measured"}
+    net.eval()
+    try:
+        examples = examples_from_task(net, task, num_texts).examples_with_frequencies()
+        diversity = LayerDiversity()
+        support = HeadSupport()
+        table = classify_heads(measure_heads(net, examples, collectors=[diversity, support]))
+    except ValueError as error:
+        return {"note": str(error)}
+    classes = Counter(head.classes[0].name if head.classes else UNCLEAR for head in table.heads)
+    return {
+        "heads": len(table.heads),
+        "measures": _means(table, "value"),
+        "chance": _means(table, "chance"),
+        "classes": dict(sorted(classes.items())),
+        "diversity": diversity.value,
+        "support": statistics.fmean(support.values),
+        "support_spread": statistics.pstdev(support.values),
+        **_summarise_calls(net, examples),
+    }
+
+
+def _means(table: HeadTable, kind: str) -> dict[str, float]:
+    """Mean over heads of the values or chance levels of every measure that has them."""
+    means: dict[str, float] = {}
+    for name in HEAD_MEASURES:
+        measures = [head.measures[name] for head in table.heads if name in head.measures]
+        values = [getattr(measure, kind) for measure in measures]
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        if finite:
+            means[name] = sum(finite) / len(finite)
+    return means
+
+
+class BandCollector:
+    """Base class of collectors that read the weights of all heads during `measure_heads`, and
+    measure no single head.
+    """
+
+    def start_example(self, example: Example) -> None:
+        """Nothing is needed of an example."""
+
+    def finish_example(self) -> None:
+        """Nothing is kept of an example."""
+
+    def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+        """No measures of single heads."""
+        return {}
+
+
+class LayerDiversity(BandCollector):
+    """Collects the diversity of the heads within each layer."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._count = 0.0
+
+    @property
+    def value(self) -> float | None:
+        """Mean over rows and layers; None if no layer has two heads."""
+        return self._sum / self._count if self._count else None
+
+    def add_band(self, site: str, band: WeightBand) -> None:
+        """Add the rows of a band."""
+        heads, rows, _ = band.w_HTS.shape
+        sums, counts = spread_of_sets(band.w_HTS, torch.ones(1, heads), torch.ones(heads, rows))
+        self._sum += float(sums[0])
+        self._count += float(counts[0])
+
+
+class HeadSupport(BandCollector):
+    """Collects the number of keys to which each head gives a weight above 0."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], tuple[float, int]] = {}
+
+    @property
+    def values(self) -> list[float]:
+        """Mean number of keys over the rows of each head."""
+        return [total / count for total, count in self._sums.values()]
+
+    def add_band(self, site: str, band: WeightBand) -> None:
+        """Add the rows of a band."""
+        for head, keys in enumerate((band.w_HTS > 0).sum(-1).tolist()):
+            total, count = self._sums.get((site, head), (0.0, 0))
+            self._sums[site, head] = (total + sum(keys), count + len(keys))
+
+
+class _CallHook(AttentionHook):
+    """Hook that reads scores and gates of each call of one attention."""
+
+    def __init__(self) -> None:
+        self.scores: list[tuple[float, float, float]] = []
+        self.gates: list[Tensor] = []
+
+    def on_call(self, call: ObservedCall) -> None:
+        """Read the spread, rank and change of the scores, and the share of tokens for which each
+        head is on.
+        """
+        if not isinstance(call, HeadwiseCall):
+            return
+        stages = score_stages(call)
+        allowed = call.allowed_pairs(slice(0, MAX_QUERIES))
+        if "scores" in stages:
+            scores = stages["scores"]
+            final = stages.get("mixed", scores)
+            rank = float(effective_rank(final[0].float()).mean())
+            change = _change(scores, final, allowed)
+            self.scores.append((_row_deviation(final, allowed), rank, change))
+        self.gates += [(gate != 0).float().mean((0, 1)).flatten() for gate in call.inputs.gates]
+
+
+def _row_deviation(scores_BHTS: Tensor, allowed: Tensor) -> float:
+    """Standard deviation of the scores of a query over its allowed keys, mean over queries with at
+    least two.
+    """
+    allowed = allowed.expand(scores_BHTS.shape)[..., : scores_BHTS.shape[2], :]
+    count = allowed.sum(-1)
+    mean = scores_BHTS.masked_fill(~allowed, 0).sum(-1) / count.clamp(min=1)
+    squares = (scores_BHTS - mean[..., None]).masked_fill(~allowed, 0).square().sum(-1)
+    return float((squares / (count - 1).clamp(min=1)).sqrt()[count > 1].mean())
+
+
+def _change(before_BHTS: Tensor, after_BHTS: Tensor, allowed: Tensor) -> float:
+    """Size of the change as a share of the scores; NaN or infinite without scores, as of weights
+    learned by position.
+    """
+    forbidden = ~allowed.expand(before_BHTS.shape)
+    difference = (after_BHTS - before_BHTS).masked_fill(forbidden, 0)
+    return float(difference.norm() / before_BHTS.masked_fill(forbidden, 0).norm())
+
+
+def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str, Any]:
+    """Means of scores over attentions and texts, gates of each attention, and the differences
+    between tokens.
+    """
+    sites = [module for module in find_attention(net) if module.site.observe.possible]
+    scores: list[tuple[float, float, float]] = []
+    gates: dict[str, list[Tensor]] = {}
+    for example in examples:
+        hooks = {module.site.name: _CallHook() for module in sites}
+        ModelRun(net, prepare_inputs(net, example.model_inputs, 0)).run_with_hooks(sites, hooks)
+        for name, hook in hooks.items():
+            scores += hook.scores
+            if hook.gates:
+                gates.setdefault(name, []).append(torch.stack(hook.gates).prod(0))
+    depths = measure_rank_collapse(net, examples)
+    summary: dict[str, Any] = {
+        "residual": [one.residual.value for one in depths if one.stack == depths[-1].stack]
+    }
+    if scores:
+        means = np.mean(scores, 0).tolist()
+        named = zip(("score_deviation", "score_rank", "score_change"), means, strict=True)
+        summary |= {name: mean for name, mean in named if math.isfinite(mean)}
+    if gates:
+        summary["gates"] = {
+            name: torch.stack(values).mean(0).tolist() for name, values in gates.items()
+        }
+    return summary
+
+
+# --- Edits of a trained model, after which it is tested again -------------------------------------
+
+
+CHANGES = ("ablate", "prune", "convert")
+GATES = "gates"  # trained L0 gates instead of a ranking
+
+
+@dataclass(frozen=True)
+class ModelEdit:
+    """One edit of every trained model of a study, as the table [edits.NAME] of its file states it.
+
+    - `change`: "ablate" replaces the outputs of a `share` of all heads, or of `count` heads, as
+      `mode` says; "prune"
+      removes that share, and "convert" shares keys and values so that `kv` key-value heads are left
+      in each layer;
+    - `ranking`: which heads are changed, the least important ones by a method of `HeadRanking`, or
+      by "gates", which
+      are trained for `gate_steps` (1905.09418);
+    - `align`: how heads are rotated before their mean is taken, as in `Pool`;
+    - `texts`: texts of the task on which heads are judged or compared;
+    - `steps`: training steps after the edit, with the recipe of the cell.
+    """
+
+    change: str = ""
+    share: float = 0.0
+    count: int = 0
+    kv: int = 0
+    mode: str = "zero"
+    ranking: str = "random"
+    gate_steps: int = 100
+    align: str = "none"
+    texts: int = 32
+    steps: int = 0
+
+    @property
+    def description(self) -> str:
+        """The fields that are not defaults.
+
+        >>> ModelEdit("prune", share=0.5, ranking="michel").description
+        'change prune, share 0.5, ranking michel'
+        """
+        changed = [one for one in fields(self) if getattr(self, one.name) != one.default]
+        return ", ".join(f"{one.name} {getattr(self, one.name)}" for one in changed)
+
+    @staticmethod
+    def parse(name: str, values: Mapping[str, Any]) -> ModelEdit:
+        """Read the table of an edit; raises SpecError for unknown fields and values."""
+        record = Record(f"edits.{name}", values, "correct the file")
+        record.check_fields(one.name for one in fields(ModelEdit))
+        readers = {str: record.read_text, float: record.read_number, int: record.read_int}
+        given = [one for one in fields(ModelEdit) if one.name in values]
+        edit = ModelEdit(**{one.name: readers[type(one.default)](one.name) for one in given})
+        edit.check(name)
+        return edit
+
+    def check(self, name: str) -> None:
+        """Raise SpecError if a value is impossible."""
+        choices = {
+            "change": CHANGES,
+            "mode": ABLATION_MODES,
+            "ranking": (*RANKING_METHODS, GATES),
+            "align": tuple(ALIGN_SIDES),
+        }
+        for key, allowed in choices.items():
+            value = getattr(self, key)
+            if value not in allowed:
+                raise SpecError(
+                    f"edits.{name}.{key} = {value!r} is unknown; {suggest(value, allowed)}"
+                )
+        if self.change == "convert" and self.kv < 1:
+            raise SpecError(f"edits.{name} leaves {self.kv} key-value heads; give kv = 1 or more")
+        if self.count and (self.change != "ablate" or self.share):
+            raise SpecError(
+                f'edits.{name}.count is for change = "ablate" without a share; leave one of them '
+                "out"
+            )
+        if self.change != "convert" and not self.count and not 0 < self.share < 1:
+            raise SpecError(
+                f"edits.{name}.share = {self.share:g} must be between 0 and 1; give share = 0.5"
+            )
+        if self.change == "ablate" and (self.steps or self.ranking == GATES):
+            raise SpecError(
+                f'edits.{name} trains heads that it ablates; give change = "prune", or leave '
+                "steps out"
+            )
+        if self.texts < 2 or self.steps < 0 or self.gate_steps < 1:
+            raise SpecError(
+                f"edits.{name} needs texts >= 2, steps >= 0 and gate_steps >= 1; correct the file"
+            )
+
+    def check_model(self, net: Transformer) -> None:
+        """Raise SpecError if the heads of a model cannot share keys and values as the edit says."""
+        if self.change == "convert":
+            convert(net, Pool(self.kv), kind="self")
+
+
+def evaluate_edit(
+    net: Transformer, task: Task, recipe: Recipe, edit: ModelEdit, folder: Path
+) -> dict[str, Any]:
+    """Edit a copy of a trained model and test it: metrics, parameters, and training steps after the
+    edit.
+    """
+    examples = examples_from_task(net, task, edit.texts).examples
+    edited = net
+    context = nullcontext()
+    if edit.change == "ablate":
+        scores = score_heads(net, examples, HeadRanking(edit.ranking, seed=recipe.seed)).scores
+        count = edit.count or round(edit.share * len(scores))
+        heads = sorted(scores, key=lambda head: scores[head])[:count]
+        context = ablate(net, heads, edit.mode, seed=recipe.seed)
+    elif edit.change == "prune":
+        edited = prune(net, _selection(edit, recipe), examples).after
+    else:
+        pool = Pool(edit.kv, align=edit.align, seed=recipe.seed)
+        edited = convert(net, pool, examples, kind="self").after
+    if edit.steps:
+        changes = dict.fromkeys(("steps", "evaluate_every", "checkpoint_every"), edit.steps)
+        recipe = replace(recipe, **changes)
+        edited = train(task, edited, recipe, folder, "allowed", curves=False).net
+    with context:
+        sums = sum_batch_metrics(edited.eval(), task, (recipe.batch, TEST_BATCHES), "test")
+    return {
+        "metrics": {name: total / count for name, (total, count) in sums.items() if count},
+        "parameters": sum(one.numel() for one in edited.parameters()),
+    }
+
+
+def _selection(edit: ModelEdit, recipe: Recipe) -> HeadSelection:
+    if edit.ranking == GATES:
+        return KeepOpenGates(
+            GateTrainingOptions(
+                heads=1 - edit.share, steps=edit.gate_steps, batch=recipe.batch, seed=recipe.seed
+            )
+        )
+    return KeepTop(1 - edit.share, HeadRanking(edit.ranking, seed=recipe.seed), scope="model")

@@ -9,13 +9,16 @@ how much other test examples would. They are reported apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from ..observe.head_analysis.resampling import SHARES, Jackknife, correct_p_values
-from ..report.data import Estimate
+from ..report.data import Axis, Estimate, Figure, Plot, Reference, Series
+from ..training.data import Task
 from .cells import PairKey
 from .study_file import Contrast, Readout, StudyTask
 from .study_runner import CellResult, StudyResults
@@ -52,7 +55,6 @@ class VariantScore:
     number of steps until they did.
     """
 
-    variant: str
     values: tuple[float, ...]
     mean: Estimate
     seed_deviation: float
@@ -78,9 +80,8 @@ def score_variants(
     for task in study.tasks.values():
         of_task: dict[str, VariantScore] = {}
         for variant in study.variants:
-            score = _score_cells(variant, task, results.report_cells(variant, task.name))
-            comparison = comparisons.get((variant, task.name))
-            of_task[variant] = replace(score, comparison=comparison)
+            cells = results.report_cells(variant, task.name)
+            of_task[variant] = _score_cells(cells, task, comparisons.get((variant, task.name)))
         best = _find_best(of_task, task, study.baseline)
         for variant, score in of_task.items():
             scores[variant, task.name] = replace(score, is_best=variant == best)
@@ -148,7 +149,9 @@ def _read_seeds(results: StudyResults, task: StudyTask, readout: Readout) -> dic
     return values
 
 
-def _score_cells(variant: str, task: StudyTask, cells: Sequence[CellResult]) -> VariantScore:
+def _score_cells(
+    cells: Sequence[CellResult], task: StudyTask, comparison: Comparison | None
+) -> VariantScore:
     done = [one for one in cells if one.is_done]
     metrics = [one.result["metrics"].get(task.metric, math.nan) for one in done]
     values = [value for value in metrics if math.isfinite(value)]
@@ -162,7 +165,6 @@ def _score_cells(variant: str, task: StudyTask, cells: Sequence[CellResult]) -> 
         test_error = math.sqrt(max(0.0, mean.value * (1 - mean.value)) / count)
     failed = [one for one in cells if not one.is_done]
     return VariantScore(
-        variant=variant,
         values=tuple(values),
         mean=mean,
         seed_deviation=float(np.std(values, ddof=1)) if len(values) > 1 else math.nan,
@@ -170,6 +172,7 @@ def _score_cells(variant: str, task: StudyTask, cells: Sequence[CellResult]) -> 
         failures=tuple(f"seed {one.cell.seed}: {one.result['status']}" for one in failed),
         success_rate=len(reached) / len(cells) if has_rate else math.nan,
         steps_to_threshold=float(np.median(reached)) if reached else math.nan,
+        comparison=comparison,
     )
 
 
@@ -194,13 +197,199 @@ def _find_best(scores: Mapping[str, VariantScore], task: StudyTask, baseline: st
     """The best variant that is significantly better than the baseline; the baseline if it is
     significantly better than all others.
     """
-    num_worse = 0
-    better: list[str] = []
+    gains: dict[str, float] = {}  # of the variants that differ significantly
     for variant, score in scores.items():
         if score.comparison is not None and score.comparison.is_significant:
-            is_better = task.sign * score.comparison.difference.value > 0
-            num_worse += not is_better
-            better += [variant] if is_better else []
+            gains[variant] = task.sign * score.comparison.difference.value
+    better = [variant for variant, gain in gains.items() if gain > 0]
     if better:
         return max(better, key=lambda variant: task.sign * scores[variant].mean.value)
-    return baseline if 0 < num_worse == len(scores) - 1 else None
+    return baseline if 0 < len(gains) == len(scores) - 1 else None
+
+
+# --- Figures of a study ---------------------------------------------------------------------------
+
+
+Curve = tuple[Sequence[float], Sequence[float]]  # horizontal and vertical positions
+LABEL_WIDTH = 14  # characters of a line of a variant's name
+COLUMN_INCHES = 0.85
+
+
+def draw_task(
+    results: StudyResults,
+    task: StudyTask,
+    scores: Mapping[PairKey, VariantScore],
+    comparisons: Mapping[PairKey, Comparison],
+) -> Iterator[Figure]:
+    """All figures of a task."""
+    study = results.study
+    of_task = {variant: scores[variant, task.name] for variant in study.variants}
+    ranks = {name: -task.sign * score.mean.value for name, score in of_task.items()}
+    names = sorted(of_task, key=lambda name: (math.isnan(ranks[name]), ranks[name]))
+    baseline = of_task[study.baseline].mean.value
+    yield _seeds_figure(
+        f"{task.name}: {task.metric} of every seed",
+        {name: (of_task[name].values, of_task[name].mean) for name in names},
+        [Reference("y", baseline, study.baseline)] if math.isfinite(baseline) else [],
+    )
+    if study.contrasts:
+        yield from draw_differences(results, task, comparisons)
+    yield from _draw_costs(results, task, of_task)
+    yield from _draw_losses(results, task)
+    yield from draw_lengths(results, task, of_task)
+
+
+def draw_differences(
+    results: StudyResults, task: StudyTask, comparisons: Mapping[PairKey, Comparison]
+) -> Iterator[Figure]:
+    """Every comparison of the study on a task; none if nothing was compared."""
+    rows: dict[str, tuple[Sequence[float], Estimate]] = {}
+    for (name, of_task), one in comparisons.items():
+        if of_task == task.name:
+            is_variant = name in results.study.variants
+            label = f"{name} minus {results.study.baseline}" if is_variant else name
+            rows[f"{label} *" if one.is_significant else label] = (one.pairs, one.difference)
+    if rows:
+        title = f"{task.name}: differences of every seed (*: significant)"
+        yield _seeds_figure(title, rows, [Reference("y", 0.0)])
+
+
+def _seeds_figure(
+    title: str,
+    rows: Mapping[str, tuple[Sequence[float], Estimate]],
+    references: Sequence[Reference],
+) -> Figure:
+    """A column per name: a dot for each seed, and the mean with its interval."""
+    seeds: list[tuple[float, float]] = []
+    means: list[tuple[float, ...]] = []
+    for place, (values, mean) in enumerate(rows.values()):
+        seeds += [(place - 0.12, value) for value in values]
+        ends = [end if math.isfinite(end) else mean.value for end in (mean.low, mean.high)]
+        means += [(place + 0.12, mean.value, *ends)] if math.isfinite(mean.value) else []
+    dots = zip(*seeds, strict=True) if seeds else ((), ())
+    bars = zip(*means, strict=True) if means else ((), (), (), ())
+    series = [
+        Series("seed", *dots, line="", marker="o"),
+        Series("mean, 95 % interval", *bars, line="", marker="D", band=False),
+    ]
+    names = {float(n): textwrap.fill(name, LABEL_WIDTH) for n, name in enumerate(rows)}
+    axis = Axis(ticks=names, low=-0.5, high=len(rows) - 0.5)
+    size = (max(4.4, 1.0 + COLUMN_INCHES * len(rows)), 3.0)
+    return Figure(title, [Plot(series, x=axis, references=references, size=size)])
+
+
+def _draw_costs(
+    results: StudyResults, task: StudyTask, scores: Mapping[str, VariantScore]
+) -> Iterator[Figure]:
+    """Quality against each cost; the variants that no other beats in both are joined."""
+    panels: list[Plot] = []
+    labels = ("parameters", "FLOPs of a training step", "KV bytes of a row")
+    for n, label in enumerate(labels):
+        points: dict[str, tuple[float, float]] = {}
+        for name, score in scores.items():
+            size = results.grid.models[name, task.name].size
+            cost = (size.parameters, size.step_flops, size.kv_bytes)[n]
+            if cost and math.isfinite(score.mean.value):
+                points[name] = (float(cost), score.mean.value)
+        if points:
+            series = [
+                Series(name, [x], [y], line="", marker="o") for name, (x, y) in points.items()
+            ]
+            front = [points[name] for name in pareto_front(points, task.sign)]
+            series.append(Series("", *zip(*front, strict=True), line="--", colour="muted"))
+            costs = [cost for cost, _ in points.values()]
+            axis = Axis(label, log=max(costs) > 4 * min(costs))
+            panels.append(Plot(series, axis, Axis(task.metric), names="ends"))
+    if panels:
+        note = "Joined: no variant is better and cheaper."
+        yield Figure(f"{task.name}: {task.metric} against cost", panels, note=note)
+
+
+def pareto_front(points: Mapping[str, tuple[float, float]], sign: int = 1) -> list[str]:
+    """Names of the points that no other beats in cost and quality at once, by rising cost.
+
+    >>> pareto_front({"a": (1, 0.5), "b": (2, 0.4), "c": (3, 0.9)})
+    ['a', 'c']
+    """
+    front: list[str] = []
+    best = -math.inf
+    for name in sorted(points, key=lambda name: (points[name][0], -sign * points[name][1])):
+        quality = sign * points[name][1]
+        if quality > best:
+            front.append(name)
+            best = quality
+    return front
+
+
+def _draw_losses(results: StudyResults, task: StudyTask) -> Iterator[Figure]:
+    """Validation loss of the median seed against steps, time and FLOPs."""
+    curves: dict[str, dict[str, Curve]] = {"step": {}, "seconds": {}, "training FLOPs": {}}
+    for name in results.study.variants:
+        cells = results.done_cells(name, task.name)
+        if not cells:
+            continue
+        median = sorted(cells, key=lambda cell: cell.result["metrics"]["loss"])[len(cells) // 2]
+        steps = np.array([point["step"] for point in median.result["curve"]], np.float64)
+        losses = [point["metrics"]["loss"] for point in median.result["curve"]]
+        seconds = median.result["timing"].get("step", math.nan)
+        flops = float(results.grid.models[name, task.name].size.step_flops)
+        for label, factor in zip(curves, (1.0, seconds, flops), strict=True):
+            curves[label][name] = ((steps * factor).tolist(), losses)
+    title = f"{task.name}: validation loss of the median seed"
+    yield from _curves_figure(title, curves, "validation loss")
+
+
+def draw_lengths(
+    results: StudyResults, task: StudyTask, scores: Mapping[str, VariantScore]
+) -> Iterator[Figure]:
+    """The metric against the length of the inputs, if further tests have other lengths."""
+    trained = _longest(task.task)
+    lengths = {name: _longest(test) for name, test in task.tests.items()}
+    if not set(lengths.values()) - {trained}:
+        return
+    curves: dict[str, Curve] = {}
+    for variant in results.study.variants:
+        points = {trained: scores[variant].mean.value}
+        for name, length in lengths.items():
+            points[length] = mean_test(results, variant, task, name).value
+        places = sorted(points)
+        curves[variant] = (places, [points[at] for at in places])
+    title = f"{task.name}: {task.metric} against length, trained on up to {trained} tokens"
+    yield from _curves_figure(title, {"tokens of an input": curves}, task.metric)
+
+
+def _longest(task: Task) -> int:
+    """Tokens of the longest of a few inputs."""
+    return task.batch(0, 64, "test").labels.shape[-1]
+
+
+def draw_decoding(decoding: Mapping[str, Any]) -> Iterator[Figure]:
+    """Milliseconds of a token and of the prompt against the context."""
+    panels: list[Plot] = []
+    measured = {name: of for name, of in decoding["variants"].items() if isinstance(of, list)}
+    for kind, label in (("step", "ms a token"), ("prompt", "ms of the prompt")):
+        series: list[Series] = []
+        for name, records in measured.items():
+            times = [1000 * record[kind] for record in records]
+            series.append(Series(name, [record["context"] for record in records], times))
+        panels.append(Plot(series, Axis("tokens", log=True), Axis(label), names="ends"))
+    if measured:
+        yield Figure("Decode time against context, processor time of one row", panels)
+
+
+def _curves_figure(
+    title: str, curves: Mapping[str, Mapping[str, Curve]], label: str
+) -> Iterator[Figure]:
+    """A panel for each horizontal axis, with a line per variant; none without points."""
+    panels: list[Plot] = []
+    for x_label, of_variant in curves.items():
+        series: list[Series] = []
+        for name, curve in of_variant.items():
+            points = np.array(curve, np.float64)
+            points = points[:, np.isfinite(points).all(0)]
+            if points.size:
+                series.append(Series(name, *points.tolist()))
+        if series:
+            panels.append(Plot(series, Axis(x_label), Axis(label), names="ends"))
+    if panels:
+        yield Figure(title, panels)

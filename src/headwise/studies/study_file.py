@@ -22,8 +22,7 @@ from ..training.recipe import Recipe
 from ..util.errors import SpecError, suggest
 from ..util.record_types import Record
 from ..util.size_limits import parse_toml
-from .cell_heads import HEAD_MEASURES
-from .model_edits import ModelEdit
+from .run_cell import HEAD_MEASURES, ModelEdit
 
 CHANGE = "change"
 LEARNING = "learning"

@@ -7,10 +7,13 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..report import render
 from ..report.data import Column, Estimate, Item, Page, Section, Table, Value
@@ -18,22 +21,21 @@ from ..report.numbers import format_count, format_interval, format_number, forma
 from ..util.errors import pluralise
 from ..util.files import read_json_file, write_atomically
 from ..util.output_paths import FolderKind, check_output, stage_folder
-from .cell_heads import HEAD_MEASURES
 from .cells import PairKey, describe_task
-from .decode_times import read_decode_times
-from .model_edits import describe_edits
+from .run_cell import HEAD_MEASURES
 from .seed_statistics import (
     SIGNIFICANCE,
     Comparison,
     VariantScore,
     compare_seeds,
+    draw_decoding,
+    draw_task,
     estimate_mean,
     mean_test,
     score_variants,
 )
-from .study_figures import draw_decoding, draw_task
 from .study_file import OTHER_HEAD_NUMBERS, StudyTask
-from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults
+from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults, read_decode_times
 
 REPORT_FOLDER = "report"
 REPORT_FILE = "report.md"
@@ -44,6 +46,7 @@ STUDY_REPORT = FolderKind(
     "report of a study", (REPORT_FILE,), lambda _: (REPORT_FILE, PAGE_FILE, TABLE_FILE)
 )
 MIN_SEEDS_TO_CLAIM = 3
+CellsByVariant = Mapping[str, Sequence[CellResult]]
 CLAIMS_TITLE = "What can be claimed"  # the report.md has this section, which `learn` reads
 HEAD_NUMBERS = (*HEAD_MEASURES, *OTHER_HEAD_NUMBERS)
 # What the notes of a table of heads say about a column.
@@ -73,7 +76,7 @@ class StudyReport:
     @property
     def claims(self) -> list[str]:
         """Sentences that the tests support."""
-        return list(list_claims(self.results, self.scores, self.comparisons))
+        return list_claims(self.results, self.scores, self.comparisons)
 
     @property
     def failures(self) -> list[str]:
@@ -106,22 +109,21 @@ class StudyReport:
 
     # --- Tables ---
 
-    def tables(self, task: StudyTask) -> Iterator[Table]:
+    def tables(self, task: StudyTask) -> list[Table]:
         """The tables of a task that have rows."""
-        makers = (
-            self._score_table,
-            self._contrast_table,
-            self._slice_table,
-            self._edit_table,
-            self._head_table,
-            self._gate_table,
+        variants = self.results.study.variants
+        cells = {variant: self.results.done_cells(variant, task.name) for variant in variants}
+        tables = (
+            self._score_table(task, cells),
+            self._contrast_table(task),
+            self._slice_table(task, cells),
+            self._edit_table(task, cells),
+            tabulate_heads(task, cells),
+            tabulate_gates(task, cells),
         )
-        for make in makers:
-            table = make(task)
-            if table.rows:
-                yield table
+        return [table for table in tables if table.rows]
 
-    def _score_table(self, task: StudyTask) -> Table:
+    def _score_table(self, task: StudyTask, cells: CellsByVariant) -> Table:
         """Size, metric, difference from the baseline and success of every variant."""
         results = self.results
         columns = [
@@ -141,18 +143,19 @@ class StudyReport:
         if task.threshold is not None:
             columns += [f"share reached {task.threshold:g}", Column("steps", format_number)]
         rows: list[list[Value]] = []
-        for variant in results.study.variants:
-            score = self.scores[variant, task.name]
-            size = results.grid.models[variant, task.name].size
+        best: list[tuple[int, int]] = []
+        for variant in cells:
+            key = (variant, task.name)
+            score = self.scores[key]
+            size = results.grid.models[key].size
             compared = score.comparison
-            cells = results.done_cells(variant, task.name)
-            times = sorted(one.result["timing"].get("step", math.nan) for one in cells)
+            times = sorted(one.result["timing"].get("step", math.nan) for one in cells[variant])
             row: list[Value] = [
                 variant,
                 size.parameters,
                 float(size.step_flops),
                 size.kv_bytes,
-                results.rates.get((variant, task.name), math.nan),
+                results.rates.get(key, math.nan),
                 score.mean,
                 "; ".join([str(len(score.values)), *score.failures]),
                 score.seed_deviation,
@@ -160,11 +163,11 @@ class StudyReport:
                 compared.difference if compared else None,
                 compared.corrected_p if compared else None,
                 times[len(times) // 2] if times else None,
+                score.success_rate,
+                score.steps_to_threshold,
             ]
-            if task.threshold is not None:
-                row += [score.success_rate, score.steps_to_threshold]
-            rows.append(row)
-        best = [self.scores[variant, task.name].is_best for variant in results.study.variants]
+            best += [(len(rows), 5)] if score.is_best else []
+            rows.append(row[: len(columns)])
         direction = "higher" if task.sign > 0 else "lower"
         chance = format_number(task.task.chance.get(task.metric, math.nan))
         notes = (
@@ -175,8 +178,7 @@ class StudyReport:
             "Test error: standard error from the finite test set. s/step: processor seconds of a "
             "training step.",
         )
-        bold = frozenset((row, 5) for row, is_best in enumerate(best) if is_best)
-        return Table(task.name, columns, rows, notes, bold)
+        return Table(task.name, columns, rows, notes, frozenset(best))
 
     def _contrast_table(self, task: StudyTask) -> Table:
         """The contrasts that the study planned, on one task."""
@@ -200,100 +202,94 @@ class StudyReport:
         )
         return Table(f"{task.name}, planned contrasts", columns, rows, notes)
 
-    def _slice_table(self, task: StudyTask) -> Table:
+    def _slice_table(self, task: StudyTask, cells: CellsByVariant) -> Table:
         """The metric on each part of the test set and on each further test."""
-        results = self.results
-        parts: dict[str, None] = {}
-        for variant in results.study.variants:
-            for one in results.done_cells(variant, task.name):
-                parts |= dict.fromkeys(one.result["metrics"])
-        parts = {name: None for name in parts if name.startswith(f"{task.metric}@")}
-        names = sorted(parts, key=lambda name: (len(name), name))
-        tests = list(task.tests)
+        metrics = {key: [one.result["metrics"] for one in of_key] for key, of_key in cells.items()}
+        found = set[str]()
+        for of_variant in metrics.values():
+            found.update(*of_variant)
+        parts = [name for name in found if name.startswith(f"{task.metric}@")]
+        parts = sorted(parts, key=lambda name: (len(name), name))
         rows: list[list[Value]] = []
-        for variant in results.study.variants if names or tests else ():
-            cells = results.done_cells(variant, task.name)
-            row: list[Value] = [variant]
-            metrics = [one.result["metrics"] for one in cells]
-            row += [_mean_of(metrics, name) for name in names]
-            row += [mean_test(results, variant, task, test) for test in tests]
+        for variant in cells if parts or task.tests else ():
+            row: list[Value] = [variant, *(_mean_of(metrics[variant], name) for name in parts)]
+            row += [mean_test(self.results, variant, task, test) for test in task.tests]
             rows.append(row)
-        columns = ["variant", *names, *(f"test {test}" for test in tests)]
+        columns = ["variant", *parts, *(f"test {test}" for test in task.tests)]
         note = f"{task.metric}: means over seeds; on tests with 95 % intervals."
         return Table(f"{task.name}, by part and test", columns, rows, (note,))
 
-    def _edit_table(self, task: StudyTask) -> Table:
+    def _edit_table(self, task: StudyTask, cells: CellsByVariant) -> Table:
         """The metric after each edit of the trained models."""
-        study = self.results.study
+        edits = self.results.study.edits
         rows: list[list[Value]] = []
-        for variant in study.variants if study.edits else ():
-            cells = self.results.done_cells(variant, task.name)
-            trained = [one.result["metrics"].get(task.metric, math.nan) for one in cells]
-            row: list[Value] = [variant, estimate_mean(trained, task.metric)]
-            for name in study.edits:
-                edited = [one.result["edits"].get(name, {"metrics": {}}) for one in cells]
-                values = [edit["metrics"].get(task.metric, math.nan) for edit in edited]
+        for variant, of_variant in cells.items() if edits else ():
+            row: list[Value] = [variant]
+            for edit in (None, *edits):
+                results = [one.result for one in of_variant]
+                if edit is not None:
+                    results = [one["edits"].get(edit, {"metrics": {}}) for one in results]
+                values = [one["metrics"].get(task.metric, math.nan) for one in results]
                 row.append(estimate_mean(values, task.metric))
             rows.append(row)
-        columns = ["variant", "not edited", *study.edits]
-        notes = ("Means over seeds with 95 % intervals.", describe_edits(study.edits))
+        notes = ["Means over seeds with 95 % intervals."]
+        notes += [f"{name}: {edit.description}." for name, edit in edits.items()]
+        columns = ["variant", "not edited", *edits]
         return Table(f"{task.name}, {task.metric} after edits", columns, rows, notes)
-
-    def _head_table(self, task: StudyTask) -> Table:
-        """Means of measures of heads, and the number of heads of each class: of the trained model,
-        before and during training, and on further tests.
-        """
-        rows: list[list[Value]] = []
-        for variant in self.results.study.variants:
-            cells = self.results.done_cells(variant, task.name)
-            places: dict[str, None] = {}
-            for one in cells:
-                places |= dict.fromkeys(one.result.get("heads_at", {}))
-            summaries = {"trained": [one.result["heads"] for one in cells]}
-            for place in sort_places(places):
-                summaries[place] = [one.result["heads_at"].get(place, {}) for one in cells]
-            for place, of_place in summaries.items():
-                measured = [one for one in of_place if "measures" in one]
-                notes = [one["note"] for one in of_place if "note" in one]
-                if measured:
-                    rows.append([variant, place, *_head_means(measured), _count_classes(measured)])
-                elif place == "trained" and notes:
-                    rows.append([variant, place, *([None] * len(HEAD_NUMBERS)), notes[0]])
-        if all(set(row[2:-1]) == {None} for row in rows):
-            rows = []
-        columns = [Column(name, format_number) for name in HEAD_NUMBERS]
-        title = f"{task.name}, what heads do"
-        table = Table(title, ["variant", "heads", *columns, "classes, mean over seeds"], rows)
-        table = table.without_empty_columns()
-        names = [column.name for column in table.column_list]
-        notes = [COLUMN_NOTES[name] for name in names if name in COLUMN_NOTES]
-        return Table(title, table.columns, table.rows, ["Means over heads and seeds.", *notes])
-
-    def _gate_table(self, task: StudyTask) -> Table:
-        """Share of tokens for which each gated head is on."""
-        rows: list[list[Value]] = []
-        for variant in self.results.study.variants:
-            cells = self.results.done_cells(variant, task.name)
-            gates = [one.result["heads"].get("gates", {}) for one in cells]
-            for site in gates[0] if gates else ():
-                loads = [one[site] for one in gates if site in one]
-                means = [sum(column) / len(loads) for column in zip(*loads, strict=True)]
-                shares = ", ".join(f"{mean:.2f}" for mean in means)
-                rows.append([variant, site, shares, sum(means)])
-        columns = ["variant", "attention", "share of tokens for which each head is on", "heads on"]
-        return Table(f"{task.name}, load of gated heads", columns, rows, ("Means over seeds.",))
 
     def _size_table(self) -> Table:
         """Counted against built parameters, and how each variant was matched."""
         rows: list[list[Value]] = []
-        for variant, task in self.results.grid.pairs:
-            model = self.results.grid.models[variant.name, task.name]
-            cells = self.results.done_cells(variant.name, task.name)
+        for (variant, task), model in self.results.grid.models.items():
+            cells = self.results.done_cells(variant, task)
             built = cells[0].result.get("parameters") if cells else None
-            row = [task.name, variant.name, model.size.parameters, built, model.match]
-            rows.append(row)
+            rows.append([task, variant, model.size.parameters, built, model.match])
         columns = ["task", "variant", "parameters by formula", "of the built model", "matching"]
         return Table("", columns, rows).without_empty_columns()
+
+
+def tabulate_heads(task: StudyTask, cells: CellsByVariant) -> Table:
+    """Means of measures of heads, and the number of heads of each class: of the trained model,
+    before and during training, and on further tests.
+    """
+    rows: list[list[Value]] = []
+    for variant, of_variant in cells.items():
+        places = set[str]().union(*(one.result.get("heads_at", {}) for one in of_variant))
+        summaries = {"trained": [one.result["heads"] for one in of_variant]}
+        for place in sort_places(places):
+            summaries[place] = [one.result["heads_at"].get(place, {}) for one in of_variant]
+        for place, of_place in summaries.items():
+            measured = [one for one in of_place if "measures" in one]
+            notes = [one["note"] for one in of_place if "note" in one]
+            if measured:
+                flat = [
+                    {**one, **one["measures"], "residual": one["residual"][-1]} for one in measured
+                ]
+                means = [_mean_of(flat, name) for name in HEAD_NUMBERS]
+                rows.append([variant, place, *means, _count_classes(measured)])
+            elif place == "trained" and notes:
+                rows.append([variant, place, *([None] * len(HEAD_NUMBERS)), notes[0]])
+    if all(set(row[2:-1]) == {None} for row in rows):
+        rows = []
+    columns = [Column(name, format_number) for name in HEAD_NUMBERS]
+    columns = ["variant", "heads", *columns, "classes, mean over seeds"]
+    table = Table(f"{task.name}, what heads do", columns, rows).without_empty_columns()
+    shown = [COLUMN_NOTES.get(column.name) for column in table.column_list]
+    return replace(table, notes=["Means over heads and seeds.", *filter(None, shown)])
+
+
+def tabulate_gates(task: StudyTask, cells: CellsByVariant) -> Table:
+    """Share of tokens for which each gated head is on."""
+    rows: list[list[Value]] = []
+    for variant, of_variant in cells.items():
+        gates = [one.result["heads"].get("gates", {}) for one in of_variant]
+        for site in gates[0] if gates else ():
+            means = np.mean([one[site] for one in gates if site in one], axis=0)
+            rows.append(
+                [variant, site, ", ".join(f"{mean:.2f}" for mean in means), float(means.sum())]
+            )
+    columns = ["variant", "attention", "share of tokens for which each head is on", "heads on"]
+    return Table(f"{task.name}, load of gated heads", columns, rows, ("Means over seeds.",))
 
 
 def tabulate_decoding(decoding: Mapping[str, Any]) -> Table:
@@ -319,19 +315,13 @@ def format_difference(difference: Estimate) -> str:
     return format_interval(*difference[:3], sign="+")
 
 
-def sort_places(places: Sequence[str] | Mapping[str, Any]) -> list[str]:
+def sort_places(places: Collection[str]) -> list[str]:
     """Training steps by number, then further tests by name.
 
     >>> sort_places(["test longer", "step 100", "step 20"])
     ['step 20', 'step 100', 'test longer']
     """
     return sorted(places, key=lambda place: (not place.startswith("step "), len(place), place))
-
-
-def _head_means(summaries: Sequence[Mapping[str, Any]]) -> list[Value]:
-    """Means of `HEAD_NUMBERS` over summaries of several seeds."""
-    flat = [{**one, **one["measures"], "residual": one["residual"][-1]} for one in summaries]
-    return [_mean_of(flat, name) for name in HEAD_NUMBERS]
 
 
 def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -341,78 +331,39 @@ def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _count_classes(summaries: Sequence[Mapping[str, Any]]) -> str:
-    totals: dict[str, float] = {}
+    totals = Counter[str]()
     for one in summaries:
-        for name, count in one["classes"].items():
-            totals[name] = totals.get(name, 0.0) + count
-    ordered = sorted(totals, key=lambda name: -totals[name])
-    return ", ".join(f"{totals[name] / len(summaries):.3g} {name}" for name in ordered)
-
-
-# --- Claims ---------------------------------------------------------------------------------------
+        totals.update(one["classes"])
+    means = [f"{total / len(summaries):.3g} {name}" for name, total in totals.most_common()]
+    return ", ".join(means)
 
 
 def list_claims(
     results: StudyResults,
     scores: Mapping[PairKey, VariantScore],
     comparisons: Mapping[PairKey, Comparison],
-) -> Iterator[str]:
-    """Sentences that the tests support, one task after the other; never more than the numbers say."""
+) -> list[str]:
+    """One line for each comparison, and one for the baseline of each task."""
     study = results.study
     if len(study.seeds) < MIN_SEEDS_TO_CLAIM:
         seeds = pluralise(len(study.seeds), "seed")
-        yield f"With {seeds} no difference is claimed; give at least {MIN_SEEDS_TO_CLAIM}."
-        return
+        return [f"With {seeds} no difference is claimed; give at least {MIN_SEEDS_TO_CLAIM}."]
+    claims: list[str] = []
     for task in study.tasks.values():
         baseline = scores[study.baseline, task.name]
-        yield (
+        claims.append(
             f"{task.name}: {study.baseline} reaches {task.metric} "
             f"{format_number(baseline.mean.value)} (mean of {len(baseline.values)} seeds)."
         )
-        if task.threshold is not None:
-            yield _claim_successes(task, [scores[variant, task.name] for variant in study.variants])
-        named = {name: one for (name, of_task), one in comparisons.items() if of_task == task.name}
-        groups: dict[str, list[str]] = {}
-        for name, one in named.items():
-            verdict = "no significant difference from"
-            if one.is_significant:
-                is_better = task.sign * one.difference.value > 0
-                verdict = f"significantly {'better' if is_better else 'worse'} than"
-            if name in study.variants:
-                text = f"{name} {format_difference(one.difference)}"
-                groups.setdefault(verdict, []).append(text)
-        for verdict in sorted(groups, key=lambda verdict: (verdict.startswith("no"), verdict)):
-            yield f"{task.name}: {verdict} {study.baseline}: {', '.join(groups[verdict])}."
-        for name, one in named.items():
-            if name not in study.variants:
+        for (name, of_task), one in comparisons.items():
+            if of_task == task.name:
+                label = f"{name} minus {study.baseline}" if name in study.variants else name
                 verdict = "significant" if one.is_significant else "not significant"
-                yield (
-                    f"{task.name}: {name}: {format_difference(one.difference)}, p "
+                claims.append(
+                    f"{task.name}: {label}: {format_difference(one.difference)}, p "
                     f"{format_p(one.corrected_p)}, {verdict}."
                 )
-    count = len(comparisons)
-    if count > 1:
-        yield (
-            f"The study makes {count} comparisons of {len(study.seeds)} seeds each, so the "
-            f"clearest of them is only significant if its uncorrected p is below "
-            f"{SIGNIFICANCE / count:.2g}. What is not significant is not thereby equal."
-        )
-
-
-def _claim_successes(task: StudyTask, scores: Sequence[VariantScore]) -> str:
-    """How many seeds of each variant learned the task, because a model that did not says little
-    about its attention.
-    """
-    # The rate is NaN without runs, as if no learning rate could be chosen.
-    if all(one.success_rate == 1 for one in scores):
-        return f"{task.name}: all seeds of all variants reach {task.threshold:g}."
-    counts: list[str] = []
-    for score in scores:
-        total = len(score.values) + len(score.failures)
-        rate = score.success_rate
-        text = f"{round(rate * total)} of {total}" if math.isfinite(rate) else "not run"
-        counts.append(f"{score.variant} {text}")
-    return f"{task.name}: seeds that reach {task.threshold:g}: {', '.join(counts)}."
+    return claims
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -425,30 +376,24 @@ def describe_protocol(report: StudyReport) -> list[str]:
     grid = results.grid
     count = sum(one.stage == REPORT for one in results.cells)
     seconds = sum(one.result.get("timing", {}).get("processor", math.nan) for one in results.cells)
-    rates: set[float] = set()
-    for variant in study.variants.values():
-        rates.update(grid.rates(variant))
+    rates = set[float]().union(*map(grid.rates, study.variants.values()))
     recipes = {f"{one.steps} steps of {one.batch} examples" for one in grid.recipes.values()}
-    chosen = f"chosen by the validation metric of seed {study.tuning_seed}, which is not reported"
-    if len(results.cells) == count:
-        chosen = "not chosen: each variant had a single one"
-    lines = [
-        f"scale {study.scale}: {', '.join(sorted(recipes))}; sizes matched by {study.match}; "
-        f"report seeds {', '.join(map(str, study.seeds))}"
-    ]
+    facts = {
+        "scale": study.scale,
+        "training": ", ".join(sorted(recipes)),
+        "sizes matched by": study.match,
+        "report seeds": ", ".join(map(str, study.seeds)),
+        "learning rates": ", ".join(f"{rate:g}" for rate in sorted(rates)),
+        "seed whose validation metric chooses the rate": study.tuning_seed,
+        "report cells": count,
+        "tuning cells": len(results.cells) - count,
+        "processor time": format_seconds(seconds),
+    }
     for task in study.tasks.values():
         options = describe_task(task.task)
         texts = [f"{name} {options[name]}" for name in options if name not in ("task", "seed")]
-        lines.append(f"task {task.name}: {', '.join(texts)}")
-    return [
-        *lines,
-        f"learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}, {chosen}",
-        "every seed has the same initial random numbers and the same data in the same order for "
-        "all variants",
-        f"{count} report cells and {len(results.cells) - count} tuning cells, "
-        f"{format_seconds(seconds)} of processor time in all",
-        *(f"{name}: {value}" for name, value in report.environment.items()),
-    ]
+        facts[f"task {task.name}"] = ", ".join(texts)
+    return [f"{name}: {value}" for name, value in (facts | dict(report.environment)).items()]
 
 
 def tabulate_cells(cells: Sequence[CellResult]) -> Table:

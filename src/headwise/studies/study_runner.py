@@ -6,16 +6,28 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..kernels.capabilities import use_threads
+from ..kernels.compilation import compile_when_called
+from ..models import Transformer, build
+from ..models.model_spec import ModelSpec
+from ..models.transformer import ModelCache
+from ..report.data import Column, Table, Value
+from ..report.numbers import format_count, format_seconds
 from ..report.progress import CountedMessage, TimeLeft, format_duration
-from ..util.errors import SpecError
+from ..util.errors import SpecError, pluralise
 from ..util.files import FolderLock, read_json_file, write_atomically, write_together
 from ..util.output_paths import FolderKind, check_output
-from .cells import Cell, CellGrid, PairKey
+from .cells import Cell, CellGrid, ModelSize, PairKey, count_cache_bytes
 from .process_engine import CellEngine, ProcessEngine, make_progress_line
 from .run_cell import read_result
 from .study_file import Study
@@ -166,18 +178,271 @@ class StageRunner:
     def run(self, cells: list[Cell], stage: str) -> list[CellResult]:
         """The results of the chosen cells, in their order; finished ones are not run again."""
         chosen = [cell for cell in cells if self.only(cell)]
-        # Those that were finished before come first.
-        num_before = sum(read_result(self.folder / cell.id) is not None for cell in chosen)
-        time_left = TimeLeft()
-        time_left.seconds(CountedMessage(stage, num_before, len(chosen), "cells"))
         done: dict[str, Mapping[str, Any]] = {}
-        for number, (cell, result) in enumerate(self.engine.run(chosen, self.folder), 1):
+        for cell in chosen:
+            stored = read_result(self.folder / cell.id)
+            if stored is not None:
+                done[cell.id] = stored
+        if done:
+            self.progress(f"{stage:<6}  {len(done)}/{len(chosen)}  finished before")
+        pending = [cell for cell in chosen if cell.id not in done]
+        time_left = TimeLeft()
+        time_left.seconds(CountedMessage(stage, len(done), len(chosen), "cells"))
+        for cell, result in self.engine.run(pending, self.folder):
             done[cell.id] = result
-            line = f"{stage:<6}  {make_progress_line(number, len(chosen), cell, result)}"
-            if number > num_before:
-                message = CountedMessage(stage, number, len(chosen), "cells")
-                seconds = time_left.seconds(message)
-                if seconds is not None:
-                    line += f", {format_duration(seconds)} left"
+            message = CountedMessage(stage, len(done), len(chosen), "cells")
+            line = f"{stage:<6}  {make_progress_line(len(done), len(chosen), cell, result)}"
+            seconds = time_left.seconds(message)
+            if seconds is not None:
+                line += f", {format_duration(seconds)} left"
             self.progress(line)
         return [CellResult(cell, stage, done[cell.id]) for cell in chosen]
+
+
+# --- The price of a study before it runs ----------------------------------------------------------
+
+
+TRIAL_STEPS = 6
+FORWARD_SHARE = 1 / 3  # of a training step: the backward pass takes about two forward passes
+
+
+@dataclass(frozen=True)
+class CellPrice:
+    """The price of one cell of a variant on a task, and the number of such cells.
+
+    `seconds` is None if no steps were timed, or if they failed, which `problem` explains.
+    """
+
+    variant: str
+    task: str
+    count: int
+    steps: int
+    size: ModelSize
+    match: str
+    seconds: float | None
+    problem: str = ""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the training of one cell."""
+        return self.steps * self.size.step_flops
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """The prices of all cells of a study, and the number of processes that share them."""
+
+    study: Study
+    prices: tuple[CellPrice, ...]
+    jobs: int
+
+    @property
+    def num_cells(self) -> int:
+        """Number of cells, those that choose learning rates included."""
+        return sum(price.count for price in self.prices)
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted duration of the study; None if some cells were not timed."""
+        total = 0.0
+        for price in self.prices:
+            if price.seconds is None:
+                return None
+            total += price.count * price.seconds
+        return total / max(1, self.jobs)
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        """The prices as plain values."""
+        records: list[dict[str, Any]] = []
+        for price in self.prices:
+            record = {**vars(price), **price.size._asdict()}
+            del record["size"]
+            records.append(record)
+        return records
+
+    def check_budget(self, hours: float) -> None:
+        """Raise SpecError if the study is predicted to take longer."""
+        if self.seconds is not None and self.seconds > hours * 3600:
+            raise SpecError(
+                f"the study {self.study.name!r} has {self.num_cells} cells and would take about "
+                f"{format_seconds(self.seconds)}, more than the budget of {hours:g} h; give fewer "
+                "variants, seeds or steps, a smaller --scale, or a larger --budget"
+            )
+
+
+def plan_study(
+    study: Study, engine: ProcessEngine, progress: Callable[[str], object] = lambda line: None
+) -> StudyPlan:
+    """Price every cell; times come from a few training steps of each variant on each task, run by
+    the engine.
+    """
+    grid = CellGrid(study)
+    trials = {
+        (variant.name, task.name): _trial_cell(grid, variant.name, task.name)
+        for variant, task in grid.pairs
+    }
+    timings: dict[str, Mapping[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="headwise-plan-") as folder, engine:
+        progress("starting the processes")
+        for _ in engine.run(_warm_up_cells(grid, engine.jobs), Path(folder)):
+            pass
+        for number, (cell, result) in enumerate(engine.run(list(trials.values()), Path(folder)), 1):
+            timings[cell.id] = result
+            progress(f"timing {number}/{len(trials)}  {cell.task}  {cell.variant}")
+    prices: list[CellPrice] = []
+    for variant, task in grid.pairs:
+        key = (variant.name, task.name)
+        num_rates = len(grid.rates(variant))
+        recipe = grid.recipes[key]
+        result = timings[trials[key].id]
+        is_done = result["status"] == "done"
+        prices.append(
+            CellPrice(
+                *key,
+                count=len(study.seeds) + (num_rates if num_rates > 1 else 0),
+                steps=recipe.steps,
+                size=grid.models[key].size,
+                match=grid.models[key].match,
+                seconds=_predict_seconds(grid, key, result["timing"]) if is_done else None,
+                problem="" if is_done else f"{result['status']}: {result.get('message', '')}",
+            )
+        )
+    return StudyPlan(study, tuple(prices), engine.jobs)
+
+
+def _warm_up_cells(grid: CellGrid, jobs: int) -> list[Cell]:
+    """One trial for each process, so that imports and compilation are not timed."""
+    variant, task = next(grid.pairs)
+    return [_trial_cell(grid, variant.name, task.name, seed) for seed in range(1, max(1, jobs) + 1)]
+
+
+def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
+    """The first cell of a variant on a task, cut to a few steps and one evaluation."""
+    study = grid.study
+    cell = grid.cell(
+        study.variants[variant], study.tasks[task], grid.rates(study.variants[variant])[0], seed
+    )
+    recipe = {**cell.config["recipe"], "steps": TRIAL_STEPS, "evaluate_every": TRIAL_STEPS}
+    return replace(cell, config={**cell.config, "recipe": recipe})
+
+
+def _predict_seconds(grid: CellGrid, key: tuple[str, str], timing: Mapping[str, float]) -> float:
+    """Processor seconds of a whole cell: the trial's, with its steps and its evaluation repeated as
+    often as the recipe says.
+    """
+    recipe = grid.recipes[key]
+    step = timing["step"]
+    evaluations = -(-recipe.steps // recipe.evaluate_every)
+    evaluation = recipe.evaluate_batches * step * FORWARD_SHARE
+    fixed = max(0.0, timing["processor"] - TRIAL_STEPS * step - evaluation)
+    return fixed + recipe.steps * step + evaluations * evaluation
+
+
+def tabulate_plan(plan: StudyPlan) -> Table:
+    """The plan as a table, with the time of the study and problems as notes."""
+    columns = [
+        *("task", "variant", "cells", "steps", "parameters"),
+        Column("FLOPs", format_count),
+        "KV bytes",
+        Column("time", format_seconds),
+    ]
+    rows: list[list[Value]] = []
+    notes: list[str] = []
+    for price in plan.prices:
+        size = price.size
+        row: list[Value] = [price.task, price.variant, price.count, price.steps, size.parameters]
+        rows.append([*row, float(price.flops), size.kv_bytes, price.seconds])
+        if price.problem:
+            notes.append(f"{price.variant} on {price.task} cannot run: {price.problem}")
+    matches = {f"{price.variant}: {price.match}" for price in plan.prices if price.match}
+    where = f"with {plan.jobs} processes" if plan.jobs else "in this process"
+    total = "unknown time" if plan.seconds is None else format_seconds(plan.seconds)
+    about = (
+        f"{total} in all {where}; the column is the time of one cell, from {TRIAL_STEPS} steps "
+        "timed here"
+    )
+    count = pluralise(plan.num_cells, "cell")
+    title = f"{plan.study.name}, scale {plan.study.scale}: {count}"
+    return Table(title, columns, rows, [about, *notes, *sorted(matches)])
+
+
+# --- Decoding of a study's models against context length ------------------------------------------
+
+
+DECODE_FILE = "decoding.json"
+CONTEXTS = (64, 256, 1024, 4096)
+STEPS = 9  # timed at each context, after one that is not
+FORMAT = 1  # grows when other things are measured
+
+
+def read_decode_times(grid: CellGrid, folder: Path) -> Mapping[str, Any]:
+    """Decoding of each variant on the first task with a decoder; measured once, then read from the
+    study's folder.
+
+    The result has `task`, and `variants`: by name a list with one record for each context, or a
+    note why there is none.
+    """
+    path = folder / DECODE_FILE
+    baseline = grid.study.baseline
+    tasks = [
+        name for name in grid.study.tasks if grid.models[baseline, name].spec.kind == "decoder"
+    ]
+    if not tasks:
+        return {"task": None, "variants": {}}
+    task = tasks[0]
+    specs = {name: grid.models[name, task].spec for name in grid.study.variants}
+    key = {"format": FORMAT, "task": task}
+    if path.exists():
+        stored = read_json_file(path)
+        if stored.items() >= key.items() and list(stored["variants"]) == list(specs):
+            return stored
+    measured = {**key, "variants": {name: measure_decoding(spec) for name, spec in specs.items()}}
+    write_atomically(path, json.dumps(measured, indent=1).encode() + b"\n")
+    return measured
+
+
+@compile_when_called()
+@use_threads(1)
+def measure_decoding(
+    spec: ModelSpec, contexts: Sequence[int] = CONTEXTS
+) -> list[dict[str, Any]] | str:
+    """Processor seconds of a prompt and of a decode step, and bytes of the cache, at each context,
+    for one row and random weights; or why the model does not decode.
+    """
+    net = build(spec, seed=0).eval()
+    generator = torch.Generator().manual_seed(0)
+    records: list[dict[str, Any]] = []
+    for context in contexts:
+        ids = torch.randint(0, spec.heads[0].outputs, (1, context), generator=generator)
+        try:
+            if not records:  # the first call compiles kernels
+                _measure_context(net, ids)
+            records.append(_measure_context(net, ids))
+        except (SpecError, ValueError, NotImplementedError) as error:
+            return records or str(error)
+    return records
+
+
+@torch.inference_mode()
+def _measure_context(net: Transformer, ids: torch.Tensor) -> dict[str, Any]:
+    """Times of the prompt `ids` and of a step after it, and bytes of the cache by formula and as
+    held.
+    """
+    capacity = ids.shape[1] + STEPS + 1
+    cache = net.cache(batch=1, capacity=capacity)
+    prompt = _time_call(net, ids, cache)
+    seconds = [_time_call(net, ids[:, :1], cache) for _ in range(STEPS + 1)][1:]
+    return {
+        "context": ids.shape[1],
+        "prompt": prompt,
+        "step": statistics.median(seconds),
+        "formula": count_cache_bytes(net.spec, capacity),
+        "held": cache.nbytes,
+    }
+
+
+def _time_call(net: Transformer, ids: torch.Tensor, cache: ModelCache) -> float:
+    start = time.process_time()
+    net(ids, cache=cache)
+    return time.process_time() - start

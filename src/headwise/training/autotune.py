@@ -5,7 +5,7 @@ FLOPs of a device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -53,134 +53,101 @@ class Autotuner:
         """Options of the recipe, with each "auto" replaced by the fastest value, and the reasons
         for the choices.
         """
-        options = self._choose_rows(self._choose_precision())
-        return replace(self._choose_compile(options), reasons=tuple(self._reasons))
-
-    def _choose_precision(self) -> StepOptions:
-        """The fastest precision and attention."""
         recipe = self.recipe
         rows = "packed" if recipe.rows == "packed" else "padded"
-        fact = self._bf16_refusal()
-        precisions = [recipe.precision]
-        if recipe.precision == "auto":
-            precisions = ["fp32"] if fact else ["fp32", "bf16"]
+        attentions = self._attentions()
         candidates = [
-            StepOptions(precision, "off", (), attention, rows)
-            for precision, attention in product(precisions, self._attentions())
+            StepOptions(precision, "off", attention=attention, rows=rows)
+            for precision, attention in product(self._precisions(), attentions)
         ]
-        refusals = [fact] if fact else []
-        if len(candidates) == 1:
-            chosen = [recipe.precision, recipe.attention]
-            set_values = [value for value in chosen if value not in ("auto", "fused")]
-            self._reasons = [*refusals, *(f"{value}, as set in the recipe" for value in set_values)]
-            return candidates[0]
-        failures = [self._try(one) for one in candidates]
-        failed = [
-            f"a step in {one.precision} fails: {failure}"
-            for one, failure in zip(candidates, failures, strict=True)
-            if failure
-        ]
-        timed = {one: self._seconds[one] for one in candidates if one in self._seconds}
-        if not timed:
-            raise RuntimeError(failed[0])
-        best, reason = choose_fastest(timed)
-        self._reasons = [reason, *refusals, *failed]
-        return best
+        options = self._choose_fastest(candidates)
+        if self._can_pack():
+            packed = [replace(options, attention=one, rows="packed") for one in attentions]
+            options = self._choose_fastest([options, *packed])
+        compiled = replace(options, compile="on")
+        if recipe.compile == "on":
+            options = compiled
+        elif recipe.compile == "auto" and self._compilation_pays(options):
+            options = self._choose_fastest([options, replace(compiled, rows="padded")])
+        return replace(options, reasons=tuple(self._reasons))
 
-    def _bf16_refusal(self) -> str:
-        """The reason not to try bf16; empty if it is tried, or if the recipe sets the precision."""
-        if self.recipe.precision != "auto" or self.device.type != "cpu":
-            return ""
-        if sum(one.numel() for one in self.net.parameters()) >= takeover_size("bf16_training"):
-            return ""
+    def _precisions(self) -> Sequence[str]:
+        """Candidates for `precision`; bf16 is not tried on processors where it was not faster."""
+        if self.recipe.precision != "auto":
+            return [self.recipe.precision]
+        num_parameters = sum(one.numel() for one in self.net.parameters())
+        if self.device.type != "cpu" or num_parameters >= takeover_size("bf16_training"):
+            return ["fp32", "bf16"]
         points = current_points()
-        is_measured = "bf16_training" in points.measured
-        reason = "bf16 was measured to be slower" if is_measured else "bf16 was not measured"
-        return f"fp32: {reason} on this class of machine ({points.machine_class})"
+        fact = "measured to be slower" if "bf16_training" in points.measured else "not measured"
+        self._reasons.append(
+            f"fp32: bf16 was {fact} on this class of machine ({points.machine_class})"
+        )
+        return ["fp32"]
 
-    def _attentions(self) -> tuple[str, ...]:
+    def _attentions(self) -> Sequence[str]:
         """Candidates for `attention`; "plain" stores all scores, so it is only tried for short rows
         on the CPU.
         """
         if self.recipe.attention != "auto":
-            return (self.recipe.attention,)
+            return [self.recipe.attention]
         inputs = [batch.x for batch in self.batches]
         inputs += [batch.source for batch in self.batches if batch.source is not None]
         is_short = max(x.shape[1] for x in inputs) <= MAX_PLAIN_LENGTH
-        return ("fused", "plain") if self.device.type == "cpu" and is_short else ("fused",)
+        return ["fused", "plain"] if self.device.type == "cpu" and is_short else ["fused"]
 
-    def _choose_rows(self, padded: StepOptions) -> StepOptions:
-        """Packed rows if enough of the batches is padding and packing is faster."""
-        fill_ratio = sum(map(real_token_share, self.batches)) / len(self.batches)
-        is_free = self.recipe.rows == "auto" and self.recipe.compile != "on"
-        if not is_free or fill_ratio > MAX_FILL_RATIO:
-            return padded
+    def _can_pack(self) -> bool:
+        """True if the recipe allows packed rows, and enough of the padded rows is padding."""
+        if self.recipe.rows != "auto" or self.recipe.compile == "on":
+            return False
+        if sum(map(real_token_share, self.batches)) / len(self.batches) > MAX_FILL_RATIO:
+            return False
         try:
             for batch in self.batches:
                 pack_batch(batch)
         except UnpackableBatch as reason:
             self._reasons.append(f"padded rows, packing is not possible: {reason}")
-            return padded
-        seconds = self._time(padded)
-        candidates = [replace(padded, attention=one, rows="packed") for one in self._attentions()]
-        packed = [one for one in candidates if not self._try(one)]
-        if not packed:
-            self._reasons.append("padded rows: a step with packed rows fails")
-            return padded
-        best = min(packed, key=lambda one: self._seconds[one])
-        fact = f"{100 * (1 - fill_ratio):.0f} % of the rows are padding"
-        times = [f"{self._seconds[best]:.4f} s", f"{seconds:.4f} s"]
-        if self._seconds[best] < seconds * (1 - MIN_GAIN):
-            self._reasons.append(f"packed rows: {times[0]} per step, padded {times[1]}, {fact}")
-            return best
-        self._reasons.append(f"padded rows: {times[1]} per step, packed {times[0]}, {fact}")
-        return padded
+            return False
+        return True
 
-    def _choose_compile(self, options: StepOptions) -> StepOptions:
-        """Compiled if the recipe says so, or if that gains more than it costs."""
-        if self.recipe.compile != "auto":
-            self._reasons.append(f"compile {self.recipe.compile}, as set in the recipe")
-            return replace(options, compile=self.recipe.compile)
-        steps = self.recipe.steps
-        seconds = self._time(options)
-        shapes = {
-            (one.x.shape, None if one.source is None else one.source.shape) for one in self.batches
-        }
-        gain = seconds * steps * COMPILE_GAIN
-        cost = COMPILE_SECONDS * len(shapes)
-        if gain <= 2 * cost:
-            self._reasons.append(
-                f"not compiled: {steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, "
-                f"compiling takes about {cost:.0f} s"
-            )
-            return options
+    def _compilation_pays(self, options: StepOptions) -> bool:
+        """True if compiled steps may save more than twice the time to compile them."""
         if self.recipe.rows == "packed":
             self._reasons.append("not compiled: packed rows have another shape in every batch")
-            return options
-        compiled = replace(options, compile="on", rows="padded")
-        failure = self._try(compiled)
-        if failure:
-            self._reasons.append(f"not compiled: compilation failed: {failure}")
-            return options
-        compiled_seconds = self._seconds[compiled]  # the time to compile is already spent
-        if compiled_seconds < seconds * (1 - MIN_GAIN):
+            return False
+        shapes = {
+            (one.x.shape, one.source is not None and one.source.shape) for one in self.batches
+        }
+        cost = COMPILE_SECONDS * len(shapes)
+        gain = self._time(options) * self.recipe.steps * COMPILE_GAIN
+        if gain <= 2 * cost:
             self._reasons.append(
-                f"compiled: {compiled_seconds:.4f} s per step instead of {seconds:.4f} s, saves "
-                f"{(seconds - compiled_seconds) * steps:.0f} s over {steps} steps"
+                f"not compiled: could gain about {gain:.0f} s, compiling takes about {cost:.0f} s"
             )
-            return compiled
-        self._reasons.append(
-            f"not compiled: {compiled_seconds:.4f} s per step compiled, {seconds:.4f} s without"
-        )
-        return options
+        return gain > 2 * cost
 
-    def _try(self, options: StepOptions) -> str:
-        """Time the options; returns the first line of the error if a step failed, otherwise ""."""
-        try:
-            self._time(options)
-        except RuntimeError as error:
-            return str(error).strip().splitlines()[0]
-        return ""
+    def _choose_fastest(self, candidates: Sequence[StepOptions]) -> StepOptions:
+        """The first of the fastest options; differences below 5 % and failing steps are ignored."""
+        if len(candidates) == 1:
+            return candidates[0]
+        timed: dict[StepOptions, float] = {}
+        failures: list[str] = []
+        for one in candidates:
+            try:
+                timed[one] = self._time(one)
+            except RuntimeError as error:
+                line = str(error).strip().splitlines()[0]
+                failures.append(f"a step in {describe_options(one)} fails: {line}")
+        if not timed:
+            raise RuntimeError(failures[0])
+        best = next(iter(timed))
+        for one, seconds in timed.items():
+            if seconds < timed[best] * (1 - MIN_GAIN):
+                best = one
+        others = [f"{describe_options(one)} {timed[one]:.4f}" for one in timed if one != best]
+        reason = f"{describe_options(best)}: {timed[best]:.4f} s per step"
+        self._reasons += [", ".join([reason, *others]), *failures]
+        return best
 
     def _time(self, options: StepOptions) -> float:
         if options not in self._seconds:
@@ -205,25 +172,17 @@ class Autotuner:
             self.net.zero_grad(set_to_none=True)
 
 
-def choose_fastest(seconds: Mapping[StepOptions, float]) -> tuple[StepOptions, str]:
-    """The options with the fewest seconds per step, and the reason; differences below 5 % are
-    ignored.
+def describe_options(options: StepOptions) -> str:
+    """The options as text, defaults left out.
 
-    >>> fused, plain = (StepOptions("fp32", "off", attention=name) for name in ("fused", "plain"))
-    >>> choose_fastest({fused: 0.2, plain: 0.199})[1]
-    'fp32: 0.2000 s per step, fp32 with plain attention 0.1990'
+    >>> describe_options(StepOptions("bf16", "on", attention="plain"))
+    'bf16, plain attention, compiled'
     """
-    best = next(iter(seconds))
-    for option, option_seconds in seconds.items():
-        if option_seconds < seconds[best] * (1 - MIN_GAIN):
-            best = option
-    others = [f"{_describe(one)} {seconds[one]:.4f}" for one in seconds if one != best]
-    return best, ", ".join([f"{_describe(best)}: {seconds[best]:.4f} s per step", *others])
-
-
-def _describe(options: StepOptions) -> str:
-    is_plain = options.attention == "plain"
-    return f"{options.precision} with plain attention" if is_plain else options.precision
+    parts = [options.precision]
+    parts += ["plain attention"] * (options.attention == "plain")
+    parts += ["packed rows"] * (options.rows == "packed")
+    parts += ["compiled"] * (options.compile == "on")
+    return ", ".join(parts)
 
 
 def synchronise_device(device: torch.device) -> None:

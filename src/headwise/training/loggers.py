@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from ..report.data import Axis, Figure, Plot, Reference, Series
+from ..report.plots import to_svg
 from ..report.progress import LINE_INTERVAL, format_duration
 from ..util import record_types
 from ..util.errors import SpecError, pluralise, suggest
 from ..util.escaping import escape_terminal, make_visible
-from ..util.files import JsonLines, read_lines, write_lines
+from ..util.files import JsonLines, read_lines, write_atomically, write_lines
 
 Record = Mapping[str, Any]
 
@@ -112,7 +114,12 @@ class TensorBoardLogger:
     """Writes event files to the run's folder, for `tensorboard --logdir`."""
 
     def __init__(self) -> None:
-        self._tensorboard = import_optional("torch.utils.tensorboard", "tensorboard")
+        try:
+            self._tensorboard: Any = import_module("torch.utils.tensorboard")
+        except ImportError:
+            raise SpecError(
+                "this logger needs a package that is not installed; pip install tensorboard"
+            ) from None
 
     def open(self, folder: Path, config: Record) -> None:
         """Create the event file."""
@@ -138,46 +145,35 @@ def create_logger(name: str) -> MetricLogger:
     return LOGGERS[name]()
 
 
-def import_optional(module: str, name: str) -> Any:
-    """Import an optional module; `name` is the package that provides it.
-
-    >>> import_optional("no.such.module", "no-such-package")
-    Traceback (most recent call last):
-    headwise.util.errors.SpecError: this logger needs a package that is not installed; pip install no-such-package
-    """
-    try:
-        return import_module(module)
-    except ImportError:
-        raise SpecError(
-            f"this logger needs a package that is not installed; pip install {name}"
-        ) from None
-
-
 # --- Console output -------------------------------------------------------------------------------
 
 
-def format_record(record: Mapping[str, Any]) -> str:
-    """The metrics of a step or an evaluation as one line of text.
+def format_record(record: Mapping[str, Any], startup: float = 0.0) -> str:
+    """A record as one line of text; metrics without slices such as "exact_match@date".
 
     >>> format_record(
     ...     {"event": "evaluation", "step": 100, "metrics": {"loss": 0.25, "accuracy": 0.5}}
     ... )
     'step 100, held out: loss 0.2500, accuracy 0.5000'
     """
-    if record["event"] == "evaluation":
-        best = ", best so far" if record.get("best") else ""
-        return f"step {record['step']}, held out: {_format_metrics(record['metrics'])}{best}"
-    parts = [
-        f"step {record['step']}: loss {record['loss']:.4f}",
-        f"{record['tokens_per_second']:,.0f} tokens/s",
-    ]
-    parts += [f"MFU {record['mfu']:.0%}"] if "mfu" in record else []
-    return ", ".join([*parts, f"{format_duration(record['left'])} left"])
-
-
-def _format_metrics(metrics: Mapping[str, float]) -> str:
-    """The metrics as text, without slices such as "exact_match@date"."""
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if "@" not in name)
+    values = record.get("metrics", {}).items()
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in values if "@" not in name)
+    step = f"step {record['step']}"
+    match record["event"]:
+        case "note":
+            return record["says"]
+        case "sample":
+            return f"{step}, sample: {escape_terminal(record['prompt'] + record['text'])}"
+        case "evaluation":
+            return f"{step}, held out: {metrics}{', best so far' * bool(record.get('best'))}"
+        case "end":
+            duration = format_duration(record["seconds"] + startup)
+            return f"{record['split']}: {metrics}; {duration} in all"
+        case _:
+            speed = f"{record['tokens_per_second']:,.0f} tokens/s"
+            speed += f", MFU {record['mfu']:.0%}" if "mfu" in record else ""
+            left = format_duration(record["left"])
+            return f"{step}: loss {record['loss']:.4f}, {speed}, {left} left"
 
 
 class ConsoleLogger:
@@ -202,7 +198,12 @@ class ConsoleLogger:
             f"{config['task']['name']} into {folder}, {extent}, {config['parameters']:,} parameters"
         )
         if self._stream.isatty():
-            self._progress = _make_progress_bar(self._stream)
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            status = TextColumn("{task.fields[status]}", markup=False)
+            console = Console(file=self._stream)
+            self._progress = Progress(BarColumn(20), status, console=console, transient=True)
             self._progress.add_task("", total=steps, completed=first_step, status="")
             self._progress.start()
 
@@ -210,27 +211,16 @@ class ConsoleLogger:
         """Update the bar, or print a line; without a bar, steps are printed at most every
         LINE_INTERVAL seconds.
         """
-        event = record["event"]
-        if event == "step" and self._progress is not None:
-            self._progress.update(
-                self._progress.task_ids[0], completed=record["step"], status=format_record(record)
-            )
-        elif event == "evaluation" or (
-            event == "step" and time.monotonic() - self._last_line_time > LINE_INTERVAL
-        ):
-            self._print_line(format_record(record))
-        elif event == "note":
-            self._print_line(record["says"])
-        elif event == "sample":
-            self._print_line(
-                f"step {record['step']}, sample: "
-                f"{escape_terminal(record['prompt'] + record['text'])}"
-            )
-        elif event == "end":
-            duration = format_duration(record["seconds"] + self._startup)
-            self._print_line(
-                f"{record['split']}: {_format_metrics(record['metrics'])}; {duration} in all"
-            )
+        if record["event"] == "run":
+            return
+        line = format_record(record, self._startup)
+        if record["event"] != "step":
+            self._print_line(line)
+        elif self._progress is not None:
+            task = self._progress.task_ids[0]
+            self._progress.update(task, completed=record["step"], status=line)
+        elif time.monotonic() - self._last_line_time > LINE_INTERVAL:
+            self._print_line(line)
 
     def close(self) -> None:
         """Stop the progress bar."""
@@ -248,9 +238,77 @@ class ConsoleLogger:
             self._stream.flush()
 
 
-def _make_progress_bar(stream: TextIO) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+# --- Learning curves of a run as a figure, from its metrics.jsonl ---------------------------------
 
-    status = TextColumn("{task.fields[status]}", markup=False)
-    return Progress(BarColumn(20), status, console=Console(file=stream), transient=True)
+
+CURVE_FILES = {"light": "curves.svg", "dark": "curves-dark.svg"}
+SMOOTHING_WINDOW = 0.02  # share of the steps over which the training loss is averaged
+MAX_POINTS = 1000  # of one line, so that the picture of a long run stays small
+STEP_AXIS = Axis("step")
+
+
+def make_curves(
+    records: Iterable[Mapping[str, Any]], title: str, changes: Sequence[int] = ()
+) -> Figure:
+    """The curves of a run over its steps: loss, other metrics of evaluations, and learning rate.
+
+    `changes` are the steps after which the recipe changed.
+    """
+    steps: list[int] = []
+    losses: list[float] = []
+    rates: list[float] = []
+    evaluations: dict[str, dict[int, float]] = {}
+    for record in records:
+        if record["event"] == "step":
+            steps.append(record["step"])
+            losses.append(record["loss"])
+            rates.append(record["rate"])
+        elif record["event"] == "evaluation":
+            for name, value in record["metrics"].items():
+                if "@" not in name:  # slices, such as "accuracy@distance<=8"
+                    evaluations.setdefault(name, {})[record["step"]] = value
+    window = max(1, round(SMOOTHING_WINDOW * len(steps)))
+    smooth = average_over_windows(losses, window)
+    thin = slice(None, None, 1 + len(steps) // MAX_POINTS)
+    name = "training" if window == 1 else f"training, mean of {window} steps"
+    series = [Series(name, steps[thin], smooth[thin])]
+    series += _metric_series({"validation": evaluations.pop("loss", {})})
+    references = [Reference("x", step, "changed") for step in changes]
+    panels = [Plot(series, STEP_AXIS, Axis("nats per label"), "loss", references)]
+    if evaluations:
+        scores = _metric_series(evaluations)
+        panels.append(Plot(scores, STEP_AXIS, title="validation metrics", references=references))
+    rate = Series("", steps[thin], rates[thin])
+    rate_axis = Axis(low=0.0)
+    panels.append(Plot([rate], STEP_AXIS, rate_axis, "learning rate", references))
+    return Figure(title, panels, num_columns=3)
+
+
+def _metric_series(metrics: Mapping[str, Mapping[int, float]]) -> list[Series]:
+    return [
+        Series(name, list(values), list(values.values()), marker="o")
+        for name, values in metrics.items()
+        if values
+    ]
+
+
+def average_over_windows(values: Sequence[float], window: int) -> list[float]:
+    """The mean of the last `window` values at each position, of fewer at the beginning.
+
+    >>> average_over_windows([4.0, 2.0, 6.0], 2)
+    [4.0, 3.0, 4.0]
+    """
+    means: list[float] = []
+    total = 0.0
+    for n, value in enumerate(values):
+        total += value - (values[n - window] if n >= window else 0.0)
+        means.append(total / min(n + 1, window))
+    return means
+
+
+def save_curves(folder: Path, figure: Figure) -> None:
+    """Draw the curves into the folder of a run for both backgrounds; equal records give equal
+    files.
+    """
+    for theme, name in CURVE_FILES.items():
+        write_atomically(folder / name, to_svg(figure, theme).encode())

@@ -31,10 +31,17 @@ from ..util.files import FolderLock, remove_leftovers, write_atomically
 from ..util.output_paths import check_output
 from .data import Task
 from .evaluation import sample_texts
-from .learning_curves import CURVE_FILES, make_curves, save_curves
-from .loggers import JsonlLogger, MetricLogger, create_logger, read_records
+from .loggers import (
+    CURVE_FILES,
+    JsonlLogger,
+    MetricLogger,
+    create_logger,
+    make_curves,
+    read_records,
+    save_curves,
+)
 from .recipe import Recipe
-from .run_setup import RecipeChange, TrainingSetup, describe_environment, format_history, omit_model
+from .run_setup import TrainingSetup, describe_change
 from .train_step import BatchPrefetcher
 from .training_run import CHECKPOINT_FOLDER, CheckpointFolder, TrainingCheckpoint, TrainingRun
 
@@ -118,13 +125,13 @@ def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: 
     chance level.
     """
     task = run.task
-    step = pluralise(run.progress.step, "step")
     task_options = ", ".join(f"{f.name}={getattr(task, f.name)!r}" for f in fields(task))
+    steps = f"{pluralise(run.progress.step, 'step')} of {pluralise(run.recipe.batch, 'example')}"
     duration = format_duration(run.elapsed_seconds)
     reason = f" It ended because of this: {run.end_reason}." if run.is_out_of_patience else ""
     lines = [
         *("## Training", "", f"The task is {task.name} ({task_options})."),
-        f"{step} of {pluralise(run.recipe.batch, 'example')} in {run.train_step.options.precision}, "
+        f"{steps} in {run.train_step.options.precision}, "
         f"{duration} in total, with seed {run.recipe.seed}.{reason}",
     ]
     defaults = vars(Recipe())
@@ -135,7 +142,9 @@ def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: 
             changed.append(f"{name} = {format_toml(plain)}")
     if changed:
         lines += ["", "Recipe, where it differs from the defaults:", "", "```toml", *changed, "```"]
-    lines += format_history([RecipeChange.from_data(data) for data in run.history])
+    if run.history:
+        changes = [f"- {describe_change(change)}" for change in run.history]
+        lines += ["", "Changes of the recipe:", "", *changes]
     if (run.folder / CURVE_FILES["light"]).exists():
         lines += CURVE_LINES
     lines += ["", "## Scores", "", f"On {SPLIT_DESCRIPTIONS[split]}.", ""]
@@ -180,6 +189,7 @@ class TrainingResult:
         return {name: value for name, value in vars(self).items() if name != "net"}
 
 
+@compile_when_called()
 def train(
     task: Task,
     model_spec: ModelSpec | Transformer | None = None,
@@ -187,6 +197,8 @@ def train(
     out: Path | str = "",
     resume: str = "never",
     loggers: Sequence[MetricLogger | str] = (),
+    *,
+    curves: bool = True,
 ) -> TrainingResult:
     """Train a model on a task and save it in the folder `out`, together with checkpoints and
     metrics.jsonl.
@@ -198,7 +210,7 @@ def train(
     a run.
 
     `loggers` receive all records: "tensorboard", or objects of your own with the methods of
-    `MetricLogger`.
+    `MetricLogger`. `curves=False` leaves out the pictures of learning curves.
 
     A run on the CPU that was killed at any moment and resumed ends with the same bits as an
     uninterrupted one.
@@ -209,65 +221,46 @@ def train(
         raise SpecError(
             "out= is missing; give the folder for the trained model, as in out='runs/first'"
         )
-    metric_loggers = [
-        create_logger(logger) if isinstance(logger, str) else logger for logger in loggers
-    ]
+    opened = [create_logger(one) if isinstance(one, str) else one for one in loggers]
     check_output(out, MODEL_FOLDER, "continue")
-    with join_process_group() as launch:
-        setup = TrainingSetup.of(
-            task, model_spec, Recipe() if recipe is None else recipe, Path(out), launch
+    with ExitStack() as stack:
+        launch = stack.enter_context(join_process_group())
+        setup = TrainingSetup.of(task, model_spec, recipe or Recipe(), Path(out), launch)
+        world = setup.ranks
+        is_alone = world.size == 1
+        interrupts = InterruptGuard(GRACE_SECONDS if is_alone else None)
+        stack.enter_context(world.leader_context(FolderLock(setup.folder)))
+        stack.enter_context(
+            torch.random.fork_rng([world.device] if world.device.type == "cuda" else [])
         )
-        return run_training(setup, resume, [JsonlLogger(), *metric_loggers], draw_curves)
-
-
-@compile_when_called()
-def run_training(
-    setup: TrainingSetup,
-    resume: str,
-    loggers: Sequence[MetricLogger],
-    draw: Callable[[TrainingRun], object] = lambda run: None,
-) -> TrainingResult:
-    """Train with the folder locked; only the leader of all ranks writes to the loggers.
-
-    `draw` makes pictures of the run when its steps end; an interrupted run ends without them, which
-    is faster.
-    """
-    world = setup.ranks
-    devices = [world.device] if world.device.type == "cuda" else []
-    is_alone = world.size == 1
-    interrupts = InterruptGuard(GRACE_SECONDS if is_alone else None)
-    # Several ranks end at the same step, never during the start.
-    together = nullcontext() if is_alone else interrupts
-    with world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices), together:
+        if not is_alone:  # several ranks end at the same step, never during the start
+            stack.enter_context(interrupts)
         run, notes = _start_or_resume(setup, resume)
-        with _open_loggers(
-            loggers if world.is_leader else [], run, omit_model(setup.config)
-        ) as write:
+        config = {name: value for name, value in setup.config.items() if name != "model"}
+        opened = [JsonlLogger(), *opened] if world.is_leader else []
+        with _open_loggers(opened, run, config) as write:
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
             ahead = run.recipe.prefetch if is_alone else 0
-            with (
-                interrupts if is_alone else nullcontext(),
-                BatchPrefetcher(
-                    setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps
-                ) as batches,
-            ):
+            batches = BatchPrefetcher(task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps)
+            with interrupts if is_alone else nullcontext(), batches:
                 _run_steps(run, setup, write, interrupts, batches)
-            draw(run)
+            if curves:
+                _draw_curves(run)
             return _finish_run(run, write)
 
 
 def _start_or_resume(setup: TrainingSetup, resume: str) -> tuple[TrainingRun, list[str]]:
     """The new or resumed run, and notes about it for the loggers."""
-    checkpoint, damages = setup.ranks.run_on_leader(lambda: _find_checkpoint(setup.folder, resume))
+    checkpoint, notes = setup.ranks.run_on_leader(lambda: _find_checkpoint(setup.folder, resume))
     if checkpoint is None:
         run = setup.start_run()
         notes = [*setup.task.notes, *setup.notes]
     else:
         run, change = setup.resume_run(checkpoint, resume)
         run.count_earlier_seconds(_read_final_seconds(setup.folder, checkpoint.step))
-        notes = [*damages, *setup.notes, f"resuming from step {checkpoint.step}"]
-        notes += [str(change)] if change else []
+        notes = [*notes, *setup.notes, f"resuming from step {checkpoint.step}"]
+        notes += [describe_change(change)] if change else []
     return run, [*notes, *run.train_step.options.reasons]
 
 
@@ -305,7 +298,15 @@ def _open_loggers(
     loggers: Sequence[MetricLogger], run: TrainingRun, config: Mapping[str, Any]
 ) -> Iterator[RecordWriter]:
     """Open all loggers; yields a function that writes a record to each of them."""
-    run_record = {"event": "run", "step": run.progress.step, **describe_environment(run), **config}
+    environment = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": str(run.device),
+        "ranks": run.world.size,
+        "parallelism": str(run.world.parallelism),
+        "parameters": sum(p.numel() for p in run.net.parameters() if p.requires_grad),
+    }
+    run_record = {"event": "run", "step": run.progress.step, **environment, **config}
     with ExitStack() as stack:
         for logger in loggers:
             stack.callback(logger.close)
@@ -327,7 +328,6 @@ def _run_steps(
     batches: BatchPrefetcher,
 ) -> None:
     """Take the remaining steps, with evaluations and checkpoints."""
-    checkpoint_every = run.recipe.checkpoint_every
     while not run.is_finished:
         try:
             record = run.step(batches)
@@ -339,25 +339,24 @@ def _run_steps(
                 raise
             raise _describe_interrupt(run) from None
         write(record)
-        is_best = False
-        if run.is_sample_due:
-            _write_samples(run, write)
-        if run.is_evaluation_due:
+        step = run.progress.step
+        metrics: Mapping[str, float] | None = None  # of the best evaluation so far
+        if run.recipe.sample_every and step % run.recipe.sample_every == 0:
+            net = run.sharded_model.gathered()  # the other ranks hand their parts to the leader
+            for sample in sample_texts(net, run.recipe, step) if run.world.is_leader else ():
+                write(sample)
+        if step % run.recipe.evaluate_every == 0 or step == run.recipe.steps:
             evaluation = run.evaluate()
             write(evaluation)
-            is_best = evaluation["best"]
+            metrics = evaluation["metrics"] if evaluation["best"] else None
         is_interrupted = run.world.any(interrupts.is_requested)
         if is_interrupted:
             interrupts.finish()
-        if (
-            is_best
-            or run.is_finished
-            or is_interrupted
-            or run.progress.step % checkpoint_every == 0
-        ):
+        is_due = step % run.recipe.checkpoint_every == 0 or run.is_finished
+        if is_due or is_interrupted or metrics is not None:
             run.save_checkpoint(setup.config)
-        if is_best:
-            run.save_model(render_training_card(run, evaluation["metrics"], "valid"))
+        if metrics is not None:
+            run.save_model(render_training_card(run, metrics, "valid"))
         if is_interrupted and not run.is_finished:
             raise _describe_interrupt(run)
 
@@ -368,15 +367,7 @@ def _describe_interrupt(run: TrainingRun) -> KeyboardInterrupt:
     )
 
 
-def _write_samples(run: TrainingRun, write: RecordWriter) -> None:
-    """Generate texts on the leader; the other ranks hand it their parts of the model."""
-    net = run.sharded_model.gathered()
-    if run.world.is_leader:
-        for record in sample_texts(net, run.recipe, run.progress.step):
-            write(record)
-
-
-def draw_curves(run: TrainingRun) -> None:
+def _draw_curves(run: TrainingRun) -> None:
     """Draw the learning curves into the folder, once at the end, because drawing takes a quarter of
     a second.
     """
@@ -389,22 +380,20 @@ def draw_curves(run: TrainingRun) -> None:
 
 def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
     """Evaluate the best weights on the final split, and save them in the folder."""
-    if run.is_out_of_patience:
-        write({"event": "note", "step": run.progress.step, "says": run.end_reason})
+    step = run.progress.step
     net, damage = run.load_best()
-    if damage:
-        write({"event": "note", "step": run.progress.step, "says": damage})
+    for note in (run.end_reason if run.is_out_of_patience else None, damage):
+        if note:
+            write({"event": "note", "step": step, "says": note})
     split = run.evaluator.final_split
     metrics = run.evaluator.compute_metrics(BatchForward(net), split)
     metrics |= run.evaluator.score_generation(net, split)
-    seconds = run.elapsed_seconds
+    end = {"metrics": metrics, "seconds": run.elapsed_seconds, "split": split}
     options = run.train_step.options
     result = TrainingResult(
         task=run.task.name,
-        steps=run.progress.step,
-        seconds=seconds,
-        metrics=metrics,
-        split=split,
+        steps=step,
+        **end,
         model=str(run.folder),
         best=run.progress.best,
         precision=options.precision,
@@ -418,6 +407,5 @@ def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
         write_atomically(
             run.folder / FINAL_FILE, json.dumps(result.data, indent=2).encode() + b"\n"
         )
-    end = {"metrics": metrics, "seconds": seconds, "split": split, "ended": run.end_reason}
-    write({"event": "end", "step": run.progress.step, **end})
+    write({"event": "end", "step": step, **end, "ended": run.end_reason})
     return result

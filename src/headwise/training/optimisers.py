@@ -4,8 +4,9 @@ of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,33 +71,10 @@ def get_parameter_name(key: str) -> str:
 # --- Optimisers -----------------------------------------------------------------------------------
 
 
-class Optimiser(Protocol):
-    """Protocol of an optimiser of named parameters. The learning rate is passed to each step."""
-
-    def step(self, lr: float) -> None:
-        """Take one step with this learning rate and clear the gradients."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
-        ...
-
-    @property
-    def state_tensors(self) -> dict[str, Tensor]:
-        """State tensors by name, such as "exp_avg decoder.norm.weight"; empty before the first
-        step.
-        """
-        ...
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load state tensors with the names of `state_tensors`."""
-        ...
-
-
 class NamedOptimiser:
     """An optimiser of torch whose state tensors have the names of its parameters."""
 
-    def __init__(self, optimiser: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    def __init__(self, optimiser: torch.optim.Optimizer, names: Iterable[str]) -> None:
         self._optimiser = optimiser
         self._names = list(names)
 
@@ -136,21 +114,9 @@ class NamedOptimiser:
 
 def make_param_groups(groups: ParameterGroups, recipe: Recipe) -> list[dict[str, Any]]:
     """Groups of torch; those with "decayed" in their name have weight decay."""
-    return [
-        {
-            "params": list(group.values()),
-            "weight_decay": recipe.weight_decay if "decayed" in name else 0.0,
-        }
-        for name, group in groups.items()
-    ]
-
-
-def list_names(groups: ParameterGroups) -> list[str]:
-    """Names of the parameters of all groups, in the order of torch."""
-    names: list[str] = []
-    for group in groups.values():
-        names += group
-    return names
+    decays = [recipe.weight_decay * ("decayed" in name) for name in groups]
+    pairs = zip(groups.values(), decays, strict=True)
+    return [{"params": list(group.values()), "weight_decay": decay} for group, decay in pairs]
 
 
 class AdamWOptimiser(NamedOptimiser):
@@ -164,7 +130,7 @@ class AdamWOptimiser(NamedOptimiser):
         adamw = torch.optim.AdamW(
             param_groups, lr=recipe.lr, betas=(first, second), eps=recipe.eps, fused=True
         )
-        super().__init__(adamw, list_names(groups))
+        super().__init__(adamw, chain(*groups.values()))
 
 
 class SGDOptimiser(NamedOptimiser):
@@ -176,7 +142,7 @@ class SGDOptimiser(NamedOptimiser):
     def __init__(self, groups: ParameterGroups, recipe: Recipe) -> None:
         param_groups = make_param_groups(groups, recipe)
         sgd = torch.optim.SGD(param_groups, lr=recipe.lr, momentum=recipe.momentum)
-        super().__init__(sgd, list_names(groups))
+        super().__init__(sgd, chain(*groups.values()))
 
 
 class MuonOptimiser:
@@ -196,7 +162,10 @@ class MuonOptimiser:
         for group_name, group in groups.items():
             for name, parameter in group.items():
                 if is_hidden_matrix(weights[name]):
-                    parts = _split_matrices(parameter)
+                    # The parameter itself, or one in the same memory for the matrix of each expert.
+                    parts = [parameter]
+                    if parameter.dim() > 2:
+                        parts = [nn.Parameter(matrix) for matrix in parameter.data]
                     self._matrices[name] = (parameter, parts)
                     named = {f"{name} {n}": part for n, part in enumerate(parts)}
                     views.setdefault(group_name, {}).update(named)
@@ -277,19 +246,11 @@ def is_hidden_matrix(weight: WeightSpec) -> bool:
     return len(weight.shape) == 2 or (len(weight.shape) == 3 and weight.layout.axes[0] == "expert")
 
 
-def _split_matrices(parameter: nn.Parameter) -> list[nn.Parameter]:
-    """The parameter itself, or one parameter in the same memory for the matrix of each expert."""
-    if parameter.dim() == 2:
-        return [parameter]
-    return [nn.Parameter(matrix) for matrix in parameter.data]
+Optimiser = NamedOptimiser | MuonOptimiser
 
 
 def make_optimiser(groups: ParameterGroups, recipe: Recipe, model_spec: ModelSpec) -> Optimiser:
     """The optimiser that a recipe names."""
     if recipe.optimiser == "muon":
         return MuonOptimiser(groups, recipe, model_spec)
-    return (
-        SGDOptimiser(groups, recipe)
-        if recipe.optimiser == "sgd"
-        else AdamWOptimiser(groups, recipe)
-    )
+    return {"sgd": SGDOptimiser, "adamw": AdamWOptimiser}[recipe.optimiser](groups, recipe)

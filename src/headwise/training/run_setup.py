@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,40 +48,20 @@ from .training_run import (
     read_checkpoint_state,
 )
 
+RecipeChange = dict[str, Any]  # {"step": 24, "fields": {"lr": [0.002, 0.001]}}
 
-@dataclass(frozen=True)
-class RecipeChange:
-    """Fields of the recipe that have another value after `step`: the old and
-    the new value by name.
+
+def describe_change(change: Mapping[str, Any]) -> str:
+    """A change of the recipe in words.
+
+    >>> describe_change({"step": 24, "fields": {"steps": [24, 48], "lr": [0.002, 0.001]}})
+    'after step 24: steps 24 -> 48, lr 0.002 -> 0.001'
     """
-
-    step: int
-    fields: Mapping[str, tuple[Any, Any]]
-
-    def __str__(self) -> str:
-        changes = (
-            f"{name} {_format(old)} -> {_format(new)}" for name, (old, new) in self.fields.items()
-        )
-        return f"after step {self.step}: {', '.join(changes)}"
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The change as plain values."""
-        return {
-            "step": self.step,
-            "fields": {name: list(values) for name, values in asdict(self)["fields"].items()},
-        }
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> RecipeChange:
-        """The change of plain values."""
-        return RecipeChange(
-            data["step"], {name: (old, new) for name, (old, new) in data["fields"].items()}
-        )
-
-
-def _format(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    changes: list[str] = []
+    for name, values in change["fields"].items():
+        old, new = (f"{value:g}" if isinstance(value, float) else value for value in values)
+        changes.append(f"{name} {old} -> {new}")
+    return f"after step {change['step']}: {', '.join(changes)}"
 
 
 def find_changes(
@@ -94,7 +74,7 @@ def find_changes(
     """
     old = old_config["recipe"]
     new = config["recipe"]
-    fields = {name: (old[name], new[name]) for name in CHANGEABLE_FIELDS if old[name] != new[name]}
+    fields = {name: [old[name], new[name]] for name in CHANGEABLE_FIELDS if old[name] != new[name]}
     accepted = old
     if resume == "with-changes":
         accepted = {**old, **{name: new[name] for name in fields}}
@@ -114,7 +94,7 @@ def find_changes(
             f"{folder} holds a run that has taken {pluralise(step, 'step')}, which "
             f"steps={new['steps']} does not reach; resume with steps={step} or more"
         )
-    return RecipeChange(step, fields)
+    return {"step": step, "fields": fields}
 
 
 def read_run_recipe(folder: Path | str) -> Recipe | None:
@@ -126,16 +106,6 @@ def read_run_recipe(folder: Path | str) -> Recipe | None:
         if state is not None:
             return from_dict(state["config"]["recipe"])
     return None
-
-
-def format_history(changes: Sequence[RecipeChange]) -> list[str]:
-    """Lines of Markdown about the changes of a run.
-
-    >>> format_history([RecipeChange(24, {"steps": (24, 48), "lr": (0.002, 0.001)})])
-    ['', 'Changes of the recipe:', '', '- after step 24: steps 24 -> 48, lr 0.002 -> 0.001']
-    """
-    lines = [f"- {change}" for change in changes]
-    return ["", "Changes of the recipe:", "", *lines] if changes else []
 
 
 # --- Replacing the attention of a model -----------------------------------------------------------
@@ -389,7 +359,7 @@ class TrainingSetup:
         run = self._make_run(self._make_model(), StepOptions(**checkpoint.state["choice"]))
         run.restore(checkpoint)
         if change is not None:
-            run.history.append(change.data)
+            run.history.append(change)
             run.progress.waited = 0
             run.save_checkpoint(self.config)
         return run, change
@@ -521,20 +491,3 @@ def resolve_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError):  # torch built without CUDA asserts
         raise SpecError(f"device={name!r} is not available; use device='auto' or 'cpu'") from None
     return device
-
-
-def describe_environment(run: TrainingRun) -> dict[str, Any]:
-    """Software and hardware of a run, which its numbers and times depend on."""
-    return {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "device": str(run.device),
-        "ranks": run.world.size,
-        "parallelism": str(run.world.parallelism),
-        "parameters": sum(p.numel() for p in run.net.parameters() if p.requires_grad),
-    }
-
-
-def omit_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without the model spec, which is already saved in the folder of the run."""
-    return {name: value for name, value in config.items() if name != "model"}

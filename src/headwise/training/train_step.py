@@ -18,7 +18,7 @@ from ..attention.interfaces.core_types import AuxLosses, Probe
 from ..models import Transformer
 from ..models.distributed.sharded_model import ShardedModel
 from ..models.model_spec import ModelSpec, StackSpec
-from ..models.tokenizer_calls import parse_tokenizer
+from ..models.vocabulary import parse_tokenizer
 from ..util.errors import SpecError
 from .data import IGNORE_INDEX, Batch, Task
 from .data.task import pack_batch

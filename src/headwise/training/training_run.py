@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import redraw_features
-from ..attention.masking.sequence_info import SequenceInfo
 from ..costs.components import ForwardCall, list_components
 from ..models import Transformer, save
 from ..models.distributed.ranks import find_difference
@@ -235,22 +235,17 @@ def count_stack_tokens(stack: StackSpec, shape: tuple[int, ...]) -> int:
 
 def count_batch_tokens(model_spec: ModelSpec, batch: Batch) -> int:
     """Number of tokens in the inputs of a model, padding left out."""
-    first = model_spec.stacks[0]
-    last = model_spec.stacks[-1]
-    count = _count_valid_tokens(
-        batch.tokens, len(batch.labels), count_stack_tokens(last, batch.x.shape)
-    )
-    if batch.source is None:
-        return count
-    return count + _count_valid_tokens(
-        batch.source_tokens, len(batch.labels), count_stack_tokens(first, batch.source.shape)
-    )
-
-
-def _count_valid_tokens(tokens: SequenceInfo | None, rows: int, length: int) -> int:
-    if tokens is None:
-        return rows * length
-    return int(tokens.is_real.sum()) * (rows if len(tokens.is_real) == 1 else 1)
+    rows = len(batch.labels)
+    count = 0
+    for stack, x, tokens in (
+        (model_spec.stacks[-1], batch.x, batch.tokens),
+        (model_spec.stacks[0], batch.source, batch.source_tokens),
+    ):
+        if x is not None and tokens is None:
+            count += rows * count_stack_tokens(stack, x.shape)
+        elif tokens is not None:
+            count += int(tokens.is_real.sum()) * (rows if len(tokens.is_real) == 1 else 1)
+    return count
 
 
 # --- Finding the first NaN or inf -----------------------------------------------------------------
@@ -264,59 +259,52 @@ def find_first_non_finite(
 
     All ranks search together; the message is that of the first rank that finds one.
     """
-    group_of_name = {name: group for group, named in groups.items() for name in named}
-    first = sharded_model.world.first
-    name = first(next((n for n, p in sharded_model.own.items() if not p.isfinite().all()), None))
-    if name:
-        return f"the weight {name[0]} ({group_of_name[name[0]]}) holds NaN or inf{name[1]}"
-    with torch.no_grad():
-        module = first(_find_first_output(sharded_model.net, forward))
-    if module:
-        group = next(
-            (g for name, g in group_of_name.items() if name.startswith(f"{module[0]}.")),
-            "no weights",
-        )
-        return f"the output of {module[0]} ({group}) is the first with NaN or inf{module[1]}"
+    parameters = sharded_model.own
+    weights = [name for name, p in parameters.items() if not p.isfinite().all()]
     gradients = [
-        name
-        for name, p in sharded_model.own.items()
-        if p.grad is not None and not p.grad.isfinite().all()
+        name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()
     ]
-    name = first(gradients[-1] if gradients else None)
-    if not name:
-        return "all weights, outputs and gradients are finite, but the gradient norm overflows"
-    return (
-        f"the gradient of {name[0]} ({group_of_name[name[0]]}) is the first with NaN or "
-        f"inf{name[1]}"
-    )
+    searches = {
+        "the weight": lambda: weights[0] if weights else None,
+        "the output of": lambda: _find_first_output(sharded_model.net, forward),
+        "the gradient of": lambda: gradients[-1] if gradients else None,
+    }
+    for what, search in searches.items():
+        found = sharded_model.world.first(search())
+        if found:
+            name, rank = found
+            group = "no weights"
+            for group_name, named in groups.items():
+                if any(weight == name or weight.startswith(f"{name}.") for weight in named):
+                    group = group_name
+                    break
+            return f"{what} {name} ({group}) is the first with NaN or inf{rank}"
+    return "all weights, outputs and gradients are finite, but the gradient norm overflows"
 
 
+@torch.no_grad()
 def _find_first_output(net: nn.Module, forward: Callable[[], Tensor]) -> str | None:
     """Name of the first module whose output holds NaN or inf, "the loss" if only that does, or
     None.
     """
-    module_names: list[str] = []
+    found: list[str] = []
 
-    def make_hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def check_output(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not output.isfinite().all():
-                module_names.append(name)
+    def check_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not output.isfinite().all():
+            found.append(name)
 
-        return check_output
-
+    modules = [(name, module) for name, module in net.named_modules() if name]
     handles = [
-        module.register_forward_hook(make_hook(name))
-        for name, module in net.named_modules()
-        if name
+        module.register_forward_hook(partial(check_output, name)) for name, module in modules
     ]
     try:
         loss = forward()
     finally:
         for handle in handles:
             handle.remove()
-    if not module_names and not loss.isfinite():
+    if not found and not loss.isfinite():
         return "the loss"
-    return module_names[0] if module_names else None
+    return found[0] if found else None
 
 
 # --- The run --------------------------------------------------------------------------------------
@@ -379,15 +367,13 @@ class TrainingRun:
     def end_reason(self) -> str:
         """Why a finished run has ended, as a sentence."""
         progress = self.progress
+        steps = self.recipe.steps
         if not self.is_out_of_patience:
-            steps = self.recipe.steps
             return "the only step is taken" if steps == 1 else f"all {steps} steps are taken"
-        count = pluralise(progress.waited, "evaluation")
-        lowest = f"the lowest, {progress.loss:.4f}, was at step {progress.best}"
         return (
-            f"stopped early at step {progress.step} of {self.recipe.steps}: no lower validation "
-            f"loss in {count} "
-            f"(patience={self.recipe.patience}); {lowest}"
+            f"stopped early at step {progress.step} of {steps}: no lower validation loss in "
+            f"{pluralise(progress.waited, 'evaluation')} (patience={self.recipe.patience}); the "
+            f"lowest, {progress.loss:.4f}, was at step {progress.best}"
         )
 
     @property
@@ -402,19 +388,6 @@ class TrainingRun:
         end.
         """
         self._earlier_seconds = max(self._earlier_seconds, seconds)
-
-    @property
-    def is_sample_due(self) -> bool:
-        """Whether texts are to be generated after the current step."""
-        return bool(self.recipe.sample_every) and self.progress.step % self.recipe.sample_every == 0
-
-    @property
-    def is_evaluation_due(self) -> bool:
-        """Whether the model is to be evaluated after the current step."""
-        return (
-            self.progress.step % self.recipe.evaluate_every == 0
-            or self.progress.step == self.recipe.steps
-        )
 
     def step(self, batches: BatchPrefetcher) -> dict[str, Any]:
         """Take one training step; returns its record for the loggers."""
@@ -557,8 +530,7 @@ class TrainingRun:
         gathered = self.world.all_gather_objects(local_states)
         named: dict[str, Tensor] = {}
         for worker, states in enumerate(gathered[:: self.world.parallelism.tensor]):
-            for name, state in states.items():
-                named[_worker_key(name, worker)] = state
+            named |= {_worker_key(name, worker): state for name, state in states.items()}
         return named
 
     def _restore_rng(self, states: Mapping[str, Tensor]) -> None:

@@ -271,7 +271,7 @@ REFUSED = {
         "(feed, decayed) is the first "
     ),
     "bad weight": "TrainingDiverged: step 1: the loss is nan; the weight decoder.0.feed.up (feed, "
-    "decayed) holds NaN or inf on "
+    "decayed) is the first with NaN or inf on "
     "rank 1; the checkpoint of step 0",
 }
 

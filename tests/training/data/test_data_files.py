@@ -17,7 +17,7 @@ from PIL import Image
 from headwise.models import model_spec
 from headwise.training import data
 from headwise.training.data import IGNORE_INDEX, Batch, Task, open_data
-from headwise.training.data.images import read_idx
+from headwise.training.data.text_files import read_idx
 
 
 def swept(task: Task, split: str, size: int = 5) -> list[Batch]:
@@ -194,16 +194,6 @@ def test_frames_stay_with_their_labels(each: str, tmp_path: Path):
     described = task.model()
     assert described.heads[0].at == ("each" if each == "frame" else "mean")
     assert described.stacks[0].embedding.patches.wide == 5
-
-
-def test_frames_of_one_length_are_an_array(tmp_path: Path):
-    frames, labels = (
-        np.stack([one[:3] for one in UTTERANCES]),
-        np.stack([one[:3] for one in TRANSCRIPTS]),
-    )
-    np.savez(tmp_path / "a.npz", frames=frames, labels=labels)
-    found = utterances(open_data(str(tmp_path / "a.npz")))
-    assert sorted(tuple(names) for _, names in found) == sorted(map(tuple, labels.tolist()))
 
 
 # --- all of them ----------------------------------------------------------------------------------

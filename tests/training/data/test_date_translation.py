@@ -9,7 +9,6 @@ from datetime import date, timedelta
 from decimal import Decimal
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from headwise.training.data import IGNORE_INDEX, SPLITS, make_task
@@ -98,33 +97,6 @@ def test_numerals_are_as_written_otherwise_and_read_back():
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (10, "十"),
-        (11, "十一"),
-        (20, "二十"),
-        (101, "一百零一"),
-        (110, "一百一十"),
-        (111, "一百一十一"),
-        (1001, "一千零一"),
-        (1010, "一千零一十"),
-        (1100, "一千一百"),
-        (10_000, "一万"),
-        (10_001, "一万零一"),
-        (10_100, "一万零一百"),
-        (11_000, "一万一千"),
-        (100_000, "十万"),
-        (101_000, "十万一千"),
-        (110_000, "十一万"),
-        (1_000_010, "一百万零一十"),
-        (10_203_040, "一千零二十万三千零四十"),
-    ],
-)
-def test_numerals_as_schoolbooks_write_them(number: int, text: str):
-    assert join_tokens(format_chinese_numeral(number, "n")) == text
-
-
-@pytest.mark.parametrize(
     ("cents", "currency", "text"),
     [
         (123_450, "yuan", "一千二百三十四元五角"),
@@ -173,24 +145,12 @@ def test_amounts_are_read_back():
             assert 100 * read(found[1] or "") + read(found[2] or "") == cents
 
 
-def test_two_is_liang_at_the_head_alone():
-    for cents in HUNDREDTHS:
-        for part in (
-            re.split("(?<=美元)", spell("zh", Amount(cents, "dollars")))
-            if cents % 3
-            else [spell("zh", Amount(cents, "yuan"))]
-        ):
-            assert "两" not in part[1:]
-            assert not re.match("二[千万元角分美]", part)
-            assert not re.match("两[十百]", part)
-
-
 def test_amounts_elsewhere_are_as_decimal_writes_them():
     for cents in HUNDREDTHS:
         for word, currency in CURRENCIES.items():
             number = Decimal(cents).scaleb(-2)
             assert spell("en", Amount(cents, word)) == f"{number:,} {word}"
-            assert spell("iso", Amount(cents, word)) == f"{currency.code} {number}"
+            assert spell("iso", Amount(cents, word)) == f"{currency[0]} {number}"
 
 
 def test_dates_are_as_the_calendar_writes_them():
@@ -221,7 +181,7 @@ def understood(text: str) -> tuple:
     """What a text in whatever language says."""
     if found := re.fullmatch(r"([\d,]+\.\d\d) (\w+)|([A-Z]{3}) (\d+\.\d\d)", text):
         name = found[2] or next(
-            word for word, currency in CURRENCIES.items() if currency.code == found[3]
+            word for word, currency in CURRENCIES.items() if currency[0] == found[3]
         )
         return round(100 * Decimal((found[1] or found[4]).replace(",", ""))), name
     if found := re.fullmatch("(....)年(.+)月(.+)日", text):
@@ -314,25 +274,6 @@ def test_linked_tokens_mean_the_same():
         frozenset(pair)
         for pair in (("November", "1"), ("十", "November"), ("元", "USD"), ("0", "零"))
     } <= set(kinds)
-
-
-def test_digits_link_one_to_one_between_english_and_iso():
-    """There the same digits are written, but for zeros before a day, for what a month is, and for
-    commas.
-    """
-    batch = DateTranslation(languages=("en", "iso")).batch(0, 300)
-    for n, gold in enumerate(batch.gold):
-        tokens = [
-            [VOCABULARY[i] for i in row[n].tolist() if i >= 0]
-            for row in (batch.source, batch.labels)
-        ]
-        for side, row in enumerate(tokens):
-            linked = Counter(link[side] for link in gold.links)
-            for place, token in enumerate(row):
-                if token.isdecimal() and token != "0":
-                    assert linked[place] == 1
-                if token.isalpha() and token[0] in "JFMASOND" and len(token) > 2 and token != "USD":
-                    assert linked[place] == 2
 
 
 def test_chinese_number_words_are_aligned():
@@ -481,17 +422,3 @@ def test_typed_text_becomes_the_tokens_of_the_task():
         ]
     assert tokenizer.encode("<zh>3 Mai").ids[-1] == UNKNOWN_ID
     assert tokenizer.encode("7€").ids == [VOCABULARY.index("7"), UNKNOWN_ID]
-
-
-def test_the_default_model_has_the_documented_size():
-    """2 + 2 layers, 128 wide, about 0.94 million parameters."""
-    described = DateTranslation().model()
-    assert [(stack.model, len(stack.layers)) for stack in described.stacks] == [(128, 2), (128, 2)]
-    assert sum(weight.numel for weight in described.weights()) == pytest.approx(0.94e6, rel=0.02)
-
-
-def test_batches_have_no_empty_rows():
-    batch = DateTranslation().batch(5, 64, "valid")
-    assert torch.is_tensor(batch.source)
-    assert (batch.source != PAD_ID).any(1).all()
-    assert min(len(gold.links) for gold in batch.gold) > 0

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
 import math
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -83,13 +78,6 @@ def test_training_never_sees_held_out_text(tmp_path: Path):
     )  # the first is asked with the one before it in view
 
 
-def test_only_the_last_window_is_short(path: str):
-    task = texts(path)[0]
-    labels = task.batch(0, 9_999, "valid").labels
-    assert (labels[-1] == IGNORE_INDEX).any()
-    assert (labels[:-1] != IGNORE_INDEX).all()
-
-
 def test_a_few_batches_are_a_sample_of_the_whole_part(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
     task = TextTask(str(tmp_path / "a.txt"), length=5, valid=0.5, test=0.1)
@@ -155,29 +143,6 @@ def test_chance_is_the_score_of_equal_logits(path: str):
     assert texts(path)[0].chance["bits_per_byte"] == pytest.approx(8)
 
 
-def test_a_batch_follows_from_its_numbers(path: str):
-    for task in texts(path):
-        first = task.batch(3, 5)
-        task.batch(0, 2, "valid")
-        for other in (task, pickle.loads(pickle.dumps(task)), copy.deepcopy(task)):
-            assert (other.batch(3, 5).x == first.x).all()
-        assert not (task.batch(4, 5).x == first.x).all()
-        assert not (TextTask(path, task.tokens, 300, 13, seed=1).batch(3, 5).x == first.x).all()
-
-
-def test_another_process_draws_and_learns_the_same(path: str):
-    code = (
-        "import sys; from headwise.training.data.language_modelling import TextTask; t = "
-        "TextTask(sys.argv[1], 'bpe', 290, 13); "
-    )
-    code += "import json; print(json.dumps([t.batch(3, 5).x.tolist(), t.tokenizer]))"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
-    )
-    task = TextTask(path, "bpe", 290, 13)
-    assert json.loads(ran.stdout) == [task.batch(3, 5).x.tolist(), task.tokenizer]
-
-
 def test_tasks_that_are_alike_read_once_and_a_changed_file_is_read_again(path: str):
     first = TextTask(path)
     assert TextTask(path, seed=3).data is first.data
@@ -205,13 +170,6 @@ def test_a_compressed_text_is_the_text(path: str, tmp_path: Path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
     one, other = TextTask(path), TextTask(str(tmp_path / "a.txt.gz"))
     assert (one.batch(2, 3).x == other.batch(2, 3).x).all()
-
-
-def test_line_ends_stay_as_they_are(tmp_path: Path):
-    (file := tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n\xef\xbb\xbfthree\r" * 20)
-    task = TextTask(str(file), length=5, valid=0.5, test=0.1)
-    assert task.text(labels_of(task, "valid")).encode() in file.read_bytes()
-    assert "\r\n" in task.text(labels_of(task, "valid"))
 
 
 def test_the_standard_library_is_text_on_every_machine():
@@ -277,7 +235,3 @@ def test_no_character_is_cut_in_two(tmp_path: Path, valid: float):
             example = task.text(labels_of(task, "valid"))
             assert set(example) == {"你"}
             assert abs(len(example) - valid * count) <= 1
-
-
-def test_a_plain_file_of_bytes_stays_on_disk(path: str):
-    assert isinstance(TextTask(path).data.spans["train"].ids, np.memmap)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headwise.training.data import IGNORE_INDEX, Task, open_data
-from headwise.training.data.images import read_idx
+from headwise.training.data.text_files import read_idx
 from headwise.training.data.translation import normalise_sentence, score_translations
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwise import cli
-from headwise.models.tokenizer_calls import read_tokenizer_file
-from headwise.models.vocabulary import read_vocabulary
+from headwise.models.vocabulary import read_tokenizer_file, read_vocabulary
 from headwise.observe.head_analysis.annotated_examples import read_lines
 from headwise.training.data import text_files
 from headwise.training.data.text_files import list_files
@@ -46,11 +45,6 @@ def test_json_is_named_with_its_line(tmp_path: Path):
     (tmp_path / "a").write_text("[" * 100_000)
     with pytest.raises(SpecError, match="is nested too deeply"):
         read_json_file(tmp_path / "a")
-
-
-def test_only_line_ends_end_a_line(tmp_path: Path):
-    (tmp_path / "a").write_bytes("\ufeffa\x0bb\u2028c\r\n\x85d\n".encode())
-    assert read_lines(tmp_path / "a") == ["a\x0bb\u2028c", "\x85d"]
 
 
 def test_the_root_of_the_disk_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

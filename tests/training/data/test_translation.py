@@ -16,12 +16,7 @@ import torch
 import headwise as hw
 from headwise.models.vocabulary import train_bpe
 from headwise.training.data import IGNORE_INDEX, Batch, open_data
-from headwise.training.data.example_order import (
-    plan_by_length,
-    plan_by_token_budget,
-    plan_packed_rows,
-    split_by_key,
-)
+from headwise.training.data.example_order import plan_by_token_budget, plan_packed_rows
 from headwise.training.data.translation import (
     ParallelTextTask,
     SentencePair,
@@ -120,14 +115,6 @@ def test_padding_is_marked_and_has_no_labels(path: str):
         assert row[at].tolist() == list(range(int(at.sum())))
 
 
-def test_neighbours_in_a_batch_are_of_about_one_length(path: str):
-    task = make_task(path)
-    widths = [batch.tokens.is_real.sum(1) for batch in swept(task, "train", 7)]
-    spread = sum(float((width.max() - width).sum()) for width in widths)
-    every = torch.cat(widths)
-    assert spread < 0.2 * float((every.max() - every).sum())
-
-
 def test_a_budget_is_kept_and_used():
     levels = torch.randint(3, 40, (211,)).numpy()
     plan = plan_by_token_budget(levels, 200)
@@ -145,16 +132,6 @@ def test_rows_are_packed_without_overflowing_either_side():
     assert sorted(n for row in found for n in row) == list(range(211))
     assert all(int(side[row].sum()) <= 32 for side in sides for row in found)
     assert len(found) < 1.35 * max(int(side.sum()) for side in sides) / 32
-
-
-def test_buckets_stay_within_their_limit():
-    for count in (1, 7, 8, 9, 64):
-        sizes = [
-            len(plan_by_length(torch.ones(count).numpy(), 8).take(at, 0))
-            for at in range(-(-count // 8))
-        ]
-        assert sum(sizes) == count
-        assert max(sizes) <= 8
 
 
 def test_sources_that_are_nearly_alike_stay_in_one_split(tmp_path: Path):
@@ -226,24 +203,6 @@ def test_a_split_far_from_its_share_is_refused():
     }
 
 
-def test_a_split_does_not_depend_on_the_order_of_lines(path: str, tmp_path: Path):
-    lines = Path(path).read_text().splitlines(keepends=True)
-    (file := tmp_path / "b.tsv").write_text("".join(reversed(lines)))
-    first, second = (make_task(one).data.pairs for one in (path, str(file)))
-    assert {split: set(pairs) for split, pairs in first.items()} == {
-        split: set(pairs) for split, pairs in second.items()
-    }
-
-
-@pytest.mark.parametrize(("valid", "test"), [(0.1, 0.1), (0.5, 0.0), (0.01, 0.01), (0.4, 0.5)])
-@pytest.mark.parametrize("count", [3, 4, 10, 101])
-def test_every_requested_split_has_members(count: int, valid: float, test: float):
-    found = split_by_key([str(n) for n in range(count)], valid, test)
-    assert sorted(n for own in found.values() for n in own) == list(range(count))
-    assert len(found["train"]) > 0 < len(found["valid"])
-    assert bool(len(found["test"])) == bool(test)
-
-
 def test_separate_files_and_counts_of_skipped_pairs(tmp_path: Path):
     files = {"de": [f"wort {n}" for n in range(40)], "en": [f"word {n}" for n in range(40)]}
     files["de"][3], files["en"][5], files["en"][7] = "", " ", "word " * 90
@@ -279,13 +238,6 @@ def test_pieces_are_learnt_from_pairs_to_train_on(path: str, tmp_path: Path):
     assert parted.text(target.encode(["SESUOH"])[0].tolist()) == "SESUOH"
     assert parted.model().stacks[0].embedding.tokens == source.size
     assert not parted.model().stacks[1].embedding.table
-
-
-def test_columns_may_stand_anywhere(path: str):
-    task = make_task(path, columns=(2, 1))
-    assert {pair for pairs in task.data.pairs.values() for pair in pairs} == set(
-        zip(TARGETS, SOURCES, strict=True)
-    )
 
 
 def test_answers_are_scored_against_the_text_itself(path: str):
@@ -334,17 +286,6 @@ def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(hw.SpecError, match=r"pip install 'headwise\[mt\]'"):
         score_translations(result, expected)
-
-
-def test_a_few_held_out_batches_have_short_and_long_sentences(path: str):
-    task = make_task(path, valid=0.5)
-    longest = [
-        int(task.batch(n, 3, "valid").tokens.is_real.sum(1).max())
-        for n in range(task.batches(3, "valid"))
-    ]
-    assert longest != sorted(longest)
-    assert max(longest[:4]) > 0.7 * max(longest)
-    assert min(longest[:4]) < 0.7 * max(longest)
 
 
 def test_no_token_spans_two_chinese_characters():

@@ -21,8 +21,8 @@ from ...models import Transformer
 from ...models.generation import pad_left
 from ...models.generation.prompts import encode_text
 from ...models.generation.single_pass import scale_inputs
-from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, open_npy
-from ...training.data.text_files import existing_file
+from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles
+from ...training.data.text_files import existing_file, open_npy
 from ...util.errors import SpecError
 from ..exit_status import print_error
 from ..options import UsageError

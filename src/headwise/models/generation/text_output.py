@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from ...util.errors import SpecError, UnknownToken
 from ..model_spec import ProcessorSpec
 from ..save_load import check_processor
-from ..tokenizer_calls import decode_tokens, encode_tokens, parse_tokenizer
 from ..transformer import Transformer
+from ..vocabulary import decode_tokens, encode_tokens, parse_tokenizer
 
 REPLACEMENT_CHAR = "\ufffd"  # what tokenizers print for an incomplete character
 MAX_PENDING_BYTES = 3  # most bytes that an incomplete UTF-8 character can have

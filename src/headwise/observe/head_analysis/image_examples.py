@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...models import Transformer
-from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, ImageStore, open_npy
-from ...training.data.text_files import existing_path, list_files
+from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, ImageStore
+from ...training.data.text_files import existing_path, list_files, open_npy
 from ...util.errors import SpecError
 from ...util.files import read_json_file
 from ..inspect.attention_sites import require_ability

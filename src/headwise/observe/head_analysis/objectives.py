@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models import Transformer
-from ...models.tokenizer_calls import parse_tokenizer
+from ...models.vocabulary import parse_tokenizer
 from ...training.data import IGNORE_INDEX
 from ...util.errors import suggest
 from ..inspect.model_inputs import (

@@ -24,7 +24,7 @@ from ...models.generation import (
     max_positions,
     pad_left,
 )
-from ...models.tokenizer_calls import decode_tokens, encode_tokens
+from ...models.vocabulary import decode_tokens, encode_tokens
 from ...util.errors import SequenceTooLong, SpecError
 from ..traces import TokenRow
 from .model_tokenizer import TOKENIZER_REMEDY, find_tokenizer, use_tokenizer

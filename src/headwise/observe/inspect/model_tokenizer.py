@@ -20,8 +20,7 @@ from ...models import Transformer
 from ...models.model_spec import ModelSpec, ProcessorSpec
 from ...models.model_spec.serialization import TOKENIZER_FILE
 from ...models.save_load import check_processor
-from ...models.tokenizer_calls import encode_tokens, parse_tokenizer, read_tokenizer_file
-from ...models.vocabulary import ByteVocabulary
+from ...models.vocabulary import ByteVocabulary, encode_tokens, parse_tokenizer, read_tokenizer_file
 from ...util.errors import SpecError
 
 BYTE_TOKENIZER = "bytes"

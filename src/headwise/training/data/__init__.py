@@ -7,9 +7,8 @@ guessing.
 - Synthetic tasks, generated in code (base class in `synthetic_task`): `algorithmic_tasks`,
   `recall_tasks` (also Markov chains), `date_translation`.
 - Tasks over files (base classes, also of classification, in `file_task`): `language_modelling`
-  (plain text), `translation`, `images` and `time_series`.
-- Helpers: `text_files` reads files, `vocabulary` tokenises, `tokenizer_calls` turns failures of the
-  library into errors, `example_order` shuffles and splits.
+  (plain text), `translation`, and `images` (also frames).
+- Helpers: `text_files` reads files, `vocabulary` tokenises, `example_order` shuffles and splits.
 """
 
 from ...models.batch import IGNORE_INDEX, Batch

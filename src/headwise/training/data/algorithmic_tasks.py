@@ -7,39 +7,40 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import permutations
 from math import comb
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import shortest_path
 from torch import Tensor
 
-from ...attention.masking.pattern_base import check_whole_number
 from ...attention.masking.patterns import Edges
 from ...attention.masking.sequence_info import SequenceInfo
 from ...kernels.counter_rng import Ints, RandomStreams
 from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import ModelSpec, OutputHeadSpec
-from ...util.errors import SpecError, suggest
+from ...util.errors import SpecError
 from .synthetic_task import (
+    MAX_LAYERS,
+    MAX_SIZE,
     MIN_DISTINCT_EXAMPLES,
+    Choices,
     ExampleArrays,
     ModelShape,
+    Ranges,
     SyntheticTask,
-    check_num_examples,
-    check_sizes,
     make_small_decoder,
     make_small_encoder,
     make_small_translator,
-    measure_tokens_and_rows,
-    number_positions,
-    pad_to_longest,
     parse_sizes,
+    slice_by_position,
     slice_by_power_of_two,
     slice_by_value,
 )
-from .task import MetricSums
 
 # --- Copying --------------------------------------------------------------------------------------
 
@@ -76,6 +77,8 @@ class CopyTask(SyntheticTask):
     """
 
     name: ClassVar[str] = "copy"
+    ranges: ClassVar[Ranges] = {"symbols": (2, MAX_SIZE)}
+    choices: ClassVar[Choices] = {"kind": COPY_KINDS}
     kind: str = "induction"
     symbols: int = 32
     block: int | tuple[int, ...] = (8, 12, 16, 20, 24)
@@ -83,20 +86,16 @@ class CopyTask(SyntheticTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind not in COPY_KINDS:
-            raise SpecError(f"kind={self.kind!r} is unknown; {suggest(self.kind, COPY_KINDS)}")
-        check_whole_number("symbols", self.symbols, 2)
         if self.kind == "source" and self._gaps != (0,):
             raise SpecError(
                 f"gap={self.gap} is not possible with kind='source', which has no noise; use gap=0"
             )
-        tokens = 1 + 2 * max(self._blocks) + max(self._gaps)
-        check_sizes(self, tokens=tokens, symbols=self.symbols)
-        count = float(self.symbols) ** min(*self._blocks, 64)
-        check_num_examples(self, count, "use a longer block or more symbols")
+        count = float(self.symbols) ** min(*self.row_lengths, 64)
+        tokens = 1 + 2 * max(self.row_lengths) + max(self._gaps)
+        self.check_extent(tokens, count, "use a longer block or more symbols")
 
     @property
-    def _blocks(self) -> tuple[int, ...]:
+    def row_lengths(self) -> tuple[int, ...]:
         return parse_sizes("block", self.block, 1)
 
     @property
@@ -104,26 +103,29 @@ class CopyTask(SyntheticTask):
         return parse_sizes("gap", self.gap, 0)
 
     @property
-    def chance(self) -> Mapping[str, float]:
-        """Scores of guessing any symbol."""
-        accuracy = 1 / self.symbols
-        exact_match = sum(accuracy**block for block in self._blocks) / len(self._blocks)
-        return {"accuracy": accuracy, "exact_match": exact_match}
+    def num_ids(self) -> int:
+        return self.symbols + START_ID + 1
+
+    @property
+    def num_answers(self) -> int:
+        return self.symbols
+
+    @property
+    def words(self) -> Sequence[str]:
+        """Noise is ".", the separator "|", the start of a row ">", and symbols are numbers."""
+        return [".", "|", ">", *map(str, range(self.symbols))]
 
     def model(self) -> ModelSpec:
         """A decoder of two layers, the least for induction heads: the first attends to the previous
-        token.
-
-        kind="source" has an encoder and a decoder of two layers each.
+        token. kind="source" has an encoder and a decoder of two layers each.
         """
         make = make_small_translator if self.kind == "source" else make_small_decoder
-        shape = ModelShape(width=64, heads=4, layers=2, feed=128)
-        return make(self.name, self.symbols + START_ID + 1, shape)
+        return make(self.name, self.num_ids, self.shape)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
-        block = random.choice(self._blocks)
+        block = random.choice(self.row_lengths)
         gap = random.choice(self._gaps)
-        longest = max(self._blocks)
+        longest = max(self.row_lengths)
         prefix = longest + max(self._gaps)
         rows = np.arange(len(random))
         symbols = random.integers(self.symbols, longest) + START_ID + 1
@@ -143,66 +145,47 @@ class CopyTask(SyntheticTask):
         row, n = np.nonzero(np.arange(longest) < block[:, None] - 1)
         x[row, targets[row, n] + 1] = symbols[row, n]
         x[np.arange(x.shape[1]) >= separator + block[:, None]] = -1
-        return {
-            "content": x,
-            "x": x,
-            "labels": labels,
-            "sources": sources,
-            "block": block,
-            "gap": gap,
-        }
+        arrays = {"content": x, "x": x, "labels": labels, "sources": sources}
+        return arrays | {"block": block, "gap": gap, "length": 1 + 2 * block + gap}
+
+    def annotate(self, example: Mapping[str, np.ndarray]) -> CopyAnnotation:
+        size = int(example["block"])
+        gap = int(example["gap"])
+        if self.kind == "source":
+            return CopyAnnotation(size, gap, tuple((n, n) for n in range(size)))
+        sources = enumerate(example["sources"][:size].tolist(), 1 + size + gap)
+        return CopyAnnotation(size, gap, tuple((source, target) for target, source in sources))
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
+        """With kind="source", an encoder reads the block of each row, and a decoder repeats it."""
+        batch = super().to_batch(examples)
+        if self.kind != "source":
+            return batch
+        block = torch.from_numpy(examples["block"])
+        source = torch.from_numpy(examples["x"])[:, 1 : 1 + int(block.max())]
+        in_block = torch.arange(source.shape[1]) < block[:, None]
+        begin = torch.full_like(source[:, :1], START_ID)
+        source = source.where(in_block, NOISE_ID)
+        tokens = None
+        if not in_block.all():
+            tokens = SequenceInfo.from_batch(source, lengths=block)
+        x = torch.cat([begin, source[:, :-1]], 1).where(in_block, NOISE_ID)
+        labels = source.where(in_block, IGNORE_INDEX)
+        return Batch(x, labels, tokens, source, tokens, batch.gold)
+
+    def slices(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Labels by distance to their source; with kind="source" rows by block length."""
         if self.kind == "source":
-            return _make_source_batch(examples["x"], examples["block"])
-        gold: list[CopyAnnotation] = []
-        for row, size in enumerate(examples["block"].tolist()):
-            gap = int(examples["gap"][row])
-            sources = examples["sources"][row, :size].tolist()
-            gold.append(CopyAnnotation(size, gap, _pair_up(sources, 1 + size + gap)))
-        length = 1 + 2 * examples["block"] + examples["gap"]
-        return replace(pad_to_longest(examples, length), gold=gold)
+            return self.row_slices(batch)
+        distance = torch.zeros(batch.labels.shape, dtype=torch.long)
+        for row, example in enumerate(batch.gold):
+            sources, targets = torch.tensor(example.links).T
+            distance[row, targets] = targets - sources
+        return slice_by_power_of_two("distance", distance)
 
-    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy per symbol, by distance to its source (in kind="source", by block length); exact
-        match of whole blocks, by block length.
-        """
-        blocks = [example.block for example in batch.gold]
-        by_block = slice_by_value("block", blocks, logits.device)
-        if self.kind == "source":
-            slices = {name: mask[:, None] for name, mask in by_block.items()}
-        else:
-            distance = torch.zeros(batch.labels.shape, dtype=torch.long)
-            for row, example in enumerate(batch.gold):
-                sources, targets = torch.tensor(example.links).T
-                distance[row, targets] = targets - sources
-            slices = slice_by_power_of_two("distance", distance.to(logits.device))
-        return measure_tokens_and_rows(logits, batch.labels, slices, by_block)
-
-    def text(self, ids: list[int]) -> str:
-        """Symbols as numbers, noise as ".", the separator as "|", the start of a row as ">"."""
-        names = {NOISE_ID: ".", REPEAT_ID: "|", START_ID: ">"}
-        return " ".join(names.get(token_id, str(token_id - START_ID - 1)) for token_id in ids)
-
-
-def _make_source_batch(rows: Ints, block: Ints) -> Batch:
-    """Batch of an encoder that reads the block of each row, and a decoder that repeats it."""
-    longest = int(block.max())
-    source = torch.from_numpy(rows[:, 1 : 1 + longest])
-    in_block = torch.arange(longest) < torch.from_numpy(block)[:, None]
-    begin = torch.full_like(source[:, :1], START_ID)
-    source = source.where(in_block, NOISE_ID)
-    tokens = None
-    if not in_block.all():
-        tokens = SequenceInfo.from_batch(source, lengths=torch.from_numpy(block))
-    gold = [CopyAnnotation(size, 0, _pair_up(range(size), 0)) for size in block.tolist()]
-    x = torch.cat([begin, source[:, :-1]], 1).where(in_block, NOISE_ID)
-    return Batch(x, source.where(in_block, IGNORE_INDEX), tokens, source, tokens, gold)
-
-
-def _pair_up(sources: Sequence[int], first: int) -> tuple[tuple[int, int], ...]:
-    """Each source with its label, the labels from index `first` on."""
-    return tuple((source, first + n) for n, source in enumerate(sources))
+    def row_slices(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Rows by block length."""
+        return slice_by_value("block", [example.block for example in batch.gold])
 
 
 def _scatter_positions(random: np.ndarray, block: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -237,63 +220,57 @@ class GroupProduct(SyntheticTask):
     """
 
     name: ClassVar[str] = "group"
+    shape = ModelShape(width=64, heads=4, layers=4, feed=128)
+    ranges: ClassVar[Ranges] = {"length": (1, MAX_SIZE)}
     group: str = "parity"
     length: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        order = len(self.table)
-        check_whole_number("length", self.length, 1)
+        order = self.num_answers
         if order < 2:
             raise SpecError(
                 f"group={self.group!r} has only one element; use for example 'parity', 'Z5' or 'S3'"
             )
-        check_sizes(self, tokens=self.length)
         enough = next(n for n in range(1, 20) if order**n >= MIN_DISTINCT_EXAMPLES)
         count = float(order) ** min(self.length, 64)
-        check_num_examples(self, count, f"use length={enough} or more")
+        self.check_extent(self.length, count, f"use length={enough} or more")
 
-    @property
+    @cached_property
     def table(self) -> np.ndarray:
         """Multiplication table: table[g, h] is the product g h."""
         return make_multiplication_table(self.group)
 
     @property
-    def chance(self) -> Mapping[str, float]:
-        """Scores of guessing any element; products of random elements are uniformly distributed."""
-        accuracy = 1 / len(self.table)
-        return {"accuracy": accuracy, "exact_match": accuracy**self.length}
+    def num_ids(self) -> int:
+        return len(self.table) + 1
 
-    def model(self) -> ModelSpec:
-        """A decoder of four layers; the depth that a group needs at a given length is what the task
-        measures.
-        """
-        shape = ModelShape(width=64, heads=4, layers=4, feed=128)
-        return make_small_decoder(self.name, len(self.table) + 1, shape)
+    @property
+    def num_answers(self) -> int:
+        return len(self.table)
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        return (self.length,)
+
+    @property
+    def words(self) -> Sequence[str]:
+        """Elements are numbers, the start token is "|"."""
+        return [*map(str, range(len(self.table))), "|"]
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
-        table = self.table
-        x = random.integers(len(table), self.length)
-        products = x.copy()
+        content = random.integers(len(self.table), self.length)
+        products = content.copy()
         for t in range(1, self.length):
-            products[:, t] = table[products[:, t - 1], x[:, t]]
-        return {"content": x, "x": x, "labels": products}
-
-    def to_batch(self, examples: ExampleArrays) -> Batch:
+            products[:, t] = self.table[products[:, t - 1], content[:, t]]
         start = ((0, 0), (1, 0))  # one more column, before the first
-        x = np.pad(examples["x"], start, constant_values=len(self.table))
-        labels = np.pad(examples["labels"], start, constant_values=IGNORE_INDEX)
-        return Batch(torch.from_numpy(x), torch.from_numpy(labels))
+        x = np.pad(content, start, constant_values=len(self.table))
+        labels = np.pad(products, start, constant_values=IGNORE_INDEX)
+        return {"content": content, "x": x, "labels": labels}
 
-    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy per position, by the number of factors; exact match of whole rows."""
-        by_factors = slice_by_power_of_two("t", number_positions(batch.labels))
-        return measure_tokens_and_rows(logits, batch.labels, by_factors)
-
-    def text(self, ids: list[int]) -> str:
-        """Elements as numbers, the start token as "|"."""
-        start = len(self.table)
-        return " ".join("|" if token_id == start else str(token_id) for token_id in ids)
+    def slices(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Positions by their number of factors."""
+        return slice_by_position(batch.labels.shape[1])
 
 
 def make_multiplication_table(name: str) -> np.ndarray:
@@ -355,6 +332,11 @@ class GraphDistance(SyntheticTask):
     """
 
     name: ClassVar[str] = "graph"
+    ranges: ClassVar[Ranges] = {
+        "nodes": (3, MAX_NODES),
+        "sources": (1, MAX_NODES),
+        "reach": (1, MAX_LAYERS),
+    }
     nodes: int = 32
     chords: int = 8
     sources: int = 3
@@ -362,20 +344,10 @@ class GraphDistance(SyntheticTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, minimum in {"nodes": 3, "chords": 0, "sources": 1, "reach": 1}.items():
-            check_whole_number(option, getattr(self, option), minimum)
-        limits = {
-            "nodes": MAX_NODES,
-            "chords": comb(self.nodes, 2) - self.nodes,
-            "sources": self.nodes - 1,
-        }
-        for option, limit in limits.items():
-            if getattr(self, option) > limit:
-                raise SpecError(
-                    f"{option}={getattr(self, option)} is too many for a ring of nodes="
-                    f"{self.nodes}; use at most {limit}"
-                )
-        check_num_examples(self, comb(self.nodes, self.sources), "use more nodes or sources")
+        limits = {"chords": comb(self.nodes, 2) - self.nodes, "sources": self.nodes - 1}
+        self.check_fields({name: (0, limit) for name, limit in limits.items()}, {})
+        count = comb(self.nodes, self.sources)
+        self.check_extent(self.nodes, count, "use more nodes or sources")
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -396,47 +368,42 @@ class GraphDistance(SyntheticTask):
         loops = tuple((n, n) for n in range(self.nodes))
         return Edges((*loops, *self.edges, *((b, a) for a, b in self.edges)))
 
-    @property
+    @cached_property
     def distances(self) -> Ints:
         """Number of edges on the shortest path between every two nodes, [nodes, nodes]."""
-        adjacency = np.zeros((self.nodes, self.nodes), bool)
-        adjacency[tuple(np.array(self.edges).T)] = True
-        adjacency |= adjacency.T
-        distances = np.full(adjacency.shape, -1)
-        reached = np.eye(self.nodes, dtype=bool)
-        distance = 0
-        while (distances < 0).any():
-            distances[reached & (distances < 0)] = distance
-            reached |= reached.astype(np.int64) @ adjacency > 0
-            distance += 1
-        return distances
+        first, second = np.array(self.edges).T
+        graph = csr_array((np.ones(len(first)), (first, second)), (self.nodes, self.nodes))
+        return shortest_path(graph, directed=False, unweighted=True).astype(np.int64)
 
     @property
-    def chance(self) -> Mapping[str, float]:
-        """Scores of guessing any distance."""
-        accuracy = 1 / (self.reach + 2)
-        return {"accuracy": accuracy, "exact_match": accuracy**self.nodes}
+    def num_ids(self) -> int:
+        return 2
+
+    @property
+    def num_answers(self) -> int:
+        return self.reach + 2
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        return (self.nodes,)
 
     def model(self) -> ModelSpec:
         """An encoder of `reach` layers, the least that carry information `reach` steps."""
-        shape = ModelShape(width=64, heads=4, layers=self.reach, feed=128, positions="none")
-        head = OutputHeadSpec("distance", self.reach + 2)
-        return make_small_encoder(self.name, 2, shape, head, self.pattern)
+        shape = replace(self.shape, layers=self.reach, positions="none")
+        head = OutputHeadSpec("distance", self.num_answers)
+        return make_small_encoder(self.name, self.num_ids, shape, head, self.pattern)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         sources = np.sort(random.distinct(self.nodes, self.sources), 1)
         x = np.zeros((len(random), self.nodes), np.int64)
         np.put_along_axis(x, sources, 1, 1)
-        return {"content": sources, "x": x, "sources": sources}
+        labels = self.distances[sources].min(1).clip(max=self.reach + 1)
+        return {"content": sources, "x": x, "labels": labels}
 
-    def to_batch(self, examples: ExampleArrays) -> Batch:
-        """The batch of these examples; `gold` holds the sources of each."""
-        labels = self.distances[examples["sources"]].min(1).clip(max=self.reach + 1)
-        gold = [tuple(row) for row in examples["sources"].tolist()]
-        return Batch(torch.from_numpy(examples["x"]), torch.from_numpy(labels), gold=gold)
+    def annotate(self, example: Mapping[str, np.ndarray]) -> tuple[int, ...]:
+        return tuple(example["content"].tolist())
 
-    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy per node, overall and by distance; exact match of whole graphs."""
+    def slices(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Nodes by distance."""
         by_distance = {f"distance={d}": batch.labels == d for d in range(self.reach + 1)}
-        by_distance[f"distance>{self.reach}"] = batch.labels > self.reach
-        return measure_tokens_and_rows(logits, batch.labels, by_distance)
+        return by_distance | {f"distance>{self.reach}": batch.labels > self.reach}

@@ -4,7 +4,6 @@ notation and Chinese.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -12,9 +11,10 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from tokenizers import AddedToken, Regex, Tokenizer as SubwordTokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
 from torch import Tensor
 
-from ...attention.masking.pattern_base import check_whole_number
 from ...attention.masking.sequence_info import SequenceInfo
 from ...kernels.counter_rng import RandomStreams
 from ...models.batch import IGNORE_INDEX, Batch
@@ -23,8 +23,8 @@ from ...util.errors import SpecError, suggest
 from .synthetic_task import (
     ExampleArrays,
     ModelShape,
+    Ranges,
     SyntheticTask,
-    check_num_examples,
     make_small_translator,
     parse_sizes,
     sum_by_slice,
@@ -60,20 +60,12 @@ class Amount(NamedTuple):
     currency: str
 
 
-class Currency(NamedTuple):
-    """ISO 4217 code, and the Chinese names of the unit and of its hundredth (for the yuan: tenth
-    and hundredth).
-    """
-
-    code: str
-    unit: str
-    subunit: str
-
-
-CURRENCIES: Mapping[str, Currency] = {
-    "dollars": Currency("USD", "美元", "美分"),
-    "euros": Currency("EUR", "欧元", "欧分"),
-    "yuan": Currency("CNY", "元", "角分"),
+# ISO 4217 code, and the Chinese names of the unit and of its hundredth (of the yuan: tenth and
+# hundredth).
+CURRENCIES = {
+    "dollars": ("USD", "美元", "美分"),
+    "euros": ("EUR", "欧元", "欧分"),
+    "yuan": ("CNY", "元", "角分"),
 }
 
 
@@ -97,8 +89,11 @@ def format_iso(value: Date | Amount) -> TokenizedPhrase:
     ('2026-01-02', 'CNY 0.05')
     """
     if isinstance(value, Amount):
-        code = CURRENCIES[value.currency].code
-        return [(code, ("unit",)), (" ", ()), *_format_decimal(value.cents, "")]
+        return [
+            (CURRENCIES[value.currency][0], ("unit",)),
+            (" ", ()),
+            *_format_decimal(value.cents, ""),
+        ]
     month = _tag_digits(f"{value.month:02d}", "m")
     day = _tag_digits(f"{value.day:02d}", "d")
     return [*_tag_digits(str(value.year), "y"), ("-", ()), *month, ("-", ()), *day]
@@ -123,9 +118,9 @@ def format_chinese(value: Date | Amount) -> TokenizedPhrase:
     units, hundredths = divmod(value.cents, 100)
     number = _count(units, 0)
     if value.currency != "yuan":
-        currency = CURRENCIES[value.currency]
+        _, unit, subunit = CURRENCIES[value.currency]
         cents = _count(hundredths, -2)
-        return [*_name_unit(number, currency.unit), *_name_unit(cents, currency.subunit)]
+        return [*_name_unit(number, unit), *_name_unit(cents, subunit)]
     tenth, hundredth = divmod(hundredths, 10)
     out = [*number, ("元", ("unit",))] if units else []
     if tenth:
@@ -218,7 +213,7 @@ SUBJECTS = ("date", "amount")
 PAD_ID, BEGIN_ID, END_ID, UNKNOWN_ID = range(4)
 TAGS = {language: f"<{language}>" for language in LANGUAGES}
 SPECIAL_TOKENS = ("<pad>", "<begin>", "<end>", "<unknown>", *TAGS.values())
-CODES = [currency.code for currency in CURRENCIES.values()]
+CODES = [code for code, _, _ in CURRENCIES.values()]
 TEXT_TOKENS = (*"0123456789 -,.", *MONTHS, *CURRENCIES, *CODES)
 TEXT_TOKENS += (*CHINESE_DIGITS, *"〇两", *CHINESE_POWERS[1:], *"万年月日元角分美欧")
 VOCABULARY = (*SPECIAL_TOKENS, *TEXT_TOKENS)
@@ -257,6 +252,8 @@ class DateTranslation(SyntheticTask):
     """
 
     name: ClassVar[str] = "dates"
+    shape = ModelShape(width=128, heads=4, layers=2, feed=512)
+    ranges: ClassVar[Ranges] = {"digits": (1, 8)}  # Chinese numerals beyond 万 are missing
     subjects: tuple[str, ...] = SUBJECTS
     languages: tuple[str, ...] = tuple(LANGUAGES)
     years: tuple[int, ...] = (1900, 2099)
@@ -266,21 +263,16 @@ class DateTranslation(SyntheticTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         choices = {"subjects": SUBJECTS, "languages": LANGUAGES, "currencies": CURRENCIES}
-        for option, minimum in {"subjects": 1, "languages": 2, "currencies": 1}.items():
-            _check_choices(option, getattr(self, option), choices[option], minimum)
+        for option, allowed in choices.items():
+            _check_choices(option, getattr(self, option), allowed, 1 + (option == "languages"))
         years = parse_sizes("years", self.years, 1000)
         if len(years) != 2 or not years[0] <= years[1] <= 9999:
             raise SpecError(
                 f"years={self.years} must be the first and the last year, from 1000 to 9999; use "
                 "years=(1900, 2099)"
             )
-        if check_whole_number("digits", self.digits, 1) > 8:
-            raise SpecError(
-                f"digits={self.digits} is not supported, Chinese numerals beyond 万 are missing; "
-                "use at most 8"
-            )
-        for subject in self.subjects:
-            check_num_examples(self, self._num_values(subject), "use more years, or more digits")
+        count = min(map(self._num_values, self.subjects))
+        self.check_extent(self.answers, count, "use more years, or more digits")
 
     def _num_values(self, subject: str) -> int:
         """Number of different dates, or of different numbers in an amount."""
@@ -301,6 +293,10 @@ class DateTranslation(SyntheticTask):
         return tuple(permutations(self.languages, 2))
 
     @property
+    def num_ids(self) -> int:
+        return len(VOCABULARY)
+
+    @property
     def chance(self) -> Mapping[str, float]:
         """Accuracy of guessing any token; exact match of guessing any well-formed date or amount as
         required.
@@ -312,8 +308,7 @@ class DateTranslation(SyntheticTask):
 
     def model(self) -> ModelSpec:
         """Encoder and decoder of two layers each, with 128 channels."""
-        shape = ModelShape(width=128, heads=4, layers=2, feed=512)
-        return make_small_translator(self.name, len(VOCABULARY), shape)
+        return make_small_translator(self.name, self.num_ids, self.shape)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         subject = random.choice([SUBJECTS.index(name) for name in self.subjects])
@@ -389,21 +384,25 @@ class DateTranslation(SyntheticTask):
         for answer, labels in zip(generated, batch.labels.tolist(), strict=True):
             reference = [token for token in labels if token not in (END_ID, IGNORE_INDEX)]
             correct.append(list(answer) == reference)
+        names: list[str] = []
+        for example in batch.gold:
+            names += (example.direction, example.subject)
         slices: dict[str, Tensor] = {}
-        for kind in ("direction", "subject"):
-            names = [getattr(example, kind) for example in batch.gold]
-            for name in names:
-                slices[name] = torch.tensor([other == name for other in names])
-        ordered = {name: slices[name] for name in sorted(slices)}
+        for name in sorted(set(names)):
+            slices[name] = torch.tensor([name in example[:2] for example in batch.gold])
         is_correct = torch.tensor(correct)
-        return sum_by_slice("exact_match", is_correct, torch.ones_like(is_correct), ordered)
+        return sum_by_slice("exact_match", is_correct, torch.ones_like(is_correct), slices)
 
     @property
     def tokenizer(self) -> str:
         """JSON of a tokenizer that splits text such as "<zh>20 November 2026" into the tokens of
         this task.
         """
-        return json.dumps(_make_tokenizer(), ensure_ascii=False)
+        tokenizer = SubwordTokenizer(WordLevel(ID_OF_TOKEN, unk_token=SPECIAL_TOKENS[UNKNOWN_ID]))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens([AddedToken(token, rstrip=True) for token in SPECIAL_TOKENS])
+        return tokenizer.to_str()
 
     @property
     def usage(self) -> ProcessorSpec:
@@ -451,32 +450,6 @@ def _pad_rows(rows: list[list[int]], fill: int) -> tuple[Tensor, SequenceInfo | 
     if min(lengths) == max(lengths):
         return out, None
     return out, SequenceInfo.from_batch(out, lengths=lengths)
-
-
-def _make_tokenizer() -> dict[str, object]:
-    false_options = dict.fromkeys(("single_word", "lstrip"), False)
-    options = {**false_options, "rstrip": True, "normalized": False, "special": True}
-    tokens = [{"id": n, "content": token, **options} for n, token in enumerate(SPECIAL_TOKENS)]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": tokens,
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": TOKEN_PATTERN},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": ID_OF_TOKEN,
-            "unk_token": SPECIAL_TOKENS[UNKNOWN_ID],
-        },
-    }
 
 
 def _check_choices(

@@ -1,15 +1,10 @@
-"""Image classification from idx files, an .npz, or a folder per class."""
+"""Classification of images (idx files, an .npz, or a folder per class) and of feature sequences."""
 
 from __future__ import annotations
 
-import struct
-import tokenize
 import warnings
-import zipfile
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,112 +27,19 @@ from .file_task import (
     number_labels,
 )
 from .text_files import (
-    check_unpacked_size,
     existing_file,
     existing_path,
     find_splits,
-    is_gzipped,
+    format_shape,
     list_files,
-    read_chunks,
+    read_idx,
+    read_npz,
 )
-
-# --- Arrays and pixels ----------------------------------------------------------------------------
-
-
-# What zipfile and numpy raise for damaged arrays: encrypted members, unknown methods, headers that
-# are no Python, impossible shapes.
-ARRAY_ERRORS = (
-    zipfile.BadZipFile,
-    zlib.error,
-    ValueError,
-    EOFError,
-    OSError,
-    RuntimeError,
-    MemoryError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    SyntaxError,
-    tokenize.TokenError,
-)
-MAX_PIXELS = 1 << 26  # of one image
-IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-
-
-def read_idx(path: Path) -> Any:
-    """Read an idx file: two zero bytes, a type byte, the number of axes, their lengths, and
-    big-endian data.
-
-    An uncompressed file is memory-mapped.
-    """
-    head = next(read_chunks(path), b"")[:4]
-    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_DTYPES or not head[3]:
-        raise SpecError(
-            f"{path} is not an idx file: it starts with the bytes {head.hex(' ') or '(none)'}; "
-            "give an idx file or .npz"
-        )
-    dtype = np.dtype(IDX_DTYPES[head[2]])
-    start = 4 + 4 * head[3]
-    content = b"".join(read_chunks(path)) if is_gzipped(path) else None  # None: memory-mapped
-    size = path.stat().st_size if content is None else len(content)
-    if size < start:
-        raise SpecError(
-            f"{path} has {size} bytes, fewer than its header of {start}; download it again"
-        )
-    header = (next(read_chunks(path)) if content is None else content)[4:start]
-    shape = struct.unpack(f">{head[3]}I", header)
-    expected_size = start + dtype.itemsize * int(np.prod(shape, dtype=object))
-    if size != expected_size:
-        raise SpecError(
-            f"{path} has {size} bytes, but {format_shape(shape)} numbers of {dtype.itemsize} bytes "
-            f"need {expected_size}; download it again"
-        )
-    if size == start:
-        return np.empty(shape, dtype)
-    if content is None:
-        return np.memmap(path, dtype, "r", offset=start, shape=shape)
-    return np.frombuffer(content, dtype, offset=start).reshape(shape)
-
-
-def format_shape(shape: Iterable[int]) -> str:
-    """A shape as text, "28 x 28"."""
-    return " x ".join(map(str, shape))
-
-
-@contextmanager
-def _report_damage(path: Path, suffix: str, function: str) -> Iterator[None]:
-    try:
-        yield
-    except SpecError:
-        raise
-    except ARRAY_ERRORS as error:
-        reason = " ".join(str(error).split())
-        raise SpecError(
-            f"cannot read {path} as {suffix}: {reason}; write it again with {function}"
-        ) from None
-
-
-def read_npz(path: Path) -> dict[str, Any]:
-    """Read the arrays of an .npz file, by name."""
-    # np.load(path) would not close a damaged file.
-    with _report_damage(path, ".npz", "numpy.savez"), path.open("rb") as file:
-        archive = np.load(file, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("it holds one array without a name")
-        members = archive.zip.infolist() if archive.zip else []
-        check_unpacked_size(path, sum(member.file_size for member in members))
-        return {name: archive[name] for name in archive.files}
-
-
-def open_npy(path: Path) -> Any:
-    """Memory-map the array of an .npy file."""
-    with _report_damage(path, ".npy", "numpy.save"):
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-
 
 # --- Images ---------------------------------------------------------------------------------------
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+MAX_PIXELS = 1 << 26  # of one image
 TARGET_NUM_PATCHES = 64  # approximate number of patches per image
 STATISTICS_SAMPLE = 10_000  # images from which mean and standard deviation are estimated
 GREY_MODES = ("1", "L", "LA")
@@ -519,3 +421,109 @@ def _read_class_folders(folder: Path, size: tuple[int, ...]) -> dict[str, Labell
             labels = [path.relative_to(root).parts[0] for path in files]
             splits[split] = (ImageFiles(files, size), labels)
     return splits
+
+
+# --- Classification of feature sequences, such as speech features ---------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class FrameClassification(ClassificationTask):
+    """Classification of utterances or of their frames, with each feature normalised to mean 0 and
+    standard deviation 1.
+
+    `path` is an .npz with `frames`, [n, time, features], or [total, features] together with
+    `lengths`; and `labels`, one per utterance or one per frame.
+    """
+
+    name: ClassVar[str] = "frames"
+    path: str
+    valid: float = DEFAULT_HELD_OUT
+    test: float = DEFAULT_HELD_OUT
+
+    def check(self) -> None:
+        check_split_shares(self.valid, self.test)
+
+    def files(self) -> Sequence[Path]:
+        return [existing_file(self.path)]
+
+    def read(self) -> LabelledDataset:
+        arrays = read_npz(Path(self.path))
+        for name in ("frames", "labels"):
+            if name not in arrays:
+                raise SpecError(
+                    f"{self.path} has {', '.join(arrays) or 'no arrays'}, but no {name!r}; name "
+                    "the arrays frames, labels and lengths"
+                )
+        frames = arrays["frames"]
+        lengths = arrays.get("lengths", np.full(*frames.shape[:2]) if frames.ndim == 3 else [])
+        utterances = self._split_utterances(frames, np.asarray(lengths))
+        labels = arrays["labels"]
+        if labels.dtype.kind not in "uiSU":
+            raise SpecError(f"the labels of {self.path} are {labels.dtype}; give integers or text")
+        classes, names = number_labels(labels.ravel())
+        if labels.shape != (len(utterances),):
+            if labels.size != sum(map(len, utterances)):
+                raise SpecError(
+                    f"{self.path} has labels {list(labels.shape)} for {len(utterances)} utterances "
+                    f"of {sum(map(len, utterances))} frames; give one label per utterance or one "
+                    "per frame"
+                )
+            ends = np.cumsum([len(utterance) for utterance in utterances])[:-1]
+            classes = np.split(classes, ends)
+        keys = [str(n) for n in range(len(utterances))]
+        splits = split_examples({"train": len(utterances)}, keys, self.valid, self.test)
+        return LabelledDataset(UtteranceInputs(utterances, splits["train"]), classes, names, splits)
+
+    def _split_utterances(self, frames: Any, lengths: Any) -> list[Any]:
+        """The frames of each utterance; raises SpecError unless all are finite numbers."""
+        flat = frames.reshape(-1, frames.shape[-1]) if frames.ndim == 3 else frames
+        is_whole = lengths.ndim == 1 and lengths.dtype.kind in "ui"
+        if flat.ndim != 2 or not is_whole or lengths.sum() != len(flat) or (lengths < 1).any():
+            raise SpecError(
+                f"{self.path} has frames {list(frames.shape)} and lengths that sum to "
+                f"{lengths.sum():g}; give frames [n, time, features], or frames [total, features] "
+                "with lengths of at least 1 for all of them"
+            )
+        if flat.dtype.kind not in "fui" or not flat.size:
+            raise SpecError(f"{self.path} holds frames of {flat.dtype}; give numbers")
+        is_finite = np.isfinite(flat).all(1)
+        if not is_finite.all():
+            raise SpecError(
+                f"frame {int(np.argmin(is_finite))} of {self.path} holds NaN or inf; remove it and "
+                "its label"
+            )
+        return np.split(flat, np.cumsum(lengths)[:-1])
+
+
+class UtteranceInputs(ClassifierInputs):
+    """Utterances of different lengths, normalised per feature with mean and deviation of the train
+    split.
+    """
+
+    def __init__(self, utterances: Sequence[Any], train: IndexArray) -> None:
+        self.utterances = utterances
+        statistics = ChannelStatistics(utterances[0].shape[1])
+        for n in train:
+            statistics.add(utterances[n])
+        self.mean = statistics.mean
+        self.deviation = statistics.deviation
+        self.usage = ProcessorSpec(
+            mean=tuple(self.mean.tolist()), deviation=tuple(self.deviation.tolist())
+        )
+
+    def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
+        rows: list[Tensor] = []
+        for n in indices:
+            frames = (self.utterances[n] - self.mean) / self.deviation
+            rows.append(torch.from_numpy(frames.astype(np.float32)))
+        x = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return x, SequenceInfo.from_batch(x, lengths=[len(row) for row in rows])
+
+    def model(self, num_classes: int, pooling: str) -> ModelSpec:
+        """An encoder that embeds each frame linearly: an utterance is an image of one column, a
+        frame one patch.
+        """
+        longest = max(map(len, self.utterances))
+        width = self.utterances[0].shape[1]
+        column = PatchSpec(rows=longest, columns=1, high=1, wide=width, channels=1)
+        return make_classifier("frames", EmbeddingSpec(patches=column), num_classes, pooling)

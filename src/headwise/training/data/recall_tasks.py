@@ -5,7 +5,7 @@ are seen).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from typing import ClassVar, NamedTuple
@@ -14,23 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention.masking.pattern_base import check_whole_number
 from ...kernels.counter_rng import Ints, RandomStreams
 from ...models.batch import IGNORE_INDEX, Batch
-from ...models.model_spec import ModelSpec
-from ...util.errors import SpecError, suggest
+from ...util.errors import SpecError
 from .synthetic_task import (
+    MAX_SIZE,
+    Choices,
     ExampleArrays,
     ModelShape,
+    Ranges,
     SyntheticTask,
-    check_num_examples,
-    check_sizes,
-    find_correct,
-    make_small_decoder,
-    number_positions,
-    pad_to_longest,
     parse_sizes,
-    slice_by_power_of_two,
+    slice_by_position,
     slice_by_value,
     sum_by_slice,
 )
@@ -70,6 +65,9 @@ class AssociativeRecall(SyntheticTask):
     """
 
     name: ClassVar[str] = "recall"
+    shape = ModelShape(width=64, heads=4, layers=2)
+    ranges: ClassVar[Ranges] = {"passes": (1, MAX_SIZE), "vocabulary": (4, MAX_SIZE)}
+    choices: ClassVar[Choices] = {"filler": FILLERS}
     vocabulary: int = 1024
     length: int | tuple[int, ...] = 64
     pairs: int | tuple[int, ...] = (4, 8, 16)
@@ -79,18 +77,13 @@ class AssociativeRecall(SyntheticTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole_number("passes", self.passes, 1)
-        check_whole_number("vocabulary", self.vocabulary, 4)
         if not self.power > 0:
             raise SpecError(f"power={self.power!r} must be above 0; use for example power=0.01")
-        if self.filler not in FILLERS:
-            raise SpecError(f"filler={self.filler!r} is unknown; {suggest(self.filler, FILLERS)}")
         for length, pairs in self.settings:
             self._check_setting(length, pairs)
-        check_sizes(self, tokens=self._max_length, symbols=self.vocabulary)
         min_pairs = np.arange(min(pairs for _, pairs in self.settings), dtype=float)
-        count = np.prod((self._num_keys - min_pairs) * (self._num_values - min_pairs))
-        check_num_examples(self, float(count), "use more pairs")
+        count = np.prod((self._num_keys - min_pairs) * (self.num_answers - min_pairs))
+        self.check_extent(self._max_length, float(count), "use more pairs")
 
     def _check_setting(self, length: int, pairs: int) -> None:
         if length % 2:
@@ -128,31 +121,23 @@ class AssociativeRecall(SyntheticTask):
         return self.vocabulary // 2 - 1
 
     @property
-    def _num_values(self) -> int:
+    def num_answers(self) -> int:
         return self.vocabulary - self.vocabulary // 2
+
+    @property
+    def num_ids(self) -> int:
+        return self.vocabulary
 
     @property
     def _max_length(self) -> int:
         return max(length for length, _ in self.settings)
-
-    @property
-    def chance(self) -> Mapping[str, float]:
-        """Accuracy of guessing any value."""
-        return {"accuracy": 1 / self._num_values}
-
-    def model(self) -> ModelSpec:
-        """Two attention layers without feed-forwards: one joins keys with their values, one looks
-        them up.
-        """
-        shape = ModelShape(width=64, heads=4, layers=2)
-        return make_small_decoder(self.name, self.vocabulary, shape)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         settings = np.asarray(self.settings)
         length, pairs = settings[random.integers(len(settings), 1)[:, 0]].T
         max_pairs = int(settings[:, 1].max())
         keys = random.distinct(self._num_keys, max_pairs) + 1
-        values = random.distinct(self._num_values, max_pairs) + self.vocabulary // 2
+        values = random.distinct(self.num_answers, max_pairs) + self.vocabulary // 2
         slot = self._draw_slots(random, length // 2 - self.passes * pairs)[:, :max_pairs]
         queries = 2 * self.passes * pairs[:, None] + 2 * slot
         x = np.zeros((len(random), self._max_length), np.int64)
@@ -167,14 +152,8 @@ class AssociativeRecall(SyntheticTask):
         x[np.arange(self._max_length) >= length[:, None]] = -1
         labels = np.full_like(x, IGNORE_INDEX)
         labels[row, queries[row, pair]] = values[row, pair]
-        return {
-            "content": x,
-            "x": x,
-            "labels": labels,
-            "queries": queries,
-            "pairs": pairs,
-            "length": length,
-        }
+        arrays = {"content": x, "x": x, "labels": labels, "queries": queries}
+        return arrays | {"pairs": pairs, "length": length}
 
     def _draw_slots(self, random: RandomStreams, num_slots: np.ndarray) -> np.ndarray:
         """Sample slots without replacement: draw exponential arrival times of rate p(i) and sort
@@ -186,21 +165,16 @@ class AssociativeRecall(SyntheticTask):
         arrival[slot > num_slots[:, None]] = np.inf
         return arrival.argsort(1, kind="stable")
 
-    def to_batch(self, examples: ExampleArrays) -> Batch:
-        gold: list[RecallAnnotation] = []
-        for row, count in enumerate(examples["pairs"].tolist()):
-            queries = examples["queries"][row, :count].tolist()
-            links = tuple((2 * n + 1, query) for n, query in enumerate(queries))
-            gold.append(RecallAnnotation(count, int(examples["length"][row]), links))
-        return replace(pad_to_longest(examples, examples["length"]), gold=gold)
+    def annotate(self, example: Mapping[str, np.ndarray]) -> RecallAnnotation:
+        pairs = int(example["pairs"])
+        queries = enumerate(example["queries"][:pairs].tolist())
+        links = tuple((2 * n + 1, query) for n, query in queries)
+        return RecallAnnotation(pairs, int(example["length"]), links)
 
-    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy overall, for each number of pairs D, and for each length s."""
-        correct, has_label = find_correct(logits, batch.labels)
-        slices = slice_by_value("D", [example.pairs for example in batch.gold], logits.device)
-        slices |= slice_by_value("s", [example.length for example in batch.gold], logits.device)
-        of_rows = {name: mask[:, None] for name, mask in slices.items()}
-        return sum_by_slice("accuracy", correct, has_label, of_rows)
+    def slices(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Rows by number of pairs D, and by length s."""
+        by_pairs = slice_by_value("D", [example.pairs for example in batch.gold])
+        return by_pairs | slice_by_value("s", [example.length for example in batch.gold])
 
 
 # --- Lookup by two keys ---------------------------------------------------------------------------
@@ -238,6 +212,14 @@ class TwoKeyLookup(SyntheticTask):
     """
 
     name: ClassVar[str] = "lookup2"
+    shape = ModelShape(width=64, heads=4, layers=3, feed=128)
+    ranges: ClassVar[Ranges] = {
+        "entities": (2, MAX_SIZE),
+        "attributes": (1, MAX_SIZE),
+        "values": (2, MAX_SIZE),
+        "direct": (1, MAX_SIZE),
+        "composed": (0, MAX_SIZE),
+    }
     entities: int = 6
     attributes: int = 4
     values: int = 16
@@ -246,18 +228,14 @@ class TwoKeyLookup(SyntheticTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        minima = {"entities": 2, "attributes": 1, "values": 2, "direct": 1, "composed": 0}
-        for option, minimum in minima.items():
-            check_whole_number(option, getattr(self, option), minimum)
         if self.direct > self.entities:
             raise SpecError(
-                f"direct={self.direct} questions need as many different entities, but "
-                f"entities={self.entities}; use direct={self.entities}"
+                f"direct={self.direct} is above entities={self.entities}, but each is asked once; "
+                f"use direct={self.entities}"
             )
         length = 3 * self._num_facts + 4 * (self.direct + self.composed)
-        check_sizes(self, tokens=length, symbols=self.vocabulary)
         count = float(self.values) ** min(self._num_facts, 64)
-        check_num_examples(self, count, "use more entities, attributes or values")
+        self.check_extent(length, count, "use more entities, attributes or values")
 
     @property
     def _num_facts(self) -> int:
@@ -272,19 +250,19 @@ class TwoKeyLookup(SyntheticTask):
         return self._first_attribute + self.attributes
 
     @property
-    def vocabulary(self) -> int:
-        """Number of ids: question tokens, entities, attributes and values, in this order."""
+    def num_ids(self) -> int:
         return self._first_value + self.values
 
     @property
-    def chance(self) -> Mapping[str, float]:
-        """Accuracy of guessing any value."""
-        return {"accuracy": 1 / self.values}
+    def num_answers(self) -> int:
+        return self.values
 
-    def model(self) -> ModelSpec:
-        """A decoder of three layers: a composed question needs the result of another look-up."""
-        shape = ModelShape(width=64, heads=4, layers=3, feed=128)
-        return make_small_decoder(self.name, self.vocabulary, shape)
+    @property
+    def words(self) -> Sequence[str]:
+        """Entities are E0, E1, ..., attributes a0, a1, ..., and values numbers."""
+        entities = [f"E{n}" for n in range(self.entities)]
+        attributes = [f"a{n}" for n in range(self.attributes)]
+        return ["?", "=", *entities, *attributes, *map(str, range(self.values))]
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         order = random.distinct(self._num_facts, self._num_facts)
@@ -315,48 +293,35 @@ class TwoKeyLookup(SyntheticTask):
         composed = make_rows(composed_entity, other_entity, composed_fact, SAME_ID)
         x = np.concatenate([facts, direct, composed], 1)
         value_index = 3 * order.argsort(1) + 2  # index of the value of each fact
+        labels = np.full_like(x, IGNORE_INDEX)
+        labels[:, self._answers_at] = x[:, self._answers_at + 1]
         return {
             "content": x,
             "x": x,
+            "labels": labels,
             "direct": np.take_along_axis(value_index, direct_fact, 1),
             "composed": np.take_along_axis(value_index, composed_fact, 1),
             "hops": 3 * self._num_facts + 4 * other + 2,
         }
 
-    def to_batch(self, examples: ExampleArrays) -> Batch:
-        x = examples["x"]
-        positions = self._answer_positions()
-        labels = np.full_like(x, IGNORE_INDEX)
-        labels[:, positions] = x[:, positions + 1]
-        direct = positions[: self.direct].tolist()
-        composed = positions[self.direct :].tolist()
-        gold: list[LookupAnnotation] = []
-        for row in range(len(x)):
-            targets = {"direct": direct, "composed": composed, "hops": composed}
-            links = {
-                kind: tuple(zip(examples[kind][row].tolist(), target, strict=True))
-                for kind, target in targets.items()
-            }
-            gold.append(LookupAnnotation(**links))
-        return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=gold)
-
-    def _answer_positions(self) -> Ints:
+    @property
+    def _answers_at(self) -> Ints:
         """Indices of the labels, direct questions first."""
         return 3 * self._num_facts + 4 * np.arange(self.direct + self.composed) + 2
 
-    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy overall, and of direct and composed questions."""
-        correct, has_label = find_correct(logits, batch.labels)
-        is_direct = number_positions(has_label) <= int(self._answer_positions()[self.direct - 1])
-        slices = {"query=direct": is_direct, "query=composed": ~is_direct}
-        return sum_by_slice("accuracy", correct, has_label, slices)
+    def annotate(self, example: Mapping[str, np.ndarray]) -> LookupAnnotation:
+        direct, composed = np.split(self._answers_at, [self.direct])
+        targets = {"direct": direct, "composed": composed, "hops": composed}
+        links: dict[str, Links] = {}
+        for kind, target in targets.items():
+            links[kind] = tuple(zip(example[kind].tolist(), target.tolist(), strict=True))
+        return LookupAnnotation(**links)
 
-    def text(self, ids: list[int]) -> str:
-        """Ids as words: entities E0, E1, ..., attributes a0, a1, ..., and values as numbers."""
-        words = ["?", "=", *(f"E{n}" for n in range(self.entities))]
-        words += [f"a{n}" for n in range(self.attributes)]
-        words += map(str, range(self.values))
-        return " ".join(words[token_id] for token_id in ids)
+    def slices(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Direct and composed questions."""
+        positions = torch.arange(batch.labels.shape[1])[None]
+        is_direct = positions <= int(self._answers_at[self.direct - 1])
+        return {"query=direct": is_direct, "query=composed": ~is_direct}
 
 
 # --- Markov chains --------------------------------------------------------------------------------
@@ -379,20 +344,23 @@ class MarkovChains(SyntheticTask):
     """
 
     name: ClassVar[str] = "markov"
+    ranges: ClassVar[Ranges] = {"length": (2, MAX_SIZE), "symbols": (2, 64)}
     symbols: int = 4
     length: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole_number("length", self.length, 2)
-        check_whole_number("symbols", self.symbols, 2)
-        if self.symbols > 64:
-            raise SpecError(
-                f"symbols={self.symbols} is too many to count pairs of them; use at most 64"
-            )
-        check_sizes(self, tokens=self.length)
         count = float(self.symbols) ** min(self.length, 64)
-        check_num_examples(self, count, "use a larger length=")
+        self.check_extent(self.length, count, "use a larger length=")
+
+    @property
+    def num_ids(self) -> int:
+        return self.symbols + 1
+
+    @property
+    def words(self) -> Sequence[str]:
+        """Symbols are numbers, the start token is "|"."""
+        return [*map(str, range(self.symbols)), "|"]
 
     @property
     def chance(self) -> Mapping[str, float]:
@@ -408,7 +376,7 @@ class MarkovChains(SyntheticTask):
         >>> {name: round(excess, 2) for name, excess in MarkovChains().lines.items()}
         {'uniform': 0.22, 'unigram': 0.16, 'bigram': 0.0}
         """
-        x = self._examples_of_split(np.arange(NUM_BASELINE_EXAMPLES), "valid")["x"][:, :-1]
+        x = self._examples_of_split(np.arange(NUM_BASELINE_EXAMPLES), "valid")["content"]
         optimal = predict_by_bigrams(x, self.symbols)
         predictions = {
             "uniform": np.full_like(optimal, 1 / self.symbols),
@@ -420,13 +388,6 @@ class MarkovChains(SyntheticTask):
             for name, prediction in predictions.items()
         }
 
-    def model(self) -> ModelSpec:
-        """A decoder of two layers: the first can attend to the previous token, the second can count
-        pairs.
-        """
-        shape = ModelShape(width=64, heads=4, layers=2, feed=128)
-        return make_small_decoder(self.name, self.symbols + 1, shape)
-
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         # The gaps between 0, sorted uniform numbers and 1 are distributed as Dirichlet(1, ..., 1).
         uniform = random.uniform(self.symbols * (self.symbols - 1))
@@ -437,37 +398,33 @@ class MarkovChains(SyntheticTask):
         x[:, 0] = random.integers(self.symbols, 1)[:, 0]
         for t in range(self.length):
             x[:, t + 1] = (edges[rows, x[:, t]] < unit[:, t, None]).sum(-1)
-        return {"content": x[:, :-1], "x": x}
+        labels = x.copy()
+        labels[:, 0] = IGNORE_INDEX
+        start = np.full((len(x), 1), self.symbols)
+        content = x[:, :-1]
+        return {"content": content, "x": np.concatenate([start, content], 1), "labels": labels}
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
         """The batch of these examples; `gold` holds the bigram prediction after each symbol,
         [length, symbols].
         """
-        labels = examples["x"].copy()
-        x = np.roll(labels, 1, axis=1)
-        x[:, 0] = self.symbols
-        optimal = torch.from_numpy(predict_by_bigrams(labels[:, :-1], self.symbols))
-        labels[:, 0] = IGNORE_INDEX
-        return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=list(optimal.unbind()))
+        optimal = torch.from_numpy(predict_by_bigrams(examples["content"], self.symbols))
+        return replace(super().to_batch(examples), gold=list(optimal.unbind()))
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy, nats per symbol, and excess over the bigram, the latter also by position."""
-        correct, has_label = find_correct(logits, batch.labels)
+        has_label = batch.labels != IGNORE_INDEX
         log_probs = logits.double().log_softmax(-1)
         label_log_probs = log_probs.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
         optimal = torch.stack(list(batch.gold)).to(log_probs.device)
         excess = torch.zeros_like(label_log_probs)
         excess[:, 1:] = (optimal * (optimal.log() - log_probs[:, 1:, : self.symbols])).sum(-1)
-        by_position = slice_by_power_of_two("t", number_positions(has_label))
+        by_position = slice_by_position(has_label.shape[1])
         return (
-            sum_by_slice("accuracy", correct, has_label)
+            dict(super().measure(logits, batch))
             | sum_by_slice("nats", -label_log_probs, has_label)
             | sum_by_slice("excess", excess, has_label, by_position)
         )
-
-    def text(self, ids: list[int]) -> str:
-        """Symbols as numbers, the start token as "|"."""
-        return " ".join("|" if token_id == self.symbols else str(token_id) for token_id in ids)
 
 
 def predict_by_bigrams(x: Ints, symbols: int) -> np.ndarray:

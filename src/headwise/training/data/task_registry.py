@@ -12,12 +12,11 @@ from . import images
 from .algorithmic_tasks import CopyTask, GraphDistance, GroupProduct
 from .date_translation import DateTranslation
 from .file_task import FileTask
-from .images import ImageClassification, read_npz
+from .images import FrameClassification, ImageClassification
 from .language_modelling import STDLIB, TextTask
 from .recall_tasks import AssociativeRecall, MarkovChains, TwoKeyLookup
 from .task import Task
-from .text_files import existing_path, list_files
-from .time_series import FrameClassification
+from .text_files import existing_path, list_files, read_npz
 from .translation import ParallelTextTask
 
 # --- Tasks by name --------------------------------------------------------------------------------

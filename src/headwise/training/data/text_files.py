@@ -1,4 +1,4 @@
-"""Reading files as bytes, text and lines in chunks; errors name the file, the
+"""Reading files as bytes, text, lines and arrays; errors name the file, the
 line and the offset.
 """
 
@@ -8,11 +8,17 @@ import codecs
 import difflib
 import gzip
 import os
+import struct
+import tokenize
+import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
+
+import numpy as np
 
 from ...util.errors import SpecError
 
@@ -198,3 +204,95 @@ def find_splits(folder: Path) -> dict[str, Path]:
             "train split"
         )
     return {split: paths[split] for split in SPLIT_NAMES if split in paths}
+
+
+# --- Arrays -----------------------------------------------------------------------------------------
+
+# What zipfile and numpy raise for damaged arrays: encrypted members, unknown methods, headers that
+# are no Python, impossible shapes.
+ARRAY_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    ValueError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    MemoryError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    SyntaxError,
+    tokenize.TokenError,
+)
+IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def read_idx(path: Path) -> Any:
+    """Read an idx file: two zero bytes, a type byte, the number of axes, their lengths, and
+    big-endian data.
+
+    An uncompressed file is memory-mapped.
+    """
+    head = next(read_chunks(path), b"")[:4]
+    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_DTYPES or not head[3]:
+        raise SpecError(
+            f"{path} is not an idx file: it starts with the bytes {head.hex(' ') or '(none)'}; "
+            "give an idx file or .npz"
+        )
+    dtype = np.dtype(IDX_DTYPES[head[2]])
+    start = 4 + 4 * head[3]
+    content = b"".join(read_chunks(path)) if is_gzipped(path) else None  # None: memory-mapped
+    size = path.stat().st_size if content is None else len(content)
+    if size < start:
+        raise SpecError(
+            f"{path} has {size} bytes, fewer than its header of {start}; download it again"
+        )
+    header = (next(read_chunks(path)) if content is None else content)[4:start]
+    shape = struct.unpack(f">{head[3]}I", header)
+    expected_size = start + dtype.itemsize * int(np.prod(shape, dtype=object))
+    if size != expected_size:
+        raise SpecError(
+            f"{path} has {size} bytes, but {format_shape(shape)} numbers of {dtype.itemsize} bytes "
+            f"need {expected_size}; download it again"
+        )
+    if size == start:
+        return np.empty(shape, dtype)
+    if content is None:
+        return np.memmap(path, dtype, "r", offset=start, shape=shape)
+    return np.frombuffer(content, dtype, offset=start).reshape(shape)
+
+
+def format_shape(shape: Iterable[int]) -> str:
+    """A shape as text, "28 x 28"."""
+    return " x ".join(map(str, shape))
+
+
+@contextmanager
+def _report_damage(path: Path, suffix: str, function: str) -> Iterator[None]:
+    try:
+        yield
+    except SpecError:
+        raise
+    except ARRAY_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise SpecError(
+            f"cannot read {path} as {suffix}: {reason}; write it again with {function}"
+        ) from None
+
+
+def read_npz(path: Path) -> dict[str, Any]:
+    """Read the arrays of an .npz file, by name."""
+    # np.load(path) would not close a damaged file.
+    with _report_damage(path, ".npz", "numpy.savez"), path.open("rb") as file:
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array without a name")
+        members = archive.zip.infolist() if archive.zip else []
+        check_unpacked_size(path, sum(member.file_size for member in members))
+        return {name: archive[name] for name in archive.files}
+
+
+def open_npy(path: Path) -> Any:
+    """Memory-map the array of an .npy file."""
+    with _report_damage(path, ".npy", "numpy.save"):
+        return np.load(path, mmap_mode="r", allow_pickle=False)
