@@ -55,14 +55,3 @@ def test_an_exported_file_says_that_it_is_one(page: Any, tmp_path: Path):
     dialog = show(page, file.as_uri(), "head?site=5&head=2")
     assert "already one file" in dialog.inner_text()
     assert "site=5" in dialog.get_by_test_id("link").inner_text()
-
-
-def test_the_drawer_gives_the_focus_back(page: Any):
-    with served(sample_model(with_model=False)) as url:
-        page.goto(url)
-        page.get_by_role("gridcell").first.wait_for()
-        page.get_by_role("button", name="Export").click()
-        page.get_by_role("dialog", name="Export").wait_for()
-        page.keyboard.press("Escape")
-        page.get_by_role("dialog").wait_for(state="detached")
-        wait_until(page, "document.activeElement.textContent.includes('Export')")

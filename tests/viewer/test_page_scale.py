@@ -329,61 +329,6 @@ HOVER_CHIPS = """async (places) => {
 }"""
 
 
-def test_eight_thousand_tokens_can_be_used(page: Any):
-    """One head of 8,192 tokens: small answers, a minimap, exact rows, a text of which the pointer
-    changes few chips.
-    """
-    opened = OpenModel(make_large_trace(1, 1, 8192))
-    opened.thumbnails()
-    sizes: dict[str, int] = {}
-    page.on(
-        "response",
-        lambda answer: sizes.update(
-            {answer.url.partition("/api/")[2].partition("?")[0]: length(answer)}
-        ),
-    )
-    with served(opened) as url:
-        open_map(page, url)
-        begin = time.monotonic()
-        page.evaluate("location.hash = '#/head?scale=lin'")
-        wait_until(page, "document.querySelector('.matrix-canvas canvas')?.width > 1")
-        draft = time.monotonic() - begin
-        wait_until(
-            page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.width >= 512"
-        )
-        report(
-            tokens=8192,
-            draft_s=round(draft, 2),
-            exact_s=round(time.monotonic() - begin, 2),
-            tile_bytes=sizes["tile"],
-        )
-        assert sizes["tile"] <= 2 * 512 * 512 + 1000
-        assert page.locator(".minimap canvas").count() == 1
-        page.evaluate("location.hash = '#/head?scale=lin&position=8000&part=7900.8100.7900.8100'")
-        weights = opened.get_trace().head_weights("layers.0.attention", 0, slice(8000, 8001))[0]
-        page.get_by_text("query 8000 · ␣w8000").wait_for()
-        first = page.locator(".row-panel tbody tr").first
-        wanted = [str(int(weights.argmax())), f"{weights.max():.4}"]
-        assert first.inner_text().split()[:1] + first.inner_text().split()[-1:] == wanted
-        assert sizes["row"] <= 5 * 8192 + 1000
-        assert page.locator(".toks .tok").count() <= 1024
-        page.get_by_text("tokens 7680–8191 of 8192").wait_for()
-        page.evaluate("location.hash = '#/text?position=8000'")
-        wait_until(page, "document.querySelectorAll('.chip').length === 8192")
-        page.mouse.move(
-            1, 1
-        )  # the browser repeats the move of a pointer under which the page has changed
-        page.wait_for_timeout(500)
-        meter = WorkMeter(page)
-        begin_ms = meter.read_ms()
-        found = page.evaluate(
-            HOVER_CHIPS, [[4000, 15_000, 250], [4400, 15_000, 500], [4400, 600, 250]]
-        )
-        report(tokens=8192, hover=found, work_ms=round((meter.read_ms() - begin_ms) / 3))
-        assert 0 < found[1][0] < 8192  # of 16,384 styles
-        assert found[2][0] == 0
-
-
 def length(answer: Any) -> int:
     return int(answer.headers.get("content-length", 0))
 

@@ -14,7 +14,6 @@ import pytest
 from headwise.hub.pretrained_models import load
 from headwise.observe import bundled_sample
 from headwise.viewer import surgery_actions
-from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_target
 from support.page_browser import served
 
@@ -76,13 +75,3 @@ def test_heads_that_are_off_in_the_lab_are_pruned_and_proved(page: Any, tmp_path
     ]
     record = json.loads((tmp_path / "pruned" / "heads.json").read_text())
     assert record["change"]["keep"]["encoder.0.attention"] == [0, 2, 3, 4, 5]
-
-
-def test_a_trace_says_that_it_needs_the_model(page: Any):
-    with served(OpenModel(bundled_sample.load_sample_trace())) as url:
-        show_screen(page, url)
-        page.get_by_text("This needs the model.").wait_for()
-        assert (
-            page.get_by_role("button", name="Compute the plan").get_attribute("aria-disabled")
-            == "true"
-        )

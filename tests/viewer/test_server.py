@@ -189,21 +189,6 @@ def test_measures_are_those_of_the_library(
     assert np.isnan(found["measures"][..., 1]).all()  # one text has no intervals
 
 
-def test_long_lists_of_floats_are_no_json(client: TestClient, server: ViewServer):
-    values = np.random.default_rng(0).standard_normal(40)
-    lists = {"kl": [*values.tolist(), None], "few": [0.5], "rows": [[0, 1, 0.5]] * 40}
-    result: dict[str, Any] = {"at": lists, "loss": float("nan")}
-    server.worker.job_kinds = {"lists": lambda *_: result}
-    job = client.post("/api/jobs", json={"kind": "lists"}).json()["job"]
-    assert '"done"' in client.get(f"/api/jobs/{job}/events").text
-    header, found = arrays(client, f"/api/jobs/{job}/result")
-    assert header["result"] == {
-        "at": {"kl": {"array": "0"}, "few": [0.5], "rows": [[0, 1, 0.5]] * 40},
-        "loss": None,
-    }
-    np.testing.assert_array_equal(found["0"], np.array([*values, np.nan], np.float32))
-
-
 def test_a_job_that_fails_is_reported_and_ends_nothing(client: TestClient):
     ended = run_job(client, kind="text", text="   ")
     assert ended["state"] == "failed"

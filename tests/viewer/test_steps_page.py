@@ -13,7 +13,7 @@ from headwise.observe import bundled_sample
 from headwise.observe.traces.head_steps import HeadPlace, HeadSteps
 from headwise.viewer.binary_answers import find_steps
 from headwise.viewer.open_model import OpenModel
-from support.page_browser import served, wait_until
+from support.page_browser import served
 
 SITE, HEAD, QUERY = 7, 2, 9
 ADDRESS = f"#/steps?site={SITE}&head={HEAD}&position={QUERY}"
@@ -98,28 +98,3 @@ def test_a_cell_says_how_it_is_computed(page: Any):
         score, top, total = (number(part) for part in found[0])
         expected = float(steps.steps[weight].arrays["out"][4])
         assert 2.718281828 ** (score - top) / total == pytest.approx(expected, rel=1e-3)
-
-
-def test_arrows_walk_through_steps_and_keys_and_the_address_keeps_them(page: Any):
-    with served(sample()) as url:
-        open_steps(page, url)
-        current = page.locator(".steps-strip [aria-current=step]")
-        assert current.inner_text() == "x"
-        for expected in ("norm", "q k v", "rotation", "q·k"):
-            page.keyboard.press("ArrowRight")
-            page.locator(f".steps-strip [aria-current=step]:text-is('{expected}')").wait_for()
-        page.keyboard.press("ArrowLeft")
-        page.keyboard.press("ArrowUp")
-        page.locator(".keycells .chosen").first.wait_for()
-        wait_until(page, "location.hash.includes('step=3')")
-        wait_until(
-            page, "location.hash.includes('key=8')"
-        )  # the key before the one with the largest weight, which is the query itself
-        address = page.url
-        page.reload()
-        page.locator(".step").first.wait_for()
-        assert page.url == address
-        assert current.inner_text() == "rotation"
-        page.keyboard.press("t")
-        page.get_by_role("table", name="Rotate by position").wait_for()
-        assert page.get_by_role("row").count() > 32

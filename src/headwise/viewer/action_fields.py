@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from .model_worker import JobFunction, JobProgress
-from .open_model import AblatedHead, OpenModel
+from .open_model import ABLATION_MODES, AblatedHead, OpenModel
 
 ALL_JOBS: dict[str, JobFunction] = {}  # every job of the page by its kind
 REQUIRED: Any = object()
@@ -136,7 +136,10 @@ def _read_heads(model: OpenModel, name: str, value: Any) -> list[AblatedHead]:
         head = AblatedHead(model.site_name(entry[0]), *entry[1:4])
         if type(head.scale) not in (int, float) or not math.isfinite(head.scale):
             raise ValueError(f"the scale {head.scale!r} is not a number; give for example 0.5")
-        heads.append(head._replace(mode=str(head.mode), scale=float(head.scale)))
+        if head.mode not in ABLATION_MODES:
+            modes = ", ".join(ABLATION_MODES)
+            raise ValueError(f"unknown ablation {head.mode!r}; use one of {modes}")
+        heads.append(head._replace(scale=float(head.scale)))
     return heads
 
 

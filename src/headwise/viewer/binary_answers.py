@@ -32,7 +32,6 @@ Array = NDArray[Any]
 
 ALIGNMENT = 8  # bytes; JavaScript's typed arrays need aligned offsets
 DTYPE_NAMES = {"uint8": "u8", "float32": "f32", "int32": "i32"}
-LEAST_FLOATS = 32  # a shorter list stays in JSON
 LENGTH_BYTES = 4  # size of the length of the header
 
 
@@ -61,36 +60,6 @@ def encode_arrays(arrays: Mapping[str, Array], **fields: Any) -> bytes:
     header = json.dumps({**fields, "arrays": entries}, allow_nan=False).encode()
     header += b" " * (-(LENGTH_BYTES + len(header)) % ALIGNMENT)
     return b"".join([len(header).to_bytes(LENGTH_BYTES, "little"), header, *parts])
-
-
-def encode_result(result: Mapping[str, Any]) -> bytes | None:
-    """Encode the result of a job, its long lists of floats as arrays; None if it has none and JSON
-    does.
-
-    In the field `result` of the header {"array": name} stands for such a list; None and NaN in it
-    are NaN.
-
-    >>> header, arrays = decode_arrays(encode_result({"loss": {"before": [0.5] * 32}, "heads": 3}))
-    >>> header["result"], arrays["0"].shape
-    ({'loss': {'before': {'array': '0'}}, 'heads': 3}, (32,))
-    """
-    arrays: dict[str, Array] = {}
-
-    def take_lists(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: take_lists(part) for name, part in value.items()}
-        if not isinstance(value, list):
-            return None if isinstance(value, float) and not np.isfinite(value) else value
-        if len(value) < LEAST_FLOATS or not all(
-            part is None or isinstance(part, float) for part in value
-        ):
-            return [take_lists(part) for part in value]
-        name = str(len(arrays))
-        arrays[name] = np.array([np.nan if part is None else part for part in value], np.float32)
-        return {"array": name}
-
-    packed = take_lists(result)
-    return encode_arrays(arrays, result=packed) if arrays else None
 
 
 def decode_arrays(message: bytes) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -1,6 +1,4 @@
-"""The jobs that compare heads over several texts: distances between all heads, and the texts that
-show a class of a head best and worst.
-"""
+"""The job that compares all heads with each other over several texts."""
 
 from __future__ import annotations
 
@@ -10,24 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .action_fields import LINES, MOST, action, integer, text
+from .action_fields import LINES, action
 from .binary_answers import encode_arrays
 from .model_actions import make_examples
 from .model_worker import JobProgress
 from .open_model import OpenModel
 
 if TYPE_CHECKING:
-    from ..observe.head_analysis.annotated_examples import Example
-    from ..observe.head_analysis.attention_figures import PictureMaker
     from ..observe.head_analysis.head_similarity import HeadLocation
-    from ..observe.head_analysis.head_table import HeadMeasures
 
 MIN_TEXTS = 2  # an interval needs as many
 MAX_CIRCUITS = 400  # heads whose circuits are compared, pair by pair
 HALF_SIMILAR = 0.5  # cut of 1 - similarity, half way between equal heads (0) and unrelated ones (1)
-MAX_TEXTS = 64  # that are scored
-SHOWN_CHARACTERS = 200  # of a text
-SHOWN_PAIRS = 3  # of a text, those with the largest weights
 Distances = NDArray[np.float64]
 
 
@@ -162,69 +154,3 @@ def _encode_groups(model: OpenModel, groups: Sequence[HeadGroup], **fields: Any)
             }
         )
     return encode_arrays(arrays, groups=described, **fields)
-
-
-# --- The texts that show a class ------------------------------------------------------------------
-
-
-@action(
-    "evidence", site=integer(0, MOST), head=integer(0, MOST), name=text(key="class"), texts=LINES
-)
-def find_evidence(
-    model: OpenModel, progress: JobProgress, site: int, head: int, name: str, texts: Sequence[str]
-) -> bytes:
-    """How well each text of the job shows a class of a head, and its strongest pairs of tokens.
-
-    The score of a text is the mean weight on the pairs that the class is about, or the measure
-    behind the class.
-    """
-    from ..observe.head_analysis.attention_figures import PictureMaker
-
-    place = model.site_name(site)
-    if model.table is None:
-        raise ValueError("the heads have not been measured; measure them first")
-    measured = model.table.head(place, head)
-    examples = make_examples(model, texts)[:MAX_TEXTS]
-    maker = PictureMaker(model.get_model(), examples)
-    scores: list[float] = []
-    shown: list[dict[str, Any]] = []
-    for number, example in enumerate(examples):
-        progress(number, len(examples), "reading texts")
-        scores.append(maker.score(number, measured, name))
-        pairs = _strongest_pairs(maker, number, measured)
-        shown.append({"text": _join_words(example), "pairs": pairs})
-    return encode_arrays({"scores": np.array(scores, np.float32)}, texts=shown)
-
-
-def _join_words(example: Example) -> str:
-    """The words of all streams of an example, the source first."""
-    parts: list[str] = []
-    for name in ("source", "text"):
-        words = example.streams[name].words if name in example.streams else ()
-        parts.append(("" if any(" " in word for word in words) else " ").join(words))
-    return " → ".join(part for part in parts if part)[:SHOWN_CHARACTERS]
-
-
-def _strongest_pairs(maker: PictureMaker, number: int, head: HeadMeasures) -> list[dict[str, Any]]:
-    """The pairs of a text with the largest weights, other than those of a token with itself or the
-    first token.
-    """
-    traced = maker.trace(number)
-    streams = maker.examples[number].streams
-    layer = traced.get_layer(head.site)
-    weights = traced.head_weights(head.site, head.head).copy()
-    if layer.query_stream == layer.key_stream:
-        np.fill_diagonal(weights, 0)
-    weights[:, 0] = 0
-    pairs: list[dict[str, Any]] = []
-    for place in np.argsort(-weights, axis=None)[:SHOWN_PAIRS]:
-        query, key = divmod(int(place), weights.shape[1])
-        if weights[query, key] > 0:
-            pairs.append(
-                {
-                    "query": streams[layer.query_stream].words[query],
-                    "key": streams[layer.key_stream].words[key],
-                    "weight": round(float(weights[query, key]), 4),
-                }
-            )
-    return pairs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -394,11 +393,6 @@ class OpenModel:
                 raise ValueError(f"there is no head {ablated.head} at {ablated.site!r} to ablate")
             if not site.ablate.possible:
                 raise ValueError(f"cannot ablate heads of {ablated.site}: {site.ablate.reason}")
-            if ablated.mode not in ABLATION_MODES or not math.isfinite(ablated.scale):
-                raise ValueError(
-                    f"unknown ablation {ablated.mode!r} with scale {ablated.scale}; "
-                    f"use one of {', '.join(ABLATION_MODES)} and a finite scale"
-                )
 
     def set_ablated(self, heads: Sequence[AblatedHead]) -> None:
         """Replace the ablated heads; raises ValueError for heads that do not exist or cannot be

@@ -25,7 +25,6 @@ from ..util.errors import SpecError
 from . import head_actions, lab_actions  # noqa: F401 - they register jobs
 from .action_fields import ALL_JOBS, text
 from .answers import ANSWERS, Answer, Query, answer
-from .binary_answers import encode_result
 from .export_files import (
     EXPORT_KINDS,
     NOT_BUILT,
@@ -192,8 +191,7 @@ class ViewServer:
         job = self._job(request)
         if job.state != "done":
             return error_response(409, ValueError(f"the job is {job.state}; wait until it is done"))
-        packed = None if isinstance(job.result, bytes) else encode_result(job.result)
-        return respond(job.result if packed is None else packed)
+        return respond(job.result)
 
     def _job(self, request: Request) -> Job:
         job = self.worker.jobs.get(request.path_params["job"])

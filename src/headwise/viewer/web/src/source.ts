@@ -202,19 +202,8 @@ export class LiveSource implements DataSource {
     if (last.state !== "done") throw new RequestError(499, { fact: last.note || "error.jobCancelled", remedy: "" });
     const answer = await this.request(`jobs/${job}/result`);
     const isJson = answer.headers.get("Content-Type")?.startsWith("application/json");
-    if (isJson) return answer.json();
-    const message = decodeMessage(await answer.arrayBuffer());
-    return "result" in message.fields ? decodeResult(message.fields["result"], message.arrays) : message;
+    return isJson ? answer.json() : decodeMessage(await answer.arrayBuffer());
   }
-}
-
-/** The result of a job with its long lists of floats, which come as arrays; NaN in them is null. Mirrors `encode_result`. */
-function decodeResult(value: any, arrays: Message["arrays"]): any {
-  if (Array.isArray(value)) return value.map((part) => decodeResult(part, arrays));
-  if (typeof value !== "object" || value === null) return value;
-  const list = Object.keys(value).length === 1 && typeof value.array === "string" && arrays[value.array];
-  if (list) return Array.from(list.data, (part) => (Number.isNaN(part) ? null : part));
-  return Object.fromEntries(Object.entries(value).map(([name, part]) => [name, decodeResult(part, arrays)]));
 }
 
 async function* readEvents(response: Response): AsyncGenerator<JobEvent> {

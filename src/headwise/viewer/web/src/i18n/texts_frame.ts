@@ -69,7 +69,6 @@ export const frameTexts = {
   "job.other": ["Working", "正在计算"],
   "job.queued": ["waiting", "排队中"],
   "job.cancel": ["Cancel", "取消"],
-  "job.evidence": ["Reading the texts", "正在读文本"],
   "job.evaluate": ["Measuring the loss over texts", "正在测量多条文本的损失"],
   "state.loading": ["Loading", "加载中"],
   "state.computing": ["Computing", "正在计算"],
