@@ -17,17 +17,12 @@ from headwise.observe.head_analysis.annotated_examples import Example, TokenAnno
 from headwise.observe.head_analysis.head_measurement import MetricSums
 from headwise.observe.head_analysis.head_metrics import HEAD_METRICS
 from headwise.observe.head_analysis.head_similarity import (
-    RowSampling,
     entropy,
     jensen_shannon_divergence,
     sample_rows,
 )
 from headwise.observe.head_analysis.resampling import Jackknife
-from headwise.observe.head_analysis.weight_bands import (
-    AttentionReceived,
-    WeightBand,
-    stream_weight_bands,
-)
+from headwise.observe.head_analysis.weight_bands import WeightBand, stream_weight_bands
 from headwise.observe.inspect.attention_sites import find_attention
 
 from .harness import BenchmarkCase, CaseKind, MissingPeer, SpeedTarget, TimedCall
@@ -46,7 +41,7 @@ MODEL_CONFIG: dict[str, Any] = {
 STATISTIC_NAMES = ("entropy", "sink", "first", "previous", "self", "next", "offset", "peak")
 FORWARD_ONLY = "one forward"
 EAGER_WEIGHTS = "eager weights of all pairs"
-ROW_SAMPLE = RowSampling(num_rows=64)
+ROWS_PER_TEXT = 64
 
 
 def head_statistics_cases(quick: bool) -> Iterator[BenchmarkCase]:
@@ -69,11 +64,13 @@ def _summed_case(count: int, names: tuple[str, ...]) -> BenchmarkCase:
 
     def ours() -> None:
         sums = MetricSums([HEAD_METRICS[name] for name in names])
-        received = AttentionReceived()
+        column_mass: dict[str, torch.Tensor] = {}
 
         def add_band(site: str, block: WeightBand) -> None:
             sums.add_band(site, block)
-            received.add_band(site, block)
+            empty = torch.zeros(len(block.w_HTS), count, dtype=torch.float64)
+            mass = column_mass.setdefault(site, empty)
+            mass[:, block.first_key : block.first_key + block.w_HTS.shape[2]] += block.w_HTS.sum(1)
 
         stream_weight_bands(net, layers, example, streams, add_band)
 
@@ -120,7 +117,7 @@ def _similarity_case(count: int) -> BenchmarkCase:
 
     def ours() -> None:
         with torch.inference_mode():
-            (rows,), _ = sample_rows(net, layers, example, streams, ROW_SAMPLE)
+            (rows,), _ = sample_rows(net, layers, example, streams, ROWS_PER_TEXT, 0)
             divergences = [
                 jensen_shannon_divergence(row[:, None]).numpy() for row in rows.weights.unbind(1)
             ]
@@ -134,7 +131,7 @@ def _similarity_case(count: int) -> BenchmarkCase:
         )
         notes["divergence of two heads"] = summary
 
-    name = f"Jensen-Shannon of {ROW_SAMPLE.num_rows} sampled rows, {count:,} tokens"
+    name = f"Jensen-Shannon of {ROWS_PER_TEXT} sampled rows, {count:,} tokens"
     return BenchmarkCase(
         name, ours, {FORWARD_ONLY: _forward_pass(net, example)}, tolerance=None, notes=notes
     )

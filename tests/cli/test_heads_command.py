@@ -83,12 +83,7 @@ def test_the_output_folder_holds_the_reports(
         for paper in ("light", "dark"):
             assert (out / f"{name}-{paper}.svg").read_text().startswith("<?xml")
             assert (out / f"{name}-{paper}.png").read_bytes().startswith(b"\x89PNG")
-    table = json.loads((out / "heads.json").read_text())
-    points = json.loads((out / "headvis" / "scatter_data.json").read_text())["heads"]
-    assert [one["metrics"]["sink"] for one in points] == [
-        one["measures"]["sink"]["value"] for one in table["heads"]
-    ]
-    one = json.loads((out / "headvis" / "heads" / "L0H1.json").read_text())
+    assert json.loads((out / "heads.json").read_text())["heads"]
     two = ["encoder.0.attention:1", "encoder.0.attention:0"]
     sample = tmp_path / "two"
     assert (
@@ -119,9 +114,6 @@ def test_the_output_folder_holds_the_reports(
         "encoder.0.attention:77",
     )
     assert (code, "there is no head 77" in stderr) == (2, True)
-    example = one["examples"][0]
-    assert len(example["attention"]) == len(example["tokens"])
-    assert sum(weight for _, weight in example["attention"][0]) <= 1 + 1e-5
 
 
 @pytest.mark.parametrize(

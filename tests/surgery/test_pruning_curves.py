@@ -19,8 +19,8 @@ from headwise.models import Transformer
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.head_analysis.annotated_examples import Example, examples_from_task
 from headwise.observe.head_analysis.head_classes import classify_heads
-from headwise.observe.head_analysis.head_figures import class_group
 from headwise.observe.head_analysis.head_measurement import measure_heads
+from headwise.observe.head_analysis.head_table import class_group
 from headwise.surgery import HeadRanking, pruning_curves
 from headwise.surgery.curve_report import (
     THEMES,

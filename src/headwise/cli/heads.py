@@ -278,8 +278,7 @@ def run_extras(
 def _measure_importance(
     model: Any, examples: Sequence[Example], args: Any, report: ProgressReporter
 ) -> ImportanceResult:
-    from ..observe.head_analysis.head_importance import estimate_importance
-    from ..observe.head_analysis.importance_methods import ImportanceOptions
+    from ..observe.head_analysis.head_importance import ImportanceOptions, estimate_importance
 
     options = ImportanceOptions(
         max_seconds=args.budget,

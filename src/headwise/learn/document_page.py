@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ..observe.head_analysis.head_figures import find_undrawable
+from ..report.plots import find_undrawable
 from ..util.escaping import make_visible
 from ..util.files import write_atomically
 from ..util.output_paths import FolderKind

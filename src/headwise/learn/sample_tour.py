@@ -20,8 +20,7 @@ from ..observe.bundled_sample import (
     load_sample_table,
     load_sample_trace,
 )
-from ..observe.head_analysis.head_figures import CLASS_STYLES, class_group
-from ..observe.head_analysis.head_table import HeadMeasures, HeadTable
+from ..observe.head_analysis.head_table import CLASS_STYLES, HeadMeasures, HeadTable, class_group
 from ..observe.traces import Trace
 from ..report.data import Estimate, Figure, HeatMap, Item, Page, Section, Table
 from ..report.render import to_html, to_text

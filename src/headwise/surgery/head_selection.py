@@ -20,10 +20,13 @@ from ..models import Transformer
 from ..models.model_spec import ModelSpec
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.head_classes import classify_heads
-from ..observe.head_analysis.head_importance import IMPORTANCE_METHODS, estimate_importance
+from ..observe.head_analysis.head_importance import (
+    IMPORTANCE_METHODS,
+    ImportanceOptions,
+    estimate_importance,
+)
 from ..observe.head_analysis.head_measurement import measure_heads
 from ..observe.head_analysis.head_redundancy import RedundancyOptions, measure_redundancy
-from ..observe.head_analysis.importance_methods import ImportanceOptions
 from ..observe.head_analysis.objectives import Objective, choose_objective
 from ..report.progress import CountedMessage
 from ..util.errors import SpecError, suggest

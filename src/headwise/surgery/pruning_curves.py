@@ -17,8 +17,8 @@ from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.dependency_syntax import DependencyScores
 from ..observe.head_analysis.distinct_examples import DistinctExamples
 from ..observe.head_analysis.head_classes import classify_heads
-from ..observe.head_analysis.head_figures import class_group
 from ..observe.head_analysis.head_measurement import MeasureCollector, measure_heads
+from ..observe.head_analysis.head_table import class_group
 from ..observe.head_analysis.objectives import Objective, OutputDrift, choose_objective
 from ..observe.head_analysis.word_alignment import AlignmentScores
 from ..report.progress import CountedMessage

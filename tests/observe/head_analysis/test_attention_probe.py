@@ -185,11 +185,11 @@ def test_unsupported_models_are_refused():
         ),
         (
             [replace(examples[0], dependencies=[(0, 9, "x")])],
-            r"a dependency joins words \(0, 9\), but the tokens have words 0..6",
+            r"a dependency joins words \(0, 9\): the tokens have words 0..6",
         ),
         (
             [replace(examples[0], streams={"text": stream([-1] * 7)})] * 9,
-            "but the tokens have no words",
+            "the tokens have no words",
         ),
     ]:
         with pytest.raises(ValueError, match=reason):

@@ -142,7 +142,7 @@ def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: 
     measures = syntax.measures()
     tests = maps.HEADS * len({key for own in expected for key in own})
     for relation, towards in {key for own in expected for key in own}:
-        none = np.zeros(maps.HEADS + syntax.convention.num_baselines + 1)
+        none = np.zeros(maps.HEADS + syntax.num_baselines + 1)
         each = np.array([sum(own.get((relation, towards), []), none) for own in expected])
         share = each.sum(0)[:-1] / each.sum(0)[-1]
         each = each[each[:, -1] > 0]

@@ -1,4 +1,4 @@
-"""Diversity of heads in a layer, outliers, and collapse of tokens over depth."""
+"""Diversity of heads in a layer, and collapse of tokens over depth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from headwise.models.block import TransformerLayer
 from headwise.observe.head_analysis.head_redundancy import (
     DiversitySums,
     RedundancyOptions,
-    find_outliers,
     measure_redundancy,
 )
 from headwise.observe.head_analysis.head_similarity import HeadLocation, NonSinkRows, spread_of_sets
@@ -170,53 +169,6 @@ def test_the_spread_of_a_model_is_that_of_its_layers():
         expected = sum(spread(weights[layer]) * weights.shape[2] for weights in recorded) / count
         assert one.spread.value == pytest.approx(expected, abs=1e-6)
         assert one.spread.low <= one.spread.value <= one.spread.high
-
-
-# --- heads that stand apart -----------------------------------------------------------------------
-
-
-def layer_distances(seed: int, odd: int | None = None) -> Array:
-    """Distances of three layers of eight heads, one of which may be far from its own."""
-    places = np.random.default_rng(seed).normal(size=(24, 6))
-    if odd is not None:
-        places[odd] += 9
-    return np.linalg.norm(places[:, None] - places, axis=-1)
-
-
-def test_a_head_far_from_its_layer_is_found_and_no_other():
-    found = find_outliers(layer_distances(0, odd=11), heads(3, 8))
-    assert found[0].head == HeadLocation("decoder.1.attention", 1, 3)
-    assert found[0].p < 0.05 < found[1].p
-    assert found[0].distance == pytest.approx(
-        layer_distances(0, odd=11)[11, [8, 9, 10, 12, 13, 14, 15]].mean()
-    )
-
-
-def test_few_outliers_are_found_without_odd_heads():
-    hits = sum(
-        find_outliers(layer_distances(trial), heads(3, 8), num_draws=4000)[0].p < 0.05
-        for trial in range(60)
-    )
-    assert hits <= 8
-
-
-def test_deviations_are_students():
-    far = layer_distances(3)[:8, :8]
-    found = {one.head.head: one for one in find_outliers(far, heads(1, 8), num_draws=200_000)}
-    logs = np.log(far.sum(1) / 7)
-    for head in range(8):
-        others = np.delete(logs, head)
-        assert found[head].studentised == pytest.approx(
-            (logs[head] - others.mean()) / others.std(ddof=1)
-        )
-    chance = np.random.default_rng(0).standard_normal((200_000, 8))
-    beyond = (chance[:, 0] - chance[:, 1:].mean(1)) / chance[:, 1:].std(1, ddof=1)
-    worst = max(found.values(), key=lambda one: one.studentised)
-    assert worst.p == pytest.approx(min(1, 8 * (beyond >= worst.studentised).mean()), rel=0.1)
-
-
-def test_layers_of_two_heads_have_no_odd_one():
-    assert find_outliers(layer_distances(0)[:4, :4], heads(2, 2)) == ()
 
 
 # --- depth ----------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from headwise.observe.head_analysis.attention_figures import (
     score_cells,
 )
 from headwise.observe.head_analysis.head_classes import classify_heads
-from headwise.observe.head_analysis.head_figures import (
+from headwise.observe.head_analysis.head_measurement import measure_heads
+from headwise.observe.head_analysis.head_report import (
     plot_importance,
     plot_measure_by_layer,
     plot_similar_heads,
 )
-from headwise.observe.head_analysis.head_measurement import measure_heads
 from headwise.observe.head_analysis.head_similarity import PlaneEmbedding
 from headwise.observe.head_analysis.head_table import (
     HeadClass,

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.observe.head_analysis.annotated_examples import Example
-from headwise.observe.head_analysis.head_importance import IMPORTANCE_METHODS, estimate_importance
+from headwise.observe.head_analysis.head_importance import (
+    IMPORTANCE_METHODS,
+    ImportanceOptions,
+    estimate_importance,
+)
 from headwise.observe.head_analysis.importance_methods import (
     HeadAblationHook,
-    ImportanceOptions,
     PartialForward,
     RepeatedForward,
     TimeLimitReached,

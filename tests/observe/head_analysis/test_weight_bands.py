@@ -22,7 +22,6 @@ from headwise.observe.head_analysis.annotated_examples import Example, TokenAnno
 from headwise.observe.head_analysis.head_measurement import MetricSums, measure_heads
 from headwise.observe.head_analysis.literature_metrics import ALL_METRICS
 from headwise.observe.head_analysis.weight_bands import (
-    AttentionReceived,
     WeightBand,
     WeightBandHook,
     stream_weight_bands,
@@ -219,12 +218,14 @@ def test_columns_are_those_of_all_weights(monkeypatch):
         ids[None],
         {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)},
     )
-    site_modules, received, bands = find_attention(net.eval()), AttentionReceived(), []
+    site_modules, bands = find_attention(net.eval()), []
+    received: dict[str, torch.Tensor] = {}
     monkeypatch.setattr(weight_bands, "MAX_CELLS", 3 * 13 * 2)
 
     def see(site, block):
         bands.append(site)
-        received.add_band(site, block)
+        mass = received.setdefault(site, torch.zeros(len(block.w_HTS), 13))
+        mass[:, block.first_key : block.first_key + block.w_HTS.shape[2]] += block.w_HTS.sum(1)
 
     stream_weight_bands(
         net, site_modules, example, {one.site.name: ("text", "text") for one in site_modules}, see
@@ -236,5 +237,5 @@ def test_columns_are_those_of_all_weights(monkeypatch):
     for one, probe in zip(site_modules, probes.values(), strict=True):
         weights = probe.tensors["weights"][0].double().sum(1)
         torch.testing.assert_close(
-            received.sums[one.site.name], weights, rtol=1e-5, atol=1e-6, check_dtype=False
+            received[one.site.name], weights, rtol=1e-5, atol=1e-6, check_dtype=False
         )

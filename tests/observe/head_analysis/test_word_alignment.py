@@ -199,5 +199,5 @@ def test_texts_without_links_are_left_out():
         )
         alignment.add_band(SITE, block)
         alignment.finish_example()
-    assert [bool(value) for value in alignment.ratios_by_example] == [True, False, True]
+    assert [bool(value) for value in alignment.counts_by_example] == [True, False, True]
     assert alignment.measures()

@@ -23,6 +23,6 @@ redundant.
   residual stream.
 - Statistics: `resampling` has intervals, t tests and permutation tests, `random_baseline` untrained
   models.
-- Figures: `head_figures` has those of all heads, `attention_figures` single heads on the texts that
-  show their classes; `head_report` writes them.
+- Figures: `attention_figures` draws single heads on the texts that show their classes;
+  `head_report` has the figures of all heads and writes the report.
 """

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,7 @@ def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
 # --- Parsed sentences in CoNLL-U (universaldependencies.org/format) -------------------------------
 
 NUM_COLUMNS = 10
+Span = tuple[int, int]
 WORD_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
@@ -150,7 +151,7 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
     ParsedSentence(text='Dogs bark', words=('Dogs', 'bark'), word_spans=((0, 4), (5, 9)), dependencies=((0, 1,
     'nsubj'),))
     """
-    rows: list[_Row] = []
+    rows: list[tuple[str, list[str]]] = []  # the place of each row, for messages, and its columns
     text = ""
     first_line = 1
     for line_number, line in enumerate([*lines, ""], 1):
@@ -159,7 +160,11 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
             text = value.strip() if name.strip() == "text" else text
         elif line.strip():
             where = f"{source}, line {line_number}"
-            rows.append(_Row(where, _split_columns(line, where)))
+            columns = line.rstrip("\n").split("\t")
+            if len(columns) != NUM_COLUMNS:
+                fact = f"a row has {len(columns)} columns, not {NUM_COLUMNS}"
+                raise SpecError(f"{where}: {fact}; separate columns with tabs")
+            rows.append((where, columns))
         elif rows:
             yield _parse_sentence(text, rows, f"{source}, sentence at line {first_line}")
             rows = []
@@ -167,23 +172,7 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
         first_line = line_number + 1 if not rows else first_line
 
 
-class _Row(NamedTuple):
-    """The columns of one row, and its file and line for messages."""
-
-    where: str
-    columns: list[str]
-
-
-def _split_columns(line: str, where: str) -> list[str]:
-    row = line.rstrip("\n").split("\t")
-    if len(row) != NUM_COLUMNS:
-        raise SpecError(
-            f"{where}: a row has {len(row)} columns, not {NUM_COLUMNS}; separate columns with tabs"
-        )
-    return row
-
-
-def _parse_sentence(text: str, rows: Sequence[_Row], where: str) -> ParsedSentence:
+def _parse_sentence(text: str, rows: Sequence[tuple[str, list[str]]], where: str) -> ParsedSentence:
     words: list[str] = []
     pieces: list[tuple[str, int]] = []  # each stretch of text and the number of words written in it
     dependencies: list[tuple[int, int, str]] = []
@@ -191,66 +180,45 @@ def _parse_sentence(text: str, rows: Sequence[_Row], where: str) -> ParsedSenten
     for place, row in rows:
         if "." in row[0]:  # an empty node: a word that is not written
             continue
-        if "-" in row[0]:
-            first, last = (_parse_number(part, place) for part in row[0].split("-", 1))
-            if first != len(words) + 1 or last < first:
-                raise SpecError(
-                    f"{place}: the range {row[0]} follows word {len(words)}; write first-last"
-                )
-            pieces.append((row[1], last - first + 1))
-            covered = last
+        numbers = [_parse_number(part, place) for part in row[0].split("-", 1)]
+        follows = f"follows word {len(words)}"
+        if len(numbers) == 2:
+            if numbers[0] != len(words) + 1 or numbers[1] < numbers[0]:
+                raise SpecError(f"{place}: the range {row[0]} {follows}; write first-last")
+            covered = numbers[1]
+            pieces.append((row[1], covered - numbers[0] + 1))
             continue
-        number = _parse_number(row[0], place)
-        if number != len(words) + 1:
-            raise SpecError(
-                f"{place}: word {number} follows word {len(words)}; number words 1, 2, 3"
-            )
+        if numbers[0] != len(words) + 1:
+            raise SpecError(f"{place}: word {numbers[0]} {follows}; number words 1, 2, 3")
         words.append(row[1])
-        if number > covered:
+        if numbers[0] > covered:
             pieces.append((row[1], 1))
         governor = _parse_number(row[6], place)
         if governor:
-            dependencies.append((number - 1, governor - 1, row[7].partition(":")[0]))
-    invalid = [arc for arc in dependencies if not arc[1] < len(words)]
-    if invalid:
-        dependent, governor, _ = invalid[0]
-        raise SpecError(
-            f"{where}: the governor of word {dependent + 1} is word {governor + 1} of "
-            f"{len(words)}; "
-            f"give 1..{len(words)}, or 0 for the root"
-        )
+            dependencies.append((numbers[0] - 1, governor - 1, row[7].partition(":")[0]))
+    for dependent, governor, _ in dependencies:
+        if governor >= len(words):
+            fact = f"the governor of word {dependent + 1} is word {governor + 1} of {len(words)}"
+            raise SpecError(f"{where}: {fact}; give 1..{len(words)}, or 0 for the root")
     text = text or " ".join(piece for piece, _ in pieces)
-    spans = tuple(_find_word_spans(text, words, pieces, where))
-    return ParsedSentence(text, tuple(words), spans, tuple(dependencies))
-
-
-def _find_word_spans(
-    text: str, words: Sequence[str], pieces: Sequence[tuple[str, int]], where: str
-) -> Iterator[tuple[int, int]]:
-    """Character span of each word.
-
-    Words of one multi-word token get consecutive spans if they spell the token together; otherwise
-    each gets its whole span.
-    """
+    # Words of one multi-word token get consecutive spans if they spell the token together;
+    # otherwise each gets its whole span.
+    spans: list[Span] = []
     position = 0
-    first_word = 0
     for piece, count in pieces:
         start = text.find(piece, position)
         if start < 0:
             fact = f"{where}: {piece!r} is not found in the text after character {position}"
             raise SpecError(f"{fact}; correct the line that starts with # text =")
-        token_words = words[first_word : first_word + count]
-        word_start = start
-        for word in token_words:
-            is_contracted = "".join(token_words) != piece
-            yield (
-                (start, start + len(piece))
-                if is_contracted
-                else (word_start, word_start + len(word))
-            )
-            word_start += len(word)
         position = start + len(piece)
-        first_word = first_word + count
+        written = words[len(spans) : len(spans) + count]
+        if "".join(written) != piece:
+            spans += [(start, position)] * count
+            continue
+        for word in written:
+            spans.append((start, start + len(word)))
+            start += len(word)
+    return ParsedSentence(text, tuple(words), tuple(spans), tuple(dependencies))
 
 
 def _parse_number(text: str, where: str) -> int:
@@ -263,7 +231,6 @@ def _parse_number(text: str, where: str) -> int:
 
 WORD_PATTERN = re.compile(r"\w+|[^\w\s]")  # words of a text without a parse
 MAX_GENERATED_TOKENS = 64  # length of the target that the model generates for a source without one
-Span = tuple[int, int]
 
 
 @dataclass
@@ -299,27 +266,23 @@ class ExampleReader:
             self.skipped["empty lines"] += 1
             return
         inputs = self._tokenise(text, target)
-        if inputs is None:
+        kwargs = None if inputs is None else self._with_answer_labels(inputs)
+        if inputs is None or kwargs is None:
             return
-        kwargs = self._with_answer_labels(inputs)
-        if kwargs is None:
-            return
-        streams = {
-            name: _annotate_tokens(rows[0], spans.get(name))
-            for name, rows in inputs.token_rows.items()
-        }
-        num_lost = sum(
-            _count_words_without_tokens(streams[name], len(spans[name])) for name in spans
-        )
+        streams: dict[str, TokenAnnotations] = {}
+        num_lost = 0  # words without a token of their own
+        for name, rows in inputs.token_rows.items():
+            tokens = _annotate_tokens(rows[0], spans.get(name))
+            streams[name] = tokens
+            found = {*tokens.word_index.tolist()} - {-1}
+            num_lost += len(spans[name]) - len(found) if name in spans else 0
         if (dependencies is not None or alignment_links) and num_lost:
-            self.skipped[
-                "sentences skipped because some of their words have no token of their own"
-            ] += 1
+            reason = "sentences skipped because some of their words have no token of their own"
+            self.skipped[reason] += 1
             return
         arguments = inputs.args or kwargs  # a model that takes one dictionary is called with `args`
-        self.examples.append(
-            Example(arguments, streams, dependencies or (), tuple(alignment_links))
-        )
+        links = tuple(alignment_links)
+        self.examples.append(Example(arguments, streams, dependencies or (), links))
 
     def _with_answer_labels(self, inputs: ModelInputs) -> Mapping[str, Any] | None:
         """The model's arguments, with labels of the answer's tokens if these alone are targets;
@@ -327,28 +290,22 @@ class ExampleReader:
         """
         if not self.answer_after:
             return inputs.kwargs
+        name = type(self.model).__name__
+        fact = ""
         if is_encoder_decoder(self.model):
-            fact = (
-                f"{type(self.model).__name__} has an encoder, so that its targets are texts of "
-                "their own"
-            )
-            raise SpecError(
-                f"cannot score answers after {self.answer_after!r}: {fact}; leave it out"
-            )
-        if inputs.args:
-            fact = f"{type(self.model).__name__} takes one dictionary, without labels"
-            raise SpecError(
-                f"cannot score answers after {self.answer_after!r}: {fact}; leave it out"
-            )
+            fact = f"{name} has an encoder, so that its targets are texts of their own"
+        elif inputs.args:
+            fact = f"{name} takes one dictionary, without labels"
+        marker = self.answer_after
+        if fact:
+            raise SpecError(f"cannot score answers after {marker!r}: {fact}; leave it out")
         row = inputs.token_rows["text"][0]
         if len(row.offsets) != len(row.ids):
-            raise SpecError(
-                f"cannot find {self.answer_after!r} in tokens without offsets; give a "
-                "tokenizer.json"
-            )
-        labels = label_answer(row, self.answer_after)
+            fact = f"cannot find {marker!r} in tokens without offsets"
+            raise SpecError(f"{fact}; give a tokenizer.json")
+        labels = label_answer(row, marker)
         if not (labels != IGNORE_INDEX).any():
-            self.skipped[f"texts without an answer after {self.answer_after!r}"] += 1
+            self.skipped[f"texts without an answer after {marker!r}"] += 1
             return None
         return {**inputs.kwargs, LABELS_INPUT: labels[None]}
 
@@ -366,19 +323,23 @@ class ExampleReader:
             raise SpecError(f"{fact}; use a model trained on this task")
         for index in range(limit):
             batch = task.batch(index, 1, split)
-            assert batch.source is not None, "links lead from a source"
-            ids_by_stream = {"text": batch.x, "source": batch.source}
-            decoders = self.token_decoders()
-            streams = {
-                name: _annotate_tokens(_decode_row(ids[0].tolist(), decoders[name]), None)
-                for name, ids in ids_by_stream.items()
-            }
+            streams = self.annotate_batch(batch)
             # The start token of the target is not a word.
             streams["text"] = replace(streams["text"], word_index=streams["text"].word_index - 1)
             links = tuple((int(s), int(t), True) for s, t in batch.gold[0].links)
-            self.examples.append(
-                Example({"x": batch.x, "source": batch.source}, streams, (), links)
-            )
+            inputs = {"x": batch.x, "source": batch.source}
+            self.examples.append(Example(inputs, streams, (), links))
+
+    def annotate_batch(self, batch: Batch) -> dict[str, TokenAnnotations]:
+        """Annotations of the streams of a batch of one example; each token counts as a word."""
+        decoders = self.token_decoders()
+        streams: dict[str, TokenAnnotations] = {}
+        for name, ids in (("text", batch.x), ("source", batch.source)):
+            if ids is not None:
+                numbers = ids[0].tolist()
+                row = TokenRow(tuple(numbers), tuple(map(decoders[name], numbers)))
+                streams[name] = _annotate_tokens(row, None)
+        return streams
 
     def token_decoders(self) -> Mapping[str, Callable[[int], str]]:
         """Functions that turn an id into text, for the streams "text" and "source"."""
@@ -393,16 +354,14 @@ class ExampleReader:
         for example in self.examples:
             for name, tokens in example.streams.items():
                 counts.setdefault(name, Counter()).update(tokens.ids.tolist())
-        return [
-            replace(
-                example,
-                streams={
-                    name: _with_frequencies(tokens, counts[name])
-                    for name, tokens in example.streams.items()
-                },
-            )
-            for example in self.examples
-        ]
+        examples: list[Example] = []
+        for example in self.examples:
+            streams = dict(example.streams)
+            for name, tokens in example.streams.items():
+                frequency = [counts[name][token_id] for token_id in tokens.ids.tolist()]
+                streams[name] = replace(tokens, frequency=torch.tensor(frequency))
+            examples.append(replace(example, streams=streams))
+        return examples
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -414,9 +373,8 @@ class ExampleReader:
         try:
             if is_encoder_decoder(self.model) and not target:
                 return self._generate_target(text)
-            return prepare_inputs(
-                self.model, {"source": text, "text": target} if target else text, 0
-            )
+            texts = {"source": text, "text": target} if target else text
+            return prepare_inputs(self.model, texts, 0)
         except SequenceTooLong:
             self.skipped[f"texts longer than the model's {get_max_length(self.model)} tokens"] += 1
         except UnknownToken:
@@ -426,22 +384,15 @@ class ExampleReader:
     def _generate_target(self, text: str) -> ModelInputs:
         """Inputs of a source with a target that the model generates."""
         max_length = get_max_length(self.model)  # the start token has the first position
-        limit = (
-            MAX_GENERATED_TOKENS
-            if max_length is None
-            else min(MAX_GENERATED_TOKENS, max_length - 1)
-        )
+        limit = min(MAX_GENERATED_TOKENS, (max_length or MAX_GENERATED_TOKENS + 1) - 1)
         inputs = prepare_inputs(self.model, text, limit)
         generated = ModelRun(self.model, inputs, limit).run_with_hooks([], {})
-        rows = inputs.extend_rows(
-            generated.tolist() if isinstance(generated, Tensor) else generated
-        )
-        is_native = not inputs.kwargs
-        source = torch.tensor(inputs.prompt_ids) if is_native else inputs.kwargs["input_ids"]
-        source_name, target_name = (
-            ("source", "x") if is_native else ("input_ids", "decoder_input_ids")
-        )
-        kwargs = {source_name: source, target_name: torch.tensor([rows[0].ids])}
+        generated = generated.tolist() if isinstance(generated, Tensor) else generated
+        rows = inputs.extend_rows(generated)
+        target = torch.tensor([rows[0].ids])
+        kwargs = {"source": torch.tensor(inputs.prompt_ids), "x": target}
+        if inputs.kwargs:  # a transformers model
+            kwargs = {"input_ids": inputs.kwargs["input_ids"], "decoder_input_ids": target}
         return replace(inputs, kwargs=kwargs, token_rows={**inputs.token_rows, "text": rows})
 
 
@@ -486,9 +437,9 @@ def examples_from_lines(
         source, _, target = (
             line.partition("\t") if isinstance(line, str) else (line[0], "", line[1])
         )
-        pieces = (
-            [source] if target or is_encoder_decoder(model) else list(_split_text(model, source))
-        )
+        pieces = [source]
+        if not target and not is_encoder_decoder(model):
+            pieces = list(_split_text(model, source))
         if len(pieces) > 1:
             reader.skipped["lines split because they are longer than the model takes"] += 1
         for piece in pieces:
@@ -522,20 +473,13 @@ def examples_from_pairs(
     reader = ExampleReader(model)
     for number, (pair, links) in enumerate(zip(pairs, gold_links, strict=True), 1):
         (source, source_spans), (target, target_spans) = map(join_words, pair)
-        counts = len(source_spans), len(target_spans)
         for link in links:
-            if not (0 <= link[0] < counts[0] and 0 <= link[1] < counts[1]):
-                words = f"{counts[0]} source words and {counts[1]} target words"
-                raise SpecError(
-                    f"pair {number} links word {link[0]} to {link[1]} but has {words}; count "
-                    "words from 0"
-                )
-        reader.add_text(
-            source,
-            target,
-            alignment_links=links,
-            spans={"source": source_spans, "text": target_spans},
-        )
+            if not (0 <= link[0] < len(source_spans) and 0 <= link[1] < len(target_spans)):
+                words = f"{len(source_spans)} source words and {len(target_spans)} target words"
+                fact = f"pair {number} links word {link[0]} to {link[1]} but has {words}"
+                raise SpecError(f"{fact}; count words from 0")
+        spans = {"source": source_spans, "text": target_spans}
+        reader.add_text(source, target, alignment_links=links, spans=spans)
     return reader
 
 
@@ -545,11 +489,9 @@ def examples_from_task(
     """Read examples of a task with their labels: `limit` of them, or all if the task has fewer."""
     reader = ExampleReader(model)
     first = task.batch(0, 1, split)
-    _check_task_matches(model, task, first)
+    _check_task_matches(model, task)
     num_examples = task.batches(1, split)
-    decoders = (
-        reader.token_decoders() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
-    )
+    has_tokens = first.x.dim() == 2 and not first.x.is_floating_point()
     for index in range(limit if num_examples is None else min(limit, num_examples)):
         batch = task.batch(index, 1, split)
         tensors = {
@@ -558,40 +500,25 @@ def examples_from_task(
             "source": batch.source,
             "source_sequence": batch.source_tokens,
         }
-        inputs = {name: value for name, value in tensors.items() if value is not None} | {
-            LABELS_INPUT: batch.labels
-        }
-        ids = {"text": batch.x, "source": batch.source} if decoders else {}
-        streams = {
-            name: _annotate_tokens(_decode_row(token_ids[0].tolist(), decoders[name]), None)
-            for name, token_ids in ids.items()
-            if token_ids is not None
-        }
-        reader.examples.append(Example(inputs, streams))
+        inputs: dict[str, Any] = {name: one for name, one in tensors.items() if one is not None}
+        inputs[LABELS_INPUT] = batch.labels
+        reader.examples.append(Example(inputs, reader.annotate_batch(batch) if has_tokens else {}))
     return reader
 
 
-def _check_task_matches(model: nn.Module, task: Task, first: Batch) -> None:
+def _check_task_matches(model: nn.Module, task: Task) -> None:
     """Refuse a model that was built for another task."""
     if not isinstance(model, Transformer):
         fact = f"{type(model).__name__} does not use the vocabulary of the task {task.name}"
         raise SpecError(f"{fact}; give lines of text instead")
-    specs = (model.spec, task.model())
-    own_inputs, task_inputs = (
-        [
-            stack.embedding and (stack.embedding.tokens, stack.embedding.patches)
-            for stack in spec.stacks
-        ]
-        for spec in specs
-    )
-    own_outputs, task_outputs = (spec.heads[0].outputs if spec.heads else 0 for spec in specs)
-    tokenizer = model.usage.tokenizer
-    other_tokenizer = tokenizer is not None and tokenizer != task.tokenizer
-    if own_inputs != task_inputs or own_outputs != task_outputs or other_tokenizer:
-        raise SpecError(
-            f"the model does not have the inputs and outputs of the task {task.name}; use one "
-            "trained on it"
-        )
+    sizes: list[Any] = []
+    for spec in (model.spec, task.model()):
+        embeddings = [stack.embedding for stack in spec.stacks]
+        inputs = [one and (one.tokens, one.patches) for one in embeddings]
+        sizes.append((inputs, spec.heads[0].outputs if spec.heads else 0))
+    if sizes[0] != sizes[1] or model.usage.tokenizer not in (None, task.tokenizer):
+        fact = f"the model does not have the inputs and outputs of the task {task.name}"
+        raise SpecError(f"{fact}; use one trained on it")
 
 
 def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:
@@ -639,49 +566,29 @@ def _is_long(model: nn.Module, text: str) -> bool:
     return False
 
 
-def _decode_row(ids: Sequence[int], decode: Callable[[int], str]) -> TokenRow:
-    return TokenRow(tuple(ids), tuple(map(decode, ids)))
-
-
 def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnotations:
     """Annotate the tokens of a row; `spans` are the words of a parse, or None to split the text
     into words.
     """
-    offsets = row.offsets or ((0, 0),) * len(row.ids)
-    without_text = torch.tensor(
-        [
-            start == stop or token_id == PAD_ID
-            for token_id, (start, stop) in zip(row.ids, offsets, strict=True)
-        ]
-    )
-    special = without_text if row.offsets else torch.zeros(len(row.ids), dtype=torch.bool)
+    ids = torch.tensor(row.ids)
+    special = torch.zeros(len(ids), dtype=torch.bool)
+    word = torch.arange(len(ids))  # without character offsets, every token is a word
+    if row.offsets:
+        is_empty = [start == stop for start, stop in row.offsets]
+        special = torch.tensor(is_empty, dtype=torch.bool) | (ids == PAD_ID)
+        if spans is None:
+            spans = [match.span() for match in WORD_PATTERN.finditer(row.text)]
+        indices = [_find_word(row, n, spans) for n in range(len(ids))]
+        word = torch.where(special, -1, torch.tensor(indices))
     separator = special.clone()
     separator[:1] = False
-    punctuation = torch.tensor([_is_punctuation(word) for word in row.words]) & ~special
-    if row.offsets:
-        word_spans = (
-            spans
-            if spans is not None
-            else [match.span() for match in WORD_PATTERN.finditer(row.text)]
-        )
-        word = torch.tensor(
-            [
-                -1 if is_special else _find_word(row, n, word_spans)
-                for n, is_special in enumerate(special.tolist())
-            ]
-        )
-    else:
-        word = torch.arange(len(row.ids))  # without character offsets, every token is a word
-    ids = torch.tensor(row.ids)
-    return TokenAnnotations(
-        ids, row.words, special, separator, punctuation, word, torch.zeros_like(ids)
-    )
+    punctuation = torch.tensor([_is_punctuation(text) for text in row.words]) & ~special
+    frequency = torch.zeros_like(ids)
+    return TokenAnnotations(ids, row.words, special, separator, punctuation, word, frequency)
 
 
 def _find_word(row: TokenRow, token: int, spans: Sequence[Span]) -> int:
-    """Index of the word in which a token begins, leading spaces ignored; -1 if
-    it begins in none.
-    """
+    """Index of the word in which a token begins, leading spaces ignored; -1 if it begins in none."""
     start, stop = row.offsets[token]
     start += len(row.text[start:stop]) - len(row.text[start:stop].lstrip())
     return next((n for n, (first, last) in enumerate(spans) if first <= start < last), -1)
@@ -695,13 +602,3 @@ def _is_punctuation(word: str) -> bool:
     """
     bare = word.strip().lstrip("Ġ▁")
     return bool(bare) and all(unicodedata.category(char).startswith("P") for char in bare)
-
-
-def _count_words_without_tokens(tokens: TokenAnnotations, num_words: int) -> int:
-    return num_words - len(set(tokens.word_index.tolist()) - {-1})
-
-
-def _with_frequencies(tokens: TokenAnnotations, counts: Mapping[int, int]) -> TokenAnnotations:
-    return replace(
-        tokens, frequency=torch.tensor([counts[token_id] for token_id in tokens.ids.tolist()])
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,23 +77,6 @@ OFFSET_OF_CLASS = {"previous": -1, "self": 0, "next": 1}
 Cells = list[tuple[int, int]]
 
 
-def trace_example(model: nn.Module, example: Example) -> Trace:
-    """Record the weights of every head on an example."""
-    return trace(model, example.model_inputs, capture=Capture())
-
-
-def make_picture(
-    traced: Trace, example: Example, head: HeadMeasures, name: str, title: str
-) -> HeadPicture:
-    """The picture of a head on an example."""
-    layer = traced.get_layer(head.site)
-    query_words = example.streams[layer.query_stream].words
-    key_words = example.streams[layer.key_stream].words
-    return HeadPicture(
-        title, name, traced.head_weights(head.site, head.head), query_words, key_words
-    )
-
-
 @dataclass
 class PictureMaker:
     """Makes pictures of the heads of a model on the texts that show their classes; each text is run
@@ -104,30 +88,36 @@ class PictureMaker:
     _traces: dict[int, Trace] = field(default_factory=dict[int, Trace])
 
     def trace(self, number: int) -> Trace:
-        """The trace of example `number`."""
+        """The trace of example `number`, with the weights of every head."""
         if number not in self._traces:
-            self._traces[number] = trace_example(self.model, self.examples[number])
+            inputs = self.examples[number].model_inputs
+            self._traces[number] = trace(self.model, inputs, capture=Capture())
         return self._traces[number]
+
+    def first_picture(
+        self, head: HeadMeasures, name: str, title: str, number: int = 0
+    ) -> HeadPicture:
+        """The picture of a head on the first example, or on another."""
+        traced = self.trace(number)
+        layer = traced.get_layer(head.site)
+        streams = self.examples[number].streams
+        words = [streams[stream].words for stream in (layer.query_stream, layer.key_stream)]
+        return HeadPicture(title, name, traced.head_weights(head.site, head.head), *words)
 
     def picture(self, head: HeadMeasures, name: str, title: str) -> HeadPicture | None:
         """The picture of a head on the text that shows its class `name` best; None if no text can
         show it.
         """
         layer = self.trace(0).get_layer(head.site)
-        has_pairs = _pair_finder(name, layer, head) is not None
-        numbers = [
-            number
-            for number, example in enumerate(self.examples)
-            if not has_pairs or find_cells(name, example, layer, head)
-        ]
+        numbers = list(range(len(self.examples)))
+        if _pair_finder(name, layer, head) is not None:
+            numbers = [n for n in numbers if find_cells(name, self.examples[n], layer, head)]
         scores = {number: self.score(number, head, name) for number in numbers[:MAX_TEXTS]}
-        scores = {number: score for number, score in scores.items() if score > 0}
-        if not scores:
+        best = max(scores, key=lambda number: scores[number], default=None)
+        if best is None or not scores[best] > 0:
             return None
-        best = max(scores, key=lambda number: scores[number])
-        example = self.examples[best]
-        picture = make_picture(self.trace(best), example, head, name, title)
-        return picture._replace(marked_cells=find_cells(name, example, layer, head))
+        cells = find_cells(name, self.examples[best], layer, head)
+        return self.first_picture(head, name, title, best)._replace(marked_cells=cells)
 
     def score(self, number: int, head: HeadMeasures, name: str) -> float:
         """How well an example shows a class of a head."""
@@ -139,15 +129,12 @@ class PictureMaker:
             return score_cells(weights, find_cells(name, example, layer, head))
         tokens = [example.streams[stream] for stream in (layer.query_stream, layer.key_stream)]
         allowed = torch.from_numpy(np.asarray(traced.head_mask(head.site, head.head), dtype=bool))
-        band = WeightBand(torch.from_numpy(weights)[None], allowed, 0, tokens[0], tokens[1])
-        measure = next(
-            (rule.measure for rule in (*CLASS_RULES, *PATCH_CLASS_RULES) if rule.name == name),
-            "confidence",
-        )
-        metric = get_metric(measure)
-        sums, counts = metric.compute_sums(
-            band if metric.weight_source == "all" else band.without_sinks()
-        )
+        band = WeightBand(torch.from_numpy(weights)[None], allowed, 0, *tokens)
+        rules = (*CLASS_RULES, *PATCH_CLASS_RULES)
+        measures = [rule.measure for rule in rules if rule.name == name]
+        metric = get_metric((*measures, "confidence")[0])
+        band = band if metric.weight_source == "all" else band.without_sinks()
+        sums, counts = metric.compute_sums(band)
         return float(sums[0] / counts[0]) if float(counts[0]) else 0.0
 
 
@@ -175,68 +162,58 @@ def find_cells(name: str, example: Example, layer: AttentionRecord, head: HeadMe
 def _pair_finder(
     name: str, layer: AttentionRecord, head: HeadMeasures
 ) -> Callable[[Example], Cells] | None:
-    is_causal_text = layer.stack == "decoder"
+    """The function that finds the cells of a class on an example; None if it is not about pairs."""
     if is_relation_measure(name):
         _, relation, _, towards = name.rsplit(" ", 3)
         return lambda example: _dependency_cells(example, relation, towards)
     if name == "alignment":
-        return lambda example: _alignment_cells(example, _aligned_row(head))
-    if name == "duplicate":
-        return lambda example: _duplicate_cells(example.streams[layer.query_stream], is_causal_text)
-    if name == "induction":
-        return lambda example: _induction_cells(example.streams[layer.query_stream])
-    offset = OFFSET_OF_CLASS.get(
-        name, int(name.removeprefix("offset ")) if name.startswith("offset ") else None
-    )
-    if offset is None:
-        return None
-    return lambda example: _offset_cells(example.streams[layer.query_stream].count, offset)
+        # The convention by which the head aligns better: the row of a word has it as input, or
+        # predicts it.
+        measures = {row: head.measures.get(f"{ALIGNMENT_PREFIX} {row}") for row in ROW_CONVENTIONS}
+        values = {row: measure.value for row, measure in measures.items() if measure is not None}
+        best = max(values, key=lambda row: values[row], default=ROW_CONVENTIONS[0])
+        return lambda example: _alignment_cells(example, best)
+    if name in ("duplicate", "induction"):
+        is_induction = name == "induction"
+        earlier_only = layer.stack == "decoder" or is_induction
+        stream = layer.query_stream
+        return lambda example: _repeated_cells(example.streams[stream], is_induction, earlier_only)
+    if name in OFFSET_OF_CLASS or name.startswith("offset "):
+        offset = OFFSET_OF_CLASS.get(name) if name in OFFSET_OF_CLASS else int(name.split()[1])
+        return lambda example: _offset_cells(example.streams[layer.query_stream].count, offset or 0)
+    return None
 
 
 def _offset_cells(count: int, offset: int) -> Cells:
     return [(t, t + offset) for t in range(count) if 0 <= t + offset < count]
 
 
-def _duplicate_cells(tokens: TokenAnnotations, is_causal_text: bool) -> Cells:
-    """Pairs of equal tokens that are not special; those before the query if later ones cannot be
-    read.
+def _repeated_cells(tokens: TokenAnnotations, is_induction: bool, earlier_only: bool) -> Cells:
+    """Pairs of equal tokens that are not special; of induction, pairs of any token and the token
+    after an earlier occurrence of it.
     """
+    cells: Cells = []
     ids = tokens.ids.tolist()
-    shown = [n for n in range(len(ids)) if not bool(tokens.is_special[n])]
-    return [
-        (t, s)
-        for t in shown
-        for s in shown
-        if ids[t] == ids[s] and (s < t or (s > t and not is_causal_text))
-    ]
-
-
-def _induction_cells(tokens: TokenAnnotations) -> Cells:
-    """Pairs of a token and a token behind an earlier occurrence of it."""
-    ids = tokens.ids.tolist()
-    return [(t, s + 1) for t in range(len(ids)) for s in range(t - 1) if ids[s] == ids[t]]
+    special = tokens.is_special.tolist()
+    for t, s in product(range(len(ids)), repeat=2):
+        if ids[t] != ids[s] or s == t or (earlier_only and s > t):
+            continue
+        if is_induction:
+            cells += [(t, s + 1)] if s < t - 1 else []
+        elif not special[t] and not special[s]:
+            cells.append((t, s))
+    return cells
 
 
 def _dependency_cells(example: Example, relation: str, towards: str) -> Cells:
     """Cells of a relation's dependencies, at the first tokens of the words."""
     word_of_token = next(iter(example.streams.values())).word_index.tolist()
-    cells = [
-        (word_of_token.index(dependent), word_of_token.index(governor))
-        for dependent, governor, name in example.dependencies
-        if name == relation
-    ]
-    return (
-        cells if towards == "governor" else [(governor, dependent) for dependent, governor in cells]
-    )
-
-
-def _aligned_row(head: HeadMeasures) -> str:
-    """The convention by which the head aligns better: the row of a word has it as input, or
-    predicts it.
-    """
-    measures = {row: head.measures.get(f"{ALIGNMENT_PREFIX} {row}") for row in ROW_CONVENTIONS}
-    values = {row: measure.value for row, measure in measures.items() if measure is not None}
-    return max(values, key=lambda row: values[row], default=ROW_CONVENTIONS[0])
+    cells: Cells = []
+    for dependent, governor, name in example.dependencies:
+        if name == relation:
+            pair = (word_of_token.index(dependent), word_of_token.index(governor))
+            cells.append(pair if towards == "governor" else pair[::-1])
+    return cells
 
 
 def _alignment_cells(example: Example, row: str) -> Cells:
@@ -244,9 +221,5 @@ def _alignment_cells(example: Example, row: str) -> Cells:
     target, source = (example.streams[name].word_index.tolist() for name in ("text", "source"))
     links = {(link[1], link[0]) for link in example.alignment_links}
     earlier = 0 if row == "input" else 1  # the row before a token predicts it
-    return [
-        (t - earlier, s)
-        for t, word in enumerate(target)
-        for s, other in enumerate(source)
-        if (word, other) in links and t >= earlier
-    ]
+    places = product(range(earlier, len(target)), range(len(source)))
+    return [(t - earlier, s) for t, s in places if (target[t], source[s]) in links]

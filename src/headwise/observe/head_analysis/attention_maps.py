@@ -131,12 +131,9 @@ class AttentionMaps:
         ):
             if value not in choices:
                 raise ValueError(f"unknown {name}={value!r}; {suggest(value, tuple(choices))}")
-        maps = self._stack_layers(stack, kind)
-        per_layer = [
-            AGGREGATIONS[heads](one.weights_HTS if of == "weights" else one.norms_HTS)
-            for one in maps
-        ]
-        return AGGREGATIONS[layers](torch.stack(per_layer))
+        chosen = self._stack_layers(stack, kind)
+        grids = [one.weights_HTS if of == "weights" else one.norms_HTS for one in chosen]
+        return AGGREGATIONS[layers](torch.stack([AGGREGATIONS[heads](grid) for grid in grids]))
 
     def rollout(self, stack: str = "", *, residual: float = 0.5) -> Tensor:
         """Attention rollout of a stack (default: the last), [outputs, inputs]: how each output
@@ -151,23 +148,18 @@ class AttentionMaps:
                 f"residual={residual!r} is no share; give at least 0 and less than 1, 0.5 is usual"
             )
         layers = self._stack_layers(stack, "attention")
-        return torch.from_numpy(
-            multiply_rollout(
-                (maps.weights_HTS.double().mean(0).cpu().numpy() for maps in layers), residual
-            )
-        )
+        means = (maps.weights_HTS.double().mean(0).cpu().numpy() for maps in layers)
+        return torch.from_numpy(multiply_rollout(means, residual))
 
     def table(self, matrix: Tensor, title: str, site: str = "", *, top: int = 3) -> AttentionTable:
         """A matrix with the tokens of a site (default: the last self-attention), which prints its
         largest entries.
         """
         layer = self._layer(site) if site else self._stack_layers("", "attention")[-1]
-        numbers = [list(map(str, range(count))) for count in matrix.shape]
-        words = [
-            strings or numbered
-            for strings, numbered in zip((layer.queries, layer.keys), numbers, strict=True)
-        ]
-        return AttentionTable(title, tuple(words[0]), tuple(words[1]), matrix.tolist(), top)
+        words: list[tuple[str, ...]] = []
+        for strings, count in zip((layer.queries, layer.keys), matrix.shape, strict=True):
+            words.append(strings or tuple(map(str, range(count))))
+        return AttentionTable(title, words[0], words[1], matrix.tolist(), top)
 
     def _layer(self, site: str) -> LayerAttention:
         if site not in self.layers:
@@ -179,13 +171,10 @@ class AttentionMaps:
         if stack and stack not in stacks:
             raise ValueError(f"there is no stack {stack!r}; {suggest(stack, stacks)}")
         chosen = stack or stacks[-1]
-        layers = [
-            maps for maps in self.layers.values() if (maps.stack, maps.kind) == (chosen, kind)
-        ]
+        of_stack = [maps for maps in self.layers.values() if maps.stack == chosen]
+        layers = [maps for maps in of_stack if maps.kind == kind]
         if not layers:
-            kinds = list(
-                dict.fromkeys(maps.kind for maps in self.layers.values() if maps.stack == chosen)
-            )
+            kinds = list(dict.fromkeys(maps.kind for maps in of_stack))
             raise ValueError(f"{chosen} has no {kind!r}; {suggest(kind, kinds)}")
         return layers
 
@@ -201,24 +190,21 @@ class _MapHook(AttentionHook):
 
     def on_call(self, call: ObservedCall) -> None:
         """Keep the weights of the output heads, and compute the norms of their values after W_O."""
-        weights = call.all_weights()[0].detach().float().cpu()
+        self.weights = call.all_weights()[0].detach().float().cpu()
         if self.circuits is None:
-            self.weights = weights
             return
+        rows: list[int] = []
+        norms: list[Tensor] = []
         try:
-            read = [
-                call.head_values(head)
-                for head in range(len(self.circuits.spec.score_head_of_output))
-            ]
-            maps = [self.circuits.ov_circuit(head).right for head in range(len(read))]
-            norms = [
-                (values.v_BSV[0].double() @ output.to(values.v_BSV.device).double()).norm(dim=-1)
-                for values, output in zip(read, maps, strict=True)
-            ]
+            for head in range(len(self.circuits.spec.score_head_of_output)):
+                row, v_BSV = call.head_values(head)
+                output = self.circuits.ov_circuit(head).right
+                rows.append(row)
+                norms.append((v_BSV[0].double() @ output.to(v_BSV.device).double()).norm(dim=-1))
         except (SpecError, ValueError, RuntimeError) as error:
-            self.weights, self.reason = weights, str(error)
+            self.reason = str(error)
             return
-        self.weights = weights[[values.row for values in read]]
+        self.weights = self.weights[rows]
         self.value_norms = torch.stack(norms).float().cpu()
 
 
@@ -250,15 +236,11 @@ def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:
     layers: dict[str, LayerAttention] = {}
     for module in sites:
         site = module.site
-        hook = hooks[module.site.name]
+        hook = hooks[site.name]
         if hook.weights is not None:
-            layers[site.name] = LayerAttention(
-                site.name,
-                site.stack,
-                site.kind,
-                hook.weights,
-                hook.value_norms,
-                hook.reason,
-                *(words.get(stream, ()) for stream in get_streams(site, prepared.has_source)),
-            )
+            streams = get_streams(site, prepared.has_source)
+            texts = [words.get(stream, ()) for stream in streams]
+            found = (hook.weights, hook.value_norms, hook.reason)
+            place = (site.name, site.stack, site.kind)
+            layers[site.name] = LayerAttention(*place, *found, *texts)
     return AttentionMaps(layers)

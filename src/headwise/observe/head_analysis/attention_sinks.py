@@ -19,7 +19,7 @@ from torch import nn
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device
 from .annotated_examples import Example
-from .resampling import Array, correct_p_values, excess_p_values, ratio_of_sums
+from .resampling import Array, correct_p_values, excess_p_values, ratio_of_sums, stack_by_key
 from .weight_bands import WeightBand, move_annotations, stream_weight_bands
 
 MAX_SINK_TEXTS = 32  # texts on which the first token is measured, at most
@@ -53,86 +53,45 @@ class MarkedExamples(NamedTuple):
     notes: tuple[str, ...]
 
 
-class FirstTokenSums:
-    """Sums of the weight on the first token over rows that may also read another token, text by
-    text.
-
-    `observed[site]` and `uniform[site]` hold a pair of sums and counts [heads] of each text; the
-    second is that of uniform attention.
-    """
-
-    def __init__(self) -> None:
-        self.observed: dict[str, list[tuple[Array, Array]]] = {}
-        self.uniform: dict[str, list[tuple[Array, Array]]] = {}
-        self._open: dict[str, Array] = {}
-
-    def add_band(self, site: str, band: WeightBand) -> None:
-        """Add a band of rows of the current text."""
-        added = _first_token_sums(band) if band.first_key == 0 else np.zeros((3, len(band.w_HTS)))
-        self._open[site] = self._open[site] + added if site in self._open else added
-
-    def finish_text(self) -> None:
-        """Store the sums of the text that just ended."""
-        for site, (weight, chance, count) in self._open.items():
-            self.observed.setdefault(site, []).append((weight, count))
-            self.uniform.setdefault(site, []).append((chance, count))
-        self._open = {}
-
-    def weights(self) -> list[FirstTokenWeight]:
-        """The weight of every head that has rows, with p-values corrected for the number of heads
-        (Holm).
-        """
-        weights: list[FirstTokenWeight] = []
-        for site, by_text in self.observed.items():
-            observed, uniform = (stack_texts(texts) for texts in (by_text, self.uniform[site]))
-            value = ratio_of_sums(*observed)
-            chance = ratio_of_sums(*uniform)
-            p = excess_p_values(observed, uniform)
-            weights += [
-                FirstTokenWeight(
-                    site, head, float(value[head]), float(chance[head]), float(p[head])
-                )
-                for head in range(len(value))
-                if not math.isnan(value[head])
-            ]
-        corrected = correct_p_values([weight.p for weight in weights])
-        return [weight._replace(p=float(p)) for weight, p in zip(weights, corrected, strict=True)]
-
-
-def _first_token_sums(band: WeightBand) -> Array:
-    """Weight on the first token, that of uniform attention, and the number of rows with a choice,
-    [3, heads].
-    """
-    allowed = band.allowed if band.allowed.dim() == 3 else band.allowed[None]
-    num_keys = allowed.sum(-1)
-    has_choice = allowed[..., 0] & (num_keys > 1)
-    weight = torch.where(has_choice, band.w_HTS[..., 0], 0)
-    sums = (weight, has_choice / num_keys.clamp(min=1), has_choice)
-    return (
-        torch.stack([one.sum(-1, dtype=torch.float64).expand(len(weight)) for one in sums])
-        .cpu()
-        .numpy()
-    )
-
-
-def stack_texts(by_text: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """The sums and the counts of all texts, each as one array."""
-    return np.stack([sums for sums, _ in by_text]), np.stack([counts for _, counts in by_text])
-
-
 def measure_first_token(
     model: nn.Module,
     sites: Sequence[SiteModule],
     streams: Mapping[str, tuple[str, str]],
     examples: Sequence[Example],
 ) -> list[FirstTokenWeight]:
-    """Measure how much weight every head puts on the first token of its key stream."""
-    sums = FirstTokenSums()
+    """Measure how much weight every head puts on the first token of its key stream, over rows that
+    may also read another token; p-values are corrected for the number of heads (Holm).
+    """
+    sums: dict[str, Array] = {}  # weight, that of uniform attention and number of rows, [3, heads]
+
+    def add_band(site: str, band: WeightBand) -> None:
+        sums.setdefault(site, np.zeros((3, len(band.w_HTS))))
+        if band.first_key:
+            return
+        allowed = band.allowed_HTS
+        num_keys = allowed.sum(-1)
+        has_choice = allowed[..., 0] & (num_keys > 1)
+        weight = torch.where(has_choice, band.w_HTS[..., 0], 0)
+        rows = (weight, has_choice / num_keys.clamp(min=1), has_choice)
+        added = [one.sum(-1, dtype=torch.float64).expand(len(weight)) for one in rows]
+        sums[site] = sums[site] + torch.stack(added).cpu().numpy()
+
+    sums_by_text: list[dict[str, Array]] = []
     for example in examples:
+        sums.clear()
         moved = move_annotations(example, get_device(model))
-        stream_weight_bands(model, sites, moved, streams, sums.add_band)
-        sums.finish_text()
-    return sums.weights()
+        stream_weight_bands(model, sites, moved, streams, add_band)
+        sums_by_text.append(dict(sums))
+    found: list[FirstTokenWeight] = []
+    for site, by_text in stack_by_key(sums_by_text).items():
+        weight, uniform, count = by_text.transpose(1, 0, 2)
+        p = excess_p_values((weight, count), (uniform, count))
+        columns = (ratio_of_sums(weight, count), ratio_of_sums(uniform, count), p)
+        for head, values in enumerate(np.stack(columns, 1).tolist()):
+            if not math.isnan(values[0]):
+                found.append(FirstTokenWeight(site, head, *values))
+    corrected = correct_p_values([one.p for one in found]).tolist()
+    return [one._replace(p=p) for one, p in zip(found, corrected, strict=True)]
 
 
 def mark_first_token_sinks(
@@ -150,47 +109,31 @@ def mark_first_token_sinks(
     """
     texts = iter(examples)
     sample = list(islice(texts, MAX_SINK_TEXTS))
-    ordinary = [
-        module for module in sites if _begins_with_word(sample, streams[module.site.name][1])
-    ]
+
+    def begins_with_word(stream: str) -> bool:
+        return not all(bool(text.streams[stream].is_special[:1].all()) for text in sample)
+
+    ordinary = [module for module in sites if begins_with_word(streams[module.site.name][1])]
     if len(sample) < 2 or not ordinary:
         return MarkedExamples(chain(sample, texts), ())
     weights = measure_first_token(model, ordinary, streams, sample)
-    notes = list[str]()
-    sink_streams = set[str]()
+    notes: list[str] = []
+    sink_streams: set[str] = set()
     for stream in dict.fromkeys(streams[module.site.name][1] for module in ordinary):
         readers = [weight for weight in weights if streams[weight.site][1] == stream]
         sinks = [one for one in readers if one.score >= MIN_SINK_SCORE and one.p < SIGNIFICANCE]
+        note = "is no sink: no head puts clearly more weight on it than chance"
         if sinks:
             sink_streams.add(stream)
-        notes.append(_first_token_note(stream, readers, sinks))
-    marked = (_mark_example(example, sink_streams) for example in chain(sample, texts))
-    return MarkedExamples(marked, tuple(notes))
+            top = max(sinks, key=lambda weight: weight.score)
+            fact = f"{len(sinks)} of {len(readers)} heads put clearly more weight on it than chance"
+            note = f"is a sink: {fact}, {top.site} {top.head} {top.value:.2f} of its weight"
+        notes.append(f"the first token of the {stream} {note}")
 
+    def mark(example: Example) -> Example:
+        marked = dict(example.streams)
+        for name in sink_streams & marked.keys():
+            marked[name] = replace(marked[name], first_is_sink=True)
+        return replace(example, streams=marked) if sink_streams else example
 
-def _begins_with_word(examples: Sequence[Example], stream: str) -> bool:
-    return any(not bool(example.streams[stream].is_special[:1].all()) for example in examples)
-
-
-def _mark_example(example: Example, sink_streams: set[str]) -> Example:
-    streams = {
-        name: replace(tokens, first_is_sink=True) if name in sink_streams else tokens
-        for name, tokens in example.streams.items()
-    }
-    return replace(example, streams=streams) if sink_streams else example
-
-
-def _first_token_note(
-    stream: str, readers: Sequence[FirstTokenWeight], sinks: Sequence[FirstTokenWeight]
-) -> str:
-    if not sinks:
-        return (
-            f"the first token of the {stream} is no sink: no head puts clearly more weight on "
-            "it than chance"
-        )
-    top = max(sinks, key=lambda weight: weight.score)
-    fact = f"{len(sinks)} of {len(readers)} heads put clearly more weight on it than chance"
-    return (
-        f"the first token of the {stream} is a sink: {fact}, {top.site} {top.head} "
-        f"{top.value:.2f} of its weight"
-    )
+    return MarkedExamples(map(mark, chain(sample, texts)), tuple(notes))

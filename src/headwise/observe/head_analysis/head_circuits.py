@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,19 +70,6 @@ class LowRankMap(NamedTuple):
         """Frobenius inner product of two maps, computed on the narrow sides."""
         left = self.left.double().T @ other.left.double()
         return (left * (self.right.double() @ other.right.double().T)).sum()
-
-
-def map_similarity(one: LowRankMap, other: LowRankMap) -> float:
-    """Cosine similarity of two maps as vectors: 1 if they are equal up to a positive scale, 0 if
-    they are orthogonal.
-
-    >>> map_similarity(
-    ...     LowRankMap(torch.eye(2), torch.eye(2)), LowRankMap(torch.eye(2), -2 * torch.eye(2))
-    ... )
-    -1.0
-    """
-    norms = (one.inner_product(one) * other.inner_product(other)).sqrt()
-    return float(one.inner_product(other) / norms) if norms > 0 else float("nan")
 
 
 def copying_score(
@@ -167,15 +155,8 @@ class AttentionCircuits:
         weight = self._get_weight(next(iter(spec.project.params(spec))))
         _check_head(head, len(spec.score_head_of_output), "output head")
         vdim = spec.heads.vdim
-        one_hot = torch.zeros(
-            1,
-            vdim + 1,
-            len(spec.score_head_of_output),
-            vdim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        one_hot[0, :vdim, head] = torch.eye(vdim, dtype=weight.dtype, device=weight.device)
+        one_hot = torch.zeros(1, vdim + 1, len(spec.score_head_of_output), vdim).to(weight)
+        one_hot[0, :vdim, head] = torch.eye(vdim).to(weight)
         with torch.inference_mode():
             y = self.layer.merge_heads(one_hot)[0]
         return y[:-1] - y[-1]
@@ -220,16 +201,15 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
     >>> circuits.qk_circuit(1).left.shape, circuits.ov_circuit(0).product.shape
     (torch.Size([8, 4]), torch.Size([8, 8]))
     """
-    site_modules = find_attention(model)
-    native = [module for module in site_modules if isinstance(module.module, Attention)]
-    if len(native) < len(site_modules) or not site_modules:
-        native = find_attention(as_native_model(model))
-    modules = {module.site.name: module.module for module in native}
-    return {
-        name: AttentionCircuits(name, attention, tuple(_caveats(attention.spec)))
-        for name, attention in modules.items()
-        if isinstance(attention, Attention)
-    }
+    found = find_attention(model)
+    if not found or not all(isinstance(one.module, Attention) for one in found):
+        found = find_attention(as_native_model(model))
+    circuits: dict[str, AttentionCircuits] = {}
+    for one in found:
+        if isinstance(one.module, Attention):
+            caveats = tuple(_caveats(one.module.spec))
+            circuits[one.site.name] = AttentionCircuits(one.site.name, one.module, caveats)
+    return circuits
 
 
 class CircuitSimilarity(NamedTuple):
@@ -242,7 +222,7 @@ class CircuitSimilarity(NamedTuple):
 
 
 def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity:
-    """Compare the QK or OV circuits of all heads of a model by `map_similarity`.
+    """Compare the QK or OV circuits of all heads of a model by their cosine similarity as vectors.
 
     Random maps have a similarity of zero on average; the circuits of `make_random_baseline(model)`
     show how far they scatter.
@@ -259,21 +239,22 @@ def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity
     """
     if circuit not in CIRCUIT_KINDS:
         raise ValueError(f"unknown circuit={circuit!r}; use 'qk' or 'ov'")
-    heads = list[HeadLocation]()
-    maps = list[LowRankMap]()
+    heads: list[HeadLocation] = []
+    maps: list[LowRankMap] = []
     layer_of_site = {module.site.name: module.site.layer for module in find_attention(model)}
-    for circuits in get_circuits(model).values():
-        site = circuits.site
+    for site, circuits in get_circuits(model).items():
+        is_qk = circuit == "qk"
         spec = circuits.spec
-        outputs = range(len(spec.score_head_of_output))
-        for head in spec.core_score_heads if circuit == "qk" else outputs:
-            heads.append(HeadLocation(site, layer_of_site[site], head))
-            maps.append(circuits.qk_circuit(head) if circuit == "qk" else circuits.ov_circuit(head))
+        numbers = spec.core_score_heads if is_qk else range(len(spec.score_head_of_output))
+        heads += [HeadLocation(site, layer_of_site[site], head) for head in numbers]
+        maps += [circuits.qk_circuit(n) if is_qk else circuits.ov_circuit(n) for n in numbers]
     products = torch.full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
     for i, first in enumerate(maps):
         for j in range(i, len(maps)):
             if first.shape == maps[j].shape:
-                products[i, j] = products[j, i] = first.inner_product(maps[j])
+                product = first.inner_product(maps[j])
+                products[i, j] = product
+                products[j, i] = product
     norm = products.diagonal().sqrt()
     return CircuitSimilarity(tuple(heads), products / (norm[:, None] * norm))
 
@@ -318,17 +299,14 @@ def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
     if embed is None:
         fact = f"{stack} of {native.spec.name} has no token embedding"
         raise SpecError(f"{fact}; use copying_score(ov) without tables for copying of states")
-    token_heads = [
-        head for head in native.spec.heads if head.outputs == len(embed) and head.at == "each"
-    ]
-    unembed = get_tensor(f"head.{token_heads[0].name}.weight") if token_heads else None
+    heads = native.spec.heads
+    heads = [one for one in heads if one.outputs == len(embed) and one.at == "each"]
+    unembed = get_tensor(f"head.{heads[0].name}.weight") if heads else None
     if unembed is None or unembed.shape != embed.shape:
-        return TokenTables(
-            embed, embed.T, "the model predicts no tokens: its embedding is used as unembedding"
-        )
-    note = (
-        "" if token_heads[0].transform is None else "the transform of the output head is left out"
-    )
+        note = "the model predicts no tokens: its embedding is used as unembedding"
+        return TokenTables(embed, embed.T, note)
+    is_linear = heads[0].transform is None
+    note = "" if is_linear else "the transform of the output head is left out"
     return TokenTables(embed, unembed.T, note)
 
 
@@ -366,16 +344,14 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
         if norm is None:
             return table
         gain = state.get(f"{name}.weight")
-        shape = [-1 if n == axis else 1 for n in range(2)]
-        factor = (
-            1.0 if gain is None else gain.detach().double().view(shape) + (norm.kind == "offset")
-        )
-        is_centred = norm.kind in ("layer", "unbiased", "bare")
-        if axis == 0:  # the table follows the norm: the gain comes first in its rows
-            table = factor * table
-        if is_centred:
+        factor: Any = 1.0
+        if gain is not None:
+            factor = gain.detach().double() + (norm.kind == "offset")
+            factor = factor if axis else factor[:, None]
+        table = table if axis else factor * table  # the gain comes first in its rows
+        if norm.kind in ("layer", "unbiased", "bare"):  # these subtract the mean
             table = table - table.mean(axis, keepdim=True)
-        return table if axis == 0 else factor * table
+        return factor * table if axis else table
 
     embed = tables.embed.double()
     unembed = tables.unembed.double()
@@ -427,44 +403,26 @@ def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
     >>> [(one.site, one.head, one.over) for one in measure_head_circuits(net)]
     [('decoder.0.attention', 0, 'tokens'), ('decoder.0.attention', 1, 'tokens')]
     """
-    circuits_of_heads: list[HeadCircuit] = []
-    for circuits in get_circuits(model).values():
-        tables = _token_tables(model, circuits.site)
-        circuits_of_heads += [
-            _measure_head(circuits, head, tables)
-            for head in range(len(circuits.spec.score_head_of_output))
-        ]
-    if not circuits_of_heads:
+    found: list[HeadCircuit] = []
+    for site, circuits in get_circuits(model).items():
+        tables: list[Tensor] = []
+        stack, _, kind = site.partition(".")
+        if kind.endswith(".attention"):
+            with suppress(SpecError):  # a stack without tokens
+                tables = list(fold_norms(model, site, get_token_tables(model, stack))[:2])
+        over = "tokens" if tables else "states"
+        for head in range(len(circuits.spec.score_head_of_output)):
+            output_norm = float(circuits.output_map(head).double().norm())
+            copying = math.nan
+            ov_norm = math.nan
+            with suppress(SpecError):  # no single W_V belongs to the head
+                ov = circuits.ov_circuit(head)
+                copying = copying_score(ov, *tables)
+                ov_norm = float(ov.inner_product(ov).clamp(min=0).sqrt())
+            found.append(HeadCircuit(site, head, copying, over, output_norm, ov_norm))
+    if not found:
         raise SpecError("the model has no attention whose weights can be read; see hw.sites(model)")
-    return tuple(circuits_of_heads)
-
-
-def _token_tables(model: nn.Module, site: str) -> TokenTables | None:
-    """Embedding and unembedding of a site's stack; None for cross-attention and for stacks without
-    tokens.
-    """
-    if site.rpartition(".")[2] != "attention":
-        return None
-    try:
-        return fold_norms(model, site, get_token_tables(model, site.partition(".")[0]))
-    except SpecError:
-        return None
-
-
-def _measure_head(
-    circuits: AttentionCircuits, head: int, tables: TokenTables | None
-) -> HeadCircuit:
-    output_norm = float(circuits.output_map(head).double().norm())
-    over = "states" if tables is None else "tokens"
-    try:
-        ov = circuits.ov_circuit(head)
-    except SpecError:
-        return HeadCircuit(circuits.site, head, math.nan, over, output_norm, math.nan)
-    copying = (
-        copying_score(ov) if tables is None else copying_score(ov, tables.embed, tables.unembed)
-    )
-    ov_norm = float(ov.inner_product(ov).clamp(min=0).sqrt())
-    return HeadCircuit(circuits.site, head, copying, over, output_norm, ov_norm)
+    return tuple(found)
 
 
 def circuit_table(heads: Sequence[HeadCircuit]) -> Table:

@@ -4,8 +4,9 @@ and a time limit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
@@ -16,45 +17,76 @@ from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from .annotated_examples import Example
 from .distinct_examples import DistinctExamples
-from .head_table import ImportanceResult
+from .head_table import HeadImportance, ImportanceResult
 from .importance_methods import (
-    CheckTime,
+    GRADIENT_METHODS,
     ImportanceInput,
     ImportanceMethod,
-    ImportanceOptions,
     ImportanceSums,
     TimeLimitReached,
     leave_one_out,
     make_forward,
     make_time_check,
-    michel,
     michel_batch_method,
-    michel_code,
-    rate_heads,
     shapley_method,
-    taylor,
-    taylor_size,
 )
 from .lrp import relevance_method
 from .objectives import Objective, choose_objective
+from .resampling import CORRECTION_METHODS, Array, Jackknife, correct_p_values, stack_texts
 
 IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
     method.name: method
     for method in (
         ImportanceMethod("leave-one-out", leave_one_out, is_tested=True),
         shapley_method(),
-        ImportanceMethod("michel", michel, needs_gradient=True),
-        ImportanceMethod("michel-code", michel_code, needs_gradient=True),
-        ImportanceMethod(
-            "michel-bert", partial(michel_code, last_over_texts=True), needs_gradient=True
-        ),
+        *GRADIENT_METHODS[:3],
         michel_batch_method(),
-        ImportanceMethod("taylor", taylor, needs_gradient=True, is_tested=True),
-        ImportanceMethod("taylor-size", taylor_size, needs_gradient=True),
+        *GRADIENT_METHODS[3:],
         relevance_method("constant"),
         relevance_method("jacobian"),
     )
 }
+NORMALISATIONS = ("", "layer")
+MIN_NORM = 1e-20  # prevents division by zero, with the value of the code of 1905.10650
+
+
+@dataclass(frozen=True)
+class ImportanceOptions:
+    """Options of `estimate_importance` that do not depend on the method.
+
+    - `max_seconds`: time limit; the example that is running when it is reached is dropped.
+    - `num_examples`: size of a random sample of the examples; None uses all.
+    - `normalisation`: "layer" divides the scores of a site by their l2 norm (1905.10650).
+    - `correction`: of p-values for testing all heads: "holm", "bonferroni" or "none".
+    - `seed`: of random samples.
+
+    >>> ImportanceOptions(correction="hol")
+    Traceback (most recent call last):
+    ValueError: unknown correction='hol'; did you mean 'holm'?
+    """
+
+    max_seconds: float | None = None
+    num_examples: int | None = None
+    normalisation: str = ""
+    correction: str = "holm"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.normalisation not in NORMALISATIONS:
+            hint = suggest(str(self.normalisation), ["layer"])
+            raise ValueError(f"unknown normalisation={self.normalisation!r}; {hint}")
+        if self.correction not in CORRECTION_METHODS:
+            hint = suggest(str(self.correction), CORRECTION_METHODS)
+            raise ValueError(f"unknown correction={self.correction!r}; {hint}")
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise ValueError(
+                f"max_seconds must be positive, got {self.max_seconds!r}; leave it out for no limit"
+            )
+        count = self.num_examples
+        if count is not None and (type(count) is not int or count < 2):
+            raise ValueError(f"num_examples must be an integer >= 2, got {count!r}")
+
+
 DEFAULT_OPTIONS = ImportanceOptions()
 
 
@@ -84,124 +116,72 @@ def estimate_importance(
     ('next-token', 5, [('decoder.0.attention', 0), ('decoder.0.attention', 1)])
     """
     check_time = make_time_check(options.max_seconds)
-    estimator = _resolve_method(method)
+    if isinstance(method, str):
+        if method not in IMPORTANCE_METHODS:
+            raise ValueError(f"unknown method {method!r}; {suggest(method, IMPORTANCE_METHODS)}")
+        method = IMPORTANCE_METHODS[method]
     sites = require_ability(model, "ablate")
-    reason = estimator.unsupported_reason(model)
+    reason = method.unsupported_reason(model)
     if reason:
-        raise ValueError(f"cannot use method {estimator.name!r}: {reason}")
+        raise ValueError(f"cannot use method {method.name!r}: {reason}")
     distinct = DistinctExamples(examples)
     sampled, notes = _sample_examples(distinct, options)
     first = next(sampled, None)
     if first is None:
         raise ValueError("cannot estimate importance without texts; give at least two")
-    resolved, objective_note = _resolve_objective(model, objective, first, estimator)
-    run = ImportanceRun(model, sites, estimator, resolved)
-    run.run(chain([first], sampled), check_time, progress)
-    run.check_num_units(distinct)
-    heads = rate_heads(sites, run.sums_by_unit, options, estimator.is_tested)
-    notes += [
-        *([objective_note] if objective_note else []),
-        *distinct.notes,
-        *run.notes(options),
-        *([estimator.note] if estimator.note else []),
-    ]
-    notes += left_out_notes(model, "ablate")
-    quantity = estimator.measured_quantity or resolved.name
-    return ImportanceResult(
-        type(model).__name__, estimator.name, quantity, run.num_texts, heads, tuple(notes)
-    )
+    resolved, objective_note = _resolve_objective(model, objective, first, method)
+    units: list[ImportanceSums] = []  # of each text, or of each batch
+    num_texts = 0
+    num_without_targets = 0
+    is_partial = True
 
-
-class ImportanceRun:
-    """Runs a method over examples and collects its sums, one unit per example or per batch."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: Sequence[SiteModule],
-        method: ImportanceMethod,
-        objective: Objective,
-    ) -> None:
-        self.model = model
-        self.sites = sites
-        self.method = method
-        self.objective = objective
-        self.sums_by_unit: list[ImportanceSums] = []
-        self.num_texts = self.num_without_targets = 0
-        self.time_limit_reached = False
-        self.uses_partial_forward = True
-
-    def run(
-        self, examples: Iterator[Example], check_time: CheckTime, progress: Callable[[int], object]
-    ) -> None:
-        """Read examples until they end or the time limit is reached."""
-        inputs = self._prepare_inputs(examples)
-        try:
-            while texts := list(islice(inputs, self.method.batch_size)):
-                check_time()
-                self.sums_by_unit.append(self.method.estimate(texts, check_time))
-                self.num_texts += len(texts)
-                progress(self.num_texts)
-        except TimeLimitReached:
-            self.time_limit_reached = True
-
-    def check_num_units(self, distinct: DistinctExamples) -> None:
-        """Raise ValueError for fewer than 2 units, over which there is no confidence interval."""
-        if len(self.sums_by_unit) < 2:
-            if distinct.num_repeated:
-                distinct.check_min_count()
-            unit = (
-                "texts"
-                if self.method.batch_size == 1
-                else f"batches of {self.method.batch_size} texts"
-            )
-            remedy = " and a longer time limit" if self.time_limit_reached else ""
-            count = len(self.sums_by_unit)
-            raise ValueError(
-                f"cannot compute confidence intervals from {count} {unit}; give at least "
-                f"two{remedy}"
-            )
-
-    def _prepare_inputs(self, examples: Iterator[Example]) -> Iterator[ImportanceInput]:
-        for index, example in enumerate(examples):
-            evaluation = self.objective.prepare_input(self.model, example, index)
+    def read_inputs() -> Iterator[ImportanceInput]:
+        nonlocal num_without_targets, is_partial
+        for index, example in enumerate(chain([first], sampled)):
+            evaluation = resolved.prepare_input(model, example, index)
             if not evaluation.num_targets:
-                self.num_without_targets += 1
+                num_without_targets += 1
                 continue
-            forward = make_forward(self.model, self.sites, evaluation.inputs)
-            self.uses_partial_forward = self.uses_partial_forward and forward.is_partial
-            yield ImportanceInput(index, forward, evaluation, self.objective)
+            forward = make_forward(model, sites, evaluation.inputs)
+            is_partial = is_partial and forward.is_partial
+            yield ImportanceInput(index, forward, evaluation, resolved)
 
-    def notes(self, options: ImportanceOptions) -> list[str]:
-        """Limits of the result: the time limit, and skipped texts or sites."""
-        notes: list[str] = []
-        if self.time_limit_reached:
-            notes.append(
-                f"stopped after {self.num_texts} texts at the time limit of "
-                f"{options.max_seconds:g} seconds"
-            )
-        if self.num_without_targets:
-            notes.append(
-                f"left out {pluralise(self.num_without_targets, 'text')} without any target"
-            )
-        if not self.uses_partial_forward and not self.method.needs_gradient:
-            notes.append(
-                f"{type(self.model).__name__} runs in full for every head: only headwise models "
-                "can restart midway"
-            )
-        names = [module.site.name for module in self.sites]
-        missing = [name for name in names if not all(name in unit for unit in self.sums_by_unit)]
-        if missing:
-            notes.append(f"not rated because some texts do not reach them: {', '.join(missing)}")
-        return notes
-
-
-def _resolve_method(method: str | ImportanceMethod) -> ImportanceMethod:
-    if isinstance(method, ImportanceMethod):
-        return method
-    if method not in IMPORTANCE_METHODS:
-        raise ValueError(f"unknown method {method!r}; {suggest(str(method), IMPORTANCE_METHODS)}")
-    return IMPORTANCE_METHODS[method]
+    notes += [objective_note] if objective_note else []
+    inputs = read_inputs()
+    remedy = ""
+    limit_note = ""
+    try:
+        while texts := list(islice(inputs, method.batch_size)):
+            check_time()
+            units.append(method.estimate(texts, check_time))
+            num_texts += len(texts)
+            progress(num_texts)
+    except TimeLimitReached:
+        remedy = " and a longer time limit"
+        limit = f"{options.max_seconds:g} seconds"
+        limit_note = f"stopped after {num_texts} texts at the time limit of {limit}"
+    if len(units) < 2:
+        if distinct.num_repeated:
+            distinct.check_min_count()
+        size = method.batch_size
+        unit = "texts" if size == 1 else f"batches of {size} texts"
+        fact = f"cannot compute confidence intervals from {len(units)} {unit}"
+        raise ValueError(f"{fact}; give at least two{remedy}")
+    notes += [*distinct.notes, *([limit_note] if limit_note else [])]
+    if num_without_targets:
+        notes.append(f"left out {pluralise(num_without_targets, 'text')} without any target")
+    if not is_partial and not method.needs_gradient:
+        fact = f"{type(model).__name__} runs in full for every head"
+        notes.append(f"{fact}: only headwise models can restart midway")
+    names = [module.site.name for module in sites]
+    missing = [name for name in names if not all(name in unit for unit in units)]
+    if missing:
+        notes.append(f"not rated because some texts do not reach them: {', '.join(missing)}")
+    notes += [*([method.note] if method.note else []), *left_out_notes(model, "ablate")]
+    heads = rate_heads(sites, units, options, method.is_tested)
+    quantity = method.measured_quantity or resolved.name
+    name = type(model).__name__
+    return ImportanceResult(name, method.name, quantity, num_texts, heads, tuple(notes))
 
 
 def _resolve_objective(
@@ -227,23 +207,57 @@ def _sample_examples(
     """A uniform sample of the examples in their order (reservoir sampling), or all of them, with a
     note.
     """
-    if options.num_examples is None:
+    size = options.num_examples
+    if size is None:
         return iter(examples), []
     generator = np.random.default_rng(options.seed)
-    sampled = dict[int, Example]()
+    slots: list[tuple[int, Example]] = []  # a new example replaces a random one
     count = 0
-    numbers: list[int] = []  # of the sampled examples; a new example replaces a random one
     for count, example in enumerate(examples, 1):
-        slot = (
-            len(numbers) if len(numbers) < options.num_examples else int(generator.integers(count))
-        )
-        if slot >= options.num_examples:
+        if len(slots) < size:
+            slots.append((count, example))
             continue
-        if slot < len(numbers):
-            del sampled[numbers[slot]]
-            numbers[slot] = count
-        else:
-            numbers.append(count)
-        sampled[count] = example
-    notes = [f"{len(sampled)} of {count} texts, sampled with seed {options.seed}"]
-    return iter([sampled[number] for number in sorted(sampled)]), notes
+        slot = int(generator.integers(count))
+        if slot < size:
+            slots[slot] = (count, example)
+    sampled = [example for _, example in sorted(slots, key=lambda slot: slot[0])]
+    note = f"{len(sampled)} of {count} texts, sampled with seed {options.seed}"
+    return iter(sampled), [note]
+
+
+def rate_heads(
+    sites: Sequence[SiteModule],
+    units: Sequence[ImportanceSums],
+    options: ImportanceOptions,
+    is_tested: bool,
+) -> tuple[HeadImportance, ...]:
+    """Turn the sums of all units (texts or batches) into the importance of every head, with
+    intervals and p-values.
+
+    With `is_tested`, a t test asks whether the importance is 0; else p-values are NaN. Sites that
+    some unit does not reach are left out.
+    """
+
+    def normalise(scores: Array) -> Array:
+        if options.normalisation != "layer":
+            return scores
+        return scores / (np.linalg.norm(scores, axis=-1, keepdims=True) + MIN_NORM)
+
+    reached = [one.site for one in sites if all(one.site.name in unit for unit in units)]
+    means = [
+        Jackknife.of_ratio(*stack_texts([unit[one.name] for unit in units])) for one in reached
+    ]
+    untested = [np.full_like(mean.value, math.nan) for mean in means]
+    p = np.concatenate(
+        [np.empty(0), *([one.p_values() for one in means] if is_tested else untested)]
+    )
+    tests = zip(p.tolist(), correct_p_values(p, options.correction).tolist(), strict=True)
+    heads: list[HeadImportance] = []
+    for site, mean in zip(reached, means, strict=True):
+        score = mean.map(normalise)
+        group = max(1, len(score.value) // max(1, site.kv))
+        columns = np.stack([score.value, *score.interval()], 1).tolist()
+        for head, values in enumerate(columns):
+            place = (site.name, site.stack, site.kind, site.layer, head, head // group)
+            heads.append(HeadImportance(*place, *values, *next(tests)))
+    return tuple(heads)

@@ -5,13 +5,10 @@ chance levels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from ...attention.attention import Attention
@@ -22,12 +19,12 @@ from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device, get_streams, is_encoder_decoder
 from .annotated_examples import Example
-from .attention_sinks import mark_first_token_sinks, stack_texts
+from .attention_sinks import mark_first_token_sinks
 from .distinct_examples import DistinctExamples
 from .head_metrics import HEAD_METRICS, HeadMetric, select_largest, select_peak_offset
 from .head_table import HeadMeasures, HeadTable, Measure
 from .literature_metrics import get_metric
-from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums
+from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums, stack_texts
 from .weight_bands import WeightBand, WordBandMerger, move_annotations, stream_weight_bands
 
 OBSERVED = "own"
@@ -79,69 +76,41 @@ class MetricSums:
         """Add a band of rows, and the same band of a head that reads every allowed key equally (the
         chance level).
         """
-        uniform = self._uniform_sums(band)
-        observed = self._compute_sums(
-            band if uniform is not None else band.append_uniform_baseline()
-        )
-        if uniform is None:  # the uniform baseline is the last head
-            uniform = {
-                metric: (sums[-1:], numbers[-1:]) for metric, (sums, numbers) in observed.items()
-            }
-            observed = {
-                metric: (sums[:-1], numbers[:-1]) for metric, (sums, numbers) in observed.items()
-            }
-            uniform |= self._other_chance_sums(band, uniform)
-            key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
+        # Most layers share one attention mask, so the baseline of a recent band may be that of this.
+        key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
+        uniform: dict[str, TextSums] | None = None
+        for recent_key, allowed, sums in self._recent_uniform:
+            is_same = recent_key == key and allowed.shape == band.allowed.shape
+            if is_same and torch.equal(allowed, band.allowed):
+                uniform = sums
+        if uniform is not None:
+            observed = self._compute_sums(band)
+        else:  # the uniform baseline is the last head
+            both = self._compute_sums(band.append_uniform_baseline())
+            observed = {name: (sums[:-1], counts[:-1]) for name, (sums, counts) in both.items()}
+            uniform = {name: (sums[-1:], counts[-1:]) for name, (sums, counts) in both.items()}
+            for metric in self.metrics:
+                if metric.compute_chance is not None and metric.name in uniform:
+                    uniform[metric.name] = _to_numpy(metric.compute_chance(band.uniform_baseline))
             self._recent_uniform = [*self._recent_uniform[-2:], (key, band.allowed, uniform)]
         for source, sums_by_metric in ((OBSERVED, observed), (CHANCE, uniform)):
-            for metric, sums in sums_by_metric.items():
-                self._accumulate((site, metric, source), sums)
+            for metric, (sums, counts) in sums_by_metric.items():
+                place = (site, metric, source)
+                total = self._open.get(place, (0, 0))
+                self._open[place] = (total[0] + sums, total[1] + counts)
 
     def _compute_sums(self, band: WeightBand) -> dict[str, TextSums]:
-        without_sinks = band.without_sinks()
-        metrics = [
-            metric
-            for metric in self.metrics
-            if band.is_self_attention or not metric.self_attention_only
-        ]
-        # Several metrics reduce the same sums, which are computed once.
-        keys = {(metric.compute_sums, metric.weight_source): None for metric in metrics}
-        sums_by_key = {
-            key: _to_numpy(key[0](band if key[1] == "all" else without_sinks)) for key in keys
-        }
-        return {
-            metric.name: sums_by_key[metric.compute_sums, metric.weight_source]
-            for metric in metrics
-        }
-
-    def _other_chance_sums(
-        self, band: WeightBand, measured: Mapping[str, TextSums]
-    ) -> dict[str, TextSums]:
-        """Sums of the metrics whose chance level is not that of uniform attention."""
-        return {
-            metric.name: _to_numpy(metric.compute_chance(band.uniform_baseline))
-            for metric in self.metrics
-            if metric.compute_chance is not None and metric.name in measured
-        }
-
-    def _uniform_sums(self, band: WeightBand) -> dict[str, TextSums] | None:
-        """Uniform-baseline sums of a recent band with the same allowed pairs, or None.
-
-        Most layers share one attention mask, so the baseline is the same for all of them.
-        """
-        key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
-        for recent_key, allowed, sums_by_metric in self._recent_uniform:
-            if (
-                recent_key == key
-                and allowed.shape == band.allowed.shape
-                and torch.equal(allowed, band.allowed)
-            ):
-                return sums_by_metric
-        return None
-
-    def _accumulate(self, key: tuple[str, str, str], added: TextSums) -> None:
-        total = self._open.get(key)
-        self._open[key] = added if total is None else (total[0] + added[0], total[1] + added[1])
+        bands = {"all": band, "rest": band.without_sinks()}
+        computed: dict[Any, TextSums] = {}  # several metrics reduce the same sums
+        sums_by_metric: dict[str, TextSums] = {}
+        for metric in self.metrics:
+            if metric.self_attention_only and not band.is_self_attention:
+                continue
+            key = (metric.compute_sums, metric.weight_source)
+            if key not in computed:
+                computed[key] = _to_numpy(metric.compute_sums(bands[metric.weight_source]))
+            sums_by_metric[metric.name] = computed[key]
+        return sums_by_metric
 
     def finish_example(self) -> None:
         """Store the sums of the example that just ended."""
@@ -229,65 +198,42 @@ def measure_heads(
     count = metric_sums.num_examples
     distinct.check_min_count(options.min_texts)
     collected = [collector.measures() for collector in collectors]
-    missed = _find_missed_sites(sites, metric_sums)
-    reached = [site for site in sites if site.site.name not in missed]
-    heads = [
-        _with_measures(head, collected)
-        for site in reached
-        for head in _site_heads(site, metric_sums)
-    ]
-    left_out = [] if options.sites else left_out_notes(model, "observe", missed)
-    notes = (*distinct.notes, *marked.notes, *_range_notes(reached), *left_out)
-    return HeadTable(name or type(model).__name__, pluralise(count, "text"), tuple(heads), notes)
-
-
-def _find_missed_sites(sites: Sequence[SiteModule], metric_sums: MetricSums) -> dict[str, str]:
-    """Sites that some texts do not reach, with the reason; raises if these are all sites."""
     num_texts = {site: len(sums) for (site, _, _), sums in metric_sums.sums_by_example.items()}
-    count = metric_sums.num_examples
-    names = [module.site.name for module in sites]
-    missed = {
-        name: f"{count - num_texts.get(name, 0)} of {count} texts do not reach it"
-        for name in names
-        if num_texts.get(name, 0) != count
-    }
-    if len(missed) == len(names):
-        raise ValueError(
-            f"cannot measure heads: {names[0]}: {missed[names[0]]}; give inputs that reach it"
-        )
-    return missed
-
-
-def _range_notes(sites: Sequence[SiteModule]) -> list[str]:
-    """A note if heads are mixed after normalisation, which may make weights negative."""
-    specs = [module.module.spec for module in sites if isinstance(module.module, Attention)]
-    num_mixed = sum(
-        any(mix.phase is Phase.WEIGHTS for _, mix in spec.parts_of(Mix)) for spec in specs
-    )
-    if not num_mixed:
-        return []
-    layers = pluralise(len(sites), "layer")
-    fact = (
-        f"heads are mixed after the softmax in {num_mixed} of {layers}, so that weights may be "
-        "negative"
-    )
-    return [
-        f"{fact}; entropy, confidence, sink and other measures may then leave their usual ranges"
-    ]
+    missed: dict[str, str] = {}
+    heads: list[HeadMeasures] = []
+    num_mixed = 0  # layers that mix heads after normalisation, which may make weights negative
+    for module in sites:
+        name_of_site = module.site.name
+        reached = num_texts.get(name_of_site, 0)
+        if reached != count:
+            missed[name_of_site] = f"{count - reached} of {count} texts do not reach it"
+            continue
+        heads += _site_heads(module, metric_sums, collected)
+        if isinstance(module.module, Attention):
+            mixes = module.module.spec.parts_of(Mix)
+            num_mixed += any(mix.phase is Phase.WEIGHTS for _, mix in mixes)
+    if len(missed) == len(sites):
+        first, reason = next(iter(missed.items()))
+        raise ValueError(f"cannot measure heads: {first}: {reason}; give inputs that reach it")
+    notes = [*distinct.notes, *marked.notes]
+    if num_mixed:
+        layers = pluralise(len(sites) - len(missed), "layer")
+        fact = f"heads are mixed after the softmax in {num_mixed} of {layers}"
+        effect = "entropy, confidence, sink and other measures may then leave their usual ranges"
+        notes.append(f"{fact}, so that weights may be negative; {effect}")
+    notes += [] if options.sites else left_out_notes(model, "observe", missed)
+    texts = pluralise(count, "text")
+    return HeadTable(name or type(model).__name__, texts, tuple(heads), tuple(notes))
 
 
 def _select_sites(
     model: nn.Module, options: MeasureOptions
 ) -> tuple[list[SiteModule], Mapping[str, tuple[str, str]]]:
     """The sites to measure, and the streams of their queries and keys by site name."""
-    sites = [
-        site
-        for site in require_ability(model, "observe")
-        if not options.sites or site.site.name in options.sites
-    ]
-    return sites, {
-        site.site.name: get_streams(site.site, is_encoder_decoder(model)) for site in sites
-    }
+    sites = require_ability(model, "observe")
+    sites = [one for one in sites if not options.sites or one.site.name in options.sites]
+    has_source = is_encoder_decoder(model)
+    return sites, {one.site.name: get_streams(one.site, has_source) for one in sites}
 
 
 def sum_examples(
@@ -322,36 +268,26 @@ def sum_examples(
     return metric_sums
 
 
-def _with_measures(
-    head: HeadMeasures, collected: Sequence[Mapping[tuple[str, int], Mapping[str, Measure]]]
-) -> HeadMeasures:
-    measures = dict(head.measures)
-    for measures_by_head in collected:
-        measures.update(measures_by_head.get((head.site, head.head), {}))
-    return replace(head, measures=measures)
-
-
-def _site_heads(module: SiteModule, metric_sums: MetricSums) -> list[HeadMeasures]:
+def _site_heads(
+    module: SiteModule,
+    metric_sums: MetricSums,
+    collected: Sequence[Mapping[tuple[str, int], Mapping[str, Measure]]],
+) -> list[HeadMeasures]:
     site = module.site
-    measures = {
-        metric.name: _metric_measures(metric_sums, site.name, metric)
-        for metric in metric_sums.metrics
-        if (site.name, metric.name, OBSERVED) in metric_sums.sums_by_example
-    }
-    num_heads = len(next(iter(measures.values())))
+    by_metric: dict[str, list[Measure]] = {}
+    for metric in metric_sums.metrics:
+        if (site.name, metric.name, OBSERVED) in metric_sums.sums_by_example:
+            by_metric[metric.name] = _metric_measures(metric_sums, site.name, metric)
+    num_heads = len(next(iter(by_metric.values())))
     heads_per_kv = max(1, num_heads // max(1, site.kv))
-    return [
-        HeadMeasures(
-            site.stack,
-            site.kind,
-            site.layer,
-            head,
-            head // heads_per_kv,
-            site.name,
-            {name: by_head[head] for name, by_head in measures.items()},
-        )
-        for head in range(num_heads)
-    ]
+    heads: list[HeadMeasures] = []
+    for head in range(num_heads):
+        measures = {name: by_head[head] for name, by_head in by_metric.items()}
+        for more in collected:
+            measures |= more.get((site.name, head), {})
+        place = (site.stack, site.kind, site.layer, head, head // heads_per_kv, site.name)
+        heads.append(HeadMeasures(*place, measures))
+    return heads
 
 
 def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> list[Measure]:
@@ -362,51 +298,39 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
     )
     estimate = Jackknife.of_ratio(*observed)
     chance = ratio_of_sums(*baseline)
-    p = _excess_p_values(metric, observed, baseline)
     rows = observed[1].sum(0)
-    if metric.reduce is not None:
-        estimate = estimate.map(partial(_reduce_mean, metric))
-        chance = _reduce_mean(metric, chance)
+    reduce = metric.reduce
+    if reduce is None:
+        p = excess_p_values(observed, baseline)
+    else:
+        p = np.full(len(rows), np.nan)
+        if reduce is select_largest:
+            p = _largest_p_values(observed, baseline, estimate.value, chance)
+
+        def reduce_means(means: Array) -> Array:
+            return reduce(torch.from_numpy(means)).numpy()
+
+        estimate = estimate.map(reduce_means)
+        chance = reduce_means(chance)
         rows = rows.max(-1)
     low, high = estimate.interval()
-    low = np.where(_is_nonnegative(observed[0], low.ndim), np.maximum(low, 0), low)
-    if (
-        metric.reduce is select_peak_offset
-    ):  # the most frequent distance jumps, so that it has no standard error
+    # Means of sums that are at least 0 in every text are not negative.
+    is_positive = (observed[0] >= 0).all(axis=(0, *range(low.ndim + 1, observed[0].ndim)))
+    low = np.where(is_positive, np.maximum(low, 0), low)
+    if reduce is select_peak_offset:  # the most frequent distance jumps: it has no standard error
         low = np.full_like(low, np.nan)
-        high = np.full_like(high, np.nan)
-    columns = (array.tolist() for array in (estimate.value, low, high, rows, p))
-    return [
-        Measure(mean, start, stop, float(chance[0]), num_rows, p_value)
-        for mean, start, stop, num_rows, p_value in zip(*columns, strict=True)
-    ]
+        high = low
+    columns = np.stack([estimate.value, low, high, rows, p], 1).tolist()
+    return [Measure(*row[:3], float(chance[0]), *row[3:]) for row in columns]
 
 
-def _is_nonnegative(sums: Array, num_axes: int) -> NDArray[np.bool_]:
-    """True for heads whose sums are at least 0 in every text, so that their means are."""
-    return np.asarray((sums >= 0).all(axis=(0, *range(num_axes + 1, sums.ndim))))
-
-
-def _excess_p_values(metric: HeadMetric, observed: TextSums, baseline: TextSums) -> Array:
-    """P-values that the heads exceed chance, [H]; NaN for a metric without a test.
-
-    The largest of several means is tested against the largest of the baseline, corrected for their
-    number.
+def _largest_p_values(observed: TextSums, baseline: TextSums, means: Array, chance: Array) -> Array:
+    """P-values that the largest of several means of each head exceeds the largest of the baseline,
+    corrected for their number, [H].
     """
-    if metric.reduce is None:
-        return excess_p_values(observed, baseline)
-    num_heads, num_means = observed[0].shape[1:]
-    if metric.reduce is not select_largest:
-        return np.full(num_heads, np.nan)
-    largest = np.nan_to_num(ratio_of_sums(*observed)).argmax(-1)
-    columns = [array[:, np.arange(num_heads), largest] for array in observed]
-    best = int(np.nan_to_num(ratio_of_sums(*baseline))[0].argmax())
-    p = excess_p_values(
-        (columns[0], columns[1]), (baseline[0][:, :, best], baseline[1][:, :, best])
-    )
+    num_heads, num_means = means.shape
+    largest = np.nan_to_num(means).argmax(-1)
+    sums, counts = (array[:, np.arange(num_heads), largest] for array in observed)
+    best = int(np.nan_to_num(chance)[0].argmax())
+    p = excess_p_values((sums, counts), (baseline[0][:, :, best], baseline[1][:, :, best]))
     return np.minimum(1, p * num_means)
-
-
-def _reduce_mean(metric: HeadMetric, mean: Array) -> Array:
-    assert metric.reduce is not None
-    return metric.reduce(torch.from_numpy(mean)).numpy()

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .annotated_examples import TokenAnnotations
 from .weight_bands import WeightBand
 
 SumAndCount = tuple[
@@ -52,9 +51,8 @@ class HeadMetric:
 def mean_over_rows(rows_HT: Tensor, counted: Tensor) -> SumAndCount:
     """Sum of `rows_HT` over the rows where `counted` is true, and their number."""
     counted = counted.expand_as(rows_HT)
-    return torch.where(counted, rows_HT, 0).sum(-1, dtype=torch.float64), counted.sum(
-        -1, dtype=torch.float64
-    )
+    sums = torch.where(counted, rows_HT, 0).sum(-1, dtype=torch.float64)
+    return sums, counted.sum(-1, dtype=torch.float64)
 
 
 def _weight_on_keys(band: WeightBand, keys: Tensor) -> SumAndCount:
@@ -71,7 +69,7 @@ def _weight_at_pairs(band: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
     in_band = (s >= 0) & (s < band.w_HTS.shape[2])
     t = t[in_band]
     s = s[in_band]
-    allowed = (band.allowed if band.allowed.dim() == 3 else band.allowed[None])[:, t, s].float()
+    allowed = band.allowed_HTS[:, t, s].float()
     rows = band.w_HTS.new_zeros(band.w_HTS.shape[:2]).index_add_(1, t, band.w_HTS[:, t, s])
     has_pair = allowed.new_zeros(len(allowed), rows.shape[1]).index_add_(1, t, allowed) > 0
     return mean_over_rows(rows, band.select_counted(has_pair))
@@ -196,26 +194,19 @@ def support_sums(band: WeightBand) -> SumAndCount:
     At most `MAX_ROWS` evenly spaced rows of a text are counted.
     """
     count = band.query_tokens.count
-    sampled = (
-        torch.linspace(0, count - 1, min(count, MAX_ROWS), device=band.w_HTS.device).round().long()
-        - band.first_query
-    )
-    rows = sampled[(sampled >= 0) & (sampled < band.w_HTS.shape[1])]
-    cumulative = (
-        band.w_HTS[:, rows].sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
-    )
-    goals = (
-        cumulative[..., -1:]
-        * (1 - MASS_TOLERANCE)
-        * torch.tensor(SUPPORT_FRACTIONS, dtype=torch.float64, device=cumulative.device)
-    )
+    device = band.w_HTS.device
+    sampled = torch.linspace(0, count - 1, min(count, MAX_ROWS), device=device).round().long()
+    rows = sampled - band.first_query
+    rows = rows[(rows >= 0) & (rows < band.w_HTS.shape[1])]
+    ordered = band.w_HTS[:, rows].sort(-1, descending=True).values
+    cumulative = ordered.cumsum(-1, dtype=torch.float64)
+    fractions = torch.tensor(SUPPORT_FRACTIONS, dtype=torch.float64, device=device)
+    goals = cumulative[..., -1:] * (1 - MASS_TOLERANCE) * fractions
     keys = torch.searchsorted(cumulative, goals) + 1
-    visible = band.num_allowed_keys[..., rows].expand(keys.shape[:2])
-    counted = (visible > 0)[..., None]
-    sums = torch.where(counted, keys.double() / visible.clamp(min=1)[..., None], 0).sum(
-        1, dtype=torch.float64
-    )
-    return sums, counted.expand_as(keys).sum(1, dtype=torch.float64)
+    visible = band.num_allowed_keys[..., rows].expand(keys.shape[:2])[..., None]
+    counted = (visible > 0).expand_as(keys)
+    shares = torch.where(counted, keys.double() / visible.clamp(min=1), 0)
+    return shares.sum(1), counted.sum(1, dtype=torch.float64)
 
 
 def offset_variance_sums(band: WeightBand) -> SumAndCount:
@@ -248,15 +239,13 @@ def variance_explained_by_offset(mean: Tensor) -> Tensor:
     group_mean = mean[..., :groups]
     share = mean[..., groups:-1]
     square = mean[..., -1]
-    group_mean = torch.where(
-        share > 0, group_mean, 0
-    )  # offsets longer than every text have no pairs
+    # offsets longer than every text have no pairs
+    group_mean = torch.where(share > 0, group_mean, 0)
     grand_mean = (share * group_mean).sum(-1)
     explained = (share * group_mean.square()).sum(-1) - grand_mean.square()
     total = square - grand_mean.square()
-    return torch.where(
-        total > MASS_TOLERANCE * square, explained / total, torch.where(total.isnan(), total, 0)
-    )
+    constant = torch.where(total.isnan(), total, 0)
+    return torch.where(total > MASS_TOLERANCE * square, explained / total, constant)
 
 
 def select_largest(mean: Tensor) -> Tensor:
@@ -282,6 +271,14 @@ def make_selector(index: int) -> ReduceFunction:
     return lambda mean: mean[..., index]
 
 
+Sums = Callable[[WeightBand], SumAndCount]
+
+
+def _self_metrics(*rows: tuple[str, str, Sums, ReduceFunction | None]) -> list[HeadMetric]:
+    """Metrics of the weight that sinks leave in self-attention."""
+    return [HeadMetric(*row[:3], "rest", row[3], self_attention_only=True) for row in rows]
+
+
 HEAD_METRICS: Mapping[str, HeadMetric] = {
     metric.name: metric
     for metric in (
@@ -300,82 +297,46 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
         HeadMetric("first", "weight on the first token", first_token_sums),
         HeadMetric("separator", "weight on separators", separator_sums),
         HeadMetric("punctuation", "weight on punctuation", punctuation_sums, "rest"),
-        HeadMetric(
-            "previous",
-            "weight on the previous token",
-            make_offset_metric(-1),
-            "rest",
-            self_attention_only=True,
+        *_self_metrics(
+            ("previous", "weight on the previous token", make_offset_metric(-1), None),
+            ("self", "weight on the token itself", make_offset_metric(0), None),
+            ("next", "weight on the next token", make_offset_metric(1), None),
+            (
+                "offset",
+                "rows whose largest weight is at one distance",
+                argmax_offset_sums,
+                select_largest,
+            ),
+            (
+                "peak",
+                "distance at which most rows have their largest weight",
+                argmax_offset_sums,
+                select_peak_offset,
+            ),
+            (
+                "positional_share",
+                "share of the variance of weights that distance explains",
+                offset_variance_sums,
+                variance_explained_by_offset,
+            ),
         ),
-        HeadMetric(
-            "self",
-            "weight on the token itself",
-            make_offset_metric(0),
-            "rest",
-            self_attention_only=True,
+        *(
+            HeadMetric(
+                f"support{round(100 * fraction)}",
+                f"share of keys that hold {round(100 * fraction)} % of a row",
+                support_sums,
+                reduce=make_selector(n),
+            )
+            for n, fraction in enumerate(SUPPORT_FRACTIONS)
         ),
-        HeadMetric(
-            "next",
-            "weight on the next token",
-            make_offset_metric(1),
-            "rest",
-            self_attention_only=True,
-        ),
-        HeadMetric(
-            "offset",
-            "rows whose largest weight is at one distance",
-            argmax_offset_sums,
-            "rest",
-            select_largest,
-            self_attention_only=True,
-        ),
-        HeadMetric(
-            "peak",
-            "distance at which most rows have their largest weight",
-            argmax_offset_sums,
-            "rest",
-            select_peak_offset,
-            self_attention_only=True,
-        ),
-        HeadMetric(
-            "positional_share",
-            "share of the variance of weights that distance explains",
-            offset_variance_sums,
-            "rest",
-            variance_explained_by_offset,
-            self_attention_only=True,
-        ),
-        HeadMetric(
-            "support50",
-            "share of keys that hold half of a row",
-            support_sums,
-            reduce=make_selector(0),
-        ),
-        HeadMetric(
-            "support90",
-            "share of keys that hold 90 % of a row",
-            support_sums,
-            reduce=make_selector(1),
-        ),
-        HeadMetric(
-            "support95",
-            "share of keys that hold 95 % of a row",
-            support_sums,
-            reduce=make_selector(2),
-        ),
-        HeadMetric(
-            "duplicate",
-            "weight on other occurrences of the same token",
-            duplicate_sums,
-            "rest",
-            self_attention_only=True,
-        ),
-        HeadMetric(
-            "induction",
-            "weight on tokens that follow an earlier occurrence of the same token",
-            induction_sums,
-            "rest",
-            self_attention_only=True,
+        *_self_metrics(
+            ("duplicate", "weight on other occurrences of the same token", duplicate_sums, None),
+            (
+                "induction",
+                "weight on tokens that follow an earlier occurrence of the same token",
+                induction_sums,
+                None,
+            ),
         ),
         HeadMetric(
             "rare", "rows whose largest weight is on the rarest token", rarest_token_sums, "rest"
@@ -384,14 +345,12 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
 }
 
 
-PairFunction = Callable[
-    [Tensor, Tensor], Tensor
-]  # from differences of rows and of columns, [T, S] each
+# --- Images ---------------------------------------------------------------------------------------
 
 
-def make_pair_metric(selects: PairFunction) -> Callable[[WeightBand], SumAndCount]:
+def make_pair_metric(selects: Callable[[Tensor, Tensor], Tensor]) -> Sums:
     """Return a metric of the weight on patches in a relation to the query, over rows that may read
-    one of them.
+    one of them; the relation is a function of differences of rows and of columns, [T, S] each.
     """
 
     def sums(band: WeightBand) -> SumAndCount:
@@ -415,64 +374,39 @@ def patch_distance_sums(band: WeightBand) -> SumAndCount:
 
 def _differences(band: WeightBand) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and columns from query to key, [T, S] each, and whether both are patches."""
-    queries = _get_grid(band.query_tokens, band)[band.query_positions]
-    keys = _get_grid(band.key_tokens, band)
-    keys = band.slice_keys(keys)
-    difference = keys[None] - queries[:, None]
-    is_patch = (queries[:, None, 0] >= 0) & (keys[None, :, 0] >= 0)
+    grids: list[Tensor] = []  # row and column of each token; -1 for tokens that are no patches
+    for tokens in (band.query_tokens, band.key_tokens):
+        grid = torch.full((tokens.count, 2), -1) if tokens.patch_grid is None else tokens.patch_grid
+        grids.append(grid.to(band.w_HTS.device))
+    queries = grids[0][band.query_positions][:, None]
+    keys = band.slice_keys(grids[1])[None]
+    difference = keys - queries
+    is_patch = (queries[..., 0] >= 0) & (keys[..., 0] >= 0)
     return difference[..., 0], difference[..., 1], is_patch
 
 
-def _get_grid(tokens: TokenAnnotations, band: WeightBand) -> Tensor:
-    """Row and column of each token, [tokens, 2]; -1 for tokens that are no patches, such as all
-    tokens of a text.
-    """
-    grid = tokens.patch_grid
-    return (
-        torch.full((tokens.count, 2), -1, device=band.w_HTS.device)
-        if grid is None
-        else grid.to(band.w_HTS.device)
-    )
-
-
-def _is_neighbour(rows: Tensor, columns: Tensor) -> Tensor:
-    return (torch.maximum(rows.abs(), columns.abs()) == 1).bool()
-
-
+PATCH_RELATIONS: Mapping[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "same_patch": ("the patch itself", lambda rows, columns: (rows == 0) & (columns == 0)),
+    "neighbours": (
+        "the 8 patches around the query",
+        lambda rows, columns: torch.maximum(rows.abs(), columns.abs()) == 1,
+    ),
+    "same_row": (
+        "other patches of the same row",
+        lambda rows, columns: (rows == 0) & (columns != 0),
+    ),
+    "same_column": (
+        "other patches of the same column",
+        lambda rows, columns: (rows != 0) & (columns == 0),
+    ),
+}
 PATCH_METRICS: Mapping[str, HeadMetric] = {
-    metric.name: metric
-    for metric in (
-        HeadMetric(
-            "patch_distance",
-            "distance between query and key, in patches",
-            patch_distance_sums,
-            "rest",
-        ),
-        HeadMetric(
-            "same_patch",
-            "weight on the patch itself",
-            make_pair_metric(lambda rows, columns: (rows == 0) & (columns == 0)),
-            "rest",
-        ),
-        HeadMetric(
-            "neighbours",
-            "weight on the 8 patches around the query",
-            make_pair_metric(_is_neighbour),
-            "rest",
-        ),
-        HeadMetric(
-            "same_row",
-            "weight on other patches of the same row",
-            make_pair_metric(lambda rows, columns: (rows == 0) & (columns != 0)),
-            "rest",
-        ),
-        HeadMetric(
-            "same_column",
-            "weight on other patches of the same column",
-            make_pair_metric(lambda rows, columns: (rows != 0) & (columns == 0)),
-            "rest",
-        ),
+    "patch_distance": HeadMetric(
+        "patch_distance", "distance between query and key, in patches", patch_distance_sums, "rest"
     )
+} | {
+    name: HeadMetric(name, f"weight on {keys}", make_pair_metric(selects), "rest")
+    for name, (keys, selects) in PATCH_RELATIONS.items()
 }
 # The measures of texts that also describe images.
 IMAGE_METRICS = (

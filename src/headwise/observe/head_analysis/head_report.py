@@ -1,6 +1,4 @@
-"""Report of a model's heads in a folder: the table as JSON, figures, and files for the HeadVis
-viewer.
-"""
+"""Report of a model's heads in a folder: the table as JSON, and figures."""
 
 from __future__ import annotations
 
@@ -8,12 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
-from ...report.data import Figure
+from ...report.data import Axis, Figure, Plot, Series
 from ...report.plots import THEMES, save_figure
 from ...util.files import write_atomically
 from ...util.output_paths import Existing, FolderKind, stage_folder
@@ -25,63 +23,83 @@ from .attention_figures import (
     head_figure,
     head_gallery,
     head_pair_figure,
-    make_picture,
 )
 from .head_classes import UNCLEAR
-from .head_figures import plot_importance, plot_measure_by_layer, plot_similar_heads
+from .head_metrics import HEAD_METRICS
 from .head_redundancy import RedundancyResult
+from .head_similarity import PlaneEmbedding
 from .head_table import CLASS_STYLES, HeadMeasures, HeadTable, ImportanceResult
 
-# --- Files for HeadVis ----------------------------------------------------------------------------
+# --- Figures of all heads -------------------------------------------------------------------------
 
-MAX_KEYS = 8  # strongest keys kept of each row, as in HeadVis
+NUM_NAMED_HEADS = 5  # named on the curve of importance
+MEASURE_UNITS = {"entropy": "nats", "distance": "tokens"}
+COLOUR_NOTE = "colour: class with the highest score"
 
 
-def export_headvis(
-    table: HeadTable, trace: Trace, annotated: Example, folder: Path
-) -> Iterator[str]:
-    """Write scatter_data.json and heads/L{layer}H{head}.json for HeadVis, and yield the path of the
-    first.
+def _class_colours(heads: Sequence[HeadMeasures]) -> list[str]:
+    return [CLASS_STYLES.get(head.group, ("", "muted"))[1] or "empty" for head in heads]
 
-    Layers are numbered over all sites in the order of the table.
-    """
-    (folder / "heads").mkdir(parents=True, exist_ok=True)
+
+def plot_measure_by_layer(table: HeadTable, measure: str = "entropy") -> Figure:
+    """Return a measure of every head by layer: dots are heads with intervals, the line their mean."""
     sites = table.sites
-    points = [
-        {
-            "layer": sites.index(head.site),
-            "head": head.head,
-            "site": head.site,
-            "metrics": {name: measure.data["value"] for name, measure in head.measures.items()},
-            "labels": [head_class.name for head_class in head.classes],
-        }
-        for head in table.heads
+    xs: list[float] = []
+    heads: list[HeadMeasures] = []
+    means: list[float] = []
+    chance: list[float] = []
+    for index, site in enumerate(sites):
+        members = [head for head in table.heads if head.site == site]
+        count = len(members)
+        heads += members
+        xs += [index + 0.5 * (n / max(1, count - 1) - 0.5) for n in range(count)]
+        means.append(sum(head.measures[measure].value for head in members) / count)
+        chance.append(members[0].measures[measure].chance)
+    ys, lows, highs = zip(*(head.measures[measure][:3] for head in heads), strict=True)
+    dots: dict[str, Any] = {"line": "", "colours": _class_colours(heads), "sizes": [3.4] * len(xs)}
+    layers = range(len(sites))
+    series = [
+        Series("head, 95 % interval", xs, ys, lows, highs, band=False, **dots),
+        Series("mean of the layer", layers, means, colour="text"),
+        Series("chance", layers, chance, line="--", colour="muted"),
     ]
-    path = folder / "scatter_data.json"
-    write_atomically(path, json.dumps({"model": table.model, "heads": points}).encode())
-    yield str(path)
-    traced_sites = {layer.name for layer in trace.layers}
-    for head in table.heads:
-        if head.site not in traced_sites:
-            continue
-        layer = trace.get_layer(head.site)
-        weights = trace.head_weights(head.site, head.head)
-        strongest = [
-            [
-                [int(s), round(float(row[s]), 6)]
-                for s in (-row).argsort(kind="stable")[:MAX_KEYS]
-                if row[s] > 0
-            ]
-            for row in weights
-        ]
-        example = {
-            "tokens": list(annotated.streams[layer.query_stream].words),
-            "keys": list(annotated.streams[layer.key_stream].words),
-            "attention": strongest,
-        }
-        document = {**head.data, "examples": [example]}
-        path = folder / "heads" / f"L{sites.index(head.site)}H{head.head}.json"
-        write_atomically(path, json.dumps(document).encode())
+    known = HEAD_METRICS.get(measure)
+    unit = MEASURE_UNITS.get(measure) or (known.description if known is not None else "")
+    step = -(-len(sites) // 12)
+    names = [site.removesuffix(".attention") for site in sites]
+    ticks: dict[float, str] = {n: names[n] for n in range(0, len(sites), step)}
+    y = Axis(f"{measure} ({unit})" if unit else measure)
+    plot = Plot(series, Axis("attention layer", ticks=ticks), y, size=(6.4, 3.4))
+    title = f"{table.model}: {measure} of every head, {table.texts}"
+    return Figure(title, [plot], table.class_legend, legend_title=COLOUR_NOTE)
+
+
+def plot_importance(result: ImportanceResult) -> Figure:
+    """Return the importance of the heads in decreasing order, with 95 % intervals."""
+    heads = result.by_importance
+    ys, lows, highs = zip(*(head.measure[:3] for head in heads), strict=True)
+    names = [f"{rank}  {head.site} {head.head}" for rank, head in enumerate(heads)]
+    ranks = range(len(heads))
+    series = Series("head, 95 % interval", ranks, ys, lows, highs, marker=".")
+    axes = (Axis("heads by decreasing importance"), Axis(f"importance by {result.method}"))
+    plot = Plot([series], *axes, size=(6.4, 3.1))
+    title = f"{result.model}: importance of every head for {result.objective}, {result.texts} texts"
+    return Figure(title, [plot], note=f"most important: {', '.join(names[:NUM_NAMED_HEADS])}")
+
+
+def plot_similar_heads(table: HeadTable, embedding: PlaneEmbedding) -> Figure:
+    """Return heads as points of an embedding; later layers have larger dots."""
+    last = max(1, len(table.sites) - 1)
+    sizes = [6 + 5 * table.sites.index(head.site) / last for head in table.heads]
+    xs, ys = embedding.points.T.tolist()
+    labels = [f"{head.layer}.{head.head}" for head in table.heads]
+    dots: dict[str, Any] = {"line": "", "colours": _class_colours(table.heads), "sizes": sizes}
+    series = Series("", xs, ys, labels=labels, **dots)
+    unit = "nats of Jensen-Shannon divergence without sinks"
+    plot = Plot([series], Axis(unit), Axis(unit), names="", size=(5.6, 5.4))
+    note = f"labels are layer.head; larger dots are later layers; stress {embedding.stress:.2f}"
+    title = f"{table.model}: similar heads are close"
+    return Figure(title, [plot], table.class_legend, legend_title=COLOUR_NOTE, note=note)
 
 
 # --- The report -----------------------------------------------------------------------------------
@@ -94,7 +112,6 @@ HEAD_REPORT = FolderKind(
     ("heads.json", "head-*-light.svg"),
     lambda folder: (
         "heads.json",
-        "headvis",
         *(f"*-{theme}.{suffix}" for theme in THEMES for suffix in ("svg", "png")),
     ),
 )
@@ -128,7 +145,7 @@ def write_head_report(
     folder: Path,
     options: ReportOptions = DEFAULT_OPTIONS,
 ) -> list[str]:
-    """Write the table as JSON, the files of HeadVis, and every figure for light and dark
+    """Write the table as JSON, and every figure for light and dark
     backgrounds as SVG and PNG.
 
     The folder appears complete or not at all. Returns the paths of the main files.
@@ -138,8 +155,7 @@ def write_head_report(
     with stage_folder(folder, HEAD_REPORT, options.existing) as staged:
         write_atomically(staged / "heads.json", json.dumps(table.data, indent=1).encode())
         maker = PictureMaker(model, _short_examples(examples))
-        names = [*write_figures(_list_figures(table, maker, options), staged)]
-        names += export_headvis(table, maker.trace(0), maker.examples[0], staged / "headvis")
+        names = list(write_figures(_list_figures(table, maker, options), staged))
         relative = [Path(name).relative_to(staged) for name in names]
         return [str(folder / "heads.json"), *(str(folder / name) for name in relative)]
 
@@ -172,15 +188,16 @@ def _list_figures(
         "grid": table.class_grid(f"{model}: class of every head, {table.texts}"),
         "entropy": plot_measure_by_layer(table),
     }
+    top = f"{model}: the top head of each"
     pictures = list(_class_pictures(table, maker))
     if pictures:
-        title = f"{model}: the top head of each class, each on the text that shows it best"
         marks = "the pairs of tokens that the class is about"
+        title = f"{top} class, each on the text that shows it best"
         figures["gallery"] = head_gallery(pictures, title, marks)
     pictures = list(_relation_pictures(table, maker))
     if pictures:
-        title = f"{model}: the top head of each dependency relation"
-        figures["relations"] = head_gallery(pictures, title, "the dependencies of the relation")
+        marks = "the dependencies of the relation"
+        figures["relations"] = head_gallery(pictures, f"{top} dependency relation", marks)
     pair = _choose_pair(table, maker, options.head_pair)
     if pair:
         figures["pair"] = head_pair_figure(*pair, f"{model}: attention of two heads")
@@ -188,8 +205,7 @@ def _list_figures(
         head = table.head(*location)
         classes = [one for one in head.classes if one.name != UNCLEAR]
         names = ", ".join(f"{one.name} {one.score:.2f}" for one in classes[:3]) or "no class"
-        name = classes[0].name if classes else ""
-        picture = make_picture(maker.trace(0), maker.examples[0], head, name, names)
+        picture = maker.first_picture(head, classes[0].name if classes else "", names)
         title = f"{model}: {head.site} {head.head}"
         figures[head_file_name(*location)] = head_figure(picture, title)
     if options.importance is not None:
@@ -268,32 +284,23 @@ def _choose_pair(
     """The two given heads, or the self-attention heads with the broadest and the narrowest
     attention of one stack.
     """
-    if head_pair:
-        first, second = (table.head(*location) for location in head_pair)
-        return _make_picture_pair(maker, [(first, "one"), (second, "other")])
-    heads = [
-        head
-        for head in table.heads
-        if {"breadth", "distance"} <= set(head.measures) and head.kind == "attention"
-    ]
-    heads = [head for head in heads if not np.isnan(head.measures["distance"].value)]
-    if len(heads) < 2:
-        return None
-    stack = heads[0].stack
-    heads = [head for head in heads if head.stack == stack]
-    broadest = max(heads, key=lambda head: head.measures["breadth"].value)
-    others = (head for head in heads if head is not broadest)
-    narrowest = min(others, key=lambda head: head.measures["breadth"].value)
-    return _make_picture_pair(maker, [(broadest, "broadest"), (narrowest, "narrowest")])
-
-
-def _make_picture_pair(
-    maker: PictureMaker, heads: Sequence[tuple[HeadMeasures, str]]
-) -> tuple[HeadPicture, HeadPicture]:
+    chosen = [table.head(*location) for location in head_pair]
+    names = ("one", "other")
+    if not chosen:
+        names = ("broadest", "narrowest")
+        needed = {"breadth", "distance"}
+        heads = [
+            one for one in table.heads if needed <= {*one.measures} and one.kind == "attention"
+        ]
+        heads = [head for head in heads if not np.isnan(head.measures["distance"].value)]
+        if len(heads) < 2:
+            return None
+        heads = [head for head in heads if head.stack == heads[0].stack]
+        chosen = [max(heads, key=lambda head: head.measures["breadth"].value)]
+        others = (head for head in heads if head is not chosen[0])
+        chosen.append(min(others, key=lambda head: head.measures["breadth"].value))
     first, second = (
-        make_picture(
-            maker.trace(0), maker.examples[0], head, "", f"{label}: {head.site} {head.head}"
-        )
-        for head, label in heads
+        maker.first_picture(head, "", f"{name}: {head.site} {head.head}")
+        for head, name in zip(chosen, names, strict=True)
     )
     return first, second

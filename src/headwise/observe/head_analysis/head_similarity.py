@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...util.errors import suggest
 from ..inspect.hooks import AttentionHook, ModelRun, SiteModule
 from ..inspect.model_inputs import get_device, prepare_inputs
 from ..inspect.observed_call import ObservedCall
@@ -23,8 +22,6 @@ from .weight_bands import MIN_NON_SINK_WEIGHT
 # --- Distances of attention rows and similarity of outputs ----------------------------------------
 
 MAX_CELLS = 2**21  # numbers compared at once, so that they stay in the CPU cache
-SMOOTHING_METHODS = ("none", "clark")
-CKA_ESTIMATORS = ("unbiased", "linear")
 
 
 def entropy(weights: Tensor) -> Tensor:
@@ -36,15 +33,6 @@ def entropy(weights: Tensor) -> Tensor:
     0.693147
     """
     return -weights.clamp(min=torch.finfo(weights.dtype).tiny).log_().mul_(weights).sum(-1).double()
-
-
-def smooth_weights(weights: Tensor, method: str) -> Tensor:
-    """Smooth weights [heads, rows, keys]: "none", or "clark" for 0.999 w + 0.001 / keys
-    (1906.04341).
-    """
-    if method not in SMOOTHING_METHODS:
-        raise ValueError(f"unknown smoothing={method!r}; {suggest(method, SMOOTHING_METHODS)}")
-    return weights if method == "none" else 0.999 * weights + 1e-3 / max(1, weights.shape[-1])
 
 
 def append_sink_column(weights: Tensor) -> Tensor:
@@ -73,17 +61,14 @@ def jensen_shannon_divergence(
     step = max(1, MAX_CELLS // max(1, heads * keys))
     for start in range(0, rows, step):
         p, q = (x[:, start : start + step] for x in (weights, second))
-        flags_of_chunk = flags[:, start : start + step].double()
+        counts = flags[:, start : start + step].double()
         first_entropy = entropy(p)
         second_entropy = entropy(q)
         for head in range(heads - 1):
-            mean_entropy = entropy((p[head] + q[head + 1 :]) / 2)
-            by_row = (mean_entropy - (first_entropy[head] + second_entropy[head + 1 :]) / 2).clamp(
-                min=0
-            )
-            divergence[head, head + 1 :] += (by_row * flags_of_chunk[head + 1 :]) @ flags_of_chunk[
-                head
-            ]
+            rest = slice(head + 1, None)
+            by_row = entropy((p[head] + q[rest]) / 2)
+            by_row = (by_row - (first_entropy[head] + second_entropy[rest]) / 2).clamp(min=0)
+            divergence[head, rest] += (by_row * counts[rest]) @ counts[head]
     return divergence + divergence.T
 
 
@@ -106,9 +91,8 @@ def spread_of_sets(weights: Tensor, sets: Tensor, counted: Tensor) -> tuple[Tens
     _, rows, keys = weights.shape
     sets = sets.to(weights)
     flags_RH = counted.T.to(weights)
-    sums, counts = (
-        torch.zeros(len(sets), dtype=torch.float64, device=weights.device) for _ in range(2)
-    )
+    sums = torch.zeros(len(sets), dtype=torch.float64, device=weights.device)
+    counts = sums.clone()
     step = max(1, 2 * MAX_CELLS // max(1, len(sets) * keys))
     for start in range(0, rows, step):
         chunk = weights[:, start : start + step].transpose(0, 1)
@@ -122,52 +106,35 @@ def spread_of_sets(weights: Tensor, sets: Tensor, counted: Tensor) -> tuple[Tens
     return sums, counts
 
 
-def centred_kernel_alignment(features: Tensor, estimator: str = "unbiased") -> Tensor:
+def centred_kernel_alignment(features: Tensor) -> Tensor:
     """Centred kernel alignment (CKA, 1905.00414) of head outputs over the same tokens: [heads,
     heads].
 
-    CKA measures similarity up to rotation and scale. `features` are [heads, tokens, width].
-    "linear" is ||X^T Y||^2 / (||X^T X|| ||Y^T Y||) of centred features, which is biased upwards if
-    there are fewer tokens than channels. "unbiased" uses the unbiased estimator of HSIC (Song et
-    al. 2012), whose mean is zero for unrelated features, so that it can be negative. A head with
-    constant output has NaN.
+    CKA measures similarity up to rotation and scale. `features` are [heads, tokens, width]. It uses
+    the unbiased estimator of HSIC (Song et al. 2012), whose mean is zero for unrelated features, so
+    that it can be negative. A head with constant output has NaN.
 
     >>> x = torch.eye(5)[None]
-    >>> centred_kernel_alignment(torch.cat([x, 3 * x.flip(-1)]), "linear").round(decimals=6)[
-    ...     0, 1
-    ... ].item()
+    >>> centred_kernel_alignment(torch.cat([x, 3 * x]))[0, 1].round(decimals=6).item()
     1.0
     """
-    if estimator not in CKA_ESTIMATORS:
-        raise ValueError(f"unknown estimator={estimator!r}; {suggest(estimator, CKA_ESTIMATORS)}")
     heads, tokens, _ = features.shape
     if tokens < 4:
         raise ValueError(f"cannot compare head outputs over {tokens} tokens; give at least 4")
     x = features.double()
     x = x - x.mean(1, keepdim=True)
     hsic = torch.stack([(x[head].T @ x).square().sum((1, 2)) for head in range(heads)])
-    if estimator == "unbiased":
-        hsic = _unbiased_hsic(x, hsic)
+    # The diagonals of the kernels are removed.
+    diagonal = x.square().sum(-1)
+    row_sums = (x * x.sum(1, keepdim=True)).sum(-1) - diagonal
+    total = row_sums.sum(-1)
+    hsic = hsic - diagonal @ diagonal.T
+    hsic = hsic + total[:, None] * total / ((tokens - 1) * (tokens - 2))
+    hsic = hsic - 2 / (tokens - 2) * row_sums @ row_sums.T
+    hsic = hsic / (tokens * (tokens - 3))
     self_hsic = hsic.diagonal().clamp(min=0)
     scale = (self_hsic[:, None] * self_hsic).sqrt()
     return torch.where(scale > 1e-12 * scale.max().clamp(min=1e-300), hsic / scale, math.nan)
-
-
-def _unbiased_hsic(x: Tensor, hsic: Tensor) -> Tensor:
-    """Unbiased HSIC from ||X^T Y||^2, by removing the diagonals of the kernels."""
-    tokens = x.shape[1]
-    diagonal = x.square().sum(-1)
-    row_sums = (x * x.sum(1, keepdim=True)).sum(
-        -1
-    ) - diagonal  # of each kernel, without its diagonal
-    total = row_sums.sum(-1)
-    unbiased = hsic - diagonal @ diagonal.T
-    unbiased = (
-        unbiased
-        + total[:, None] * total / ((tokens - 1) * (tokens - 2))
-        - 2 / (tokens - 2) * row_sums @ row_sums.T
-    )
-    return unbiased / (tokens * (tokens - 3))
 
 
 # --- Sampled rows and outputs of a text -----------------------------------------------------------
@@ -223,9 +190,8 @@ class SampledRows(NamedTuple):
         generator = np.random.default_rng(seed)
         permuted = self.weights.clone()
         for head, allowed in enumerate(self.allowed & ~self.is_sink):
-            keys = torch.from_numpy(generator.random(allowed.shape, dtype=np.float32)).to(
-                allowed.device
-            )
+            keys = torch.from_numpy(generator.random(allowed.shape, dtype=np.float32))
+            keys = keys.to(allowed.device)
             # Allowed keys come first, in order and in random order; the others follow in order in
             # both and stay.
             targets = (~allowed).int().argsort(dim=-1, stable=True)
@@ -248,31 +214,21 @@ class SampledRows(NamedTuple):
         return float((1 - self.weights[..., :-1][..., ~self.is_sink].sum(-1)).sum())
 
 
-class RowSampling(NamedTuple):
-    """Number of queries sampled from a text, and the seed."""
+def choose_queries(
+    num_rows: int, seed: Sequence[int], num_queries: int, cells_per_query: int
+) -> Tensor:
+    """Sampled query positions of a text: evenly spaced from a random start, fewer if each has very
+    many cells.
 
-    num_rows: int = 64
-    seed: int = 0
-
-    def choose_queries(self, text_index: int, num_queries: int, cells_per_query: int) -> Tensor:
-        """Sampled query positions of a text: evenly spaced from a random start, fewer if each has
-        very many cells.
-
-        >>> RowSampling(3).choose_queries(0, 9, 1).diff().tolist()
-        [3, 3]
-        """
-        num_rows = max(
-            1,
-            min(
-                num_queries,
-                self.num_rows,
-                max(MIN_ROWS, MAX_SAMPLED_CELLS // max(1, cells_per_query)),
-            ),
-        )
-        start = np.random.default_rng([self.seed, text_index]).random()
-        return torch.from_numpy(
-            ((start + np.arange(num_rows)) * num_queries / num_rows).astype(np.int64)
-        )
+    >>> choose_queries(3, (0, 0), 9, 1).diff().tolist()
+    [3, 3]
+    """
+    most = max(MIN_ROWS, MAX_SAMPLED_CELLS // max(1, cells_per_query))
+    num_rows = max(1, min(num_queries, num_rows, most))
+    positions = (
+        (np.random.default_rng(seed).random() + np.arange(num_rows)) * num_queries / num_rows
+    )
+    return torch.from_numpy(positions.astype(np.int64))
 
 
 class RowSamplingHook(AttentionHook):
@@ -282,18 +238,16 @@ class RowSamplingHook(AttentionHook):
 
     def __init__(self, queries: Tensor) -> None:
         gaps = (queries.diff() != 1).nonzero()[:, 0] + 1
-        self.query_runs = [
-            slice(int(run[0]), int(run[-1]) + 1) for run in queries.tensor_split(gaps)
-        ]
-        self.weights: Tensor | None = None
-        self.allowed: Tensor | None = None
+        runs = queries.tensor_split(gaps)
+        self.query_runs = [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
+        self.rows: tuple[Tensor, Tensor] | None = None  # weights and allowed pairs
         self.unsupported_reason = ""
 
     def on_call(self, call: ObservedCall) -> None:
         """Compute and keep the sampled rows only."""
         weights = torch.cat([call.all_weights(run)[0] for run in self.query_runs], 1)
         allowed = torch.cat([call.allowed_pairs(run)[0] for run in self.query_runs], 1)
-        self.weights, self.allowed = weights, allowed.expand(weights.shape)
+        self.rows = (weights, allowed.expand(weights.shape))
         if bool((weights < 0).any()) or bool((weights.sum(-1) > 1 + 1e-3).any()):
             self.unsupported_reason = "its weights are negative or sum to more than one"
 
@@ -303,7 +257,8 @@ def sample_rows(
     sites: Sequence[SiteModule],
     example: Example,
     streams: Mapping[str, StreamPair],
-    sampling: RowSampling,
+    num_rows: int,
+    seed: int,
     text_index: int = 0,
 ) -> tuple[list[SampledRows], dict[str, str]]:
     """Sample rows of one text, grouped by heads over the same tokens; also return why sites are
@@ -311,67 +266,47 @@ def sample_rows(
 
     Rows in which some head may not read any key are left out.
     """
-    queries: dict[str, Tensor] = {}
+    hooks: dict[str, RowSamplingHook] = {}
+    num_sampled: dict[StreamPair, int] = {}
     for module in sites:
-        name = module.site.name
-        query_tokens, key_tokens = (example.streams[stream] for stream in streams[name])
-        cells_per_query = _num_comparable_heads(sites, streams, module) * key_tokens.count
-        queries[name] = sampling.choose_queries(text_index, query_tokens.count, cells_per_query)
-    hooks = {name: RowSamplingHook(positions) for name, positions in queries.items()}
+        pair = streams[module.site.name]
+        query_tokens, key_tokens = (example.streams[stream] for stream in pair)
+        num_heads = sum(one.site.q for one in sites if streams[one.site.name] == pair)
+        cells = num_heads * key_tokens.count
+        queries = choose_queries(num_rows, (seed, text_index), query_tokens.count, cells)
+        num_sampled[pair] = len(queries)
+        hooks[module.site.name] = RowSamplingHook(queries)
     ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
+    device = get_device(model)  # the layers of a model may be on several devices
     groups: list[SampledRows] = []
-    for pair in dict.fromkeys(streams[module.site.name] for module in sites):
-        members = [module for module in sites if streams[module.site.name] == pair]
-        hook_of = {module: hooks[module.site.name] for module in members}
-        usable = {
-            module: hook
-            for module, hook in hook_of.items()
-            if hook.weights is not None and not hook.unsupported_reason
-        }
-        if usable:
-            row_weight = example.streams[pair[0]].count / len(queries[members[0].site.name])
-            is_sink = find_sink_tokens(example.streams[pair[1]])
-            groups.append(
-                _merge_sites(pair, usable, is_sink.to(get_device(model)))._replace(
-                    row_weight=row_weight
-                )
-            )
-    return groups, {
-        name: hook.unsupported_reason for name, hook in hooks.items() if hook.unsupported_reason
-    }
-
-
-def _num_comparable_heads(
-    sites: Sequence[SiteModule], streams: Mapping[str, StreamPair], module: SiteModule
-) -> int:
-    return sum(
-        other.site.q for other in sites if streams[other.site.name] == streams[module.site.name]
-    )
-
-
-def _merge_sites(
-    pair: StreamPair, hooks: Mapping[SiteModule, RowSamplingHook], is_sink: Tensor
-) -> SampledRows:
-    device = is_sink.device  # the layers of a model may be on several devices
-    weights = [hook.weights.to(device) for hook in hooks.values() if hook.weights is not None]
-    allowed = torch.cat(
-        [hook.allowed.to(device) for hook in hooks.values() if hook.allowed is not None]
-    )
-    has_keys = allowed.any(-1).all(0)
-    heads = [
-        HeadLocation(module.site.name, module.site.layer, head)
-        for module, site_weights in zip(hooks, weights, strict=True)
-        for head in range(len(site_weights))
-    ]
-    rows = append_sink_column(torch.cat(weights)[:, has_keys].float())
-    return SampledRows(pair, tuple(heads), rows, allowed[:, has_keys], is_sink)
+    for pair, count in num_sampled.items():
+        heads: list[HeadLocation] = []
+        weights: list[Tensor] = []
+        allowed: list[Tensor] = []
+        for module in sites:
+            hook = hooks[module.site.name]
+            if streams[module.site.name] != pair or hook.rows is None or hook.unsupported_reason:
+                continue
+            place = (module.site.name, module.site.layer)
+            heads += [HeadLocation(*place, head) for head in range(len(hook.rows[0]))]
+            weights.append(hook.rows[0].to(device))
+            allowed.append(hook.rows[1].to(device))
+        if heads:
+            all_allowed = torch.cat(allowed)
+            has_keys = all_allowed.any(-1).all(0)
+            rows = append_sink_column(torch.cat(weights)[:, has_keys].float())
+            is_sink = find_sink_tokens(example.streams[pair[1]]).to(device)
+            row_weight = example.streams[pair[0]].count / count
+            allowed_rows = all_allowed[:, has_keys]
+            groups.append(SampledRows(pair, tuple(heads), rows, allowed_rows, is_sink, row_weight))
+    reasons = {name: hook.unsupported_reason for name, hook in hooks.items()}
+    return groups, {name: reason for name, reason in reasons.items() if reason}
 
 
 class HeadOutputsHook(AttentionHook):
-    """Hook that keeps head outputs of a text, [tokens, heads, width]."""
+    """Hook that keeps head outputs of the first text, [tokens, heads, width]."""
 
-    def __init__(self) -> None:
-        self.outputs: Tensor | None = None
+    outputs: Tensor | None = None
 
     def on_head_outputs(self, outputs: Tensor) -> None:
         """Keep the outputs."""
@@ -411,15 +346,11 @@ class OutputReservoir:
         self.priorities = np.concatenate([self.priorities, priorities[selected]])
         for name, z in head_outputs.items():
             new = z[torch.from_numpy(selected).to(z.device)].float().cpu()
-            self.outputs[name] = (
-                torch.cat([self.outputs[name], new]) if name in self.outputs else new
-            )
+            self.outputs[name] = torch.cat([self.outputs.get(name, new[:0]), new])
         if len(self.priorities) > self.max_tokens:
             best = np.argsort(self.priorities)[: self.max_tokens]
-            self.priorities, self.threshold = (
-                self.priorities[best],
-                float(self.priorities[best[-1]]),
-            )
+            self.priorities = self.priorities[best]
+            self.threshold = float(self.priorities[-1])
             self.outputs = {name: z[torch.from_numpy(best)] for name, z in self.outputs.items()}
 
     def features(self, sites: Sequence[str]) -> Tensor:
@@ -427,10 +358,8 @@ class OutputReservoir:
         with zeros.
         """
         width = max(self.outputs[name].shape[-1] for name in sites)
-        padded = [
-            nn.functional.pad(self.outputs[name], (0, width - self.outputs[name].shape[-1]))
-            for name in sites
-        ]
+        outputs = [self.outputs[name] for name in sites]
+        padded = [nn.functional.pad(z, (0, width - z.shape[-1])) for z in outputs]
         return torch.cat(padded, 1).transpose(0, 1)
 
 
@@ -512,40 +441,32 @@ def embed_in_plane(
     checked = _check_distances(distances)
     generator = np.random.default_rng(seed)
     scale = float(checked.max(initial=0.0)) or 1.0
-    starts = [
-        _classical_scaling(checked),
-        *(scale * generator.standard_normal((len(checked), 2)) for _ in range(num_starts - 1)),
-    ]
-    best = min(
-        (_minimise_stress(checked, points, max_steps) for points in starts),
-        key=lambda embedding: embedding.stress,
-    )
-    return best._replace(points=_canonical_orientation(best.points))
+    # Classical scaling: the two largest eigenvalues of the doubly centred squared distances
+    centring = np.eye(len(checked)) - 1 / len(checked)
+    values, vectors = np.linalg.eigh(-0.5 * centring @ (checked**2) @ centring)
+    points = vectors[:, ::-1][:, :2] * np.sqrt(np.maximum(values[::-1][:2], 0))
+    others = scale * generator.standard_normal((num_starts - 1, len(checked), 2))
+    starts = [np.pad(points, ((0, 0), (0, 2 - points.shape[1]))), *others]
+    found = [_minimise_stress(checked, points, max_steps) for points in starts]
+    points, stress = min(found, key=lambda embedding: embedding.stress)
+    points = points - points.mean(0)
+    _, _, axes = np.linalg.svd(points, full_matrices=False)
+    axes = np.concatenate([axes, np.eye(2)])[:2] if len(axes) < 2 else axes
+    rotated = points @ axes.T
+    extreme = rotated[np.abs(rotated).argmax(0), [0, 1]]  # the farthest point of each axis
+    return PlaneEmbedding(rotated * np.where(extreme < 0, -1, 1), stress)
 
 
 def _check_distances(distances: DistanceArray) -> DistanceArray:
     if distances.ndim != 2 or len(distances) != distances.shape[1] or not len(distances):
         raise ValueError(f"distances must have the shape [n, n], got {list(distances.shape)}")
-    if (
-        not np.isfinite(distances).all()
-        or (distances < 0).any()
-        or not np.allclose(distances, distances.T)
-    ):
+    is_valid = np.isfinite(distances).all() and not (distances < 0).any()
+    if not is_valid or not np.allclose(distances, distances.T):
         raise ValueError(
             "distances must be finite, non-negative and symmetric; leave out items without "
             "distances"
         )
     return distances.astype(np.float64)
-
-
-def _classical_scaling(distances: DistanceArray) -> DistanceArray:
-    """Classical scaling: points from the two largest eigenvalues of the doubly centred squared
-    distances.
-    """
-    centring = np.eye(len(distances)) - 1 / len(distances)
-    values, vectors = np.linalg.eigh(-0.5 * centring @ (distances**2) @ centring)
-    points = vectors[:, ::-1][:, :2] * np.sqrt(np.maximum(values[::-1][:2], 0))
-    return np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
 
 
 def _minimise_stress(
@@ -565,15 +486,3 @@ def _minimise_stress(
         np.fill_diagonal(ratio, -ratio.sum(1))
         points = ratio @ points / len(distances)
     return PlaneEmbedding(points, stress)
-
-
-def _canonical_orientation(points: DistanceArray) -> DistanceArray:
-    """Centre the points, rotate them to be widest along the first axis, and make the farthest point
-    of each axis positive.
-    """
-    points = points - points.mean(0)
-    _, _, axes = np.linalg.svd(points, full_matrices=False)
-    axes = np.concatenate([axes, np.eye(2)])[:2] if len(axes) < 2 else axes
-    rotated = points @ axes.T
-    extreme = rotated[np.abs(rotated).argmax(0), [0, 1]]
-    return rotated * np.where(extreme < 0, -1, 1)

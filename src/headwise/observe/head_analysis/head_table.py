@@ -140,19 +140,18 @@ class HeadTable:
         A stronger colour is a higher score.
         """
         num_heads = max(head.head for head in self.heads) + 1
-        shape = (len(self.sites), num_heads)
-        texts = [[" "] * num_heads for _ in self.sites]
-        colours = [[""] * num_heads for _ in self.sites]
-        strengths = [[1.0] * num_heads for _ in range(shape[0])]
+        sites = self.sites
+        texts = [[" "] * num_heads for _ in sites]
+        colours = [[""] * num_heads for _ in sites]
+        strengths = [[1.0] * num_heads for _ in sites]
         for head in self.heads:
-            row = self.sites.index(head.site)
+            row = sites.index(head.site)
             texts[row][head.head] = head.letter
             colours[row][head.head] = CLASS_STYLES.get(head.group, ("?", "muted"))[1]
             if head.group != "unclear":
                 strengths[row][head.head] = 0.35 + 0.65 * head.classes[0].score
         columns = [str(n) for n in range(num_heads)]
-        style: dict[str, Any] = {"texts": texts, "colours": colours}
-        grid = HeatMap(strengths, self.sites, columns, x_label="head", **style)
+        grid = HeatMap(strengths, sites, columns, x_label="head", texts=texts, colours=colours)
         note = "in lower case if the score is below 0.5"
         heading = title or f"{self.model}, {self.texts}"
         return Figure(heading, [grid], self.class_legend, legend_title=note)
@@ -161,9 +160,11 @@ class HeadTable:
     def class_legend(self) -> dict[str, str]:
         """Letter and name of each class of the table -> its colour."""
         groups = {head.group for head in self.heads}
-        styles = {group: style for group, style in CLASS_STYLES.items() if group in groups}
-        legend = {f"{letter} {name}": colour for name, (letter, colour) in styles.items()}
-        legend |= {"· unclear": "empty"} if legend.pop("U unclear", None) is not None else {}
+        legend: dict[str, str] = {}
+        for name, (letter, colour) in CLASS_STYLES.items():
+            if name in groups:
+                is_unclear = name == "unclear"
+                legend["· unclear" if is_unclear else f"{letter} {name}"] = colour or "empty"
         return legend
 
     def class_members(self, group: str) -> list[tuple[HeadClass, HeadMeasures]]:

@@ -49,21 +49,20 @@ class PatchLayout(NamedTuple):
             size = patches.rows * patches.high, patches.columns * patches.wide
             return PatchLayout(patches.rows, patches.columns, size, patches.channels)
         config = getattr(model, "config", None)
-        image, patch = (
-            _read_pair(getattr(config, name, None)) for name in ("image_size", "patch_size")
-        )
-        if (
-            getattr(model, "main_input_name", "") != "pixel_values"
-            or image is None
-            or patch is None
-        ):
+        sizes: list[tuple[int, int]] = []  # height and width of an image and of a patch
+        for name in ("image_size", "patch_size"):
+            value = getattr(config, name, None)
+            value = (value, value) if isinstance(value, int) else value
+            if isinstance(value, (list, tuple)) and len(value) == 2:
+                sizes.append((int(value[0]), int(value[1])))
+        if getattr(model, "main_input_name", "") != "pixel_values" or len(sizes) < 2:
             raise SpecError(
                 f"{type(model).__name__} takes no images, or its config has no image_size and "
-                "patch_size; give a "
-                "vision transformer, or texts with --data FILE"
+                "patch_size; give a vision transformer, or texts with --data FILE"
             )
-        rows, columns = (size // part for size, part in zip(image, patch, strict=True))
-        return PatchLayout(rows, columns, image, getattr(config, "num_channels", 3))
+        image, patch = sizes
+        channels = getattr(config, "num_channels", 3)
+        return PatchLayout(image[0] // patch[0], image[1] // patch[1], image, channels)
 
     def annotate(self, num_others: int) -> TokenAnnotations:
         """Annotations of the tokens of an image, whose patches follow `num_others` other tokens."""
@@ -97,28 +96,23 @@ class PixelScaling:
                 return PixelScaling(model.usage.mean, model.usage.deviation)
             raise SpecError(
                 f"{model.spec.name} does not say how pixels are normalised; give an .npy of "
-                "floats, which are used as "
-                "they are"
+                "floats, which are used as they are"
             )
-        path = (
-            Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or ""))
-            / PROCESSOR_FILE
-        )
+        name = getattr(getattr(model, "config", None), "_name_or_path", "")
+        path = Path(str(name or "")) / PROCESSOR_FILE
         if not path.is_file():
             raise SpecError(
                 f"there is no {path}, which says how pixels are normalised; add it, or give an "
-                ".npy of floats, which "
-                "are used as they are"
+                ".npy of floats, which are used as they are"
             )
         fields: Any = read_json_file(path)
         if not isinstance(fields, Mapping) or not fields.get("do_normalize", True):
             return PixelScaling((0.0,), (1.0,))
-        mean, deviation = (fields.get(name, [0.5]) for name in ("image_mean", "image_std"))
         if "image_mean" not in fields or "image_std" not in fields:
             raise SpecError(
                 f"{path} has no image_mean and image_std; add them, or set do_normalize to false"
             )
-        return PixelScaling(tuple(mean), tuple(deviation))
+        return PixelScaling(tuple(fields["image_mean"]), tuple(fields["image_std"]))
 
     def apply(self, pixels: np.ndarray) -> np.ndarray:
         """Normalise pixels [n, height, width, channels] in 0..1."""
@@ -163,12 +157,8 @@ def as_pixels(images: Any) -> Tensor | None:
     """Images [n, channels, height, width] from a tensor of them, or a list with a tensor of each;
     None for others.
     """
-    if (
-        isinstance(images, (list, tuple))
-        and images
-        and all(isinstance(image, Tensor) for image in images)
-    ):
-        images = torch.stack(list(images)) if len({image.shape for image in images}) == 1 else None
+    if isinstance(images, (list, tuple)) and all(isinstance(one, Tensor) for one in images):
+        images = torch.stack(list(images)) if len({one.shape for one in images}) == 1 else None
     if isinstance(images, Tensor) and images.dim() == 4 and images.is_floating_point():
         return images
     return None
@@ -194,24 +184,20 @@ def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     inputs = [{name: image[None]} for image in pixels]
     counts = _count_tokens(model, inputs[0])
     num_patches = layout.rows * layout.columns
-    sites = tuple(
-        site for site, count in counts.items() if 0 <= count - num_patches <= MAX_OTHER_TOKENS
-    )
-    if not sites or len({counts[site] for site in sites}) > 1:
+    fitting = range(num_patches, num_patches + MAX_OTHER_TOKENS + 1)
+    sites = tuple(site for site, count in counts.items() if count in fitting)
+    if len({counts[site] for site in sites}) != 1:
         counted = ", ".join(map(str, sorted(set(counts.values()))))
         raise SpecError(
             f"no attention of {type(model).__name__} is over its {layout.rows} x {layout.columns} "
-            "patches (tokens: "
-            f"{counted}), as in models with windows; use hw.trace for their weights"
+            f"patches (tokens: {counted}), as in models with windows; use hw.trace for their "
+            "weights"
         )
     tokens = layout.annotate(counts[sites[0]] - num_patches)
-    skipped = [site for site in counts if site not in sites]
-    note = (
-        f"not measured, because their tokens are not the patches of the image: {', '.join(skipped)}"
-    )
-    return ImageExamples(
-        [Example(one, {"text": tokens}) for one in inputs], sites, (note,) if skipped else ()
-    )
+    skipped = ", ".join(site for site in counts if site not in sites)
+    note = f"not measured, because their tokens are not the patches of the image: {skipped}"
+    examples = [Example(one, {"text": tokens}) for one in inputs]
+    return ImageExamples(examples, sites, (note,) if skipped else ())
 
 
 def _check_image_size(layout: PatchLayout, pixels: Tensor) -> None:
@@ -249,13 +235,9 @@ def _open_images(path: Path, layout: PatchLayout) -> tuple[ImageStore, bool]:
                 f"{path} has images of {sizes[0]}, but the model takes {sizes[1]}; resize them"
             )
         return store, array.dtype.kind == "f"
-    files = (
-        list_files(path, IMAGE_SUFFIXES)
-        if path.is_dir()
-        else [path]
-        if path.suffix in IMAGE_SUFFIXES
-        else []
-    )
+    files = [path] if path.suffix in IMAGE_SUFFIXES else []
+    if path.is_dir():
+        files = list_files(path, IMAGE_SUFFIXES)
     if not files:
         suffixes = ", ".join(IMAGE_SUFFIXES)
         raise SpecError(
@@ -300,11 +282,3 @@ def _count_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, i
         name: counter.counts[0] if len(set(counter.counts)) == 1 else 0
         for name, counter in counters.items()
     }
-
-
-def _read_pair(value: Any) -> tuple[int, int] | None:
-    """Height and width from a config: one number, or two."""
-    if isinstance(value, int):
-        return value, value
-    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
-    return (int(value[0]), int(value[1])) if is_pair else None

@@ -4,7 +4,6 @@ forward passes.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from ...models import Transformer
 from ...models.block import LayerInputs, LayerStack
 from ...models.transformer import resolve_sequence
-from ...util.errors import suggest
 from ..inspect.hooks import AttentionHook, ModelRun, SiteModule, hook_sites
 from ..inspect.model_inputs import ModelInputs
-from .attention_sinks import stack_texts
-from .head_table import HeadImportance
 from .objectives import EvaluationInput, Objective
-from .resampling import CORRECTION_METHODS, Array, Jackknife, correct_p_values
+from .resampling import Array
+
+# --- Forward passes with hooks --------------------------------------------------------------------
 
 # Arguments of a headwise model with which a forward pass can restart midway.
 STACK_ARGUMENTS = frozenset({"x", "sequence", "source", "source_sequence"})
@@ -66,28 +64,25 @@ class RepeatedForward:
     is_partial = False
 
     def __init__(self, model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs) -> None:
-        self.model = model
+        self.model: Any = model
         self.sites = sites
         self.inputs = inputs
         self._head_counters = {module.site.name: HeadAblationHook() for module in sites}
-        self._baseline: list[Any] = []
+        self._baseline: Any = None
 
     @property
     def baseline_outputs(self) -> Any:
         """Outputs of the unedited model, computed on first access."""
-        if not self._baseline:
-            self._baseline.append(self._run_baseline(self._head_counters))
-        return self._baseline[0]
+        if self._baseline is None:
+            self._baseline = self._run_baseline(self._head_counters)
+        return self._baseline
 
     @property
     def head_counts(self) -> dict[str, int]:
         """Number of heads of each site that the text reaches."""
         _ = self.baseline_outputs
-        return {
-            name: counter.num_heads
-            for name, counter in self._head_counters.items()
-            if counter.num_heads
-        }
+        counts = {name: counter.num_heads for name, counter in self._head_counters.items()}
+        return {name: count for name, count in counts.items() if count}
 
     def _run_baseline(self, hooks: Mapping[str, AttentionHook]) -> Any:
         return self.run_with_hooks(hooks)
@@ -109,76 +104,51 @@ class PartialForward(RepeatedForward):
 
     is_partial = True
 
-    def __init__(
-        self, model: Transformer, sites: Sequence[SiteModule], inputs: ModelInputs
-    ) -> None:
-        self.model_network, self.stacks = model, list(model.stacks.values())
-        super().__init__(model, sites, inputs)
-
     def _run_baseline(self, hooks: Mapping[str, AttentionHook]) -> Tensor:
-        self.layer_inputs: dict[str, list[Tensor]] = {stack.spec.name: [] for stack in self.stacks}
-        self.calls: dict[str, list[LayerInputs]] = {}
-        with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
-            return self._run_from_start(self.stacks)
-
-    def _run_from_start(self, stacks: Sequence[LayerStack]) -> Tensor:
+        self._stacks: list[LayerStack] = list(self.model.stacks.values())
+        self.layer_inputs: list[list[Tensor]] = []  # of each stack
+        self._calls: list[list[LayerInputs]] = []
         h: Tensor | None = None
-        source_sequence = None
-        stack_inputs = _stack_inputs(self.inputs.kwargs)[-len(stacks) :]
-        for stack, (ids, tokens) in zip(stacks, stack_inputs, strict=True):
-            name = stack.spec.name
-            (x, types) = stack.embed(ids)
-            sequence = resolve_sequence(x, tokens, None)
-            call = LayerInputs(sequence, None, None, source_sequence, self.model_network.probes)
-            self.calls[name] = _layer_calls(stack, call, h)
-            embedded = stack.place(x, sequence, types)
-            h = _run_layers(stack, self.calls[name], embedded, self.layer_inputs[name].append)
-            source_sequence = sequence
-        assert h is not None
-        return self._apply_head(h)
+        sequence = None
+        inputs = stack_inputs(self.inputs.kwargs)[-len(self._stacks) :]
+        with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
+            for stack, (ids, tokens) in zip(self._stacks, inputs, strict=True):
+                x, types = stack.embed(ids)
+                source_sequence = sequence
+                sequence = resolve_sequence(x, tokens, None)
+                call = LayerInputs(sequence, None, None, source_sequence, self.model.probes)
+                self._calls.append(_layer_calls(stack, call, h))
+                self.layer_inputs.append([])
+                h = stack.place(x, sequence, types)
+                h = _run_layers(stack, self._calls[-1], h, self.layer_inputs[-1])
+            return self._apply_head(h)
 
     def run_with_hooks(self, hooks: Mapping[str, AttentionHook]) -> Tensor:
         """Outputs of the model with these hooks, computed from the first hooked layer on."""
+        _ = self.baseline_outputs  # fills the inputs of layers
         sites = {module.site.name: module.site for module in self.sites}
-        stack_names = [stack.spec.name for stack in self.stacks]
-        _ = self.baseline_outputs  # fills `calls` and `layer_inputs`
-        first_stack, first_layer = min(
-            (stack_names.index(sites[name].stack), sites[name].layer) for name in hooks
-        )
+        names = [stack.spec.name for stack in self._stacks]
+        first, layer = min((names.index(sites[name].stack), sites[name].layer) for name in hooks)
         with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
-            return self._run_from_layer(self.stacks[first_stack:], first_layer)
+            start = self.layer_inputs[first][layer]
+            h = _run_layers(self._stacks[first], self._calls[first][layer:], start)
+            for number in range(first + 1, len(self._stacks)):  # it reads the new outputs
+                stack = self._stacks[number]
+                calls = _layer_calls(stack, self._calls[number][0], h)
+                h = _run_layers(stack, calls, self.layer_inputs[number][0])
+            return self._apply_head(h)
 
-    def _run_from_layer(self, stacks: Sequence[LayerStack], first_layer: int) -> Tensor:
-        """Run from a layer of the first of these stacks on; a following stack reads its new
-        outputs.
-        """
-        name = stacks[0].spec.name
-        h = _run_layers(
-            stacks[0], self.calls[name], self.layer_inputs[name][first_layer], start=first_layer
-        )
-        for stack in stacks[1:]:
-            name = stack.spec.name
-            h = _run_layers(
-                stack, _layer_calls(stack, self.calls[name][0], h), self.layer_inputs[name][0]
-            )
-        return self._apply_head(h)
-
-    def _apply_head(self, h: Tensor) -> Tensor:
-        return self.model_network.apply_head(h, sequence=self.inputs.kwargs.get("sequence"))
+    def _apply_head(self, h: Tensor | None) -> Tensor:
+        return self.model.apply_head(h, sequence=self.inputs.kwargs.get("sequence"))
 
 
 def _run_layers(
-    stack: LayerStack,
-    calls: Sequence[LayerInputs],
-    h: Tensor,
-    keep: Callable[[Tensor], object] = id,
-    start: int = 0,
+    stack: LayerStack, calls: Sequence[LayerInputs], h: Tensor, kept: list[Tensor] | None = None
 ) -> Tensor:
-    """Run the layers of a stack from `start` on, and its norm; `keep` receives the input of each
-    layer.
-    """
-    for layer, call in zip(stack.blocks[start:], calls[start:], strict=True):
-        keep(h)
+    """Run the last layers of a stack, and its norm; `kept` receives the input of each layer."""
+    for layer, call in zip(stack.blocks[stack.depth - len(calls) :], calls, strict=True):
+        if kept is not None:
+            kept.append(h)
         h = layer(h, call)
     return h if stack.norm is None else stack.norm(h)
 
@@ -187,21 +157,16 @@ def _layer_calls(stack: LayerStack, call: LayerInputs, states: Tensor | None) ->
     """Inputs of each layer beside the hidden states; keys and values of another stack's states are
     projected once.
     """
-    if states is None:
+    sequence = call.source_sequence
+    if states is None or sequence is None:
         return [call] * stack.depth
-    assert call.source_sequence is not None
-    return [
-        call._replace(source=layer.project_source(states, call.source_sequence))
-        for layer in stack.blocks
-    ]
+    return [call._replace(source=one.project_source(states, sequence)) for one in stack.blocks]
 
 
-def _stack_inputs(kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def stack_inputs(kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Ids and sequence information of the source stack and of the text stack."""
-    return [
-        (kwargs.get("source"), kwargs.get("source_sequence")),
-        (kwargs["x"], kwargs.get("sequence")),
-    ]
+    source = (kwargs.get("source"), kwargs.get("source_sequence"))
+    return [source, (kwargs["x"], kwargs.get("sequence"))]
 
 
 def make_forward(
@@ -210,101 +175,15 @@ def make_forward(
     """Return a forward pass that can be repeated: restarted midway for a headwise model, else run
     in full.
     """
-    if (
-        isinstance(model, Transformer)
-        and not inputs.args
-        and inputs.kwargs.keys() <= STACK_ARGUMENTS
-    ):
-        return PartialForward(model, sites, inputs)
-    return RepeatedForward(model, sites, inputs)
+    is_native = isinstance(model, Transformer) and not inputs.args
+    can_restart = is_native and inputs.kwargs.keys() <= STACK_ARGUMENTS
+    return (PartialForward if can_restart else RepeatedForward)(model, sites, inputs)
 
 
-NORMALISATIONS = ("", "layer")
-MIN_NORM = 1e-20  # prevents division by zero, with the value of the code of 1905.10650
-ImportanceSums = Mapping[
-    str, tuple[Array, Array]
-]  # site name -> sums [heads] and the counts to divide them by [heads]
+# --- Methods --------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class ImportanceOptions:
-    """Options of `estimate_importance` that do not depend on the method.
-
-    - `max_seconds`: time limit; the example that is running when it is reached is dropped.
-    - `num_examples`: size of a random sample of the examples; None uses all.
-    - `normalisation`: "layer" divides the scores of a site by their l2 norm (1905.10650).
-    - `correction`: of p-values for testing all heads: "holm", "bonferroni" or "none".
-    - `seed`: of random samples.
-
-    >>> ImportanceOptions(correction="hol")
-    Traceback (most recent call last):
-    ValueError: unknown correction='hol'; did you mean 'holm'?
-    """
-
-    max_seconds: float | None = None
-    num_examples: int | None = None
-    normalisation: str = ""
-    correction: str = "holm"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("normalisation", NORMALISATIONS),
-            ("correction", CORRECTION_METHODS),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                choices = [choice for choice in allowed if choice]
-                raise ValueError(f"unknown {name}={value!r}; {suggest(str(value), choices)}")
-        if self.max_seconds is not None and not self.max_seconds > 0:
-            raise ValueError(
-                f"max_seconds must be positive, got {self.max_seconds!r}; leave it out for no limit"
-            )
-        if self.num_examples is not None and (
-            type(self.num_examples) is not int or self.num_examples < 2
-        ):
-            raise ValueError(f"num_examples must be an integer >= 2, got {self.num_examples!r}")
-
-
-def rate_heads(
-    located_sites: Sequence[SiteModule],
-    units: Sequence[ImportanceSums],
-    options: ImportanceOptions,
-    is_tested: bool,
-) -> tuple[HeadImportance, ...]:
-    """Turn the sums of all units (texts or batches) into the importance of every head, with
-    intervals and p-values.
-
-    With `is_tested`, a t test asks whether the importance is 0; else p-values are NaN. Sites that
-    some unit does not reach are left out.
-    """
-    modules = [one for one in located_sites if all(one.site.name in unit for unit in units)]
-    means: list[Jackknife] = []
-    p_values: list[Array] = [np.empty(0)]
-    for module in modules:
-        mean = Jackknife.of_ratio(*stack_texts([unit[module.site.name] for unit in units]))
-        means.append(mean)
-        p_values.append(mean.p_values() if is_tested else np.full_like(mean.value, math.nan))
-    p = np.concatenate(p_values)
-    tests = zip(p.tolist(), correct_p_values(p, options.correction).tolist(), strict=True)
-    heads: list[HeadImportance] = []
-    for module, mean in zip(modules, means, strict=True):
-        site = module.site
-        score = mean.map(partial(_normalise_scores, options=options))
-        group = max(1, len(score.value) // max(1, site.kv))
-        columns = (score.value.tolist(), *(end.tolist() for end in score.interval()))
-        for head, (value, low, high) in enumerate(zip(*columns, strict=True)):
-            place = (site.name, site.stack, site.kind, site.layer, head, head // group)
-            heads.append(HeadImportance(*place, value, low, high, *next(tests)))
-    return tuple(heads)
-
-
-def _normalise_scores(scores: Array, options: ImportanceOptions) -> Array:
-    if options.normalisation != "layer":
-        return scores
-    return scores / (np.linalg.norm(scores, axis=-1, keepdims=True) + MIN_NORM)
-
-
+# site name -> sums [heads] and the counts to divide them by [heads]
+ImportanceSums = dict[str, tuple[Array, Array]]
 CheckTime = Callable[[], None]
 
 
@@ -348,9 +227,6 @@ class ImportanceInput(NamedTuple):
         return float(self.value(self.run.run_with_hooks(hooks)))
 
 
-Estimate = Callable[[Sequence[ImportanceInput], CheckTime], ImportanceSums]
-
-
 @dataclass(frozen=True)
 class ImportanceMethod:
     """A method: a function from texts to sums for the heads of every site, and counts to divide by.
@@ -364,7 +240,7 @@ class ImportanceMethod:
     """
 
     name: str
-    estimate: Estimate
+    estimate: Callable[[Sequence[ImportanceInput], CheckTime], ImportanceSums]
     needs_gradient: bool = False
     is_tested: bool = False
     measured_quantity: str = ""
@@ -379,12 +255,14 @@ def leave_one_out(texts: Sequence[ImportanceInput], check_time: CheckTime) -> Im
     """
     text = texts[0]
     baseline = float(text.value(text.run.baseline_outputs))
-    changes: dict[str, list[float]] = {}
+    sums: ImportanceSums = {}
     for site, count in text.run.head_counts.items():
+        changes = np.zeros(count)
         for head in range(count):
             check_time()
-            changes.setdefault(site, []).append(text.value_without({site: [head]}) - baseline)
-    return {site: _as_single_mean(np.array(values)) for site, values in changes.items()}
+            changes[head] = text.value_without({site: [head]}) - baseline
+        sums[site] = (changes, np.ones(count))
+    return sums
 
 
 def shapley_value(
@@ -402,9 +280,10 @@ def shapley_value(
     """
     text = texts[0]
     heads: list[tuple[str, int]] = []
+    sums: ImportanceSums = {}
     for site, count in text.run.head_counts.items():
         heads += [(site, head) for head in range(count)]
-    values = {site: np.zeros(count) for site, count in text.run.head_counts.items()}
+        sums[site] = (np.zeros(count), np.ones(count))
     generator = np.random.default_rng((seed, text.index))
     baseline = float(text.value(text.run.baseline_outputs))
     for _ in range(num_permutations):
@@ -415,69 +294,9 @@ def shapley_value(
             site, head = heads[n]
             ablated.setdefault(site, []).append(head)
             after = text.value_without(ablated)
-            values[site][head] += (after - before) / num_permutations
+            sums[site][0][head] += (after - before) / num_permutations
             before = after
-    return {site: _as_single_mean(sums) for site, sums in values.items()}
-
-
-# Gradient times activation z_h . dL/dz_h, the derivative of the loss by a mask on head h
-# (1905.10650), in four forms; and the first-order estimate of leave-one-out (1611.06440).
-
-
-def michel(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-    """Absolute value of gradient times activation, summed over a text, averaged over texts."""
-    gradients = compute_activation_gradients(texts[0])
-    return {site: _as_single_mean(np.abs(one.sum(0))) for site, (one, _) in gradients.items()}
-
-
-def michel_code(
-    texts: Sequence[ImportanceInput], check_time: CheckTime, last_over_texts: bool = False
-) -> ImportanceSums:
-    """Absolute values of single tokens, averaged over tokens, as in the authors' code.
-
-    With `last_over_texts`, as in their code for BERT, the last layer is averaged over texts.
-    """
-    gradients = compute_activation_gradients(texts[0])
-    last = list(gradients)[-1] if last_over_texts else ""
-    sums: dict[str, tuple[Array, Array]] = {}
-    for site, (per_token, _) in gradients.items():
-        count = 1 if site == last else len(per_token)
-        sums[site] = (np.abs(per_token).sum(0), np.full(per_token.shape[1], count))
     return sums
-
-
-def michel_batch(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-    """Absolute value of the sum over a batch with one mean loss, over the number of tokens, as in
-    the script of transformers for BERT.
-    """
-    num_targets = sum(text.evaluation.num_targets for text in texts)
-    sums: dict[str, Array] = {}
-    tokens: dict[str, int] = {}
-    for text in texts:
-        check_time()
-        share = text.evaluation.num_targets / num_targets
-        for site, (per_token, _) in compute_activation_gradients(text).items():
-            sums[site] = sums.get(site, 0) + per_token.sum(0) * share
-            tokens[site] = tokens.get(site, 0) + len(per_token)
-    return {
-        site: (np.abs(values), np.full(len(values), float(tokens[site])))
-        for site, values in sums.items()
-    }
-
-
-def taylor(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-    """First-order estimate of leave-one-out, -z_h . dL/dz_h summed over a text."""
-    gradients = compute_activation_gradients(texts[0])
-    return {site: _as_single_mean(-one.sum(0)) for site, (one, _) in gradients.items()}
-
-
-def taylor_size(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-    """Absolute value of the mean of z_h . dL/dz_h over tokens and channels (1611.06440)."""
-    gradients = compute_activation_gradients(texts[0])
-    return {
-        site: _as_single_mean(np.abs(per_token.mean(0)) / head_dim)
-        for site, (per_token, head_dim) in gradients.items()
-    }
 
 
 def shapley_method(num_permutations: int = 1, seed: int = 0) -> ImportanceMethod:
@@ -486,12 +305,72 @@ def shapley_method(num_permutations: int = 1, seed: int = 0) -> ImportanceMethod
     return ImportanceMethod("shapley", estimate, is_tested=True)
 
 
+# Gradient times activation z_h . dL/dz_h, the derivative of the loss by a mask on head h
+# (1905.10650), at each token, [tokens, heads]: how it is summed over a text, and the count to
+# divide by. `width` is that of a head.
+Reduction = Callable[[Array, int], tuple[Array, int]]
+
+
+def gradient_method(
+    name: str, reduce: Reduction, is_tested: bool = False, last_over_texts: bool = False
+) -> ImportanceMethod:
+    """Return a method that sums gradient times activation over a text.
+
+    With `last_over_texts`, as in the authors' code for BERT, the last layer is averaged over texts.
+    """
+
+    def estimate(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+        gradients = compute_activation_gradients(texts[0])
+        last = list(gradients)[-1] if last_over_texts else ""
+        sums: ImportanceSums = {}
+        for site, (per_token, width) in gradients.items():
+            values, count = reduce(per_token, width)
+            sums[site] = (values, np.full(len(values), 1 if site == last else count))
+        return sums
+
+    return ImportanceMethod(name, estimate, needs_gradient=True, is_tested=is_tested)
+
+
+def _sum_sizes(per_token: Array, width: int) -> tuple[Array, int]:
+    """Absolute values of single tokens, averaged over tokens, as in the authors' code."""
+    return np.abs(per_token).sum(0), len(per_token)
+
+
+GRADIENT_METHODS = (
+    gradient_method("michel", lambda tokens, _: (np.abs(tokens.sum(0)), 1)),
+    gradient_method("michel-code", _sum_sizes),
+    gradient_method("michel-bert", _sum_sizes, last_over_texts=True),
+    # the first-order estimate of leave-one-out, and that of 1611.06440
+    gradient_method("taylor", lambda tokens, _: (-tokens.sum(0), 1), is_tested=True),
+    gradient_method("taylor-size", lambda tokens, width: (np.abs(tokens.mean(0)) / width, 1)),
+)
+
+
 def michel_batch_method(batch_size: int = 8) -> ImportanceMethod:
-    """Return the method of `michel_batch` with this number of texts in a batch."""
+    """Return the method of the script of transformers for BERT: the absolute value of the sum over
+    a batch with one mean loss, over the number of tokens.
+    """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is too small; give 1 or more")
-    gradient: dict[str, Any] = {"needs_gradient": True, "batch_size": batch_size}
-    return ImportanceMethod("michel-bertology", michel_batch, **gradient)
+
+    def estimate(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+        num_targets = sum(text.evaluation.num_targets for text in texts)
+        totals: dict[str, Any] = {}
+        tokens: dict[str, int] = {}
+        for text in texts:
+            check_time()
+            share = text.evaluation.num_targets / num_targets
+            for site, (per_token, _) in compute_activation_gradients(text).items():
+                totals[site] = totals.get(site, 0) + per_token.sum(0) * share
+                tokens[site] = tokens.get(site, 0) + len(per_token)
+        return {
+            site: (np.abs(total), np.full(len(total), float(tokens[site])))
+            for site, total in totals.items()
+        }
+
+    return ImportanceMethod(
+        "michel-bertology", estimate, needs_gradient=True, batch_size=batch_size
+    )
 
 
 def compute_activation_gradients(text: ImportanceInput) -> dict[str, tuple[Array, int]]:
@@ -499,9 +378,11 @@ def compute_activation_gradients(text: ImportanceInput) -> dict[str, tuple[Array
     text reaches.
     """
     captures = {module.site.name: HeadOutputCapture() for module in text.run.sites}
+    outputs: list[Tensor] = []
     with torch.enable_grad():
         value = text.value(text.run.run_with_gradients(captures))
-        outputs = [z for capture in captures.values() for z in capture.outputs]
+        for capture in captures.values():
+            outputs += capture.outputs
         grads = iter(torch.autograd.grad(value, outputs, materialize_grads=True))
     found: dict[str, tuple[Array, int]] = {}
     for name, capture in captures.items():
@@ -510,7 +391,3 @@ def compute_activation_gradients(text: ImportanceInput) -> dict[str, tuple[Array
             per_token = torch.cat(products).detach().double().cpu().numpy()
             found[name] = (per_token, capture.outputs[0].shape[-1])
     return found
-
-
-def _as_single_mean(sums: Array) -> tuple[Array, Array]:
-    return sums, np.ones(len(sums))

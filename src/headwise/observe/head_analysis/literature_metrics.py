@@ -6,15 +6,16 @@ of rows: a text counts once, however many of its rows may read the tokens in que
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import log
 
 import torch
 from torch import Tensor
 
 from ...util.errors import suggest
+from .annotated_examples import TokenAnnotations
 from .dependency_syntax import is_relation_measure
 from .head_metrics import (
     HEAD_METRICS,
@@ -22,12 +23,12 @@ from .head_metrics import (
     HeadMetric,
     SumAndCount,
     argmax_offset_sums,
-    mean_over_rows,
+    confidence_sums,
     rarest_token_sums,
     select_largest,
     select_peak_offset,
 )
-from .head_table import HeadClass, HeadMeasures
+from .head_table import HeadClass, HeadMeasures, Measure
 from .weight_bands import WeightBand, row_entropy
 
 OFFSET_NAMES = {-1: "previous", 0: "self", 1: "next"}
@@ -47,108 +48,96 @@ def _mean_per_text(rows_HT: Tensor, chosen: Tensor, num_rows: int) -> SumAndCoun
     return sums, (chosen.sum(dtype=torch.float64) / max(1, num_rows)).expand(heads)
 
 
-def _counted_rows(band: WeightBand) -> Tensor:
-    return torch.ones(band.w_HTS.shape[1], dtype=torch.bool, device=band.w_HTS.device)
+def _mean_of_all(rows_HT: Tensor, band: WeightBand) -> SumAndCount:
+    every = torch.ones(band.w_HTS.shape[1], dtype=torch.bool, device=band.w_HTS.device)
+    return _mean_per_text(rows_HT, every, band.query_tokens.count)
 
 
-def _mean_weight(select_keys: Callable[[WeightBand], Tensor], band: WeightBand) -> SumAndCount:
-    return _mean_per_text(
-        band.weight_on(select_keys(band)), _counted_rows(band), band.query_tokens.count
-    )
+def _mean_weight(
+    select_keys: Callable[[TokenAnnotations], Tensor], band: WeightBand
+) -> SumAndCount:
+    return _mean_of_all(band.weight_on(select_keys(band.key_tokens)), band)
 
 
 def _weight_at_offset(offset: int, band: WeightBand) -> SumAndCount:
-    return _mean_per_text(
-        band.weights_at_offsets((offset,))[0][..., 0], _counted_rows(band), band.query_tokens.count
-    )
+    return _mean_of_all(band.weights_at_offsets((offset,))[0][..., 0], band)
 
 
-def _is_first_token(band: WeightBand) -> Tensor:
-    first = torch.zeros_like(band.key_tokens.is_special)
-    first[:1] = band.key_tokens.is_special[:1]
+def _is_first_token(tokens: TokenAnnotations) -> Tensor:
+    first = torch.zeros_like(tokens.is_special)
+    first[:1] = tokens.is_special[:1]
     return first
 
 
-def _is_separator(band: WeightBand) -> Tensor:
-    return band.key_tokens.is_separator
+def _is_sentence_end(tokens: TokenAnnotations) -> Tensor:
+    flags = [word.strip() in SENTENCE_ENDS for word in tokens.words]
+    return torch.tensor(flags, device=tokens.ids.device)
 
 
-def _is_sentence_end(band: WeightBand) -> Tensor:
-    return torch.tensor(
-        [word.strip() in SENTENCE_ENDS for word in band.key_tokens.words], device=band.w_HTS.device
-    )
-
-
-def _weight_on_separators(query: str, band: WeightBand) -> SumAndCount:
-    """Weight on separators from queries that are separators (`query` "separator") or from all other
-    queries.
-    """
-    chosen = (
-        band.query_tokens.is_separator if query == "separator" else ~band.query_tokens.is_separator
-    )
-    return _mean_per_text(
-        band.weight_on(band.key_tokens.is_separator),
-        chosen[band.query_positions],
-        int(chosen.sum()),
-    )
+def _weight_on_separators(from_separators: bool, band: WeightBand) -> SumAndCount:
+    """Weight on separators from queries that are separators, or from all other queries."""
+    chosen = band.query_tokens.is_separator == from_separators
+    weights = band.weight_on(band.key_tokens.is_separator)
+    return _mean_per_text(weights, chosen[band.query_positions], int(chosen.sum()))
 
 
 def _smoothed_entropy(band: WeightBand) -> Tensor:
     """Entropy of the smoothed rows; keys outside the band have only the added weight."""
     added = SMOOTHING / band.key_tokens.count
-    entropy_outside_band = (band.key_tokens.count - band.w_HTS.shape[-1]) * added * log(added)
+    entropy_outside_band = (band.key_tokens.count - band.w_HTS.shape[-1]) * added * math.log(added)
     return row_entropy((1 - SMOOTHING) * band.w_HTS + added) - entropy_outside_band
 
 
-def _mean_entropy(band: WeightBand) -> SumAndCount:
-    return _mean_per_text(_smoothed_entropy(band), _counted_rows(band), band.query_tokens.count)
-
-
 def _first_token_entropy(band: WeightBand) -> SumAndCount:
-    return _mean_per_text(
-        _smoothed_entropy(band),
-        (band.query_positions == 0) & band.query_tokens.is_special[band.query_positions],
-        1,
-    )
+    chosen = (band.query_positions == 0) & band.query_tokens.is_special[band.query_positions]
+    return _mean_per_text(_smoothed_entropy(band), chosen, 1)
 
 
 CLARK_METRICS: tuple[HeadMetric, ...] = (
-    HeadMetric(
-        "clark self",
-        "weight on the token itself",
-        partial(_weight_at_offset, 0),
-        self_attention_only=True,
+    *(
+        HeadMetric(
+            f"clark {name}",
+            f"weight on the {token}",
+            partial(_weight_at_offset, offset),
+            self_attention_only=True,
+        )
+        for name, token, offset in (
+            ("self", "token itself", 0),
+            ("next", "next token", 1),
+            ("previous", "previous token", -1),
+        )
     ),
-    HeadMetric(
-        "clark next",
-        "weight on the next token",
-        partial(_weight_at_offset, 1),
-        self_attention_only=True,
-    ),
-    HeadMetric(
-        "clark previous",
-        "weight on the previous token",
-        partial(_weight_at_offset, -1),
-        self_attention_only=True,
-    ),
-    HeadMetric("clark first", "weight on [CLS]", partial(_mean_weight, _is_first_token)),
-    HeadMetric("clark separator", "weight on [SEP]", partial(_mean_weight, _is_separator)),
-    HeadMetric(
-        "clark separator to itself",
-        "weight on [SEP] from [SEP]",
-        partial(_weight_on_separators, "separator"),
-    ),
-    HeadMetric(
-        "clark others to separator",
-        "weight on [SEP] from other tokens",
-        partial(_weight_on_separators, "others"),
-    ),
-    HeadMetric("clark punctuation", "weight on . and ,", partial(_mean_weight, _is_sentence_end)),
-    HeadMetric("clark entropy", "entropy of a smoothed row in nats", _mean_entropy),
-    HeadMetric(
-        "clark entropy of first",
-        "entropy of the smoothed row of [CLS] in nats",
-        _first_token_entropy,
+    *(
+        HeadMetric(f"clark {name}", description, compute_sums)
+        for name, description, compute_sums in (
+            ("first", "weight on [CLS]", partial(_mean_weight, _is_first_token)),
+            (
+                "separator",
+                "weight on [SEP]",
+                partial(_mean_weight, lambda tokens: tokens.is_separator),
+            ),
+            (
+                "separator to itself",
+                "weight on [SEP] from [SEP]",
+                partial(_weight_on_separators, True),
+            ),
+            (
+                "others to separator",
+                "weight on [SEP] from other tokens",
+                partial(_weight_on_separators, False),
+            ),
+            ("punctuation", "weight on . and ,", partial(_mean_weight, _is_sentence_end)),
+            (
+                "entropy",
+                "entropy of a smoothed row in nats",
+                lambda band: _mean_of_all(_smoothed_entropy(band), band),
+            ),
+            (
+                "entropy of first",
+                "entropy of the smoothed row of [CLS] in nats",
+                _first_token_entropy,
+            ),
+        )
     ),
 )
 
@@ -159,28 +148,20 @@ CLARK_METRICS: tuple[HeadMetric, ...] = (
 def _drop_separators(band: WeightBand) -> WeightBand:
     """The band without separators as keys and as queries; rows are not rescaled."""
     is_kept = band.slice_keys(~band.key_tokens.is_separator)
-    allowed = (
-        band.allowed & is_kept & ~band.query_tokens.is_separator[band.query_positions][:, None]
-    )
+    queries = ~band.query_tokens.is_separator[band.query_positions]
+    allowed = band.allowed & is_kept & queries[:, None]
     return replace(band, w_HTS=band.w_HTS * is_kept, allowed=allowed)
-
-
-def _mean_confidence(band: WeightBand) -> SumAndCount:
-    band = _drop_separators(band)
-    return mean_over_rows(band.max_weight, band.has_keys)
 
 
 def _argmax_offsets(band: WeightBand) -> SumAndCount:
     return argmax_offset_sums(_drop_separators(band))
 
 
-def _rarest_token_hits(band: WeightBand) -> SumAndCount:
-    return rarest_token_sums(_drop_separators(band))
-
-
 VOITA_METRICS: tuple[HeadMetric, ...] = (
     HeadMetric(
-        "voita confidence", "largest weight of a row, separators excluded", _mean_confidence
+        "voita confidence",
+        "largest weight of a row, separators excluded",
+        lambda band: confidence_sums(_drop_separators(band)),
     ),
     HeadMetric(
         "voita position",
@@ -197,7 +178,9 @@ VOITA_METRICS: tuple[HeadMetric, ...] = (
         self_attention_only=True,
     ),
     HeadMetric(
-        "voita rare", "rows whose largest weight is on the rarest token", _rarest_token_hits
+        "voita rare",
+        "rows whose largest weight is on the rarest token",
+        lambda band: rarest_token_sums(_drop_separators(band)),
     ),
 )
 # --- Metrics by name ------------------------------------------------------------------------------
@@ -245,9 +228,9 @@ CLARK_TOKEN_THRESHOLD = 0.6  # 1906.04341: nats, and weights
 VOITA_POSITION_THRESHOLD = 0.9  # 1905.09418: share of rows
 VOITA_CONFIDENCE_THRESHOLD = 0.8  # 1905.09418: largest weight
 VOITA_SYNTAX_MARGIN = 0.1  # 1905.09418: share of dependencies above the best offset
-VOITA_RARE_THRESHOLD = (
-    0.5  # share of rows; 1905.09418 names a head with 0.66 but gives no threshold
-)
+# share of rows; 1905.09418 names a head with 0.66 but gives no threshold
+VOITA_RARE_THRESHOLD = 0.5
+NOT_MEASURED = Measure(math.nan)
 
 
 def _class_if_above(
@@ -262,10 +245,11 @@ def _class_if_above(
 
 def clark_classes(head: HeadMeasures) -> list[HeadClass]:
     """Classes of a head by section 3 of Clark et al. (1906.04341)."""
-    classes = _class_if_above(head, "next", "clark next", CLARK_OFFSET_THRESHOLD)
-    classes += _class_if_above(head, "previous", "clark previous", CLARK_OFFSET_THRESHOLD)
-    for name in ("first", "separator", "punctuation"):
-        classes += _class_if_above(head, name, f"clark {name}", CLARK_TOKEN_THRESHOLD)
+    classes: list[HeadClass] = []
+    for name in ("next", "previous", "first", "separator", "punctuation"):
+        is_offset = name in ("next", "previous")
+        threshold = CLARK_OFFSET_THRESHOLD if is_offset else CLARK_TOKEN_THRESHOLD
+        classes += _class_if_above(head, name, f"clark {name}", threshold)
     for broad in _class_if_above(head, "broad", "clark entropy", CLARK_BROAD_ENTROPY):
         entropy = head.measures["clark entropy"]
         classes.append(broad._replace(score=min(1.0, entropy.value / entropy.chance)))
@@ -277,20 +261,13 @@ def voita_classes(head: HeadMeasures) -> list[HeadClass]:
     `DependencyScores`.
     """
     classes = _class_if_above(head, "rare-token", "voita rare", VOITA_RARE_THRESHOLD)
-    position = head.measures.get("voita position")
-    confidence = head.measures.get("voita confidence")
-    if (
-        position
-        and confidence
-        and position.value >= VOITA_POSITION_THRESHOLD
-        and confidence.value > VOITA_CONFIDENCE_THRESHOLD
-    ):
-        evidence = f"{position.value:.2f} of rows have their largest weight at one distance"
+    position = head.measures.get("voita position", NOT_MEASURED).value
+    confidence = head.measures.get("voita confidence", NOT_MEASURED).value
+    if position >= VOITA_POSITION_THRESHOLD and confidence > VOITA_CONFIDENCE_THRESHOLD:
+        evidence = f"{position:.2f} of rows have their largest weight at one distance"
         name = offset_class_name(head.measures["voita peak"].value)
         classes.append(
-            HeadClass(
-                name, position.value, f"{evidence}; mean largest weight {confidence.value:.2f}"
-            )
+            HeadClass(name, position, f"{evidence}; mean largest weight {confidence:.2f}")
         )
     for name, measure in head.measures.items():
         margin = measure.value - measure.chance

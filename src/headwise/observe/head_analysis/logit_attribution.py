@@ -4,7 +4,7 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +17,10 @@ from ...report.data import Table
 from ...report.render import to_text
 from ...util.errors import SpecError
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import AttentionHook, ModelRun, record_modules
+from ..inspect.hooks import ModelRun, record_modules
 from ..inspect.model_inputs import prepare_inputs
 from .head_circuits import get_circuits
+from .head_similarity import HeadOutputsHook
 from .random_baseline import as_native_model
 
 DIRECT_PLACEMENTS = ("pre", "parallel", "abreast")
@@ -117,96 +118,76 @@ def attribute_logit(
     net = as_native_model(model).eval()
     stack = _check_residual_stream(net)
     circuits = get_circuits(net)
-    hooks = {name: _OutputHook() for name in circuits}
-    logits, final = _run_to_head(net, stack, ids, hooks)
+    logits, final, outputs = _run_to_head(net, stack, ids, circuits)
     count = logits.shape[1]
     if not -count <= position < count:
         raise ValueError(f"there is no position {position}; give one in 0..{count - 1}")
     explained = logits[0, position].double()
     chosen = int(explained.argmax()) if token is None else token
-    readout = _readout(net, chosen, baseline)
+    head = net.spec.heads[0]
+    tokens = [one for one in (chosen, baseline) if one is not None]
+    if not all(0 <= one < head.outputs for one in tokens):
+        raise ValueError(
+            f"token={chosen}, baseline={baseline}: give tokens in 0..{head.outputs - 1}"
+        )
+    # The product of the readout with a state after the final norm is the logit or the difference.
+    rows = _output_table(net)[tokens]
+    readout = (rows[0] - rows[1:].sum(0)) * head.scale
     shares: list[LogitShare] = []
     for layer in stack.blocks:
         site = f"{layer.name}.attention"
         if site not in circuits:
             continue
-        z_OV = hooks[site].outputs[position].double()
-        maps = [circuits[site].output_map(head).double() for head in range(len(z_OV))]
+        z_OV = outputs[site][position].double()
+        maps = [circuits[site].output_map(number).double() for number in range(len(z_OV))]
         written = torch.einsum("ov,ovm->om", z_OV, torch.stack(maps)) * layer.scale
         values = _apply_frozen_norm(stack.norm, final[position], written) @ readout
-        shares += [LogitShare(site, head, value) for head, value in enumerate(values.tolist())]
-    logit = float(explained[chosen] - (explained[baseline] if baseline is not None else 0))
+        shares += [LogitShare(site, number, value) for number, value in enumerate(values.tolist())]
+    logit = float(explained[tokens[0]] - explained[tokens[1:]].sum())
     rest = logit - sum(share.value for share in shares)
-    words = tuple(prepared.decode_token(one) for one in (chosen, baseline) if one is not None)
+    words = tuple(prepared.decode_token(one) for one in tokens)
     return LogitAttribution(position % count, chosen, baseline, logit, rest, tuple(shares), words)
 
 
-class _OutputHook(AttentionHook):
-    """Hook that keeps the head outputs of the first text, [tokens, heads, width]."""
-
-    def __init__(self) -> None:
-        self.outputs = torch.empty(0)
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Keep the outputs of the first text."""
-        self.outputs = outputs[0].detach()
-
-
 def _run_to_head(
-    net: Transformer, stack: Any, inputs: Any, hooks: Mapping[str, _OutputHook]
-) -> tuple[Tensor, Tensor]:
-    """Run a model with hooks; return its outputs, and the last states before its final norm,
-    [tokens, model], in float64.
+    net: Transformer, stack: Any, inputs: Any, sites: Iterable[str]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Run a model; return its outputs, the last states before its final norm, [tokens, model], in
+    float64, and the head outputs [tokens, heads, width] of these sites.
     """
+    hooks = {site: HeadOutputsHook() for site in sites}
     module = stack.norm or net.head[net.spec.heads[0].name]
     run = ModelRun(net, prepare_inputs(net, inputs, 0))
     with record_modules([module]) as calls:
-        outputs = run.run_with_hooks(require_ability(net, "ablate"), hooks)
-    return outputs, calls[module][-1].args[0][0].double()
+        logits = run.run_with_hooks(require_ability(net, "ablate"), hooks)
+    outputs = {site: hook.outputs for site, hook in hooks.items() if hook.outputs is not None}
+    return logits, calls[module][-1].args[0][0].double(), outputs
 
 
 def _check_residual_stream(net: Transformer) -> Any:
-    """The only stack of a model; raises if heads do not add to its logits through one residual
-    stream.
-    """
-    name = net.spec.name
+    """The only stack of a model whose heads add to the logits directly; raises if there is none."""
+    problem = f"cannot attribute logits of {net.spec.name}"
     stacks = list(net.stacks.values())
     if len(stacks) != 1:
-        raise SpecError(
-            f"cannot attribute logits of {name}: it has {len(stacks)} stacks; give a model with one"
-        )
-    placed = [
-        layer.placement for layer in stacks[0].blocks if layer.placement not in DIRECT_PLACEMENTS
-    ]
-    if placed:
-        fact = f"its norms are placed {placed[0]!r}, so that a norm follows the heads of each layer"
-        raise SpecError(
-            f"cannot attribute logits of {name}: {fact}; use estimate_importance, which needs no "
-            "such form"
-        )
-    heads = net.spec.heads
-    if (
-        not heads
-        or heads[0].at != "each"
-        or heads[0].transform is not None
-        or heads[0].cap is not None
-    ):
+        raise SpecError(f"{problem}: it has {len(stacks)} stacks; give a model with one")
+    for layer in stacks[0].blocks:
+        if layer.placement not in DIRECT_PLACEMENTS:
+            fact = f"its norms are placed {layer.placement!r}, so that a norm follows the heads"
+            raise SpecError(
+                f"{problem}: {fact} of each layer; use estimate_importance, which needs no such form"
+            )
+    head = _linear_head(net)
+    if head is None or head.cap is not None:
         fact = "it has no output head that is one linear map of every token"
-        raise SpecError(f"cannot attribute logits of {name}: {fact}; give a model with such a head")
+        raise SpecError(f"{problem}: {fact}; give a model with such a head")
     return stacks[0]
 
 
-def _readout(net: Transformer, token: int, baseline: int | None) -> Tensor:
-    """The vector whose product with a state after the final norm is the logit of a token, or the
-    difference of two.
-    """
-    head = net.spec.heads[0]
-    if not all(0 <= index < head.outputs for index in (token, 0 if baseline is None else baseline)):
-        raise ValueError(
-            f"token={token}, baseline={baseline}: give tokens in 0..{head.outputs - 1}"
-        )
-    table = _output_table(net)
-    return (table[token] - (0 if baseline is None else table[baseline])) * head.scale
+def _linear_head(net: Transformer) -> Any:
+    """The first output head if it is a linear map of every token, but for a cap; else None."""
+    heads = net.spec.heads
+    is_linear = heads and heads[0].at == "each" and heads[0].transform is None
+    return heads[0] if is_linear else None
 
 
 def _output_table(net: Transformer) -> Tensor:
@@ -250,41 +231,36 @@ def attribute_all_logits(
     (torch.Size([11]), True, '')
     """
     net = as_native_model(model).eval()
-    stack, layer = _find_writing_layer(net, site)
-    hook = _OutputHook()
-    _, final = _run_to_head(net, stack, inputs, {site: hook})
-    if not 0 <= position < len(hook.outputs) or not 0 <= head < hook.outputs.shape[1]:
-        raise ValueError(
-            f"{site} has no head {head} at position {position}; give both in its ranges"
-        )
-    written = (
-        hook.outputs[position, head].double()
-        @ get_circuits(net)[site].output_map(head).double()
-        * layer.scale
-    )
-    written = _apply_frozen_norm(stack.norm, final[position], written)
-    values = _output_table(net) @ written * net.spec.heads[0].scale
-    return LogitEffects(values - values.mean(), _describe_left_out(net, stack))
-
-
-def _find_writing_layer(net: Transformer, site: str) -> tuple[Any, Any]:
-    """The stack whose end gives the logits, and the layer of a site in it; raises if its heads
-    reach no logit.
-    """
-    heads = net.spec.heads
-    if not heads or heads[0].at != "each" or heads[0].transform is not None:
+    problem = "cannot attribute logits"
+    output_head = _linear_head(net)
+    if output_head is None:
         fact = f"{net.spec.name} has no output head that is one linear map of every token"
-        raise SpecError(f"cannot attribute logits: {fact}; give a model with such a head")
+        raise SpecError(f"{problem}: {fact}; give a model with such a head")
     name, _, rest = site.partition(".")
     last = list(net.stacks)[-1]
     if name != last:
-        fact = (
-            f"heads of the {name} add to the states that the {last} attends to, and to no "
-            "logit directly"
+        fact = f"heads of the {name} add to the states that the {last} attends to"
+        raise SpecError(
+            f"{problem} to {site}: {fact}, and to no logit directly; choose a head of the {last}"
         )
-        raise SpecError(f"cannot attribute logits to {site}: {fact}; choose a head of the {last}")
-    stack = net.stacks[last]
-    return stack, stack.blocks[int(rest.partition(".")[0])]
+    stack: Any = net.stacks[last]
+    layer = stack.blocks[int(rest.partition(".")[0])]
+    _, final, outputs = _run_to_head(net, stack, inputs, [site])
+    z_TOV = outputs.get(site, torch.empty(0, 0, 0))
+    if not 0 <= position < len(z_TOV) or not 0 <= head < z_TOV.shape[1]:
+        raise ValueError(
+            f"{site} has no head {head} at position {position}; give both in its ranges"
+        )
+    written = z_TOV[position, head].double() @ get_circuits(net)[site].output_map(head).double()
+    written = _apply_frozen_norm(stack.norm, final[position], written * layer.scale)
+    values = _output_table(net) @ written * output_head.scale
+    left_out: list[str] = []
+    if any(one.placement not in DIRECT_PLACEMENTS for one in stack.blocks):
+        left_out.append("norms after the attention")
+    if output_head.cap is not None:
+        left_out.append("the soft-cap of the logits")
+    note = f"left out: {' and '.join(left_out)}" if left_out else ""
+    return LogitEffects(values - values.mean(), note)
 
 
 def _apply_frozen_norm(norm: NormLayer | None, h: Tensor, written: Tensor) -> Tensor:
@@ -297,13 +273,3 @@ def _apply_frozen_norm(norm: NormLayer | None, h: Tensor, written: Tensor) -> Te
         return written * factor / (h.square().mean() + norm.eps).sqrt()
     centred = written - written.mean(-1, keepdim=True)
     return centred * factor / (h.var(unbiased=False) + norm.eps).sqrt()
-
-
-def _describe_left_out(net: Transformer, stack: Any) -> str:
-    """The parts that direct effects of a model leave out; empty if they add up to its logits."""
-    left_out: list[str] = []
-    if any(layer.placement not in DIRECT_PLACEMENTS for layer in stack.blocks):
-        left_out.append("norms after the attention")
-    if net.spec.heads[0].cap is not None:
-        left_out.append("the soft-cap of the logits")
-    return f"left out: {' and '.join(left_out)}" if left_out else ""

@@ -8,9 +8,10 @@ tensor operations and for the one query, and every part of it reports what it ch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from ...attention.attention_call import CallPlanner
 from ...attention.interfaces import OutputStep, Part, QKTransform, ScoreStep
 from ...attention.interfaces.core_types import Probe
 from ...attention.masking.sequence_info import AttentionMask, SequenceInfo
-from ...attention.spec.attention_spec import AttentionSpec
 from ...models import Transformer
 from ...models.block import LayerInputs, TransformerLayer
 from ...models.feed_forward import NormLayer
@@ -77,27 +77,29 @@ def model_steps(
      'residual_out']
     """
     layer, attention, role = _find_layer(model, place.site)
-    reason = why_not(attention.spec)
-    if reason:
-        raise ValueError(f"cannot compute the steps of {place.site}: {reason}")
-    call = _run_model(lambda: model.hidden(x, source=source), layer, role)
-    own = _run_query(attention, call, place.query)
-    return _Walk(layer, attention, role, place, call, own).collect(key)
-
-
-def why_not(spec: AttentionSpec) -> str:
-    """Why the steps of this layer's heads cannot be separated; empty if they can."""
+    spec = attention.spec
     combining = [step for _, step in spec.parts_of(OutputStep) if step.combines_rows]
-    return f"{combining[0]!r} makes one head of several rows of weights" if combining else ""
+    if combining:
+        reason = f"{combining[0]!r} makes one head of several rows of weights"
+        raise ValueError(f"cannot compute the steps of {place.site}: {reason}")
+    outputs = spec.score_head_of_output
+    call = _run_model(lambda: model.hidden(x, source=source), layer, role)
+    probed, changes = _run_query(attention, call, place.query)
+    if not 0 <= place.head < len(outputs):
+        raise ValueError(
+            f"{place.site} has no head {place.head}; give one in 0..{len(outputs) - 1}"
+        )
+    return _Walk(layer, attention, role, place, call, probed, changes).collect(key)
 
 
 # --- Run the model, and the layer for one query ---------------------------------------------------
 
+# What each part changed, by (name, side): the tensors before and after.
+Changes = dict[tuple[str, str], tuple[Tensor, Tensor]]
+
 
 class _LayerCall(NamedTuple):
-    """Inputs and outputs of a layer in a run of the model: tensors of the first row, and its
-    positions.
-    """
+    """Inputs and outputs of an attention in a run of the model, and those of the layer's norms."""
 
     attention_input: Tensor
     output: Tensor
@@ -107,27 +109,17 @@ class _LayerCall(NamedTuple):
     norms: Mapping[str, tuple[Tensor, Tensor]]
 
 
-class _QueryCall(NamedTuple):
-    """The tensors of one query: those at probe points, and what each part changed by (name, side),
-    before and after.
-    """
-
-    probed: Mapping[str, Tensor]
-    changes: Mapping[tuple[str, str], tuple[Tensor, Tensor]]
-
-
 def _find_layer(model: nn.Module, site: str) -> tuple[TransformerLayer, Attention, str]:
     """The layer of a site, its attention, and the role of the attention in the layer."""
-    for site_module in find_attention(model):
-        if site_module.site.name != site:
+    for found in find_attention(model):
+        if found.site.name != site:
             continue
-        path, _, role = site_module.site.path.rpartition(".")
+        path, _, role = found.site.path.rpartition(".")
         layer = model.get_submodule(path)
-        if not isinstance(layer, TransformerLayer) or not isinstance(site_module.module, Attention):
+        if not isinstance(layer, TransformerLayer) or not isinstance(found.module, Attention):
             break
-        if layer.attentions.get(role) is not site_module.module or layer.spec.form == "merged":
-            break
-        return layer, site_module.module, role
+        if layer.attentions.get(role) is found.module and layer.spec.form != "merged":
+            return layer, found.module, role
     raise ValueError(
         f"{site} is no attention of a layer with a residual stream, so its steps cannot be followed"
     )
@@ -138,43 +130,39 @@ def _run_model(run: Callable[[], object], layer: TransformerLayer, role: str) ->
     meanwhile.
     """
     attention = layer.attentions[role]
-    norms = {name: child for name, child in layer.named_children() if isinstance(child, NormLayer)}
+    norms = {name: one for name, one in layer.named_children() if isinstance(one, NormLayer)}
     with torch.inference_mode(), record_modules([layer, attention, *norms.values()]) as calls:
         run()
     if not calls[attention]:
         raise ValueError(f"{layer.name}.{role} did not run on this text")
     call = calls[attention][-1]
-    layer_inputs: LayerInputs = calls[layer][-1].args[1]
-    source = layer_inputs.source
-    source_sequence = layer_inputs.source_sequence
+    inputs: LayerInputs = calls[layer][-1].args[1]
+    source = inputs.source
+    source_sequence = inputs.source_sequence
     if role == "attention":  # the tokens themselves are the source
         source = call.args[0]
-        source_sequence = layer_inputs.sequence
+        source_sequence = inputs.sequence
     if not isinstance(source, Tensor) or source_sequence is None:
         raise ValueError(
             f"the source of {layer.name}.{role} was projected before, so its states are unknown"
         )
-    norm_calls = {
-        name: (calls[norm][-1].args[0], calls[norm][-1].output)
-        for name, norm in norms.items()
-        if calls[norm]
-    }
-    return _LayerCall(
-        call.args[0], call.output, layer_inputs.sequence, source, source_sequence, norm_calls
-    )
+    of_norms = {name: calls[norm][-1] for name, norm in norms.items() if calls[norm]}
+    recorded = {name: (one.args[0], one.output) for name, one in of_norms.items()}
+    return _LayerCall(call.args[0], call.output, inputs.sequence, source, source_sequence, recorded)
 
 
-def _run_query(attention: Attention, call: _LayerCall, query: int) -> _QueryCall:
+def _run_query(
+    attention: Attention, call: _LayerCall, query: int
+) -> tuple[Mapping[str, Tensor], Changes]:
     """Run an attention layer again for one query, which attends to all tokens that it attended to
-    in the model.
+    in the model; return the tensors at probe points, and what each part changed.
     """
-    changes: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+    changes: Changes = {}
 
     def observe(name: str, side: str, before: Tensor, after: Tensor) -> None:
         changes[name, side] = (before, after)
 
-    x = call.attention_input
-    count = x.shape[1]
+    count = call.attention_input.shape[1]
     if not 0 <= query < count:
         raise ValueError(f"there is no query {query}; give one in 0..{count - 1}")
     # A single query may run in another form (latent attention), so a second one goes along.
@@ -186,30 +174,30 @@ def _run_query(attention: Attention, call: _LayerCall, query: int) -> _QueryCall
         observed.planner = CallPlanner(observed.spec)
     with torch.inference_mode():
         source = observed.project_source(call.source, sequence=call.source_sequence)
+        sequence = _take(call.sequence, queries)
         y = observed(
-            x[:, queries], source=source, sequence=_take(call.sequence, queries), probe=probe
+            call.attention_input[:, queries], source=source, sequence=sequence, probe=probe
         )
-    _check_equal(y[0, 0], call.output[0, query])
-    return _QueryCall(probe.tensors, changes)
+    expected = call.output[0, query].float()
+    error = float((y[0, 0].float() - expected).abs().max())
+    if not error <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
+        raise ValueError(
+            f"the steps lead to another output than the model's (by {error:.2g}), so they are not "
+            "shown"
+        )
+    return probe.tensors, changes
 
 
 def _take(sequence: SequenceInfo, queries: list[int]) -> SequenceInfo:
     return SequenceInfo(sequence.position[:, queries], sequence.segment[:, queries], checked=True)
 
 
-def _check_equal(actual: Tensor, expected: Tensor) -> None:
-    """Refuse steps that do not lead to the output of the model."""
-    actual = actual.float()
-    expected = expected.float()
-    error = float((actual - expected).abs().max())
-    if not error <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
-        raise ValueError(
-            f"the steps lead to another output than the model's (by {error:.2g}), so they are not "
-            "shown"
-        )
-
-
 # --- The steps ------------------------------------------------------------------------------------
+
+# The norm before an attention and the norm after it by placement, where they have other names than
+# "{role}_norm" and none.
+NORM_BEFORE = {"parallel": "norm", "post": "", "after": ""}
+NORM_AFTER = {"post": "{}_norm", "after": "{}_norm", "sandwich": "{}_norm_after"}
 
 
 class _Walk:
@@ -222,85 +210,84 @@ class _Walk:
         role: str,
         place: HeadPlace,
         call: _LayerCall,
-        own: _QueryCall,
+        probed: Mapping[str, Tensor],
+        changes: Changes,
     ) -> None:
         self.layer = layer
         self.attention = attention
-        self.role = role
         self.place = place
         self.call = call
-        self.own = own
-        spec = attention.spec
-        self.spec, core = spec, spec.core_of(spec.projection_form(one=False))
-        outputs = spec.score_head_of_output
-        if not 0 <= place.head < len(outputs):
-            raise ValueError(
-                f"{place.site} has no head {place.head}; give one in 0..{len(outputs) - 1}"
-            )
-        self.score_head = outputs[place.head]
-        self.core_head = spec.core_score_heads.index(
-            self.score_head
-        )  # the head's place in scores and weights
+        self.probed = probed
+        self.changes = changes
+        self.spec = attention.spec
+        core = self.spec.core_of(self.spec.projection_form(one=False))
+        self.score_head = self.spec.score_head_of_output[place.head]
+        # the head's place in scores and weights
+        self.core_head = self.spec.core_score_heads.index(self.score_head)
         self.key_head = core.key_head_of_query[self.core_head]
         self.value_head = core.value_head_of_row[place.head]
-        self.weights = as_array(own.probed["weights"][0, place.head, 0])
+        self.weights = as_array(probed["weights"][0, place.head, 0])
+        self.circuits = AttentionCircuits(place.site, attention, ())
         self.missing: dict[str, str] = {}
+        self.steps: list[HeadStep] = []
+        before = NORM_BEFORE.get(layer.placement, f"{role}_norm")
+        after = NORM_AFTER.get(layer.placement, "").format(role)
+        self.norm_before = before if before in call.norms else ""
+        self.norm_after = after if after in call.norms else ""
+
+    def add(
+        self,
+        name: str,
+        formula: str,
+        arrays: Mapping[str, Tensor | Array],
+        facts: Mapping[str, float] = MappingProxyType({}),
+        part: object = "",
+    ) -> None:
+        """Add a step; its tensors become arrays."""
+        plain = {
+            key: as_array(one) if isinstance(one, Tensor) else one for key, one in arrays.items()
+        }
+        self.steps.append(HeadStep(name, formula, plain, dict(facts), str(part and repr(part))))
 
     def collect(self, key: int | None) -> HeadSteps:
         """All steps."""
-        allowed = self._allowed()
-        self.shown = choose_keys(self.weights, allowed, key)
-        steps = [
-            *self._input_steps(),
-            *self._projections(),
-            *self._scores(),
-            mask_step(allowed),
-            *self._weight_steps(),
-            *self._output_steps(),
-        ]
-        positions = np.arange(len(self.weights), dtype=np.int32)
-        return HeadSteps(self.place, "model", tuple(steps), positions, self.shown, self.missing)
-
-    def _allowed(self) -> Array:
-        """Which keys the query may attend to."""
         queries = _take(self.call.sequence, [self.place.query])
-        allowed = AttentionMask(
-            queries, self.call.source_sequence, self.spec.pattern, None
-        ).allowed[0, :, 0]
-        own = allowed[self.score_head if len(allowed) > 1 else 0]
-        return np.asarray(own.expand(len(self.weights)).cpu().numpy(), bool)
+        pattern = self.spec.pattern
+        mask = AttentionMask(queries, self.call.source_sequence, pattern, None).allowed[0, :, 0]
+        mask = mask[self.score_head if len(mask) > 1 else 0].expand(len(self.weights))
+        allowed = np.asarray(mask.cpu().numpy(), bool)
+        self.shown = choose_keys(self.weights, allowed, key)
+        self._add_input()
+        self._add_projections()
+        self._add_scores()
+        self.steps.append(mask_step(allowed))
+        self._add_weights()
+        self._add_outputs()
+        positions = np.arange(len(self.weights), dtype=np.int32)
+        steps = tuple(self.steps)
+        return HeadSteps(self.place, "model", steps, positions, self.shown, self.missing)
 
-    # --- before the scores ------------------------------------------------------------------------
-
-    def _norm_before(self) -> str:
-        """The name of the norm before the attention; empty if there is none."""
-        name = {"parallel": "norm", "post": "", "after": ""}.get(
-            self.layer.placement, f"{self.role}_norm"
-        )
-        return name if name in self.call.norms else ""
-
-    def _input_steps(self) -> Iterator[HeadStep]:
-        query = self.place.query
-        name = self._norm_before()
-        received = self.call.attention_input[0, query]
-        x = self.call.norms[name][0][0, query] if name else received
-        yield HeadStep("residual", "x, the residual stream of this token", {"out": as_array(x)})
+    def _add_input(self) -> None:
+        """The residual stream before the attention, and its norm."""
+        name = self.norm_before
+        x = self.call.norms[name][0] if name else self.call.attention_input
+        self.x = as_array(x[0, self.place.query])
+        self.add("residual", "x, the residual stream of this token", {"out": self.x})
         if name:
-            yield self._norm_step("norm", name, query)
+            self._add_norm("norm", name)
 
-    def _norm_step(self, step: str, name: str, query: int) -> HeadStep:
+    def _add_norm(self, step: str, name: str) -> None:
         norm = self.layer.get_submodule(name)
         assert isinstance(norm, NormLayer)
-        x, n = (tensor[0, query] for tensor in self.call.norms[name])
-        values = as_array(x).astype(np.float64)
+        x, n = (as_array(tensor[0, self.place.query]) for tensor in self.call.norms[name])
+        values = x.astype(np.float64)
         facts = {"eps": float(norm.eps)}
-        arrays = {"in": as_array(x), "out": as_array(n)}
+        arrays = {"in": x, "out": n}
         for key in ("weight", "bias"):
             tensor = norm.get_weight(key)
             if tensor is not None:
-                arrays[key] = as_array(tensor) + np.float32(
-                    norm.kind == "offset" and key == "weight"
-                )
+                is_offset = norm.kind == "offset" and key == "weight"
+                arrays[key] = as_array(tensor) + np.float32(is_offset)
         if norm.kind in ("rms", "offset"):
             facts["rms"] = float(np.sqrt(np.mean(values**2) + norm.eps))
             formula = "n = x / rms(x) · w"
@@ -308,219 +295,160 @@ class _Walk:
             facts |= {"mean": float(values.mean()), "std": float(np.sqrt(values.var() + norm.eps))}
             formula = "n = (x - mean(x)) / std(x)" + (" · w" if "weight" in arrays else "")
             formula += " + b" if "bias" in arrays else ""
-        return HeadStep(step, formula, arrays, facts, f"{norm.kind} norm")
+        self.steps.append(HeadStep(step, formula, arrays, facts, f"{norm.kind} norm"))
 
-    def _projections(self) -> Iterator[HeadStep]:
+    def _add_projections(self) -> None:
         """The projection, each transform of queries and keys, and the vectors that are compared."""
-        transforms = [(name, part) for name, part in self.spec.parts_of(QKTransform)]
-        project = self.attention.spec.project
-        raw = {side: self._vectors(self._first(side, transforms), side) for side in "qkv"}
-        final = {side: self._vectors(self.own.probed[side], side) for side in "qkv"}
-        if raw["q"] is None or raw["k"] is None:
-            self.missing["project"] = (
-                f"{project!r} transforms parts of its vectors before it joins them"
-            )
+        project = self.spec.project
+        first = dict(self.probed)  # before any transform
+        for (_, side), (before, _) in reversed(self.changes.items()):
+            if side in "qkv":
+                first[side] = before
+        raw = self._vectors(first)
+        if "q" in raw and "k" in raw:
+            try:  # the largest products in each channel of the query, if the projection is a matrix
+                matrix = as_array(self.circuits.qk_circuit(self.score_head).left)
+                x = as_array(self.call.attention_input[0, self.place.query])
+                raw |= largest_terms(x, matrix, NUM_TERMS)
+            except (SpecError, ValueError):
+                pass
+            self.add("project", "q = n W_Q, k = n W_K, v = n W_V", raw, part=project)
+            for name, part in self.spec.parts_of(QKTransform):
+                pairs = {side: pair for (of, side), pair in self.changes.items() if of == name}
+                before = self._vectors({side: pair[0] for side, pair in pairs.items()})
+                after = self._vectors({side: pair[1] for side, pair in pairs.items()})
+                arrays: dict[str, Any] = {}
+                for side in [side for side in before if side in after]:
+                    arrays |= {f"{side}_in": before[side], side: after[side]}
+                weights = {key: self.attention.weights[name][key] for key in part.params(self.spec)}
+                planes = part.symmetry(self.spec, "k", weights).planes
+                if planes:
+                    arrays["planes"] = np.array(planes, np.int32)
+                formula = ROTATION if planes else describe_part(part)
+                self.add("transform", formula, arrays, part=part)
         else:
-            arrays = {side: vectors for side, vectors in raw.items() if vectors is not None}
-            yield HeadStep(
-                "project",
-                "q = n W_Q, k = n W_K, v = n W_V",
-                arrays | self._query_terms(),
-                part=repr(project),
-            )
-            for name, part in transforms:
-                yield self._transform_step(name, part)
-        yield HeadStep(
-            "vectors",
-            "q and k as attention compares them",
-            {side: vectors for side, vectors in final.items() if vectors is not None},
-        )
+            reason = "transforms parts of its vectors before it joins them"
+            self.missing["project"] = f"{project!r} {reason}"
+        self.add("vectors", "q and k as attention compares them", self._vectors(self.probed))
 
-    def _first(self, side: str, transforms: list[tuple[str, QKTransform]]) -> Tensor:
-        """Queries, keys or values before any transform."""
-        names = [name for name, _ in transforms if (name, side) in self.own.changes]
-        return self.own.changes[names[0], side][0] if names else self.own.probed[side]
-
-    def _vectors(self, tensor: Tensor, side: str) -> Array | None:
-        """The vectors of this head, [K] of the query or [shown keys, K]; None for a tensor of
-        another layout.
+    def _vectors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Vectors of this head, q [K], k and v [shown keys, K]; without tensors of another layout
+        than what attention compares.
         """
-        like = self.own.probed[side]
-        if tensor.shape != like.shape:
-            return None
-        if side == "q":
-            return as_array(tensor[0, 0, self.score_head])
-        group = self.key_head if side == "k" else self.value_head
-        return as_array(tensor[0, :, group])[self.shown]
-
-    def _transform_step(self, name: str, part: QKTransform) -> HeadStep:
-        arrays: dict[str, Array] = {}
+        vectors: dict[str, Any] = {}
         for side in "qkv":
-            if (name, side) in self.own.changes:
-                before, after = (
-                    self._vectors(tensor, side) for tensor in self.own.changes[name, side]
-                )
-                if before is not None and after is not None:
-                    arrays |= {f"{side}_in": before, side: after}
-        weights = {key: self.attention.weights[name][key] for key in part.params(self.spec)}
-        planes = part.symmetry(self.spec, "k", weights).planes
-        if planes:
-            arrays["planes"] = np.array(planes, np.int32)
-        formula = ROTATION if planes else describe_part(part)
-        return HeadStep("transform", formula, arrays, part=repr(part))
+            tensor = tensors.get(side)
+            if tensor is None or tensor.shape != self.probed[side].shape:
+                continue
+            if side == "q":
+                vectors[side] = as_array(tensor[0, 0, self.score_head])
+            else:
+                group = self.key_head if side == "k" else self.value_head
+                vectors[side] = as_array(tensor[0, :, group])[self.shown]
+        return vectors
 
-    def _query_terms(self) -> dict[str, Array]:
-        """The largest products in each channel of the query, where the projection is one matrix."""
-        circuits = AttentionCircuits(self.place.site, self.attention, ())
-        try:
-            matrix = as_array(circuits.qk_circuit(self.score_head).left)
-        except (SpecError, ValueError):
-            return {}
-        return largest_terms(
-            as_array(self.call.attention_input[0, self.place.query]), matrix, NUM_TERMS
-        )
+    def _changes_of(self, *sides: str) -> list[tuple[str, Tensor, Tensor]]:
+        """Tensors that parts changed on these sides, in order: name, before, after."""
+        return [(name, *pair) for (name, side), pair in self.changes.items() if side in sides]
 
-    # --- scores and weights -----------------------------------------------------------------------
+    def _add_changes(self, step: str, changes: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+        """The parts that change scores or weights of this head."""
+        for name, *pair in changes:
+            part = dict(self.spec.parts())[name]
+            before, after = (as_array(tensor[0, self.core_head, 0]) for tensor in pair)
+            arrays = {"in": before, "out": after}
+            if isinstance(part, ScoreStep) and part.additive:
+                arrays["added"] = after - before
+            numbers = vars(part).items()
+            facts = {key: float(one) for key, one in numbers if isinstance(one, (int, float))}
+            self.add(step, describe_part(part), arrays, facts, part)
 
-    def _scores(self) -> Iterator[HeadStep]:
+    def _add_scores(self) -> None:
         """The similarity, and every part that changes scores."""
         similarity = self.spec.similarity
-        changes = self._changes("scores")
-        first = changes[0][1] if changes else self.own.probed["scores"]
+        changes = self._changes_of("scores")
+        first = changes[0][1] if changes else self.probed["scores"]
         scores = as_array(first[0, self.core_head, 0])
         scale = similarity.score_scale(self.spec.core_of(self.spec.projection_form(one=False)))
-        q = self.own.probed["q"][0, 0, self.score_head]
-        k = self.own.probed["k"][0, :, self.key_head]
-        products = (
-            as_array(k.double() @ q.double()) if q.shape[-1] == k.shape[-1] else scores * np.nan
-        )
-        if np.allclose(
-            products * scale, scores, rtol=1e-3, atol=1e-3 * float(np.abs(scores).max(initial=0))
-        ):
-            yield HeadStep("product", "pⱼ = q · kⱼ", {"out": products})
-            yield HeadStep(
-                "scale", "sⱼ = scale · pⱼ", {"out": scores}, {"scale": scale}, repr(similarity)
-            )
+        q = self.probed["q"][0, 0, self.score_head]
+        k = self.probed["k"][0, :, self.key_head]
+        products = scores * np.nan
+        if q.shape[-1] == k.shape[-1]:
+            products = as_array(k.double() @ q.double())
+        tolerance = 1e-3 * float(np.abs(scores).max(initial=0))
+        out = {"out": scores}
+        if np.allclose(products * scale, scores, rtol=1e-3, atol=tolerance):
+            self.add("product", "pⱼ = q · kⱼ", {"out": products})
+            self.add("scale", "sⱼ = scale · pⱼ", out, {"scale": scale}, similarity)
         else:
-            yield HeadStep(
-                "product",
-                describe_part(similarity),
-                {"out": scores},
-                {"scale": scale},
-                repr(similarity),
-            )
-        yield from (self._change_step("score_step", *change) for change in changes)
+            self.add("product", describe_part(similarity), out, {"scale": scale}, similarity)
+        self._add_changes("score_step", changes)
 
-    def _changes(self, side: str) -> list[tuple[str, Tensor, Tensor]]:
-        """Tensors that parts changed on one side, in order: name, before, after."""
-        return [(name, *pair) for (name, where), pair in self.own.changes.items() if where == side]
-
-    def _change_step(self, step: str, name: str, before: Tensor, after: Tensor) -> HeadStep:
-        """A part that changes scores or weights of this head."""
-        part = dict(self.spec.parts())[name]
-        old = as_array(before[0, self.core_head, 0])
-        new = as_array(after[0, self.core_head, 0])
-        arrays = {"in": old, "out": new}
-        if isinstance(part, ScoreStep) and part.additive:
-            arrays["added"] = new - old
-        facts = {
-            key: float(value)
-            for key, value in vars(part).items()
-            if isinstance(value, (int, float))
-        }
-        return HeadStep(step, describe_part(part), arrays, facts, repr(part))
-
-    def _weight_steps(self) -> Iterator[HeadStep]:
+    def _add_weights(self) -> None:
+        """The normaliser, and every part that changes weights."""
         normaliser = self.spec.normaliser
-        changes = self._changes("weights")
-        first = changes[0][1] if changes else self.own.probed["weights"]
+        changes = self._changes_of("weights")
+        first = changes[0][1] if changes else self.probed["weights"]
         weights = as_array(first[0, self.core_head if changes else self.place.head, 0])
-        numbers = self.attention.weights["normaliser"].head(self.score_head)
-        facts = {
-            name: float(value.detach()) for name, value in numbers.items() if value.numel() == 1
-        }
+        numbers = self.attention.weights["normaliser"].head(self.score_head).items()
+        facts = {name: float(one.detach()) for name, one in numbers if one.numel() == 1}
         is_softmax = normaliser.shift_invariant and normaliser.always_sums_to_one()
         if is_softmax or "sink" in facts:
-            yield softmax_step(weights, facts.get("sink"), repr(normaliser))
+            self.steps.append(softmax_step(weights, facts.get("sink"), repr(normaliser)))
         else:
-            total = {"sum": float(weights.sum(dtype=np.float64))}
-            yield HeadStep(
-                "normalise",
-                describe_part(normaliser),
-                {"out": weights},
-                facts | total,
-                repr(normaliser),
-            )
-        yield from (self._change_step("weight_step", *change) for change in changes)
+            facts["sum"] = float(weights.sum(dtype=np.float64))
+            self.add("normalise", describe_part(normaliser), {"out": weights}, facts, normaliser)
+        self._add_changes("weight_step", changes)
 
-    # --- outputs ----------------------------------------------------------------------------------
-
-    def _output_steps(self) -> Iterator[HeadStep]:
+    def _add_outputs(self) -> None:
         """The weighted sum, parts that change the head's output, its slice of W_O, and the residual
         stream.
         """
         head = self.place.head
-        changes = [
-            (name, *pair)
-            for (name, side), pair in self.own.changes.items()
-            if side in ("outputs", "gates")
-        ]
-        z = as_array((changes[0][1] if changes else self.own.probed["heads"])[0, 0, head])
-        values = as_array(self.own.probed["v"][0, :, self.value_head])
+        changes = self._changes_of("outputs", "gates")
+        z = as_array((changes[0][1] if changes else self.probed["heads"])[0, 0, head])
+        values = as_array(self.probed["v"][0, :, self.value_head])
         if values.shape[-1] == z.shape[-1]:
-            yield gather_step(self.weights, values, self.shown, z)
+            self.steps.append(gather_step(self.weights, values, self.shown, z))
         else:
             self.missing["gather"] = (
                 f"{self.spec.project!r} expands the values after they are summed"
             )
         for name, before, after in changes:
             part = dict(self.spec.parts())[name]
-            arrays = {"in": as_array(before[0, 0, head]), "out": as_array(after[0, 0, head])}
-            yield HeadStep("output_step", describe_part(part), arrays, part=repr(part))
-        z = as_array(self.own.probed["heads"][0, 0, head])
-        matrix = as_array(AttentionCircuits(self.place.site, self.attention, ()).output_map(head))
-        contribution = contribution_step(z, matrix, NUM_TERMS)
-        yield contribution
-        yield from self._residual_steps(contribution.arrays["out"])
-
-    def _residual_steps(self, own: Array) -> Iterator[HeadStep]:
-        """The sum of all heads and the bias, the norm behind it if there is one, and the new
-        residual stream.
-        """
-        layer = self.layer
-        query = self.place.query
-        placement = self.layer.placement
-        heads = self.own.probed["heads"]
+            arrays = {"in": before[0, 0, head], "out": after[0, 0, head]}
+            self.add("output_step", describe_part(part), arrays, part=part)
+        heads = self.probed["heads"]
+        matrix = as_array(self.circuits.output_map(head))
+        contribution = contribution_step(as_array(heads[0, 0, head]), matrix, NUM_TERMS)
+        self.steps.append(contribution)
         with torch.inference_mode():
             bias = as_array(self.attention.merge_heads(torch.zeros_like(heads))[0, 0])
-        y = as_array(self.call.output[0, query])
-        others = as_float32(y.astype(np.float64) - own - bias)
-        name = self._norm_before()
-        x = as_array((self.call.norms[name][0] if name else self.call.attention_input)[0, query])
-        scale = float(layer.scale)
-        arrays = {"in": x, "own": own, "others": others, "bias": bias}
+        self._add_residual(contribution.arrays["out"], bias)
+
+    def _add_residual(self, added: Array, bias: Array) -> None:
+        """The sum of all heads and the bias, the norm after it if there is one, and the new residual
+        stream.
+        """
+        y = as_array(self.call.output[0, self.place.query])
+        others = as_float32(y.astype(np.float64) - added - bias)
+        scale = float(self.layer.scale)
+        arrays = {"in": self.x, "own": added, "others": others, "bias": bias}
         facts = {"scale": scale}
-        times = "" if scale == 1 else f"{scale:g} · "
-        formula = f"x ← x + {times}(c + other heads + b_O)"
-        after = {
-            "post": f"{self.role}_norm",
-            "after": f"{self.role}_norm",
-            "sandwich": f"{self.role}_norm_after",
-        }
-        behind = after.get(placement, "")
-        if placement in ("after", "sandwich") and behind in self.call.norms:
-            yield HeadStep("sum", "y = c + other heads + b_O", {**arrays, "out": y}, facts)
-            yield self._norm_step("norm_after", behind, query)
-            normed = as_array(self.call.norms[behind][1][0, query])
-            yield HeadStep(
-                "residual_out", "x ← x + n", {"in": x, "added": normed, "out": x + normed}
-            )
+        norm = self.norm_after
+        if norm and self.layer.placement != "post":
+            self.add("sum", "y = c + other heads + b_O", {**arrays, "out": y}, facts)
+            self._add_norm("norm_after", norm)
+            normed = as_array(self.call.norms[norm][1][0, self.place.query])
+            arrays = {"in": self.x, "added": normed, "out": self.x + normed}
+            self.add("residual_out", "x ← x + n", arrays)
             return
-        yield HeadStep(
-            "residual_out", formula, {**arrays, "out": as_float32(x + np.float32(scale) * y)}, facts
-        )
-        if placement == "post" and behind in self.call.norms:
-            yield self._norm_step("norm_after", behind, query)
+        times = "" if scale == 1 else f"{scale:g} · "
+        out = as_float32(self.x + np.float32(scale) * y)
+        formula = f"x ← x + {times}(c + other heads + b_O)"
+        self.add("residual_out", formula, {**arrays, "out": out}, facts)
+        if norm:
+            self._add_norm("norm_after", norm)
 
 
 def as_array(tensor: Tensor) -> Array:
@@ -538,6 +466,5 @@ def describe_part(part: Part) -> str:
     text = " ".join(inspect.cleandoc(type(part).__doc__ or repr(part)).split("\n\n")[0].split())
     sentence = text.split(". ")[0].removesuffix(".")
     head, _, paper = sentence.rpartition(" (")
-    return (
-        head if head and any(sign.isdigit() for sign in paper) and paper.endswith(")") else sentence
-    )
+    is_cited = head and paper.endswith(")") and any(sign.isdigit() for sign in paper)
+    return head if is_cited else sentence

@@ -55,40 +55,23 @@ def detect_head_objective(model: nn.Module) -> str:
     ... )
     'next-token'
     """
-    if isinstance(model, Transformer):
-        return _native_head_objective(model)
-    if not is_encoder_decoder(model) and getattr(model, "config", None) is None:
-        return ""
-    objective = next(
-        (
-            name
-            for name, pattern in OBJECTIVE_OF_CLASS.items()
-            if pattern.search(type(model).__name__)
-        ),
-        "",
-    )
-    return (
-        "next-token" if objective == "translation" and not is_encoder_decoder(model) else objective
-    )
-
-
-def _native_head_objective(net: Transformer) -> str:
-    spec = net.spec
+    has_source = is_encoder_decoder(model)
+    if not isinstance(model, Transformer):
+        name = type(model).__name__
+        if not has_source and getattr(model, "config", None) is None:
+            return ""
+        found = [one for one, pattern in OBJECTIVE_OF_CLASS.items() if pattern.search(name)]
+        is_translation = found[:1] == ["translation"]
+        return "next-token" if is_translation and not has_source else (*found, "")[0]
+    spec = model.spec
     if not spec.heads or not spec.heads[0].outputs:
         return ""
-    head = spec.heads[0]
-    kind = spec.kind
     embedding = spec.stacks[-1].embedding
-    predicts_tokens = (
-        head.at == "each" and embedding is not None and embedding.tokens == head.outputs
-    )
-    if not predicts_tokens:
+    is_token = embedding is not None and embedding.tokens == spec.heads[0].outputs
+    if not is_token or spec.heads[0].at != "each":
         return "label"
-    return {
-        "decoder": "next-token",
-        "encoder-decoder": "translation",
-        "encoder": "masked-token",
-    }.get(kind, "label")
+    names = {"decoder": "next-token", "encoder-decoder": "translation", "encoder": "masked-token"}
+    return names.get(spec.kind, "label")
 
 
 def find_mask_id(model: nn.Module) -> int | None:
@@ -97,14 +80,10 @@ def find_mask_id(model: nn.Module) -> int | None:
         if model.usage.mask is not None or model.usage.tokenizer is None:
             return model.usage.mask
         tokenizer = parse_tokenizer(model.usage.tokenizer)
-    elif (own_tokenizer := find_tokenizer(model)) is None:
-        return None
     else:
-        tokenizer = own_tokenizer
-    return next(
-        (mask_id for mask in MASK_TOKENS if (mask_id := tokenizer.token_to_id(mask)) is not None),
-        None,
-    )
+        tokenizer = find_tokenizer(model)
+    ids = [] if tokenizer is None else [tokenizer.token_to_id(mask) for mask in MASK_TOKENS]
+    return next((mask_id for mask_id in ids if mask_id is not None), None)
 
 
 def get_output_tensor(outputs: Any) -> Tensor:
@@ -182,11 +161,8 @@ class TargetLoss(Objective):
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
         reason = _other_head(model, self.name)
-        if reason:
-            return reason
-        if self.name == "label" and _get_labels(example) is None:
-            return "the texts come without labels"
-        return ""
+        is_labelled = self.name != "label" or _get_labels(example) is not None
+        return reason or ("" if is_labelled else "the texts come without labels")
 
     def prepare_input(self, model: nn.Module, example: Example, number: int) -> EvaluationInput:
         inputs = _read_inputs(model, example)
@@ -240,11 +216,9 @@ class MaskedTokenLoss(Objective):
         if labels is not None:
             return EvaluationInput(inputs, labels.flatten())
         ids = torch.tensor(_get_ids(model, inputs))
-        special = (
-            example.streams["text"].is_special.cpu()
-            if "text" in example.streams
-            else torch.zeros(len(ids)).bool()
-        )
+        special = torch.zeros(len(ids), dtype=torch.bool)
+        if "text" in example.streams:
+            special = example.streams["text"].is_special.cpu()
         candidates = np.flatnonzero(~special.numpy())
         count = min(len(candidates), max(1, round(self.mask_fraction * len(candidates))))
         generator = np.random.default_rng((self.seed, number))
@@ -296,7 +270,8 @@ class OutputDrift(Objective):
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
         """Name in `OBJECTIVES`."""
-        return f"{'token-' if self.representation == 'tokens' else ''}drift{'' if self.metric == 'cosine' else '-l2'}"
+        prefix = "token-" if self.representation == "tokens" else ""
+        return f"{prefix}drift" if self.metric == "cosine" else f"{prefix}drift-l2"
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
         return ""
@@ -305,9 +280,14 @@ class OutputDrift(Objective):
         return EvaluationInput(_read_inputs(model, example))
 
     def value(self, outputs: Any, baseline_outputs: Any, evaluation: EvaluationInput) -> Tensor:
-        edited, baseline = (
-            _get_vectors(each, self.representation) for each in (outputs, baseline_outputs)
-        )
+        vectors: list[Tensor] = []  # [1 or tokens, width], in at least float32
+        for each in (outputs, baseline_outputs):
+            tensor = get_output_tensor(each)
+            flat = tensor.reshape(-1, tensor.shape[-1])
+            flat = flat.to(torch.promote_types(tensor.dtype, torch.float32))
+            is_pooled = self.representation == "pooled"
+            vectors.append(flat.mean(0, keepdim=True) if is_pooled else flat)
+        edited, baseline = vectors
         if self.metric == "l2":
             return ((edited - baseline).norm(dim=-1) / baseline.norm(dim=-1)).mean()
         return 1 - F.cosine_similarity(edited, baseline, dim=-1).mean()
@@ -343,17 +323,14 @@ def choose_objective(
             fact = f"cannot measure objective {objective.name!r}: {reason}"
             raise ValueError(f"{fact}; objective='drift' works without a head")
         return objective, ""
-    own = detect_head_objective(model)
-    if not own:
-        return (
-            OutputDrift(),
-            f"the objective is drift: {type(model).__name__} has no head whose loss is known",
-        )
-    objective = OBJECTIVES[own]
-    reason = objective.unsupported_reason(model, example)
-    if reason:
-        return OutputDrift(), f"the objective is drift: {reason}"
-    return objective, f"the objective is {objective.name} loss, by the model's own head"
+    name = detect_head_objective(model)
+    reason = f"{type(model).__name__} has no head whose loss is known"
+    if name:
+        objective = OBJECTIVES[name]
+        reason = objective.unsupported_reason(model, example)
+        if not reason:
+            return objective, f"the objective is {objective.name} loss, by the model's own head"
+    return OutputDrift(), f"the objective is drift: {reason}"
 
 
 def _other_head(model: nn.Module, name: str) -> str:
@@ -404,10 +381,3 @@ def _cross_entropy(outputs: Any, evaluation: EvaluationInput) -> Tensor:
         raise ValueError(f"{fact}; use labels 0..{num_classes - 1}")
     dtype = torch.promote_types(flat.dtype, torch.float32)
     return F.cross_entropy(flat.to(dtype), labels.to(flat.device), ignore_index=IGNORE_INDEX)
-
-
-def _get_vectors(outputs: Any, representation: str) -> Tensor:
-    """Output vectors of one text in at least float32, [1 or tokens, width]."""
-    tensor = get_output_tensor(outputs)
-    flat = tensor.reshape(-1, tensor.shape[-1]).to(torch.promote_types(tensor.dtype, torch.float32))
-    return flat.mean(0, keepdim=True) if representation == "pooled" else flat

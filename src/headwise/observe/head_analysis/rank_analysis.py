@@ -104,21 +104,18 @@ def measure_qk_spectra(
     >>> [head.most for head in spectrum.heads], spectrum.summed.most
     ([4, 4], 8)
     """
-    spectra = list[LayerSpectrum]()
-    reason = ""
+    spectra: list[LayerSpectrum] = []
+    reason = "the model has no attention that can be read; see hw.sites(model)"
     for circuits in get_circuits(model).values():
         try:
             heads = [circuits.qk_circuit(head) for head in circuits.spec.core_score_heads]
         except SpecError as error:
             reason = str(error)
             continue
-        spectra.append(
-            _layer_spectrum(circuits, heads, num_draws, torch.Generator().manual_seed(seed))
-        )
+        generator = torch.Generator().manual_seed(seed)
+        spectra.append(_layer_spectrum(circuits, heads, num_draws, generator))
     if not spectra:
-        raise SpecError(
-            reason or "the model has no attention that can be read; see hw.sites(model)"
-        )
+        raise SpecError(reason)
     return tuple(spectra)
 
 
@@ -127,9 +124,8 @@ def spectra_table(spectra: Sequence[LayerSpectrum]) -> Table:
     columns = ("site", "of all heads", "at most", "Gaussian", "of a head", "most", "Gaussian head")
     rows: list[tuple[Any, ...]] = []
     for one in spectra:
-        count = len(one.heads)
-        dims = sum(head.dims for head in one.heads) / count
-        chance = sum(head.chance for head in one.heads) / count
+        dims = np.mean([head.dims for head in one.heads]).item()
+        chance = np.mean([head.chance for head in one.heads]).item()
         most = max(head.most for head in one.heads)
         rows.append((one.site, *one.summed[:2], one.summed.chance, dims, most, chance))
     return Table("dimensions that carry 90 % of the scores", columns, rows)
@@ -140,67 +136,38 @@ def _layer_spectrum(
 ) -> LayerSpectrum:
     """Spectrum of one layer, with Gaussian weights that share key heads as the layer does."""
     spec = circuits.spec
-    kv_head_of_query = tuple(spec.heads.kv_head_of_query[head] for head in spec.core_score_heads)
-    draws = [_sample_gaussian_maps(heads, kv_head_of_query, generator) for _ in range(num_draws)]
-    by_head = tuple(
-        DimensionCount(
-            count_dims(head.singular_values),
-            min(*head.left.shape, *head.right.shape),
-            _mean_dims([draw[n].singular_values for draw in draws]),
-        )
-        for n, head in enumerate(heads)
-    )
-    own_and_draws = (heads, *draws)
-    summed_values = [_sum_maps(maps).singular_values for maps in own_and_draws]
-    most = min(
-        _stack_query_weights(heads).shape + _stack_key_weights(heads, kv_head_of_query).shape
-    )
-    summed = DimensionCount(count_dims(summed_values[0]), most, _mean_dims(summed_values[1:]))
-    queries = _count_joint_dims([_stack_query_weights(maps) for maps in own_and_draws])
-    keys = _count_joint_dims([_stack_key_weights(maps, kv_head_of_query) for maps in own_and_draws])
-    return LayerSpectrum(circuits.site, by_head, summed, queries, keys, circuits.caveats)
+    kv_heads = [spec.heads.kv_head_of_query[head] for head in spec.core_score_heads]
+    first_with = [kv_heads.index(kv_head) for kv_head in kv_heads]  # each key head is read once
+    samples = [heads]
+    for _ in range(num_draws):
+        keys: dict[int, Tensor] = {}
+        for n in dict.fromkeys(first_with):
+            keys[n] = torch.randn(heads[n].right.shape, generator=generator)
+        draw: list[LowRankMap] = []
+        for head, n in zip(heads, first_with, strict=True):
+            draw.append(LowRankMap(torch.randn(head.left.shape, generator=generator), keys[n]))
+        samples.append(draw)
 
+    def count(values: Sequence[Tensor], most: int) -> DimensionCount:
+        dims = [count_dims(singular) for singular in values]
+        return DimensionCount(dims[0], most, sum(dims[1:]) / max(1, num_draws))
 
-def _count_joint_dims(matrices: list[Tensor]) -> DimensionCount:
-    values = [torch.linalg.svdvals(matrix.double()) for matrix in matrices]
-    return DimensionCount(count_dims(values[0]), len(values[0]), _mean_dims(values[1:]))
-
-
-def _mean_dims(values: list[Tensor]) -> float:
-    return sum(count_dims(singular) for singular in values) / max(1, len(values))
-
-
-def _sum_maps(heads: list[LowRankMap]) -> LowRankMap:
-    """Sum over heads, as a product of two matrices."""
-    return LowRankMap(_stack_query_weights(heads), torch.cat([head.right for head in heads]))
-
-
-def _stack_query_weights(heads: list[LowRankMap]) -> Tensor:
-    return torch.cat([head.left for head in heads], 1)
-
-
-def _stack_key_weights(heads: list[LowRankMap], kv_head_of_query: tuple[int, ...]) -> Tensor:
-    """Matrices of all key heads, each once."""
-    return torch.cat(
-        [
-            heads[kv_head_of_query.index(kv_head)].right
-            for kv_head in dict.fromkeys(kv_head_of_query)
-        ]
-    )
-
-
-def _sample_gaussian_maps(
-    heads: list[LowRankMap], kv_head_of_query: tuple[int, ...], generator: torch.Generator
-) -> list[LowRankMap]:
-    """Gaussian maps of the same shapes; heads that share a key head share a Gaussian one."""
-    keys = {
-        key: torch.randn(heads[kv_head_of_query.index(key)].right.shape, generator=generator)
-        for key in dict.fromkeys(kv_head_of_query)
-    }
-    return [
-        LowRankMap(torch.randn(head.left.shape, generator=generator), keys[key])
-        for head, key in zip(heads, kv_head_of_query, strict=True)
-    ]
+    by_head: list[DimensionCount] = []
+    for n, head in enumerate(heads):
+        most = min(*head.left.shape, *head.right.shape)
+        by_head.append(count([maps[n].singular_values for maps in samples], most))
+    all_queries = [torch.cat([head.left for head in maps], 1) for maps in samples]
+    all_keys = [torch.cat([maps[n].right for n in dict.fromkeys(first_with)]) for maps in samples]
+    sums: list[Tensor] = []
+    for queries, maps in zip(all_queries, samples, strict=True):
+        summed = LowRankMap(queries, torch.cat([head.right for head in maps]))
+        sums.append(summed.singular_values)
+    joint: list[DimensionCount] = []
+    for matrices in (all_queries, all_keys):
+        values = [torch.linalg.svdvals(matrix.double()) for matrix in matrices]
+        joint.append(count(values, len(values[0])))
+    summed = count(sums, min(all_queries[0].shape + all_keys[0].shape))
+    return LayerSpectrum(circuits.site, tuple(by_head), summed, *joint, circuits.caveats)
 
 
 # --- Ranks of scores and weights over texts -------------------------------------------------------
@@ -223,40 +190,30 @@ def effective_rank(matrices: Tensor) -> Tensor:
 
 
 def score_stages(call: ObservedCall) -> Mapping[str, Tensor]:
-    """Scores and weights [B, heads, T, S] of the first queries; only the weights if queries and
-    keys are unknown.
+    """Scores and weights [B, heads, T, S] of the first queries, and scores after the parts that
+    change them; only the weights if queries and keys are unknown.
     """
     queries = slice(0, MAX_QUERIES)
+    stages: dict[str, Tensor] = {}
     if isinstance(call, HeadwiseCall):
-        return _native_score_stages(call)
-    weights = call.all_weights(queries)
-    inputs = call.attention_inputs
-    if inputs is None:
-        return {"weights": weights}
-    q = inputs.q_BTHK[:, queries].transpose(1, 2).float()
-    k = (
-        inputs.k_BSGK[:, :, [inputs.kv_head_of(head) for head in range(q.shape[1])]]
-        .transpose(1, 2)
-        .float()
-    )
-    return {"scores": q @ k.transpose(2, 3) * inputs.scale, "weights": weights}
-
-
-def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
-    """Scores, transformed scores and weights of a headwise attention."""
-    inputs = call.inputs
-    bound = call.steps
-    q = inputs.q[:, :MAX_QUERIES].transpose(1, 2).float()
-    k = inputs.k[:, :, list(call.signature.core.key_head_of_query)].transpose(1, 2).float()
-    stages = {
-        "scores": bound.similarity.scores(q, k, inputs.query_context.scale, bound.similarity_p)
-    }
-    if bound.scores:
-        job = replace(call.signature, probed_tensors=frozenset({"scores"}), training=False)
-        probe = Probe("scores")
-        backends.make_dispatch(job).attend(call.mask, inputs, bound, probe)
-        stages["mixed"] = probe.tensors["scores"][:, :, :MAX_QUERIES]
-    return stages | {"weights": call.all_weights(slice(0, MAX_QUERIES))}
+        inputs = call.inputs
+        bound = call.steps
+        q = inputs.q[:, queries].transpose(1, 2).float()
+        k = inputs.k[:, :, list(call.signature.core.key_head_of_query)].transpose(1, 2).float()
+        scale = inputs.query_context.scale
+        stages["scores"] = bound.similarity.scores(q, k, scale, bound.similarity_p)
+        if bound.scores:
+            job = replace(call.signature, probed_tensors=frozenset({"scores"}), training=False)
+            probe = Probe("scores")
+            backends.make_dispatch(job).attend(call.mask, inputs, bound, probe)
+            stages["mixed"] = probe.tensors["scores"][:, :, queries]
+    elif call.attention_inputs is not None:
+        inputs = call.attention_inputs
+        q = inputs.q_BTHK[:, queries].transpose(1, 2).float()
+        kv_heads = [inputs.kv_head_of(head) for head in range(q.shape[1])]
+        k = inputs.k_BSGK[:, :, kv_heads].transpose(1, 2).float()
+        stages["scores"] = q @ k.transpose(2, 3) * inputs.scale
+    return stages | {"weights": call.all_weights(queries)}
 
 
 # --- Rank collapse of hidden states over depth ----------------------------------------------------
@@ -359,23 +316,15 @@ def measure_rank_collapse(
     sums: dict[tuple[str, int], FoldedSums] = {}
     for index, example in enumerate(examples):
         for stack, states in _layer_states(model, example, variant).items():
-            for layers, layer_states in enumerate(states):
-                values = np.array(
-                    [rank_one_residual(layer_states), singular_value_ratio(layer_states)]
-                )
+            for layers, x in enumerate(states):
+                values = np.array([rank_one_residual(x), singular_value_ratio(x)])
                 sums.setdefault((stack, layers), FoldedSums()).add(index, values, 1.0)
     rows: list[DepthSimilarity] = []
     for (stack, layers), folds in sums.items():
         means = folds.mean_intervals()
-        first = sums[stack, 0].mean
-        rows.append(
-            DepthSimilarity(
-                stack,
-                layers,
-                means.measure_at(0, float(first[0])),
-                means.measure_at(1, float(first[1])),
-            )
-        )
+        chance = sums[stack, 0].mean.tolist()
+        measures = [means.measure_at(n, chance[n]) for n in range(2)]
+        rows.append(DepthSimilarity(stack, layers, *measures))
     return tuple(rows)
 
 
@@ -384,99 +333,65 @@ def _layer_states(
 ) -> Mapping[str, list[Tensor]]:
     """States [tokens, model] of each stack, before the first layer and after each layer."""
     inputs = prepare_inputs(model, example.model_inputs, 0)
-    if isinstance(model, Transformer):
-        layers = {name: list(dict.fromkeys(stack.blocks)) for name, stack in model.stacks.items()}
-        states: dict[str, list[Tensor]] = {}
-        with torch.inference_mode(), record_modules(chain(*layers.values())) as calls:
-            model(*inputs.args, **inputs.kwargs)
+    if not isinstance(model, Transformer):
         with torch.inference_mode():
-            for name, blocks in layers.items():
-                recorded: list[RecordedLayerCall] = []
-                for layer in blocks:
-                    for call in calls[layer]:
-                        x, layer_inputs = call.args
-                        recorded.append(RecordedLayerCall(layer, x, layer_inputs, call.output))
-                if recorded:
-                    states[name] = _run_variant(recorded, variant)
-        return states
+            outputs: Any = model(*inputs.args, **inputs.kwargs, output_hidden_states=True)
+        found = {name: key for key, name in HIDDEN_STATE_FIELDS.items() if key in outputs}
+        return {name: [states[0] for states in outputs[key]] for name, key in found.items()}
+    layers = {name: list(dict.fromkeys(stack.blocks)) for name, stack in model.stacks.items()}
+    states_of_stack: dict[str, list[Tensor]] = {}
+    with torch.inference_mode(), record_modules(chain(*layers.values())) as calls:
+        model(*inputs.args, **inputs.kwargs)
     with torch.inference_mode():
-        outputs: Any = model(*inputs.args, **inputs.kwargs, output_hidden_states=True)
-    return {
-        stack: [layer_states[0] for layer_states in outputs[key]]
-        for key, stack in HIDDEN_STATE_FIELDS.items()
-        if key in outputs
-    }
+        for name, blocks in layers.items():
+            states: list[Tensor] = []
+            for layer in blocks:
+                for call in calls[layer]:
+                    x, layer_inputs = call.args
+                    states = states or [x]
+                    y = call.output
+                    if variant is not None:
+                        y = _run_layer_variant(layer, states[-1], layer_inputs, variant)
+                    states.append(y)
+            if states:
+                states_of_stack[name] = [x[0] for x in states]
+    return states_of_stack
 
 
-class RecordedLayerCall(NamedTuple):
-    """A layer with its inputs and its output."""
-
-    layer: TransformerLayer
-    x: Tensor
-    call: LayerInputs
-    output: Tensor
-
-
-def _run_variant(calls: list[RecordedLayerCall], variant: ForwardVariant | None) -> list[Tensor]:
-    """States of the model's own forward pass, or of a variant."""
-    if variant is None:
-        return [calls[0].x[0], *(recorded.output[0] for recorded in calls)]
-    states = [calls[0].x]
-    for recorded in calls:
-        states.append(_run_layer_variant(recorded, states[-1], variant))
-    return [x[0] for x in states]
-
-
-def _run_layer_variant(recorded: RecordedLayerCall, x: Tensor, variant: ForwardVariant) -> Tensor:
-    """Output of one layer for other inputs, in a variant of the forward pass."""
-    layer = recorded.layer
-    with_norms = variant.norm == "with"
+def _run_layer_variant(
+    layer: TransformerLayer, x: Tensor, call: LayerInputs, variant: ForwardVariant
+) -> Tensor:
+    """Output of one layer in a variant of the forward pass; cross-attention keeps its pattern."""
+    problem = "cannot run a variant"
     if layer.placement not in ("pre", "post"):
         fact = f"{layer.name} has norm placement {layer.placement!r}"
-        raise ValueError(f"cannot run a variant: {fact}; only 'pre' and 'post' are supported")
+        raise ValueError(f"{problem}: {fact}; only 'pre' and 'post' are supported")
     for name in layer.sublayers:
         if name == "feed" and variant.feed == "without":
             continue
         if name == "mixer":
-            raise ValueError(
-                f"cannot run a variant: {layer.name} has a recurrence or convolution, which is "
-                "not supported"
-            )
+            fact = f"{layer.name} has a recurrence or convolution"
+            raise ValueError(f"{problem}: {fact}, which is not supported")
         if name in layer.constant_sublayers:
-            raise ValueError(
-                f"cannot run a variant: {layer.name}.{name} was pruned and is a constant"
-            )
-        norm: nn.Module = layer.get_submodule(f"{name}_norm") if with_norms else nn.Identity()
+            raise ValueError(f"{problem}: {layer.name}.{name} was pruned and is a constant")
+        norm: nn.Module = nn.Identity()
+        if variant.norm == "with":
+            norm = layer.get_submodule(f"{name}_norm")
         z = norm(x) if layer.placement == "pre" else x
-        y = (
-            layer.feed(z)
-            if name == "feed"
-            else _run_attention_variant(recorded, name, z, variant.pattern)
-        )
+        if name == "feed":
+            y = layer.feed(z)
+        elif name == "attention":
+            attention = layer.attentions[name]
+            if variant.pattern is not None:
+                spec = replace(attention.spec, pattern=variant.pattern)
+                attention = Attention(spec, shared=attention.weights)
+            y = attention(z, sequence=call.sequence)
+        else:
+            attention = layer.attentions[name]
+            source = call.source
+            if isinstance(source, Tensor):
+                source = attention.project_source(source, sequence=call.source_sequence)
+            y = attention(z, source=source, sequence=call.sequence)
         x = x + y * layer.scale if variant.skip == "with" else y * layer.scale
         x = norm(x) if layer.placement == "post" else x
     return x
-
-
-def _run_attention_variant(
-    recorded: RecordedLayerCall, name: str, z: Tensor, pattern: Pattern | None
-) -> Tensor:
-    """Output of one attention, with another pattern if it is self-attention; cross-attention keeps
-    its own.
-    """
-    attention = recorded.layer.attentions[name]
-    call = recorded.call
-    if name == "attention":
-        if pattern is not None:
-            attention = Attention(
-                replace(attention.spec, pattern=pattern), shared=attention.weights
-            )
-        return attention(z, sequence=call.sequence)
-    source = call.source
-    return attention(
-        z,
-        source=attention.project_source(source, sequence=call.source_sequence)
-        if isinstance(source, Tensor)
-        else source,
-        sequence=call.sequence,
-    )

@@ -8,7 +8,7 @@ one. The jackknife of a mean gives its standard error, so that its interval is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +46,26 @@ def ratio_of_sums(sums: Array, counts: Array) -> Array:
 
 def _divide(total: Array, count: Array) -> Array:
     return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
+
+
+def stack_texts(by_text: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Return the sums and the counts of all texts, each as one array."""
+    return np.stack([sums for sums, _ in by_text]), np.stack([counts for _, counts in by_text])
+
+
+def stack_by_key(by_text: Sequence[Mapping[Any, Array]]) -> dict[Any, Array]:
+    """Return the numbers of all texts by key, each as one array; zeros for a text without the key.
+
+    >>> stack_by_key([{"a": np.ones(2)}, {}])
+    {'a': array([[1., 1.],
+           [0., 0.]])}
+    """
+    stacked: dict[Any, Array] = {}
+    for text in by_text:
+        for key in [key for key in text if key not in stacked]:
+            missing = np.zeros_like(text[key])
+            stacked[key] = np.stack([one.get(key, missing) for one in by_text])
+    return stacked
 
 
 def t_quantile(df: NDArray[Any] | int, probability: float) -> Array:

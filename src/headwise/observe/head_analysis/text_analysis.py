@@ -19,12 +19,12 @@ from ..inspect.trace_capture import get_model_name
 from . import literature_metrics
 from .annotated_examples import Example, ExampleReader, examples_from_lines
 from .head_classes import classify_heads
-from .head_importance import DEFAULT_OPTIONS, estimate_importance
+from .head_importance import DEFAULT_OPTIONS, ImportanceOptions, estimate_importance
 from .head_measurement import MeasureCollector, MeasureOptions, measure_heads
 from .head_metrics import IMAGE_METRICS, NOT_FOR_IMAGES
 from .head_table import HeadTable, ImportanceResult
 from .image_examples import as_pixels, examples_from_pixels, plain_image_examples
-from .importance_methods import ImportanceMethod, ImportanceOptions
+from .importance_methods import ImportanceMethod
 from .objectives import Objective
 
 TEXT_KINDS = (
@@ -60,11 +60,28 @@ def read_texts(
     pixels = _read_pixels(texts, min_count)
     if pixels is not None:
         return plain_image_examples(model, pixels), ()
-    items = _list_texts(texts)
-    examples = [item for item in items if isinstance(item, Example)]
+    if isinstance(texts, str):
+        texts = [texts]
+    if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
+        raise SpecError(f"texts are of type {type(texts).__name__}; give a list of {TEXT_KINDS}")
+    items = list(texts)
+    pairs: list[tuple[str, str]] = []  # source and target, which is empty if there is none
+    has_source = is_encoder_decoder(model)
+    for number, item in enumerate(items):
+        if isinstance(item, str):
+            source, _, target = item.partition("\t") if has_source else (item, "", "")
+            pairs.append((source, target))
+        elif isinstance(item, (tuple, list)) and [*map(type, item)] == [str, str]:
+            pairs.append((item[0], item[1]))
+        elif not isinstance(item, Example):
+            kind = type(item).__name__
+            raise SpecError(f"text {number} is of type {kind}; give {TEXT_KINDS}")
+    if pairs and len(pairs) < len(items):
+        raise SpecError("texts are partly strings and partly Examples; give one of both kinds only")
+    examples = items
     notes: tuple[str, ...] = ()
-    if len(examples) < len(items):
-        reader = examples_from_lines(model, (_to_pair(model, item) for item in items))
+    if pairs:
+        reader = examples_from_lines(model, pairs)
         examples = reader.examples_with_frequencies()
         notes = reader.notes
     if len(examples) < min_count:
@@ -82,42 +99,6 @@ def _read_pixels(images: Any, min_count: int) -> Tensor | None:
         count = "1 image is" if len(pixels) == 1 else f"{len(pixels)} images are"
         raise SpecError(f"{count} too few; give at least {min_count}")
     return pixels
-
-
-def _list_texts(texts: Any) -> list[Any]:
-    if isinstance(texts, str):
-        return [texts]
-    if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
-        raise SpecError(f"texts are of type {type(texts).__name__}; give a list of {TEXT_KINDS}")
-    items = list(texts)
-    kinds = [_text_kind(item) for item in items]
-    if "" in kinds:
-        wrong = kinds.index("")
-        raise SpecError(f"text {wrong} is of type {type(items[wrong]).__name__}; give {TEXT_KINDS}")
-    if "example" in kinds and len(set(kinds)) > 1:
-        raise SpecError("texts are partly strings and partly Examples; give one of both kinds only")
-    return items
-
-
-def _text_kind(item: object) -> str:
-    if isinstance(item, (str, Example)):
-        return "text" if isinstance(item, str) else "example"
-    is_pair = (
-        isinstance(item, (tuple, list))
-        and len(item) == 2
-        and all(isinstance(part, str) for part in item)
-    )
-    return "text" if is_pair else ""
-
-
-def _to_pair(model: nn.Module, item: Any) -> tuple[str, str]:
-    """Source and target of a text; the target is empty if there is none."""
-    if not isinstance(item, str):
-        return item[0], item[1]
-    if not is_encoder_decoder(model):
-        return item, ""
-    source, _, target = item.partition("\t")
-    return source, target
 
 
 def measure_and_classify(

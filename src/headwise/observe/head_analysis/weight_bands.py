@@ -8,7 +8,7 @@ turns bands of tokens into bands of words.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,11 @@ class WeightBand:
         if name not in self._cache:
             self._cache[name] = compute()
         return self._cache[name]
+
+    @property
+    def allowed_HTS(self) -> Tensor:
+        """Which pairs the mask allows, [H or 1, T, S]."""
+        return self.allowed if self.allowed.dim() == 3 else self.allowed[None]
 
     @property
     def is_self_attention(self) -> bool:
@@ -184,7 +189,7 @@ class WeightBand:
         )
         in_band = (index >= 0) & (index < self.w_HTS.shape[2])
         index = torch.where(in_band, index, 0)
-        allowed = self.allowed if self.allowed.dim() == 3 else self.allowed[None]
+        allowed = self.allowed_HTS
         weights, allowed_pairs = (
             tensor.gather(-1, index.expand(len(tensor), -1, -1)) for tensor in (self.w_HTS, allowed)
         )
@@ -237,17 +242,13 @@ def move_annotations(example: Example, device: torch.device) -> Example:
     """Return the example with its annotations on a device, where its attention weights are
     measured.
     """
-    streams = {name: _move_tokens(tokens, device) for name, tokens in example.streams.items()}
+    streams = dict(example.streams)
+    for name, tokens in example.streams.items():
+        tensors = {key: one for key, one in vars(tokens).items() if isinstance(one, Tensor)}
+        if tokens.ids.device != device:
+            moved: dict[str, Any] = {key: one.to(device) for key, one in tensors.items()}
+            streams[name] = replace(tokens, **moved)
     return replace(example, streams=streams)
-
-
-def _move_tokens(tokens: TokenAnnotations, device: torch.device) -> TokenAnnotations:
-    if tokens.ids.device == device:
-        return tokens
-    values = {entry.name: getattr(tokens, entry.name) for entry in fields(tokens)}
-    return replace(
-        tokens, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
-    )
 
 
 class WeightBandHook(AttentionHook):
@@ -283,25 +284,19 @@ class WeightBandHook(AttentionHook):
         while start < query_tokens.count:
             rows = slice(start, min(query_tokens.count, start + num_rows))
             allowed = call.allowed_pairs(rows)[0].to(device)
-            allowed_keys = allowed.flatten(0, -2).any(0).nonzero()
-            columns = (
-                slice(int(allowed_keys[0]), int(allowed_keys[-1]) + 1)
-                if len(allowed_keys)
-                else slice(0, 1)
-            )
+            allowed_keys = allowed.flatten(0, -2).any(0).nonzero()[:, 0].tolist() or [0]
+            columns = slice(allowed_keys[0], allowed_keys[-1] + 1)
             w_HTS = call.all_weights(rows, columns)[0].to(device)
             allowed = allowed[..., columns].expand(-1, w_HTS.shape[1], -1)
             allowed = allowed[0] if len(allowed) == 1 else allowed
-            band = WeightBand(
-                w_HTS, allowed, start, query_tokens, key_tokens, first_key=columns.start
-            )
+            tokens = (query_tokens, key_tokens)
+            band = WeightBand(w_HTS, allowed, start, *tokens, first_key=columns.start)
             self.add_band(self.name, band)
             # The next band is sized for as many keys as this one; it may turn out to read all of
             # them.
             start = rows.stop
-            num_rows = max(
-                min_rows, min(MAX_HEIGHT_RATIO * min_rows, MAX_CELLS // (heads * w_HTS.shape[-1]))
-            )
+            fitting = MAX_CELLS // (heads * w_HTS.shape[-1])
+            num_rows = max(min_rows, min(MAX_HEIGHT_RATIO * min_rows, fitting))
 
 
 def stream_weight_bands(
@@ -317,38 +312,10 @@ def stream_weight_bands(
     `streams` maps a site name to the names of its query stream and its key stream. Bands are on the
     device of the annotations; `move_annotations` moves these to the device of the model.
     """
-    hooks = {
-        module.site.name: WeightBandHook(
-            module.site.name, example, streams[module.site.name], add_band
-        )
-        for module in sites
-    }
+    names = [module.site.name for module in sites]
+    hooks = {name: WeightBandHook(name, example, streams[name], add_band) for name in names}
     with torch.inference_mode():
         ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
-
-
-# --- Attention received by each token -------------------------------------------------------------
-
-
-class AttentionReceived:
-    """Sums of the weights on each token of one text: site name -> [heads, tokens].
-
-    Pass `add_band` to `stream_weight_bands`. A sum divided by the number of queries is the share of
-    all attention that the token receives.
-    """
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-
-    def add_band(self, site: str, band: WeightBand) -> None:
-        """Add a band of rows."""
-        heads = len(band.w_HTS)
-        if site not in self.sums:
-            self.sums[site] = torch.zeros(
-                heads, band.key_tokens.count, dtype=torch.float64, device=band.w_HTS.device
-            )
-        keys = slice(band.first_key, band.first_key + band.w_HTS.shape[2])
-        self.sums[site][:, keys] += band.w_HTS.sum(1)
 
 
 # --- Bands of words from bands of tokens (1906.04341) ---------------------------------------------
@@ -382,34 +349,27 @@ def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
     count = int(word_of_token[-1]) + 1 if len(word_of_token) else 0
     token_ids: list[tuple[int, ...]] = [()] * count
     words = [""] * count
-    for word, token_id, text in zip(
-        word_of_token.tolist(), annotations.ids.tolist(), annotations.words, strict=True
+    numbers = word_of_token.tolist()
+    for n, (token_id, text) in enumerate(
+        zip(annotations.ids.tolist(), annotations.words, strict=True)
     ):
-        token_ids[word] += (token_id,)
-        words[word] += text
+        token_ids[numbers[n]] += (token_id,)
+        words[numbers[n]] += text
     id_of: dict[tuple[int, ...], int] = {}
     ids = [id_of.setdefault(key, len(id_of)) for key in token_ids]
-    frequency = annotations.frequency.new_zeros(count).scatter_reduce_(
-        0, word_of_token, annotations.frequency, "amin", include_self=False
-    )
+
+    def merge(values: Tensor, how: str) -> Tensor:
+        zeros = values.new_zeros(count)
+        return zeros.scatter_reduce_(0, word_of_token, values, how, include_self=False)
+
+    flags = (annotations.is_special, annotations.is_separator, annotations.is_punctuation)
     return TokenAnnotations(
         torch.tensor(ids, device=word_of_token.device),
         tuple(words),
-        _any_by_word(annotations.is_special, word_of_token, count),
-        _any_by_word(annotations.is_separator, word_of_token, count),
-        _any_by_word(annotations.is_punctuation, word_of_token, count),
-        annotations.word_index.new_zeros(count).scatter_(0, word_of_token, annotations.word_index),
-        frequency,
+        *(merge(flag.long(), "amax") > 0 for flag in flags),
+        merge(annotations.word_index, "amax"),
+        merge(annotations.frequency, "amin"),
         annotations.first_is_sink,
-    )
-
-
-def _any_by_word(flags: Tensor, word_of_token: Tensor, count: int) -> Tensor:
-    return (
-        torch.zeros(count, dtype=torch.long, device=word_of_token.device).index_add_(
-            0, word_of_token, flags.long()
-        )
-        > 0
     )
 
 
@@ -418,16 +378,6 @@ class WordGrouping(NamedTuple):
 
     tokens: TokenAnnotations
     word_of_token: Tensor
-
-
-class _UnfinishedWord(NamedTuple):
-    """Sums of a word whose tokens continue in the next band: weights [H, S], allowed pairs [H or 1,
-    S], number of tokens.
-    """
-
-    summed_weights: Tensor
-    num_readable: Tensor
-    num_tokens: int
 
 
 class WordBandMerger:
@@ -440,38 +390,38 @@ class WordBandMerger:
     def __init__(self, add_word_band: BandCallback) -> None:
         self._add_word_band = add_word_band
         self._groupings: dict[TokenAnnotations, WordGrouping] = {}
-        self._unfinished: dict[str, _UnfinishedWord] = {}
+        # Sums of a word whose tokens continue in the next band: weights [H, S], allowed pairs [H or
+        # 1, S], number of tokens.
+        self._unfinished: dict[str, tuple[Tensor, Tensor, int]] = {}
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of tokens and pass on the words that are complete."""
         queries = self.group_words(band.query_tokens)
         keys = self.group_words(band.key_tokens)
-        query_words = queries.word_of_token[
-            band.first_query : band.first_query + band.w_HTS.shape[1]
-        ]
+        num_rows = band.w_HTS.shape[1]
+        query_words = queries.word_of_token[band.first_query : band.first_query + num_rows]
         key_words = band.slice_keys(keys.word_of_token)
         first_word = int(query_words[0])
         last_word = int(query_words[-1])
         rows = query_words - first_word
-        num_tokens = torch.bincount(query_words - first_word)
+        num_tokens = torch.bincount(rows)
 
         def sum_words(grid: Tensor) -> Tensor:
-            by_key = _sum_by_word(grid, key_words, -1, keys.tokens.count)
-            return _sum_by_word(by_key, rows, 1, last_word - first_word + 1)
+            by_key = grid.new_zeros(*grid.shape[:2], keys.tokens.count)
+            by_key.index_add_(2, key_words, grid)
+            by_word = grid.new_zeros(len(grid), last_word - first_word + 1, keys.tokens.count)
+            return by_word.index_add_(1, rows, by_key)
 
         w_HTS = sum_words(band.w_HTS)
-        allowed = band.allowed if band.allowed.dim() == 3 else band.allowed[None]
-        readable = sum_words(allowed.float())
+        readable = sum_words(band.allowed_HTS.float())
         before = self._unfinished.pop(site, None)
         if before is not None:
-            w_HTS[:, 0] += before.summed_weights
-            readable[:, 0] += before.num_readable
-            num_tokens[0] += before.num_tokens
-        end = band.first_query + len(query_words)
+            w_HTS[:, 0] += before[0]
+            readable[:, 0] += before[1]
+            num_tokens[0] += before[2]
+        end = band.first_query + num_rows
         if end < band.query_tokens.count and int(queries.word_of_token[end]) == last_word:
-            self._unfinished[site] = _UnfinishedWord(
-                w_HTS[:, -1], readable[:, -1], int(num_tokens[-1])
-            )
+            self._unfinished[site] = (w_HTS[:, -1], readable[:, -1], int(num_tokens[-1]))
             w_HTS = w_HTS[:, :-1]
             readable = readable[:, :-1]
             num_tokens = num_tokens[:-1]
@@ -479,25 +429,17 @@ class WordBandMerger:
             allowed = readable > 0
             allowed = allowed[0] if len(allowed) == 1 else allowed
             w_HTS = w_HTS / num_tokens[:, None]
-            self._add_word_band(
-                site, WeightBand(w_HTS, allowed, first_word, queries.tokens, keys.tokens)
-            )
+            tokens = (queries.tokens, keys.tokens)
+            self._add_word_band(site, WeightBand(w_HTS, allowed, first_word, *tokens))
 
     def group_words(self, annotations: TokenAnnotations) -> WordGrouping:
         """Words of these tokens, cached until the example ends."""
         if annotations not in self._groupings:
-            self._groupings[annotations] = WordGrouping(
-                merge_annotations(annotations), number_words(annotations)
-            )
+            grouping = WordGrouping(merge_annotations(annotations), number_words(annotations))
+            self._groupings[annotations] = grouping
         return self._groupings[annotations]
 
     def finish_example(self) -> None:
         """Drop the state of the example that just ended."""
         self._groupings = {}
         self._unfinished = {}
-
-
-def _sum_by_word(grid: Tensor, word_index: Tensor, axis: int, count: int) -> Tensor:
-    shape = list(grid.shape)
-    shape[axis] = count
-    return grid.new_zeros(shape).index_add_(axis, word_index, grid)

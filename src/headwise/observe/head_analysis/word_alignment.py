@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .annotated_examples import Example, TokenAnnotations
 from .head_table import Measure
-from .resampling import Array, Jackknife, excess_p_values
-from .weight_bands import BandCallback, WeightBand, WordBandMerger
+from .resampling import Array, Jackknife, excess_p_values, stack_by_key
+from .weight_bands import WeightBand, WordBandMerger
 
 # A decoder row has one token as input and predicts the next one. The row that stands for a word is
 # the one with the word as input ("input") or the one that predicts it ("target").
@@ -38,14 +38,15 @@ class AlignmentScores:
             raise ValueError(
                 f"unknown row_conventions={tuple(row_conventions)!r}; use any of {ROW_CONVENTIONS}"
             )
-        self.rows = tuple(row_conventions)
-        self.ratios_by_example: list[dict[tuple[str, str], tuple[Array, Array]]] = []
-        self._gold: tuple[Tensor, Tensor] | None = (
-            None  # sure and possible links, [target words, source words]
-        )
+        # hits of sure and of possible links, links, and gold links of each text, by site and row
+        self.counts_by_example: list[dict[tuple[str, str], Array]] = []
+        self._gold: tuple[Tensor, Tensor] | None = None  # sure and possible, [target, source words]
         self._query_tokens: dict[str, TokenAnnotations] = {}
         self._sums: dict[tuple[str, str], Array] = {}
-        self._words = {row: WordBandMerger(self._make_callback(row)) for row in self.rows}
+        self._words = {row: self._make_merger(row) for row in row_conventions}
+
+    def _make_merger(self, row: str) -> WordBandMerger:
+        return WordBandMerger(lambda site, band: self._add_word_band((site, row), band))
 
     def start_example(self, example: Example) -> None:
         """Read the gold links of the example."""
@@ -54,17 +55,16 @@ class AlignmentScores:
             return
         if set(example.streams) != {"source", "text"}:
             streams = ", ".join(example.streams)
-            fact = (
-                "alignment links need a source and a target text (this example has only: "
-                f"{streams})"
-            )
+            fact = f"alignment links need a source and a target text (this example has only: {streams})"
             raise ValueError(
                 f"{fact}; leave alignment_links empty, or use an encoder-decoder model"
             )
         text = example.streams["text"]
-        source = example.streams["source"]
-        self._query_tokens = {"input": text, "target": _shift_to_next_token(text)}
-        self._gold = _gold_links(example.alignment_links, text, source)
+        # A row predicts the word of the next token.
+        words = text.word_index
+        following = replace(text, word_index=torch.cat([words[1:], words.new_full((1,), -1)]))
+        self._query_tokens = {"input": text, "target": following}
+        self._gold = _gold_links(example.alignment_links, text, example.streams["source"])
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of rows; bands of self-attention are ignored."""
@@ -73,49 +73,37 @@ class AlignmentScores:
         for row, words in self._words.items():
             words.add_band(site, replace(band, query_tokens=self._query_tokens[row]))
 
-    def _make_callback(self, row: str) -> BandCallback:
-        def on_band(site: str, band: WeightBand) -> None:
-            self._add_word_band((site, row), band)
-
-        return on_band
-
     def _add_word_band(self, key: tuple[str, str], band: WeightBand) -> None:
         """Count the links of a band of words: those of the heads, of uniform attention and of the
         diagonal.
         """
         assert self._gold is not None
-        sure, possible = self._gold
-        target_words = band.query_tokens.word_index[band.query_positions]
-        source_words = band.key_tokens.word_index
-        readable = band.uniform_baseline.allowed & (source_words >= 0)
+        num_targets, num_sources = self._gold[0].shape
+        targets = band.query_tokens.word_index[band.query_positions]
+        sources = band.key_tokens.word_index
+        readable = band.uniform_baseline.allowed & (sources >= 0)
         counted = replace(band, w_HTS=band.w_HTS.masked_fill(~readable, -1), allowed=readable)
-        rows = (target_words >= 0) & readable.any(-1)
-        diagonal = (
-            source_words == ((target_words + 0.5) * sure.shape[1] / len(sure)).long()[:, None]
-        )
+        rows = (targets >= 0) & readable.any(-1)
+        diagonal = sources == ((targets + 0.5) * num_sources / num_targets).long()[:, None]
         links_HTS = torch.cat(
             [_is_max(counted), _is_max(counted.uniform_baseline), diagonal[None].double()]
         )
-        links_HTS = links_HTS * rows[:, None] * (source_words >= 0)
-        hits = [
-            (links_HTS * gold[target_words.clamp(min=0)][:, source_words.clamp(min=0)]).sum((1, 2))
-            for gold in (sure, possible)
-        ]
-        num_rows = rows.sum().expand_as(hits[0])
-        totals = torch.stack([*hits, num_rows]).cpu().numpy().astype(np.float64)
+        links_HTS = links_HTS * rows[:, None] * (sources >= 0)
+        counts: list[Tensor] = []
+        for gold in self._gold:
+            is_linked = gold[targets.clamp(min=0)][:, sources.clamp(min=0)]
+            counts.append((links_HTS * is_linked).sum((1, 2)))
+        counts.append(rows.sum().expand_as(counts[0]))
+        counts.append(torch.zeros_like(counts[0]))
+        totals = torch.stack(counts).cpu().numpy().astype(np.float64)
         self._sums[key] = self._sums.get(key, 0) + totals
 
     def finish_example(self) -> None:
         """Store the counts of the example."""
-        ratios = dict[tuple[str, str], tuple[Array, Array]]()
-        for key, (sure_hits, possible_hits, links) in self._sums.items():
+        for counts in self._sums.values():
             assert self._gold is not None
-            gold = np.full_like(links, float(self._gold[0].sum()))
-            ratios[key] = (
-                np.stack([sure_hits + possible_hits, possible_hits, sure_hits]),
-                np.stack([links + gold, links, gold]),
-            )
-        self.ratios_by_example.append(ratios)
+            counts[3] = float(self._gold[0].sum())
+        self.counts_by_example.append(self._sums)
         self._sums = {}
         self._gold = None
         for words in self._words.values():
@@ -127,32 +115,21 @@ class AlignmentScores:
         Chance is uniform attention or the diagonal, whichever scores better.
         """
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
-        for site, row in dict.fromkeys(key for ratios in self.ratios_by_example for key in ratios):
-            example = next(
-                ratios[site, row] for ratios in self.ratios_by_example if (site, row) in ratios
-            )
-            missing = np.zeros_like(example[0]), np.zeros_like(example[1])
-            by_text = [ratios.get((site, row), missing) for ratios in self.ratios_by_example]
-            sums, counts = (np.stack(arrays) for arrays in zip(*by_text, strict=True))
-            scores = Jackknife.of_ratio(sums, counts)
-            value = scores.value
-            (low, high) = scores.interval()
-            for n, suffix in enumerate(MEASURE_SUFFIXES):
-                best = (
-                    value.shape[1] - 2 + int(value[n, -2:].argmax())
-                )  # uniform attention or the diagonal
-                chance = float(value[n, best])
+        for (site, row), counted in stack_by_key(self.counts_by_example).items():
+            sure, possible, links, gold = counted.transpose(1, 0, 2)
+            ratios = ((sure + possible, links + gold), (possible, links), (sure, gold))
+            for suffix, (sums, counts) in zip(MEASURE_SUFFIXES, ratios, strict=True):
+                scores = Jackknife.of_ratio(sums, counts)
+                best = scores.value.shape[0] - 2 + int(scores.value[-2:].argmax())
+                chance = float(scores.value[best])
                 p = excess_p_values(
-                    (sums[:, n, :-2], counts[:, n, :-2]),
-                    (sums[:, n, best, None], counts[:, n, best, None]),
+                    (sums[:, :-2], counts[:, :-2]), (sums[:, best, None], counts[:, best, None])
                 )
-                for head in range(value.shape[1] - 2):
-                    mean, start, stop = (float(array[n, head]) for array in (value, low, high))
-                    num_links = float(counts[:, n, head].sum())
-                    measure = Measure(mean, start, stop, chance, num_links, float(p[head]))
-                    measures.setdefault((site, head), {})[f"{ALIGNMENT_PREFIX} {row}{suffix}"] = (
-                        measure
-                    )
+                columns = (scores.value, *scores.interval(), counts.sum(0))
+                for head, values in enumerate(np.stack(columns, 1)[:-2].tolist()):
+                    measure = Measure(*values[:3], chance, values[3], float(p[head]))
+                    by_name = measures.setdefault((site, head), {})
+                    by_name[f"{ALIGNMENT_PREFIX} {row}{suffix}"] = measure
         return measures
 
 
@@ -160,15 +137,6 @@ def _is_max(band: WeightBand) -> Tensor:
     """1 at the largest weight of each row; keys that tie share it equally."""
     is_max = (band.w_HTS == band.w_HTS.amax(-1, keepdim=True)).double()
     return is_max / is_max.sum(-1, keepdim=True)
-
-
-def _shift_to_next_token(text: TokenAnnotations) -> TokenAnnotations:
-    """The annotations with the word of the next token at each row, which is the word that the row
-    predicts.
-    """
-    return replace(
-        text, word_index=torch.cat([text.word_index[1:], text.word_index.new_full((1,), -1)])
-    )
 
 
 def _gold_links(
