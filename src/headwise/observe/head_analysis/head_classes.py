@@ -11,8 +11,9 @@ describe the weight that remains. A head may belong to several classes, and one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from ...util.errors import pluralise, suggest
@@ -62,16 +63,6 @@ PATCH_CLASS_RULES = (
 )
 
 
-class ClassCandidate(NamedTuple):
-    """A class that a head could have, the measure that decides it, and its evidence without the
-    test.
-    """
-
-    name: str
-    measure: Measure
-    evidence: str
-
-
 def normalised_score(measure: Measure) -> float:
     """How far a measure stands between chance (0) and 1, clipped to that range.
 
@@ -83,66 +74,79 @@ def normalised_score(measure: Measure) -> float:
     return min(1.0, max(0.0, round((measure.value - measure.chance) / (1 - measure.chance), 12)))
 
 
+class ClassCandidate(NamedTuple):
+    """A class that a head could have, the measure that decides it, its evidence without the test,
+    and the corrected p-value.
+    """
+
+    name: str
+    measure: Measure
+    evidence: str
+    p: float = math.nan
+
+    @property
+    def score(self) -> float:
+        """Score of the class, from 0 to 1."""
+        return normalised_score(self.measure)
+
+    @property
+    def has_rows(self) -> bool:
+        """False if the measure is known to have too few rows."""
+        return not self.measure.rows < MIN_ROWS
+
+    @property
+    def tested_evidence(self) -> str:
+        """The evidence with the result of the test."""
+        phrase = "not tested"
+        if not math.isnan(self.p):
+            phrase = f"corrected p {self.p:.3f}" if self.p >= 0.001 else "corrected p < 0.001"
+        elif not self.has_rows:
+            phrase = f"fewer than {MIN_ROWS} rows"
+        elif math.isnan(self.measure.low) or self.measure.low == self.measure.high:
+            phrase = "not tested: the texts agree"
+        return f"{self.evidence}, {phrase}"
+
+
 def _evidence_sentence(measure: Measure, template: str, baseline: str = "chance") -> str:
-    interval = (
-        f", 95 % interval {measure.low:.2f} to {measure.high:.2f}"
-        if measure.low < measure.high
-        else ""
-    )
-    rows = "" if math.isnan(measure.rows) else f", {pluralise(round(measure.rows), 'row')}"
-    return (
-        f"{template.format(f'{measure.value:.2f}')}; {baseline} "
-        f"{measure.chance:.2f}{interval}{rows}"
-    )
+    value, low, high, chance, num_rows, _ = measure
+    interval = f", 95 % interval {low:.2f} to {high:.2f}" if low < high else ""
+    rows = "" if math.isnan(num_rows) else f", {pluralise(round(num_rows), 'row')}"
+    return f"{template.format(f'{value:.2f}')}; {baseline} {chance:.2f}{interval}{rows}"
 
 
-def _non_sink_prefix(head: HeadMeasures) -> str:
-    """Start of an evidence sentence about the weight that sinks leave."""
-    remaining = (
-        f"the {1 - head.measures['sink'].value:.2f} that" if "sink" in head.measures else "what"
-    )
-    return f"of {remaining} sinks leave, "
-
-
-def _candidate_classes(head: HeadMeasures) -> Iterable[ClassCandidate]:
+def _candidate_classes(head: HeadMeasures) -> Iterator[ClassCandidate]:
     """All classes that the head's measures could give it."""
-    non_sink = _non_sink_prefix(head)
+    measures = head.measures
+    rest = f"the {1 - measures['sink'].value:.2f} that" if "sink" in measures else "what"
+    non_sink = f"of {rest} sinks leave, "
     for rule in (*CLASS_RULES, *PATCH_CLASS_RULES):
-        if rule.measure in head.measures:
-            measure = head.measures[rule.measure]
+        if rule.measure in measures:
             metric = literature_metrics.get_metric(rule.measure)
             prefix = non_sink if metric.weight_source == "rest" else ""
             baseline = "chance" if metric.compute_chance is None else "random weights"
-            yield ClassCandidate(
-                rule.name, measure, prefix + _evidence_sentence(measure, rule.evidence, baseline)
-            )
-    if "offset" in head.measures and "peak" in head.measures:
-        measure = head.measures["offset"]
-        peak = head.measures["peak"].value
-        if peak == peak and int(peak) not in OFFSET_NAMES:
-            template = f"puts its largest weight at distance {int(peak):+d} in {{}} of rows"
-            yield ClassCandidate(
-                offset_class_name(peak), measure, non_sink + _evidence_sentence(measure, template)
-            )
-    for name, measure in head.measures.items():
+            measure = measures[rule.measure]
+            evidence = _evidence_sentence(measure, rule.evidence, baseline)
+            yield ClassCandidate(rule.name, measure, prefix + evidence)
+    peak = measures["peak"].value if {"offset", "peak"} <= measures.keys() else math.nan
+    if peak == peak and int(peak) not in OFFSET_NAMES:
+        template = f"puts its largest weight at distance {int(peak):+d} in {{}} of rows"
+        evidence = non_sink + _evidence_sentence(measures["offset"], template)
+        yield ClassCandidate(offset_class_name(peak), measures["offset"], evidence)
+    for name, measure in measures.items():
         if is_relation_measure(name):
             _, relation, _, towards = name.rsplit(" ", 3)
             template = f"finds the {towards} of {relation} in {{}} of dependencies"
-            margin = (
-                f"{measure.value - measure.chance:+.2f} over the better of the best offset "
-                "and uniform attention,"
-            )
-            yield ClassCandidate(name, measure, _evidence_sentence(measure, template, margin))
-    alignment_names = [f"{ALIGNMENT_PREFIX} {row}" for row in ROW_CONVENTIONS]
-    alignments = [head.measures[name] for name in alignment_names if name in head.measures]
-    for measure in sorted(alignments, key=normalised_score)[-1:]:
+            margin = f"{measure.value - measure.chance:+.2f} over the better of the best offset"
+            baseline = f"{margin} and uniform attention,"
+            yield ClassCandidate(name, measure, _evidence_sentence(measure, template, baseline))
+    names = [f"{ALIGNMENT_PREFIX} {row}" for row in ROW_CONVENTIONS]
+    alignments = [measures[name] for name in names if name in measures]
+    if alignments:  # the best of several conventions
+        best = sorted(alignments, key=normalised_score)[-1]
+        best = best._replace(p=min(1.0, best.p * len(alignments)))
         template = "aligns words as the gold links do, 1 - AER {}"
-        measure = measure._replace(
-            p=min(1.0, measure.p * len(alignments))
-        )  # the best of several conventions
-        yield ClassCandidate(
-            "alignment", measure, _evidence_sentence(measure, template, "uniform or diagonal")
-        )
+        evidence = _evidence_sentence(best, template, "uniform or diagonal")
+        yield ClassCandidate("alignment", best, evidence)
 
 
 def default_classes(table: HeadTable) -> list[list[HeadClass]]:
@@ -152,92 +156,52 @@ def default_classes(table: HeadTable) -> list[list[HeadClass]]:
     (Holm), a score of at least `MIN_SCORE` and at least `MIN_ROWS` rows.
     """
     candidates = [list(_candidate_classes(head)) for head in table.heads]
-    is_tested = [[not one.measure.rows < MIN_ROWS for one in by_head] for by_head in candidates]
-    p_values = [
-        one.measure.p if tested else math.nan
-        for by_head, flags in zip(candidates, is_tested, strict=True)
-        for one, tested in zip(by_head, flags, strict=True)
-    ]
-    corrected = iter(correct_p_values(p_values).tolist())
-    return [
-        _significant_classes([(one, next(corrected)) for one in by_head]) for by_head in candidates
-    ]
-
-
-def _significant_classes(candidates: list[tuple[ClassCandidate, float]]) -> list[HeadClass]:
-    """Classes of one head among its candidates with their corrected p-values."""
-    classes = [
-        HeadClass(
-            one.name,
-            normalised_score(one.measure),
-            f"{one.evidence}, {_test_phrase(one.measure, p)}",
-        )
-        for one, p in candidates
-        if p < SIGNIFICANCE and normalised_score(one.measure) >= MIN_SCORE
-    ]
-    is_tested = any(not math.isnan(p) for _, p in candidates)
-    reason = (
-        "no measure is clearly above chance"
-        if is_tested
-        else _untested_reason([one for one, _ in candidates])
-    )
-    return classes or [_unclear(reason, candidates)]
-
-
-def _unclear(reason: str, candidates: Sequence[tuple[ClassCandidate, float]]) -> HeadClass:
-    """The class of a head without any other, with its strongest candidate."""
-    if not candidates:
-        return HeadClass(UNCLEAR, 0.0, reason)
-    top, p = max(candidates, key=lambda pair: normalised_score(pair[0].measure))
-    strongest = (
-        f"the strongest candidate is {top.name}: {top.evidence}, {_test_phrase(top.measure, p)}"
-    )
-    return HeadClass(UNCLEAR, 0.0, f"{reason}; {strongest}")
-
-
-def _test_phrase(measure: Measure, p: float) -> str:
-    if not math.isnan(p):
-        return f"corrected p {p:.3f}" if p >= 0.001 else "corrected p < 0.001"
-    if measure.rows < MIN_ROWS:
-        return f"fewer than {MIN_ROWS} rows"
-    return (
-        "not tested: the texts agree"
-        if math.isnan(measure.low) or measure.low == measure.high
-        else "not tested"
-    )
-
-
-def _untested_reason(candidates: Sequence[ClassCandidate]) -> str:
-    """Why no candidate of a head could be tested, and what would help."""
-    if all(one.measure.rows < MIN_ROWS for one in candidates):
-        return (
-            f"too little text to name a class: fewer than {MIN_ROWS} rows; give longer texts "
-            "or more of them"
-        )
-    return "there is nothing to test: the texts do not differ in these measures; give more texts"
+    flat = list(chain.from_iterable(candidates))
+    p_values = correct_p_values([one.measure.p if one.has_rows else math.nan for one in flat])
+    corrected = iter(p_values.tolist())
+    classes: list[list[HeadClass]] = []
+    for by_head in candidates:
+        tested = [one._replace(p=next(corrected)) for one in by_head]
+        named = [one for one in tested if one.p < SIGNIFICANCE and one.score >= MIN_SCORE]
+        is_tested = any(not math.isnan(one.p) for one in tested)
+        reason = "no measure is clearly above chance" if is_tested else _untested_reason(tested)
+        found = [HeadClass(one.name, one.score, one.tested_evidence) for one in named]
+        classes.append(found or [_unclear(reason, tested)])
+    return classes
 
 
 def untested_classes(table: HeadTable) -> list[list[HeadClass]]:
     """Classes of every head by scores of at least `MIN_UNTESTED_SCORE` alone: one text leaves
     nothing to test over.
     """
-    return [_high_classes(list(_candidate_classes(head))) for head in table.heads]
+    classes: list[list[HeadClass]] = []
+    for head in table.heads:
+        candidates = list(_candidate_classes(head))
+        long_enough = [one for one in candidates if one.has_rows]
+        named = [one for one in long_enough if one.score >= MIN_UNTESTED_SCORE]
+        need = "as a class without a test needs; give several texts"
+        reason = f"no score is {MIN_UNTESTED_SCORE} or more, {need}"
+        reason = reason if long_enough else _untested_reason(candidates)
+        found = [HeadClass(one.name, one.score, f"{one.evidence}, not tested") for one in named]
+        classes.append(found or [_unclear(reason, candidates)])
+    return classes
 
 
-def _high_classes(candidates: list[ClassCandidate]) -> list[HeadClass]:
-    """Classes of one head among its candidates by score alone."""
-    long_enough = [one for one in candidates if not one.measure.rows < MIN_ROWS]
-    classes = [
-        HeadClass(one.name, normalised_score(one.measure), f"{one.evidence}, not tested")
-        for one in long_enough
-        if normalised_score(one.measure) >= MIN_UNTESTED_SCORE
-    ]
-    reason = (
-        f"no score is {MIN_UNTESTED_SCORE} or more, as a class without a test needs; give "
-        "several texts"
-    )
-    reason = reason if long_enough else _untested_reason(candidates)
-    return classes or [_unclear(reason, [(one, math.nan) for one in candidates])]
+def _unclear(reason: str, candidates: Sequence[ClassCandidate]) -> HeadClass:
+    """The class of a head without any other, with its strongest candidate."""
+    if not candidates:
+        return HeadClass(UNCLEAR, 0.0, reason)
+    top = max(candidates, key=lambda one: one.score)
+    evidence = f"the strongest candidate is {top.name}: {top.tested_evidence}"
+    return HeadClass(UNCLEAR, 0.0, f"{reason}; {evidence}")
+
+
+def _untested_reason(candidates: Sequence[ClassCandidate]) -> str:
+    """Why no candidate of a head could be tested, and what would help."""
+    if not any(one.has_rows for one in candidates):
+        fact = f"too little text to name a class: fewer than {MIN_ROWS} rows"
+        return f"{fact}; give longer texts or more of them"
+    return "there is nothing to test: the texts do not differ in these measures; give more texts"
 
 
 CLASSIFIERS: Mapping[str, Callable[[HeadTable], list[list[HeadClass]]]] = {
@@ -276,11 +240,8 @@ def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
             raise ValueError(f"{fact}; measure with {remedy}")
     unclear = [HeadClass(UNCLEAR, 0.0, f"matches no class of criteria={criteria!r}")]
     classes = CLASSIFIERS[criteria](table)
-    heads = [
-        replace(
-            head,
-            classes=tuple(sorted(by_head or unclear, key=lambda head_class: -head_class.score)),
-        )
-        for head, by_head in zip(table.heads, classes, strict=True)
-    ]
+    heads: list[HeadMeasures] = []
+    for head, by_head in zip(table.heads, classes, strict=True):
+        ordered = sorted(by_head or unclear, key=lambda head_class: -head_class.score)
+        heads.append(replace(head, classes=tuple(ordered)))
     return replace(table, heads=tuple(heads))

@@ -20,10 +20,8 @@ from .head_table import Measure
 
 Array = NDArray[np.float64]
 CONFIDENCE = 0.95
-SHARES = (
-    "accuracy",
-    "exact",
-)  # metrics between 0 and 1 begin so; their intervals are cut off there
+# metrics between 0 and 1 begin so; their intervals are cut off there
+SHARES = ("accuracy", "exact")
 # from this many units on, intervals and tests are corrected for skewness; fewer hardly show it
 MIN_SKEWED_UNITS = 10
 # Units without spread have no standard error. Their interval is their common value from this many
@@ -184,13 +182,8 @@ class Jackknife:
         count = self.num_units
         (deviation, skewness) = self._moments()
         size = np.divide(self.value, deviation, out=np.zeros_like(deviation), where=deviation > 0)
-        cubic = (
-            size
-            + skewness * size**2 / 3
-            + skewness**2 * size**3 / 27
-            + skewness / (6 * np.maximum(count, 1))
-        )
-        t = cubic * np.sqrt(count)
+        cubic = size + skewness * size**2 / 3 + skewness**2 * size**3 / 27
+        t = (cubic + skewness / (6 * np.maximum(count, 1))) * np.sqrt(count)
         tail = special.stdtr(np.maximum(count - 1, 1), -(np.abs(t) if sides == 2 else t))
         return np.where(self.has_spread, np.minimum(1, sides * tail), np.nan)
 
@@ -227,13 +220,8 @@ def excess_p_values(observed: tuple[Array, Array], baseline: tuple[Array, Array]
     own = Jackknife.of_ratio(sums, counts)
     base = Jackknife.of_ratio(base_sums, base_counts)
     excess = own - base
-    is_law = (
-        ~own.has_spread
-        & (excess.num_units > 1)
-        & (sums >= 0).all(0)
-        & (own.value > 0)
-        & (base.value >= 0)
-    )
+    is_law = ~own.has_spread & (excess.num_units > 1) & (sums >= 0).all(0)
+    is_law &= (own.value > 0) & (base.value >= 0)
     share = np.divide(base.value, own.value, out=np.full(shape[1], np.nan), where=is_law)
     return np.where(is_law, np.minimum(1, share) ** excess.num_units, excess.p_values(sides=1))
 
@@ -272,54 +260,41 @@ class FoldedSums:
     """
 
     def __init__(self) -> None:
-        self._sums: list[Array] = []
-        self._counts: list[Array] = []
+        self._folds: list[Array] = []  # sums and counts, in the shape of the sums
 
     def add(self, text_index: int, sums: Array, count: float | Array) -> None:
         """Add the sums of one text over `count` rows."""
-        count = np.asarray(count, dtype=np.float64)
+        added = np.stack([sums, np.broadcast_to(np.asarray(count, np.float64), sums.shape)])
         fold = text_index % MAX_FOLDS
-        if fold < len(self._sums):
-            self._sums[fold] = self._sums[fold] + sums
-            self._counts[fold] = self._counts[fold] + count
+        if fold < len(self._folds):
+            self._folds[fold] = self._folds[fold] + added
         else:
-            self._sums.append(sums)
-            self._counts.append(count)
+            self._folds.append(added)
 
     @property
     def num_folds(self) -> int:
         """Number of folds that hold texts."""
-        return len(self._sums)
+        return len(self._folds)
 
     @property
     def count(self) -> Array:
-        """Number of rows added so far."""
-        return np.sum(self._counts, 0)
+        """Number of rows added so far, in the shape of the sums."""
+        return np.sum(self._folds, 0)[1]
 
     @property
     def mean(self) -> Array:
         """Total sum over the number of rows."""
-        return ratio_of_sums(np.stack(self._sums), self._stack_counts())
+        return ratio_of_sums(*np.stack(self._folds, 1))
 
     def mean_intervals(self) -> MeanIntervals:
         """Means with 95 % intervals over folds; NaN intervals if there is only one fold."""
-        shape = self._sums[0].shape
-        folds = len(self._sums)
-        flat = np.stack(self._sums).reshape(folds, -1)
-        counts = self._stack_counts().reshape(folds, -1)
-        low = np.full(flat.shape[1], np.nan)
-        high = np.full(flat.shape[1], np.nan)
-        for start in range(0, flat.shape[1], COLUMNS_PER_CHUNK):
+        flat = np.stack(self._folds, 1).reshape(2, self.num_folds, -1)
+        ends = np.full((2, flat.shape[2]), np.nan)
+        for start in range(0, flat.shape[2], COLUMNS_PER_CHUNK):
             columns = slice(start, start + COLUMNS_PER_CHUNK)
-            low[columns], high[columns] = Jackknife.of_ratio(
-                flat[:, columns], counts[:, columns]
-            ).interval()
-        return MeanIntervals(self.mean, low.reshape(shape), high.reshape(shape))
-
-    def _stack_counts(self) -> Array:
-        """Counts of every fold, in the shape of the sums."""
-        shape = self._sums[0].shape
-        return np.stack([np.broadcast_to(count, shape) for count in self._counts])
+            ends[:, columns] = Jackknife.of_ratio(*flat[..., columns]).interval()
+        mean = self.mean
+        return MeanIntervals(mean, *ends.reshape(2, *mean.shape))
 
 
 # --- Corrections for multiple tests ---------------------------------------------------------------
@@ -343,13 +318,11 @@ def correct_p_values(p: Sequence[float] | Array, method: str = "holm") -> Array:
     if method == "none":
         return values
     order = values.argsort()[: (~np.isnan(values)).sum()]  # NaN values are sorted last
-    factors = np.arange(len(order), 0, -1) if method == "holm" else np.full(len(order), len(order))
-    stepped = (
-        np.maximum.accumulate(values[order] * factors)
-        if method == "holm"
-        else values[order] * factors
-    )
-    values[order] = np.minimum(1, stepped)
+    if method == "holm":
+        scaled = np.maximum.accumulate(values[order] * np.arange(len(order), 0, -1))
+    else:
+        scaled = values[order] * len(order)
+    values[order] = np.minimum(1, scaled)
     return values
 
 
@@ -381,9 +354,8 @@ def compare_with_null(value: float, null_values: Array, tail: str = "both") -> P
         "low": null_values <= value,
         "both": np.abs(null_values - mean) >= abs(value - mean),
     }
-    return PermutationTest(
-        float(value), mean, float((1 + is_extreme[tail].sum()) / (1 + len(null_values)))
-    )
+    p = (1 + is_extreme[tail].sum()) / (1 + len(null_values))
+    return PermutationTest(float(value), mean, float(p))
 
 
 def poisson_test(count: int, expected: float) -> PermutationTest:
@@ -428,19 +400,16 @@ def class_separation_test(
     >>> class_separation_test(np.abs(line[:, None] - line), [0, 0, 1, 1], 99, 0).value
     -9.0
     """
-    generator = np.random.default_rng(seed)
-    label_array = np.asarray(labels)
-    pairs = np.triu_indices(len(label_array), 1)
+    pairs = np.triu_indices(len(labels), 1)
     pair_distances = distances[pairs]
 
-    def gap(label_array: NDArray[np.int64]) -> float:
-        same_class = label_array[pairs[0]] == label_array[pairs[1]]
-        if not same_class.any() or same_class.all():
-            return float("nan")
-        return float(pair_distances[same_class].mean() - pair_distances[~same_class].mean())
+    def gap(labels: NDArray[np.int64]) -> float:
+        is_same = labels[pairs[0]] == labels[pairs[1]]
+        if not is_same.any() or is_same.all():
+            return math.nan
+        return float(pair_distances[is_same].mean() - pair_distances[~is_same].mean())
 
-    null_values = np.array([gap(generator.permutation(label_array)) for _ in range(permutations)])
-    return compare_with_null(gap(label_array), null_values, "low")
+    return _compare_with_permutations(gap, np.asarray(labels), permutations, seed, "low")
 
 
 def mantel_test(one: Array, other: Array, permutations: int, seed: int) -> PermutationTest:
@@ -451,17 +420,24 @@ def mantel_test(one: Array, other: Array, permutations: int, seed: int) -> Permu
     >>> tuple(round(value, 2) for value in mantel_test(far, 2 * far + 1, 99, 0)[::2])
     (1.0, 0.01)
     """
-    generator = np.random.default_rng(seed)
     pairs = np.triu_indices(len(one), 1)
 
     def correlation(order: NDArray[np.int64]) -> float:
         return float(np.corrcoef(one[np.ix_(order, order)][pairs], other[pairs])[0, 1])
 
     if len(one) < 4 or not (np.ptp(one[pairs]) > 0 and np.ptp(other[pairs]) > 0):
-        return PermutationTest(*[float("nan")] * 3)
-    value = correlation(np.arange(len(one)))
-    return compare_with_null(
-        value,
-        np.array([correlation(generator.permutation(len(one))) for _ in range(permutations)]),
-        "high",
-    )
+        return PermutationTest(*[math.nan] * 3)
+    return _compare_with_permutations(correlation, np.arange(len(one)), permutations, seed, "high")
+
+
+def _compare_with_permutations(
+    statistic: Callable[[NDArray[np.int64]], float],
+    items: NDArray[np.int64],
+    permutations: int,
+    seed: int,
+    tail: str,
+) -> PermutationTest:
+    """Compare a statistic of items with its values for permuted items."""
+    generator = np.random.default_rng(seed)
+    null_values = [statistic(generator.permutation(items)) for _ in range(permutations)]
+    return compare_with_null(statistic(items), np.array(null_values), tail)
