@@ -337,14 +337,6 @@ def test_unknown_criteria_and_measures_that_are_missing(decoder: HeadTable):
         decoder.head(FIRST, 3)
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_fewer_than_two_texts_leave_no_interval(count: int):
-    with pytest.raises(
-        ValueError, match=f"confidence intervals from {count} texts?; give at least two"
-    ):
-        measure_heads(handmade.decoder(), handmade.texts(count))
-
-
 def test_tokens_that_are_not_the_models_are_refused():
     examples = handmade.texts(3)
     wrong = Example(examples[0].inputs, examples[1].streams)
@@ -352,14 +344,6 @@ def test_tokens_that_are_not_the_models_are_refused():
         ValueError, match="tokens; annotate every token as the model's tokenizer makes them"
     ):
         measure_heads(handmade.decoder(), [wrong, examples[2]])
-
-
-def test_attention_outside_sinks_is_reported():
-    one = head(sink=(0.6, 0.5, 0.7, 0.2), previous=(0.9, 0.8, 1.0, 0.1))
-    (found, _) = classify_heads(HeadTable("small", "9 texts", (one,))).heads[0].classes
-    assert found.evidence.startswith(
-        "of the 0.40 that sinks leave, puts 0.90 on the previous token; chance 0.10,"
-    )
 
 
 def test_units_are_tokens_or_words():
@@ -435,16 +419,6 @@ def test_a_head_without_a_class_says_why(measure: Measure, criteria: str, reason
     found = unclear_reason(one, criteria)
     assert found.startswith(reason)
     assert ("; give " in found) == (reason != "no measure is clearly above chance")
-
-
-def test_a_text_given_twice_names_no_head():
-    """Equal texts used to have p = 0, so that two copies of a text named most heads."""
-    texts = handmade.texts(3)
-    table = measure_heads(handmade.decoder(), [texts[0], texts[1], texts[0], texts[1]])
-    once = measure_heads(handmade.decoder(), texts[:2])
-    assert [head.classes for head in classify_heads(table).heads] == [
-        head.classes for head in classify_heads(once).heads
-    ]
 
 
 def test_mixed_weights_have_a_note():

@@ -104,17 +104,6 @@ def test_the_spread_of_a_row_is_that_of_the_heads_that_count_it():
         assert float(sums[n]) == pytest.approx(sum(expected), abs=1e-5)
 
 
-def test_text_by_text_is_all_at_once():
-    locations, texts = heads(2, 3), [random_weights(6, seed, rows=2 + seed) for seed in range(4)]
-    diversity_sums, whole = DiversitySums(locations, 9, 0), DiversitySums(locations, 9, 0)
-    for number, weights in enumerate(texts):
-        diversity_sums.add(number, rows_of(weights))
-    whole.add(0, rows_of(torch.cat(texts, 1)))
-    one, other = diversity_sums.layer_diversities(), whole.layer_diversities()
-    assert [a.spread.value for a in one] == pytest.approx([b.spread.value for b in other])
-    assert [a.spread.chance for a in one] == pytest.approx([b.spread.chance for b in other])
-
-
 def test_permuted_heads_give_a_calibrated_null():
     locations, least, chances = heads(3, 4), [], []
     for trial in range(80):

@@ -264,12 +264,6 @@ def test_shares_of_a_site_add_up_to_one():
         assert sum(shares) == pytest.approx(1)
 
 
-def test_single_precision_is_conserved_too():
-    net = build_model(BERT).float()
-    _, stacks, _ = follow(net, {"x": random_ids(0)})
-    assert float(stacks["encoder"].sum()) == pytest.approx(1, rel=1e-6)
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -367,23 +361,6 @@ def test_the_core_divides_among_queries_keys_and_values():
     shares = scaled(expected, result.sum())
     for found, share in zip(received(out, result, *inputs), shares, strict=True):
         np.testing.assert_allclose(found, share, rtol=1e-6, atol=1e-9)
-
-
-def test_a_matrix_for_each_token():
-    draw = np.random.default_rng(3)
-    x, weight, bias, result = (draw.normal(size=s) for s in ((3, 5), (3, 2, 5), (3, 2), (3, 2)))
-    expected = np.stack(
-        [
-            sum(divided(weight[t, o] * x[t] + bias[t, o] / 5, result[t, o]) for o in range(2))
-            for t in range(3)
-        ]
-    )
-    tokens = values(x)
-    with torch.no_grad():
-        out = linear(tokens, torch.from_numpy(weight), torch.from_numpy(bias))
-    np.testing.assert_allclose(out.detach(), np.einsum("toi,ti->to", weight, x) + bias)
-    (expected,) = scaled([expected], result.sum())
-    np.testing.assert_allclose(*received(out, result, tokens), expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", list(NETS))

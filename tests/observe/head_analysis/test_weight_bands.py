@@ -10,23 +10,14 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.models.model_spec import (
-    BlockSpec,
-    EmbeddingSpec,
-    ModelSpec,
-    OutputHeadSpec,
-    StackSpec,
-)
 from headwise.observe.head_analysis import weight_bands
-from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.head_measurement import MetricSums, measure_heads
 from headwise.observe.head_analysis.literature_metrics import ALL_METRICS
 from headwise.observe.head_analysis.weight_bands import (
     WeightBand,
     WeightBandHook,
-    stream_weight_bands,
 )
-from headwise.observe.inspect.attention_sites import find_attention
 from headwise.observe.inspect.observed_call import AttentionInputs
 from support import attention_maps as maps, handset_heads as handmade, layer_cases as cases
 from support.layer_cases import check_close
@@ -204,38 +195,3 @@ def test_few_tokens_of_many_are_picked():
 
 
 # --- attention received ---------------------------------------------------------------------------
-
-
-def test_columns_are_those_of_all_weights(monkeypatch):
-    blocks = [
-        BlockSpec(hw.design(model=12, heads=3, pattern=pattern))
-        for pattern in ("causal", "window(3)")
-    ]
-    stack = StackSpec.from_blocks("decoder", 12, blocks, embedding=EmbeddingSpec(17))
-    net = hw.build(ModelSpec("seen", "decoder", (stack,), (OutputHeadSpec("tokens", 17),)), seed=0)
-    ids, none = torch.arange(13) % 17, torch.zeros(13, dtype=torch.bool)
-    example = Example(
-        ids[None],
-        {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)},
-    )
-    site_modules, bands = find_attention(net.eval()), []
-    received: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(weight_bands, "MAX_CELLS", 3 * 13 * 2)
-
-    def see(site, block):
-        bands.append(site)
-        mass = received.setdefault(site, torch.zeros(len(block.w_HTS), 13))
-        mass[:, block.first_key : block.first_key + block.w_HTS.shape[2]] += block.w_HTS.sum(1)
-
-    stream_weight_bands(
-        net, site_modules, example, {one.site.name: ("text", "text") for one in site_modules}, see
-    )
-    assert len(bands) > 2 * len(site_modules)
-    probes = {name: hw.Probe("weights") for name, _ in net.spec.attention_specs()}
-    net.probes = probes
-    net(ids[None])
-    for one, probe in zip(site_modules, probes.values(), strict=True):
-        weights = probe.tensors["weights"][0].double().sum(1)
-        torch.testing.assert_close(
-            received[one.site.name], weights, rtol=1e-5, atol=1e-6, check_dtype=False
-        )
