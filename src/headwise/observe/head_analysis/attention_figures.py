@@ -101,8 +101,10 @@ class PictureMaker:
         traced = self.trace(number)
         layer = traced.get_layer(head.site)
         streams = self.examples[number].streams
-        words = [streams[stream].words for stream in (layer.query_stream, layer.key_stream)]
-        return HeadPicture(title, name, traced.head_weights(head.site, head.head), *words)
+        queries = streams[layer.query_stream].words
+        keys = streams[layer.key_stream].words
+        weights = traced.head_weights(head.site, head.head)
+        return HeadPicture(title, name, weights, queries, keys)
 
     def picture(self, head: HeadMeasures, name: str, title: str) -> HeadPicture | None:
         """The picture of a head on the text that shows its class `name` best; None if no text can
@@ -129,7 +131,7 @@ class PictureMaker:
             return score_cells(weights, find_cells(name, example, layer, head))
         tokens = [example.streams[stream] for stream in (layer.query_stream, layer.key_stream)]
         allowed = torch.from_numpy(np.asarray(traced.head_mask(head.site, head.head), dtype=bool))
-        band = WeightBand(torch.from_numpy(weights)[None], allowed, 0, *tokens)
+        band = WeightBand(torch.from_numpy(weights)[None], allowed, 0, tokens[0], tokens[1])
         rules = (*CLASS_RULES, *PATCH_CLASS_RULES)
         measures = [rule.measure for rule in rules if rule.name == name]
         metric = get_metric((*measures, "confidence")[0])
@@ -212,7 +214,7 @@ def _dependency_cells(example: Example, relation: str, towards: str) -> Cells:
     for dependent, governor, name in example.dependencies:
         if name == relation:
             pair = (word_of_token.index(dependent), word_of_token.index(governor))
-            cells.append(pair if towards == "governor" else pair[::-1])
+            cells.append(pair if towards == "governor" else (pair[1], pair[0]))
     return cells
 
 

@@ -227,7 +227,8 @@ def _relation_measures(sums: Array, num_baselines: int, confidence: float) -> li
     low, high = (np.clip(end + chance, 0, 1) for end in margins.interval(confidence))
     num_arcs = float(sums[:, -1].sum())
     columns = (shares.value[:-num_baselines], low, high, margins.p_values(sides=1))
-    return [Measure(*row[:3], chance, num_arcs, row[3]) for row in np.stack(columns, 1).tolist()]
+    rows = np.stack(columns, 1).tolist()
+    return [Measure(value, start, end, chance, num_arcs, p) for value, start, end, p in rows]
 
 
 # --- A probe on the attention weights of all heads ------------------------------------------------

@@ -257,7 +257,7 @@ def rate_heads(
         score = mean.map(normalise)
         group = max(1, len(score.value) // max(1, site.kv))
         columns = np.stack([score.value, *score.interval()], 1).tolist()
-        for head, values in enumerate(columns):
+        for head, (value, low, high) in enumerate(columns):
             place = (site.name, site.stack, site.kind, site.layer, head, head // group)
-            heads.append(HeadImportance(*place, *values, *next(tests)))
+            heads.append(HeadImportance(*place, value, low, high, *next(tests)))
     return tuple(heads)

@@ -321,7 +321,8 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
         low = np.full_like(low, np.nan)
         high = low
     columns = np.stack([estimate.value, low, high, rows, p], 1).tolist()
-    return [Measure(*row[:3], float(chance[0]), *row[3:]) for row in columns]
+    level = float(chance[0])
+    return [Measure(value, start, end, level, n, test) for value, start, end, n, test in columns]
 
 
 def _largest_p_values(observed: TextSums, baseline: TextSums, means: Array, chance: Array) -> Array:

@@ -505,7 +505,9 @@ def _compare_heads(
     observed, chance, threshold, num_similar, num_expected = _count_similar_pairs(
         sums.rest, options, indices
     )
-    whole, _, *numbers = _count_similar_pairs(sums.whole, options, range(len(sums.heads)))
+    whole, _, limit, num_whole, num_chance = _count_similar_pairs(
+        sums.whole, options, range(len(sums.heads))
+    )
     distances = observed.mean
     merges = average_linkage(distances)
     outputs = _output_similarity(sums.heads, reservoir)
@@ -523,7 +525,7 @@ def _compare_heads(
         low=observed.low,
         high=observed.high,
         chance=chance,
-        with_sinks=WholeRows(whole.mean, *numbers),
+        with_sinks=WholeRows(whole.mean, limit, num_whole, num_chance),
         sink_weight=sums.sink_weight / sums.num_rows,
         without_rest=tuple(head for head in sums.heads if head not in heads),
         outputs=outputs,

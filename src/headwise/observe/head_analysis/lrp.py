@@ -169,9 +169,16 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, w_HTS: Tensor, core: CoreSha
         received = [torch.zeros_like(tensor) for tensor in (q, k, v)]
         groups = zip(core.key_head_of_query, core.value_head_of_row, strict=True)
         for head, (group, row) in enumerate(groups):
+            shares = _divide_core(
+                q[:, head],
+                k[:, group],
+                v[:, row],
+                w[head],
+                z_THV[:, head],
+                core.scale,
+                relevance[:, head],
+            )
             places = (head, group, row)
-            qkv = [tensor[:, n] for tensor, n in zip((q, k, v), places, strict=True)]
-            shares = _divide_core(*qkv, w[head], z_THV[:, head], core.scale, relevance[:, head])
             for tensor, n, share in zip(received, places, shares, strict=True):
                 tensor[:, n] += share
         return received
@@ -394,7 +401,7 @@ class RelevanceForward:
                 flat = linear(states_of_side, weight_TOI, bias_THK.flatten(1))
                 qk.append(reshape(flat, *bias_THK.shape))
             _check_softmax(site, qk, probe, core)
-            z = attention_core(*qk, v, w_HTS, core)
+            z = attention_core(qk[0], qk[1], v, w_HTS, core)
         _check_same_output(site, z, o_BTOV[0].double())
         self.head_outputs[site] = z
         heads, width = o_BTOV.shape[2:]

@@ -167,7 +167,9 @@ def _layer_spectrum(
         values = [torch.linalg.svdvals(matrix.double()) for matrix in matrices]
         joint.append(count(values, len(values[0])))
     summed = count(sums, min(all_queries[0].shape + all_keys[0].shape))
-    return LayerSpectrum(circuits.site, tuple(by_head), summed, *joint, circuits.caveats)
+    return LayerSpectrum(
+        circuits.site, tuple(by_head), summed, joint[0], joint[1], circuits.caveats
+    )
 
 
 # --- Ranks of scores and weights over texts -------------------------------------------------------

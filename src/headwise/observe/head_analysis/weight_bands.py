@@ -363,10 +363,13 @@ def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
         return zeros.scatter_reduce_(0, word_of_token, values, how, include_self=False)
 
     flags = (annotations.is_special, annotations.is_separator, annotations.is_punctuation)
+    special, separator, punctuation = (merge(flag.long(), "amax") > 0 for flag in flags)
     return TokenAnnotations(
         torch.tensor(ids, device=word_of_token.device),
         tuple(words),
-        *(merge(flag.long(), "amax") > 0 for flag in flags),
+        special,
+        separator,
+        punctuation,
         merge(annotations.word_index, "amax"),
         merge(annotations.frequency, "amin"),
         annotations.first_is_sink,

@@ -127,7 +127,8 @@ class AlignmentScores:
                 )
                 columns = (scores.value, *scores.interval(), counts.sum(0))
                 for head, values in enumerate(np.stack(columns, 1)[:-2].tolist()):
-                    measure = Measure(*values[:3], chance, values[3], float(p[head]))
+                    value, low, high, num_links = values
+                    measure = Measure(value, low, high, chance, num_links, float(p[head]))
                     by_name = measures.setdefault((site, head), {})
                     by_name[f"{ALIGNMENT_PREFIX} {row}{suffix}"] = measure
         return measures
