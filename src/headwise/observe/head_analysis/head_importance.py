@@ -5,6 +5,7 @@ and a time limit.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -132,24 +133,10 @@ def estimate_importance(
     resolved, objective_note = _resolve_objective(model, objective, first, method)
     units: list[ImportanceSums] = []  # of each text, or of each batch
     num_texts = 0
-    num_without_targets = 0
-    is_partial = True
-
-    def read_inputs() -> Iterator[ImportanceInput]:
-        nonlocal num_without_targets, is_partial
-        for index, example in enumerate(chain([first], sampled)):
-            evaluation = resolved.prepare_input(model, example, index)
-            if not evaluation.num_targets:
-                num_without_targets += 1
-                continue
-            forward = make_forward(model, sites, evaluation.inputs)
-            is_partial = is_partial and forward.is_partial
-            yield ImportanceInput(index, forward, evaluation, resolved)
-
-    notes += [objective_note] if objective_note else []
-    inputs = read_inputs()
+    skipped: Counter[str] = Counter()
+    inputs = _read_inputs(model, sites, resolved, chain([first], sampled), skipped)
+    notes.append(objective_note)
     remedy = ""
-    limit_note = ""
     try:
         while texts := list(islice(inputs, method.batch_size)):
             check_time()
@@ -158,8 +145,6 @@ def estimate_importance(
             progress(num_texts)
     except TimeLimitReached:
         remedy = " and a longer time limit"
-        limit = f"{options.max_seconds:g} seconds"
-        limit_note = f"stopped after {num_texts} texts at the time limit of {limit}"
     if len(units) < 2:
         if distinct.num_repeated:
             distinct.check_min_count()
@@ -167,21 +152,47 @@ def estimate_importance(
         unit = "texts" if size == 1 else f"batches of {size} texts"
         fact = f"cannot compute confidence intervals from {len(units)} {unit}"
         raise ValueError(f"{fact}; give at least two{remedy}")
-    notes += [*distinct.notes, *([limit_note] if limit_note else [])]
-    if num_without_targets:
-        notes.append(f"left out {pluralise(num_without_targets, 'text')} without any target")
-    if not is_partial and not method.needs_gradient:
+    notes += distinct.notes
+    if remedy:
+        limit = f"{options.max_seconds:g} seconds"
+        notes.append(f"stopped after {num_texts} texts at the time limit of {limit}")
+    if skipped["without target"]:
+        count = pluralise(skipped["without target"], "text")
+        notes.append(f"left out {count} without any target")
+    if skipped["not partial"] and not method.needs_gradient:
         fact = f"{type(model).__name__} runs in full for every head"
         notes.append(f"{fact}: only headwise models can restart midway")
     names = [module.site.name for module in sites]
     missing = [name for name in names if not all(name in unit for unit in units)]
     if missing:
         notes.append(f"not rated because some texts do not reach them: {', '.join(missing)}")
-    notes += [*([method.note] if method.note else []), *left_out_notes(model, "ablate")]
-    heads = rate_heads(sites, units, options, method.is_tested)
-    quantity = method.measured_quantity or resolved.name
-    name = type(model).__name__
-    return ImportanceResult(name, method.name, quantity, num_texts, heads, tuple(notes))
+    notes += [method.note, *left_out_notes(model, "ablate")]
+    return ImportanceResult(
+        type(model).__name__,
+        method.name,
+        method.measured_quantity or resolved.name,
+        num_texts,
+        rate_heads(sites, units, options, method.is_tested),
+        tuple(note for note in notes if note),
+    )
+
+
+def _read_inputs(
+    model: nn.Module,
+    sites: Sequence[SiteModule],
+    objective: Objective,
+    examples: Iterable[Example],
+    skipped: Counter[str],
+) -> Iterator[ImportanceInput]:
+    """Yield the inputs of a method; count texts without targets, and those that run in full."""
+    for index, example in enumerate(examples):
+        evaluation = objective.prepare_input(model, example, index)
+        if not evaluation.num_targets:
+            skipped["without target"] += 1
+            continue
+        forward = make_forward(model, sites, evaluation.inputs)
+        skipped["not partial"] += not forward.is_partial
+        yield ImportanceInput(index, forward, evaluation, objective)
 
 
 def _resolve_objective(
