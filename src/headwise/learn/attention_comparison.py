@@ -214,11 +214,13 @@ def performer_curve(*, draws: tuple[int, ...] = DRAWS, repeated: bool = False) -
         "many": draws[-1],
         "error_many": errors[draws[-1]],
     }
-    outcome = judge(-0.6 < slope < -0.4, **numbers, slope=slope)
     line = {count: errors[draws[0]] * (draws[0] / count) ** 0.5 for count in draws}
     named = [("measured", errors), ("1 / sqrt(m)", line)]
-    return Outcome(
-        outcome.verdict, outcome.numbers, draw_curves(named, "random features m", "relative error")
+    return judge(
+        -0.6 < slope < -0.4,
+        **numbers,
+        slope=slope,
+        figure=draw_curves(named, "random features m", "relative error"),
     )
 
 

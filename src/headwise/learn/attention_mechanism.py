@@ -55,12 +55,9 @@ def reach_of_one_layer(*, pattern: str = "full()", tokens: int = 9) -> Outcome:
         "convolution": torch.func.jacrev(convolve)(x).abs().amax((1, 3)),
     }
     pairs = {name: int((size > 0).sum()) for name, size in sizes.items()}
-    outcome = judge(pairs["attention"] == tokens**2, **pairs, all=tokens**2)
     names = ("self-attention", "convolution")
-    figure = draw_matrices(
-        [(name, size.tolist()) for name, size in zip(names, sizes.values(), strict=True)]
-    )
-    return Outcome(outcome.verdict, outcome.numbers, figure)
+    figure = draw_matrices(zip(names, sizes.values(), strict=True))
+    return judge(pairs["attention"] == tokens**2, **pairs, all=tokens**2, figure=figure)
 
 
 def attention_formula(*, power: float = 0.5) -> Outcome:
@@ -100,15 +97,16 @@ def five_steps(*, power: float = 0.5) -> Outcome:
         ("4 softmax", weights),
         ("5 · V", output),
     ]
-    figure = draw_matrices([(name, matrix.tolist()) for name, matrix in steps], WORDS)
+    figure = draw_matrices(steps, WORDS)
     numbers = {
         "score_21": float(scores[1, 0]),
         "scaled_21": float(scaled[1, 0]),
         "weight_21": float(weights[1, 0]),
     }
     numbers |= {"output_2": ", ".join(f"{number:.4f}" for number in output[1].tolist())}
-    outcome = judge(difference < 1e-12, **numbers, row_sum=row_sum, difference=difference)
-    return Outcome(outcome.verdict, outcome.numbers, figure)
+    return judge(
+        difference < 1e-12, **numbers, row_sum=row_sum, difference=difference, figure=figure
+    )
 
 
 def causal_mask(*, pattern: str = "causal()", changed: int = 5) -> Outcome:

@@ -114,13 +114,13 @@ class Result:
         return self.reason_zh if language == "zh" else self.reason_en
 
 
-def judge(holds: bool, **numbers: Number) -> Outcome:
-    """An outcome that holds or is wrong.
+def judge(holds: bool, *, figure: str = "", **numbers: Number) -> Outcome:
+    """An outcome that holds or is wrong, with a figure as SVG if there is one.
 
     >>> judge(2 + 2 == 4, total=4).verdict
     <Verdict.HOLDS: 'holds'>
     """
-    return Outcome(Verdict.HOLDS if holds else Verdict.WRONG, numbers)
+    return Outcome(Verdict.HOLDS if holds else Verdict.WRONG, numbers, figure)
 
 
 def judge_condition(holds: bool, holds_without: bool, **numbers: Number) -> Outcome:

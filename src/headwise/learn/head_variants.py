@@ -36,11 +36,13 @@ def overlapping_heads(*, overlap: int = 1) -> Outcome:
     used = sum(bool((own - plain[:, [n]]).abs().amax(0).min() < 1e-12) for n in range(12))
     width = layer.head_outputs(x).shape[-1] * 3
     columns = layer.state_dict()["output.o"].shape
-    outcome = judge(used > 4, used=used, own=4, concat=width, w_o=f"{columns[1]} x {columns[0]}")
-    return Outcome(
-        outcome.verdict,
-        outcome.numbers,
-        draw_matrices(list(influence_of_heads().items()), ("0", "1", "2")),
+    return judge(
+        used > 4,
+        used=used,
+        own=4,
+        concat=width,
+        w_o=f"{columns[1]} x {columns[0]}",
+        figure=draw_matrices(list(influence_of_heads().items()), ("0", "1", "2")),
     )
 
 

@@ -7,7 +7,8 @@ Every matrix, head and box is an image of its own, so that a narrow page breaks 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..report.text import text_width
 from ..util.escaping import escape_svg as escape
@@ -41,7 +42,7 @@ COLUMN_HEIGHT = 220
 BOX_WIDTH = 220
 BOX_HEIGHT = 92
 
-Matrix = Sequence[Sequence[float]]
+Matrix = Any  # rows of numbers, as lists or a tensor
 
 
 def _shade(number: float, most: float) -> str:
@@ -63,7 +64,7 @@ def format_cell(number: float) -> str:
     return "-∞" if math.isinf(number) else f"{number:.2f}"
 
 
-def draw_matrices(named: Sequence[tuple[str, Matrix]], rows: Sequence[str] = ()) -> str:
+def draw_matrices(named: Iterable[tuple[str, Matrix]], rows: Sequence[str] = ()) -> str:
     """Matrices side by side, each with its name, all numbers printed; `rows` names the rows of the
     first.
 
@@ -71,13 +72,13 @@ def draw_matrices(named: Sequence[tuple[str, Matrix]], rows: Sequence[str] = ())
     >>> drawn.count("<rect"), drawn.count("<svg")
     (3, 2)
     """
-    tallest = max(len(matrix) for _, matrix in named)
-    return "".join(
-        _draw_matrix(
-            localise(name), matrix, TOP + CELL_HEIGHT * tallest + 8, () if number else rows
-        )
-        for number, (name, matrix) in enumerate(named)
-    )
+    matrices = [(name, [list(map(float, row)) for row in matrix]) for name, matrix in named]
+    height = TOP + CELL_HEIGHT * max(len(matrix) for _, matrix in matrices) + 8
+    drawn = [
+        _draw_matrix(localise(name), matrix, height, () if number else rows)
+        for number, (name, matrix) in enumerate(matrices)
+    ]
+    return "".join(drawn)
 
 
 def _draw_matrix(name: str, matrix: Matrix, height: float, rows: Sequence[str]) -> str:

@@ -51,12 +51,9 @@ def soft_addressing(*, sharp: float = 100.0) -> Outcome:
     entropies = {name: float(entropy(rows).mean()) for name, rows in weights.items()}
     most = math.log(8)
     ordered = abs(entropies["average"] - most) < 1e-9 and entropies["hard"] < 0.1 * most
-    outcome = judge(ordered, **entropies, most=most)
     titles = ("scale near 0", "scale 1/sqrt(d_k)", f"scale {sharp:g}")
-    figure = draw_matrices(
-        [(title, rows.tolist()) for title, rows in zip(titles, weights.values(), strict=True)]
-    )
-    return Outcome(outcome.verdict, outcome.numbers, figure)
+    figure = draw_matrices(zip(titles, weights.values(), strict=True))
+    return judge(ordered, **entropies, most=most, figure=figure)
 
 
 def square_root_of_width(*, exponent: float = 0.5) -> Outcome:

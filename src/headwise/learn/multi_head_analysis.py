@@ -71,9 +71,6 @@ def batching_and_compute(*, batch: int = 512) -> Outcome:
         "tokens": tokens,
         "core": cores[1],
     }
-    outcome = judge_condition(
-        intensity[batch] > ridge, intensity[64] > ridge, **numbers, batch=batch
-    )
     per_byte = {rows: (2 * rows / 2, core) for rows, core in zip((1, batch), cores, strict=True)}
     products = [
         f"batch {rows}: {product:g} FLOPs per byte" for rows, (product, _) in per_byte.items()
@@ -86,7 +83,9 @@ def batching_and_compute(*, batch: int = 512) -> Outcome:
             ("o W_O", ["weights times activations", *products]),
         ]
     )
-    return Outcome(outcome.verdict, outcome.numbers, figure)
+    return judge_condition(
+        intensity[batch] > ridge, intensity[64] > ridge, **numbers, batch=batch, figure=figure
+    )
 
 
 def _decode_intensity(batch: int) -> float:
@@ -132,9 +131,14 @@ def two_trained_heads(*, same: bool = False) -> Outcome:
         "divergence": divergence,
         "most": math.log(2),
     }
-    outcome = judge(divergence > 0.1, **numbers, previous=previous, repeated=repeated)
     named = [(f"head {head['head']}", head["weights"]) for head in pair]
-    return Outcome(outcome.verdict, outcome.numbers, draw_heads(named, words, words))
+    return judge(
+        divergence > 0.1,
+        **numbers,
+        previous=previous,
+        repeated=repeated,
+        figure=draw_heads(named, words, words),
+    )
 
 
 def read_stored_heads() -> Any:
@@ -173,9 +177,8 @@ def gallery_of_heads(*, uniform: bool = False) -> Outcome:
         (f"{head['class']}: {head['site'].split('.')[1]}.{head['head']}", head["weights"])
         for head in stored["gallery"]
     ]
-    outcome = judge(holds, **shares, chance=chance)
-    return Outcome(
-        outcome.verdict, outcome.numbers, draw_heads(named, stored["words"], stored["words"])
+    return judge(
+        holds, **shares, chance=chance, figure=draw_heads(named, stored["words"], stored["words"])
     )
 
 
@@ -367,10 +370,11 @@ def heads_that_remain(*, remaining: int = 17, heads: int = 48) -> Outcome:
         "sinks": counts[place].get("sink", 0),
         "texts": pruned["texts"],
     }
-    outcome = judge(abs(remaining / heads - 2 / 3) < 0.05, **numbers)
     axis = f"heads left by {pruned['order']}; letters and colours: class"
-    return Outcome(
-        outcome.verdict, outcome.numbers, draw_columns(counts, [str(count) for count in left], axis)
+    return judge(
+        abs(remaining / heads - 2 / 3) < 0.05,
+        **numbers,
+        figure=draw_columns(counts, [str(count) for count in left], axis),
     )
 
 

@@ -115,8 +115,7 @@ def shapes_of_the_steps(*, heads: int = 8) -> Outcome:
             num_matched = num_matched + 1
             place = later[0] + 1
     numbers = {"found": num_matched, "claimed": len(claimed), "operations": len(shapes)}
-    outcome = judge(num_matched == len(claimed), **numbers)
-    return Outcome(outcome.verdict, outcome.numbers, _walk_figure())
+    return judge(num_matched == len(claimed), **numbers, figure=_walk_figure())
 
 
 def _walk_figure() -> str:

@@ -338,8 +338,12 @@ def two_sentences(*, learned: bool = False) -> Outcome:
     change = largest_difference(*layers)
     words = SENTENCES[0].split()
     named = [(f"head {head}", layers[0][head].tolist()) for head in range(2)]
-    outcome = judge(change > 1e-6, change=change, row_sum=float(layers[0].sum(-1).mean()))
-    return Outcome(outcome.verdict, outcome.numbers, draw_heads(named, words, words))
+    return judge(
+        change > 1e-6,
+        change=change,
+        row_sum=float(layers[0].sum(-1).mean()),
+        figure=draw_heads(named, words, words),
+    )
 
 
 def names_of_attention(*, similarity: str = "Additive") -> Outcome:
