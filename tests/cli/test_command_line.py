@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-c", "import sys; from headwise.cli import main; sys
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    return command_help.run_command(capsys, "", *argv)
+    return command_help.run_command(capsys, *argv)
 
 
 def test_help_is_light():

@@ -159,7 +159,7 @@ def resolve_target(
 
     `sizes` apply to presets only. `changes` apply to the spec or model as plain values.
     """
-    from ..attention.spec import serialization
+    from ..attention.spec import reader, serialization
     from ..attention.spec.attention_spec import AttentionSpec
     from ..models import model_spec
 
@@ -167,11 +167,11 @@ def resolve_target(
     target = _load_target(name, given)
     if not changes:
         return target
-    kind = serialization if isinstance(target, AttentionSpec) else model_spec
-    table: dict[str, Any] = kind.to_dict(target)  # pyright: ignore[reportArgumentType]
+    is_layer = isinstance(target, AttentionSpec)
+    table = serialization.to_dict(target) if is_layer else model_spec.to_dict(target)
     for change in changes:
         _apply_change(table, change)
-    return kind.from_dict(table)
+    return reader.from_dict(table) if is_layer else model_spec.from_dict(table)
 
 
 def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSpec:
