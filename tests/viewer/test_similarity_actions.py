@@ -12,7 +12,7 @@ from headwise.observe import bundled_sample
 from headwise.observe.head_analysis.head_circuits import compare_circuits
 from headwise.observe.head_analysis.head_similarity import HeadLocation
 from headwise.viewer.binary_answers import decode_arrays
-from headwise.viewer.head_actions import compute_similarity, group_by_similarity
+from headwise.viewer.head_actions import HeadGroups, compute_similarity
 from headwise.viewer.model_actions import make_examples
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until
@@ -28,8 +28,14 @@ def model() -> OpenModel:
     )
 
 
-def test_distances_are_those_of_the_library(model: OpenModel):
-    header, arrays = decode_arrays(compute_similarity(model, {"texts": TEXTS}, progress()))
+@pytest.fixture(scope="module")
+def answer(model: OpenModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Header and arrays of the job over three texts."""
+    return decode_arrays(compute_similarity(model, {"texts": TEXTS}, progress()))
+
+
+def test_distances_are_those_of_the_library(model: OpenModel, answer: Any):
+    header, arrays = answer
     reader = hw.ExampleReader(model.get_model())
     for text in TEXTS:
         reader.add_text(text)
@@ -50,8 +56,8 @@ def test_distances_are_those_of_the_library(model: OpenModel):
         assert heads == [(head.site, head.head) for head in group.heads]
 
 
-def test_outputs_are_compared_by_the_alignment_of_the_library(model: OpenModel):
-    header, arrays = decode_arrays(compute_similarity(model, {"texts": TEXTS}, progress()))
+def test_outputs_are_compared_by_the_alignment_of_the_library(model: OpenModel, answer: Any):
+    header, arrays = answer
     expected = hw.measure_redundancy(model.get_model(), make_examples(model, TEXTS))
     numbers = [number for number, group in enumerate(header["groups"]) if group["by"] == "outputs"]
     assert len(numbers) == len(expected.readers) == 3
@@ -62,8 +68,8 @@ def test_outputs_are_compared_by_the_alignment_of_the_library(model: OpenModel):
         assert len(header["groups"][number]["heads"]) == len(group.heads)
 
 
-def test_circuits_are_compared_by_their_cosine(model: OpenModel):
-    header, arrays = decode_arrays(compute_similarity(model, {"texts": TEXTS}, progress()))
+def test_circuits_are_compared_by_their_cosine(model: OpenModel, answer: Any):
+    header, arrays = answer
     (number,) = [
         number for number, group in enumerate(header["groups"]) if group["by"] == "circuits"
     ]
@@ -77,14 +83,14 @@ def test_circuits_are_compared_by_their_cosine(model: OpenModel):
     assert arrays[f"{number}.points"].shape == (54, 2)
 
 
-def test_heads_without_a_similarity_are_left_out():
-    heads = [HeadLocation("a", 0, head) for head in range(3)]
+def test_heads_without_a_similarity_are_left_out(model: OpenModel):
+    heads = [HeadLocation("encoder.0.attention", 0, head) for head in range(3)]
     similarity = np.array([[1, 0.2, np.nan], [0.2, 1, np.nan], [np.nan] * 3])
-    (group,) = group_by_similarity("outputs", ("text", "text"), heads, similarity)
-    assert group is not None
-    assert group.heads == tuple(heads[:2])
-    assert group.distances.tolist() == [[0, 0.8], [0.8, 0]]
-    assert group_by_similarity("outputs", ("text", "text"), heads[2:], similarity[2:, 2:]) == []
+    groups = HeadGroups(model)
+    groups.add_similarity("outputs", ("text", "text"), heads, similarity)
+    groups.add_similarity("outputs", ("text", "text"), heads[2:], similarity[2:, 2:])
+    assert [group["heads"] for group in groups.groups] == [[[0, 0], [0, 1]]]
+    np.testing.assert_allclose(groups.arrays["0.distances"], [[0, 0.8], [0.8, 0]], rtol=1e-6)
 
 
 def test_a_model_without_circuits_says_why(model: OpenModel, monkeypatch: pytest.MonkeyPatch):

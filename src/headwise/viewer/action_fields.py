@@ -166,9 +166,8 @@ def _read_tokens(model: OpenModel, name: str, value: Any) -> dict[str, tuple[int
 
 def _read_classes(model: OpenModel, name: str, value: Any) -> dict[Pair, str]:
     shape = [int, int, str]
-    if not isinstance(value, list) or any(
-        not isinstance(entry, list) or [type(part) for part in entry] != shape for entry in value
-    ):
+    entries = value if isinstance(value, list) else [value]
+    if any(not isinstance(entry, list) or list(map(type, entry)) != shape for entry in entries):
         raise ValueError(f"{name} must be a list of [site, head, name]; give one for each head")
     too_long = [entry[2] for entry in value if not 0 < len(entry[2]) <= MAX_CLASS_CHARACTERS]
     if too_long:

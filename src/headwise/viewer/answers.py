@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -288,12 +289,8 @@ def answer_aggregate(view: OpenModel, query: Query) -> bytes:
     trace = view.get_trace()
     if how == "rollout":
         return encode_arrays({"weights": roll_out_attention(trace, layer.name)})
-    names = ("stack", "kind", "query_stream", "key_stream", "num_queries", "num_keys")
-    alike = [
-        other.name
-        for other in trace.layers
-        if all(getattr(other, name) == getattr(layer, name) for name in names)
-    ]
+    kind = attrgetter("stack", "kind", "query_stream", "key_stream", "num_queries", "num_keys")
+    alike = [other.name for other in trace.layers if kind(other) == kind(layer)]
     chosen = alike if scope == "all" else [layer.name]
     return encode_arrays({"weights": aggregate_heads(trace, chosen, how)})
 

@@ -129,7 +129,7 @@ def _trace_other(
     other = load_target(model.other)
     removed = read_pruned_heads(model.other)
     kept_heads = {
-        layer.name: [head for head in range(layer.heads) if head not in removed[layer.name]]
+        layer.name: sorted(set(range(layer.heads)) - set(removed[layer.name]))
         for layer in model.get_recorded().layers
         if layer.name in removed
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,36 +23,81 @@ HALF_SIMILAR = 0.5  # cut of 1 - similarity, half way between equal heads (0) an
 Distances = NDArray[np.float64]
 
 
-# --- Similarity -----------------------------------------------------------------------------------
+class HeadGroups:
+    """Groups of heads that can be compared, as the answer of the job.
 
-
-class HeadGroup(NamedTuple):
-    """Heads that can be compared `by` attention, outputs or circuits: their distances, a plane, and
-    a tree.
-
-    `threshold` is where the tree is cut first, and `num_chance_clusters` the clusters that
-    unrelated heads would form there.
+    Group n has the arrays "n.distances" [heads, heads], "n.points" [heads, 2] on a plane and
+    "n.merges" [merges, 3] of a tree, which is cut at its `threshold` first.
     """
 
-    by: str
-    streams: tuple[str, ...]
-    heads: tuple[HeadLocation, ...]
-    distances: Distances
-    points: Distances
-    merges: Sequence[tuple[float, ...]]
-    threshold: float
-    num_chance_clusters: int
-    sentence: str = ""
+    def __init__(self, model: OpenModel) -> None:
+        layers = model.get_trace().layers
+        self.sites = {layer.name: number for number, layer in enumerate(layers)}
+        self.arrays: dict[str, Any] = {}
+        self.groups: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        heads: Sequence[HeadLocation],
+        distances: Distances,
+        points: Any,
+        merges: Any,
+        **fields: Any,
+    ) -> None:
+        """Add heads with their distances, their places on a plane, and the merges of their tree."""
+        number = len(self.groups)
+        self.arrays[f"{number}.distances"] = distances.astype(np.float32)
+        self.arrays[f"{number}.points"] = np.asarray(points, np.float32)
+        self.arrays[f"{number}.merges"] = np.array(merges, np.float32).reshape(-1, 3)
+        places = [[self.sites.get(head.site, -1), head.head] for head in heads]
+        self.groups.append({"heads": places, "sentence": "", **fields})
+
+    def add_similarity(
+        self, by: str, streams: Sequence[str], heads: Sequence[HeadLocation], similarity: Distances
+    ) -> None:
+        """Add heads by 1 - a similarity that is 1 for equal heads and 0 for unrelated ones.
+
+        Heads without a similarity to the others are left out; fewer than two heads are no group.
+        """
+        from ..observe.head_analysis.head_similarity import average_linkage, embed_in_plane
+
+        kept = np.flatnonzero(np.isfinite(np.diagonal(similarity))).tolist()
+        if len(kept) < 2:
+            return
+        distances = np.clip(1 - similarity[np.ix_(kept, kept)], 0, None)
+        np.fill_diagonal(distances, 0)
+        points = embed_in_plane(distances).points
+        fields = {"by": by, "streams": list(streams), "threshold": HALF_SIMILAR}
+        chosen = [heads[number] for number in kept]
+        merges = average_linkage(distances)
+        self.add(chosen, distances, points, merges, **fields, clustersByChance=len(kept))
+
+    def add_circuits(self, model: OpenModel) -> list[str]:
+        """Add heads by the cosine of their OV circuits, one group for each width of model; return
+        the reason why there are none.
+        """
+        from ..observe.head_analysis.head_circuits import compare_circuits
+
+        if len(model.heads) > MAX_CIRCUITS:
+            return [f"OV circuits are not compared: there are more than {MAX_CIRCUITS} heads"]
+        try:
+            circuits = compare_circuits(model.get_model(), "ov")
+        except (ValueError, KeyError, NotImplementedError) as error:
+            return [f"OV circuits are not compared: {error}"]
+        values = circuits.values.cpu().numpy()
+        left = [number for number, head in enumerate(circuits.heads) if head.site in self.sites]
+        while left:
+            alike = [number for number in left if np.isfinite(values[left[0], number])] or left[:1]
+            heads = [circuits.heads[number] for number in alike]
+            self.add_similarity("circuits", (), heads, values[np.ix_(alike, alike)])
+            left = [number for number in left if number not in alike]
+        return []
 
 
 @action("similarity", texts=LINES)
 def compute_similarity(model: OpenModel, progress: JobProgress, texts: Sequence[str]) -> bytes:
-    """Compare all heads: by their attention and their outputs over the texts of the job, and by
-    their OV circuits.
-
-    The answer holds, for group n, the arrays "n.distances" [heads, heads], "n.points" [heads, 2]
-    and "n.merges" [merges, 3]. Distances of attention are Jensen-Shannon divergences in nats; those
-    of outputs are 1 - CKA, and those of circuits 1 - cosine.
+    """Compare all heads: by their attention (Jensen-Shannon divergence in nats) and their outputs
+    (1 - CKA) over the texts of the job, and by their OV circuits (1 - cosine).
     """
     from ..observe.head_analysis.head_redundancy import measure_redundancy
 
@@ -67,90 +112,21 @@ def compute_similarity(model: OpenModel, progress: JobProgress, texts: Sequence[
         examples,
         progress=lambda count: progress(count, len(examples), "comparing heads"),
     )
-    groups = [
-        HeadGroup(
-            "attention",
-            group.streams,
+    groups = HeadGroups(model)
+    for group in result.readers:
+        fields = {"by": "attention", "streams": list(group.streams), "sentence": group.sentence}
+        groups.add(
             group.heads,
             group.distances,
             group.embedding.points,
             group.merges,
-            group.threshold,
-            group.num_chance_clusters,
-            group.sentence,
+            threshold=float(group.threshold),
+            clustersByChance=int(group.num_chance_clusters),
+            **fields,
         )
-        for group in result.readers
-    ]
     for group in result.readers:
         if group.outputs is not None:
-            groups += group_by_similarity("outputs", group.streams, group.heads, group.outputs)
+            groups.add_similarity("outputs", group.streams, group.heads, group.outputs)
     progress(len(examples), len(examples), "comparing circuits")
-    by_circuits, notes = _group_by_circuits(model)
-    groups += by_circuits
-    return _encode_groups(model, groups, texts=len(examples), notes=[*result.notes, *notes])
-
-
-def group_by_similarity(
-    by: str, streams: tuple[str, ...], heads: Sequence[HeadLocation], similarity: Distances
-) -> list[HeadGroup]:
-    """Heads by 1 - a similarity that is 1 for equal heads and on average 0 for unrelated ones.
-
-    Heads without a similarity to the others are left out; no group for fewer than two heads.
-    """
-    from ..observe.head_analysis.head_similarity import average_linkage, embed_in_plane
-
-    comparable = np.flatnonzero(np.isfinite(np.diagonal(similarity))).tolist()
-    if len(comparable) < 2:
-        return []
-    distances = np.clip(1 - similarity[np.ix_(comparable, comparable)], 0, None)
-    np.fill_diagonal(distances, 0)
-    merges = average_linkage(distances)
-    points = embed_in_plane(distances).points
-    chosen = tuple(heads[number] for number in comparable)
-    count = len(comparable)
-    return [HeadGroup(by, streams, chosen, distances, points, merges, HALF_SIMILAR, count)]
-
-
-def _group_by_circuits(model: OpenModel) -> tuple[list[HeadGroup], list[str]]:
-    """Heads by their OV circuits, one group for each width of model; or the reason why there are
-    none.
-    """
-    from ..observe.head_analysis.head_circuits import compare_circuits
-
-    names = {layer.name for layer in model.get_trace().layers}
-    if len(model.heads) > MAX_CIRCUITS:
-        return [], [f"OV circuits are not compared: there are more than {MAX_CIRCUITS} heads"]
-    try:
-        circuits = compare_circuits(model.get_model(), "ov")
-    except (ValueError, KeyError, NotImplementedError) as error:
-        return [], [f"OV circuits are not compared: {error}"]
-    values = circuits.values.cpu().numpy()
-    groups: list[HeadGroup] = []
-    left = [number for number, head in enumerate(circuits.heads) if head.site in names]
-    while left:
-        alike = [number for number in left if np.isfinite(values[left[0], number])] or left[:1]
-        heads = [circuits.heads[number] for number in alike]
-        groups += group_by_similarity("circuits", (), heads, values[np.ix_(alike, alike)])
-        left = [number for number in left if number not in alike]
-    return groups, []
-
-
-def _encode_groups(model: OpenModel, groups: Sequence[HeadGroup], **fields: Any) -> bytes:
-    sites = {layer.name: number for number, layer in enumerate(model.get_trace().layers)}
-    arrays: dict[str, Any] = {}
-    described: list[dict[str, Any]] = []
-    for number, group in enumerate(groups):
-        arrays[f"{number}.distances"] = group.distances.astype(np.float32)
-        arrays[f"{number}.points"] = np.asarray(group.points, np.float32)
-        arrays[f"{number}.merges"] = np.array(group.merges, np.float32).reshape(-1, 3)
-        described.append(
-            {
-                "by": group.by,
-                "streams": list(group.streams),
-                "heads": [[sites.get(head.site, -1), head.head] for head in group.heads],
-                "threshold": float(group.threshold),
-                "clustersByChance": int(group.num_chance_clusters),
-                "sentence": group.sentence,
-            }
-        )
-    return encode_arrays(arrays, groups=described, **fields)
+    notes = [*result.notes, *groups.add_circuits(model)]
+    return encode_arrays(groups.arrays, groups=groups.groups, texts=len(examples), notes=notes)

@@ -301,10 +301,8 @@ def _copy_without_weights(
             "screen Prune"
         )
     specs = dict(native.spec.attention_specs())
-    keep = {
-        site: list(range(len(specs[site].score_head_of_output)))
-        for site in dict.fromkeys(head.site for head in heads)
-    }
+    chosen = dict.fromkeys(head.site for head in heads)
+    keep = {site: list(range(len(specs[site].score_head_of_output))) for site in chosen}
     for head in heads:
         keep[head.site].remove(head.head)
     return native, remove_heads(native, keep).eval()

@@ -72,7 +72,7 @@ def read_pruned_heads(name: str | None) -> dict[str, list[int]]:
     if change.get("operation") != "prune":
         return {}
     return {
-        site: [head for head in range(count) if head not in change["keep"][site]]
+        site: sorted(set(range(count)) - set(change["keep"][site]))
         for site, count in change["head_counts"].items()
     }
 

@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from ..observe.traces.attention_trace import THUMBNAIL_SIZE, Trace
 from ..observe.traces.token_grouping import TokenGrouping, group_tokens
 from ..observe.traces.trace_comparison import TraceComparison
-from .view_document import describe_measures, describe_trace, estimate_memory, make_file_stem
+from .view_document import (
+    describe_measures,
+    describe_trace,
+    estimate_memory,
+    list_heads,
+    make_file_stem,
+)
 from .weight_summaries import (
     Cells,
     HeadReader,
@@ -232,8 +238,7 @@ class OpenModel:
     @property
     def heads(self) -> list[tuple[str, int]]:
         """All heads of the trace as (site, head), in the order of the page."""
-        layers = () if self.trace is None else self.trace.layers
-        return [(layer.name, head) for layer in layers for head in range(layer.heads)]
+        return [] if self.trace is None else list_heads(self.trace)
 
     def get_trace(self) -> Trace:
         """The open trace; raises ValueError if no text was captured yet."""
@@ -410,13 +415,9 @@ class OpenModel:
         """
         with self._changing:
             if self.trace is not None and self.trace.classes and not trace.classes:
-                heads = {
-                    (layer.name, head) for layer in trace.layers for head in range(layer.heads)
-                }
-                classes = {
-                    place: name for place, name in self.trace.classes.items() if place in heads
-                }
-                trace = replace(trace, classes=classes)
+                heads = set(list_heads(trace))
+                kept = {head: name for head, name in self.trace.classes.items() if head in heads}
+                trace = replace(trace, classes=kept)
             self.trace = trace
             self.table = None
             self.comparison = None

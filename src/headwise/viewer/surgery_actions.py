@@ -4,6 +4,7 @@ its proof.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -304,7 +305,8 @@ def list_forms(
     heads = min(len(spec.score_head_of_output) for spec in specs)
     width = max(spec.heads.dim for spec in specs)
     kv_heads = [spec.heads.kv for spec in specs]
-    counts = [n for n in range(1, min(kv_heads)) if all(kv % n == 0 for kv in kv_heads)]
+    divided = math.gcd(*kv_heads)
+    counts = [n for n in range(1, min(kv_heads)) if divided % n == 0]
     has_own_kv = all(spec.heads.kv == len(spec.score_head_of_output) for spec in specs)
     tried: dict[str, Sequence[int]] = {
         "kv": counts[-1:],
@@ -467,7 +469,7 @@ def write_new_model(
     }
     if change.command == "convert":
         described["groups"] = [
-            {"site": site, "groups": [list(group) for group in groups]}
+            {"site": site, "groups": list(map(list, groups))}
             for site, groups in result.groups.items()
         ]
     return described

@@ -38,6 +38,7 @@ def describe_trace(
     to a layer. What can be done to the layers of a model that `is_loadable` is checked when it is
     loaded. `pruned` are the heads that each site has lost, in the numbers that they had.
     """
+    numbers = {layer.name: number for number, layer in enumerate(trace.layers)}
     return {
         "version": DOCUMENT_VERSION,
         "model": {
@@ -45,9 +46,7 @@ def describe_trace(
             for name, value in trace.model.items()
             if isinstance(value, (str, int, float, bool))
         },
-        "streams": {
-            name: [_describe_row(row) for row in rows] for name, rows in trace.streams.items()
-        },
+        "streams": {name: list(map(_describe_row, rows)) for name, rows in trace.streams.items()},
         "sites": [
             _describe_site(layer, (sites or {}).get(layer.name), is_loadable)
             | {"prunedHeads": sorted((pruned or {}).get(layer.name, ()))}
@@ -56,10 +55,9 @@ def describe_trace(
         "skipped": dict(trace.skipped),
         "images": {name: list(image.shape[1:]) for name, image in trace.images.items()},
         "classes": [
-            [number, head, name]
-            for number, layer in enumerate(trace.layers)
+            [numbers[site], head, name]
             for (site, head), name in trace.classes.items()
-            if site == layer.name
+            if site in numbers
         ],
     }
 
@@ -132,9 +130,20 @@ def _describe_ability(site: Site | None, name: str, is_loadable: bool) -> dict[s
     return {"possible": ability.possible, "reason": ability.reason}
 
 
+def list_heads(trace: Trace) -> list[tuple[str, int]]:
+    """All heads as (site, head), in the order of the page."""
+    heads: list[tuple[str, int]] = []
+    for layer in trace.layers:
+        heads += [(layer.name, head) for head in range(layer.heads)]
+    return heads
+
+
 def measure_names(table: HeadTable) -> list[str]:
     """The measures that any head has, because self- and cross-attention have different ones."""
-    return list(dict.fromkeys(name for head in table.heads for name in head.measures))
+    names: dict[str, None] = {}
+    for head in table.heads:
+        names |= dict.fromkeys(head.measures)
+    return list(names)
 
 
 def describe_measures(table: HeadTable | None) -> list[dict[str, Any]]:
@@ -173,22 +182,12 @@ def list_classes(table: HeadTable, sites: Sequence[str]) -> list[dict[str, Any]]
     evidence.
     """
     index = {name: number for number, name in enumerate(sites)}
-    return [
-        {
-            "site": index[head.site],
-            "head": head.head,
-            "classes": [
-                {
-                    "name": head_class.name,
-                    "score": head_class.score,
-                    "evidence": head_class.evidence,
-                }
-                for head_class in head.classes
-            ],
-        }
-        for head in table.heads
-        if head.site in index
-    ]
+    listed: list[dict[str, Any]] = []
+    for head in table.heads:
+        if head.site in index:
+            classes = [one._asdict() for one in head.classes]
+            listed.append({"site": index[head.site], "head": head.head, "classes": classes})
+    return listed
 
 
 def make_file_stem(name: str) -> str:
