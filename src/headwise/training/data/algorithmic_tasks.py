@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import permutations
 from math import comb
 from typing import ClassVar, NamedTuple
@@ -236,7 +235,7 @@ class GroupProduct(SyntheticTask):
         count = float(order) ** min(self.length, 64)
         self.check_extent(self.length, count, f"use length={enough} or more")
 
-    @cached_property
+    @property
     def table(self) -> np.ndarray:
         """Multiplication table: table[g, h] is the product g h."""
         return make_multiplication_table(self.group)
@@ -259,12 +258,13 @@ class GroupProduct(SyntheticTask):
         return [*map(str, range(len(self.table))), "|"]
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
-        content = random.integers(len(self.table), self.length)
+        table = self.table
+        content = random.integers(len(table), self.length)
         products = content.copy()
         for t in range(1, self.length):
-            products[:, t] = self.table[products[:, t - 1], content[:, t]]
+            products[:, t] = table[products[:, t - 1], content[:, t]]
         start = ((0, 0), (1, 0))  # one more column, before the first
-        x = np.pad(content, start, constant_values=len(self.table))
+        x = np.pad(content, start, constant_values=len(table))
         labels = np.pad(products, start, constant_values=IGNORE_INDEX)
         return {"content": content, "x": x, "labels": labels}
 
@@ -368,7 +368,7 @@ class GraphDistance(SyntheticTask):
         loops = tuple((n, n) for n in range(self.nodes))
         return Edges((*loops, *self.edges, *((b, a) for a, b in self.edges)))
 
-    @cached_property
+    @property
     def distances(self) -> Ints:
         """Number of edges on the shortest path between every two nodes, [nodes, nodes]."""
         first, second = np.array(self.edges).T
@@ -397,8 +397,11 @@ class GraphDistance(SyntheticTask):
         sources = np.sort(random.distinct(self.nodes, self.sources), 1)
         x = np.zeros((len(random), self.nodes), np.int64)
         np.put_along_axis(x, sources, 1, 1)
-        labels = self.distances[sources].min(1).clip(max=self.reach + 1)
-        return {"content": sources, "x": x, "labels": labels}
+        return {"content": sources, "x": x}
+
+    def to_batch(self, examples: ExampleArrays) -> Batch:
+        labels = self.distances[examples["content"]].min(1).clip(max=self.reach + 1)
+        return super().to_batch(examples | {"labels": labels})
 
     def annotate(self, example: Mapping[str, np.ndarray]) -> tuple[int, ...]:
         return tuple(example["content"].tolist())
