@@ -20,7 +20,6 @@ from headwise.surgery.verification.efficiency import (
     summarise_rounds,
 )
 from headwise.surgery.verification.model_comparison import (
-    OutputDifference,
     build_ablations,
     compare_ablated,
     compare_outputs,
@@ -116,7 +115,7 @@ def test_the_proof_reports_small_savings_if_heads_are_mixed():
     )
     assert proof.holds
     assert proof.savings.get_cost("cache per token").ratio == 1.0
-    assert "0 of 192 cache bytes per token (0.0%)" in proof.savings.summary
+    assert "| cache per token | 192 B | 192 B | +0.0% |" in render_proof(proof)
     assert (
         "decoder.0.attention: 3 of 4 heads removed, but all 4 key-value heads are still in use"
         in proof.notes
@@ -211,25 +210,6 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
         assert one.output_after
 
 
-def test_layers_before_the_first_cut_agree_wholly():
-    net = build_model(make_model_spec("decoder", 3))
-    keep = {"decoder.1.attention": [0]}
-    proof = prove(
-        net,
-        remove_heads(net, keep),
-        make_examples("decoder"),
-        ProofOptions("One head was kept.", keep, timing=QUICK),
-    )
-    first, second, _ = proof.agreement.layers.values()
-    assert first == pytest.approx((1.0, 1.0))
-    assert second.mean < 0.999
-    same = prove(net, net, make_examples("decoder"), ProofOptions("Nothing.", timing=QUICK))
-    assert same.agreement.kl == 0.0
-    assert same.agreement.top1_match == 1.0
-    assert "no difference shown" in render_summary(same)
-    assert not same.equal
-
-
 def test_the_examples_are_those_that_changed_most():
     net, after = two("decoder")
     texts = make_examples("decoder", 9)
@@ -279,7 +259,7 @@ def test_an_attention_that_is_gone_altogether_is_proven_too():
         ProofOptions("One layer lost all.", keep, timing=QUICK),
     )
     assert proof.holds
-    assert proof.savings.sites["decoder.0.attention"][1] == (0, 0, 0, 0)
+    assert proof.savings.sites[0].after == (0, 0, 0, 0)
     assert "4 -> 0" in render_proof(proof)
 
 
@@ -313,9 +293,9 @@ def test_a_speed_without_a_verdict_has_no_factor():
     assert wild.after < wild.before
     assert wild.speedup > 2  # the median of ratios contradicts the ratio of medians
     proof = replace(proof, speeds=replace(proof.speeds, phases=(wild,)))
-    assert "Prefill: no verdict: spread" in render_summary(proof)
-    assert "times as fast" not in render_summary(proof)
-    assert f"{wild.speedup:.2f}" not in render_proof(proof)
+    assert "no verdict" in render_summary(proof)
+    for shown in (render_summary(proof), render_proof(proof)):
+        assert f"{wild.speedup:.2f}" not in shown
 
 
 def test_unprovable_pairs_are_refused():
@@ -337,10 +317,3 @@ def test_unprovable_pairs_are_refused():
         prove(
             build_model(make_model_spec("decoder", 3)), net, texts, ProofOptions("", timing=QUICK)
         )
-
-
-def test_rounding_is_relative_to_the_largest_output():
-    for largest in (0.02, 40.0):
-        assert OutputDifference("", 0.9e-4 * largest, largest, 1, "float32").same
-        assert not OutputDifference("", 1.1e-4 * largest, largest, 1, "float32").same
-    assert OutputDifference("", 0.0, 0.0, 1, "float32").same

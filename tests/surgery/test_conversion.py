@@ -203,7 +203,7 @@ def test_unknown_options_are_reported():
         ),
         (
             lambda: convert(build_model(GPT2), 1, kind="cross"),
-            "gpt2 has no cross-attention; use kind='all'",
+            "gpt2 has no cross-attention",
         ),
     ]:
         with pytest.raises(hw.SpecError, match=re.escape(message)):

@@ -142,27 +142,6 @@ def test_a_norm_of_keys_lets_turns_pass_where_its_weights_are_alike():
     )
 
 
-@pytest.mark.parametrize("pairs", ["half", "interleaved"])
-def test_rotary_is_invariant_to_rotations_of_pairs(pairs):
-    spec = base(dim=6, modifiers=(hw.Rotary(dims=4, pairs=pairs),))
-    layer = cases.layer(spec)
-    free, _ = find_symmetry(spec, layer.state_dict(), "k")
-    turn = np.eye(6)  # by angle 0.7 and 0.07, as the paper writes it
-    for (a, b), angle in zip(
-        {"half": [(0, 2), (1, 3)], "interleaved": [(0, 1), (2, 3)]}[pairs], (0.7, 0.07), strict=True
-    ):
-        turn[[a, a, b, b], [a, b, a, b]] = (
-            np.cos(angle),
-            -np.sin(angle),
-            np.sin(angle),
-            np.cos(angle),
-        )
-    (own,) = random_maps(free, 1, 6).numpy()
-    assert np.allclose(own @ turn, turn @ own, atol=1e-14)
-    assert np.allclose(own @ own.T, np.eye(6))
-    assert not np.allclose(own[4:, 4:], np.diag(np.diag(own[4:, 4:])))
-
-
 SPECS = {
     "plain": base(bias="qkvo", kv=3, vdim=5),
     "rotary": base(kv=3, vdim=5, bias="qkv", pattern="causal()", modifiers=(hw.Rotary(),)),
@@ -394,23 +373,8 @@ def test_invalid_arguments_are_refused():
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     recorded, weights = cross_products(layer, x), layer.state_dict()
-    for options, reason in (
-        ({"groups": [(0, 1)]}, "must contain each of 3 key-value heads once"),
-        ({"sides": "q"}, "sides must be 'k', 'v' or 'kv'"),
-        ({"sides": ""}, "sides must be 'k', 'v' or 'kv'"),
-        ({"products": {"k": recorded["k"]}}, "products are missing for values"),
-        ({"products": cross_products(cases.layer(base(kv=2)), x)}, "collect them from this layer"),
-    ):
-        with pytest.raises(hw.SpecError, match=reason):
-            align_heads(
-                spec,
-                weights,
-                **({"groups": [(0, 1, 2)], "products": recorded, "sides": "kv"} | options),
-            )
     separate = replace(spec, heads=replace(spec.heads, value_heads=(0, 1, 0, 1, 0, 1)))
     with pytest.raises(hw.SpecError, match="grouped separately"):
         align_heads(separate, weights, [(0, 1, 2)], recorded)
     with pytest.raises(ValueError, match="not finite"):
         CrossProducts.from_features(x[..., None] * np.inf)
-    with pytest.raises(ValueError, match="of similarity"):
-        compute_similarity(recorded["k"], kind="cosin")

@@ -83,21 +83,6 @@ def test_many_heads_are_grouped_alike_every_time_and_never_worse_than_neighbours
     )
 
 
-def test_hidden_groups_are_found():
-    owner = torch.arange(32) * 7 % 8
-    score = (owner[:, None] == owner).double() + 0.3 * torch.tensor(random_scores(32, 1))
-    found = head_grouping.group_similar_heads(score, 8, seed=0, restarts=10)
-    assert {frozenset(group) for group in found} == {
-        frozenset((owner == n).nonzero().flatten().tolist()) for n in range(8)
-    }
-
-
-def test_ways_are_counted_as_they_are_tried():
-    for heads, into in ((4, 2), (6, 3), (8, 4), (9, 3)):
-        tried = list(head_grouping._iter_groupings(tuple(range(heads)), heads // into))
-        assert len(set(tried)) == len(tried) == head_grouping.count_groupings(heads, into)
-
-
 def test_groups_that_do_not_come_out_are_refused():
     for into in (4, 0, -1, 7, 2.0):
         with pytest.raises(

@@ -185,14 +185,6 @@ def test_a_vector_replaces_removed_attention():
     )
 
 
-def test_a_description_with_attentions_that_went_is_read_back():
-    small = remove_heads(
-        build_model(GPT2), {"decoder.0.attention": (), "decoder.1.attention": (1,)}
-    )
-    assert bp.from_toml(bp.to_toml(small.spec)) == small.spec
-    assert "one vector" in str(bp.ModelTable(small.spec))
-
-
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
@@ -230,9 +222,3 @@ def test_a_mean_that_rides_on_the_same_heads_is_not_cut():
         remove_heads(net, {"decoder.0.cross": (0,)})
     with pytest.raises(hw.SpecError, match=r"cannot remove all heads|merged block"):
         remove_heads(net, {"decoder.0.cross": ()})
-
-
-@pytest.mark.parametrize("constant_sublayers", [("attention",), ("feed",)])
-def test_a_constant_in_place_of_a_described_attention_is_refused(constant_sublayers):
-    with pytest.raises(hw.SpecError, match=r"name an attention that is left out"):
-        bp.BlockSpec(hw.design(model=12, heads=3), constant_sublayers=constant_sublayers)

@@ -34,7 +34,6 @@ from headwise.surgery.attention_replacement import (
 )
 from headwise.surgery.hf_export import model_folder, resized_modules
 from headwise.surgery.hf_export.shard_rewrite import to_canonical_form
-from headwise.util.output_paths import check_output
 from support.transformers_models import (
     FALLBACK,
     LLAMA,
@@ -318,7 +317,7 @@ def test_shapes_without_a_config_key_come_with_a_loader(case: str, tmp_path: Pat
         loaded(tmp_path / "cut")
 
 
-@pytest.mark.parametrize("case", ["llama", "bert without one", "t5", "phi3", "olmo2", "bloom"])
+@pytest.mark.parametrize("case", ["llama", "bert without one", "bloom"])
 def test_a_trained_model_carries_its_loader(case: str, tmp_path: Path, here: None):
     """A step of training, saved by transformers alone, loads by the script of the new folder and
     with headwise.
@@ -410,18 +409,6 @@ def test_folders_are_cut_again(
     check_same((loaded if kind == "transformers" else own)(tmp_path / "twice"), twice)
     both = [inputs_and_outputs(one)[1] for one in (hw.load(tmp_path / "twice"), twice)]
     assert torch.allclose(*both, atol=1e-6)
-
-
-def test_keys_shared_in_one_layer_alone(tmp_path: Path, here: None):
-    net = source("llama", tmp_path / "source", **ALONE)
-    spec, weights = dict(net.spec.attention_specs())[NEXT], get_attention_parameters(net, NEXT)
-    change = AttentionChange(*head_axis_ops.share_kv_heads(spec, weights, [[3, 0], [1, 2]]))
-    small = replace_attentions(net, {NEXT: change})
-    notes = model_folder.write_model_folder(small, tmp_path / "source", tmp_path / "cut", {})
-    assert notes.kind == "resized"
-    check_same(own(tmp_path / "cut"), small)
-    numbers = record(tmp_path / "cut")["modules"]["model.layers.1.self_attn"]["set"]
-    assert numbers == {"num_key_value_groups": 2}
 
 
 CLEAN = """
@@ -623,22 +610,6 @@ def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path, here: None):
 # --- bad input ------------------------------------------------------------------------------------
 
 
-def test_a_place_that_holds_something_is_left_alone(tmp_path: Path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "a").write_text("b")
-    (tmp_path / "file").write_text("c")
-    net = source("gpt2", tmp_path / "source")
-    for name, words in (("full", "it contains a, and is not a"), ("file", "it is a file; give")):
-        for call in (
-            lambda place: check_output(place, model_folder.COMPRESSED_MODEL),
-            lambda place: model_folder.write_model_folder(net, None, place, {}),
-        ):
-            with pytest.raises(hw.SpecError, match=words):
-                call(tmp_path / name)
-    (tmp_path / "empty").mkdir()
-    model_folder.write_model_folder(net, None, tmp_path / "empty", {})
-
-
 def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name = call.split(".")
     place = {
@@ -664,7 +635,6 @@ def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("call", "after"),
     [
         ("os.fsync", 0),
-        ("os.fsync", 1),
         ("os.fsync", 3),
         ("os.rename", 0),
         ("folders_shards.save_file", 0),
@@ -685,7 +655,7 @@ def test_a_failing_disk_leaves_no_folder(
 
 def test_a_killed_export_leaves_no_folder(tmp_path: Path, here: None):
     """Nothing stands at the name asked for until all of it does."""
-    net, points = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A}), range(5)
+    net, points = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A}), (0, 2, 4)
     for point in points:
         if (child := os.fork()) == 0:
             count, real = [0], os.fsync
@@ -706,14 +676,6 @@ def test_a_killed_export_leaves_no_folder(tmp_path: Path, here: None):
         assert not (tmp_path / "cut").exists()
     model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     hw.load(tmp_path / "cut")
-
-
-def test_a_half_written_source_is_refused(tmp_path: Path):
-    net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
-    (tmp_path / "source" / WEIGHTS).write_bytes((tmp_path / "source" / WEIGHTS).read_bytes()[:-7])
-    with pytest.raises(hw.SpecError, match="truncated or not safetensors"):
-        model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -809,16 +771,6 @@ def test_uncopyable_models_are_refused():
         hw.SpecError, match="GPT2LMHeadModel cannot be copied: its weights are quantised"
     ):
         copy_live_model(fewer)
-
-
-def test_module_indices_follow_their_list(tmp_path: Path, here: None):
-    """BERT's number of heads and their width together, from a model in which neither is its own
-    width.
-    """
-    net = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": C})
-    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
-    found = record(tmp_path / "cut")["modules"]["encoder.layer.0.attention.self"]["set"]
-    assert found == {"num_attention_heads": 3, "all_head_size": 24}
 
 
 def test_the_loader_is_text_for_others():

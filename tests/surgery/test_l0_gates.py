@@ -14,13 +14,14 @@ from headwise.attention.presets import with_gates
 from headwise.models import Transformer
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.objectives import choose_objective
+from headwise.report.progress import CountedMessage
 from headwise.surgery.attention_replacement import (
     AttentionChange,
     get_attention_parameters,
     remove_heads,
     replace_attentions,
 )
-from headwise.surgery.distillation import DistillationLoader, DistillationTexts, RetrainingPoint
+from headwise.surgery.distillation import DistillationLoader, DistillationTexts
 from headwise.surgery.l0_gates import (
     GateCountConstraint,
     GateTrainingOptions,
@@ -37,7 +38,6 @@ from support.importance_examples import (
     WORDS,
     build_model,
     make_examples,
-    translator,
     with_uneven_attention,
 )
 
@@ -267,23 +267,6 @@ def test_seeds_repeat():
     assert runs[0].curve == runs[1].curve
 
 
-def test_a_frozen_decoder_stays_and_gates_are_at_the_given_sites():
-    net = translator().float()
-    found = train_gates(
-        net,
-        make_examples(net, 20),
-        GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF),
-    )
-    assert list(found.keep) == ["encoder.0.attention", "encoder.1.attention"]
-    moved = {
-        name.split(".")[0]
-        for name, one in found.net.state_dict().items()
-        if not torch.equal(one, state(net)[name])
-    }
-    assert moved == {"encoder"}
-    assert count(found) == 3
-
-
 def test_a_table_that_the_decoder_reads_is_frozen_with_it():
     from support.importance_examples import T5
 
@@ -307,15 +290,9 @@ def test_a_table_that_the_decoder_reads_is_frozen_with_it():
     ]
 
 
-def test_modifiers_that_were_there_keep_their_names():
-    spec = hw.design(model=12, heads=3, modifiers=(hw.HeadGate(), hw.Rotary(), hw.Alibi()))
-    names = [name for name, _ in spec.parts()]
-    assert [name for name, _ in with_gates(spec).parts()] == [*names, "concrete"]
-
-
 def test_an_interrupt_reports_the_gates_so_far():
-    def stop(point: RetrainingPoint) -> None:
-        if point.step == 3:
+    def stop(message: CountedMessage) -> None:
+        if message.done == 3:
             raise KeyboardInterrupt
 
     net = needy({})

@@ -27,7 +27,6 @@ from support.importance_examples import (
 )
 from support.number_examples import make_example
 from support.pruning_examples import FAINT_HEADS, LLAMA, RANDOM_RANKING, with_faint_heads
-from support.transformers_models import ZOO
 
 
 @pytest.mark.parametrize(
@@ -301,13 +300,3 @@ def test_impossible_folding_is_reported():
         ValueError, match=r"Linear is no model of transformers or headwise; hw\.prune_module"
     ):
         prune(torch.nn.Linear(2, 2), 0.5)
-
-
-def test_a_model_of_transformers_is_cut_as_a_copy():
-    model = ZOO["gpt2"].build("sdpa")
-    done = prune(model, DropHeads((("decoder.0.attention", 1), ("decoder.1.attention", 0))))
-    x = random_ids(0, 5, 11)
-    with torch.no_grad(), hw.ablate(model, [(0, 1), (1, 0)]):
-        silent = model(x).logits
-    with torch.no_grad():
-        torch.testing.assert_close(done.after(x), silent, rtol=1e-5, atol=1e-5)

@@ -154,19 +154,6 @@ def test_an_interrupted_run_resumes(tmp_path):
         )
 
 
-def test_a_run_that_was_complete_resumes_with_the_same_plan(tmp_path):
-    """A kill after the last step leaves nothing to score, and the record names the ranking
-    nevertheless.
-    """
-    net, texts = with_random_biases(build_model(LLAMA)), make_examples(build_model(LLAMA))
-    selection = PruneToBudget(
-        PruningBudget("parameters", 0.92), MICHEL, state_path=tmp_path / "state.json"
-    )
-    whole = prune(net, selection, texts).plan
-    assert whole.notes
-    assert prune(net, selection, texts).plan == whole
-
-
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

@@ -3,7 +3,8 @@
 Pruning: `head_selection` chooses the heads to keep, by importance, class, redundancy or budget;
 `l0_gates` learns the choice with a gate per head; `pruning_plan` records it; `pruning` removes the
 other heads. `module_surgery` removes heads of any nn.Module whose projections are declared or have
-usual names, replaces nn.MultiheadAttention for it, and shares keys and values of such modules.
+usual names, and shares keys and values of such modules; `split_multihead` replaces
+nn.MultiheadAttention for it.
 Conversion: `conversion` turns MHA into GQA, MQA, MLA and others. `head_grouping`
 groups key-value heads that are similar over data, and `head_alignment` aligns them before they are
 averaged. Retraining: `distillation` trains the changed model on batches of texts. Model editing:

@@ -82,7 +82,7 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     [(), ('attention',)]
     """
     resolved = {site: _resolve_constant(net, site, change) for site, change in changes.items()}
-    spec = _replace_specs(net.spec, resolved)
+    spec = replace_specs(net.spec, {site: change.spec for site, change in resolved.items()})
     with torch.device("meta"):
         new = build(spec, dropout=net.dropout)
     new.load_state_dict(dict(_tensors(net, spec, resolved)), assign=True)
@@ -115,19 +115,22 @@ def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> A
     return AttentionChange(None, {"constant": added})
 
 
-def _replace_specs(model: ModelSpec, changes: Mapping[str, AttentionChange]) -> ModelSpec:
+def replace_specs(model: ModelSpec, specs: Mapping[str, AttentionSpec | None]) -> ModelSpec:
+    """Return the model spec with these attention specs, by site; None is a removed attention, which
+    becomes a constant.
+    """
     stacks = list[StackSpec]()
     for stack in model.stacks:
         blocks = list[BlockSpec]()
         for depth, block in enumerate(stack.layers):
-            specs = dict[str, AttentionSpec | None]()
-            constants = list[str]()
-            for role in ATTENTION_SUBLAYERS:
-                change = changes.get(f"{stack.name}.{depth}.{role}")
-                specs[role] = getattr(block, role) if change is None else change.spec
-                if role in block.constant_sublayers or (change and change.spec is None):
-                    constants.append(role)
-            blocks.append(replace(block, **specs, constant_sublayers=tuple(constants)))
+            own = {role: f"{stack.name}.{depth}.{role}" for role in ATTENTION_SUBLAYERS}
+            changed = {role: specs[site] for role, site in own.items() if site in specs}
+            constants = [
+                role
+                for role in own
+                if role in block.constant_sublayers or changed.get(role, block) is None
+            ]
+            blocks.append(replace(block, **changed, constant_sublayers=tuple(constants)))
         stacks.append(replace(stack, runs=group_blocks(blocks)))
     return replace(model, stacks=tuple(stacks))
 
@@ -242,12 +245,17 @@ def output_without_heads(
 
 def merge_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], outputs_BTOV: Tensor) -> Tensor:
     """Return what these head outputs of one token become after the output projection, [model]."""
-    prefix = "output."
-    own = {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
+    own = weights_of_part(weights, "output")
     for name, weight in own.items():
         own[name] = weight.to(outputs_BTOV) if weight.is_floating_point() else weight
     with torch.no_grad():
         return spec.merge.merge(outputs_BTOV, own)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
+
+
+def weights_of_part(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the weights of one part, by the names it declared."""
+    prefix = f"{name}."
+    return {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
 
 
 def add_constant(

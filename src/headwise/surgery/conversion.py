@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -45,9 +44,8 @@ from .head_grouping import (
     make_groups_contiguous,
 )
 from .head_selection import DEFAULT_RANKING, HeadRanking, score_heads
-from .hf_export.model_folder import WrittenFolder
-from .model_and_texts import OriginalModel, read_model_and_texts, save_result
-from .pruning_plan import count_heads, fingerprint_model
+from .model_and_texts import SurgeryResult, read_model_and_texts
+from .pruning_plan import count_heads
 from .verification.model_comparison import cast_model, full_precision, parameter_dtype
 
 ALIGN_SIDES = {"none": "", "values": "v", "keys": "k", "both": "kv"}
@@ -89,7 +87,7 @@ class AttentionConversion(ABC):
     @property
     def needs_statistics(self) -> bool:
         """True if `convert_layer` needs keys and values collected over examples."""
-        return False
+        return bool(self.text_uses) and self.importance_ranking is None
 
     @property
     def text_uses(self) -> tuple[str, ...]:
@@ -110,6 +108,7 @@ class AttentionConversion(ABC):
         weights: Weights,
         statistics: KVStatistics,
         importance: Sequence[float],
+        /,
     ) -> ConvertedLayer:
         """Convert one layer; `importance` holds a score per output head, infinity where unknown."""
 
@@ -138,11 +137,6 @@ class Pool(AttentionConversion):
                 raise SpecError(f"unknown {name}={value!r}; {suggest(str(value), allowed)}")
 
     @property
-    def needs_statistics(self) -> bool:
-        """True if `convert_layer` needs keys and values collected over examples."""
-        return bool(self.text_uses)
-
-    @property
     def text_uses(self) -> tuple[str, ...]:
         """Uses of the texts: grouping by similarity, and alignment."""
         grouped = ("heads were grouped",) if self.grouping == "similar" else ()
@@ -164,6 +158,7 @@ class Pool(AttentionConversion):
         weights: Weights,
         statistics: KVStatistics,
         importance: Sequence[float],
+        /,
     ) -> ConvertedLayer:
         groups = group_adjacent_heads(spec.heads.kv, self.kv)  # raises for unequal groups
         if self.grouping == "similar":
@@ -205,13 +200,7 @@ class ToMHA(AttentionConversion):
         """The converted layer in one clause."""
         return "one key-value head per query head"
 
-    def convert_layer(
-        self,
-        spec: AttentionSpec,
-        weights: Weights,
-        statistics: KVStatistics,
-        importance: Sequence[float],
-    ) -> ConvertedLayer:
+    def convert_layer(self, spec: AttentionSpec, weights: Weights, /, *_: Any) -> ConvertedLayer:
         return ConvertedLayer(*head_axis_ops.split_kv_heads(spec, weights))
 
 
@@ -228,13 +217,7 @@ class ToLatent(AttentionConversion):
         """The converted layer in one clause."""
         return "keys and values of all heads from one latent vector"
 
-    def convert_layer(
-        self,
-        spec: AttentionSpec,
-        weights: Weights,
-        statistics: KVStatistics,
-        importance: Sequence[float],
-    ) -> ConvertedLayer:
+    def convert_layer(self, spec: AttentionSpec, weights: Weights, /, *_: Any) -> ConvertedLayer:
         return ConvertedLayer(*convert_to_latent(spec, weights))
 
 
@@ -251,13 +234,7 @@ class ToCollaborative(AttentionConversion):
         """The converted layer in one clause."""
         return f"queries and keys of all heads in a shared space of {self.width} channels"
 
-    def convert_layer(
-        self,
-        spec: AttentionSpec,
-        weights: Weights,
-        statistics: KVStatistics,
-        importance: Sequence[float],
-    ) -> ConvertedLayer:
+    def convert_layer(self, spec: AttentionSpec, weights: Weights, /, *_: Any) -> ConvertedLayer:
         result = convert_to_collaborative(spec, weights, self.width)
         return ConvertedLayer(
             result.spec,
@@ -286,8 +263,7 @@ class ToMixtureOfHeads(AttentionConversion):
         """The converted layer in one clause."""
         return (
             f"{self.num_always_active} heads per layer always active, and for each token the "
-            f"{self.num_active} of the "
-            f"others with the highest router scores"
+            f"{self.num_active} of the others with the highest router scores"
         )
 
     def convert_layer(
@@ -296,6 +272,7 @@ class ToMixtureOfHeads(AttentionConversion):
         weights: Weights,
         statistics: KVStatistics,
         importance: Sequence[float],
+        /,
     ) -> ConvertedLayer:
         count = self.num_always_active
         if not 0 <= count <= len(importance):
@@ -315,22 +292,14 @@ MAX_STATISTICS = 2**26  # numbers of cross products collected in one pass over t
 
 
 @dataclass(frozen=True, eq=False)
-class ConversionResult:
+class ConversionResult(SurgeryResult):
     """Model before and after, and the converted layers before their weights are rounded to the
     dtype of the model.
     """
 
-    before: Transformer
-    after: Transformer
     conversion: AttentionConversion
     layers: Mapping[str, ConvertedLayer]
     notes: tuple[str, ...]
-    original: OriginalModel
-
-    def save_pretrained(self, folder: Path | str) -> WrittenFolder:
-        """Write the converted model to a new folder, as `PruningResult.save_pretrained` does."""
-        record = self.data | {"model": fingerprint_model(self.before)}
-        return save_result(self.after, self.original, folder, record)
 
     def __str__(self) -> str:
         return "\n".join([f"{self.before.spec.name}: {self.conversion.summary}", *self.notes])
@@ -425,22 +394,8 @@ def convert(
     ([2, 2], ((0, 1), (2, 3)))
     """
     original, net, examples, reading_notes = read_model_and_texts(model, texts, tokenizer)
-    if kind not in ATTENTION_KINDS:
-        raise SpecError(f"unknown kind={kind!r}; {suggest(kind, ATTENTION_KINDS)}")
-    strategy = Pool(conversion) if isinstance(conversion, int) else conversion
-    if not isinstance(strategy, AttentionConversion):
-        raise SpecError(
-            f"conversion={conversion!r} is no AttentionConversion; give a number of key-value "
-            "heads, or "
-            "hw.surgery.Pool(...)"
-        )
-    sites = [
-        site
-        for site in count_heads(net.spec)
-        if kind in ("all", "cross" if site.endswith("cross") else "self")
-    ]
-    if not sites:
-        raise SpecError(f"{net.spec.name} has no {kind}-attention; use kind='all'")
+    strategy = read_conversion(conversion)
+    sites = select_sites(net.spec.name, count_heads(net.spec), kind)
     if strategy.needs_statistics and len(examples) < 2:
         raise SpecError(
             f"cannot collect keys and values from {len(examples)} texts. Give at least 2, or use "
@@ -448,12 +403,43 @@ def convert(
         )
     layers = _convert_layers(net, strategy, sites, examples, log)
     after = replace_attentions(net, _attention_changes(layers, parameter_dtype(net)))
-    notes = [
-        *_pooling_notes(layers),
-        *(f"{site}: {note}" for site, layer in layers.items() for note in layer.notes),
-    ]
+    notes = list[str]()
+    for side, name in KV_NAMES.items():
+        errors = [own.pooling_errors[side] for own in layers.values() if side in own.pooling_errors]
+        if errors:
+            unaligned, aligned = zip(*errors, strict=True)
+            notes.append(
+                f"pooling {name} loses {min(aligned):.0%} to {max(aligned):.0%} of their squared "
+                f"norm, unaligned {min(unaligned):.0%} to {max(unaligned):.0%}"
+            )
+    for site, layer in layers.items():
+        notes += [f"{site}: {note}" for note in layer.notes]
     notes += reading_notes
-    return ConversionResult(net, after, strategy, layers, tuple(notes), original)
+    return ConversionResult(net, after, original, strategy, layers, tuple(notes))
+
+
+def read_conversion(conversion: AttentionConversion | int) -> AttentionConversion:
+    """Return a conversion; an int is the number of key-value heads, as in `Pool`."""
+    strategy = Pool(conversion) if isinstance(conversion, int) else conversion
+    if not isinstance(strategy, AttentionConversion):
+        raise SpecError(
+            f"conversion={conversion!r} is no AttentionConversion; give a number of key-value "
+            "heads, or hw.surgery.Pool(...)"
+        )
+    return strategy
+
+
+def select_sites(model_name: str, sites: Iterable[str], kind: str) -> list[str]:
+    """Return the attentions of one kind, "self" or "cross", or of all."""
+    if kind not in ATTENTION_KINDS:
+        raise SpecError(f"unknown kind={kind!r}; {suggest(kind, ATTENTION_KINDS)}")
+    chosen = [s for s in sites if kind in ("all", "cross" if s.endswith("cross") else "self")]
+    if not chosen:
+        what = "attention" if kind == "all" else f"{kind}-attention"
+        raise SpecError(
+            f"{model_name} has no {what} that headwise finds; hw.sites(model) lists the others"
+        )
+    return chosen
 
 
 def _attention_changes(
@@ -469,18 +455,6 @@ def _attention_changes(
             rounded[name] = weight.to(dtype) if weight.dtype == torch.float32 else weight
         changes[site] = AttentionChange(layer.spec, rounded)
     return changes
-
-
-def _pooling_notes(layers: Mapping[str, ConvertedLayer]) -> Iterator[str]:
-    """Yield the range of pooling errors over all layers, aligned and unaligned."""
-    for side, name in KV_NAMES.items():
-        errors = [own.pooling_errors[side] for own in layers.values() if side in own.pooling_errors]
-        if errors:
-            unaligned, aligned = zip(*errors, strict=True)
-            yield (
-                f"pooling {name} loses {min(aligned):.0%} to {max(aligned):.0%} of their squared "
-                f"norm, unaligned {min(unaligned):.0%} to {max(unaligned):.0%}"
-            )
 
 
 def _convert_layers(

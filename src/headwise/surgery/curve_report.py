@@ -129,7 +129,8 @@ def _harmless_table(curves: PruningCurves) -> Table:
                 point = find_smallest_harmless(curve, curves.max_loss_increase)
                 num_heads = curves.count_part_heads(part)
                 change = Estimate(*point.loss_change)
-                name = _name_order(curves, curve)
+                is_repeated = len(curves.select_curves(part, curve.order)) > 1
+                name = f"{curve.order} {curve.seed}" if is_repeated else curve.order
                 rows.append((part, num_heads, name, num_heads - point.num_heads, change))
     title = (
         f"Heads removed with an increase of {_metric(curves)} below {curves.max_loss_increase:g}"
@@ -151,9 +152,10 @@ def _order_table(curves: PruningCurves) -> Table:
         counts = [count for count in own if count in others][1:]
         if not counts:
             continue
-        signs = Counter(
-            _sign(compare_losses(own[count], others[count], len(counts))) for count in counts
-        )
+        signs = Counter[int]()
+        for count in counts:
+            part_difference = compare_losses(own[count], others[count], len(counts))
+            signs[int(part_difference.low > 0) - int(part_difference.high < 0)] += 1
         all_own = list(chain.from_iterable(own[count] for count in counts))
         all_others = list(chain.from_iterable(others[count] for count in counts))
         difference = Estimate(*compare_losses(all_own, all_others))
@@ -221,7 +223,10 @@ def _survival_table(curves: PruningCurves, what: str, groups: Mapping[HeadId, st
     for order in curves.orders:
         lines = curves.select_curves(ALL_PARTS, order)
         if len(lines) == 1 and len({*groups.values()}) > 1:
-            kept = [_grouped_heads(point, groups) for point in lines[0].points[1:]]
+            kept = [
+                [head for head in groups if head[1] in point.keep.get(head[0], ())]
+                for point in lines[0].points[1:]
+            ]
             rows += [(order, *result) for result in assess_group_survival(groups, kept)]
     note = "p is corrected for all tests of an order (Holm)."
     columns = (
@@ -245,12 +250,6 @@ def _group_by_part(curves: PruningCurves) -> dict[HeadId, str]:
     return groups if is_whole else {}
 
 
-def _grouped_heads(point: CurvePoint, groups: Mapping[HeadId, str]) -> list[HeadId]:
-    """Return the heads kept at a point that belong to any group."""
-    kept = [(site, head) for site, heads in point.keep.items() for head in heads]
-    return [head for head in kept if head in groups]
-
-
 def _points_by_count(curves: Sequence[PruningCurve]) -> dict[int, list[CurvePoint]]:
     points: dict[int, list[CurvePoint]] = {}
     for curve in curves:
@@ -261,16 +260,6 @@ def _points_by_count(curves: Sequence[PruningCurve]) -> dict[int, list[CurvePoin
 
 def _metric(curves: PruningCurves) -> str:
     return f"{curves.objective} loss" if LOSS in curves.metric_names else curves.objective
-
-
-def _name_order(curves: PruningCurves, curve: PruningCurve) -> str:
-    is_repeated = len(curves.select_curves(curve.part, curve.order)) > 1
-    return f"{curve.order} {curve.seed}" if is_repeated else curve.order
-
-
-def _sign(difference: IntervalEstimate) -> int:
-    """Return 1 or -1 if the interval is on one side of 0, else 0."""
-    return int(difference.low > 0) - int(difference.high < 0)
 
 
 # --- Figures --------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ own loss.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from ..training.optimisers import AdamWOptimiser, group_parameters
 from ..training.recipe import SCHEDULES, Recipe
 from ..util.errors import SpecError, TrainingDiverged, pluralise
 from .attention_replacement import replace_attentions
+from .verification.model_comparison import is_float_tensor
 
 # --- Batches and losses per text ------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ class DistillationBatch(NamedTuple):
         """Return the model's outputs, [texts, positions, width]."""
         like = next(net.parameters())
         inputs = {
-            name: value.to(like) if _is_float_tensor(value) else value
+            name: value.to(like) if is_float_tensor(value) else value
             for name, value in self.inputs.items()
         }
         return net(**inputs).reshape(*self.positions.shape, -1)
@@ -109,10 +110,6 @@ class DistillationBatch(NamedTuple):
             else (states - teacher_states).square().mean(-1)
         )
         return _mean_by_text(per_position, self.positions)
-
-
-def _is_float_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _mean_by_text(per_position: Tensor, mask: Tensor) -> Tensor:
@@ -231,7 +228,11 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
             continue
         stack = stacks[stream]
         rows = [question.inputs.kwargs[stream] for question in questions]
-        inputs[stream] = _stack_rows(rows)
+        is_typed = all(isinstance(row, TokenTypeInput) for row in rows)
+        columns = [
+            _pad_rows(column, 0) for column in (zip(*rows, strict=True) if is_typed else [rows])
+        ]
+        inputs[stream] = TokenTypeInput(*columns) if is_typed else columns[0]
         sequences = list[SequenceInfo]()
         for question, row in zip(questions, rows, strict=True):
             own = question.inputs.kwargs.get(argument)
@@ -247,12 +248,6 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
     label_rows = [question.labels[None] for question in questions if question.labels is not None]
     labels = _pad_rows(label_rows, IGNORE_INDEX).to(device) if label_rows else None
     return DistillationBatch(inputs, positions.to(device), labels)
-
-
-def _stack_rows(rows: Sequence[Any]) -> Any:
-    if all(isinstance(row, TokenTypeInput) for row in rows):
-        return TokenTypeInput(*(_pad_rows([row[n] for row in rows], 0) for n in range(2)))
-    return _pad_rows(rows, 0)
 
 
 def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor:
@@ -412,25 +407,24 @@ class RetrainingPoint(NamedTuple):
 PointCallback = Callable[[RetrainingPoint], None]
 
 
-def no_progress(point: RetrainingPoint) -> None:
+def no_progress(point: object) -> None:
     """Progress callback that does nothing."""
 
 
-class AuxiliaryTraining(ABC):
+class AuxiliaryTraining(Protocol):
     """Training of additional parameters next to the model, such as gates."""
 
-    @abstractmethod
     def extra_loss(self, step: int) -> Tensor:
         """Return the term added to the loss of a step."""
+        ...
 
-    @abstractmethod
     def step(self, step: int) -> None:
         """Update the additional parameters."""
 
     @property
-    @abstractmethod
     def num_open_gates(self) -> float:
         """Expected number of open gates."""
+        ...
 
 
 class Retraining:

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..attention.attention import Attention
 from ..attention.interfaces.core_types import SymmetryGroup
 from ..attention.spec.attention_spec import AttentionSpec
-from ..util.errors import SpecError, suggest
+from ..util.errors import SpecError
+from .attention_replacement import weights_of_part
 
 MAX_ROUNDS = 100
 MIN_GAIN = 1e-10
@@ -201,17 +202,16 @@ def compute_kv_features(attention: Attention, z: Tensor) -> dict[str, Tensor]:
     ... )
     True
     """
+
+    def before_qk_transform(x_BTHK: Tensor, side: str) -> Tensor:
+        return x_BTHK
+
     project = attention.spec.project
     p = attention.weights["project"]
     with torch.no_grad():
-        k_BSGK, v_BSGV = project.expand_kv(
-            project.project_kv(z, _before_qk_transform, p), _before_qk_transform, p
-        )
+        entry = project.project_kv(z, before_qk_transform, p)
+        k_BSGK, v_BSGV = project.expand_kv(entry, before_qk_transform, p)
     return {"k": k_BSGK, "v": v_BSGV}
-
-
-def _before_qk_transform(x_BTHK: Tensor, side: str) -> Tensor:
-    return x_BTHK
 
 
 def compute_similarity(
@@ -230,10 +230,6 @@ def compute_similarity(
     ... ]
     [-2.0, 0.0]
     """
-    if kind not in SIMILARITY_KINDS:
-        raise ValueError(f"unknown kind={kind!r} of similarity; {suggest(kind, SIMILARITY_KINDS)}")
-    if not products.num_tokens:
-        raise ValueError("products contain no tokens; collect them over at least one batch")
     group = symmetry or SymmetryGroup()
     if kind == "cosine":
         return max_trace(products.normalised_sums, group) / products.num_tokens
@@ -287,19 +283,24 @@ def align_heads(
     >>> aligned.skip_reasons, aligned.pooling_errors["v"][1] <= aligned.pooling_errors["v"][0]
     ({}, True)
     """
-    _check_alignment(spec, groups, products, sides)
+    if spec.heads.value_heads:
+        raise SpecError(
+            f"cannot align heads: keys and values are grouped separately ({spec.heads})"
+        )
     aligned = dict(weights)
     skip_reasons = dict[str, str]()
     errors = dict[str, tuple[float, float]]()
     for side in sides:
         symmetry, reason = find_symmetry(spec, aligned, side)
-        maps = compute_maps(groups, products[side], symmetry)
-        errors[side] = (
-            _relative_error(
-                groups, products[side], torch.eye(maps.shape[-1]).to(maps).expand_as(maps)
-            ),
-            _relative_error(groups, products[side], maps),
+        maps = torch.empty_like(products[side].sums[0])
+        for group in groups:
+            heads = list(group)
+            maps[heads] = align_to_mean(products[side].sums[heads][:, heads], symmetry)
+        identity = torch.eye(maps.shape[-1]).to(maps).expand_as(maps)
+        unaligned, aligned_error = (
+            _relative_error(groups, products[side], own) for own in (identity, maps)
         )
+        errors[side] = (unaligned, aligned_error)
         if reason:
             skip_reasons[side] = reason
         else:
@@ -321,30 +322,21 @@ def find_symmetry(
     """
     heads = spec.heads
     identity = torch.eye(heads.dim if side == "k" else heads.vdim, dtype=torch.float64)
-    for name, absorbed in _absorb_maps(
-        spec, weights, side, identity.expand(heads.kv, -1, -1)
-    ).items():
-        if not absorbed:
+    absorbed = _absorb_maps(spec, weights, side, identity.expand(heads.kv, -1, -1))
+    for name, changed in absorbed.items():
+        if not changed:
             return SymmetryGroup(), f"{name} cannot absorb a matrix per head of {SIDE_NAMES[side]}"
     symmetry = SymmetryGroup.full(len(identity))
     limiting = list[str]()
     for name, part in spec.parts():
-        part_weights = {
-            key.removeprefix(f"{name}."): weight
-            for key, weight in weights.items()
-            if key.startswith(f"{name}.")
-        }
-        part_symmetry = part.symmetry(spec, side, part_weights)
+        part_symmetry = part.symmetry(spec, side, weights_of_part(weights, name))
         if part_symmetry != SymmetryGroup.full(len(identity)):
             limiting.append(type(part).__name__)
         symmetry &= part_symmetry
     if symmetry != SymmetryGroup():
         return symmetry, ""
-    return (
-        symmetry,
-        f"{' and '.join(limiting)} {'depends' if len(limiting) == 1 else 'depend'} on the basis "
-        f"of {SIDE_NAMES[side]}",
-    )
+    verb = "depends" if len(limiting) == 1 else "depend"
+    return symmetry, f"{' and '.join(limiting)} {verb} on the basis of {SIDE_NAMES[side]}"
 
 
 def map_heads(
@@ -353,12 +345,11 @@ def map_heads(
     """Return the changed weights after mapping every head of a side by its map [heads, width,
     width]; same function.
     """
-    changed = {
-        name: tensor
-        for absorbed in _absorb_maps(spec, weights, side, maps).values()
-        for name, tensor in absorbed.items()
-    }
-    return {name: tensor.to(weights[name]) for name, tensor in changed.items()}
+    changed = dict[str, Tensor]()
+    for absorbed in _absorb_maps(spec, weights, side, maps).values():
+        for name, tensor in absorbed.items():
+            changed[name] = tensor.to(weights[name])
+    return changed
 
 
 def _absorb_maps(
@@ -371,61 +362,20 @@ def _absorb_maps(
     heads = spec.heads
     maps = maps.to(next(iter(exact.values())).device)
     project = type(spec.project).__name__
-    merge = type(spec.merge).__name__
-    absorbed = {project: spec.project.absorb_matrix(spec, exact, side, maps)}
+    absorbed = spec.project.absorb_matrix(spec, exact, side, maps)
     if side == "k":
-        query_weights = spec.project.absorb_matrix(
-            spec, exact, "q", maps[list(heads.kv_head_of_query)]
-        )
-        return {
-            project: {**absorbed[project], **query_weights}
-            if absorbed[project] and query_weights
-            else {}
-        }
+        query_maps = maps[list(heads.kv_head_of_query)]
+        queries = spec.project.absorb_matrix(spec, exact, "q", query_maps)
+        return {project: {**absorbed, **queries} if absorbed and queries else {}}
     value_heads = [heads.value_head_of_row[row] for row in spec.score_head_of_output]
-    return absorbed | {merge: spec.merge.absorb_matrix(spec, exact, maps[value_heads].mT)}
-
-
-def compute_maps(groups: GroupSequence, products: CrossProducts, symmetry: SymmetryGroup) -> Tensor:
-    """Return the map of each head that aligns it within its group, [heads, width, width]."""
-    maps = torch.empty_like(products.sums[0])
-    for group in groups:
-        heads = list(group)
-        maps[heads] = align_to_mean(products.sums[heads][:, heads], symmetry)
-    return maps
+    undone = spec.merge.absorb_matrix(spec, exact, maps[value_heads].mT)
+    return {project: absorbed, type(spec.merge).__name__: undone}
 
 
 def _relative_error(groups: GroupSequence, products: CrossProducts, maps: Tensor) -> float:
     total = torch.einsum("iiaa->", products.sums).item()
-    error = sum(
-        pooling_error(products.sums[list(group)][:, list(group)], maps[list(group)])
-        for group in groups
-    )
+    error = 0.0
+    for group in groups:
+        heads = list(group)
+        error += pooling_error(products.sums[heads][:, heads], maps[heads])
     return error / total if total else 0.0
-
-
-def _check_alignment(
-    spec: AttentionSpec, groups: GroupSequence, products: Mapping[str, CrossProducts], sides: str
-) -> None:
-    heads = spec.heads
-    if heads.value_heads:
-        raise SpecError(f"cannot align heads: keys and values are grouped separately ({heads})")
-    if not sides or set(sides) - set(SIDE_NAMES) or len(set(sides)) != len(sides):
-        raise SpecError(f"sides must be 'k', 'v' or 'kv', got {sides!r}")
-    if sorted(head for group in groups for head in group) != list(range(heads.kv)):
-        raise SpecError(
-            f"groups must contain each of {heads.kv} key-value heads once, got {groups}"
-        )
-    for side in sides:
-        if side not in products:
-            raise SpecError(
-                f"products are missing for {SIDE_NAMES[side]}; give products[{side!r}], or leave "
-                f"{side!r} out of sides"
-            )
-        width = heads.dim if side == "k" else heads.vdim
-        if products[side].sums.shape != (expected := (heads.kv, heads.kv, width, width)):
-            shape = list(products[side].sums.shape)
-            raise SpecError(
-                f"products[{side!r}] must have shape {list(expected)}, got {shape}; collect them "
-                "from this layer"
-            )

@@ -275,17 +275,12 @@ def _improve_by_swaps(score: Tensor, groups: HeadGroups) -> HeadGroups:
         best = int(gain.argmax())
         a, b = divmod(best, heads)
         if gain[a, b] <= 1e-12 * score.abs().max():
-            return _canonical_order(group_of_head, len(groups))
+            groups_now = [
+                tuple((group_of_head == number).nonzero().flatten().tolist())
+                for number in range(len(groups))
+            ]
+            return tuple(sorted(groups_now))
         group_of_head[[a, b]] = group_of_head[[b, a]]
-
-
-def _canonical_order(group_of_head: Tensor, num_groups: int) -> HeadGroups:
-    return tuple(
-        sorted(
-            tuple((group_of_head == number).nonzero().flatten().tolist())
-            for number in range(num_groups)
-        )
-    )
 
 
 # --- Reordering of heads, which does not change the function --------------------------------------

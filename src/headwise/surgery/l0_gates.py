@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention.interfaces import Gate
 from ..attention.presets import with_gates
@@ -28,10 +28,8 @@ from .attention_replacement import (
     replace_attentions,
 )
 from .distillation import (
-    AuxiliaryTraining,
     DistillationLoader,
     DistillationTexts,
-    PointCallback,
     Retraining,
     RetrainingOptions,
     RetrainingPoint,
@@ -132,7 +130,7 @@ def train_gates(
     net: Transformer,
     examples: Sequence[Example],
     options: GateTrainingOptions,
-    progress: PointCallback = no_progress,
+    log: LogFunction = no_progress,
 ) -> GateTrainingResult:
     """Train gates on the heads of a copy of a model until the target number is open; return which
     heads to keep.
@@ -155,18 +153,30 @@ def train_gates(
     )
     teacher = net if options.alpha > 0 else None
     trainable = _trainable_names(net, options.freeze)
+
+    def progress(point: RetrainingPoint) -> None:
+        log(CountedMessage("training gates", point.step, options.steps, "steps"))
+
     training = Retraining(gated, teacher, loader, trainable, progress)
     training.auxiliary = GateCountConstraint(gated, units, target, options)
     training.run()
-    ungated = replace_attentions(
-        gated, {site: _remove_gate(gated, site, spec) for site, spec in sites.items()}
-    ).requires_grad_(True)
+    changes = dict[str, AttentionChange]()
+    for site, spec in sites.items():
+        weights = get_attention_parameters(gated, site)
+        changes[site] = AttentionChange(spec, {name: weights[name] for name in spec.params()})
+    ungated = replace_attentions(gated, changes).requires_grad_(True)
     open_probabilities = {
         site: tuple(get_open_probabilities(gated, site).tolist()) for site in sites
     }
     keep = select_most_open(open_probabilities, units, target)
     held_out = training.held_out_loss(remove_heads(ungated, keep))
-    notes = [*loader.texts.notes, *_target_notes(training.curve, target)]
+    notes = list(loader.texts.notes)
+    num_open = training.curve[-1].num_open_gates or 0.0
+    if abs(num_open - target) > COUNT_TOLERANCE:
+        notes.append(
+            f"{num_open:.1f} gates were expected to be open at the end, the target was {target}; "
+            "train for more steps"
+        )
     ungated.to(next(net.parameters()).dtype).train(net.training)
     return GateTrainingResult(
         ungated,
@@ -201,19 +211,6 @@ def select_most_open(
     }
 
 
-def _target_notes(curve: Sequence[RetrainingPoint], target: int) -> list[str]:
-    """Return a note if the expected number of open gates is not near the target."""
-    num_open = curve[-1].num_open_gates or 0.0
-    if abs(num_open - target) <= COUNT_TOLERANCE:
-        return []
-    return [
-        (
-            f"{num_open:.1f} gates were expected to be open at the end, the target was {target}; "
-            "train for more steps"
-        )
-    ]
-
-
 def select_attentions(net: Transformer, names: Sequence[str] = ()) -> dict[str, AttentionSpec]:
     """Return the attentions with these names or prefixes, with their specs; all if `names` is
     empty.
@@ -226,17 +223,10 @@ def select_attentions(net: Transformer, names: Sequence[str] = ()) -> dict[str, 
     """
     specs = dict(net.spec.attention_specs())
     for name in names:
-        if not any(_has_prefix(site, name) for site in specs):
+        if not any(f"{site}.".startswith(f"{name}.") for site in specs):
             raise SpecError(f"{net.spec.name} has no attention {name!r}; {suggest(name, specs)}")
-    return {
-        site: spec
-        for site, spec in specs.items()
-        if not names or any(_has_prefix(site, name) for name in names)
-    }
-
-
-def _has_prefix(site: str, prefix: str) -> bool:
-    return f"{site}.".startswith(f"{prefix}.")
+    prefixes = tuple(f"{name}." for name in names) or ("",)
+    return {site: spec for site, spec in specs.items() if f"{site}.".startswith(prefixes)}
 
 
 def list_gate_units(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ...]:
@@ -247,16 +237,10 @@ def list_gate_units(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ..
     >>> list_gate_units(hw.design(model=8, heads=4, kv=2), "kv")
     ((0, 1), (2, 3))
     """
-    if unit == "head":
-        return tuple((head,) for head in range(len(spec.score_head_of_output)))
-    return tuple(
-        tuple(
-            head
-            for head, own_kv_head in enumerate(spec.kv_head_of_output)
-            if own_kv_head == kv_head
-        )
-        for kv_head in sorted(set(spec.kv_head_of_output))
-    )
+    groups = dict[int, list[int]]()
+    for head, kv_head in enumerate(spec.kv_head_of_output):
+        groups.setdefault(head if unit == "head" else kv_head, []).append(head)
+    return tuple(tuple(groups[key]) for key in sorted(groups))
 
 
 def get_open_probabilities(net: Transformer, site: str) -> Tensor:
@@ -269,9 +253,9 @@ def get_open_probabilities(net: Transformer, site: str) -> Tensor:
     return next(probabilities for probabilities in per_gate if probabilities is not None)
 
 
-class GateCountConstraint(AuxiliaryTraining):
-    """Optimiser of the gates and of the multiplier that holds the number of
-    open gates at a target.
+class GateCountConstraint:
+    """Optimiser of the gates and of the multiplier that holds the number of open gates at a target;
+    trained beside a model by `Retraining`.
     """
 
     def __init__(
@@ -287,14 +271,13 @@ class GateCountConstraint(AuxiliaryTraining):
         self.options = options
         self.num_units = sum(map(len, units.values()))
         self.multiplier = 0.0
-        gate_weights = [
-            get_attention(net, site).weights[name]
-            for site in units
-            for name in _gate_names(net, site)
-        ]
-        parameters = {
-            str(n): p for n, weights in enumerate(gate_weights) for p in weights.parameters()
-        }
+        parameters = dict[str, nn.Parameter]()
+        for site in units:
+            attention = get_attention(net, site)
+            for name, gate in attention.spec.parts_of(Gate):
+                if gate.open_probabilities(attention.weights[name]) is not None:
+                    own = attention.weights[name].parameters()
+                    parameters |= {f"{site}.{name}.{n}": p for n, p in enumerate(own)}
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         self._optimiser = AdamWOptimiser(
@@ -303,42 +286,33 @@ class GateCountConstraint(AuxiliaryTraining):
 
     def count_expected_open(self) -> Tensor:
         """Return the expected number of open gates, differentiable."""
-        first_heads = {site: [heads[0] for heads in groups] for site, groups in self.units.items()}
-        return torch.stack(
-            [
-                get_open_probabilities(self.net, site)[heads].sum()
-                for site, heads in first_heads.items()
-            ]
-        ).sum()
+        counts = list[Tensor]()
+        for site, groups in self.units.items():
+            first_heads = [heads[0] for heads in groups]
+            counts.append(get_open_probabilities(self.net, site)[first_heads].sum())
+        return torch.stack(counts).sum()
 
     def target_at(self, step: int) -> float:
         """Return the target number of open gates at a step."""
         ramp_steps = self.options.ramp * self.options.steps
-        return self.num_units - (self.num_units - self.target) * (
-            min(1.0, step / ramp_steps) if ramp_steps else 1.0
-        )
+        progress = min(1.0, step / ramp_steps) if ramp_steps else 1.0
+        return self.num_units - (self.num_units - self.target) * progress
 
     def extra_loss(self, step: int) -> Tensor:
+        """Return the term added to the loss of a step."""
         excess = self.count_expected_open() - self.target_at(step)
         return self.multiplier * excess + self.options.strength * excess**2 / self.num_units
 
     def step(self, step: int) -> None:
+        """Update the gates and the multiplier."""
         excess = (self.num_open_gates - self.target_at(step)) / self.num_units
         self._optimiser.step(self.options.gates_rate)
         self.multiplier += MULTIPLIER_RATE * self.options.strength * excess
 
     @property
     def num_open_gates(self) -> float:
+        """Expected number of open gates."""
         return float(self.count_expected_open().detach())
-
-
-def _gate_names(net: Transformer, site: str) -> list[str]:
-    """Return the names of the parts with gate probabilities."""
-    attention = get_attention(net, site)
-    gates = attention.spec.parts_of(Gate)
-    return [
-        name for name, gate in gates if gate.open_probabilities(attention.weights[name]) is not None
-    ]
 
 
 def _add_gate(net: Transformer, site: str, options: GateTrainingOptions) -> AttentionChange:
@@ -355,11 +329,6 @@ def _add_gate(net: Transformer, site: str, options: GateTrainingOptions) -> Atte
             fresh = param.init(shapes[name])
             weights[name] = fresh.to(like) if param.trainable else fresh.to(like.device)
     return AttentionChange(gated_spec, weights)
-
-
-def _remove_gate(gated: Transformer, site: str, spec: AttentionSpec) -> AttentionChange:
-    weights = get_attention_parameters(gated, site)
-    return AttentionChange(spec, {name: weights[name] for name in spec.params()})
 
 
 def _trainable_names(net: Transformer, freeze: str) -> list[str]:
@@ -401,14 +370,7 @@ class KeepOpenGates(HeadSelection):
     def prepare(
         self, net: Transformer, examples: Sequence[Example], log: LogFunction
     ) -> tuple[Transformer, PruningPlan]:
-        result = train_gates(
-            net,
-            examples,
-            self.options,
-            lambda point: log(
-                CountedMessage("training gates", point.step, self.options.steps, "steps")
-            ),
-        )
+        result = train_gates(net, examples, self.options, log=log)
         probabilities = [p for of_site in result.open_probabilities.values() for p in of_site]
         num_decided = sum(p > 0.9 or p < 0.1 for p in probabilities)
         notes = [

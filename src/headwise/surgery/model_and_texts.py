@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from .hf_export.model_folder import (
     list_companion_files,
     write_model_folder,
 )
+from .pruning_plan import fingerprint_model
 
 
 class OriginalModel(NamedTuple):
@@ -69,17 +72,35 @@ def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> Su
         with text_reader(net, tokenizer) as reader:
             assert isinstance(reader, Transformer)
             return SurgeryInputs(original, reader, *read_texts(reader, texts))
-    needs_tokenizer = tokenizer is not None or _has_strings(texts)
-    net.usage = read_live_processor(
-        model, net.spec, tokenizer, "required" if needs_tokenizer else "if it fits"
+    has_strings = isinstance(texts, str) or (
+        isinstance(texts, (list, tuple)) and any(not isinstance(item, Example) for item in texts)
     )
+    needed = "required" if tokenizer is not None or has_strings else "if it fits"
+    net.usage = read_live_processor(model, net.spec, tokenizer, needed)
     return SurgeryInputs(original, net, *read_texts(net, texts))
 
 
-def _has_strings(texts: Any) -> bool:
-    return isinstance(texts, str) or (
-        isinstance(texts, (list, tuple)) and any(not isinstance(item, Example) for item in texts)
-    )
+@dataclass(frozen=True, eq=False)
+class SurgeryResult(ABC):
+    """Model before and after a change, and the model as the caller gave it."""
+
+    before: Transformer
+    after: Transformer
+    original: OriginalModel
+
+    @property
+    @abstractmethod
+    def data(self) -> dict[str, Any]:
+        """The change as JSON-serialisable values."""
+
+    def save_pretrained(self, folder: Path | str) -> WrittenFolder:
+        """Write the changed model to a new folder, with its tokenizer and the change in heads.json.
+
+        The folder of a transformers model is one that transformers loads, if its layers can be
+        described or resized; `summary` of the result says which kind was written.
+        """
+        record = self.data | {"model": fingerprint_model(self.before)}
+        return save_result(self.after, self.original, folder, record)
 
 
 def split_examples(
@@ -99,12 +120,15 @@ def split_examples(
     examples = list(distinct)
     if not uses:
         return examples, examples, [*distinct.notes]
-    if len(examples) < min_count:
-        end = f"with the {len(examples)} texts of the proof, because they are too few to split"
-        return examples, examples, [*(f"{use} {end}" for use in uses), *distinct.notes]
-    selection = examples[::2]
-    end = f"with {len(selection)} texts that the proof does not use"
-    return selection, examples[1::2], [*(f"{use} {end}" for use in uses), *distinct.notes]
+    is_split = len(examples) >= min_count
+    selection = examples[::2] if is_split else examples
+    end = (
+        f"with {len(selection)} texts that the proof does not use"
+        if is_split
+        else f"with the {len(examples)} texts of the proof, because they are too few to split"
+    )
+    notes = [*(f"{use} {end}" for use in uses), *distinct.notes]
+    return selection, examples[1::2] if is_split else examples, notes
 
 
 def save_result(

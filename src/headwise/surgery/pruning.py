@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +21,8 @@ from .attention_replacement import (
     remove_heads,
 )
 from .head_selection import HeadSelection, KeepTop
-from .hf_export.model_folder import WrittenFolder
-from .model_and_texts import OriginalModel, read_model_and_texts, save_result
-from .pruning_plan import HeadId, PruningPlan, fingerprint_model
+from .model_and_texts import SurgeryResult, read_model_and_texts
+from .pruning_plan import HeadId, PruningPlan
 from .verification.model_comparison import cast_model, full_precision, parameter_dtype
 from .weight_folding import fold_bias
 
@@ -119,20 +117,17 @@ def list_text_uses(selection: HeadSelection, fold: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class PruningResult:
+class PruningResult(SurgeryResult):
     """Model before and after pruning, the plan, and the constants that replace removed heads.
 
     `removal_source` is the model whose heads were removed: `before`, unless the selection trained
     it (KeepOpenGates).
     """
 
-    before: Transformer
     removal_source: Transformer
-    after: Transformer
     plan: PruningPlan
     constants: HeadConstants
     fold: str
-    original: OriginalModel
 
     @property
     def head_constants(self) -> Mapping[HeadId, Tensor]:
@@ -144,34 +139,24 @@ class PruningResult:
     @property
     def proof_options(self) -> dict[str, Any]:
         """The arguments of `ProofOptions` that check this change."""
+
+        def remove_in_float32() -> Transformer:
+            # folded constants are not rounded to 16 bits
+            dtype = full_precision(parameter_dtype(self.removal_source))
+            source = cast_model(self.removal_source, dtype)
+            return remove_heads(source, self.plan.changed_sites, self.constants.site_constants)
+
         return {
             "keep": dict(self.plan.changed_sites),
             "replacements": dict(self.head_constants),
             "surgery_pair": (self.removal_source, self.after),
-            "exact_change": self._in_float32 if self.head_constants else None,
+            "exact_change": remove_in_float32 if self.head_constants else None,
         }
-
-    def _in_float32(self) -> Transformer:
-        """Remove the heads from a copy in float32, in which folded constants are not rounded to 16
-        bits.
-        """
-        dtype = full_precision(parameter_dtype(self.removal_source))
-        source = cast_model(self.removal_source, dtype)
-        return remove_heads(source, self.plan.changed_sites, self.constants.site_constants)
 
     @property
     def data(self) -> dict[str, Any]:
         """The plan and options as JSON-serialisable values."""
         return {"operation": "prune", "fold": self.fold, **self.plan.data}
-
-    def save_pretrained(self, folder: Path | str) -> WrittenFolder:
-        """Write the pruned model to a new folder, with its tokenizer and the plan in heads.json.
-
-        The folder of a transformers model is one that transformers loads, if its layers can be
-        described or resized; `summary` of the result says which kind was written.
-        """
-        record = self.data | {"model": fingerprint_model(self.before)}
-        return save_result(self.after, self.original, folder, record)
 
     def __str__(self) -> str:
         counts = [sum(p.numel() for p in net.parameters()) for net in (self.before, self.after)]
@@ -227,4 +212,4 @@ def prune(
     log("removing heads")
     constants = compute_head_constants(source, plan, examples, fold)
     after = remove_heads(source, plan.changed_sites, constants.site_constants)
-    return PruningResult(net, source, after, plan, constants, fold, original)
+    return PruningResult(net, after, original, source, plan, constants, fold)

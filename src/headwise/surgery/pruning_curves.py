@@ -21,11 +21,9 @@ from ..observe.head_analysis.head_measurement import MeasureCollector, measure_h
 from ..observe.head_analysis.head_table import class_group
 from ..observe.head_analysis.objectives import Objective, OutputDrift, choose_objective
 from ..observe.head_analysis.word_alignment import AlignmentScores
-from ..report.progress import CountedMessage
 from ..training.data import Task
 from ..util.errors import SpecError, suggest
 from .attention_replacement import remove_heads
-from .distillation import RetrainingPoint
 from .head_selection import (
     RANDOM,
     RANKING_METHODS,
@@ -36,7 +34,7 @@ from .head_selection import (
 )
 from .l0_gates import GateTrainingOptions, train_gates
 from .pruning_plan import HeadId, HeadUnit, KeptHeads, count_heads, list_units
-from .verification.model_comparison import compute_output
+from .verification.model_comparison import JsonRecord, compute_output
 from .verification.quality_metrics import (
     DEFAULT_NUM_EXAMPLES,
     IntervalEstimate,
@@ -242,10 +240,7 @@ def score_by_order(
     single_heads = all(len(unit.heads) == 1 for unit in flat)
     gates = replace(options.gate_options, unit="head" if single_heads else "kv")
 
-    def progress(point: RetrainingPoint) -> None:
-        log(CountedMessage("training gates", point.step, gates.steps, "steps"))
-
-    result = train_gates(net, examples, gates, progress)
+    result = train_gates(net, examples, gates, log)
     scores = dict[HeadId, float]()
     for site, probabilities in result.open_probabilities.items():
         scores |= {(site, head): p for head, p in enumerate(probabilities)}
@@ -285,17 +280,6 @@ class CurvePoint(NamedTuple):
         """Return the metric of this name; None if it was not measured."""
         return next((row for row in self.rows if row.name == name), None)
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        keep = {site: list(heads) for site, heads in self.keep.items()}
-        return {
-            "share": self.share,
-            "left": self.num_heads,
-            "keep": keep,
-            "rows": [row.data for row in self.rows],
-        }
-
 
 class PruningCurve(NamedTuple):
     """Points of one removal order on one part, starting with the full model; `seed` numbers
@@ -307,15 +291,9 @@ class PruningCurve(NamedTuple):
     seed: int
     points: tuple[CurvePoint, ...]
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        values = {"part": self.part, "order": self.order, "seed": self.seed}
-        return values | {"points": [point.data for point in self.points]}
-
 
 @dataclass(frozen=True)
-class PruningCurves:
+class PruningCurves(JsonRecord):
     """All curves of a model; `parts` maps each part to its attentions and their numbers of heads.
 
     `classes` maps every head to the group of its most certain class; empty if heads could not be
@@ -380,19 +358,7 @@ class PruningCurves:
         classes: dict[str, dict[str, str]] = {}
         for (site, head), name in self.classes.items():
             classes.setdefault(site, {})[str(head)] = name
-        return {
-            "version": 1,
-            "model": self.model,
-            "objective": self.objective,
-            "texts": self.num_texts,
-            "places": self.num_positions,
-            "allowed": self.max_loss_increase,
-            "parts": {name: dict(sites) for name, sites in self.parts.items()},
-            "classes": classes,
-            "lines": [line.data for line in self.curves],
-            "notes": list(self.notes),
-            "command": self.command,
-        }
+        return {**super().data, "version": 1, "classes": classes}
 
 
 def run_sweep(

@@ -15,7 +15,7 @@ from ..attention.interfaces import Merge, Modifier, QKTransform
 from ..attention.interfaces.core_types import Phase
 from ..attention.interfaces.part import field_defaults
 from ..attention.spec.attention_spec import AttentionSpec
-from .attention_replacement import merge_heads
+from .attention_replacement import merge_heads, weights_of_part
 
 
 class FoldedWeights(NamedTuple):
@@ -118,7 +118,7 @@ def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Fo
         for name, transform in spec.parts_of(QKTransform):
             if side not in transform.transformed_sides(spec):
                 continue
-            matrix = transform.as_matrix(side, _weights_of_part(folded_weights, name))
+            matrix = transform.as_matrix(side, weights_of_part(folded_weights, name))
             absorbed: Mapping[str, Tensor] = {}
             if matrix is None:
                 reason = "it is not one matrix for every head and token"
@@ -162,13 +162,4 @@ def _without_transforms(
         f"{name}.{key}": weights[f"{old_name}.{key}"]
         for old_name, (name, part) in zip(old_names, smaller.parts(), strict=True)
         for key in part.params(smaller)
-    }
-
-
-def _weights_of_part(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the weights of one part, by the names it declared."""
-    return {
-        key.removeprefix(f"{name}."): weight
-        for key, weight in weights.items()
-        if key.startswith(f"{name}.")
     }

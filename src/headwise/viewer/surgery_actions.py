@@ -289,7 +289,7 @@ def describe_surgery(model: OpenModel, progress: JobProgress) -> dict[str, Any]:
     return {
         "heads": sum(count_heads(net.spec).values()),
         "kvHeads": sum(spec.heads.kv for spec in specs),
-        "costs": [pair.data for pair in sizes.costs],
+        "costs": sizes.data["numbers"],
         "dtype": sizes.dtype,
         "forms": list_forms(net, specs, progress),
         "methods": list(RANKING_METHODS),
@@ -431,7 +431,7 @@ def write_new_model(
     from ..surgery.pruning_plan import fingerprint_model
     from ..surgery.verification.efficiency import TimingOptions
     from ..surgery.verification.proof import ProofOptions, prove
-    from ..surgery.verification.proof_report import iter_summary, write_proof
+    from ..surgery.verification.proof_report import summary_table, write_proof
 
     net = read_native_model(model)
     texts = read_texts(net, model, lines, change.text_uses)
@@ -459,7 +459,10 @@ def write_new_model(
     model.other = str(folder)
     described = {
         "holds": proof.holds,
-        "summary": list(iter_summary(proof)),
+        "summary": [
+            f"{name}: {before} -> {after} ({result})" if after else f"{name}: {result}"
+            for name, before, after, result in summary_table(proof).rows
+        ],
         "proof": proof.data,
         "command": proof.command,
         "folder": str(folder),

@@ -105,9 +105,11 @@ def check_load(
     transformers.
     """
     reloaded = load_transformers_folder(folder)
-    changed = _find_changed_tensor(reloaded, form)
-    if changed:
-        raise SpecError(f"{changed} differs after reading the folder back")
+    read_back = reloaded.state_dict()
+    for name, tensor in form.tensors.items():
+        other = read_back.get(name)
+        if other is None or not torch.equal(other, tensor.cpu().to(other.dtype)):
+            raise SpecError(f"{name} differs after reading the folder back")
     on_cpu = net if next(net.parameters()).device.type == "cpu" else copy.deepcopy(net).cpu()
     expected = _sample_inputs_and_outputs(
         cast_model(on_cpu, torch.float32, stored=parameter_dtype(reloaded))
@@ -117,7 +119,7 @@ def check_load(
             ((output - expected[name]).abs() <= OUTPUT_TOLERANCE * expected[name].abs().max()).all()
         ):
             raise SpecError("outputs differ after reading the folder back")
-    del reloaded
+    del reloaded, read_back
     if find_spec("transformers") is None:
         return LoadCheck(
             False, 0, "transformers is not installed, so the folder was not tested", is_skipped=True
@@ -163,19 +165,6 @@ def _run_loader(command: list[str]) -> LoadCheck:
         number,
         f"loaded without headwise, outputs differ by {difference:.1e} of the largest output",
     )
-
-
-def _find_changed_tensor(reloaded: Transformer, form: CanonicalForm) -> str:
-    """Return the name of the first tensor that differs from `form`, in the dtype of the files; ""
-    if none does.
-    """
-    tensors = reloaded.state_dict()
-    for name, tensor in form.tensors.items():
-        if name not in tensors or not torch.equal(
-            tensors[name], tensor.cpu().to(tensors[name].dtype)
-        ):
-            return name
-    return ""
 
 
 def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:

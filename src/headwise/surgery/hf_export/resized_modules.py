@@ -212,6 +212,8 @@ def _locate_attentions(
         for path in tensor_paths:
             inner_paths |= {one for one in _parent_paths(path) if len(one) > len(layer_path)}
         prefix = f"{module_path}."
+        # keys and values, if each is projected by a module of its own
+        kv_paths = tuple(paths[key] for key in ("project.k", "project.v") if key in paths)
         yield AttentionLocation(
             site,
             module_path,
@@ -219,15 +221,8 @@ def _locate_attentions(
             tuple(sorted((inner_paths - tensor_paths) | {module_path})),
             spec,
             new_specs.get(site),
-            _separate_paths(paths),
+            kv_paths if len({*kv_paths, paths.get("project.q")} - {None}) == 3 else (),
         )
-
-
-def _separate_paths(paths: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the modules of the key and of the value projection, if each is a module of its own."""
-    projections = [paths[key] for key in ("project.k", "project.v") if key in paths]
-    others = [path for key, path in paths.items() if key == "project.q"]
-    return tuple(projections) if len({*projections, *others}) == 3 else ()
 
 
 def _common_module(paths: Sequence[str]) -> str:
@@ -295,7 +290,9 @@ def _list_new_numbers(
     rows = dict[tuple[str, str], list[ModuleNumber]]()
     for location in locations:
         for path in location.tensor_paths if location.after else ():
-            for name, value in _integer_attributes(modules[path]):
+            for name, value in vars(modules[path]).items():
+                if type(value) is not int or name.startswith("_"):
+                    continue
                 row = ModuleNumber(path, location, name, value)
                 rows.setdefault((type(modules[path]).__name__, name), []).append(row)
     choices_of_name = [(name, _interpret_numbers(numbers)) for (_, name), numbers in rows.items()]
@@ -313,13 +310,6 @@ def _list_new_numbers(
             for path, value in choice.items():
                 new_values.setdefault(path, {})[name] = value
         yield new_values
-
-
-def _integer_attributes(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Return the public integer attributes of a module."""
-    return (
-        (name, n) for name, n in vars(module).items() if type(n) is int and not name.startswith("_")
-    )
 
 
 class ModuleNumber(NamedTuple):

@@ -25,10 +25,8 @@ from ...models import Transformer
 from ...models.families import get_weight_names
 from ...models.families.weight_names import CheckpointPlan, TensorPiece, WeightNames
 from ...models.model_spec import ModelSpec
-from ...models.model_spec.model import group_blocks
 from ...util.files import sync_folder
-
-SpecByName = Mapping[str, AttentionSpec]
+from ..attention_replacement import replace_specs
 
 
 @dataclass(frozen=True)
@@ -76,21 +74,6 @@ def to_canonical_form(net: Transformer) -> CanonicalForm:
     for step in (_sort_heads, _narrow_tables, _drop_defaults):
         form = step(form)
     return form
-
-
-def replace_specs(model_spec: ModelSpec, specs: SpecByName) -> ModelSpec:
-    """Return the model spec with these attention specs, by site."""
-    stacks = []
-    for stack in model_spec.stacks:
-        blocks = [
-            replace(
-                block,
-                **{role: specs[f"{stack.name}.{depth}.{role}"] for role in block.attention_specs},
-            )
-            for depth, block in enumerate(stack.layers)
-        ]
-        stacks.append(replace(stack, runs=group_blocks(blocks)))
-    return replace(model_spec, stacks=tuple(stacks))
 
 
 def _site_tensors(form: CanonicalForm, site: str, spec: AttentionSpec) -> dict[str, Tensor]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from ...models import Transformer
 from ...models.generation import eval_mode, max_positions as known
 from ...models.transformer import ModelCache
 from ...util.errors import SpecError
+from .model_comparison import JsonRecord, dtype_name, parameter_dtype
 
 COUNTED_LENGTH = 512  # default number of tokens for FLOPs and cache
 COUNTED_BYTES = 4  # bytes per number in cost estimates; replaced by the element size of the model
@@ -35,6 +36,7 @@ COUNTED_BYTES = 4  # bytes per number in cost estimates; replaced by the element
 class CostPair(NamedTuple):
     """One cost of both models."""
 
+    computed = ("ratio",)
     name: str
     unit: str
     before: int
@@ -44,11 +46,6 @@ class CostPair(NamedTuple):
     def ratio(self) -> float | None:
         """After divided by before; None if before is 0."""
         return self.after / self.before if self.before else None
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        return {**self._asdict(), "ratio": self.ratio}
 
 
 class AttentionSize(NamedTuple):
@@ -74,8 +71,16 @@ class AttentionSize(NamedTuple):
         )
 
 
+class SizeChange(NamedTuple):
+    """Size of one attention in both models."""
+
+    site: str
+    before: AttentionSize
+    after: AttentionSize
+
+
 @dataclass(frozen=True)
-class CostComparison:
+class CostComparison(JsonRecord):
     """Costs of both models for one sequence of `length` tokens, and the sizes of every attention
     that changed.
     """
@@ -84,36 +89,11 @@ class CostComparison:
     source_length: int | None
     dtype: str
     costs: tuple[CostPair, ...]
-    sites: Mapping[str, tuple[AttentionSize, AttentionSize]]
+    sites: tuple[SizeChange, ...]
 
     def get_cost(self, name: str) -> CostPair:
         """Return the cost of this name."""
         return next(pair for pair in self.costs if pair.name == name)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        sites = [
-            {"site": site, "before": before._asdict(), "after": after._asdict()}
-            for site, (before, after) in self.sites.items()
-        ]
-        values = {"length": self.length, "source": self.source_length, "dtype": self.dtype}
-        return values | {"numbers": [pair.data for pair in self.costs], "sites": sites}
-
-    @property
-    def summary(self) -> str:
-        """One sentence: parameters and cache bytes saved."""
-        changes: dict[str, list[str]] = {"Saved": [], "Added": []}
-        for pair in self.costs:
-            what = {"parameters": "parameters", "cache per token": "cache bytes per token"}
-            if pair.name in what and pair.before:
-                saved = pair.before - pair.after
-                amount = f"{saved:,} of" if saved >= 0 else f"{-saved:,} to"
-                share = f"{abs(saved) / pair.before:.1%}"
-                text = f"{amount} {pair.before:,} {what[pair.name]} ({share})"
-                changes["Saved" if saved >= 0 else "Added"].append(text)
-        sentences = [f"{verb}: {' and '.join(parts)}." for verb, parts in changes.items() if parts]
-        return " ".join(sentences)
 
     @property
     def uncut_cache_notes(self) -> list[str]:
@@ -121,7 +101,7 @@ class CostComparison:
         ones.
         """
         sites_by_note: dict[str, list[str]] = {}
-        for site, (before, after) in self.sites.items():
+        for site, before, after in self.sites:
             is_uncut = before.remembered == after.remembered > 0
             if after.heads < before.heads and is_uncut:
                 removed = f"{before.heads - after.heads} of {before.heads} heads removed"
@@ -166,16 +146,16 @@ def compare_cost(
                 "Rebuild it from its spec"
             )
     after_specs = dict(after.spec.attention_specs())
-    changed = dict[str, tuple[AttentionSize, AttentionSize]]()
-    for site, spec in before.spec.attention_specs():
-        pair = (AttentionSize.of_spec(spec), AttentionSize.of_spec(after_specs.get(site)))
-        changed |= {site: pair} if pair[0] != pair[1] else {}
+    sizes = [
+        SizeChange(site, AttentionSize.of_spec(spec), AttentionSize.of_spec(after_specs.get(site)))
+        for site, spec in before.spec.attention_specs()
+    ]
     return CostComparison(
         length=estimates["before"].full_call.tokens,
         source_length=workload.source if len(before.spec.stacks) > 1 else None,
-        dtype=str(next(before.parameters()).dtype).removeprefix("torch."),
+        dtype=dtype_name(parameter_dtype(before)),
         costs=tuple(_iter_costs(nets, estimates)),
-        sites=changed,
+        sites=tuple(size for size in sizes if size.before != size.after),
     )
 
 
@@ -473,6 +453,7 @@ class PhaseSpeed:
     and without weights.
     """
 
+    computed: ClassVar = ("verdict",)
     phase: str
     unit: str
     before: float
@@ -500,14 +481,9 @@ class PhaseSpeed:
         """True if the rounds are many and similar enough for the speedup to mean something."""
         return self.rounds >= MIN_ROUNDS and self.spread <= MAX_SPREAD
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        return asdict(self) | {"peak_bytes": list(self.peak_bytes), "verdict": self.verdict}
-
 
 @dataclass(frozen=True)
-class SpeedComparison:
+class SpeedComparison(JsonRecord):
     """Speed of every phase, with the workload and the machine."""
 
     phases: tuple[PhaseSpeed, ...]
@@ -516,17 +492,6 @@ class SpeedComparison:
     steps: int
     machine: str
     notes: tuple[str, ...] = ()
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        values = {
-            "batch": self.batch,
-            "length": self.length,
-            "steps": self.steps,
-            "machine": self.machine,
-        }
-        return values | {"phases": [phase.data for phase in self.phases], "notes": list(self.notes)}
 
 
 def compare_speed(

@@ -4,11 +4,11 @@ up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,53 @@ from ...observe.inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
 from ...observe.inspect.hooks import ModelRun, record_modules
 from ...observe.inspect.model_inputs import ModelInputs, prepare_inputs
 from ...util.errors import suggest
+
+# --- Records as JSON ------------------------------------------------------------------------------
+
+# Fields with another name in JSON; None leaves a field out.
+JSON_NAMES: Mapping[str, str | None] = {
+    "costs": "numbers",
+    "curves": "lines",
+    "max_loss_increase": "allowed",
+    "num_heads": "left",
+    "num_positions": "places",
+    "num_texts": "texts",
+    "source_length": "source",
+    "text_counts": None,
+    "top1_match": "same_likeliest",
+}
+
+
+class JsonRecord:
+    """Base class of dataclasses that are written as JSON."""
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The fields, and the properties in `computed`, as JSON-serialisable values."""
+        return to_data(self)
+
+
+def to_data(value: Any) -> Any:
+    """Return a record as JSON-serialisable values: NaN and infinities are None.
+
+    >>> to_data(CosineSummary(0.5, float("nan")))
+    {'mean': 0.5, 'low': None}
+    """
+    kind: Any = type(value)
+    is_record = is_dataclass(kind)
+    names = [one.name for one in fields(kind)] if is_record else getattr(kind, "_fields", ())
+    if names:
+        names = (*names, *getattr(kind, "computed", ()))
+        json_names = {name: JSON_NAMES.get(name, name) for name in names}
+        return {key: to_data(getattr(value, name)) for name, key in json_names.items() if key}
+    if isinstance(value, Mapping):
+        return {str(name): to_data(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_data(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- Runs -----------------------------------------------------------------------------------------
 
 
 class OutputAndStates(NamedTuple):
@@ -84,7 +131,7 @@ class CosineSummary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelAgreement:
+class ModelAgreement(JsonRecord):
     """Cosine similarity of hidden states after every layer and of outputs.
 
     For models with logits also the fraction of positions with the same most likely output, and the
@@ -95,17 +142,6 @@ class ModelAgreement:
     output: CosineSummary
     top1_match: float | None = None
     kl: float | None = None
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        layers = {name: cosine._asdict() for name, cosine in self.layers.items()}
-        return {
-            "layers": layers,
-            "output": self.output._asdict(),
-            "same_likeliest": self.top1_match,
-            "kl": self.kl,
-        }
 
 
 @dataclass
@@ -190,13 +226,14 @@ ABLATION = "heads ablated vs. removed"
 
 
 @dataclass(frozen=True)
-class OutputDifference:
+class OutputDifference(JsonRecord):
     """Largest absolute difference of two models' outputs over texts; `largest` is the largest
     absolute output.
 
     `tolerance` is relative to the largest output.
     """
 
+    computed: ClassVar = ("allowed", "same")
     what: str
     apart: float
     largest: float
@@ -214,15 +251,15 @@ class OutputDifference:
         """True if the difference is within the tolerance."""
         return self.apart <= self.allowed
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        return asdict(self) | {"allowed": self.allowed, "same": self.same}
-
 
 def parameter_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of a model's first parameter."""
     return next(model.parameters()).dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:
@@ -285,13 +322,31 @@ def compare_outputs(
     first, second = models
     own_dtype = parameter_dtype(first)
     dtype = dtype or full_precision(own_dtype)
-    inputs = _iter_inputs(first, examples if dtype == own_dtype else examples[:1], dtype)
-    runs = (
-        partial(_run_in_dtype, dtype, first, patches),
-        partial(_run_in_dtype, dtype, second, NO_PATCHES),
-    )
+    difference = 0.0
+    largest = 0.0
+    texts = examples if dtype == own_dtype else examples[:1]
+    for number, example in enumerate(texts):
+        inputs = prepare_inputs(first, example.model_inputs, 0)
+        inputs = replace(
+            inputs,
+            args=tuple(v.to(dtype) if is_float_tensor(v) else v for v in inputs.args),
+            kwargs={
+                name: v.to(dtype) if is_float_tensor(v) else v for name, v in inputs.kwargs.items()
+            },
+        )
+        expected = _run_in_dtype(dtype, first, patches, inputs)
+        actual = _run_in_dtype(dtype, second, NO_PATCHES, inputs)
+        if expected.shape != actual.shape:
+            shapes = f"{list(expected.shape)} and {list(actual.shape)}"
+            raise ValueError(
+                f"cannot compare outputs of shapes {shapes} on text {number}. Give models with "
+                "equal outputs"
+            )
+        apart = (expected.double() - actual.to(expected.device).double()).abs().max()
+        difference = max(difference, float(apart))
+        largest = max(largest, float(expected.abs().max()))
     tolerance = DOUBLE_TOLERANCE if dtype == torch.float64 else OUTPUT_TOLERANCE
-    return OutputDifference(what, *_max_difference(inputs, *runs), _dtype_name(dtype), tolerance)
+    return OutputDifference(what, difference, largest, len(texts), dtype_name(dtype), tolerance)
 
 
 def compare_ablated(
@@ -343,7 +398,7 @@ def compare_weights(what: str, after: Transformer, exact: Transformer) -> Output
         wide = expected[name]
         error = (parameter.detach().to(wide) - wide).abs().max() / wide.abs().max().clamp_min(1e-30)
         difference = max(difference, float(error))
-    return OutputDifference(what, difference, 1.0, 0, _dtype_name(dtype), torch.finfo(dtype).eps)
+    return OutputDifference(what, difference, 1.0, 0, dtype_name(dtype), torch.finfo(dtype).eps)
 
 
 def build_ablations(
@@ -388,47 +443,6 @@ def _run_in_dtype(
         return compute_output(model, inputs)
 
 
-def _iter_inputs(
-    net: Transformer, examples: Sequence[Example], dtype: torch.dtype
-) -> Iterator[ModelInputs]:
-    """Yield the inputs of every example, with floating-point tensors in this dtype."""
-    for example in examples:
-        inputs = prepare_inputs(net, example.model_inputs, 0)
-        yield replace(
-            inputs,
-            args=tuple(_cast_floats(value, dtype) for value in inputs.args),
-            kwargs={name: _cast_floats(value, dtype) for name, value in inputs.kwargs.items()},
-        )
-
-
-def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _max_difference(
-    inputs_of_texts: Iterator[ModelInputs],
-    call_first: Callable[[ModelInputs], Tensor],
-    call_second: Callable[[ModelInputs], Tensor],
-) -> tuple[float, float, int]:
-    """Return the largest difference, the largest absolute output, and the number of texts."""
-    difference = 0.0
-    largest = 0.0
-    count = 0
-    for count, inputs in enumerate(inputs_of_texts, 1):
-        first = call_first(inputs)
-        second = call_second(inputs)
-        if first.shape != second.shape:
-            shapes = f"{list(first.shape)} and {list(second.shape)}"
-            raise ValueError(
-                f"cannot compare outputs of shapes {shapes} on text {count - 1}. Give models with "
-                "equal outputs"
-            )
-        difference = max(
-            difference, float((first.double() - second.to(first.device).double()).abs().max())
-        )
-        largest = max(largest, float(first.abs().max()))
-    return difference, largest, count
+def is_float_tensor(value: Any) -> bool:
+    """Return True for a tensor of floating-point numbers."""
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from ...util.output_paths import FolderKind
 from .efficiency import CostComparison, SpeedComparison, TimingOptions, compare_cost, compare_speed
 from .model_comparison import (
     AgreementAccumulator,
+    JsonRecord,
     ModelAgreement,
     ModelCall,
     OutputDifference,
@@ -39,6 +39,7 @@ from .model_comparison import (
     compare_outputs,
     compare_weights,
     compute_output_and_states,
+    dtype_name,
     full_precision,
     parameter_dtype,
 )
@@ -75,11 +76,6 @@ class ChangedExample:
     target: str
     output_before: str
     output_after: str
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        return asdict(self)
 
 
 class TextChange(NamedTuple):
@@ -163,7 +159,7 @@ PROOF_PAGE = "PROOF.md"
 
 
 @dataclass(frozen=True)
-class ModelProof:
+class ModelProof(JsonRecord):
     """Result of all comparisons of a model before and after a change.
 
     `what` is the change in a sentence and `keep` the heads kept by site. `equal` has the
@@ -173,6 +169,7 @@ class ModelProof:
     states and outputs.
     """
 
+    computed: ClassVar = ("holds",)
     model: str
     what: str
     keep: Mapping[str, tuple[int, ...]]
@@ -184,7 +181,7 @@ class ModelProof:
     agreement: ModelAgreement
     examples: tuple[ChangedExample, ...]
     command: str = ""
-    versions: Mapping[str, str] | None = None
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
     rounding: tuple[OutputDifference, ...] = ()
 
@@ -196,43 +193,13 @@ class ModelProof:
     @property
     def data(self) -> dict[str, Any]:
         """The proof as JSON-serialisable values; NaN and infinities are None."""
-        values = {
-            "version": PROOF_VERSION,
-            "model": self.model,
-            "what": self.what,
-            "command": self.command,
-            "texts": self.num_texts,
-            "keep": {site: list(heads) for site, heads in self.keep.items()},
-            "holds": self.holds,
-            "equal": [difference.data for difference in self.equal],
-            "rounding": [asdict(difference) for difference in self.rounding],
-            "savings": self.savings.data,
-            "speeds": self.speeds.data,
-            "quality": self.quality.data,
-            "agreement": self.agreement.data,
-            "examples": [example.data for example in self.examples],
-            "versions": dict(self.versions or {}),
-            "notes": list(self.notes),
-        }
-        return replace_non_finite(values)
+        rounding = [asdict(difference) for difference in self.rounding]
+        return {"version": PROOF_VERSION, **super().data, "rounding": rounding}
 
 
 PROOF_FOLDER = FolderKind(
     "folder of a model", (PROOF_JSON, RECORD_FILE, MANIFEST_FILE, "config.json")
 )
-
-
-def replace_non_finite(value: Any) -> Any:
-    """Return JSON-serialisable values with None for every NaN and infinity.
-
-    >>> replace_non_finite({"a": [1.5, float("nan")]})
-    {'a': [1.5, None]}
-    """
-    if isinstance(value, Mapping):
-        return {name: replace_non_finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [replace_non_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- Comparison -----------------------------------------------------------------------------------
@@ -360,7 +327,7 @@ def check_surgery(
     exact = options.exact_change() if options.exact_change and is_rounded else None
     equal = list[OutputDifference]()
     rounding = list[OutputDifference]()
-    in_own_dtype = f"same comparison in {str(dtype).removeprefix('torch.')}"
+    in_own_dtype = f"same comparison in {dtype_name(dtype)}"
     if options.keep:
         equal += compare_ablated(full, exact or changed, texts, options.keep, options.replacements)
         patches = build_ablations(full, options.keep, options.replacements)

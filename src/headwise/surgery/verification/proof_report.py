@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ...report.data import Column, Estimate, Page, Table
-from ...report.numbers import NO_SPREAD, format_bytes, format_count, format_number, format_share
+from ...report.numbers import format_bytes, format_count, format_number, format_share
 from ...report.render import make_page, to_markdown, to_text
-from ...report.text import wrap
+from ...util.errors import pluralise
 from ...util.escaping import escape_terminal
 from ...util.files import write_atomically
 from ...util.output_paths import check_output
 from .efficiency import CostPair, PhaseSpeed
 from .model_comparison import DOUBLE_TOLERANCE, OUTPUT_TOLERANCE
 from .proof import PROOF_FOLDER, PROOF_JSON, PROOF_PAGE, ChangedExample, ModelProof
-from .quality_metrics import MAX_EQUAL_CHANGE, MetricRow, describe_change
+from .quality_metrics import MAX_EQUAL_CHANGE, describe_change
 
 MAX_LINE_LENGTH = 240  # characters of a text that are shown
 
@@ -39,45 +39,38 @@ def render_proof(proof: ModelProof) -> str:
 
 def render_summary(proof: ModelProof) -> str:
     """Return the summary for a terminal: plain text, 80 columns."""
-    lines = [to_text(f"{_one_line(proof.model)}: {_one_line(proof.what)}"), ""]
-    for sentence in iter_summary(proof):
-        lines += wrap(sentence, indent="  ")
-    return "\n".join([*lines, *(to_text(f"note: {_one_line(note)}") for note in proof.notes)])
+    title = f"{_one_line(proof.model)}: {_one_line(proof.what)}"
+    notes = [f"note: {_one_line(note)}" for note in proof.notes]
+    return "\n".join(map(to_text, [title, "", summary_table(proof), *notes]))
 
 
 def _one_line(text: str) -> str:
     return escape_terminal(text, MAX_LINE_LENGTH)
 
 
-def iter_summary(proof: ModelProof) -> Iterator[str]:
-    """Yield a summary of the proof, one sentence per comparison."""
+def summary_table(proof: ModelProof) -> Table:
+    """Return the results of all comparisons, one a row: both models and the verdict."""
+    rows = list[tuple[str | None, ...]]()
     if proof.equal:
         outputs = [difference for difference in proof.equal if difference.texts]
         worst = max(outputs, key=lambda difference: difference.apart / (difference.allowed or 1.0))
-        checks = f"{len(proof.equal)} check{'s' if len(proof.equal) > 1 else ''}"
         result = "equal up to rounding" if proof.holds else "NOT equal"
-        yield f"Outputs in {checks}: {result} (largest difference {worst.apart:.1e}, {worst.what})."
-    yield proof.savings.summary
+        result = f"{result}, {worst.apart:.1e}"
+        rows.append((f"outputs, {pluralise(len(proof.equal), 'check')}", None, None, result))
+    for pair in proof.savings.costs:
+        if pair.name in ("parameters", "cache per token"):
+            name, before, after, ratio = _cost_row(pair)
+            rows.append((name, before, after, "" if ratio is None else f"{ratio - 1:+.1%}"))
     for phase in proof.speeds.phases:
-        factor = f"{phase.speedup:.2f} times as fast (" if phase.has_verdict else ""
-        yield f"{phase.phase.capitalize()}: {factor}{phase.verdict}{')' if factor else ''}."
-    first, *others = proof.quality.rows
-    objective = proof.quality.objective
-    name = first.name if first.name == objective else f"{objective} {first.name}"
-    yield f"{_describe_change(name, first)}, over {proof.quality.texts} texts."
-    yield from (f"{_describe_change(row.name, row)}." for row in others if "/" not in row.name)
-
-
-def _describe_change(name: str, row: MetricRow) -> str:
-    name = _one_line(name[:1].upper() + name[1:])
-    interval = row.after if row.before is None or row.change is None else row.change
-    spread = NO_SPREAD
-    if interval.low < interval.high:
-        spread = f"{format_number(interval.low)} to {format_number(interval.high)}"
-    if row.before is None or row.change is None:
-        return f"{name} {format_number(row.after.value)} ({spread})"
-    values = f"{format_number(row.before.value)} -> {format_number(row.after.value)}"
-    return f"{name} {values}: {describe_change(row)} (change {spread})"
+        name, before, after, factor, *_ = _speed_row(phase)
+        verdict = phase.verdict.partition(":")[0]
+        rows.append((name, before, after, f"{verdict}, {factor}" if factor else verdict))
+    for row in proof.quality.rows:
+        if "/" not in row.name:
+            before = None if row.before is None else format_number(row.before.value)
+            result = describe_change(row)
+            rows.append((_one_line(row.name), before, format_number(row.after.value), result))
+    return Table("", ("", "before", "after", "result"), rows)
 
 
 # --- Page -----------------------------------------------------------------------------------------
@@ -86,7 +79,7 @@ def _describe_change(name: str, row: MetricRow) -> str:
 def make_proof_page(proof: ModelProof) -> Page:
     """Return the proof as a page of tables."""
     examples = [line for example in proof.examples for line in _example_lines(example)]
-    versions = ", ".join(f"{name} {version}" for name, version in (proof.versions or {}).items())
+    versions = ", ".join(f"{name} {version}" for name, version in proof.versions.items())
     notes = [
         "All numbers are in proof.json, with the heads that were kept.",
         versions,
@@ -95,7 +88,7 @@ def make_proof_page(proof: ModelProof) -> Page:
     command = [_one_line(proof.command)] if proof.command else []
     return make_page(
         f"{_one_line(proof.model)}: report of the changed model",
-        ("Summary", [list(iter_summary(proof))]),
+        ("Summary", [summary_table(proof)]),
         (
             "Equality checks",
             [_equality_table(proof) if proof.equal else "No equality was checked."],
@@ -162,7 +155,7 @@ def _cost_row(pair: CostPair) -> tuple[Any, ...]:
 def _site_table(proof: ModelProof) -> Table:
     """Sizes of the attentions that changed."""
     rows = list[tuple[str, ...]]()
-    for site, (before, after) in proof.savings.sites.items():
+    for site, before, after in proof.savings.sites:
         pairs = zip(before, after, strict=True)
         cells = [f"{old:,}" if old == new else f"{old:,} -> {new:,}" for old, new in pairs]
         rows.append((site, *cells))

@@ -36,7 +36,7 @@ from ...training.data.translation import (
     make_bleu,
 )
 from ...util.errors import pluralise
-from .model_comparison import compute_output
+from .model_comparison import JsonRecord, compute_output
 
 LOSS = "loss"
 PERPLEXITY = "perplexity"
@@ -69,18 +69,9 @@ class MetricRow(NamedTuple):
     before: IntervalEstimate | None = None
     change: IntervalEstimate | None = None
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        estimates = {"before": self.before, "after": self.after, "change": self.change}
-        return {"name": self.name, "better": self.better} | {
-            name: None if estimate is None else estimate._asdict()
-            for name, estimate in estimates.items()
-        }
-
 
 @dataclass(frozen=True)
-class QualityReport:
+class QualityReport(JsonRecord):
     """Metrics of an objective over `texts` texts with `num_positions` scored positions."""
 
     objective: str
@@ -92,12 +83,6 @@ class QualityReport:
     def row(self, name: str) -> MetricRow:
         """Return the metric of this name."""
         return next(row for row in self.rows if row.name == name)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values."""
-        values = {"objective": self.objective, "texts": self.texts, "places": self.num_positions}
-        return values | {"rows": [row.data for row in self.rows], "notes": list(self.notes)}
 
 
 class TextCounts(NamedTuple):
