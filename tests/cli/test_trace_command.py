@@ -117,7 +117,7 @@ def test_a_source_and_its_target(
         (["ours", "--text", "a", "--sites", "7", "--out", "a.trace"], "has no layer 7"),
         (
             ["ours", "--text", "a", "--budget", "100", "--out", "a.trace"],
-            "beyond a budget of 100 bytes",
+            "beyond a budget of 100 B",
         ),
         (
             ["ours", "--text", "a", "--target", "b", "--out", "a.trace"],

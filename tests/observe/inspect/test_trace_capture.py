@@ -201,7 +201,7 @@ def test_no_hook_remains_and_the_model_is_unchanged():
     with torch.no_grad():
         before = model(**inputs).logits
     methods = {name: vars(Attention)[name] for name in ("head_outputs_and_gates", "attend")}
-    with pytest.raises(SpecError, match=r"beyond a budget of 1\.0 kB; give a larger budget="):
+    with pytest.raises(SpecError, match=r"beyond a budget of 1\.00 kB; give a larger budget="):
         hw.trace(model, inputs, capture=hw.Capture(budget=1000))
     hw.trace(model, inputs)
     assert all(vars(Attention)[name] is method for name, method in methods.items())

@@ -18,13 +18,13 @@ from ...models import families
 from ...models.families import get_weight_names
 from ...models.model_spec import ModelSpec
 from ...util.errors import SpecError
-from .adapters.example_run import find_traced_attention, find_unclear_attention, trace_example
+from .adapters.example_run import UNCLEAR_TRACE, find_traced_attention, trace_example
 from .adapters.native_attention import find_headwise_attention, find_torch_attention
 from .adapters.output_path import edit_place, measure_edit_places
 from .adapters.output_projection import (
+    UNCLEAR_PROJECTION,
     UNKNOWN_STACK,
     find_projected_attention,
-    find_unclear_projections,
     is_within,
     read_positive_int,
 )
@@ -343,8 +343,6 @@ ADAPTERS: tuple[Callable[[nn.Module], Iterator[SiteModule]], ...] = (
     find_torch_attention,
     find_traced_attention,
     find_projected_attention,
-    find_unclear_attention,
-    find_unclear_projections,
 )  # in order of precedence: the first adapter that finds a module is used
 
 
@@ -402,15 +400,22 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
     name.
     """
     check_is_module(model)
+    candidates: list[SiteModule] = []
+    for find in ADAPTERS:
+        candidates += find(model)
+    # unclear modules are listed only where no other adapter found one
+    unclear = (UNCLEAR_TRACE, UNCLEAR_PROJECTION)
+    candidates.sort(key=lambda new: unclear.index(new.adapter) if new.adapter in unclear else -1)
     found: list[SiteModule] = []
-    for adapter in ADAPTERS:
-        paths = [known.site.path for known in found]
-        overlaps = is_within if adapter is find_unclear_attention else _contains
-        for new in adapter(model):
-            if adapter is find_unclear_projections:
-                paths = [known.site.path for known in found]
-            if not any(overlaps(new.site.path, path) for path in paths):
-                found.append(new)
+    paths: list[str] = []
+    adapter = ""
+    for new in candidates:
+        if new.adapter != adapter or adapter == UNCLEAR_PROJECTION:
+            adapter = new.adapter
+            paths = [known.site.path for known in found]
+        overlaps = is_within if adapter == UNCLEAR_TRACE else _contains
+        if not any(overlaps(new.site.path, path) for path in paths):
+            found.append(new)
     modules = model.named_modules(remove_duplicate=False)
     order = {path: number for number, (path, _) in enumerate(modules)}
     found.sort(key=lambda known: order[known.site.path])

@@ -75,19 +75,21 @@ class AttentionLayout(NamedTuple):
     joint_axis: JointAxis | None = None
     separate_heads: bool = False
 
-    @property
-    def sizes(self) -> HeadSizes:
-        """The numbers of heads, and their width."""
-        return HeadSizes(self.num_heads, self.num_kv_heads, self.head_dim)
 
-
+UNCLEAR_TRACE = "unclear trace"
 _LAYOUTS: WeakKeyDictionary[nn.Module, AttentionLayout] = WeakKeyDictionary()
 
 
 def find_traced_attention(model: nn.Module) -> Iterator[SiteModule]:
-    """Yield the sites of modules with traced attention that is understood."""
+    """Yield the sites of modules with traced attention; those whose attention is not understood
+    have no abilities.
+    """
     for path, module, layout in _known_layouts(model):
+        sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
         if layout.reason:
+            impossible = Ability(False, layout.reason)
+            site = make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, observe=impossible)
+            yield SiteModule(site, module, UNCLEAR_TRACE)
             continue
         observe = module_tracer.hook_ability(module)
         reason = edit_place(module).reason
@@ -95,22 +97,10 @@ def find_traced_attention(model: nn.Module) -> Iterator[SiteModule]:
         function = run_separate_heads if layout.separate_heads else run_traced
         projections = projection_overrides(module, layout.num_heads)
         overrides = (ForwardOverride(module, function, (layout,)), *projections)
-        sizes = layout.sizes
         site = make_site(
             path, module, sizes, pattern=layout.pattern, observe=observe, ablate=ablate
         )
         yield SiteModule(site, module, "traced", overrides=overrides)
-
-
-def find_unclear_attention(model: nn.Module) -> Iterator[SiteModule]:
-    """Yield the sites of modules with traced attention that is not understood; they are listed, but
-    have no abilities.
-    """
-    for path, module, layout in _known_layouts(model):
-        if layout.reason:
-            observe = Ability(False, layout.reason)
-            site = make_site(path, module, layout.sizes, pattern=UNKNOWN_PATTERN, observe=observe)
-            yield SiteModule(site, module, "unclear trace")
 
 
 def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:

@@ -292,18 +292,27 @@ SOFTMAX_NAMES = ("softmax", "scaled_dot_product_attention")
 WEIGHTS_NOT_VISIBLE = Ability(
     False, f"its code calls no softmax by name, so its weights cannot be traced; {BY_A_RUN}"
 )
+UNCLEAR_PROJECTION = "unclear projection"
 MISMATCH_REASON = "the input of its projection is not weights @ values"
 
 
 def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
     """Yield the sites of declared modules, and of modules named "...Attention..." whose projection
-    is found by name.
+    is found by name; those whose projection is unclear have no abilities.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
-        declaration = get_declaration(module) or _guess_declaration(path, module, modules)
+        declaration = get_declaration(module)
         if declaration is None:
-            continue
+            guess = _guess_projection(path, module, modules)
+            if guess is None:
+                continue
+            if guess.reason:
+                impossible = Ability(False, f"{guess.reason}; {BY_A_RUN}")
+                site = make_site(path, module, read_head_sizes(module), observe=impossible)
+                yield SiteModule(site, module, UNCLEAR_PROJECTION)
+                continue
+            declaration = AttentionDeclaration(guess.heads, guess.name)
         projection = modules[_projection_path(path, declaration.output_name)]
         declared = declaration.projections
         heads = declaration.heads
@@ -326,33 +335,12 @@ def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
         yield SiteModule(site, projection, "output projection", overrides=overrides)
 
 
-def find_unclear_projections(model: nn.Module) -> Iterator[SiteModule]:
-    """Yield the sites of modules named "...Attention..." whose output projection is unclear; they
-    are listed, but have no abilities.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for path, module in modules.items():
-        guess = None if get_declaration(module) else _guess_projection(path, module, modules)
-        if guess is not None and guess.reason:
-            impossible = Ability(False, f"{guess.reason}; {BY_A_RUN}")
-            site = make_site(path, module, read_head_sizes(module), observe=impossible)
-            yield SiteModule(site, module, "unclear projection")
-
-
 class ProjectionGuess(NamedTuple):
     """Number of heads and path of an output projection, or the reason why it is unclear."""
 
     heads: int
     name: str
     reason: str = ""
-
-
-def _guess_declaration(
-    path: str, module: nn.Module, modules: dict[str, nn.Module]
-) -> AttentionDeclaration | None:
-    """Guess heads and projection from names, if they are clear."""
-    guess = _guess_projection(path, module, modules)
-    return None if guess is None or guess.reason else AttentionDeclaration(guess.heads, guess.name)
 
 
 def _guess_projection(
