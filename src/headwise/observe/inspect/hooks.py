@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -344,9 +344,13 @@ def hook_sites(
             _RUNNING_FORWARDS.reset(token)
 
 
-@cache
+_CALL_PATCHES: dict[type, SharedPatch] = {}
+
+
 def _call_patch(kind: type) -> SharedPatch:
-    return patch_method(kind, "__call__", partial(_wrap_call, kind))
+    if kind not in _CALL_PATCHES:
+        _CALL_PATCHES[kind] = patch_method(kind, "__call__", partial(_wrap_call, kind))
+    return _CALL_PATCHES[kind]
 
 
 def _wrap_call(kind: type, original: Function) -> Function:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from threading import Lock
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -128,9 +128,13 @@ def override_forwards(overrides: Sequence[ForwardOverride]) -> Iterator[None]:
             _ACTIVE_OVERRIDES.reset(token)
 
 
-@cache
+_FORWARD_PATCHES: dict[type, SharedPatch] = {}
+
+
 def _forward_patch(owner: type) -> SharedPatch:
-    return patch_method(owner, "forward", _wrap_forward)
+    if owner not in _FORWARD_PATCHES:
+        _FORWARD_PATCHES[owner] = patch_method(owner, "forward", _wrap_forward)
+    return _FORWARD_PATCHES[owner]
 
 
 def _wrap_forward(original: Function) -> Function:

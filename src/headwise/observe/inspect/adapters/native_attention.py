@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -173,6 +173,7 @@ class HeadwiseCall(ObservedCall):
         self.signature = signature
         self.steps = steps
         self.mask, self.inputs = backends.gather_pages(mask, inputs)
+        self._by_head: CoreInputs | None = None
 
     def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
         if backends.is_softmax_with_bias(self.signature):
@@ -185,11 +186,13 @@ class HeadwiseCall(ObservedCall):
         backends.make_dispatch(signature).attend(*sliced, self.steps, probe)
         return probe.tensors["weights"][..., keys]
 
-    @cached_property
+    @property
     def _inputs_by_head(self) -> CoreInputs:
         """Inputs with the keys stored contiguously by head, for repeated reads by bands."""
-        by_head = self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
-        return self.inputs._replace(k=by_head)
+        if self._by_head is None:
+            by_head = self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
+            self._by_head = self.inputs._replace(k=by_head)
+        return self._by_head
 
     def allowed_pairs(self, queries: slice = ALL) -> Tensor:
         return _slice_call(self.mask, self.inputs, queries)[0].allowed
@@ -231,7 +234,7 @@ class HeadwiseCall(ObservedCall):
         )
 
     @property
-    def key_positions(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def key_positions(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride] - computed
         """Positions of the keys, -1 for an empty slot; None unless all rows have the same positions
         and one segment.
         """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from inspect import unwrap
 from typing import Any
 
@@ -82,11 +82,15 @@ def uses_interface(kind: type[nn.Module]) -> bool:
     return code is not None and INTERFACE_GETTER in code.co_names
 
 
-@cache
-def _interface_patch() -> SharedPatch:
-    from transformers.modeling_utils import AttentionInterface
+_INTERFACE_PATCHES: list[SharedPatch] = []
 
-    return patch_method(AttentionInterface, INTERFACE_GETTER, _wrap_getter)
+
+def _interface_patch() -> SharedPatch:
+    if not _INTERFACE_PATCHES:
+        from transformers.modeling_utils import AttentionInterface
+
+        _INTERFACE_PATCHES.append(patch_method(AttentionInterface, INTERFACE_GETTER, _wrap_getter))
+    return _INTERFACE_PATCHES[0]
 
 
 def _wrap_getter(original: Function) -> Function:
