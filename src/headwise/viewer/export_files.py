@@ -308,7 +308,7 @@ def draw_head(view: OpenModel, scope: ExportScope) -> Figure:
     title = f"{view.name}: {scope.site} head {scope.head}"
     weights = tile.weights / 255
     if scope.form == "lines" and max(map(len, words)) <= MAX_LINE_TOKENS:
-        return Figure(title, [Links(*words, {scope.lens: weights})])
-    axes = (f"key ({layer.key_stream})", f"query ({layer.query_stream})")
+        return Figure(title, [Links(words[0], words[1], {scope.lens: weights})])
+    names = (f"key ({layer.key_stream})", f"query ({layer.query_stream})")
     scale = f"{scope.lens}; 1 is {tile.scale:.3g}; strength of colour: the square root"
-    return Figure(title, [HeatMap(weights, *words, "", *axes)], scale_label=scale)
+    return Figure(title, [HeatMap(weights, words[0], words[1], "", *names)], scale_label=scale)
