@@ -17,9 +17,11 @@ import pytest
 import headwise as hw
 from headwise import cli
 from headwise.attention.backends import backend_report
+from headwise.cli import argument_checks
 from headwise.costs.activations import BACKEND_PROFILES
 from headwise.hub import pretrained_models
 from headwise.models import save_load
+from headwise.models.model_spec import serialization
 from headwise.viewer import model_targets, view
 
 # The files that the arguments name; `model` looks like a folder of a model, so that only loading it
@@ -174,3 +176,7 @@ def test_help_lists_every_name(
         cli.main([command, "--help-all"])
     entry = capsys.readouterr().out.partition(f"  {option} ")[2].partition("  --")[0]
     assert [name for name in names if name not in entry] == []
+
+
+def test_the_manifest_has_the_name_of_the_library():
+    assert argument_checks.MANIFEST_FILE == serialization.MANIFEST_FILE

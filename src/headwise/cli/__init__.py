@@ -1,6 +1,6 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune` and
+The commands `demo`, `view`, `learn`, `cost`, `train`, `study`, `heads`, `trace`, `prune` and
 `convert` are modules of these names; the package `run` holds the largest, and
 `describe` the four that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
 

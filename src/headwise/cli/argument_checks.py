@@ -11,14 +11,13 @@ from .arguments import DESCRIPTION_SUFFIXES, PRESETS, read_description
 from .options import UsageError
 
 CONFIG_FILE = "config.json"
+MANIFEST_FILE = "headwise.toml"  # that of headwise.models.model_spec, which imports torch
 
 
 def check_model_path(_: str, name: str) -> None:
     """Raise unless `name` is a folder with a model, or a file that may hold one; specs and presets
     have no weights.
     """
-    from ..models.model_spec.serialization import MANIFEST_FILE
-
     path = Path(name)
     if path.is_dir():
         if not any((path / file).is_file() for file in (MANIFEST_FILE, CONFIG_FILE)):

@@ -85,15 +85,9 @@ class Options:
 
     def __post_init__(self) -> None:
         given = self.given
-        choices = _collect(type(self), "choices")
         for each in fields(self):
-            flag = given.get(each.name)
-            value = getattr(self, each.name)
-            for item in value if isinstance(value, tuple) else (value,):
-                if flag is not None and item is not None:
-                    check_value(_kind(each), flag, item)
-                    if each.name in choices:
-                        check_choice(flag, item, choices[each.name].split())
+            if each.name in given:
+                self._check_values(each, given[each.name])
         for name, needed in _collect(type(self), "needs").items():
             for other in needed.split() if name in given else ():
                 self.require(name, other)
@@ -105,6 +99,15 @@ class Options:
         for name, kind in _collect(type(self), "outputs").items():
             if getattr(self, name) is not None:
                 check_output(getattr(self, name), look_up(kind), self.existing)
+
+    def _check_values(self, each: Field[Any], flag: str) -> None:
+        value = getattr(self, each.name)
+        choices = _collect(type(self), "choices").get(each.name, "").split()
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is not None:
+                check_value(_kind(each), flag, item)
+            if item is not None and choices:
+                check_choice(flag, item, choices)
 
     def check(self) -> None:
         """Refuse options that do not go together."""

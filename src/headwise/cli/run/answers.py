@@ -97,9 +97,7 @@ def answer(model: Transformer, args: Any, kind: str) -> int:
                 data = {"error": line.error} if line.error else found.data
                 rows.append({"line": line.number, answerer.input_name: line.text, **data})
             else:
-                for text in found.lines:
-                    print_page(text)
-                sys.stdout.flush()
+                _print_lines(found.lines)
     is_complete = references is None or len(references) == len(texts)
     if args.json:
         scores = {}
@@ -110,6 +108,12 @@ def answer(model: Transformer, args: Any, kind: str) -> int:
     if references is not None and not (args.json and is_complete):
         print_note(_format_scores(_score(texts, references, args)))
     return 2 if lines.num_failed else 0
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for text in lines:
+        print_page(text)
+    sys.stdout.flush()
 
 
 # --- Texts ----------------------------------------------------------------------------------------
