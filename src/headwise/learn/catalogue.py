@@ -123,15 +123,17 @@ def judge(holds: bool, *, figure: str = "", **numbers: Number) -> Outcome:
     return Outcome(Verdict.HOLDS if holds else Verdict.WRONG, numbers, figure)
 
 
-def judge_condition(holds: bool, holds_without: bool, **numbers: Number) -> Outcome:
+def judge_condition(
+    holds: bool, holds_without: bool, *, figure: str = "", **numbers: Number
+) -> Outcome:
     """An outcome for a statement that needs a condition: it must hold with the condition.
 
     `holds_without` is whether it also holds where the condition is broken; then the condition is
     not needed.
     """
     if not holds:
-        return Outcome(Verdict.WRONG, numbers)
-    return Outcome(Verdict.HOLDS if holds_without else Verdict.HOLDS_IF, numbers)
+        return Outcome(Verdict.WRONG, numbers, figure)
+    return Outcome(Verdict.HOLDS if holds_without else Verdict.HOLDS_IF, numbers, figure)
 
 
 UNEXPECTED = Text(
