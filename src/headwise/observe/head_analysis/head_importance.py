@@ -117,14 +117,8 @@ def estimate_importance(
     ('next-token', 5, [('decoder.0.attention', 0), ('decoder.0.attention', 1)])
     """
     check_time = make_time_check(options.max_seconds)
-    if isinstance(method, str):
-        if method not in IMPORTANCE_METHODS:
-            raise ValueError(f"unknown method {method!r}; {suggest(method, IMPORTANCE_METHODS)}")
-        method = IMPORTANCE_METHODS[method]
     sites = require_ability(model, "ablate")
-    reason = method.unsupported_reason(model)
-    if reason:
-        raise ValueError(f"cannot use method {method.name!r}: {reason}")
+    method = _resolve_method(model, method)
     distinct = DistinctExamples(examples)
     sampled, notes = _sample_examples(distinct, options)
     first = next(sampled, None)
@@ -175,6 +169,18 @@ def estimate_importance(
         rate_heads(sites, units, options, method.is_tested),
         tuple(note for note in notes if note),
     )
+
+
+def _resolve_method(model: nn.Module, method: str | ImportanceMethod) -> ImportanceMethod:
+    """The method of this name; refuses one that cannot be used on the model."""
+    if isinstance(method, str):
+        if method not in IMPORTANCE_METHODS:
+            raise ValueError(f"unknown method {method!r}; {suggest(method, IMPORTANCE_METHODS)}")
+        method = IMPORTANCE_METHODS[method]
+    reason = method.unsupported_reason(model)
+    if reason:
+        raise ValueError(f"cannot use method {method.name!r}: {reason}")
+    return method
 
 
 def _read_inputs(

@@ -54,7 +54,7 @@ class _Operation(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, relevance: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, relevance: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - torch
         shares = ctx.rule(relevance)
         total = relevance.sum()
         propagated = torch.stack([share.sum() for share in shares]).sum()
@@ -67,7 +67,7 @@ class _Operation(torch.autograd.Function):
 
 def _record(value: Tensor, rule: Rule, *inputs: Tensor) -> Tensor:
     with torch.enable_grad():
-        return _Operation.apply(value, rule, *inputs)  # pyright: ignore[reportReturnType]
+        return _Operation.apply(value, rule, *inputs)  # pyright: ignore[reportReturnType] - torch
 
 
 def propagate(out: Tensor, relevance: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -427,7 +427,8 @@ class RelevanceForward:
             h = _run_norm(head.transform_norm, identity(y, head.activation(y)))
         h = h if spec.scale == 1 else identity(h, h * spec.scale)
         # A head may share the embedding table of a stack.
-        weight: Any = self.net.stacks[spec.table].embedding.table if spec.table else head.weight  # pyright: ignore[reportOptionalMemberAccess]
+        embedding = self.net.stacks[spec.table].embedding if spec.table else None
+        weight: Any = head.weight if embedding is None else embedding.table
         weight = weight.double()
         bias = head.get_weight("bias")
         logits = h @ weight.T + (0 if bias is None else bias.double())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -347,14 +347,16 @@ def _layer_states(
     with torch.inference_mode():
         for name, blocks in layers.items():
             states: list[Tensor] = []
-            for layer in blocks:
-                for call in calls[layer]:
-                    x, layer_inputs = call.args
-                    states = states or [x]
-                    y = call.output
-                    if variant is not None:
-                        y = _run_layer_variant(layer, states[-1], layer_inputs, variant)
-                    states.append(y)
+            recorded = chain.from_iterable(
+                zip(repeat(one), calls[one], strict=False) for one in blocks
+            )
+            for layer, call in recorded:
+                x, layer_inputs = call.args
+                states = states or [x]
+                y = call.output
+                if variant is not None:
+                    y = _run_layer_variant(layer, states[-1], layer_inputs, variant)
+                states.append(y)
             if states:
                 states_of_stack[name] = [x[0] for x in states]
     return states_of_stack
