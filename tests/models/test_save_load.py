@@ -21,12 +21,11 @@ from tokenizers.models import WordLevel
 import headwise as hw
 from headwise import cli
 from headwise.models import families, model_spec as bp
-from headwise.models.model_spec.serialization import ModelManifest
+from headwise.models.model_spec.serialization import TOKENIZER_FILE, ModelManifest
 from headwise.models.save_load import (
     CONFIG_FILE,
     MANIFEST_FILE,
     MODEL_CARD_FILE,
-    TOKENIZER_FILE,
     WEIGHTS_FILE,
 )
 
