@@ -163,8 +163,8 @@ def resolve_target(
     from ..attention.spec.attention_spec import AttentionSpec
     from ..models import model_spec
 
-    given = {size: number for size, number in sizes.items() if number is not None}
-    target = _load_target(name, given)
+    chosen_sizes = {size: number for size, number in sizes.items() if number is not None}
+    target = _load_target(name, chosen_sizes)
     if not changes:
         return target
     is_layer = isinstance(target, AttentionSpec)
@@ -217,8 +217,8 @@ def _read_text(name: str) -> str:
         if Path(name).suffix or len(Path(name).parts) > 1:
             fact = f"there is no file {name!r}; give a .toml or .json file, or a preset"
         else:
-            known = suggest(name, [*PRESETS, *PUBLISHED_MODELS])
-            fact = f"there is no preset, file or folder {name!r}; {known}"
+            suggestion = suggest(name, [*PRESETS, *PUBLISHED_MODELS])
+            fact = f"there is no preset, file or folder {name!r}; {suggestion}"
         raise UsageError(fact) from None
     except OSError as error:
         fact = f"{name!r} cannot be read: {error.strerror}"
@@ -299,13 +299,13 @@ def _apply_change(table: dict[str, Any], change: str) -> None:
 
 def _find_key(parent: Any, key: str, path: str) -> Any:
     """Return the key or index of a table or list; refuse one that it does not have."""
-    known = dict(parent) if isinstance(parent, dict) else {}
+    keys = dict(parent) if isinstance(parent, dict) else {}
     if isinstance(parent, list):
-        known = {str(n): n for n in range(len(parent))}
-    if key not in known:
-        remedy = suggest(key, known) if known else "set its parent instead"
+        keys = {str(n): n for n in range(len(parent))}
+    if key not in keys:
+        remedy = suggest(key, keys) if keys else "set its parent instead"
         raise UsageError(f"--set: the spec has no {path!r}; {remedy}")
-    return known[key] if isinstance(parent, list) else key
+    return keys[key] if isinstance(parent, list) else key
 
 
 def parse_value(text: str) -> Any:

@@ -117,13 +117,17 @@ def format_spec(spec: AttentionSpec, data: dict[str, Any]) -> str:
     counts = data["counts"]
     tokens = counts["tokens"]
     cache = data["cache"]
-    kept = cache["keeps"]
+    retention = cache["keeps"]
     constants = f" and {counts['constants']:,} constants" if counts["constants"] else ""
     flops = f"{counts['flops_asked']:,} required, {counts['flops_counted']:,} counted"
     sizes = [f"{size:,}" for size in cache["bytes_per_token"].values()]
     stored = f"{sizes[0]} bytes a token in float32, {sizes[1]} in bfloat16"
-    first = f"the first {kept['first']} and " if kept["first"] else ""
-    keeps = "every token" if kept["last"] is None else f"{first}the last {kept['last']} tokens"
+    first = f"the first {retention['first']} and " if retention["first"] else ""
+    keeps = (
+        "every token"
+        if retention["last"] is None
+        else f"{first}the last {retention['last']} tokens"
+    )
     if cache["bytes_of_state"]:
         stored = f"one state of {cache['bytes_of_state']:,} bytes a row in float32 at any length"
         keeps = "one state, no tokens"

@@ -258,11 +258,11 @@ def run_extras(
         from ..observe.head_analysis.head_redundancy import measure_redundancy
 
         report("comparing heads")
-        found = extras.redundancy = measure_redundancy(model, examples, name=table.model)
-        extras.add("redundancy", found.data, found.table)
+        redundancy = extras.redundancy = measure_redundancy(model, examples, name=table.model)
+        extras.add("redundancy", redundancy.data, redundancy.table)
         if baseline is not None:
-            found = measure_redundancy(baseline, examples, name="random baseline")
-            extras.items.append(found.table)
+            redundancy = measure_redundancy(baseline, examples, name="random baseline")
+            extras.items.append(redundancy.table)
     if args.circuits:
         heads = head_circuits.measure_head_circuits(model)
         extras.add("circuits", [one.data for one in heads], head_circuits.circuit_table(heads))

@@ -101,5 +101,5 @@ def _listed(entry: Entry) -> dict[str, Any]:
 
 def _checked(entry: Entry, result: Result) -> dict[str, Any]:
     reasons = {name: getattr(result, name) for name in ("reason_en", "reason_zh")}
-    found = {"state": result.verdict.value, "numbers": dict(result.numbers)}
-    return _listed(entry) | found | reasons | {"reference": entry.reference}
+    outcome = {"state": result.verdict.value, "numbers": dict(result.numbers)}
+    return _listed(entry) | outcome | reasons | {"reference": entry.reference}

@@ -84,15 +84,15 @@ class Options:
     imports_parts: ClassVar[bool] = True  # False if the command reads no spec or model of the user
 
     def __post_init__(self) -> None:
-        given = self.given
+        set_options = self.given
         for each in fields(self):
-            if each.name in given:
-                self._check_values(each, given[each.name])
+            if each.name in set_options:
+                self._check_values(each, set_options[each.name])
         for name, needed in _collect(type(self), "needs").items():
-            for other in needed.split() if name in given else ():
+            for other in needed.split() if name in set_options else ():
                 self.require(name, other)
         for names in self.excludes:
-            flags = [given[name] for name in names.split() if name in given]
+            flags = [set_options[name] for name in names.split() if name in set_options]
             if len(flags) > 1:
                 raise UsageError(f"{flags[0]} and {flags[1]} exclude each other; leave one out")
         self.check()
@@ -246,11 +246,11 @@ def check_value(kind: str, flag: str, value: Any) -> None:
 
 def check_choice(flag: str, value: str, names: Sequence[str]) -> None:
     """Refuse an unknown name, with the most similar one; "module:NAMES" stands for several."""
-    known: list[str] = []
+    choices: list[str] = []
     for name in names:
-        known += look_up(name) if ":" in name else [name]
-    if value not in known:
-        raise UsageError(f"{flag} {value!r} is unknown; {suggest(value, known)}")
+        choices += look_up(name) if ":" in name else [name]
+    if value not in choices:
+        raise UsageError(f"{flag} {value!r} is unknown; {suggest(value, choices)}")
 
 
 def look_up(name: str) -> Any:

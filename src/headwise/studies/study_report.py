@@ -205,10 +205,10 @@ class StudyReport:
     def _slice_table(self, task: StudyTask, cells: CellsByVariant) -> Table:
         """The metric on each part of the test set and on each further test."""
         metrics = {key: [one.result["metrics"] for one in of_key] for key, of_key in cells.items()}
-        found = set[str]()
+        slices = set[str]()
         for of_variant in metrics.values():
-            found.update(*of_variant)
-        parts = [name for name in found if name.startswith(f"{task.metric}@")]
+            slices.update(*of_variant)
+        parts = [name for name in slices if name.startswith(f"{task.metric}@")]
         parts = sorted(parts, key=lambda name: (len(name), name))
         rows: list[list[Value]] = []
         for variant in cells if parts or task.tests else ():
@@ -326,8 +326,8 @@ def sort_places(places: Collection[str]) -> list[str]:
 
 def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Mean of a value over the records that have it."""
-    found = [record[name] for record in records if record.get(name) is not None]
-    return sum(found) / len(found) if found else None
+    values = [record[name] for record in records if record.get(name) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _count_classes(summaries: Sequence[Mapping[str, Any]]) -> str:

@@ -223,11 +223,11 @@ def _survival_table(curves: PruningCurves, what: str, groups: Mapping[HeadId, st
     for order in curves.orders:
         lines = curves.select_curves(ALL_PARTS, order)
         if len(lines) == 1 and len({*groups.values()}) > 1:
-            kept = [
+            heads_left = [
                 [head for head in groups if head[1] in point.keep.get(head[0], ())]
                 for point in lines[0].points[1:]
             ]
-            rows += [(order, *result) for result in assess_group_survival(groups, kept)]
+            rows += [(order, *result) for result in assess_group_survival(groups, heads_left)]
     note = "p is corrected for all tests of an order (Holm)."
     columns = (
         "order",

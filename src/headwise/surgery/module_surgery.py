@@ -98,17 +98,17 @@ class HeadChange:
     def without(site: AttentionSite, name: str, removed: Iterable[int]) -> HeadChange:
         """The change that removes these query heads, and the key-value heads that no other uses."""
         dropped = set(removed)
-        kept = [head for head in range(site.heads) if head not in dropped]
-        if not kept:
+        heads_left = [head for head in range(site.heads) if head not in dropped]
+        if not heads_left:
             raise SpecError(f"cannot remove all {site.heads} heads of {name}; keep at least one")
-        counts = Counter(head * site.num_kv_heads // site.heads for head in kept)
+        counts = Counter(head * site.num_kv_heads // site.heads for head in heads_left)
         if len(set(counts.values())) > 1:
             shared = ", ".join(map(str, counts.values()))
             raise SpecError(
                 f"cannot prune {name}: its key-value heads would be shared by {shared} query heads;"
                 " keep the same number in each group, or remove whole groups"
             )
-        return HeadChange(site, tuple((h,) for h in kept), tuple((h,) for h in counts))
+        return HeadChange(site, tuple((h,) for h in heads_left), tuple((h,) for h in counts))
 
     def rows(self) -> dict[str, tuple[int, HeadGroups]]:
         """For each projection, its number of blocks of rows, and the blocks that each new one
@@ -273,7 +273,7 @@ def _find_sites(model: nn.Module) -> dict[str, Site]:
         raise SpecError(
             "the model is in train mode, where outputs are random; call model.eval() first"
         )
-    return {found.site.name: found.site for found in find_attention(model)}
+    return {site_module.site.name: site_module.site for site_module in find_attention(model)}
 
 
 def _count_removed(before: nn.Module, after: nn.Module) -> int:

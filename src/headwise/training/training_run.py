@@ -270,9 +270,9 @@ def find_first_non_finite(
         "the gradient of": lambda: gradients[-1] if gradients else None,
     }
     for what, search in searches.items():
-        found = sharded_model.world.first(search())
-        if found:
-            name, rank = found
+        first_name = sharded_model.world.first(search())
+        if first_name:
+            name, rank = first_name
             group = "no weights"
             for group_name, named in groups.items():
                 if any(weight == name or weight.startswith(f"{name}.") for weight in named):
@@ -287,11 +287,11 @@ def _find_first_output(net: nn.Module, forward: Callable[[], Tensor]) -> str | N
     """Name of the first module whose output holds NaN or inf, "the loss" if only that does, or
     None.
     """
-    found: list[str] = []
+    non_finite: list[str] = []
 
     def check_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and not output.isfinite().all():
-            found.append(name)
+            non_finite.append(name)
 
     modules = [(name, module) for name, module in net.named_modules() if name]
     handles = [
@@ -302,9 +302,9 @@ def _find_first_output(net: nn.Module, forward: Callable[[], Tensor]) -> str | N
     finally:
         for handle in handles:
             handle.remove()
-    if not found and not loss.isfinite():
+    if not non_finite and not loss.isfinite():
         return "the loss"
-    return found[0] if found else None
+    return non_finite[0] if non_finite else None
 
 
 # --- The run --------------------------------------------------------------------------------------

@@ -302,8 +302,8 @@ def draw_head(view: OpenModel, scope: ExportScope) -> Figure:
         (layer.key_stream, part.keys, layer.num_keys, tile.weights.shape[1]),
     ):
         start, stop, _ = span.indices(count)
-        known = trace.streams[stream][0].words if stream in trace.streams else ()
-        tokens = [make_visible(word) for word in known] or [str(n) for n in range(count)]
+        stream_words = trace.streams[stream][0].words if stream in trace.streams else ()
+        tokens = [make_visible(word) for word in stream_words] or [str(n) for n in range(count)]
         words.append([tokens[n] for n in make_edges(start, stop, cells)[:-1]])
     title = f"{view.name}: {scope.site} head {scope.head}"
     weights = tile.weights / 255

@@ -91,13 +91,13 @@ def answer(model: Transformer, args: Any, kind: str) -> int:
         answers = answerer.answer(ready) if ready else []
         answer_of_line = dict(zip(numbers, answers, strict=True))
         for line in batch:
-            found = answer_of_line.get(line.number) or answerer.empty(line.number)
-            texts.append(found.text)
+            line_answer = answer_of_line.get(line.number) or answerer.empty(line.number)
+            texts.append(line_answer.text)
             if args.json:
-                data = {"error": line.error} if line.error else found.data
+                data = {"error": line.error} if line.error else line_answer.data
                 rows.append({"line": line.number, answerer.input_name: line.text, **data})
             else:
-                _print_lines(found.lines)
+                _print_lines(line_answer.lines)
     is_complete = references is None or len(references) == len(texts)
     if args.json:
         scores = {}

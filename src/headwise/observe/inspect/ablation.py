@@ -477,9 +477,9 @@ def _make_patch(head: HeadRef, value: object) -> HeadPatch:
         return value
     if not isinstance(value, Tensor) or value.dim() not in (1, 3) or not value.is_floating_point():
         is_tensor = isinstance(value, Tensor)
-        given = f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
+        shape_text = f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
         raise ValueError(
-            f"{head} is given {given}; give a float tensor [head_dim] or [B, T, head_dim], "
+            f"{head} is given {shape_text}; give a float tensor [head_dim] or [B, T, head_dim], "
             "or e.g. hw.Noise()"
         )
     if value.is_meta or not value.isfinite().all():

@@ -186,9 +186,9 @@ class SiteHooks:
         self.model = model
         self.last_queries: tuple[Counter[nn.Module], int, nn.Module, Tensor] | None = None
         self.hook_of_module: dict[nn.Module, SiteHook] = {}
-        for known in site_modules:
-            hook = self.hook_of_module.setdefault(known.module, SiteHook(self, known))
-            hook.hook_of_call[known.call_index] = hooks[known.site.name]
+        for site_module in site_modules:
+            hook = self.hook_of_module.setdefault(site_module.module, SiteHook(self, site_module))
+            hook.hook_of_call[site_module.call_index] = hooks[site_module.site.name]
         paths = model.named_modules(remove_duplicate=False)
         self.module_of_path = {
             path: module for path, module in paths if module in self.hook_of_module
@@ -264,11 +264,11 @@ class SiteHook(AttentionHook):
     num_site_calls = 0
     num_forwards = 0
 
-    def __init__(self, site_hooks: SiteHooks, known: SiteModule) -> None:
+    def __init__(self, site_hooks: SiteHooks, site_module: SiteModule) -> None:
         self.site_hooks = site_hooks
-        self.site = site_hooks.model.get_submodule(known.site.path)
-        self.calls_per_forward = known.calls_per_forward
-        self.name = known.site.name
+        self.site = site_hooks.model.get_submodule(site_module.site.path)
+        self.calls_per_forward = site_module.calls_per_forward
+        self.name = site_module.site.name
         self.hook_of_call: dict[int, AttentionHook] = {}
 
     @property
@@ -332,7 +332,7 @@ def hook_sites(
     """Context in which hooks are installed at sites by name; call `check_all_ran` on the result
     afterwards.
     """
-    hooked = [known for known in sites if known.site.name in hooks]
+    hooked = [site_module for site_module in sites if site_module.site.name in hooks]
     site_hooks = SiteHooks(model, hooked, hooks)
     hooks_by_module = {module: (hook,) for module, hook in site_hooks.hook_of_module.items()}
     patches = map(_call_patch, dict.fromkeys(map(type, site_hooks.modules_below)))

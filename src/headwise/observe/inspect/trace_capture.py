@@ -257,9 +257,9 @@ class CallRecorder(AttentionHook):
         num_recorded = self._count("k")
         num_new = count
         for candidate in (0, queries):
-            known = k_BSGK[:, : count - candidate]
-            fits = self.calls and 0 < known.shape[1] <= num_recorded
-            if fits and candidate < count and self._ends_with(known):
+            k_cached = k_BSGK[:, : count - candidate]
+            fits = self.calls and 0 < k_cached.shape[1] <= num_recorded
+            if fits and candidate < count and self._ends_with(k_cached):
                 num_new = candidate
                 break
         if num_new:
@@ -354,8 +354,10 @@ def trace(
     (3, 3)
     """
     model_inputs = prepare_inputs(model, inputs, max_new_tokens, tokenizer)
-    found = find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
-    sites = _select_sites(model, found, capture)
+    site_modules = (
+        find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
+    )
+    sites = _select_sites(model, site_modules, capture)
     store = CaptureBuffer(capture)
     recorders = {one.site.name: CallRecorder(one.site, store) for one in sites}
     output = ModelRun(model, model_inputs, max_new_tokens).run_with_hooks(sites, recorders)

@@ -225,8 +225,8 @@ class AttentionRecord:
         weights = np.zeros((queries[1] - queries[0], self.num_keys), np.float32)
         for call, rows, start, stop in self._calls_of(queries):
             self.key_indices(call)
-            found = self._call_weights(call, head, row, start, stop, grids)
-            weights[rows, self._key_positions(call)] = found
+            call_weights = self._call_weights(call, head, row, start, stop, grids)
+            weights[rows, self._key_positions(call)] = call_weights
         return weights
 
     def allowed(
@@ -239,16 +239,16 @@ class AttentionRecord:
         allowed = np.zeros((queries[1] - queries[0], self.num_keys), bool)
         for call, rows, start, stop in self._calls_of(queries):
             if call.weights is not None:
-                found = self.arrays[f"weights.{call.weights}"][row, head, start:stop] > 0
+                is_allowed = self.arrays[f"weights.{call.weights}"][row, head, start:stop] > 0
             else:
                 num_keys = call.keys[1] - call.keys[0]
-                found: Array = np.ones((stop - start, num_keys), bool)
+                is_allowed: Array = np.ones((stop - start, num_keys), bool)
                 for number in call.grids:
                     bias = grids[number].unpack_rows(row, head, start, stop)
-                    found &= bias > MASKED_BELOW
+                    is_allowed &= bias > MASKED_BELOW
                 if call.causal:
-                    found &= np.arange(num_keys) <= np.arange(start, stop)[:, None]
-            allowed[rows, self._key_positions(call)] = found
+                    is_allowed &= np.arange(num_keys) <= np.arange(start, stop)[:, None]
+            allowed[rows, self._key_positions(call)] = is_allowed
         return allowed
 
     def _calls_of(

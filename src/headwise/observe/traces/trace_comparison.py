@@ -220,12 +220,12 @@ def compare_traces(
             comparison.sites[layer.name] = other.name
             heads = heads_of_second.get(layer.name, range(layer.heads))
             places += [(layer, head) for head in heads]
-    found: list[HeadDifference] = []
+    differences: list[HeadDifference] = []
     for layer, head in places:
         if progress is not None:
-            progress(len(found), len(places))
-        found.append(_compare_head(comparison, layer, head))
-    return replace(comparison, heads=tuple(found))
+            progress(len(differences), len(places))
+        differences.append(_compare_head(comparison, layer, head))
+    return replace(comparison, heads=tuple(differences))
 
 
 def _find_partner(second: Trace, layer: AttentionRecord) -> AttentionRecord | None:
