@@ -12,12 +12,19 @@ In reading order:
 - `embeddings_heads`: token, patch and position embeddings; output heads and their pooling
 - `initialisation`: initial weights ("xavier", "depth", "gpt2")
 - `save_load`: the folder format, with checksums and the tokenizer
+
+The names are imported when they are first used, so that descriptions of layers and models do without
+torch.
 """
 
-from .embeddings_heads import TokenTypeInput
-from .initialisation import INIT_SCHEMES
-from .save_load import load, save
-from .transformer import EncoderOutput, ModelCache, Transformer, build
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .embeddings_heads import TokenTypeInput
+    from .initialisation import INIT_SCHEMES
+    from .save_load import load, save
+    from .transformer import EncoderOutput, ModelCache, Transformer, build
 
 __all__ = [
     "INIT_SCHEMES",
@@ -29,3 +36,23 @@ __all__ = [
     "load",
     "save",
 ]
+
+_MODULE_OF_NAME = {
+    "EncoderOutput": "transformer",
+    "INIT_SCHEMES": "initialisation",
+    "ModelCache": "transformer",
+    "TokenTypeInput": "embeddings_heads",
+    "Transformer": "transformer",
+    "build": "transformer",
+    "load": "save_load",
+    "save": "save_load",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a module of this package."""
+    if name in _MODULE_OF_NAME:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
+    if name in __all__:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"{__name__} has no {name!r}")
