@@ -161,7 +161,7 @@ def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
 @pytest.mark.parametrize("keep", [[0], [1], [2], [0, 2]])
 def test_groups_of_three_heads_hold_no_whole_pairs(pairs: hw.Modifier, keep: list[int]):
     layer = cases.layer(base(heads=3, dim=2, modifiers=(hw.Dynamic(groups=2), pairs)))
-    small, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), keep)
+    small, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     assert far(cut.head_outputs(X), layer.head_outputs(X)[:, :, keep].detach().numpy()) < EXACT

@@ -305,7 +305,7 @@ def test_sums_with_eps_do_not_reach_one():
         hw.SpecError, match=r"Sum\(eps=1e-06\) needs scores of a known scale, unlike FeatureMap"
     ):
         favor(normaliser=hw.Sum(eps=1e-6))
-    with pytest.raises(hw.SpecError, match=r"Sum\(eps=-1.0\) is negative"):
+    with pytest.raises(hw.SpecError, match=r"Sum\(eps=-1.0\) must be at least 0"):
         base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=-1.0))
 
 
@@ -350,7 +350,7 @@ def test_what_lifting_costs():
             r"'elu', eps=1e-06\) has no eps; use normaliser Sum\(eps=1e-06\)",
         ),
         (hw.FeatureMap(kind="favor", eps=-1.0), "eps=-1.0.* must be at least 0"),
-        (hw.FeatureMap(kind="favor", draws=-1), "draws=-1.* use at least 1"),
+        (hw.FeatureMap(kind="favor", draws=-1), "draws=-1.* at least 0"),
         (hw.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
     ],
 )

@@ -73,7 +73,7 @@ def test_what_cannot_be_meant_is_refused(modifiers: Any, words: str):
 def test_weights_of_each_output_head_may_stand_behind_a_join():
     layer = cases.layer(base(modifiers=(hw.DifferentialV2(), hw.HeadNorm(scope="head")), kv=2))
     assert layer.head_norm["scale"].shape == (6, 4)
-    small, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 4])
+    small, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 4])
     cut = hw.Attention(small).double()
     cut.load_state_dict(weights)
     cases.check_close(cut.head_outputs(X), layer.head_outputs(X)[:, :, [1, 4]])

@@ -74,7 +74,7 @@ def test_published_sizes(knocking: hw.Knocking, matrices: int):
 
 def test_cutting_heads_leaves_the_matrix_alone():
     layer = cases.layer(cases.base(modifiers=(hw.Knocking(sides="qkv"),), kv=2, vdim=5))
-    _, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 4])
+    _, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 4])
     assert all(torch.equal(weights[f"knocking.{side}"], layer.knocking[side]) for side in "qkv")
 
 
@@ -126,7 +126,7 @@ def test_folded_is_unfolded(case: str, bias: str):
     other = hw.Attention(folded.spec).double()
     other.load_state_dict(folded.weights)
     assert far(other(X), layer(X).detach().numpy()) < 1e-12
-    cut = hw.nn.head_axis_ops.keep_heads(*folded[:2], [1])
+    cut = hw.attention.head_axis_ops.keep_heads(*folded[:2], [1])
     assert cut[0].modifiers == left
 
 

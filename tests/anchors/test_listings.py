@@ -1,5 +1,5 @@
 """The listings of the five documents, run with one import changed: to `hw.attend`, or to a layer of
-`hw.nn`.
+`hw.attention`.
 
 Each listing is executed twice: from the text of the document, where it lies beside the repository,
 and as the rewritten equal of `seeds`. What the changed import computes has to be what the listing
@@ -132,7 +132,7 @@ def test_its_dropout_reaches_attend(source: str, monkeypatch: pytest.MonkeyPatch
     assert dropped == [pytest.approx(0.5, abs=0.03), 0.0]
 
 
-# --- 002: encoder and decoder layers, whose attention is a layer of `hw.nn` -----------------------
+# --- 002: encoder and decoder layers, whose attention is a layer of `hw.attention` -----------------------
 
 
 def make_layer(source: str, name: str, sublayers: int, **modules: nn.Module) -> nn.Module:
@@ -148,9 +148,9 @@ def make_layer(source: str, name: str, sublayers: int, **modules: nn.Module) -> 
     return layer
 
 
-def adopt_linears(theirs: nn.Module) -> hw.nn.MultiHeadAttention:
+def adopt_linears(theirs: nn.Module) -> hw.attention.MultiHeadAttention:
     """Our layer with the four linear maps of the listing."""
-    layer = hw.nn.MultiHeadAttention(MODEL, HEADS).double()
+    layer = hw.attention.MultiHeadAttention(MODEL, HEADS).double()
     for name, linear in zip(("query", "key", "value", "output"), theirs.linears, strict=True):
         getattr(layer, name).load_state_dict(linear.state_dict())
     return layer
@@ -198,7 +198,7 @@ def test_the_three_linear_maps_are_those_of_our_layer(source: str, bias: bool):
         )
     layer, ours, x = (
         layer.double(),
-        hw.nn.MultiHeadAttention(MODEL, HEADS, bias=bias).double(),
+        hw.attention.MultiHeadAttention(MODEL, HEADS, bias=bias).double(),
         numbers(1, 5, MODEL),
     )
     missing, unexpected = ours.load_state_dict(layer.state_dict(), strict=False)

@@ -299,8 +299,8 @@ def test_empty_slots_do_not_cost_digits_either():
     ("similarity", "message"),
     [
         (hw.Gaussian(width=0.0), r"width=0.0\) must be at least 1e-09"),
-        (hw.Gaussian(width=-1.0), "too small"),
-        (hw.Gaussian(width=1e-300), "too small"),
+        (hw.Gaussian(width=-1.0), "must be at least 1e-09"),
+        (hw.Gaussian(width=1e-300), "must be at least 1e-09"),
     ],
 )
 def test_a_width_that_cannot_be(similarity, message):

@@ -133,14 +133,16 @@ def test_the_number_of_heads_costs_no_parameters_at_one_width(heads: int):
 
 def test_a_mean_is_of_the_heads_that_were_there():
     layer = cases.layer(base(merge=hw.SumHeads(of="mean")))
-    small, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 2])
+    small, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 2])
     assert small.merge == hw.SumHeads(of="mean", heads=6)
     cut = hw.Attention(small).double()
     cut.load_state_dict(weights)
     o = layer.head_outputs(X)[:, :, [0, 2]].detach().numpy()
     assert far(cut(X), o.sum(2) / 6 @ weights["output.o"].numpy().T) < EXACT
     assert (
-        hw.nn.head_axis_ops.keep_heads(base(merge=hw.SumHeads()), layer.state_dict(), [0])[0].merge
+        hw.attention.head_axis_ops.keep_heads(base(merge=hw.SumHeads()), layer.state_dict(), [0])[
+            0
+        ].merge
         == hw.SumHeads()
     )
 

@@ -33,7 +33,7 @@ def laid_out(position: np.ndarray, model: int, layout: str, base: float = 10_000
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
 def test_sines_are_those_of_the_formula(layout: str, model: int, base: float):
     position = np.array([0, 1, 2, 5, 100, 4095])
-    result = hw.nn.position_embeddings.sinusoidal_table(
+    result = hw.attention.position_embeddings.sinusoidal_table(
         torch.from_numpy(position), model, layout, base
     )
     assert result.shape == (6, model)
@@ -44,7 +44,7 @@ def test_sines_are_those_of_the_formula(layout: str, model: int, base: float):
 
 def test_the_layouts_hold_the_same_numbers_in_another_order():
     a, b = (
-        hw.nn.position_embeddings.sinusoidal_table(torch.arange(TOKENS), 6, layout)
+        hw.attention.position_embeddings.sinusoidal_table(torch.arange(TOKENS), 6, layout)
         for layout in ("interleaved", "halves")
     )
     torch.testing.assert_close(a[:, [0, 2, 4, 1, 3, 5]], b, rtol=0, atol=0)
@@ -60,7 +60,7 @@ def test_one_position_by_hand():
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
 def test_a_shift_is_a_rotation(layout: str):
     """PE(t + 3) is a fixed linear map of PE(t): each pair turns by 3 of its rate."""
-    code = hw.nn.position_embeddings.sinusoidal_table(torch.arange(40), 6, layout).double()
+    code = hw.attention.position_embeddings.sinusoidal_table(torch.arange(40), 6, layout).double()
     sines, cosines = (
         (code[:, 0::2], code[:, 1::2]) if layout == "interleaved" else code.chunk(2, -1)
     )

@@ -100,7 +100,7 @@ def every_part() -> None:
             dist.broadcast(tensor, 0)
         small = hw.Attention(own.spec).double().eval()
         small.load_state_dict(
-            hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1]
+            hw.attention.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1]
         )
         set_parallel_context(small, TensorContextParallel(tensor_group=group))
         x, z = (

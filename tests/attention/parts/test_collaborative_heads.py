@@ -338,7 +338,7 @@ def test_a_converted_layer_can_be_cut():
     silenced = layer_from_weights(to_collaborative)(
         x, probe=hw.Probe("heads", callback=lambda _, o: o * loud)
     )
-    spec, weights = hw.nn.head_axis_ops.keep_heads(
+    spec, weights = hw.attention.head_axis_ops.keep_heads(
         to_collaborative.spec, to_collaborative.weights, [1, 3, 4]
     )
     cut = hw.Attention(spec).double().eval()

@@ -119,15 +119,15 @@ def test_outputs_in_another_order(groups):
     spec = base(modifiers=(hw.Dynamic(on="weights", groups=groups, static="full"),))
     layer = cases.layer(spec)
     order = (5, 0, 3, 1, 2, 4)
-    weights = hw.nn.head_axis_ops.transform_axes(
-        spec, layer.state_dict(), {"out": hw.nn.head_axis_ops.select_heads(order)}
+    weights = hw.attention.head_axis_ops.transform_axes(
+        spec, layer.state_dict(), {"out": hw.attention.head_axis_ops.select_heads(order)}
     )
     turned = cases.change_spec(spec, heads=hw.Heads(q=6, kv=6, dim=4, score_head_of_output=order))
     other = hw.Attention(turned).double().eval()
     other.load_state_dict(weights)
     x, _ = cases.tensors(spec)
     check_close(other(x), layer(x))
-    check_close(other(x), hw.nn.reference.reference_attention(other, x))
+    check_close(other(x), hw.attention.reference.reference_attention(other, x))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -171,7 +171,7 @@ def test_parameters_of_a_stage(groups, sides, branches):
 def test_whole_groups_are_cut(on):
     spec = base(modifiers=(hw.Dynamic(on=on, groups=3, static="full"),), kv=3)
     layer = cases.layer(spec)
-    small, weights = hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), [3, 4])
+    small, weights = hw.attention.head_axis_ops.keep_heads(spec, layer.state_dict(), [3, 4])
     assert (small.heads.q, small.heads.kv, small.score_head_of_output) == (4, 2, (1, 2))
     assert small.modifiers == (hw.Dynamic(on=on, members=2, static="full"),)
     assert weights["dynamic.query_hidden"].shape == (4 * 4, 10)

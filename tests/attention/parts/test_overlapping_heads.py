@@ -50,14 +50,14 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
     spec = scheduled(schedule).at_depth(4, 6)
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    check_close(layer(x), hw.nn.reference.reference_attention(layer, x))
+    check_close(layer(x), hw.attention.reference.reference_attention(layer, x))
     cache = layer.cache(batch=cases.BATCH, capacity=9)
     check_close(
         torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1), layer(x)
     )
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
     silenced = layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
-    small, weights = hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), [1, 3, 4])
+    small, weights = hw.attention.head_axis_ops.keep_heads(spec, layer.state_dict(), [1, 3, 4])
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)
@@ -65,7 +65,7 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
 
 def test_a_pruned_layer_keeps_its_overlaps():
     spec = scheduled("l")
-    small, _ = hw.nn.head_axis_ops.keep_heads(spec, cases.layer(spec).state_dict(), [1, 3])
+    small, _ = hw.attention.head_axis_ops.keep_heads(spec, cases.layer(spec).state_dict(), [1, 3])
     assert small.at_depth(5, 6) == small
 
 
@@ -85,7 +85,7 @@ def test_other_layers_stay_as_they_are_when_placed():
             lambda: cases.base(project=hw.Overlapping(overlap=-2)),
             r"^Overlapping\(overlap=-2\) must be at least 0$",
         ),
-        (lambda: scheduled("L-l+1"), r"schedule='L-l\+1'\) is unknown; did you mean 'L-l"),
+        (lambda: scheduled("L-l+1"), r"schedule='L-l\+1'\) is unknown; use .*'L-l"),
         (lambda: scheduled("depth"), r"schedule='depth'\) is unknown; .*fixed"),
         (
             lambda: scheduled("l").at_depth(6, 6),
