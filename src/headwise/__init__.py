@@ -244,6 +244,7 @@ _PARTS = f"{__name__}.attention.parts"
 _MODULES = {
     "attention": "attention",
     "backends": "attention.backends",
+    "cache": "attention.cache",
     "costs": "costs",
     "data": "training.data",
     "distributed": "models.distributed",

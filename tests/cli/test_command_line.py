@@ -220,7 +220,7 @@ def test_bad_files_are_one_line(capsys, tmp_path: Path, content: bytes, remedy: 
 def test_a_folder_is_no_spec(capsys, tmp_path: Path):
     code, _, err = run(capsys, "why", str(tmp_path))
     assert code == 2
-    assert "contains neither headwise.toml nor config.json" in err
+    assert "holds neither headwise.toml nor config.json" in err
 
 
 def test_interrupted(capsys, monkeypatch: pytest.MonkeyPatch):

@@ -109,4 +109,4 @@ def test_the_command_prints_one_table(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["cost", "--article", "1"]) == 2
     assert "use one of 624740065" in capsys.readouterr().err
     assert cli.main(["cost", "gpt2", "--article", "624740065"]) == 2
-    assert "leave gpt2 out" in capsys.readouterr().err
+    assert "exclude each other" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """Attention layers as torch modules.
 
-In reading order:
+Described by `spec`, `interfaces`, `parts` (one file for each published idea) and `presets`;
+`masking` and `cache` hold positions, masks and past tokens; `backends` are implementations of the
+core. In reading order:
 
 - `attention`: the layer; it owns the parameters of a spec and runs the steps of attention in order.
 - `attention_call`: checks, completes and plans one call, and asks `backends` which one runs.

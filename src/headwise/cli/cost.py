@@ -137,7 +137,7 @@ class CostOptions(Options):
         "resize": "match",
         "plot_kind": "plot",
     }
-    excludes = "article specs"
+    excludes = ("article specs",)
     specs: tuple[str, ...] = ()
     model: int | None = None
     heads: int | None = None

@@ -189,20 +189,20 @@ class HeadsOptions(TextOptions):
             raise UsageError(f"{fact}; leave it out")
 
     def _allow_only(self, names: str, fact: str) -> None:
-        for name, flag in self.given.items():
+        for name, flag in self.options_set.items():
             if name not in names.split():
                 raise UsageError(f"{flag} {fact}; leave it out")
 
     def _check_view(self) -> None:
         check_text_model(self.model, "--text", "give --images PATH")
-        compared = [self.given[name] for name in COMPARISONS if name in self.given]
+        compared = [self.options_set[name] for name in COMPARISONS if name in self.options_set]
         if compared and self.show is not None:
             raise UsageError(f"--show and {compared[0]} are two views; leave one of them out")
         if self.show == "points":
             self.require("show", "head")
         view = "comparison" if compared else self.show or "weights"
         for name, views in VIEW_OPTIONS.items():
-            if name in self.given and view not in views:
+            if name in self.options_set and view not in views:
                 raise UsageError(f"--{name} belongs to --show {' or '.join(views)}; leave it out")
 
     def _list_measures(self) -> list[str]:

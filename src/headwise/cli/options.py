@@ -84,7 +84,7 @@ class Options:
     imports_parts: ClassVar[bool] = True  # False if the command reads no spec or model of the user
 
     def __post_init__(self) -> None:
-        set_options = self.given
+        set_options = self.options_set
         for each in fields(self):
             if each.name in set_options:
                 self._check_values(each, set_options[each.name])
@@ -114,7 +114,7 @@ class Options:
 
     def require(self, name: str, other: str) -> None:
         """Refuse a field that has no effect unless another one is given."""
-        if other not in self.given:
+        if other not in self.options_set:
             entries = help_entries(type(self))
             flag = entries[name].flag
             needed = entries[other]
@@ -122,7 +122,7 @@ class Options:
             raise UsageError(f"{flag} needs {needed.flag}; {remedy}, or leave {flag} out")
 
     @property
-    def given(self) -> dict[str, str]:
+    def options_set(self) -> dict[str, str]:
         """The options that differ from their defaults: names of fields, with those of options."""
         flags = help_entries(type(self))
         return {
@@ -133,7 +133,7 @@ class Options:
 
     @property
     def existing(self) -> Existing:
-        """What happens to an earlier output; commands without --overwrite go on in it."""
+        """Treatment of an earlier output; commands without --overwrite go on in it."""
         overwrite = vars(self).get("overwrite")
         if overwrite is None:
             return "continue"
@@ -157,7 +157,7 @@ def _collect(cls: type[Options], name: str) -> dict[str, str]:
 
 
 class HelpEntry(NamedTuple):
-    """What a docstring says about an option: `--flag METAVAR  text`, below a heading or ""."""
+    """Help text of an option, read from a docstring: `--flag METAVAR  text`, below a heading or ""."""
 
     flag: str
     metavar: str

@@ -93,7 +93,7 @@ class TraceOptions(Options):
             fact = f"--export {self.export} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}"
             raise UsageError(f"{fact}; give one of these")
         if self.model.endswith(TRACE_SUFFIX):
-            for name, flag in self.given.items():
+            for name, flag in self.options_set.items():
                 if name not in ("model", "export", "min_weight", "overwrite", "json"):
                     raise UsageError(
                         f"{flag} applies when recording, but {self.model} is a trace; leave it out"

@@ -21,7 +21,12 @@ The operations and their kernels:
   paged KV cache, with shared prefixes read once
 - `row_normalisers`, `row_normaliser_kernels`: masked softmax and entmax over rows of scores
 - `head_mixing`, `head_mixing_kernel`: dynamically composed attention heads (2405.08553)
-- `small_batch_ops`, `small_batch_kernels`: products of a few tokens with matrices
+- `small_batch_ops`, `small_batch_kernels`: products of a few tokens with matrices; `linear` chooses
+  between them and torch
+- `counter_rng`: random numbers addressed by seed and counter, the same on every machine
+
+The processor: `capabilities`, its class, usable cores and memory; `takeover_points`, the sizes from
+which each path is faster.
 """
 
 from .paged_decode import PagedDecodeOptions, attend_paged, attend_paged_reference

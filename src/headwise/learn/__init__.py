@@ -11,5 +11,5 @@ The runs of each document are one module, or several, each with its texts in a .
 `attention_mechanism`, `attention_comparison` and `misconceptions` (003), and `kernel_lookup` (004).
 `soft_lookup` computes the look-up of 004 with a table of its own, and `language` holds the language
 of the texts. `measured_layers` makes the random inputs and layers of the runs, and has those of the comparison
-tables of 000 and 003.
+tables of 000 and 003. `sample_tour` is `headwise demo`.
 """

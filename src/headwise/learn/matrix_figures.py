@@ -74,11 +74,11 @@ def draw_matrices(named: Iterable[tuple[str, Matrix]], rows: Sequence[str] = ())
     """
     matrices = [(name, [list(map(float, row)) for row in matrix]) for name, matrix in named]
     height = TOP + CELL_HEIGHT * max(len(matrix) for _, matrix in matrices) + 8
-    drawn = [
+    images = [
         _draw_matrix(localise(name), matrix, height, () if number else rows)
         for number, (name, matrix) in enumerate(matrices)
     ]
-    return "".join(drawn)
+    return "".join(images)
 
 
 def _draw_matrix(name: str, matrix: Matrix, height: float, rows: Sequence[str]) -> str:

@@ -12,6 +12,10 @@ In reading order:
 - `embeddings_heads`: token, patch and position embeddings; output heads and their pooling
 - `initialisation`: initial weights ("xavier", "depth", "gpt2")
 - `save_load`: the folder format, with checksums and the tokenizer
+- `batch`: inputs with labels; `vocabulary`: vocabularies and calls of tokenizers
+
+In packages: `model_spec`, the description of a model; `families`, readers of config.json;
+`generation`, decoding and the engine; `distributed`, ranks, shards and collectives.
 
 The names are imported when they are first used, so that descriptions of layers and models do without
 torch.

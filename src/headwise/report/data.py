@@ -1,4 +1,4 @@
-"""What a result is before it is shown: estimates, tables, figures and pages of them."""
+"""Results before they are shown: estimates, tables, figures and pages of them."""
 
 from __future__ import annotations
 

@@ -471,10 +471,10 @@ def _size_attributes(module: nn.Module, site: AttentionSite) -> dict[str, str]:
     sizes = dict.fromkeys(NUM_KV_HEADS_NAMES, "kv_heads")
     sizes |= dict.fromkeys(NUM_HEADS_NAMES, "heads")
     counts = {"kv_heads": site.num_kv_heads, "heads": site.heads}
-    found = {
+    attributes = {
         name: size for name, size in sizes.items() if getattr(module, name, None) == counts[size]
     }
-    return found | dict(site.attributes)
+    return attributes | dict(site.attributes)
 
 
 class SharedHeads(nn.Module):

@@ -11,6 +11,7 @@ CPU).
 - `autotune`: measures which precision, attention, row layout and compilation is fastest.
 - `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers;
   sample texts.
+- `data`: tasks and corpora.
 - `loggers`: progress on the console, metrics.jsonl and TensorBoard; the curves of a run.
 """
 

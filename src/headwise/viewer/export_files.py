@@ -219,7 +219,7 @@ class FileTooLarge(ValueError):
 
 
 class ExportScope(NamedTuple):
-    """What a file has: one head of a site, or all heads (site ""); of the weights those of at least
+    """Contents of a file: one head of a site, or all heads (site ""); of the weights those of at least
     `min_weight`; of a figure a `part` through a `lens`, in a theme, as a matrix or as lines.
     """
 

@@ -61,16 +61,16 @@ class HeadGroups:
         """
         from ..observe.head_analysis.head_similarity import average_linkage, embed_in_plane
 
-        kept = np.flatnonzero(np.isfinite(np.diagonal(similarity))).tolist()
-        if len(kept) < 2:
+        measured = np.flatnonzero(np.isfinite(np.diagonal(similarity))).tolist()
+        if len(measured) < 2:
             return
-        distances = np.clip(1 - similarity[np.ix_(kept, kept)], 0, None)
+        distances = np.clip(1 - similarity[np.ix_(measured, measured)], 0, None)
         np.fill_diagonal(distances, 0)
         points = embed_in_plane(distances).points
         fields = {"by": by, "streams": list(streams), "threshold": HALF_SIMILAR}
-        chosen = [heads[number] for number in kept]
+        chosen = [heads[number] for number in measured]
         merges = average_linkage(distances)
-        self.add(chosen, distances, points, merges, **fields, clustersByChance=len(kept))
+        self.add(chosen, distances, points, merges, **fields, clustersByChance=len(measured))
 
     def add_circuits(self, model: OpenModel) -> list[str]:
         """Add heads by the cosine of their OV circuits, one group for each width of model; return

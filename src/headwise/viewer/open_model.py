@@ -416,8 +416,8 @@ class OpenModel:
         with self._changing:
             if self.trace is not None and self.trace.classes and not trace.classes:
                 heads = set(list_heads(trace))
-                kept = {head: name for head, name in self.trace.classes.items() if head in heads}
-                trace = replace(trace, classes=kept)
+                classes = {head: name for head, name in self.trace.classes.items() if head in heads}
+                trace = replace(trace, classes=classes)
             self.trace = trace
             self.table = None
             self.comparison = None

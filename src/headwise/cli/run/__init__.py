@@ -174,7 +174,7 @@ def load_model(args: RunOptions) -> Transformer:
 def _check_unused(args: RunOptions, model: Transformer, kind: str) -> None:
     """Raise if options for text generation are given to a model that does not generate text."""
     output = {"classes": "classifies", "masks": "fills in masks"}[kind]
-    for name, flag in args.given.items():
+    for name, flag in args.options_set.items():
         if name not in COMMON_OPTIONS:
             raise UsageError(
                 f"{flag} is for text generation, but {model.spec.name} {output}; leave it out"

@@ -1,4 +1,4 @@
-"""What families of decoders have beyond their tables in families.toml: layers, feed-forwards, RoPE
+"""Code of families of decoders beyond their tables in families.toml: layers, feed-forwards, RoPE
 and other settings read by a function.
 """
 

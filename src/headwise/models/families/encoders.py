@@ -62,7 +62,7 @@ class EncoderSizes:
 
 @dataclass
 class Extras:
-    """What a family adds to its table. `masked` replaces the masked-LM head, `pooler` the transform
+    """Functions that a family adds to its table. `masked` replaces the masked-LM head, `pooler` the transform
     of classifiers, `tasks` adds tasks with their heads.
     """
 

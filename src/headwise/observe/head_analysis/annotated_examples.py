@@ -274,8 +274,8 @@ class ExampleReader:
         for name, rows in inputs.token_rows.items():
             tokens = _annotate_tokens(rows[0], spans.get(name))
             streams[name] = tokens
-            found = {*tokens.word_index.tolist()} - {-1}
-            num_lost += len(spans[name]) - len(found) if name in spans else 0
+            words_with_tokens = {*tokens.word_index.tolist()} - {-1}
+            num_lost += len(spans[name]) - len(words_with_tokens) if name in spans else 0
         if (dependencies is not None or alignment_links) and num_lost:
             reason = "sentences skipped because some of their words have no token of their own"
             self.skipped[reason] += 1

@@ -240,7 +240,7 @@ def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:
         if hook.weights is not None:
             streams = get_streams(site, prepared.has_source)
             texts = [words.get(stream, ()) for stream in streams]
-            found = (hook.weights, hook.value_norms, hook.reason)
+            hook_values = (hook.weights, hook.value_norms, hook.reason)
             place = (site.name, site.stack, site.kind)
-            layers[site.name] = LayerAttention(*place, *found, *texts)
+            layers[site.name] = LayerAttention(*place, *hook_values, *texts)
     return AttentionMaps(layers)

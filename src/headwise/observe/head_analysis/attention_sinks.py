@@ -82,16 +82,16 @@ def measure_first_token(
         moved = move_annotations(example, get_device(model))
         stream_weight_bands(model, sites, moved, streams, add_band)
         sums_by_text.append(dict(sums))
-    found: list[FirstTokenWeight] = []
+    first_token_weights: list[FirstTokenWeight] = []
     for site, by_text in stack_by_key(sums_by_text).items():
         weight, uniform, count = by_text.transpose(1, 0, 2)
         p = excess_p_values((weight, count), (uniform, count))
         columns = (ratio_of_sums(weight, count), ratio_of_sums(uniform, count), p)
         for head, values in enumerate(np.stack(columns, 1).tolist()):
             if not math.isnan(values[0]):
-                found.append(FirstTokenWeight(site, head, *values))
-    corrected = correct_p_values([one.p for one in found]).tolist()
-    return [one._replace(p=p) for one, p in zip(found, corrected, strict=True)]
+                first_token_weights.append(FirstTokenWeight(site, head, *values))
+    corrected = correct_p_values([one.p for one in first_token_weights]).tolist()
+    return [one._replace(p=p) for one, p in zip(first_token_weights, corrected, strict=True)]
 
 
 def mark_first_token_sinks(

@@ -201,11 +201,11 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
     >>> circuits.qk_circuit(1).left.shape, circuits.ov_circuit(0).product.shape
     (torch.Size([8, 4]), torch.Size([8, 8]))
     """
-    found = find_attention(model)
-    if not found or not all(isinstance(one.module, Attention) for one in found):
-        found = find_attention(as_native_model(model))
+    site_modules = find_attention(model)
+    if not site_modules or not all(isinstance(one.module, Attention) for one in site_modules):
+        site_modules = find_attention(as_native_model(model))
     circuits: dict[str, AttentionCircuits] = {}
-    for one in found:
+    for one in site_modules:
         if isinstance(one.module, Attention):
             caveats = tuple(_caveats(one.module.spec))
             circuits[one.site.name] = AttentionCircuits(one.site.name, one.module, caveats)
@@ -403,7 +403,7 @@ def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
     >>> [(one.site, one.head, one.over) for one in measure_head_circuits(net)]
     [('decoder.0.attention', 0, 'tokens'), ('decoder.0.attention', 1, 'tokens')]
     """
-    found: list[HeadCircuit] = []
+    rows: list[HeadCircuit] = []
     for site, circuits in get_circuits(model).items():
         tables: list[Tensor] = []
         stack, _, kind = site.partition(".")
@@ -419,10 +419,10 @@ def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
                 ov = circuits.ov_circuit(head)
                 copying = copying_score(ov, *tables)
                 ov_norm = float(ov.inner_product(ov).clamp(min=0).sqrt())
-            found.append(HeadCircuit(site, head, copying, over, output_norm, ov_norm))
-    if not found:
+            rows.append(HeadCircuit(site, head, copying, over, output_norm, ov_norm))
+    if not rows:
         raise SpecError("the model has no attention whose weights can be read; see hw.sites(model)")
-    return tuple(found)
+    return tuple(rows)
 
 
 def circuit_table(heads: Sequence[HeadCircuit]) -> Table:

@@ -165,8 +165,8 @@ def default_classes(table: HeadTable) -> list[list[HeadClass]]:
         named = [one for one in tested if one.p < SIGNIFICANCE and one.score >= MIN_SCORE]
         is_tested = any(not math.isnan(one.p) for one in tested)
         reason = "no measure is clearly above chance" if is_tested else _untested_reason(tested)
-        found = [HeadClass(one.name, one.score, one.tested_evidence) for one in named]
-        classes.append(found or [_unclear(reason, tested)])
+        named_classes = [HeadClass(one.name, one.score, one.tested_evidence) for one in named]
+        classes.append(named_classes or [_unclear(reason, tested)])
     return classes
 
 
@@ -182,8 +182,10 @@ def untested_classes(table: HeadTable) -> list[list[HeadClass]]:
         need = "as a class without a test needs; give several texts"
         reason = f"no score is {MIN_UNTESTED_SCORE} or more, {need}"
         reason = reason if long_enough else _untested_reason(candidates)
-        found = [HeadClass(one.name, one.score, f"{one.evidence}, not tested") for one in named]
-        classes.append(found or [_unclear(reason, candidates)])
+        named_classes = [
+            HeadClass(one.name, one.score, f"{one.evidence}, not tested") for one in named
+        ]
+        classes.append(named_classes or [_unclear(reason, candidates)])
     return classes
 
 

@@ -114,7 +114,7 @@ def centred_kernel_alignment(features: Tensor) -> Tensor:
     the unbiased estimator of HSIC (Song et al. 2012), whose mean is zero for unrelated features, so
     that it can be negative. A head with constant output has NaN.
 
-    >>> x = torch.eye(5)[None]
+    >>> x = torch.arange(15.0).view(1, 5, 3) ** 2
     >>> centred_kernel_alignment(torch.cat([x, 3 * x]))[0, 1].round(decimals=6).item()
     1.0
     """
@@ -447,8 +447,8 @@ def embed_in_plane(
     points = vectors[:, ::-1][:, :2] * np.sqrt(np.maximum(values[::-1][:2], 0))
     others = scale * generator.standard_normal((num_starts - 1, len(checked), 2))
     starts = [np.pad(points, ((0, 0), (0, 2 - points.shape[1]))), *others]
-    found = [_minimise_stress(checked, points, max_steps) for points in starts]
-    points, stress = min(found, key=lambda embedding: embedding.stress)
+    embeddings = [_minimise_stress(checked, points, max_steps) for points in starts]
+    points, stress = min(embeddings, key=lambda embedding: embedding.stress)
     points = points - points.mean(0)
     _, _, axes = np.linalg.svd(points, full_matrices=False)
     axes = np.concatenate([axes, np.eye(2)])[:2] if len(axes) < 2 else axes

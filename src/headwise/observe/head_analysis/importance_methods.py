@@ -143,12 +143,12 @@ class PartialForward(RepeatedForward):
 
 
 def _run_layers(
-    stack: LayerStack, calls: Sequence[LayerInputs], h: Tensor, kept: list[Tensor] | None = None
+    stack: LayerStack, calls: Sequence[LayerInputs], h: Tensor, outputs: list[Tensor] | None = None
 ) -> Tensor:
     """Run the last layers of a stack, and its norm; `kept` receives the input of each layer."""
     for layer, call in zip(stack.blocks[stack.depth - len(calls) :], calls, strict=True):
-        if kept is not None:
-            kept.append(h)
+        if outputs is not None:
+            outputs.append(h)
         h = layer(h, call)
     return h if stack.norm is None else stack.norm(h)
 

@@ -54,7 +54,7 @@ class _Operation(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, relevance: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - torch
+    def backward(ctx: Any, relevance: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
         shares = ctx.rule(relevance)
         total = relevance.sum()
         propagated = torch.stack([share.sum() for share in shares]).sum()
@@ -67,7 +67,7 @@ class _Operation(torch.autograd.Function):
 
 def _record(value: Tensor, rule: Rule, *inputs: Tensor) -> Tensor:
     with torch.enable_grad():
-        return _Operation.apply(value, rule, *inputs)  # pyright: ignore[reportReturnType] - torch
+        return _Operation.apply(value, rule, *inputs)  # pyright: ignore[reportReturnType] - untyped in torch
 
 
 def propagate(out: Tensor, relevance: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

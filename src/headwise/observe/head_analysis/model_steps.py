@@ -111,15 +111,15 @@ class _LayerCall(NamedTuple):
 
 def _find_layer(model: nn.Module, site: str) -> tuple[TransformerLayer, Attention, str]:
     """The layer of a site, its attention, and the role of the attention in the layer."""
-    for found in find_attention(model):
-        if found.site.name != site:
+    for site_module in find_attention(model):
+        if site_module.site.name != site:
             continue
-        path, _, role = found.site.path.rpartition(".")
+        path, _, role = site_module.site.path.rpartition(".")
         layer = model.get_submodule(path)
-        if not isinstance(layer, TransformerLayer) or not isinstance(found.module, Attention):
+        if not isinstance(layer, TransformerLayer) or not isinstance(site_module.module, Attention):
             break
-        if layer.attentions.get(role) is found.module and layer.spec.form != "merged":
-            return layer, found.module, role
+        if layer.attentions.get(role) is site_module.module and layer.spec.form != "merged":
+            return layer, site_module.module, role
     raise ValueError(
         f"{site} is no attention of a layer with a residual stream, so its steps cannot be followed"
     )

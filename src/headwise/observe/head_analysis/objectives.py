@@ -60,9 +60,9 @@ def detect_head_objective(model: nn.Module) -> str:
         name = type(model).__name__
         if not has_source and getattr(model, "config", None) is None:
             return ""
-        found = [one for one, pattern in OBJECTIVE_OF_CLASS.items() if pattern.search(name)]
-        is_translation = found[:1] == ["translation"]
-        return "next-token" if is_translation and not has_source else (*found, "")[0]
+        matches = [one for one, pattern in OBJECTIVE_OF_CLASS.items() if pattern.search(name)]
+        is_translation = matches[:1] == ["translation"]
+        return "next-token" if is_translation and not has_source else (*matches, "")[0]
     spec = model.spec
     if not spec.heads or not spec.heads[0].outputs:
         return ""

@@ -4,6 +4,7 @@ notation and Chinese.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -402,7 +403,7 @@ class DateTranslation(SyntheticTask):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
         tokenizer.decoder = decoders.Fuse()
         tokenizer.add_special_tokens([AddedToken(token, rstrip=True) for token in SPECIAL_TOKENS])
-        return tokenizer.to_str()
+        return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False)
 
     @property
     def usage(self) -> ProcessorSpec:

@@ -234,7 +234,7 @@ class HeadwiseCall(ObservedCall):
         )
 
     @property
-    def key_positions(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride] - computed
+    def key_positions(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride] - computed when read
         """Positions of the keys, -1 for an empty slot; None unless all rows have the same positions
         and one segment.
         """
