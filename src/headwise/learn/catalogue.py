@@ -114,7 +114,7 @@ class Result:
         return self.reason_zh if language == "zh" else self.reason_en
 
 
-def judge(holds: bool, *, figure: str = "", **numbers: Number) -> Outcome:
+def judge(holds: bool, *, figure: Any = "", **numbers: Number) -> Outcome:
     """An outcome that holds or is wrong, with a figure as SVG if there is one.
 
     >>> judge(2 + 2 == 4, total=4).verdict
@@ -124,7 +124,7 @@ def judge(holds: bool, *, figure: str = "", **numbers: Number) -> Outcome:
 
 
 def judge_condition(
-    holds: bool, holds_without: bool, *, figure: str = "", **numbers: Number
+    holds: bool, holds_without: bool, *, figure: Any = "", **numbers: Number
 ) -> Outcome:
     """An outcome for a statement that needs a condition: it must hold with the condition.
 

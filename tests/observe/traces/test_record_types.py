@@ -89,7 +89,7 @@ def test_numbers_are_finite(value: Any):
 
 def write_changed(path: Path, change: Callable[[Any], object]) -> Path:
     """Write a trace whose document was changed, with the right checksum."""
-    source = Path(__file__).resolve().parent.parent / "hostile" / "seeds" / "generated.trace"
+    source = Path(__file__).resolve().parents[2] / "hostile" / "seeds" / "generated.trace"
     text, _, mapped = trace_file._read_safetensors(source)
     document, arrays = json.loads(text), {name: np.array(array) for name, array in mapped.items()}
     change(document)
