@@ -55,9 +55,7 @@ def test_processes_import_nothing_from_the_working_folder(
 
 def test_python_is_started_in_one_place():
     files = [path for path in SOURCE.rglob("*.py") if "sys.executable" in path.read_text()]
-    assert [path.relative_to(SOURCE).as_posix() for path in files] == [
-        "util/python_processes.py"
-    ]
+    assert [path.relative_to(SOURCE).as_posix() for path in files] == ["util/python_processes.py"]
 
 
 STUDY = """

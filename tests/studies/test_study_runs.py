@@ -301,7 +301,7 @@ def test_command(
     for wrong, words in [
         ([str(study_file), "--scale", "huge"], "no scale 'huge'"),
         ([str(study_file), "--set", "steps"], "is not KEY=VALUE"),
-        ([str(study_file), "--jobs", "-1"], "--jobs -1 is negative"),
+        ([str(study_file), "--jobs", "-1"], "--jobs -1 is out of range"),
         ([str(study_file), "--budget", "0"], "give a number above 0"),
         ([str(tmp_path / "none.toml")], "; give one that exists"),
     ]:

@@ -306,6 +306,7 @@ def retrain_and_verify(
     from ..surgery.distillation import RetrainingPoint, UptrainingOptions, uptrain
     from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
     from ..surgery.verification.efficiency import TimingOptions
+    from ..surgery.verification.model_comparison import to_data
     from ..surgery.verification.proof import ProofOptions, prove
     from ..surgery.verification.proof_report import write_proof
     from ..surgery.verification.quality_metrics import compare_task_scores
@@ -323,7 +324,7 @@ def retrain_and_verify(
     record = {
         **result.data,
         "demo": FOLDER_NAME,
-        "cut": next(row.data for row in scores if row.name == SCORE_NAME),
+        "cut": next(to_data(row) for row in scores if row.name == SCORE_NAME),
         "kept": retrained.step,
         "steps": scale.steps,
     }
