@@ -153,8 +153,7 @@ def test_a_study_prints_the_time_left(tmp_path: Path, monkeypatch: pytest.Monkey
     clock, lines = Clock(), list[str]()
     monkeypatch.setattr(study_runner, "TimeLeft", lambda: progress.TimeLeft(clock))
     cells = [Cell("gqa", "recall", 1e-3, seed, {}) for seed in range(14)]
-    study_runner._run_stage(
-        cells, "tune", tmp_path, SlowEngine(clock), lambda cell: True, lines.append
-    )  # pyright: ignore[reportPrivateUsage, reportArgumentType] - run without processes
+    engine: Any = SlowEngine(clock)
+    study_runner.StageRunner(tmp_path, engine, lambda cell: True, lines.append).run(cells, "tune")
     assert lines[1].endswith("seed 1  done in 5.0 s, 1:00 left")
     assert lines[-1].endswith("seed 13  done in 5.0 s, 0:00 left")

@@ -126,9 +126,9 @@ class SpecOptions(Options):
     def refuse_changes(self, remedy: str) -> None:
         """Refuse options for one spec if `spec` is a whole model."""
         for name in ("changes", "model", "heads"):
-            if name in self.given:
+            if name in self.options_set:
                 raise UsageError(
-                    f"{self.given[name]} is for one spec, and {self.spec} describes a whole model; "
+                    f"{self.options_set[name]} is for one spec, and {self.spec} describes a whole model; "
                     f"{remedy}"
                 )
 

@@ -206,8 +206,8 @@ class CostOptions(Options):
 def _parse_arguments(argv: Sequence[str]) -> CostOptions:
     """Parse the command line; for an unknown option that is a key of a spec, suggest --set."""
     parser = CommandParser(CostOptions)
-    given, unknown = parser.parse_known_args(argv)
-    args = CostOptions(**vars(given))
+    namespace, unknown = parser.parse_known_args(argv)
+    args = CostOptions(**vars(namespace))
     if not unknown:
         return args
     option, *value = unknown[0].split("=", 1) + unknown[1:2]
@@ -240,9 +240,9 @@ def estimate_costs(args: CostOptions) -> CostReport:
 
     targets = [load_target(name, args, args.changes) for name in args.specs]
     names = ("batch", "context", "dtype", "device", "source", "generate")
-    given: dict[str, Any] = {name: getattr(args, name) for name in names}
+    settings: dict[str, Any] = {name: getattr(args, name) for name in names}
     weights = STORED if args.weights is None else args.weights
-    workload = Workload(**given, weights=weights).fitted_to(targets)
+    workload = Workload(**settings, weights=weights).fitted_to(targets)
     short_names = [short_name(name) for name in args.specs]
     estimates: list[CostEstimate] = []
     for name, short, target in zip(args.specs, short_names, targets, strict=True):
@@ -256,8 +256,8 @@ def load_target(name: str, args: CostOptions, changes: Sequence[str]) -> SpecOrM
     from ..costs.workload import select_layer
     from ..model_spec import ModelSpec
 
-    given = {"model": args.model, "heads": args.heads}
-    sizes = {size: number for size, number in given.items() if number is not None}
+    size_options = {"model": args.model, "heads": args.heads}
+    sizes = {size: number for size, number in size_options.items() if number is not None}
     target = resolve_target(name, sizes, changes)
     if args.layer is None:
         return target

@@ -155,7 +155,7 @@ class HeadsOptions(TextOptions):
             self._check_trace()
         elif self.text is not None:
             shared = ("model", "text", "tokenizer", "json")
-            for name, flag in self.given.items():
+            for name, flag in self.options_set.items():
                 if name not in shared and name not in one_text:
                     raise UsageError(
                         f"{flag} needs many texts, and --text gives one; leave one of them out"
@@ -163,7 +163,7 @@ class HeadsOptions(TextOptions):
             check_one_text(self)
         else:
             check_model_path("MODEL", self.model)
-            for name, flag in self.given.items():
+            for name, flag in self.options_set.items():
                 if name in one_text:
                     raise UsageError(f"{flag} is for one text; add --text TEXT")
             self._check_many_texts()
@@ -234,7 +234,7 @@ class HeadsOptions(TextOptions):
             raise UsageError(
                 f"{self.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR"
             )
-        for name, flag in self.given.items():
+        for name, flag in self.options_set.items():
             if name not in ("model", "draw", "out", "overwrite"):
                 raise UsageError(f"{flag} needs a model, but {self.model} is a trace; leave it out")
 

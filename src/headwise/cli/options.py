@@ -93,7 +93,7 @@ class Options:
         """Refuse options that do not go together."""
 
     @property
-    def given(self) -> dict[str, str]:
+    def options_set(self) -> dict[str, str]:
         """The options that differ from their defaults: names of fields, with those of options."""
         flags = help_entries(type(self))
         return {
@@ -120,7 +120,7 @@ def _collect(cls: type[Options], name: str) -> dict[str, str]:
 
 
 class HelpEntry(NamedTuple):
-    """What a docstring says about an option: `--flag METAVAR  text`, below a heading or ""."""
+    """Help text of an option, read from a docstring: `--flag METAVAR  text`, below a heading or ""."""
 
     flag: str
     metavar: str
@@ -197,15 +197,15 @@ def check_choice(flag: str, value: str, names: Sequence[str]) -> None:
     A name such as "surgery.conversion:GROUPINGS" stands for the names in this constant of headwise,
     which is imported only if the option is given.
     """
-    known: list[str] = []
+    choices: list[str] = []
     for name in names:
         module, colon, constant = name.partition(":")
         if colon:
-            known += getattr(import_module(f"headwise.{module}"), constant)
+            choices += getattr(import_module(f"headwise.{module}"), constant)
         else:
-            known.append(name)
-    if value not in known:
-        raise UsageError(f"{flag} {value!r} is unknown; {suggest(value, known)}")
+            choices.append(name)
+    if value not in choices:
+        raise UsageError(f"{flag} {value!r} is unknown; {suggest(value, choices)}")
 
 
 def _lazy_check(name: str) -> Callable[[str, Any], None]:

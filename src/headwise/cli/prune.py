@@ -121,8 +121,8 @@ class PruneOptions(CompressionOptions):
         if self.gates is not None and not self.keep:
             raise UsageError("--gates needs --keep for the number of heads that stay; give both")
         for name in ("rerank_every", "state"):
-            if name in self.given and not self.budget:
-                flag = self.given[name]
+            if name in self.options_set and not self.budget:
+                flag = self.options_set[name]
                 raise UsageError(f"{flag} needs --budget; add --budget, or leave out {flag}")
         if self.state is not None:
             from ..surgery.head_selection import STATE_FILE

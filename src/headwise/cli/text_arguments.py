@@ -55,8 +55,8 @@ class TextOptions(Options):
 
     def check_texts(self) -> None:
         """Refuse anything but one source of texts, and a model of another kind."""
-        given = [name for name, is_given in self.text_sources.items() if is_given]
-        if len(given) != 1:
+        chosen_sources = [name for name, is_given in self.text_sources.items() if is_given]
+        if len(chosen_sources) != 1:
             sources = ["--data FILE", "--conllu FILE"]
             if "--align" in self.text_sources:
                 sources += ["--align SOURCE TARGET GOLD", "--images PATH"]
@@ -72,10 +72,12 @@ class TextOptions(Options):
             raise UsageError(
                 f"--limit {self.limit} is too few for a confidence interval; give at least 2"
             )
-        if given[0] != "--images":
+        if chosen_sources[0] != "--images":
             has_images = "--images" in self.text_sources
             remedy = "use hw.prune or hw.convert with batches of pixels"
-            check_text_model(self.model, given[0], "give --images PATH" if has_images else remedy)
+            check_text_model(
+                self.model, chosen_sources[0], "give --images PATH" if has_images else remedy
+            )
 
 
 def attach_named_tokenizer(model: Any, args: TextOptions) -> None:

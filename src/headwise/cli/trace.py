@@ -103,7 +103,7 @@ class TraceOptions(Options):
 
     def _check_opening(self) -> None:
         allowed = ("model", "target", "export", "min_weight", "overwrite", "json")
-        unused = [name for field, name in self.given.items() if field not in allowed]
+        unused = [name for field, name in self.options_set.items() if field not in allowed]
         if unused:
             raise UsageError(
                 f"{unused[0]} applies when recording, but {self.model} is a trace; leave it out"

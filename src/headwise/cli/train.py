@@ -108,8 +108,8 @@ class TrainOptions(Options):
     def recipe_fields(self) -> dict[str, Any]:
         """The fields of the recipe that options set."""
         values = {name: getattr(self, name) for name in RECIPE_FIELDS}
-        given = {name: value for name, value in values.items() if value is not None}
-        return given | ({"sample_prompts": list(self.samples)} if self.samples else {})
+        settings = {name: value for name, value in values.items() if value is not None}
+        return settings | ({"sample_prompts": list(self.samples)} if self.samples else {})
 
     def check(self) -> None:
         """Refuse what cannot work before data or a model is loaded."""

@@ -282,7 +282,7 @@ class CostEstimate:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the estimate leaves out or approximates."""
+        """Parts that the estimate leaves out or approximates."""
         return tuple(list_assumptions(self.spec_or_model))
 
     @property

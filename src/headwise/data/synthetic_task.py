@@ -96,17 +96,17 @@ class SyntheticTask(CheckedDataclass, Task):
                 )
             row = np.repeat(pending, attempts)
             attempt = np.tile(np.arange(first_attempt, first_attempt + attempts), len(pending))
-            drawn = self.draw_examples(RandomStreams(self.seed, part, numbers[row], attempt))
-            usable = (assign_splits(drawn["content"]) == part) & drawn.pop("fits", True)
+            candidates = self.draw_examples(RandomStreams(self.seed, part, numbers[row], attempt))
+            usable = (assign_splits(candidates["content"]) == part) & candidates.pop("fits", True)
             usable = usable.reshape(len(pending), attempts)
             has_usable = usable.any(1)
             first_usable = np.flatnonzero(has_usable) * attempts + usable.argmax(1)[has_usable]
-            for name, values in drawn.items():
+            for name, values in candidates.items():
                 examples.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))
                 examples[name][pending[has_usable]] = values[first_usable]
             pending = pending[~has_usable]
             first_attempt += attempts
-            max_attempts = MAX_DRAWN_CELLS // max(1, len(pending) * drawn["content"].shape[1])
+            max_attempts = MAX_DRAWN_CELLS // max(1, len(pending) * candidates["content"].shape[1])
             attempts = max(1, min(2 * attempts, max_attempts))
         return examples
 

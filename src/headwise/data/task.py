@@ -290,8 +290,8 @@ class _PackedSide(NamedTuple):
         segment = tokens.segment.expand(ids.shape).cpu().numpy().ravel()
         places = np.flatnonzero(segment >= 0)
         text_of_token = np.stack([places // max(1, width), segment[places]], 1)
-        found = np.unique(text_of_token, axis=0, return_index=True, return_counts=True)
-        texts, starts, lengths = found
+        groups = np.unique(text_of_token, axis=0, return_index=True, return_counts=True)
+        texts, starts, lengths = groups
         offsets = np.arange(len(places)) - np.repeat(starts, lengths)
         is_consecutive = np.array_equal(np.repeat(texts, lengths, 0), text_of_token)
         if not is_consecutive or not np.array_equal(offsets, position[places]):

@@ -201,9 +201,11 @@ def split_pairs(
     splits = dict(held_out)
     if "valid" not in held_out:
         valid, test = shares
-        drawn = _draw_held_out(pairs, (valid, 0.0 if "test" in held_out else test), split_by)
-        pairs = drawn.pop("train")
-        splits = drawn | splits
+        held_out_pairs = _draw_held_out(
+            pairs, (valid, 0.0 if "test" in held_out else test), split_by
+        )
+        pairs = held_out_pairs.pop("train")
+        splits = held_out_pairs | splits
     held_out_keys: set[SideKey] = set()
     for split_values in splits.values():
         for pair in split_values:
@@ -350,22 +352,22 @@ class TranslationDataset(Dataset):
 
     def _drop_long_pairs(self, longest: int) -> None:
         train = self.encoded["train"]
-        kept = np.flatnonzero(train.lengths <= longest).tolist()
+        indices = np.flatnonzero(train.lengths <= longest).tolist()
         count = len(train.pairs)
-        if not kept:
+        if not indices:
             raise SpecError(
                 f"no training pair has at most longest={longest} tokens on each side; use a larger "
                 "longest="
             )
-        if len(kept) < count:
+        if len(indices) < count:
             self.notes += (
-                f"{count - len(kept)} of {count} pairs are not trained on because a side has more "
+                f"{count - len(indices)} of {count} pairs are not trained on because a side has more "
                 f"than longest={longest} tokens",
             )
             self.encoded["train"] = EncodedPairs(
-                [train.pairs[n] for n in kept],
-                [train.sources[n] for n in kept],
-                [train.targets[n] for n in kept],
+                [train.pairs[n] for n in indices],
+                [train.sources[n] for n in indices],
+                [train.targets[n] for n in indices],
             )
 
     @property

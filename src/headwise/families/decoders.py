@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """What may differ between the attentions of a decoder's layers.
+    """Settings that may differ between the attentions of a decoder's layers.
 
     `rope` names a RoPE of the family, or is "" for none.
     """
@@ -89,7 +89,7 @@ class LayerKind(NamedTuple):
 
 @dataclass
 class Extras:
-    """What a family adds to its table: see `build_decoder`.
+    """Functions that a family adds to its table: see `build_decoder`.
 
     `design` are arguments of `design` for all layers, `blocks` of each `BlockSpec`, `embedding` and
     `head` of the two ends. `approximate` holds the arguments of `ApproximateAttention` after the

@@ -62,7 +62,7 @@ class EncoderSizes:
 
 @dataclass
 class Extras:
-    """What a family adds to its table. `masked` replaces the masked-LM head, `pooler` the transform
+    """Functions that a family adds to its table. `masked` replaces the masked-LM head, `pooler` the transform
     of classifiers, `tasks` adds tasks with their heads.
     """
 
@@ -406,8 +406,8 @@ def _deberta_parts(
         settings = [
             config.values.get(name) for name in ("position_buckets", "max_relative_positions")
         ]
-        given = [value for value in settings if type(value) is int and value > 0]
-        rows = 2 * (given[0] if given else length)
+        positive_sizes = [value for value in settings if type(value) is int and value > 0]
+        rows = 2 * (positive_sizes[0] if positive_sizes else length)
         table = [("encoder.embedding.distances", rows * sizes.model)]
         if "layer_norm" in str(config.values.get("norm_rel_ebd", "none")).lower():
             table.append(("encoder.embedding.distances_norm", 2 * sizes.model))

@@ -50,8 +50,8 @@ def plot_measure_by_layer(table: HeadTable, measure: str = "entropy") -> Figure:
         Series("mean of the layer", layers, means, colour="text"),
         Series("chance", layers, chance, line="--", colour="muted"),
     ]
-    known = HEAD_METRICS.get(measure)
-    unit = MEASURE_UNITS.get(measure) or (known.description if known is not None else "")
+    metric = HEAD_METRICS.get(measure)
+    unit = MEASURE_UNITS.get(measure) or (metric.description if metric is not None else "")
     step = -(-len(sites) // 12)
     names = [site.removesuffix(".attention") for site in sites]
     ticks: dict[float, str] = {n: names[n] for n in range(0, len(sites), step)}

@@ -513,13 +513,13 @@ def compute_activation_gradients(text: ImportanceInput) -> dict[str, tuple[Array
         value = text.value(text.run.run_with_gradients(captures))
         outputs = [z for capture in captures.values() for z in capture.outputs]
         grads = iter(torch.autograd.grad(value, outputs, materialize_grads=True))
-    found: dict[str, tuple[Array, int]] = {}
+    sums: dict[str, tuple[Array, int]] = {}
     for name, capture in captures.items():
         products = [(z * next(grads)).sum(-1).flatten(0, -2) for z in capture.outputs]
         if products:
             per_token = torch.cat(products).detach().double().cpu().numpy()
-            found[name] = (per_token, capture.outputs[0].shape[-1])
-    return found
+            sums[name] = (per_token, capture.outputs[0].shape[-1])
+    return sums
 
 
 def _as_single_mean(sums: Array) -> tuple[Array, Array]:

@@ -51,31 +51,31 @@ def split_shared_modules(model: nn.Module, sites: Sequence[SiteModule]) -> list[
     [('model.0.attention', None), ('model.1.attention', 'model.0.attention')]
     """
     calls: list[SiteModule] = []
-    for found in sites:
-        calls += _calls_of_module(model, found)
+    for site_module in sites:
+        calls += _calls_of_module(model, site_module)
     totals = Counter(id(call.module) for call in calls)
-    seen = Counter[int]()
+    num_uses = Counter[int]()
     numbered: list[SiteModule] = []
     for call in calls:
         key = id(call.module)
-        numbered.append(call._replace(call_index=seen[key], calls_per_forward=totals[key]))
-        seen[key] += 1
+        numbered.append(call._replace(call_index=num_uses[key], calls_per_forward=totals[key]))
+        num_uses[key] += 1
     return numbered
 
 
-def _calls_of_module(model: nn.Module, found: SiteModule) -> list[SiteModule]:
+def _calls_of_module(model: nn.Module, site_module: SiteModule) -> list[SiteModule]:
     """One site for each depth at which a grouped layer runs; else the site itself."""
-    site = found.site
+    site = site_module.site
     match = GROUPED_LAYER.search(f"{site.path}.")
     layers, groups, inner = _read_group_sizes(model, site.path)
     if match is None or not layers:
-        return [found]
+        return [site_module]
     calls: list[SiteModule] = []
     for run in range(layers):
         if int(run / (layers / groups)) == int(match[1]):
             depth = run * inner + int(match[2])
             name = f"{site.stack}.{depth}.{site.kind}"
-            calls.append(found._replace(site=replace(site, layer=depth, name=name)))
+            calls.append(site_module._replace(site=replace(site, layer=depth, name=name)))
     return calls
 
 
@@ -115,9 +115,9 @@ def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
 def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[SiteModule]:
     """Replace the abilities that this model rules out by the reason."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    for found in sites:
-        site = found.site
-        parts = [modules[site.path], found.module]
+    for site_module in sites:
+        site = site_module.site
+        parts = [modules[site.path], site_module.module]
         reason = unhookable_reason(model, parts) or compiled_part_reason(modules, site.path)
         able = [name for name in ("observe", "ablate") if getattr(site, name).possible]
         if reason:
@@ -125,7 +125,7 @@ def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[S
         reason = unprunable_reason(parts)
         if reason:
             site = replace(site, prune=Ability(False, reason), convert=Ability(False, reason))
-        yield found._replace(site=site)
+        yield site_module._replace(site=site)
 
 
 def unprunable_reason(parts: Sequence[nn.Module]) -> str:
@@ -413,11 +413,11 @@ def _trace_inputs(model: nn.Module, inputs: ModelInputs) -> None:
     """
     trace_example(model, inputs.args, inputs.kwargs)
     unmeasured = [
-        found
-        for found in find_attention(model)
-        if isinstance(found.adapter, TracedAdapter | TransformersAdapter)
-        and found.site.ablate.possible
-        and edit_place(found.module).projection is None
+        site_module
+        for site_module in find_attention(model)
+        if isinstance(site_module.adapter, TracedAdapter | TransformersAdapter)
+        and site_module.site.ablate.possible
+        and edit_place(site_module.module).projection is None
     ]
     with torch.no_grad():
         measure_edit_places(model, unmeasured, lambda: model(*inputs.args, **inputs.kwargs))
@@ -428,22 +428,28 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
     name.
     """
     check_is_module(model)
-    found: list[SiteModule] = []
+    site_modules: list[SiteModule] = []
     for adapter in ADAPTERS:
-        paths = [known.site.path for known in found]
+        paths = [site_module.site.path for site_module in site_modules]
         overlaps = is_within if isinstance(adapter, UnclearTraceAdapter) else _contains
         for new in adapter.find_sites(model):
             if isinstance(adapter, UnclearProjectionAdapter):
-                paths = [known.site.path for known in found]
+                paths = [site_module.site.path for site_module in site_modules]
             if not any(overlaps(new.site.path, path) for path in paths):
-                found.append(new)
+                site_modules.append(new)
     modules = model.named_modules(remove_duplicate=False)
     order = {path: number for number, (path, _) in enumerate(modules)}
-    found.sort(key=lambda known: order[known.site.path])
+    site_modules.sort(key=lambda site_module: order[site_module.site.path])
     config_specs = ConfigSpecs.from_model(model)
-    placed = [known._replace(site=config_specs.with_stack(known.site)) for known in found]
+    placed = [
+        site_module._replace(site=config_specs.with_stack(site_module.site))
+        for site_module in site_modules
+    ]
     renamed = _rename_duplicates(split_shared_modules(model, placed))
-    specified = [known._replace(site=config_specs.with_spec(known.site)) for known in renamed]
+    specified = [
+        site_module._replace(site=config_specs.with_spec(site_module.site))
+        for site_module in renamed
+    ]
     return list(mark_unhookable(model, specified))
 
 
@@ -451,12 +457,14 @@ def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
     """The sites of a model in eval mode that have an ability, "observe" or "ablate"; raises if
     there are none.
     """
-    found = find_attention(model)
-    able = [known for known in found if getattr(known.site, ability).possible]
+    site_modules = find_attention(model)
+    able = [
+        site_module for site_module in site_modules if getattr(site_module.site, ability).possible
+    ]
     if not able:
         reason = "hw.sites(model, example) finds it in a run on an example"
-        if found:
-            reason = getattr(found[0].site, ability).reason
+        if site_modules:
+            reason = getattr(site_modules[0].site, ability).reason
         raise ValueError(
             f"{type(model).__name__} has no attention that can be {ABILITY_PARTICIPLES[ability]}: "
             f"{reason}"
@@ -476,9 +484,9 @@ def left_out_notes(
     them.
     """
     left_out: dict[str, list[str]] = {}
-    for known in find_attention(model):
-        name = known.site.name
-        reason = getattr(known.site, ability).reason or reasons.get(name, "")
+    for site_module in find_attention(model):
+        name = site_module.site.name
+        reason = getattr(site_module.site, ability).reason or reasons.get(name, "")
         if reason:
             left_out.setdefault(reason, []).append(name)
     return [f"left out {', '.join(names)}: {reason}" for reason, names in left_out.items()]
@@ -492,11 +500,11 @@ def _contains(path: str, other: str) -> bool:
 # --- Unique names of sites ------------------------------------------------------------------------
 
 
-def _rename_duplicates(found: Sequence[SiteModule]) -> list[SiteModule]:
+def _rename_duplicates(site_modules: Sequence[SiteModule]) -> list[SiteModule]:
     """Make names unique by naming stacks after module paths; repeated modules get `same_as`, the
     first site's name.
     """
-    sites = [known.site for known in found]
+    sites = [site_module.site for site_module in site_modules]
     for part in ("first", "last", "full"):
         counts = Counter(_site_name(site) for site in sites)
         sites = [
@@ -504,11 +512,11 @@ def _rename_duplicates(found: Sequence[SiteModule]) -> list[SiteModule]:
         ]
     first_names: dict[int, str] = {}
     renamed: list[SiteModule] = []
-    for known, site in zip(found, sites, strict=True):
+    for site_module, site in zip(site_modules, sites, strict=True):
         name = _site_name(site)
-        first_name = first_names.setdefault(id(known.module), name)
+        first_name = first_names.setdefault(id(site_module.module), name)
         site = replace(site, name=name, same_as=None if first_name == name else first_name)
-        renamed.append(known._replace(site=site))
+        renamed.append(site_module._replace(site=site))
     return renamed
 
 

@@ -67,27 +67,27 @@ def observe_dataset(
         isinstance(batches, tuple) and bool(batches) and isinstance(batches[0], Tensor)
     )
     batches = [batches] if is_single else batches
-    found = find_attention(model)
-    if not found and isinstance(batches, Sequence) and batches:
+    site_modules = find_attention(model)
+    if not site_modules and isinstance(batches, Sequence) and batches:
         first = prepare_inputs(model, _split_mask(batches[0])[0], 0, tokenizer)
-        found = find_attention_in_run(model, first)
+        site_modules = find_attention_in_run(model, first)
     refs = heads
     if refs is None:
-        refs = [(known.site.name, ALL_HEADS) for known in found]
-    heads_by_site = group_by_site(model, found, refs)
+        refs = [(site_module.site.name, ALL_HEADS) for site_module in site_modules]
+    heads_by_site = group_by_site(model, site_modules, refs)
     _check_batches(model, batches, heads_by_site)
     observers = {name: make_observer(name, tuple(heads_by_site[name])) for name in heads_by_site}
     stack_of_site: dict[str, str] = {}
-    for known in found:
-        site = known.site
+    for site_module in site_modules:
+        site = site_module.site
         if site.name not in observers:
             continue
         stack_of_site[site.name] = site.stack
         if not site.ablate.possible:
             raise ValueError(f"{site.name} cannot be observed: {site.ablate.reason}")
-    stacks = {known.site.stack for known in found}
+    stacks = {site_module.site.stack for site_module in site_modules}
     num_batches = 0
-    with torch.no_grad(), hook_sites(model, found, observers) as hooks:
+    with torch.no_grad(), hook_sites(model, site_modules, observers) as hooks:
         for batch in batches:
             num_batches += 1
             inputs, given_masks = _split_mask(batch)

@@ -232,8 +232,8 @@ class ModelInputs:
         rows: list[TokenRow] = []
         for number, ids in enumerate(new_ids):
             row = old_rows[number] if number < len(old_rows) else TokenRow((), ())
-            known = len(row.ids)
-            new = list(ids[known:] if tuple(ids[:known]) == row.ids else ids)
+            num_ids = len(row.ids)
+            new = list(ids[num_ids:] if tuple(ids[:num_ids]) == row.ids else ids)
             end = (len(row.text), len(row.text))
             rows.append(
                 TokenRow(

@@ -265,9 +265,9 @@ class CallRecorder:
         count = inputs.k_BSGK.shape[1]
         num_recorded = self._count("k")
         for num_new in (0, queries, count):
-            known = k_BSGK[:, : count - num_new]
-            fits = self.calls and 0 < known.shape[1] <= num_recorded
-            if num_new == count or (fits and self._ends_with(known)):
+            k_cached = k_BSGK[:, : count - num_new]
+            fits = self.calls and 0 < k_cached.shape[1] <= num_recorded
+            if num_new == count or (fits and self._ends_with(k_cached)):
                 break
         tensors = {"k": k_BSGK}
         if "v" in self.store.capture.extra:
@@ -364,13 +364,13 @@ def estimate_bytes(
     """
     numbers = 0
     masks: dict[tuple[str, int, int], int] = {}
-    for found in sites:
-        site = found.site
+    for site_module in sites:
+        site = site_module.site
         queries, keys = (num_tokens[stream] for stream in streams[site.name])
         width = site.dim if site.spec is None else site.spec.heads.vdim
         if "z" in capture.extra:
             numbers += queries * site.heads * width
-        if found.adapter.visible_tensors(found.module) == "weights":
+        if site_module.adapter.visible_tensors(site_module.module) == "weights":
             numbers += site.heads * queries * keys
             continue
         heads = site.q
@@ -419,8 +419,8 @@ def trace(
     """
     model_inputs = prepare_inputs(model, inputs, max_new_tokens, tokenizer)
     find = find_attention_in_run if not max_new_tokens else lambda model, _: find_attention(model)
-    found = find(model, model_inputs)
-    sites = _select_sites(model, found, capture)
+    site_modules = find(model, model_inputs)
+    sites = _select_sites(model, site_modules, capture)
     run = ModelRun(model, model_inputs, max_new_tokens)
     streams = {one.site.name: get_streams(one.site, model_inputs.has_source) for one in sites}
     counts = dict(model_inputs.token_counts or _count_tokens(run, sites, streams))

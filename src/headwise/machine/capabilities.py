@@ -27,10 +27,10 @@ class MachineCapabilities(NamedTuple):
 
 def this_machine() -> MachineCapabilities:
     """The capabilities of the machine that runs this process."""
-    found = torch.cpu.get_capabilities()
-    name = found.get("cpu_name") or platform.processor() or platform.machine()
-    machine_class = classify(found, torch.backends.cpu.get_cpu_capability())
-    cache = int(found.get("l2_cache_size") or 2**20)
+    capabilities = torch.cpu.get_capabilities()
+    name = capabilities.get("cpu_name") or platform.processor() or platform.machine()
+    machine_class = classify(capabilities, torch.backends.cpu.get_cpu_capability())
+    cache = int(capabilities.get("l2_cache_size") or 2**20)
     return MachineCapabilities(str(name), machine_class, usable_processors(), cache)
 
 

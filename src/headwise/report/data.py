@@ -1,4 +1,4 @@
-"""What a result is before it is shown: estimates, tables, figures and pages of them."""
+"""Results before they are shown: estimates, tables, figures and pages of them."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ class Table:
 
     def without_empty_columns(self) -> Table:
         """Return the table without columns that hold no value."""
-        kept = [
+        columns = [
             n
             for n in range(len(self.columns))
             if any(row[n] not in (None, "") and row[n] == row[n] for row in self.rows)
         ]
-        places = {old: new for new, old in enumerate(kept)}
+        places = {old: new for new, old in enumerate(columns)}
         bold = frozenset((row, places[n]) for row, n in self.bold if n in places)
-        rows = [[row[n] for n in kept] for row in self.rows]
-        return Table(self.title, [self.columns[n] for n in kept], rows, self.notes, bold)
+        rows = [[row[n] for n in columns] for row in self.rows]
+        return Table(self.title, [self.columns[n] for n in columns], rows, self.notes, bold)
 
 
 # --- Figures --------------------------------------------------------------------------------------

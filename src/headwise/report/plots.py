@@ -193,12 +193,12 @@ def find_undrawable(text: str) -> list[str]:
 
     files = [findfont(FontProperties(family=name)) for name in list_fonts()]
     charmaps = [get_font(file).get_charmap() for file in files]
-    found: list[str] = []
+    undrawable: list[str] = []
     for char in dict.fromkeys(text):
         has_glyph = any(ord(char) in charmap for charmap in charmaps)
         if char != "\n" and not (char.isprintable() and has_glyph):
-            found.append(char)
-    return found
+            undrawable.append(char)
+    return undrawable
 
 
 def name_undrawable(text: str) -> str:
@@ -341,18 +341,18 @@ def _draw_series(axes: Axes, series: Series, number: int, theme: Theme) -> None:
 def _set_axis(axes: Axes, name: str, axis: Axis) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    drawn = axes.xaxis if name == "x" else axes.yaxis
+    axis_of_plot = axes.xaxis if name == "x" else axes.yaxis
     axes.set(**{f"{name}label": name_undrawable(axis.label)})
     format_tick = axis.format or (format_count if axis.log else None)
     if axis.log:
         axes.set(**{f"{name}scale": "log"})
-        drawn.set_major_locator(LogLocator(10, (1.0,), numticks=9))
-        drawn.set_minor_formatter(NullFormatter())
+        axis_of_plot.set_major_locator(LogLocator(10, (1.0,), numticks=9))
+        axis_of_plot.set_minor_formatter(NullFormatter())
     if format_tick is not None:
-        drawn.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value)))
+        axis_of_plot.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value)))
     if axis.ticks:
         labels = [name_undrawable(label) for label in axis.ticks.values()]
-        drawn.set_ticks(list(axis.ticks), labels)
+        axis_of_plot.set_ticks(list(axis.ticks), labels)
 
 
 def _set_limits(axes: Axes, plot: Plot) -> None:
@@ -372,10 +372,10 @@ def _name_ends(axes: Axes, series: Sequence[Series], theme: Theme) -> None:
     from matplotlib.transforms import Transform
 
     to_axes: Transform = axes.transData - axes.transAxes
-    drawn = [(n, one) for n, one in enumerate(series) if len(one.xs) and one.name]
-    ends = [to_axes.transform((one.xs[-1], one.ys[-1])) for _, one in drawn]
+    named = [(n, one) for n, one in enumerate(series) if len(one.xs) and one.name]
+    ends = [to_axes.transform((one.xs[-1], one.ys[-1])) for _, one in named]
     heights = spread_labels([float(end[1]) for end in ends], 0.075, 0.0, 1.0)
-    for (number, one), height in zip(drawn, heights, strict=True):
+    for (number, one), height in zip(named, heights, strict=True):
         colour = theme.colour(one.colour, number)
         arrow = {"arrowstyle": "-", "color": colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 2}
         style: dict[str, Any] = {"textcoords": "axes fraction", "va": "center", "fontsize": 7}

@@ -71,8 +71,8 @@ class ModelEdit:
         record = Record(f"edits.{name}", values, "correct the file")
         record.check_fields(one.name for one in fields(ModelEdit))
         readers = {str: record.read_text, float: record.read_number, int: record.read_int}
-        given = [one for one in fields(ModelEdit) if one.name in values]
-        edit = ModelEdit(**{one.name: readers[type(one.default)](one.name) for one in given})
+        edit_fields = [one for one in fields(ModelEdit) if one.name in values]
+        edit = ModelEdit(**{one.name: readers[type(one.default)](one.name) for one in edit_fields})
         edit.check(name)
         return edit
 

@@ -336,8 +336,8 @@ def _head_means(summaries: Sequence[Mapping[str, Any]]) -> list[Value]:
 
 def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Mean of a value over the records that have it."""
-    found = [record[name] for record in records if record.get(name) is not None]
-    return sum(found) / len(found) if found else None
+    values = [record[name] for record in records if record.get(name) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _count_classes(summaries: Sequence[Mapping[str, Any]]) -> str:

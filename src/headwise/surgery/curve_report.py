@@ -221,8 +221,8 @@ def _survival_table(curves: PruningCurves, what: str, groups: Mapping[HeadId, st
     for order in curves.orders:
         lines = curves.select_curves(ALL_PARTS, order)
         if len(lines) == 1 and len({*groups.values()}) > 1:
-            kept = [_grouped_heads(point, groups) for point in lines[0].points[1:]]
-            rows += [(order, *result) for result in assess_group_survival(groups, kept)]
+            heads_left = [_grouped_heads(point, groups) for point in lines[0].points[1:]]
+            rows += [(order, *result) for result in assess_group_survival(groups, heads_left)]
     note = "p is corrected for all tests of an order (Holm)."
     columns = (
         "order",
@@ -247,8 +247,8 @@ def _group_by_part(curves: PruningCurves) -> dict[HeadId, str]:
 
 def _grouped_heads(point: CurvePoint, groups: Mapping[HeadId, str]) -> list[HeadId]:
     """Return the heads kept at a point that belong to any group."""
-    kept = [(site, head) for site, heads in point.keep.items() for head in heads]
-    return [head for head in kept if head in groups]
+    heads_left = [(site, head) for site, heads in point.keep.items() for head in heads]
+    return [head for head in heads_left if head in groups]
 
 
 def _points_by_count(curves: Sequence[PruningCurve]) -> dict[int, list[CurvePoint]]:

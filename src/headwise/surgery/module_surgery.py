@@ -79,11 +79,11 @@ class HeadChange:
     def without(site: AttentionSite, name: str, removed: Iterable[int]) -> HeadChange:
         """The change that removes these query heads, and the key-value heads that no other uses."""
         dropped = set(removed)
-        kept = [head for head in range(site.heads) if head not in dropped]
-        if not kept:
+        heads_left = [head for head in range(site.heads) if head not in dropped]
+        if not heads_left:
             raise SpecError(f"cannot remove all {site.heads} heads of {name}; keep at least one")
         group = site.heads // site.num_kv_heads
-        users = [head // group for head in kept]
+        users = [head // group for head in heads_left]
         counts = {head: users.count(head) for head in users}
         if len(set(counts.values())) > 1:
             shared = ", ".join(map(str, counts.values()))
@@ -91,10 +91,10 @@ class HeadChange:
                 f"cannot prune {name}: its key-value heads would be shared by {shared} query heads;"
                 " keep the same number in each group, or remove whole groups"
             )
-        return HeadChange(site, tuple((h,) for h in kept), tuple((h,) for h in counts))
+        return HeadChange(site, tuple((h,) for h in heads_left), tuple((h,) for h in counts))
 
     @property
-    def kept(self) -> list[int]:
+    def heads_left(self) -> list[int]:
         """The query heads that stay."""
         return [head for (head,) in self.q]
 
@@ -287,7 +287,7 @@ def _find_sites(model: nn.Module) -> dict[str, Site]:
         raise SpecError(
             "the model is in train mode, where outputs are random; call model.eval() first"
         )
-    return {found.site.name: found.site for found in find_attention(model)}
+    return {site_module.site.name: site_module.site for site_module in find_attention(model)}
 
 
 def _count_removed(before: nn.Module, after: nn.Module) -> int:
@@ -456,7 +456,7 @@ def _row_tensors(model: nn.Module, path: str, projection: str) -> list[str]:
 def _resize(module: nn.Module, change: HeadChange) -> None:
     """Give a module the parameters and sizes of its new heads, and declare it again."""
     site = change.site
-    kept = change.kept
+    heads_left = change.heads_left
     for name, (num_blocks, groups) in change.rows().items():
         linear = cast(nn.Linear, module.get_submodule(name))
         for tensor_name, tensor in list(linear.named_parameters(recurse=False)):
@@ -465,12 +465,14 @@ def _resize(module: nn.Module, change: HeadChange) -> None:
         linear.out_features = linear.weight.shape[0]
     out = cast(nn.Linear, module.get_submodule(site.out))
     width = out.in_features // site.heads
-    axis_of_heads = {f"{site.out}.weight": 1, **site.per_head} if len(kept) < site.heads else {}
+    axis_of_heads = (
+        {f"{site.out}.weight": 1, **site.per_head} if len(heads_left) < site.heads else {}
+    )
     for name, axis in axis_of_heads.items():
         owner, _, tensor_name = name.rpartition(".")
-        _keep_blocks(module.get_submodule(owner), tensor_name, axis, site.heads, kept)
+        _keep_blocks(module.get_submodule(owner), tensor_name, axis, site.heads, heads_left)
     out.in_features = out.weight.shape[1]
-    heads = len(kept)
+    heads = len(heads_left)
     kv_heads = len(change.kv)
     query_rows = 0 if site.is_fused else get_output_width(module.get_submodule(site.q))
     query_width = query_rows // heads or width
@@ -482,11 +484,11 @@ def _resize(module: nn.Module, change: HeadChange) -> None:
 
 
 def _keep_blocks(
-    owner: nn.Module, name: str, axis: int, num_blocks: int, kept: Sequence[int]
+    owner: nn.Module, name: str, axis: int, num_blocks: int, block_numbers: Sequence[int]
 ) -> None:
     """Keep some of `num_blocks` equal blocks of a parameter or buffer along an axis."""
     tensor: Tensor = getattr(owner, name)
-    index = torch.tensor(list(kept), device=tensor.device)
+    index = torch.tensor(list(block_numbers), device=tensor.device)
     blocks = tensor.detach().unflatten(axis, (num_blocks, -1)).index_select(axis, index)
     smaller = blocks.flatten(axis, axis + 1).clone()
     if isinstance(tensor, nn.Parameter):

@@ -472,15 +472,15 @@ def _sweep_part(
         keep: dict[str, list[int]] = {site: [] for site in units_by_site}
         for unit in selected:
             keep[unit.site] += unit.heads
-        kept = {site: tuple(sorted(heads)) for site, heads in keep.items()}
-        full = points[0].keep if points else kept
-        changed = {site: heads for site, heads in kept.items() if heads != full[site]}
+        heads_left = {site: tuple(sorted(heads)) for site, heads in keep.items()}
+        full = points[0].keep if points else heads_left
+        changed = {site: heads for site, heads in heads_left.items() if heads != full[site]}
         pruned = remove_heads(evaluator.net, changed) if changed else evaluator.net
         report, text_counts = evaluator.evaluate(pruned)
         rows = list(report.rows)
         if order in options.generation_orders:
             rows += evaluator.score_generation(pruned)
-        points.append(CurvePoint(share, count, kept, tuple(rows), text_counts))
+        points.append(CurvePoint(share, count, heads_left, tuple(rows), text_counts))
     return tuple(points)
 
 

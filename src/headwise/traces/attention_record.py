@@ -196,8 +196,8 @@ class AttentionRecord:
                     f"{call.queries[0]}..{call.queries[1] - 1} are unknown, because their cache "
                     "was reordered; trace the whole text in one forward call"
                 )
-            found = self._call_weights(call, head, row, start, stop, grids)
-            weights[rows, self._key_positions(call)] = found
+            call_weights = self._call_weights(call, head, row, start, stop, grids)
+            weights[rows, self._key_positions(call)] = call_weights
         return weights
 
     def allowed(
@@ -209,8 +209,8 @@ class AttentionRecord:
         """
         allowed = np.zeros((queries[1] - queries[0], self.num_keys), bool)
         for call, rows, start, stop in self._calls_of(queries):
-            found = self._call_allowed(call, head, row, start, stop, grids)
-            allowed[rows, self._key_positions(call)] = found
+            is_allowed = self._call_allowed(call, head, row, start, stop, grids)
+            allowed[rows, self._key_positions(call)] = is_allowed
         return allowed
 
     def _calls_of(

@@ -140,12 +140,12 @@ class WeightSelection(NamedTuple):
 
     def list_heads(self) -> list[tuple[AttentionRecord, int, int]]:
         """Every head of the selection in every row: (layer, row, head)."""
-        found: list[tuple[AttentionRecord, int, int]] = []
+        places: list[tuple[AttentionRecord, int, int]] = []
         for layer in self.layers:
             heads = self.heads or range(layer.heads)
             for row in range(layer.batch_size):
-                found += [(layer, row, head) for head in heads]
-        return found
+                places += [(layer, row, head) for head in heads]
+        return places
 
 
 NPZ_COMMENT = b"attention weights of headwise"  # of the zip archive; numpy ignores it

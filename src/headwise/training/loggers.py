@@ -57,8 +57,8 @@ class JsonlLogger:
         path = folder / self.NAME
         if path.exists():
             records = [record for record in read_records(path) if record["event"] != "end"]
-            kept = [record for record in records if record.get("step", 0) <= config["step"]]
-            write_lines(path, kept)
+            earlier = [record for record in records if record.get("step", 0) <= config["step"]]
+            write_lines(path, earlier)
         self._lines = JsonLines(path)
 
     def write(self, record: Record) -> None:

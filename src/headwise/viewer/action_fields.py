@@ -1,4 +1,4 @@
-"""What jobs are asked for: one table of fields for each job, checked once, before it starts.
+"""Fields of jobs: one table for each job, checked once, before it starts.
 
 `action(kind, **fields)` registers a function as a job of the page. It is then called with the model,
 the arguments of the job as JSON and its progress, and gets the values of its fields by name.

@@ -113,7 +113,7 @@ class Query:
 
     @property
     def lens(self) -> str:
-        """What weights are multiplied with."""
+        """Name of the factor that weights are multiplied with."""
         return self.choice("lens", LENSES)
 
 
@@ -143,7 +143,7 @@ def ask(view: OpenModel, address: str) -> Any:
 
 @answer("document")
 def answer_document(view: OpenModel, query: Query) -> dict[str, Any]:
-    """What is open, in JSON."""
+    """Description of the open model or trace, in JSON."""
     return view.describe()
 
 

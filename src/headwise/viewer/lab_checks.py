@@ -84,12 +84,14 @@ def _compare(
         tolerance = HALF_TOLERANCE_STEPS * torch.finfo(dtype).eps
     largest = float(after.values.abs().max())
     name = str(dtype).removeprefix("torch.")
-    found = compare.OutputDifference("", difference, largest, 1, name, tolerance)
-    if is_rounded and found.same:
+    difference_found = compare.OutputDifference("", difference, largest, 1, name, tolerance)
+    if is_rounded and difference_found.same:
         example = Example(dict(id_inputs(native, model.get_recorded())), {})
         patches: dict[Any, Any] = {(head.site, head.head): ScaledOutput(0.0) for head in heads}
-        found = compare.compare_outputs(compare.ABLATION, (native, smaller), [example], patches)
-    return dict(found.data)
+        difference_found = compare.compare_outputs(
+            compare.ABLATION, (native, smaller), [example], patches
+        )
+    return dict(difference_found.data)
 
 
 def _copy_without_weights(

@@ -137,8 +137,8 @@ class LabRuns:
         self.net = model.get_model()
         self.inputs = open_inputs(model)
         self.trace = model.get_recorded()
-        found = find_attention(self.net)
-        self.modules: list[SiteModule] = [one for one in found if one.site.ablate.possible]
+        site_modules = find_attention(self.net)
+        self.modules: list[SiteModule] = [one for one in site_modules if one.site.ablate.possible]
         self.forward = make_forward(self.net, self.modules, self.inputs)
 
     @property

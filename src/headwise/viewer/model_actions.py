@@ -220,7 +220,7 @@ def compute_cost(
     from ..costs.workload import Workload
 
     net = model.get_model()
-    names = {known: name for name, known in TORCH_DTYPES.items()}
+    names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
     own = [names[tensor.dtype] for tensor in net.parameters() if tensor.dtype in names]
     dtype = dtype or (own[0] if own else "fp32")
     if dtype not in TORCH_DTYPES:

@@ -62,10 +62,10 @@ def list_heads(heads: Sequence[tuple[str, int]]) -> list[str]:
     return [f"{site}:{','.join(map(str, sorted(numbers)))}" for site, numbers in by_site.items()]
 
 
-def _list_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, ...]:
+def _list_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, ...]:
     """The options that are not at their default."""
     options: list[str] = []
-    for name, value in given.items():
+    for name, value in values.items():
         if value != defaults.get(name):
             options += [f"--{name}", str(value)]
     return tuple(options)
@@ -89,31 +89,31 @@ def _read_pruning(model: OpenModel, name: str, arguments: Any) -> Change:
     from ..surgery import DropHeads, HeadRanking, HeadSelection, KeepOnePerCluster, KeepTop
     from ..surgery.pruning import list_text_uses, prune
 
-    given = {name: field.get(model, name, arguments) for name, field in PRUNING.items()}
-    chosen = [name for name in SELECTIONS if given[name]]
+    values = {name: field.get(model, name, arguments) for name, field in PRUNING.items()}
+    chosen = [name for name in SELECTIONS if values[name]]
     if len(chosen) != 1:
         raise ValueError(
             f"{len(chosen)} of {', '.join(SELECTIONS)} say which heads to remove; give exactly one"
         )
-    ranking = HeadRanking(given["by"])
-    shown = {"by": given["by"], "fold": given["fold"]}
-    if given["heads"]:
-        heads = [(head.site, head.head) for head in given["heads"]]
+    ranking = HeadRanking(values["by"])
+    shown = {"by": values["by"], "fold": values["fold"]}
+    if values["heads"]:
+        heads = [(head.site, head.head) for head in values["heads"]]
         selection: HeadSelection = DropHeads(tuple(heads))
         options = ("--heads", *list_heads(heads))
         del shown["by"]
-    elif given["clusters"]:
+    elif values["clusters"]:
         selection = KeepOnePerCluster(ranking)
         options = ("--clusters",)
     else:
-        selection = KeepTop(given["keep"], ranking, given["per"])
-        options = ("--keep", repr(given["keep"]))
-        shown["per"] = given["per"]
+        selection = KeepTop(values["keep"], ranking, values["per"])
+        options = ("--keep", repr(values["keep"]))
+        shown["per"] = values["per"]
     return Change(
         "prune",
         selection,
-        lambda net, heads, examples, log: prune(net, heads, examples, fold=given["fold"], log=log),
-        list_text_uses(selection, given["fold"]),
+        lambda net, heads, examples, log: prune(net, heads, examples, fold=values["fold"], log=log),
+        list_text_uses(selection, values["fold"]),
         SELECTION_STEPS,
         (*options, *_list_options(shown, {"by": "best", "per": "layer", "fold": "none"})),
     )
@@ -136,12 +136,12 @@ def _read_conversion(model: OpenModel, name: str, arguments: Any) -> Change:
     form = FORM.get(model, "form", arguments)
     where = text("all").get(model, "where", arguments)
     fields = CONVERSION_FORMS[form]
-    given = {name: field.get(model, name, arguments) for name, field in fields.items()}
-    conversion = make_conversion(form, *given.values())
-    numbers = ",".join(str(value) for value in given.values())
+    values = {name: field.get(model, name, arguments) for name, field in fields.items()}
+    conversion = make_conversion(form, *values.values())
+    numbers = ",".join(str(value) for value in values.values())
     options = ("--to", f"{form}={numbers}" if numbers else form)
     if form == "kv":
-        options = _list_options(given, {"align": "none", "grouping": "consecutive"})
+        options = _list_options(values, {"align": "none", "grouping": "consecutive"})
     return Change(
         "convert",
         conversion,
@@ -435,7 +435,7 @@ def write_new_model(
     texts = read_texts(net, model, lines, change.text_uses)
     log = StepLog(progress, change.steps + PROOF_STEPS)
     result = change.make(net, change.strategy, texts.selection, log)
-    made = result.plan if change.command == "prune" else result.conversion
+    plan = result.plan if change.command == "prune" else result.conversion
     notes = result.plan.notes if change.command == "prune" else result.notes
     log("writing the model")
     source = Path(model.target) if model.target else None
@@ -444,7 +444,7 @@ def write_new_model(
     with stage_folder(folder, COMPRESSED_MODEL) as staged:
         written = write_model_folder(result.after, source, staged, record, extra_files=extra_files)
         options = ProofOptions(
-            made.summary,
+            plan.summary,
             **result.proof_options,
             notes=(*texts.notes, *notes),
             command=format_command(model, change.command, change.options, folder),

@@ -108,7 +108,7 @@ class RunOptions(Options):
         """Refuse what cannot work before the model is loaded."""
         if self.requests is None:
             for name in ("budget", "rows", "chunk"):
-                if name in self.given:
+                if name in self.options_set:
                     raise UsageError(
                         f"--{name} applies to --requests only; add --requests FILE, or leave it out"
                     )
@@ -200,7 +200,7 @@ def attach_tokenizer(model: Transformer, name: str) -> None:
 def _check_unused(args: RunOptions, model: Transformer, kind: str) -> None:
     """Raise if options for text generation are given to a model that does not generate text."""
     output = {"classes": "classifies", "masks": "fills in masks"}[kind]
-    for name, flag in args.given.items():
+    for name, flag in args.options_set.items():
         if name not in COMMON_OPTIONS:
             raise UsageError(
                 f"{flag} is for text generation, but {model.spec.name} {output}; leave it out"
