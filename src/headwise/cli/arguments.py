@@ -128,8 +128,8 @@ class SpecOptions(Options):
         for name in ("changes", "model", "heads"):
             if name in self.options_set:
                 raise UsageError(
-                    f"{self.options_set[name]} is for one spec, and {self.spec} describes a whole model; "
-                    f"{remedy}"
+                    f"{self.options_set[name]} is for one spec, and {self.spec} describes a whole "
+                    f"model; {remedy}"
                 )
 
 

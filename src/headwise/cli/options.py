@@ -120,7 +120,7 @@ def _collect(cls: type[Options], name: str) -> dict[str, str]:
 
 
 class HelpEntry(NamedTuple):
-    """Help text of an option, read from a docstring: `--flag METAVAR  text`, below a heading or ""."""
+    """Help text of an option: a line `--flag METAVAR  text` of a docstring, and the heading above."""
 
     flag: str
     metavar: str

@@ -361,8 +361,8 @@ class TranslationDataset(Dataset):
             )
         if len(indices) < count:
             self.notes += (
-                f"{count - len(indices)} of {count} pairs are not trained on because a side has more "
-                f"than longest={longest} tokens",
+                f"{count - len(indices)} of {count} pairs are not trained on because a side has "
+                f"more than longest={longest} tokens",
             )
             self.encoded["train"] = EncodedPairs(
                 [train.pairs[n] for n in indices],

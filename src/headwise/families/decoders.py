@@ -89,7 +89,7 @@ class LayerKind(NamedTuple):
 
 @dataclass
 class Extras:
-    """Functions that a family adds to its table: see `build_decoder`.
+    """Additions of a family to its table: see `build_decoder`.
 
     `design` are arguments of `design` for all layers, `blocks` of each `BlockSpec`, `embedding` and
     `head` of the two ends. `approximate` holds the arguments of `ApproximateAttention` after the

@@ -62,8 +62,10 @@ class EncoderSizes:
 
 @dataclass
 class Extras:
-    """Functions that a family adds to its table. `masked` replaces the masked-LM head, `pooler` the transform
-    of classifiers, `tasks` adds tasks with their heads.
+    """Additions of a family to its table.
+
+    `masked` replaces the masked-LM head, `pooler` the transform of classifiers, `tasks` adds tasks
+    with their heads.
     """
 
     attentions: Sequence[LayerAttention] | None = None

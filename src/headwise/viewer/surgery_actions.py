@@ -435,7 +435,7 @@ def write_new_model(
     texts = read_texts(net, model, lines, change.text_uses)
     log = StepLog(progress, change.steps + PROOF_STEPS)
     result = change.make(net, change.strategy, texts.selection, log)
-    plan = result.plan if change.command == "prune" else result.conversion
+    summarised = result.plan if change.command == "prune" else result.conversion
     notes = result.plan.notes if change.command == "prune" else result.notes
     log("writing the model")
     source = Path(model.target) if model.target else None
@@ -444,7 +444,7 @@ def write_new_model(
     with stage_folder(folder, COMPRESSED_MODEL) as staged:
         written = write_model_folder(result.after, source, staged, record, extra_files=extra_files)
         options = ProofOptions(
-            plan.summary,
+            summarised.summary,
             **result.proof_options,
             notes=(*texts.notes, *notes),
             command=format_command(model, change.command, change.options, folder),

@@ -89,11 +89,11 @@ def describe_uneven_layers(model_spec: ModelSpec) -> str:
             for role, spec in block.attention_specs.items():
                 first_depth, heads = first.setdefault(role, (depth, spec.heads))
                 if spec.heads.q != heads.q:
-                    count_text = pluralise(spec.heads.q, "head")
-                    return f"{prefix}layer {depth} keeps {count_text} and layer {first_depth} {heads.q}"
+                    count = pluralise(spec.heads.q, "head")
+                    return f"{prefix}layer {depth} keeps {count} and layer {first_depth} {heads.q}"
                 if spec.heads.kv != heads.kv:
-                    count_text = pluralise(spec.heads.kv, "key-value head")
-                    return f"{prefix}layer {depth} keeps {count_text} and layer {first_depth} {heads.kv}"
+                    count = pluralise(spec.heads.kv, "key-value head")
+                    return f"{prefix}layer {depth} keeps {count} and layer {first_depth} {heads.kv}"
     return ""
 
 
