@@ -183,6 +183,7 @@ def test_empty_columns_are_left_out() -> None:
     kept = table.without_empty_columns()
     assert list(kept.columns) == ["a", "c"]
     assert kept.bold == {(1, 1)}
+    assert to_text(Table("heads", ("a",), [(None,)]).without_empty_columns()).split() == ["heads"]
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -23,6 +23,7 @@ from .arguments import (
     resolve_target,
     to_json,
 )
+from .exit_status import Terminated
 from .options import Count, InputFile, Options, Positive, UsageError, options
 
 if TYPE_CHECKING:
@@ -138,14 +139,13 @@ def main(argv: list[str]) -> int:
     with join_process_group() as launch:
         try:
             _train(argv, launch, started_at)
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, Terminated) as error:
             if not launch.claim_failure_report():
                 raise SystemExit(BAD_INPUT) from None
-            if isinstance(error, KeyboardInterrupt):
-                print_note(
-                    f"headwise: {str(error) or 'interrupted after the last checkpoint'}; "
-                    f"{RESUME_HINT}"
-                )
+            if isinstance(error, KeyboardInterrupt | Terminated):
+                fact = "" if isinstance(error, Terminated) else str(error)
+                fact = fact or "interrupted after the last checkpoint"
+                print_note(f"headwise: {fact}; {RESUME_HINT}")
             raise
     return 0
 

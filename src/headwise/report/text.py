@@ -141,14 +141,16 @@ def align_columns(
         padded.append([pad(cell, size) if left else pad_left(cell, size) for cell in column])
     aligned: list[str] = []
     rest = padded[1:]
-    while rest or not aligned:
+    while padded:
         part = padded[:1]
-        used = text_width(part[0][0]) if part else 0
+        used = text_width(part[0][0])
         while rest and (len(part) == 1 or used + 2 + text_width(rest[0][0]) <= width):
             used += 2 + text_width(rest[0][0])
             part.append(rest.pop(0))
         aligned += [""] if aligned else []
         aligned += [cut("  ".join(cells).rstrip(), width) for cells in zip(*part, strict=True)]
+        if not rest:
+            break
     return aligned
 
 

@@ -250,6 +250,18 @@ def rows_of_given(block: WeightBand, head: int) -> list[Row]:
     return [Row(block, head, t) for t in range(block.w_HTS.shape[1]) if count[t]]
 
 
+def test_rows_without_sinks_have_no_weight_on_them():
+    """Weights that sum to 1 up to rounding leave nothing for a sink."""
+    block = maps.weight_map("full", 0)
+    never = torch.zeros_like(block.key_tokens.is_special)
+    tokens = replace(block.key_tokens, is_special=never, is_separator=never)
+    block = replace(block, key_tokens=tokens)
+    assert not block.non_sink_weight[1:].eq(1).all()  # head 0 has a learned sink
+    sums, _ = HEAD_METRICS["sink"].compute_sums(block)
+    assert not sums[1:].any()
+    assert sums[0] > 1
+
+
 def test_distance_explains_nothing_of_constant_weights():
     block = maps.weight_map("full", 0, ends=False).uniform_baseline
     sums, numbers = HEAD_METRICS["positional_share"].compute_sums(block)

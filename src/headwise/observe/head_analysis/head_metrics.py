@@ -115,7 +115,7 @@ def distance_sums(band: WeightBand) -> SumAndCount:
 def sink_sums(band: WeightBand) -> SumAndCount:
     """Weight on special tokens, on a learned sink, and on the first token if it is a sink.
 
-    Rounding of rows without any sink is 0, so that a test cannot see it.
+    A weight within rounding error of 0 is 0: p-values of noise would differ between devices.
     """
     weight = 1 - band.non_sink_weight
     rounding = 16 * torch.finfo(weight.dtype).eps
