@@ -65,6 +65,18 @@ def wait_until(page: Any, expression: str) -> None:
     pytest.fail(f"never true: {expression}")
 
 
+def settled_box(element: Any) -> dict[str, float]:
+    """Where an element is, once it stands still: what arrives above it moves it."""
+    last = None
+    for _ in range(200):
+        box = element.bounding_box()
+        if box is not None and box == last:
+            return box
+        last = box
+        element.page.wait_for_timeout(100)
+    pytest.fail(f"never still: {element}")
+
+
 def examples_of_ids(opened: OpenModel, trace: Any) -> list[Example]:
     """The open ids as one example, for models without a tokenizer."""
     ids = torch.tensor(trace.streams["text"][0].ids)

@@ -15,7 +15,7 @@ from headwise.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.viewer.answers import ask
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.lab_runs import find_token_decoder, id_inputs
-from support.page_browser import sample_model, served, wait_until
+from support.page_browser import sample_model, served, settled_box, wait_until
 
 
 def open_screen(page: Any, url: str, address: str) -> None:
@@ -71,7 +71,7 @@ def test_products_by_channel_have_the_numbers_of_the_trace(page: Any):
         picture = page.locator(".channel-canvas canvas")
         picture.wait_for()
         wait_until(page, "document.querySelector('.channel-canvas canvas').width > 1")
-        box = picture.bounding_box()
+        box = settled_box(picture)
         rows, channels = products.shape
         page.mouse.move(
             box["x"] + 3.5 * box["width"] / channels, box["y"] + 5.5 * box["height"] / rows

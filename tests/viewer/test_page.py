@@ -21,7 +21,7 @@ from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import render_export
-from support.page_browser import sample_model, served, wait_until
+from support.page_browser import sample_model, served, settled_box, wait_until
 from support.page_models import GPT
 
 HOSTILE = [
@@ -62,7 +62,7 @@ def test_a_pointed_cell_has_the_exact_weight(page: Any, gpt: OpenModel):
         matrix = page.get_by_role("application")
         matrix.wait_for()
         wait_until(page, "document.querySelector('.matrix-canvas canvas').width > 1")
-        box = page.locator(".matrix-canvas canvas").bounding_box()
+        box = settled_box(page.locator(".matrix-canvas canvas"))
         cell = box["width"] / 21
         page.mouse.move(box["x"] + 3.5 * cell, box["y"] + 9.5 * cell)
         exact = page.get_by_test_id("exact")

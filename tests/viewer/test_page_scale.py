@@ -18,7 +18,7 @@ from headwise.viewer.lab_actions import sweep_heads
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
 from support.large_traces import make_large_trace, make_table
-from support.page_browser import served, wait_until
+from support.page_browser import served, settled_box, wait_until
 
 FRAMES = """async (kind) => {
   const cells = [...document.querySelectorAll('[role=gridcell]')], scroller = document.querySelector('.grid-scroll');
@@ -235,7 +235,7 @@ def test_the_scatter_selects_and_dims_heads(page: Any):
         open_map(page, url, "x=entropy&y=sink")
         plot = page.get_by_role("img", name="Scatter of 16 heads: entropy across, sink up")
         plot.scroll_into_view_if_needed()
-        box = plot.bounding_box()
+        box = settled_box(plot)
         values = np.array(
             [[head.measures[name].value for name in ("entropy", "sink")] for head in table.heads]
         )
@@ -266,7 +266,7 @@ def open_head(page: Any, url: str, query: str = "") -> None:
 
 
 def point(page: Any, across: float, down: float) -> None:
-    box = page.locator(".matrix-canvas canvas").bounding_box()
+    box = settled_box(page.locator(".matrix-canvas canvas"))
     page.mouse.move(box["x"] + across * box["width"], box["y"] + down * box["height"])
 
 
