@@ -143,7 +143,4 @@ def test_commands_score_answers(tmp_path: Path, capsys: pytest.CaptureFixture[st
         )
         == 2
     )
-    assert (
-        "--answer-after 'A:' needs lines of text; give them with --data FILE"
-        in capsys.readouterr().err
-    )
+    assert "--answer-after needs --data; add --data FILE" in capsys.readouterr().err

@@ -167,10 +167,10 @@ def test_ours_are_the_definitions(name: str):
         layer(x, source=z, probe=probe)
     (one,) = trace.layers
     assert far(trace, 0, probe.tensors["weights"]) <= 1e-5
+    outputs = probe.tensors["heads"][0]
+    atol = 1e-5 * max(1.0, outputs.abs().max().item())  # float32, and mla's outputs reach 20
     for head in range(len(spec.score_head_of_output)):
-        np.testing.assert_allclose(
-            trace.head_output(0, head), probe.tensors["heads"][0, :, head], atol=1e-5
-        )
+        np.testing.assert_allclose(trace.head_output(0, head), outputs[:, head], atol=atol)
     assert one.arrays.keys() >= {"z"}
 
 
