@@ -342,7 +342,7 @@ def test_training_ends_with_the_code_of_its_signal(number: int, code: int, tmp_p
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
-        assert "run the same command with --resume" in process.communicate()[1]
+        assert "run the same command with --resume" in process.communicate(timeout=120)[1]
     assert process.returncode == code
 
 
