@@ -244,7 +244,9 @@ def test_the_refusals_of_the_page_are_those_of_the_commands():
 def test_the_exceptions_of_the_page_are_those_of_the_library():
     from headwise.util import errors
 
-    rows = re.findall(r"^\| `(?:hw|headwise\.errors)\.(\w+)` \| `(\w+)`", ERRORS_PAGE, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(?:hw|headwise\.util\.errors)\.(\w+)` \| `(\w+)`", ERRORS_PAGE, re.MULTILINE
+    )
     classes = {
         name: one
         for name, one in vars(errors).items()

@@ -148,8 +148,8 @@ PRINTS = {
     "cli/exit_status.py": 1,
     "cli/options.py": 2,
     "cli/run/answers.py": 1,
-    "masking/patterns.py": 1,
-    "progress.py": 2,
+    "attention/masking/patterns.py": 1,
+    "report/progress.py": 2,
     "training/loggers.py": 1,
     "viewer/view.py": 1,
 }
@@ -185,4 +185,9 @@ def test_there_is_one_place():
         if own.search(path.read_text())
     }
     # plots.py looks for characters without a glyph, vocabulary.py makes the table of byte-level BPE
-    assert found == {"escaping.py", "viewer/view.py", "report/plots.py", "data/vocabulary.py"}
+    assert found == {
+        "util/escaping.py",
+        "viewer/view.py",
+        "report/plots.py",
+        "models/vocabulary.py",
+    }

@@ -263,7 +263,8 @@ def test_what_is_not_ours_stays(
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in COMMANDS if name not in ("view --export", "cost --plot")]
+    "name",
+    [name for name in COMMANDS if name not in ("view --export", "cost --plot", "trace --export")],
 )
 def test_devices_stay(name: str, capsys: pytest.CaptureFixture[str]):
     device = Path("/dev/null")

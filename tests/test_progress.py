@@ -153,7 +153,7 @@ class SlowEngine:
 def test_a_study_prints_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock, lines = Clock(), list[str]()
     monkeypatch.setattr(study_runner, "TimeLeft", lambda: progress.TimeLeft(clock))
-    cells = [Cell("gqa", "recall", 1e-3, seed, {}) for seed in range(14)]
+    cells = [Cell("gqa", "recall", 1e-3, seed, {"seed": seed}) for seed in range(14)]
     engine: Any = SlowEngine(clock)
     study_runner.StageRunner(tmp_path, engine, lambda cell: True, lines.append).run(cells, "tune")
     assert lines[1].endswith("seed 1  done in 5.0 s, 1:00 left")
