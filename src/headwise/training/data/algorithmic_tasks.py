@@ -380,6 +380,11 @@ class GraphDistance(SyntheticTask):
         return 2
 
     @property
+    def words(self) -> Sequence[str]:
+        """Text of every id and of every label, which is a distance."""
+        return list(map(str, range(self.reach + 2)))
+
+    @property
     def num_answers(self) -> int:
         return self.reach + 2
 
