@@ -168,44 +168,6 @@ def test_lines_are_answered_in_order_whatever_stands_beside_them(
     assert entry.splitlines()[0] == generate(translator, LINES[0], temperature=1.0, seed=3)
 
 
-def test_log_probabilities_are_those_of_the_model(run: Run, speaker: Path, translator: Path):
-    options = ["--max-new-tokens", 4, "--tokenizer", "bytes", "--logprobs", 2]
-    code, out, _ = run(speaker, "the", *options, "--json")
-    (answer,) = json.loads(out)["answers"]
-    net = hw.load(speaker).double()
-    ids = [*b"the", *answer["ids"]]
-    with torch.no_grad():
-        expected = net(torch.tensor([ids]))[0].log_softmax(-1)
-    for place, score in enumerate(answer["logprobs"], 2):
-        assert score["logprob"] == pytest.approx(float(expected[place, ids[place + 1]]), abs=1e-5)
-        assert sorted(score["top"].values(), reverse=True) == pytest.approx(
-            expected[place].topk(2)[0].tolist(), abs=1e-5
-        )
-    assert (code, len(answer["logprobs"])) == (0, 4)
-    table = run(speaker, "the", *options)[1].splitlines()
-    assert table[1].split() == ["token", "logprob", "likeliest"]
-    assert [
-        f"{score['logprob']:.4f}" in line
-        for score, line in zip(answer["logprobs"], table[2:], strict=True)
-    ] == [True] * 4
-    # A translator is given its source, and what it wrote so far.
-    (answer,) = json.loads(
-        run(translator, LINES[0], "--max-new-tokens", 5, "--logprobs", 0, "--json")[1]
-    )["answers"]
-    net = hw.load(translator).double()
-    source = net.encode(
-        torch.tensor([hw.generation.encode_prompt(net, LINES[0], max_new_tokens=5)])
-    )
-    begin = list(hw.generation.get_decoder_start_ids(net))
-    with torch.no_grad():
-        logprobs = net(torch.tensor([[*begin, *answer["ids"]]]), source=source)[0].log_softmax(-1)
-    places = range(len(begin) - 1, len(begin) - 1 + len(answer["ids"]))
-    expected = [
-        float(logprobs[place, token]) for place, token in zip(places, answer["ids"], strict=True)
-    ]
-    assert [score["logprob"] for score in answer["logprobs"]] == pytest.approx(expected, abs=1e-5)
-
-
 def test_a_line_that_cannot_be_read_does_not_stop_the_others(run: Run, translator: Path):
     data = "\n".join([LINES[0], "<zh>3 Mai", LINES[1]]).encode() + b"\n\xff\r\n" + LINES[2].encode()
     code, out, err = run(translator, "--max-new-tokens", 9, stdin=data)
@@ -312,8 +274,6 @@ def test_a_model_without_a_tokenizer_is_given_one(run: Run, speaker: Path, tmp_p
         expected,
         "",
     )
-    window = ["--tokenizer", "bytes", "--window", 10, "--max-new-tokens", 60]
-    assert len(run(speaker, "x" * 70, *window, "--temperature", 1)[1]) > 20
 
 
 # --- classes and masks ----------------------------------------------------------------------------
@@ -498,42 +458,6 @@ def test_bad_input_is_one_line(run: Run, translator: Path, speaker: Path, name: 
     assert err.startswith("headwise: ")
     assert err.count("\n") == 1
     assert words in err
-
-
-def test_the_command_reports_why_steps_are_compiled_or_not(run, translator):
-    """Once on stderr and in the document, where anybody asked; else nobody is told."""
-    short = ["--max-new-tokens", 4]
-    code, plain, err = run(translator, *short, stdin=LINES)
-    assert (code, err) == (0, "")
-    why = "not compiled: 4 steps could gain about 0.0 s, compiling takes about"
-    code, out, err = run(translator, *short, "--compile", "auto", "--batch", 2, stdin=LINES[:1] * 3)
-    assert (code, out) == (0, plain.splitlines(keepends=True)[0] * 3)
-    assert err.startswith(f"steps are {why}")
-    assert err.count("\n") == 1
-    code, out, err = run(translator, *short, "--compile", "auto", "--json", stdin=LINES)
-    steps = json.loads(out)["steps"]
-    assert len(steps) == 1
-    assert steps[0].startswith(why)
-    assert err == f"steps are {steps[0]}\n"
-    code, out, err = run(translator, LINES[0], *short, "--compile", "off")
-    assert err == "steps are not compiled: compile is off\n"
-    assert "steps" not in json.loads(run(translator, LINES[0], *short, "--json")[1])
-
-
-def test_requests_of_several_lengths_are_not_compiled(run, translator, tmp_path):
-    path = tmp_path / "requests.jsonl"
-    path.write_text(json.dumps({"prompt": LINES[0], "max_new_tokens": 3}) + "\n")
-    code, _, err = run(translator, "--requests", path, "--compile", "auto")
-    assert code == 0
-    assert err.startswith(
-        "steps are not compiled: requests of several lengths are answered together\n"
-    )
-    code, out, err = run(translator, "--requests", path, "--compile", "on")
-    assert (code, out) == (2, "")
-    assert err.startswith("headwise: --requests does not support --compile on")
-    path.write_text(json.dumps({"prompt": LINES[0], "compile": "auto"}) + "\n")
-    code, out, _ = run(translator, "--requests", path)
-    assert "a request has no 'compile'" in json.loads(out)["error"]
 
 
 def test_an_encoder_without_labels_is_no_classifier(run, tmp_path):

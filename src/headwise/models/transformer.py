@@ -81,13 +81,6 @@ class ModelCache:
         """The total `nbytes` of all caches: bytes of cached tokens."""
         return sum(cache.nbytes for cache in self._iter_caches())
 
-    @property
-    def is_predictable(self) -> bool:
-        """Whether `is_predictable` holds for every cache: the next token of each row needs no new
-        kind of update.
-        """
-        return all(cache.is_predictable for cache in self._iter_caches())
-
     def next_positions(self, count: int) -> SequenceInfo:
         """Return the positions of the next `count` tokens: directly after the cached ones."""
         return self.one.next_positions(count)

@@ -16,8 +16,7 @@ from headwise.attention.cache.kv_cache import FullVisibility, retained_tokens
 from headwise.attention.masking.patterns import Causal
 from headwise.attention.masking.sequence_info import AttentionMask
 from headwise.models import model_spec as bp
-from headwise.models.generation import batch_runner
-from headwise.models.generation.kv_memory import PagedSupport
+from headwise.models.generation import engine as engine_module
 from support import layer_cases as cases
 from support.paged_layers import (
     LONGEST,
@@ -327,32 +326,25 @@ def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyP
     )
     net = language(near, far)
     monkeypatch.setattr(
-        batch_runner, "CALL_OVERHEAD_BYTES", -(10**9)
+        engine_module, "CALL_OVERHEAD_BYTES", -(10**9)
     )  # a call of its own would cost nothing
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
-    assert engine.memory.reading == PagedSupport(2, {})
+    assert not engine.memory.gathers
     assert rows == [3] * 2
     assert gathered == 0
-    assert engine.report().data["layers"] == 2
-    assert engine.report().data["gathers"] == {}
 
 
-def test_an_engine_reports_layers_that_gather(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_gathers_the_pages_of_some_layers(monkeypatch: pytest.MonkeyPatch):
     far = hw.design(model=16, heads=4, kv=2, pattern="causal()")
     net = language(
         far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far
     )
     net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
-    monkeypatch.setattr(batch_runner, "CALL_OVERHEAD_BYTES", -(10**9))
+    monkeypatch.setattr(engine_module, "CALL_OVERHEAD_BYTES", -(10**9))
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
-    gathers = engine.memory.reading.gathers
-    assert gathers["decoder.1.attention"] == "needs softmax, not Entmax"
-    assert gathers["decoder.2.attention"] == "the layer sets backend='dense'"
+    assert engine.memory.gathers
     assert set(rows) == {1}  # each row in a call of its own, as that costs nothing here
     assert gathered == 2 * 3 * 2  # layers, rows, steps
-    report = engine.report()
-    assert report.data["layers"] == 3
-    assert report.data["gathers"] == gathers
 
 
 def test_reach_is_computed_again_for_longer_rows():

@@ -417,49 +417,6 @@ def test_beams_score_no_less_than_the_likeliest_tokens(net: hw.Transformer):
     assert max(better) > 0
 
 
-# --- a text that grows longer than the model ------------------------------------------------------
-
-
-def shifted(
-    net: hw.Transformer, prompt: Sequence[int], count: int, known: int, window: int
-) -> list[int]:
-    """By the definition: begin with the last tokens, and begin so again wherever there is no
-    position left.
-    """
-    recorded, view = [], list(prompt)[-window:]
-    for _ in range(count):
-        recorded.append(int(logits_of(net, view).argmax()))
-        view.append(recorded[-1])
-        view = view if len(view) <= known else view[-window:]
-    return recorded
-
-
-@pytest.mark.parametrize("window", [1, 4, 8])
-def test_a_window_goes_on_beyond_the_last_position(window: int):
-    net = build_random(decoder_spec(positions=8))
-    prompts = [*PROMPTS, [1] * 13]
-    expected = [shifted(net, prompt, 15, 8, window) for prompt in prompts]
-    assert (
-        hw.generate(net, prompts, max_new_tokens=15, config=hw.DecodingConfig(window=window))
-        == expected
-    )
-    with eval_mode(net):
-        assert (
-            list(
-                hw.stream(
-                    net, prompts[3], max_new_tokens=15, config=hw.DecodingConfig(window=window)
-                )
-            )
-            == expected[3]
-        )
-
-
-def test_a_window_reads_the_end_of_a_prompt_alone(net: hw.Transformer, translator: hw.Transformer):
-    for one in (net, translator):
-        generated = hw.generate(one, PROMPTS, max_new_tokens=4, config=hw.DecodingConfig(window=3))
-        assert generated == hw.generate(one, [prompt[-3:] for prompt in PROMPTS], max_new_tokens=4)
-
-
 def test_all_positions_can_be_used():
     net = build_random(decoder_spec(positions=8))
     assert hw.generate(net, [3, 1, 4], max_new_tokens=6) == anew(net, [3, 1, 4], 6)
@@ -516,13 +473,13 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
         LEARNED,
         [1] * 11,
         {},
-        "11 tokens is 3 longer than the 8 positions of small.* window=8",
+        "11 tokens is 3 longer than the 8 positions of small; shorten it",
     ),
     "too far": (
         LEARNED,
         [1] * 5,
         {"max_new_tokens": 6},
-        "are 2 more than .* at most 4 new, or .* window=4",
+        "are 2 more than .* at most 4 new, or shorten the prompt",
     ),
     "one too far": (
         LEARNED,
@@ -530,11 +487,11 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
         {"max_new_tokens": 9},
         "^1 token and 9 new are 1 more than .* at most 8 new,",
     ),
-    "a wide window": (
+    "warm beams": (
         LEARNED,
         [1],
-        {"config": hw.DecodingConfig(window=9)},
-        "window=9 is more than the 8 positions",
+        {"temperature": 1.0, "config": hw.DecodingConfig(beams=2)},
+        "beam search does not sample, got beams=2 and temperature=1; give temperature=0",
     ),
     "no tokens": (
         LEARNED,
@@ -629,7 +586,6 @@ def test_ungeneratable_prompts_give_reasons(name: str):
         ({"stop": ""}, "stop must be a non-empty text or a token id, got ''"),
         ({"stop": (1.5,)}, "stop must be a non-empty text or a token id, got 1.5"),
         ({"end": (-1,)}, "end must be one or more token ids"),
-        ({"window": 0}, "window must be an integer of at least 1, got 0"),
     ],
 )
 def test_invalid_decoding_configs_give_reasons(options: dict[str, Any], words: str):

@@ -16,8 +16,8 @@ from hypothesis import given, settings, strategies as st
 import headwise as hw
 from headwise.cli.arguments import PRESETS
 from headwise.models import model_spec as bp
-from headwise.models.generation import batch_runner
-from headwise.models.generation.requests import split_by_size, split_prefill
+from headwise.models.generation import engine as engine_module
+from headwise.models.generation.engine import split_by_size, split_prefill
 
 TOKENS, MODEL = 13, 16
 ROOMY = 40_000_000
@@ -86,6 +86,7 @@ MODELS = {
     **{
         name: functools.partial(lambda name: language(causal(name), causal(name)), name)
         for name in PRESETS
+        if not causal(name).is_recurrent
     },
     "window": lambda: language(plain(pattern="window(5)"), plain(pattern="window(5)")),
     "streaming heads": lambda: language(
@@ -95,7 +96,6 @@ MODELS = {
         plain(pattern="window(4) | first(2)", kv=1), plain(pattern="window(4) | first(2)", kv=1)
     ),
     "mixed": lambda: language(plain(pattern="window(3)"), plain(pattern="window(3)"), plain(kv=1)),
-    "state and tokens": lambda: language(causal("linear"), plain()),
     "prefix": lambda: language(plain(pattern="prefix(3)"), plain(pattern="prefix(3)")),
     "learned": lambda: language(plain(modifiers=()), positions=bp.PositionSpec("learned", 64)),
     "sinusoidal": lambda: language(plain(modifiers=()), positions=bp.PositionSpec("sinusoidal")),
@@ -188,7 +188,7 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
         recorded.extend((list(ids), row) for ids, row in zip(past, logits, strict=True))
         return hw.generation.sample_tokens(logits, past, **how)
 
-    monkeypatch.setattr(batch_runner, "sample_tokens", watched)
+    monkeypatch.setattr(engine_module, "sample_tokens", watched)
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3, page=4, chunk=7))
     values = [
         ([n * n % 5 for n in range(length)], count)
@@ -263,7 +263,7 @@ def test_the_first_rows_of_a_burst_wait_until_half_of_it_is_read():
 
 
 def test_the_first_rows_of_a_burst_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batch_runner, "MAX_POSTPONED_STEPS", 3)
+    monkeypatch.setattr(engine_module, "MAX_POSTPONED_STEPS", 3)
     engine = hw.Engine(MODELS["mixed"](), budget=ROOMY, batching=hw.BatchingConfig(chunk=4))
     streams = [engine.submit([1, 2, 3, 4], max_new_tokens=9)]
     streams += [engine.submit([n, 5] * 10, max_new_tokens=3) for n in (6, 7, 8)]
@@ -306,63 +306,27 @@ def test_shared_prefixes_are_in_memory_once():
     assert engine.memory.used == hw.costs.cache_bytes(spec, batch=1, capacity=4 * (12 + 5))
 
 
-def test_a_shared_prefix_depends_on_its_source():
-    net = translator("seq")
-    net.usage = hw.ProcessorSpec(begin=(1, 2, 3, 4, 5, 6, 7, 8), end=(0,))
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=1, chunk=16))
-    sources = [[3, 4, 5], [5, 4, 3, 6, 7], [3, 4, 5], [6]]
-    streams = [engine.submit(source, max_new_tokens=7) for source in sources]
-    assert [stream.result() for stream in streams] == [
-        generated(net, source, max_new_tokens=7) for source in sources
-    ]
-    assert len({tuple(stream.ids) for stream in streams}) == 3
-    assert engine.report().shared == 7  # of the third, whose source is that of the first
-
-
-def translator(form: str) -> hw.Transformer:
-    """Two stacks; the second attends to itself and to the first, or merges both."""
-    own = hw.design(model=MODEL, heads=4, modifiers=(hw.Rotary(),))
-    first = bp.BlockSpec(own, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms"))
-    cross = hw.design(model=MODEL, heads=4)
-    attention = {"form": "merged"} if form == "merged" else {"attention": plain()}
-    second = bp.BlockSpec(
-        **attention, cross=cross, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")
-    )
+def translator() -> hw.Transformer:
+    """An encoder-decoder."""
+    own = hw.design(model=MODEL, heads=4)
+    feed = bp.FeedForwardSpec(18)
     stacks = (
-        bp.StackSpec.from_blocks("encoder", MODEL, [first] * 2, embedding=bp.EmbeddingSpec(TOKENS)),
         bp.StackSpec.from_blocks(
-            "decoder", MODEL, [second] * 2, embedding=bp.EmbeddingSpec(TOKENS, table="encoder")
+            "encoder", MODEL, [bp.BlockSpec(own, feed=feed)], embedding=bp.EmbeddingSpec(TOKENS)
+        ),
+        bp.StackSpec.from_blocks(
+            "decoder",
+            MODEL,
+            [bp.BlockSpec(plain(), cross=own, feed=feed)],
+            embedding=bp.EmbeddingSpec(TOKENS),
         ),
     )
-    described = bp.ModelSpec(
-        "tiny",
-        "encoder-decoder",
-        stacks,
-        heads=(bp.OutputHeadSpec("tokens", TOKENS, table="encoder"),),
-    )
-    net = random_model(hw.build(described, seed=1))
-    net.usage = hw.ProcessorSpec(begin=(1, 2), end=(0,))
-    return net
+    heads = (bp.OutputHeadSpec("tokens", TOKENS),)
+    return hw.build(bp.ModelSpec("tiny", "encoder-decoder", stacks, heads=heads), seed=1)
 
 
 def generated(net: hw.Transformer, prompt: object, **options: object):
     return hw.generate(net, prompt, **options)
-
-
-@pytest.mark.parametrize("form", ["seq", "merged"])
-@FEW
-@given(
-    sources=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=7),
-    way=CONFIGS,
-)
-def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw.BatchingConfig):
-    net = translator(form)
-    engine = hw.Engine(net, budget=ROOMY, batching=way)
-    streams = [engine.submit(source, max_new_tokens=6) for source in sources]
-    assert [stream.result() for stream in streams] == [
-        generated(net, source, max_new_tokens=6) for source in sources
-    ]
-    assert engine.memory.used == 0
 
 
 def test_the_budget_holds_and_requests_wait_for_free_pages():
@@ -552,7 +516,7 @@ def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """What goes wrong inside the model for all rows at once is tried again row by row."""
-    for name in ("gqa", "linear", "sinks"):
+    for name in ("gqa", "sinks"):
         net = MODELS[name]()
         engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2))
         hidden = net.hidden
@@ -575,7 +539,7 @@ def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(
 
 
 def test_an_interrupted_step_has_not_happened(monkeypatch: pytest.MonkeyPatch):
-    for name in ("gqa", "linear", "sinks"):
+    for name in ("gqa", "sinks"):
         net = MODELS[name]()
         engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2, chunk=3))
         stream = engine.submit([1, 2, 3, 4, 5], max_new_tokens=6)
@@ -655,19 +619,16 @@ def test_an_engine_that_cannot_be_is_refused():
     for budget in (0, -1, True, 1e9):
         with pytest.raises(ValueError, match="budget must be a positive integer of bytes"):
             hw.Engine(net, budget=budget)
-    with pytest.raises(
-        ValueError, match=r"holds no request: states and sources of 64 rows take 0 and a page"
-    ):
+    with pytest.raises(ValueError, match=r"a budget of 100 bytes holds no request: a page takes"):
         hw.Engine(net, budget=100)
-    with pytest.raises(ValueError, match=r"give a model from hw\.build"):
+    with pytest.raises(ValueError, match=r"give what hw\.build or hw\.load returned"):
         hw.Engine(net.decoder, budget=100)
     for options in ({"rows": 0}, {"page": 1.5}, {"chunk": True}):
         with pytest.raises(hw.SpecError, match="BatchingConfig"):
             hw.BatchingConfig(**options)
-    with pytest.raises(ValueError, match="the source of 9 tokens exceeds the limit of 8"):
-        hw.Engine(translator("seq"), budget=ROOMY, batching=hw.BatchingConfig(source=8)).submit(
-            [1] * 9
-        )
+    for other in (translator(), language(causal("linear"), plain())):
+        with pytest.raises(hw.SpecError, match=r"caches the keys and values of decoders"):
+            hw.Engine(other, budget=ROOMY)
 
 
 # --- how tokens are chosen ------------------------------------------------------------------------
@@ -688,16 +649,6 @@ def test_a_request_samples_the_tokens_it_samples_alone():
     assert [stream.result() for stream in streams] == expected
     assert [stream.ended for stream in streams] == ["length"] * 4 + ["stop"]
     assert len({tuple(options) for options in expected}) == 5
-
-
-def test_a_window_goes_on_beyond_the_last_position():
-    net = model("learned")
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(chunk=16))
-    how = hw.DecodingConfig(window=20)
-    prompts = [[n % 7 for n in range(length)] for length in (70, 15, 60)]
-    streams = [engine.submit(prompt, max_new_tokens=50, config=how) for prompt in prompts]
-    expected = [generated(net, prompt, max_new_tokens=50, config=how) for prompt in prompts]
-    assert [stream.result() for stream in streams] == expected
 
 
 def test_text_requests_get_text_up_to_their_stops():

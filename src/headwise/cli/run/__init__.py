@@ -13,7 +13,6 @@ from ..options import (
     Count,
     InputFile,
     ModelFolder,
-    Natural,
     NotNegative,
     Options,
     Positive,
@@ -51,9 +50,6 @@ class RunOptions(Options):
     --repetition PENALTY  penalty for tokens that were generated before; 1 is none (default: 1)
     --length-penalty POWER  divide the score of a beam by its length to this power (default: 1)
     --best COUNT  print this many of the beams, with their scores (default: 1)
-    --window TOKENS  use only the last tokens of the context (default: all)
-    --compile WHEN  compile the decode step: off, on, or auto if it is faster (default: off)
-    --logprobs K  print every token with its log-probability and the K likeliest
     --tokenizer FILE  tokenizer of a model without one: a tokenizer.json, or bytes (default: the
         model's)
 
@@ -75,12 +71,11 @@ class RunOptions(Options):
     """
 
     command = "run"
-    choices = {"compile": "models.generation.decoding_config:COMPILE_MODES"}
     needs = {
         **dict.fromkeys(("budget", "rows", "chunk"), "requests"),
         "score_tokenize": "score",
     }
-    excludes = ("logprobs requests", "text requests", "score requests")
+    excludes = ("text requests", "score requests")
     model: ModelFolder
     text: str | None = None
     max_new_tokens: Count | None = None
@@ -97,9 +92,6 @@ class RunOptions(Options):
     repetition: Positive | None = None
     length_penalty: float | None = None
     best: Count | None = None
-    window: Count | None = None
-    compile: str | None = None
-    logprobs: Natural | None = None
     tokenizer: TokenizerFile | None = None
     score: InputFile | None = None
     score_tokenize: str | None = None
@@ -118,10 +110,7 @@ class RunOptions(Options):
 
 
 # Options that set fields of hw.DecodingConfig.
-DECODING_FIELDS = (
-    *("top_k", "top_p", "beams", "min_p", "repetition", "length_penalty"),
-    *("best", "window", "compile"),
-)
+DECODING_FIELDS = (*("top_k", "top_p", "beams", "min_p", "repetition", "length_penalty", "best"),)
 # Options that apply to every kind of model, by their fields.
 COMMON_OPTIONS = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
 

@@ -9,23 +9,18 @@ import secrets
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ...kernels.counter_rng import RandomStream
 from ...models import Transformer
 from ...models.generation import PromptBatch, TextGenerator, encode_prompt
 from ...models.generation.decoding_config import DecodingConfig
-from ...models.generation.decoding_state import CompileDecision, ignore_decision
 from ...models.generation.generate import GenerationOutput
-from ...models.generation.prompts import get_decoder_start_ids
 from ...models.generation.single_pass import Prediction, classify, fill_masks, require_class_names
-from ...models.generation.text_output import TokenScore, load_tokenizers, score_tokens
-from ...report.data import Column, Table
-from ...report.render import to_text
 from ...training.data.translation import SacreBleuScores, score_translations
 from ...util.errors import pluralise
-from ...util.escaping import escape_page, escape_terminal
+from ...util.escaping import escape_page
 from ...util.files import read_text_file
 from ..arguments import print_note, print_page, to_json
 from ..options import UsageError
@@ -131,45 +126,29 @@ def parse_length(args: Any) -> int:
     return DEFAULT_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
 
 
-@dataclass
-class CompileNotices:
-    """Prints every reason for compiling or not compiling the decode step once, on stderr."""
-
-    messages: list[str] = field(default_factory=list)
-
-    def print_once(self, decision: CompileDecision) -> None:
-        """Print the reason of a decision, unless it has been printed."""
-        if decision.reason not in self.messages:
-            self.messages.append(decision.reason)
-            print_note(f"steps are {decision.reason}")
-
-
 class TextAnswerer(Answerer):
-    """Generates texts. A single text is printed as it is decoded, unless beams, probabilities or
-    JSON are asked for.
+    """Generates texts. A single text is printed as it is decoded, unless beams or JSON are asked
+    for.
     """
 
     def __init__(self, model: Transformer, args: Any) -> None:
         super().__init__(model, args)
         self.decoding = parse_decoding(args)
-        self.notices = CompileNotices()
         self.is_streamed = args.text is not None and not args.json
-        self.is_streamed &= self.decoding.beams == 1 and args.logprobs is None
+        self.is_streamed &= self.decoding.beams == 1
         self.generator = TextGenerator.of(
             model,
             parse_length(args),
             args.temperature or 0.0,
             self.decoding,
-            ignore_decision if args.compile is None else self.notices.print_once,
         )
         seed = secrets.randbits(63) if args.seed is None else args.seed
         self.seed = RandomStream(seed).seed  # shared by all lines
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """The seed of samples, and why steps were compiled or not."""
-        seed = {"seed": self.seed} if self.args.temperature else {}
-        return seed | ({"steps": self.notices.messages} if self.notices.messages else {})
+        """The seed of samples."""
+        return {"seed": self.seed} if self.args.temperature else {}
 
     def empty(self, number: int) -> Answer:
         """Return the answer to an empty line: no text, or no score and text."""
@@ -177,9 +156,7 @@ class TextAnswerer(Answerer):
 
     def read(self, text: str) -> list[int]:
         """Return the token ids of a prompt."""
-        length = parse_length(self.args)
-        window = self.decoding.window
-        return encode_prompt(self.model, text, max_new_tokens=length, window=window)
+        return encode_prompt(self.model, text, parse_length(self.args))
 
     def answer(self, lines: Sequence[InputLine[list[int]]]) -> list[Answer]:
         """Generate one text for each line, or several with their scores."""
@@ -199,7 +176,6 @@ class TextAnswerer(Answerer):
 
     def _describe(self, line: InputLine[list[int]], outputs: Sequence[GenerationOutput]) -> Answer:
         shown: list[str] = []
-        tables: list[str] = []
         candidates: list[dict[str, Any]] = []
         for output in outputs:
             text = _in_one_line(output.text)
@@ -207,46 +183,8 @@ class TextAnswerer(Answerer):
             shown.append(text if is_only else f"{line.number}\t{output.score:.4f}\t{text}")
             values = output._asdict().items()
             candidates.append({name: value for name, value in values if value is not None})
-            if self.args.logprobs is not None:
-                scores = self._score_tokens(line.read or [], output)
-                tables.append(format_token_scores(scores))
-                if scores:
-                    candidates[-1]["logprobs"] = [
-                        {"token": one.text, "logprob": one.logprob, "top": dict(one.top)}
-                        for one in scores
-                    ]
         best = {"best": candidates} if candidates[1:] else {}
-        return Answer([*shown, *tables], candidates[0] | best, _in_one_line(outputs[0].text))
-
-    def _score_tokens(self, prompt: list[int], output: GenerationOutput) -> list[TokenScore]:
-        """Return the log-probabilities of the tokens of an output."""
-        net = self.model
-        source: Sequence[int] = ()
-        if net.spec.kind == "encoder-decoder":
-            source = prompt
-            prompt = list(get_decoder_start_ids(net))
-        tokenizer = load_tokenizers(net)[1]
-        tokens = [*prompt, *output.ids]
-        return score_tokens(net, tokenizer, tokens, len(prompt), self.args.logprobs, source)
-
-
-def format_token_scores(scores: Sequence[TokenScore]) -> str:
-    """Return a table of tokens with their log-probabilities (natural logarithm), and the likeliest
-    tokens at each place.
-
-    >>> print(format_token_scores([TokenScore("fox", -0.25, [("fox", -0.25), ("dog", -1.75)])]))
-    token  logprob  likeliest
-    'fox'  -0.2500  'fox' -0.2500, 'dog' -1.7500
-    """
-    rows: list[tuple[str, float | None, str]] = []
-    for score in scores:
-        likeliest = ", ".join(f"{_quote(text)} {value:.4f}" for text, value in score.top)
-        rows.append((_quote(score.text), score.logprob, likeliest))
-    return to_text(Table("", ("token", Column("logprob", "{:.4f}".format), "likeliest"), rows))
-
-
-def _quote(token: str) -> str:
-    return f"'{escape_terminal(token)}'" if token.strip() == token else repr(token)
+        return Answer(shown, candidates[0] | best, _in_one_line(outputs[0].text))
 
 
 def _in_one_line(text: str | None) -> str:

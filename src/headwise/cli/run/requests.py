@@ -14,11 +14,10 @@ from ...kernels.counter_rng import RandomStream as Numbers
 from ...models import Transformer
 from ...models.generation import BatchingConfig, Engine, RequestStream, make_random_streams
 from ...models.generation.decoding_config import DecodingConfig
-from ...models.generation.decoding_state import MIXED_REQUESTS
 from ...util.errors import suggest
 from ..arguments import parse_bytes, print_note, print_page, to_json
 from ..options import UsageError
-from .answers import CompileNotices, parse_decoding, parse_length
+from .answers import parse_decoding, parse_length
 from .inputs import MAX_LINE_BYTES
 
 DEFAULT_MEMORY = "1 GiB"
@@ -28,7 +27,7 @@ REQUEST_KEYS = (
     "temperature",
     "seed",
 )  # keys of a request besides the fields of DecodingConfig
-UNSUPPORTED_OPTIONS = ("beams", "best", "length_penalty", "end", "compile")
+UNSUPPORTED_OPTIONS = ("beams", "best", "length_penalty", "end")
 
 
 def answer(model: Transformer, args: Any) -> int:
@@ -39,7 +38,10 @@ def answer(model: Transformer, args: Any) -> int:
         make_random_streams(args.seed, 1)[0].seed,
         parse_decoding(args),
     )
-    _check_request_options(args, defaults)
+    if defaults.decoding.beams != 1:
+        raise UsageError(
+            f"--requests does not support --beams {defaults.decoding.beams}; leave one out"
+        )
     batching = BatchingConfig(
         **{name: value for name in ("rows", "chunk") if (value := getattr(args, name)) is not None}
     )
@@ -126,16 +128,6 @@ def _stream_to_dict(number: int, stream: RequestStream) -> dict[str, Any]:
         return {"line": number, "error": " ".join(str(stream.error).split())}
     text = {"text": stream.result()} if isinstance(stream.result(), str) else {}
     return {"line": number, **text, "ids": stream.ids, "ended": stream.ended}
-
-
-def _check_request_options(args: Any, defaults: RequestDefaults) -> None:
-    """Raise on options that do not work with --requests."""
-    unsupported = {"--beams": defaults.decoding.beams, "--compile": defaults.decoding.compile}
-    for flag, value in unsupported.items():
-        if value not in (1, "off", "auto"):
-            raise UsageError(f"--requests does not support {flag} {value}; leave one out")
-    if args.compile is not None:
-        CompileNotices().print_once(MIXED_REQUESTS)
 
 
 def _read_request_lines(name: str) -> Iterator[tuple[int, bytes]]:

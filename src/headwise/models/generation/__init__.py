@@ -1,12 +1,10 @@
 """Decoding: continue prompts with a model, one token at a time or several candidates at once.
 
 `decoding_config` describes how tokens are chosen; `prompts` turns text or ids into model inputs;
-`decoding_state` holds the rows that are being continued and their caches, picks the next token and
-decides when a decode step is worth compiling; `decoding_strategies` has greedy decoding and beam
-search; `text_output` turns ids into text as they arrive, with their log-probabilities; `generate`
-is the public entry point. `single_pass` answers with one forward pass: classes, and masked tokens.
-`engine` answers many requests together: `requests` holds them, `kv_memory` assigns cache pages within
-a budget, `batch_runner` runs one step.
+`decoding_state` holds the rows that are being continued and their caches, and picks the next token;
+`decoding_strategies` has greedy decoding and beam search; `text_output` turns ids into text as they
+arrive; `generate` is the public entry point. `single_pass` answers with one forward pass: classes,
+and masked tokens. `engine` answers many requests together, in cache pages of `kv_memory`.
 """
 
 from .decoding_config import DecodingConfig
@@ -19,11 +17,10 @@ from .decoding_state import (
     run_decode_steps,
     sample_tokens,
 )
-from .engine import Engine, EngineReport
+from .engine import Engine, EngineReport, RequestStream
 from .generate import GenerationOutput, TextGenerator, generate, make_random_streams, stream
 from .kv_memory import BatchingConfig
 from .prompts import PromptBatch, encode_prompt, encode_text, get_decoder_start_ids, parse_prompts
-from .requests import RequestStream
 from .text_output import IncrementalDetokenizer, ModelTokenizer, load_tokenizers
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Decoding options: sampling filters, beams, stop conditions, window and compilation."""
+"""Decoding options: sampling filters, beams and stop conditions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...util.errors import SpecError, suggest
+from ...util.errors import SpecError
 
-COMPILE_MODES = ("off", "auto", "on")
 MIN_TEMPERATURE = (
     1e-5  # smaller ones take the likeliest token, as logits divided by them may overflow
 )
@@ -27,16 +26,9 @@ class DecodingConfig:
     `min_p` tokens with at least this fraction of the highest probability (2407.01082).
 
     `beams` is the number of hypotheses searched at once; the `best` finished ones are returned.
-    With a temperature above 0 the extensions of hypotheses are sampled instead of ranked, in
-    proportion to the probability of the whole hypothesis, and filters apply to them. A score is the
-    sum of log-probabilities divided by length ** `length_penalty`; the length counts the end token
-    (1609.08144 uses another formula). An output stops before any text or id in `stop`, and before
+    A score is the sum of log-probabilities divided by length ** `length_penalty`; the length counts
+    the end token (1609.08144 uses another formula). An output stops before any text or id in `stop`, and before
     any id in `end` (None: the end ids of `model.usage`; (): never).
-
-    Only the last `window` tokens of a prompt are used, and an output that reaches the model's last
-    position continues from its last `window` tokens. `compile` says whether decode steps are
-    compiled: "on", "off", or "auto" to compile if the requested number of steps is expected to
-    repay it.
 
     >>> DecodingConfig(top_p=0.0)
     Traceback (most recent call last):
@@ -52,12 +44,9 @@ class DecodingConfig:
     best: int = 1
     stop: tuple[str | int, ...] = ()
     end: tuple[int, ...] | None = None
-    window: int | None = None
-    compile: str = "off"
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "window"):
-            _check_count(name, getattr(self, name), "leave it out")
+        _check_count("top_k", self.top_k, "leave it out")
         for name in ("top_p", "min_p"):
             share = getattr(self, name)
             if share is not None and not (_is_number(share) and 0 < share <= 1):
@@ -81,10 +70,6 @@ class DecodingConfig:
             raise SpecError(
                 f"cannot return best={self.best} of beams={self.beams} beams; give "
                 f"beams={self.best}"
-            )
-        if self.compile not in COMPILE_MODES:
-            raise SpecError(
-                f"compile={self.compile!r} is unknown; {suggest(str(self.compile), COMPILE_MODES)}"
             )
         object.__setattr__(self, "stop", _parse_stops(self.stop))
         if self.end is not None:
@@ -126,6 +111,11 @@ def check_decoding(config: DecodingConfig, temperature: float, vocab_size: int) 
     if config.beams > vocab_size:
         fact = f"beams={config.beams} is more than the {vocab_size} tokens of the vocabulary"
         raise SpecError(f"{fact}; give at most beams={vocab_size}")
+    if config.beams > 1 and temperature >= MIN_TEMPERATURE:
+        raise SpecError(
+            f"beam search does not sample, got beams={config.beams} and "
+            f"temperature={temperature:g}; give temperature=0, or leave beams out"
+        )
     if config.filters and temperature < MIN_TEMPERATURE:
         name, value = next(iter(config.filters.items()))
         fact = f"temperature={temperature:g} does not sample"

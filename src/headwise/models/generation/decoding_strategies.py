@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...attention.masking.sequence_info import SequenceInfo
-from ...kernels.counter_rng import RandomStream
 from ..transformer import EncoderOutput, Transformer
 from .decoding_config import DecodingConfig
 from .decoding_state import (
@@ -19,7 +18,6 @@ from .decoding_state import (
     DecodingState,
     apply_repetition_penalty,
     eval_mode,
-    filter_logits,
     require_language_model,
     run_decode_steps,
     sample_tokens,
@@ -115,7 +113,6 @@ class BeamSearch:
     count: int
     ends: frozenset[int]
     ended: IsFinished
-    stream: RandomStream | None = None  # None ranks extensions, a stream samples them
     active: list[BeamHypothesis] = field(default_factory=lambda: [BeamHypothesis(0.0, ())])
     over: list[BeamHypothesis] = field(default_factory=list)
 
@@ -147,19 +144,11 @@ class BeamSearch:
         return parents[: len(self.active)]
 
     def _iter_extensions(self, sums: Tensor) -> Iterator[tuple[float, int]]:
-        """Iterate over sums and indices of the extensions, best first: all of them, or a sample
-        without replacement.
+        """Iterate over sums and indices of the extensions, best first.
 
         The first ones suffice if outputs end at end ids alone; a stop text may end more.
         """
         count = min(max(2, 1 + len(self.ends)) * self.how.beams, len(sums))
-        if self.stream is not None:
-            places = torch.tensor(
-                draw_without_replacement(sums, count, self.stream), dtype=torch.int64
-            )
-            values, order = sums[places].sort(descending=True, stable=True)
-            yield from zip(values.tolist(), places[order].tolist(), strict=True)
-            return
         for _ in range(0, len(sums), count):
             values, places = sums.topk(count)
             yield from zip(values.tolist(), places.tolist(), strict=True)
@@ -182,64 +171,27 @@ class BeamSearch:
         return self.active[0].value / best_length**self.how.length_penalty <= last.value
 
 
-class BeamSampling(NamedTuple):
-    """Temperature of beam search with sampling, and the random stream of each prompt."""
-
-    temperature: float
-    streams: Sequence[RandomStream]
-
-
-def draw_without_replacement(log_weights: Tensor, count: int, stream: RandomStream) -> list[int]:
-    """Draw indices one after the other with probabilities proportional to exp(log_weights) of those
-    that remain.
-
-    Each draw takes one number of the stream. Fewer are returned if fewer have a weight above 0.
-
-    >>> draw_without_replacement(torch.tensor([0.0, NEG_INF, 0.0]), 3, RandomStream(0)) in (
-    ...     [0, 2],
-    ...     [2, 0],
-    ... )
-    True
-    """
-    weights = log_weights.double().softmax(-1)
-    indices = list[int]()
-    for _ in range(min(count, int((weights > 0).sum()))):
-        cumulative = weights.cumsum(-1)
-        below = torch.tensor(stream.uniform(), dtype=torch.float64) * cumulative[-1]
-        index = int(torch.searchsorted(cumulative, below, right=True))
-        index = min(index, int(weights.nonzero()[-1]))  # the product may round up to the total
-        indices.append(index)
-        weights[index] = 0.0
-    return indices
-
-
 def run_beam_search(
     state: DecodingState,
     config: DecodingConfig,
     end_ids: frozenset[int],
     is_finished: IsFinished,
-    sampling: BeamSampling | None = None,
 ) -> list[list[BeamHypothesis]]:
     """Return the `best` finished hypotheses of each prompt, best first, with their end ids.
 
-    As in transformers, the repetition penalty, the temperature and the filters of sampling apply to
-    log-probabilities, which are not renormalised.
+    As in transformers, the repetition penalty applies to log-probabilities, which are not
+    renormalised.
     """
-    streams: Sequence[RandomStream | None] = (
-        [None] * len(state.rows) if sampling is None else sampling.streams
-    )
-    searches = [BeamSearch(config, state.count, end_ids, is_finished, stream) for stream in streams]
+    searches = [BeamSearch(config, state.count, end_ids, is_finished) for _ in state.rows]
     while state.rows:
         logits = state.logits.to(torch.promote_types(state.logits.dtype, torch.float32))
         penalised = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
-        if sampling is not None:
-            penalised = filter_logits(penalised / sampling.temperature, config)
         index = list[int]()
         ids = list[int]()
         at = 0
         for prompt, rows in groupby(state.rows):
-            log_probs = penalised[at : (stop := at + len(list(rows)))]
-            index += [at + parent for parent in searches[prompt].step(log_probs)]
+            stop = at + len(list(rows))
+            index += [at + parent for parent in searches[prompt].step(penalised[at:stop])]
             ids += [answer.ids[-1] for answer in searches[prompt].active]
             at = stop
         if not index:

@@ -16,17 +16,15 @@ from ...util.errors import SpecError, pluralise
 from ..transformer import Transformer
 from .decoding_config import DEFAULT_DECODING, MIN_TEMPERATURE, DecodingConfig, check_decoding
 from .decoding_state import (
-    CompileReporter,
     DecodingState,
     TokenChooser,
     TokenHistory,
     eval_mode,
-    ignore_decision,
     require_language_model,
     run_decode_steps,
     sample_tokens,
 )
-from .decoding_strategies import BeamHypothesis, BeamSampling, run_beam_search
+from .decoding_strategies import BeamHypothesis, run_beam_search
 from .prompts import PromptBatch, parse_prompts, prepare_decoder_input
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
@@ -82,7 +80,7 @@ def generate(
     ValueError: 3 tokens and 9 new are 3 more than the 8 positions of gpt2 can take; ask for at most 6 new...
     """
     generator = TextGenerator.of(model, max_new_tokens, temperature, config)
-    prompts = parse_prompts(model, ids_or_text, config.window)
+    prompts = parse_prompts(model, ids_or_text)
     outputs = generator.answers(
         prompts, make_random_streams(seed, len(prompts.rows)) if generator.temperature else ()
     )
@@ -120,7 +118,7 @@ def stream(
     True
     """
     generator = TextGenerator.of(model, max_new_tokens, temperature, config)
-    prompts = parse_prompts(model, ids_or_text, config.window)
+    prompts = parse_prompts(model, ids_or_text)
     if prompts.form == "together":
         raise ValueError(
             f"cannot stream {len(prompts.rows)} prompts at once; give one, or call generate"
@@ -159,15 +157,12 @@ def make_random_streams(seed: SeedOrSeeds, count: int) -> list[RandomStream]:
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """A model and its decoding options. Whenever decoding starts, `on_compile_decision` gets a
-    `CompileDecision`.
-    """
+    """A model and its decoding options."""
 
     net: Transformer
     count: int
     temperature: float
     how: DecodingConfig
-    on_compile_decision: CompileReporter = ignore_decision
 
     @staticmethod
     def of(
@@ -175,7 +170,6 @@ class TextGenerator:
         max_new_tokens: int,
         temperature: float,
         config: DecodingConfig,
-        report_compile: CompileReporter = ignore_decision,
     ) -> TextGenerator:
         """Check the options and return the generator."""
         if not isinstance(net, Transformer):
@@ -193,7 +187,7 @@ class TextGenerator:
                 "least 1"
             )
         temperature = 0.0 if temperature < MIN_TEMPERATURE else temperature
-        return TextGenerator(net, max_new_tokens, temperature, config, report_compile)
+        return TextGenerator(net, max_new_tokens, temperature, config)
 
     @property
     def ends(self) -> frozenset[int]:
@@ -208,7 +202,7 @@ class TextGenerator:
         with eval_mode(self.net):
             state = self._start_decoding(prompts)
             if self.how.beams > 1:
-                return self._beam_search(state, prompts, streams)
+                return self._beam_search(state, prompts)
             for _ in run_decode_steps(
                 state, self._make_chooser(state, streams), completions, self.count
             ):
@@ -243,10 +237,13 @@ class TextGenerator:
 
     def _start_decoding(self, prompts: PromptBatch) -> DecodingState:
         prompt = prepare_decoder_input(self.net, prompts.rows, next(self.net.parameters()).device)
-        options = {"sequence": prompt.tokens, "encoder_output": prompt.memory, "config": self.how}
-        state = DecodingState(self.net, prompt.ids, max_new_tokens=self.count, **options)
-        self.on_compile_decision(state.choice)
-        return state
+        return DecodingState(
+            self.net,
+            prompt.ids,
+            max_new_tokens=self.count,
+            sequence=prompt.tokens,
+            encoder_output=prompt.memory,
+        )
 
     def _make_chooser(self, state: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:
         """Return a function that picks the next tokens; each row samples from the stream of its
@@ -272,7 +269,7 @@ class TextGenerator:
         return Completion(self.ends, self.how.words, detokenizer)
 
     def _beam_search(
-        self, state: DecodingState, prompts: PromptBatch, streams: Sequence[RandomStream]
+        self, state: DecodingState, prompts: PromptBatch
     ) -> list[list[GenerationOutput]]:
         ends = self.ends
         stops = self.how.words
@@ -283,8 +280,7 @@ class TextGenerator:
                 tokenizer is not None and any(stop in tokenizer.text(ids) for stop in stops)
             )
 
-        sampling = BeamSampling(self.temperature, streams) if self.temperature else None
-        hypotheses = run_beam_search(state, self.how, ends, is_finished, sampling)
+        hypotheses = run_beam_search(state, self.how, ends, is_finished)
         return [
             [self._beam_output(hypothesis, prompts.kind, row) for hypothesis in best]
             for best, row in zip(hypotheses, prompts.rows, strict=True)

@@ -1,91 +1,21 @@
-"""Memory of the engine: cache pages, recurrent states and encoder outputs within one budget of
-bytes.
-"""
+"""Memory of the engine: the cache pages of all rows within one budget of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
-from torch import Tensor
 
 from ...attention import backends
 from ...attention.attention import Attention
 from ...attention.backends import CallSignature
-from ...attention.cache import (
-    KVCache,
-    PagedSequence,
-    PagePool,
-    ProjectedSource,
-    RecurrentStateCache,
-)
+from ...attention.cache import KVCache, PagedSequence, PagePool
 from ...attention.cache.block_table import PageLayout
-from ...attention.cache.paged_cache import PagedBatch, list_stored_specs, reserve_zeros
-from ...attention.masking.sequence_info import SequenceInfo
-from ...attention.spec.attention_spec import AttentionSpec
+from ...attention.cache.paged_cache import PagedBatch, list_stored_specs
 from ...util.errors import SpecError
-from .. import EncoderOutput, ModelCache, Transformer
-
-# --- Layers that read cache pages in place --------------------------------------------------------
-
-
-class PagedSupport(NamedTuple):
-    """Number of layers with paged caches, and the reasons of those that gather pages to decode, by
-    module path.
-
-    >>> import headwise as hw
-    >>> config = {
-    ...     "model_type": "llama",
-    ...     "hidden_size": 8,
-    ...     "intermediate_size": 12,
-    ...     "num_attention_heads": 2,
-    ... }
-    >>> PagedSupport.of(
-    ...     hw.build(
-    ...         hw.families.read_model_spec(config | {"num_hidden_layers": 2, "vocab_size": 11})
-    ...     )
-    ... )
-    PagedSupport(layers=2, gathers={})
-    """
-
-    layers: int
-    gathers: dict[str, str]
-
-    @staticmethod
-    def of(net: Transformer) -> PagedSupport:
-        """Inspect the last stack, which generates."""
-        name, stack = list(net.stacks.items())[-1]
-        reasons: dict[str, str] = {}
-        layers = 0
-        for number, block in enumerate(stack.blocks):
-            layer = block.attentions.get("attention")
-            if layer is not None and not layer.spec.is_recurrent:
-                layers += 1
-                why = _gather_reason(layer)
-                if why:
-                    reasons[f"{name}.{number}.attention"] = why
-        return PagedSupport(layers, reasons)
-
-
-def _gather_reason(layer: Attention) -> str:
-    if layer.backend_name not in (None, "paged"):
-        return f"the layer sets backend={layer.backend_name!r}"
-    spec = layer.spec
-    like = layer.weights["project"].first_parameter
-    job = CallSignature(
-        spec,
-        spec.core_of(spec.projection_form(one=True)),
-        like.device.type,
-        like.dtype,
-        single_query=True,
-        has_paged_cache=True,
-    )
-    return "; ".join(backends.unsupported_reasons("paged", job))
-
-
-# --- Memory ---------------------------------------------------------------------------------------
+from .. import ModelCache, Transformer
 
 
 @dataclass(frozen=True)
@@ -93,8 +23,7 @@ class BatchingConfig:
     """How requests share a model: at most `rows` requests run at once, in cache pages of `page`
     tokens.
 
-    A step prefills at most `chunk` prompt tokens and decodes one token per row. `source` is the
-    maximum source length of an encoder-decoder.
+    A step prefills at most `chunk` prompt tokens and decodes one token per row.
 
     >>> BatchingConfig(rows=0)
     Traceback (most recent call last):
@@ -104,11 +33,9 @@ class BatchingConfig:
     rows: int = 64
     page: int = 16
     chunk: int = 256
-    source: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("rows", "page", "chunk", "source"):
-            size = getattr(self, name)
+        for name, size in vars(self).items():
             if type(size) is not int or size < 1:
                 raise SpecError(
                     f"BatchingConfig: {name} must be an integer of at least 1, got {size!r}; try "
@@ -116,92 +43,46 @@ class BatchingConfig:
                 )
 
 
-@dataclass
-class CacheSlot:
-    """Cache of one request: its page table, and the index of its recurrent state and source."""
-
-    row: PagedSequence
-    state_index: int
-    source: int = 0  # tokens
-
-
 class KVMemory:
-    """Divides a budget of bytes into cache pages for all layers, and one state and source buffer
-    per row.
+    """Divides a budget of bytes into cache pages for all layers.
 
     The budget includes the buffer into which the pages of one layer are gathered, but not a step's
-    activations. On a CPU, pages, sources and the buffer take memory when they are first written.
+    activations. On a CPU, pages and the buffer take memory when they are first written.
     """
 
     def __init__(self, net: Transformer, budget: int, batching: BatchingConfig) -> None:
         self.batching = batching
         self.budget = budget
-        self.reading = PagedSupport.of(net)
         layers = net.cache(batch=1, capacity=1).layers
+        caches = list(chain.from_iterable(layer.values() for layer in layers))
+        specs = [cache.spec for cache in caches if isinstance(cache, KVCache)]
+        has_state = len(specs) < len(caches) or any(spec.is_recurrent for spec in specs)
+        if net.spec.kind == "encoder-decoder" or has_state or not specs:
+            raise SpecError(
+                f"the engine caches the keys and values of decoders, and {net.spec.name} has an "
+                "encoder, or layers with a state instead; use hw.generate"
+            )
         self._cache_names = [[*layer] for layer in layers]
-        caches = [
-            cache for layer in layers for cache in layer.values() if isinstance(cache, KVCache)
-        ]
-        if len(caches) < sum(map(len, layers)):
-            raise SpecError(
-                "the engine caches attention only, and this model has recurrences or "
-                "convolutions; use hw.generate"
-            )
-        if not caches:
-            raise SpecError(
-                "the engine caches self-attention, and this model has none in the stack that "
-                "generates; use hw.generate"
-            )
-        self._is_stateful = [cache.spec.is_recurrent for cache in caches]
-        paged = [cache.spec for cache in caches if not cache.spec.is_recurrent]
-        like = caches[0]
-        rows = batching.rows
-        self._states = [
-            RecurrentStateCache(c.spec, rows, c.dtype, c.device)
-            for c in caches
-            if c.spec.is_recurrent
-        ]
-        blocks = list(net.stacks.values())[-1].blocks
-        self._cross_specs = [
-            block.attentions["cross"].spec if "cross" in block.attentions else None
-            for block in blocks
-        ]
-        self._source_buffers = [
-            _make_source_buffers(spec, batching, like) for spec in self._cross_specs
-        ]
-        self.paging = PageLayout.for_specs(list_stored_specs(paged), batching.page)
+        stored = list_stored_specs(specs)
+        self.paging = PageLayout.for_specs(stored, batching.page)
         retentions = [group[:2] for group in self.paging.groups]
         # Retention groups of each layer, without repetition: one, or one for each group of its
         # heads.
         self._groups_of_layers = {
-            tuple(
-                retentions.index(stored.pattern.retention) for stored in list_stored_specs([spec])
-            )
-            for spec in paged
+            tuple(retentions.index(own.pattern.retention) for own in list_stored_specs([spec]))
+            for spec in specs
         }
-        self.pages = self._num_affordable_pages(like)
+        like = next(net.parameters())
+        self.pages = self._num_affordable_pages(like.dtype)
         self.pool = PagePool(
-            paged, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device
+            specs, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device
         )
         self.pool.reserve(self.pages)
-        self.min_first_chunk = max(
-            (spec.pattern.tokens_before_decode or 0 for spec in paged), default=0
-        )
-        self._free_slots = list(reversed(range(rows)))
-
-    @property
-    def shares(self) -> bool:
-        """Whether prefixes can be shared; a recurrent state belongs to one row, so it cannot."""
-        return not any(self._is_stateful)
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the states and sources of `batching.rows` rows."""
-        sources = sum(
-            buffer.nbytes for source in self._source_buffers for buffer in source.values()
-        )
-        # Twice: each call copies the states and sources of its rows into one batch.
-        return 2 * (sum(state.nbytes for state in self._states) + sources)
+        self.min_first_chunk = max(spec.pattern.tokens_before_decode or 0 for spec in specs)
+        blocks = list(net.stacks.values())[-1].blocks
+        attentions = [block.attentions.get("attention") for block in blocks]
+        # True if pages are gathered to decode, because a layer cannot read them in place.
+        self.gathers = any(layer is not None and _gathers_pages(layer) for layer in attentions)
 
     @property
     def device(self) -> torch.device:
@@ -216,186 +97,81 @@ class KVMemory:
     @property
     def nbytes(self) -> int:
         """Bytes reserved, in use or not; never more than the budget."""
-        return self.fixed_bytes + self.pool.nbytes
+        return self.pool.nbytes
 
     @property
     def used(self) -> int:
-        """Bytes in use: pages that belong to a row, and states and sources of the running rows."""
-        rows = self.batching.rows
-        return (
-            self.pool.block_tables.pages.num_allocated * self.page_bytes
-            + self.fixed_bytes * (rows - len(self._free_slots)) // rows
-        )
+        """Bytes of the pages that belong to a row."""
+        return self.pool.block_tables.pages.num_allocated * self.page_bytes
 
-    def pages_needed(self, tokens: int) -> tuple[int, ...]:
-        """Maximum number of pages per layer group that a row of `tokens` tokens ever uses."""
+    def new_row(self, tokens: int) -> PagedSequence:
+        """Return an empty row that may grow to `tokens` tokens; raise if it does not fit into the
+        budget even alone.
+        """
         chunk = max(self.batching.chunk, self.min_first_chunk)
-        return tuple(group.max_pages(tokens, chunk) for group in self.paging.groups)
-
-    def check(self, tokens: int) -> None:
-        """Raise if a request of `tokens` tokens does not fit into the budget even alone."""
-        need = sum(self.pages_needed(tokens))
+        reserved = tuple(group.max_pages(tokens, chunk) for group in self.paging.groups)
+        need = sum(reserved)
         if need > self.pages:
             enough = self.budget + (need - self.pages) * self._bytes_per_page(
-                self.pool.storage.element_size()
+                self.pool.storage.dtype
             )
             raise ValueError(
                 f"a request of {tokens:,} tokens needs {need:,} pages of {self.page_bytes:,} "
-                "bytes and the budget of "
-                f"{self.budget:,} bytes holds {self.pages:,}; ask for fewer tokens, or give a "
-                f"budget of {enough:,}"
+                f"bytes and the budget of {self.budget:,} bytes holds {self.pages:,}; ask for "
+                f"fewer tokens, or give a budget of {enough:,}"
             )
+        return self.pool.block_tables.new_sequence(reserved)
 
-    def can_admit(self, slots: Sequence[CacheSlot], tokens: int) -> bool:
-        """Whether a row of `tokens` tokens fits beside `slots`, even if each needs all pages
-        reserved for it.
-        """
-        rows = [place.row for place in slots]
-        fresh = self.pool.block_tables.new_sequence(self.pages_needed(tokens))
-        return (
-            bool(self._free_slots)
-            and self.pool.block_tables.num_reserved_pages([*rows, fresh]) <= self.pages
-        )
+    def can_admit(self, rows: Sequence[PagedSequence], row: PagedSequence) -> bool:
+        """Whether a row fits beside `rows`, even if each needs all pages reserved for it."""
+        needed = self.pool.block_tables.num_reserved_pages([*rows, row])
+        return len(rows) < self.batching.rows and needed <= self.pages
 
-    def enter(self, tokens: int, namespace: bytes) -> CacheSlot:
-        """Reserve a slot for a row of `tokens` tokens; only rows of one
-        namespace share prefixes.
-        """
-        place = CacheSlot(
-            self.pool.block_tables.new_sequence(self.pages_needed(tokens), namespace),
-            self._free_slots.pop(),
-        )
-        self._clear_states(place)
-        return place
-
-    def leave(self, slot: CacheSlot) -> None:
-        """Free the pages and the state of a row."""
-        self.pool.block_tables.free_sequence(slot.row)
-        self._free_slots.append(slot.state_index)
-
-    def restart(self, slot: CacheSlot) -> None:
-        """Clear a row so that it starts again in the same slot."""
-        row = slot.row
-        self.pool.block_tables.free_sequence(row)
-        slot.row = self.pool.block_tables.new_sequence(row.reserved_pages, row.namespace)
-        self._clear_states(slot)
-
-    def max_gathered_pages(self, slot: CacheSlot, count: int) -> int:
+    def max_gathered_pages(self, row: PagedSequence, count: int) -> int:
         """Maximum number of pages that a layer gathers for a row after `count` more tokens, for all
         groups of heads.
         """
-        end = slot.row.length + count
-        groups = zip(self.paging.groups, slot.row.reserved_pages, strict=True)
+        end = row.length + count
+        groups = zip(self.paging.groups, row.reserved_pages, strict=True)
         pages = [min(-(-end // group.page), need) for group, need in groups]
-        return max(
-            (sum(pages[group] for group in layer) for layer in self._groups_of_layers), default=0
+        return max(sum(pages[group] for group in layer) for layer in self._groups_of_layers)
+
+    def call(self, rows: Sequence[PagedSequence]) -> tuple[PagedBatch, ModelCache]:
+        """Return the batch and the caches for one model call with these rows."""
+        batch = self.pool.batch_of(rows)
+        caches = iter(self.pool.caches(batch))
+        return batch, ModelCache(
+            [{name: next(caches) for name in names} for names in self._cache_names]
         )
 
-    def remember(self, slot: CacheSlot, encoder_output: EncoderOutput) -> None:
-        """Store the projected keys and values of a row's source."""
-        slot.source = encoder_output.tokens.count
-        for buffers, projected in zip(self._source_buffers, encoder_output.layers, strict=True):
-            for name, buffer in buffers.items():
-                assert projected is not None
-                buffer[slot.state_index, : slot.source] = projected.entry[name][0]
-
-    def call(self, cache_slots: Sequence[CacheSlot]) -> BatchedModelCall:
-        """Return caches and encoder output for one model call with these rows."""
-        slots = torch.tensor(
-            [place.state_index for place in cache_slots], device=self.pool.storage.device
-        )
-        batch = self.pool.batch_of([slot.row for slot in cache_slots])
-        states = [
-            RecurrentStateCache(c.spec, len(cache_slots), c.dtype, c.device) for c in self._states
-        ]
-        for cache, all_rows in zip(states, self._states, strict=True):
-            cache.set_state({name: tensor[slots] for name, tensor in all_rows.state.items()})
-        paged = iter(self.pool.caches(batch))
-        stateful = iter(states)
-        caches = iter(
-            [cast(KVCache, next(stateful if is_state else paged)) for is_state in self._is_stateful]
-        )
-        layers = [{name: next(caches) for name in names} for names in self._cache_names]
-        return BatchedModelCall(
-            batch, ModelCache(layers), self._encoder_output(cache_slots, slots), slots, states
-        )
-
-    def keep(self, call: BatchedModelCall) -> None:
-        """Store the recurrent states after a call."""
-        for all_rows, cache in zip(self._states, call.states, strict=True):
-            for name, tensor in all_rows.state.items():
-                tensor[call.slots] = cache.state[name]
-
-    def _clear_states(self, place: CacheSlot) -> None:
-        for state in self._states:
-            for tensor in state.state.values():
-                tensor[place.state_index] = 0
-
-    def _encoder_output(self, places: Sequence[CacheSlot], slots: Tensor) -> EncoderOutput | None:
-        if not any(self._source_buffers):
-            return None
-        counts = [place.source for place in places]
-        device = slots.device
-        most = max(counts)
-        place = torch.arange(most, device=device).expand(len(places), -1)
-        live = place < torch.tensor(counts, device=device)[:, None]
-        whole = len(set(counts)) == 1
-        tokens = (
-            SequenceInfo.contiguous(0, most, device)
-            if whole
-            else SequenceInfo(place, live.long() - 1, checked=True)
-        )
-        layers = [
-            spec
-            and ProjectedSource(
-                {name: tensor[slots, :most] for name, tensor in buffers.items()}, tokens, spec
-            )
-            for spec, buffers in zip(self._cross_specs, self._source_buffers, strict=True)
-        ]
-        return EncoderOutput(self.pool.storage.new_zeros(len(places), 0, 0), tokens, tuple(layers))
-
-    def _num_affordable_pages(self, like: KVCache) -> int:
-        """Pages that fit beside the states and sources, after the padding page and the gather
-        buffer.
-        """
-        per_page = self._bytes_per_page(like.dtype.itemsize)
-        padding_page = self.paging.numel * like.dtype.itemsize
-        available = self.budget - self.fixed_bytes - padding_page
-        pages = available // per_page if per_page else 0
-        if available < 0 or (per_page and pages < 1):
-            minimum = self.fixed_bytes + padding_page + per_page
+    def _num_affordable_pages(self, dtype: torch.dtype) -> int:
+        """Pages that fit beside the padding page, each with its part of the gather buffer."""
+        per_page = self._bytes_per_page(dtype)
+        padding_page = self.paging.numel * dtype.itemsize
+        pages = (self.budget - padding_page) // per_page
+        if pages < 1:
             raise ValueError(
-                f"a budget of {self.budget:,} bytes holds no request: states and sources of "
-                f"{self.batching.rows} rows "
-                f"take {self.fixed_bytes:,} and a page {per_page:,}; give {minimum:,} or more, or "
-                "fewer rows"
+                f"a budget of {self.budget:,} bytes holds no request: a page takes {per_page:,}; "
+                f"give {padding_page + per_page:,} or more"
             )
         return pages
 
-    def _bytes_per_page(self, itemsize: int) -> int:
+    def _bytes_per_page(self, dtype: torch.dtype) -> int:
         """Bytes of a page and of its part of the gather buffer."""
-        return (self.paging.numel + self.paging.widest) * itemsize
+        return (self.paging.numel + self.paging.widest) * dtype.itemsize
 
 
-@dataclass
-class BatchedModelCall:
-    """Inputs of one model call: caches and encoder output of its rows, and their state indices."""
-
-    paged_batch: PagedBatch
-    caches: ModelCache
-    memory: EncoderOutput | None
-    slots: Tensor
-    states: list[RecurrentStateCache] = field(default_factory=list)
-
-
-def _make_source_buffers(
-    spec: AttentionSpec | None, batching: BatchingConfig, like: KVCache
-) -> dict[str, Tensor]:
-    """Return buffers for one layer's cross-attention keys and values of every row."""
-    if spec is None:
-        return {}
-    lead = batching.rows, batching.source
-    return {
-        name: reserve_zeros((*lead, *shape), like.dtype, like.device)
-        for name, shape in spec.kv_entry_shapes().items()
-    }
+def _gathers_pages(layer: Attention) -> bool:
+    """Whether a decode step of a layer copies its pages, because the backend "paged" cannot run."""
+    spec = layer.spec
+    like = layer.weights["project"].first_parameter
+    job = CallSignature(
+        spec,
+        spec.core_of(spec.projection_form(one=True)),
+        like.device.type,
+        like.dtype,
+        single_query=True,
+        has_paged_cache=True,
+    )
+    is_free = layer.backend_name in (None, "paged")
+    return not is_free or bool(backends.unsupported_reasons("paged", job))

@@ -37,8 +37,8 @@ class DecoderInput(NamedTuple):
     memory: EncoderOutput | None
 
 
-def parse_prompts(net: Transformer, prompts: Any, window: int | None = None) -> PromptBatch:
-    """Return the prompts as ids; with `window`, only the last `window` ids of each.
+def parse_prompts(net: Transformer, prompts: Any) -> PromptBatch:
+    """Return the prompts as ids.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -46,27 +46,23 @@ def parse_prompts(net: Transformer, prompts: Any, window: int | None = None) -> 
     ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
     ...     )
     ... )
-    >>> parse_prompts(net, [3, 1, 4], window=2)
-    PromptBatch(rows=[[1, 4]], kind='ids', form='alone')
     >>> parse_prompts(net, [[3, 1, 4], [1]])
     PromptBatch(rows=[[3, 1, 4], [1]], kind='ids', form='together')
     """
     require_language_model(net.spec)
     if isinstance(prompts, str):
-        return PromptBatch([encode_text(net, prompts, window)], "text", "alone")
+        return PromptBatch([encode_text(net, prompts)], "text", "alone")
     items = _to_lists(prompts)
     if not items:
         raise ValueError(f"the prompt is empty; {PROMPT_HELP}, with at least one token")
     if all(isinstance(item, str) for item in items):
-        return PromptBatch([encode_text(net, item, window) for item in items], "text", "together")
+        return PromptBatch([encode_text(net, item) for item in items], "text", "together")
     form = "alone" if not any(isinstance(item, list) for item in items) else "together"
-    rows = [_check_id_row(row, net, window) for row in ([items] if form == "alone" else items)]
+    rows = [_check_id_row(row, net) for row in ([items] if form == "alone" else items)]
     return PromptBatch(rows, "ids", form)
 
 
-def encode_text(
-    net: Transformer, text: str, window: int | None = None, specials: str | None = None
-) -> list[int]:
+def encode_text(net: Transformer, text: str, specials: str | None = None) -> list[int]:
     """Return the ids of a text, surrounded by `usage.before` and `usage.behind`.
 
     `specials` overrides that of the model's `ProcessorSpec`.
@@ -74,26 +70,16 @@ def encode_text(
     tokenizer, _ = load_tokenizers(net)
     usage = net.usage
     ids = tokenizer.ids(text, specials)
-    around = len(usage.before) + len(usage.behind)
-    if window is not None and around >= window:
-        raise ValueError(
-            f"window={window} leaves no room beside the {around} ids around a text; give "
-            f"window={around + 1} or more"
-        )
-    if window is not None and len(ids) + around > window:
-        ids = ids[around - window :]
     return _check_prompt([*usage.before, *ids, *usage.behind], net)
 
 
-def encode_prompt(
-    net: Transformer, text: str, *, max_new_tokens: int, window: int | None = None
-) -> list[int]:
+def encode_prompt(net: Transformer, text: str, max_new_tokens: int) -> list[int]:
     """Return the ids of a text; raise if `max_new_tokens` more do not fit into the model's
     positions.
     """
-    row = encode_text(net, text, window)
+    row = encode_text(net, text)
     if net.spec.kind != "encoder-decoder":
-        check_prompt_length(net.spec, len(row), max_new_tokens, window)
+        check_prompt_length(net.spec, len(row), max_new_tokens)
     return row
 
 
@@ -119,13 +105,13 @@ def get_decoder_start_ids(net: Transformer) -> tuple[int, ...]:
     return net.usage.begin
 
 
-def _check_id_row(row: Any, net: Transformer, window: int | None) -> list[int]:
+def _check_id_row(row: Any, net: Transformer) -> list[int]:
     if not isinstance(row, list):
         raise ValueError(f"{row!r} is not a list of ids; {PROMPT_HELP}")
     wrong = [item for item in row if not isinstance(item, int) or isinstance(item, bool)]
     if wrong:
         raise ValueError(f"{wrong[0]!r} in a prompt is not an id; {PROMPT_HELP}")
-    return _check_prompt(row[-window:] if window else row, net)
+    return _check_prompt(row, net)
 
 
 def _check_prompt(row: list[int], net: Transformer) -> list[int]:
@@ -146,9 +132,7 @@ def _check_prompt(row: list[int], net: Transformer) -> list[int]:
             f"a prompt of {pluralise(len(row), 'token')} is {len(row) - limit} longer than the "
             f"{limit} positions"
         )
-        raise SequenceTooLong(
-            f"{fact} of {net.spec.name}; shorten it, or use only its end with window={limit}"
-        )
+        raise SequenceTooLong(f"{fact} of {net.spec.name}; shorten it")
     return row
 
 

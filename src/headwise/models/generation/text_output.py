@@ -1,8 +1,4 @@
-"""Tokenize prompts, and detokenize outputs as their ids arrive, including stop texts.
-
-Also log-probabilities of tokens: of a text in one pass of the model, and of each output token as it
-is chosen.
-"""
+"""Tokenize prompts, and detokenize outputs as their ids arrive, including stop texts."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from tokenizers import Tokenizer
 
 from ...util.errors import SpecError, UnknownToken
@@ -344,53 +339,3 @@ class _StopMatcher:
             if self.num_matched == len(self.stop):
                 return position
         return None
-
-
-class TokenScore(NamedTuple):
-    """One token: its text, its log-probability (None for the first, which nothing predicts), and
-    the likeliest.
-    """
-
-    text: str
-    logprob: float | None
-    top: Sequence[tuple[str, float]]
-
-
-def score_tokens(
-    net: Transformer,
-    tokenizer: ModelTokenizer,
-    ids: Sequence[int],
-    first: int,
-    num_top: int,
-    source_ids: Sequence[int] = (),
-) -> list[TokenScore]:
-    """The scores of `ids[first:]`, each given all ids before it, which the decoder reads at once.
-
-    `source_ids` are the source of an encoder-decoder.
-    """
-    with torch.inference_mode():
-        device = next(net.parameters()).device
-        source = net.encode(torch.tensor([list(source_ids)], device=device)) if source_ids else None
-        logits_TV = net(torch.tensor([list(ids)], device=device), source=source)[0].cpu()
-    logprobs_TV = logits_TV.double().log_softmax(-1)
-    values, likeliest = logprobs_TV.topk(min(num_top, logprobs_TV.shape[-1]))
-    detokenizer = IncrementalDetokenizer(tokenizer, () if source_ids else ids[:first])
-    scores = list[TokenScore]()
-    for position in range(first, len(ids)):
-        start = len(detokenizer.text)
-        detokenizer.append(ids[position])
-        text = detokenizer.text[start:]
-        if not position:
-            scores.append(TokenScore(text, None, ()))
-            continue
-        row = position - 1
-        names = [_name_token(tokenizer, top_id) for top_id in likeliest[row].tolist()]
-        top = list(zip(names, values[row].tolist(), strict=True))
-        scores.append(TokenScore(text, float(logprobs_TV[row, ids[position]]), top))
-    return scores
-
-
-def _name_token(tokenizer: ModelTokenizer, token_id: int) -> str:
-    """The text of a token; of one that is a part of a character, what the tokenizer calls it."""
-    text = tokenizer.text([token_id])
-    return tokenizer.token_text(token_id) if REPLACEMENT_CHAR in text or not text else text
