@@ -453,45 +453,6 @@ def test_a_model_without_the_attention_interface_equals_eager():
 
 # --- continuous batching --------------------------------------------------------------------------
 
-REQUESTS = [[3, 5, 7], [11, 12, 13, 14, 15, 16], [20]]
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss", "qwen3"])
-def test_continuous_batching_runs_on_headwise(name: str, monkeypatch: pytest.MonkeyPatch):
-    """With transformers' paged cache: groups, a window, sinks and norms of queries and keys."""
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    batching = {"num_blocks": 16, "max_batch_tokens": 32}
-    calls: list[str] = []
-    for function in ("_attend_sdpa", "_attend_with_weights"):
-        original = getattr(transformers_backend, function)
-        monkeypatch.setattr(
-            transformers_backend,
-            function,
-            lambda *args, run=original: (calls.append(name), run(*args))[1],
-        )
-    texts: list[dict[str, list[int]]] = []
-    for kind in ("eager", "headwise"):
-        model: Any = ZOO[name].build(kind)
-        assert calls == []
-        done = model.generate_batch(
-            inputs=REQUESTS,
-            generation_config=transformers.GenerationConfig(**options),
-            continuous_batching_config=transformers.ContinuousBatchingConfig(**batching),
-            warmup=False,
-        )
-        assert model.config._attn_implementation == kind
-        texts.append({request: outputs.generated_tokens for request, outputs in done.items()})
-    assert texts[0] == texts[1]
-    assert [len(tokens) for tokens in texts[0].values()] == [6, 6, 6]
-    assert len(calls) >= 12  # two layers, six steps
-
-
-def test_the_prefix_of_older_versions_names_the_same_function():
-    assert (
-        transformers.AttentionInterface()["paged|headwise"]
-        is transformers_backend.attention_forward
-    )
-
 
 def test_sites_say_that_keys_are_in_a_paged_cache():
     q = torch.zeros(1, 4, 3, 8)

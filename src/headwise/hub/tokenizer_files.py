@@ -5,7 +5,6 @@ model.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,8 +33,6 @@ from ..util.files import read_text_file
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PROCESSOR_FILE = "preprocessor_config.json"
-WARNINGS_GIVEN = set[str]()  # in this process
-SPECIAL_ID_KEYS = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
 TOKENIZER_CONFIG_FILES = (
     "special_tokens_map.json",
     "tokenizer_config.json",
@@ -47,7 +44,6 @@ def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
     as in transformers.
     """
     config = read_json(folder / CONFIG_FILE) | read_json(folder / GENERATION_FILE)
-    _warn_of_ids_without_rows(folder, config, _vocab_size(model_spec))
     fields = _read_config_fields(folder, config, model_spec)
     if (folder / TOKENIZER_FILE).is_file():
         fields |= _read_tokenizer(folder)
@@ -142,26 +138,6 @@ def _vocab_size(model_spec: ModelSpec) -> int:
     return max(
         (stack.embedding.tokens for stack in model_spec.stacks if stack.embedding), default=0
     )
-
-
-def _warn_of_ids_without_rows(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
-    """Warn of special ids outside the vocabulary, which headwise leaves out."""
-    if not vocab_size:
-        return
-    for name in SPECIAL_ID_KEYS:
-        value = config.get(name)
-        ids = value if isinstance(value, list) else [value]
-        if any(type(token_id) is int and not 0 <= token_id < vocab_size for token_id in ids):
-            _warn_once(
-                f"{folder}: {name} = {value!r} is outside the vocabulary of {vocab_size} tokens "
-                "and is not used"
-            )
-
-
-def _warn_once(message: str) -> None:
-    if message not in WARNINGS_GIVEN:
-        WARNINGS_GIVEN.add(message)
-        logging.getLogger("headwise").warning("headwise: %s", message)
 
 
 def _read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:

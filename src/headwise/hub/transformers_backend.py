@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from inspect import unwrap
 from types import ModuleType
 from typing import Any
 
@@ -39,15 +37,6 @@ MODELS_MODULE = "transformers.modeling_utils"
 # from here on, float32 rounds scores so much that gradients of fused attention are off by 1e-5
 LARGE_BIAS = 100
 CAUSAL_MARK = "_hides_what_is_ahead"
-# Arguments of continuous batching that are for its cache and for its choice of tokens.
-PAGED_OPTIONS = (
-    "read_index",
-    "write_index",
-    "block_table",
-    "logits_indices",
-    "logits_processor_args",
-)
-BATCHING_PACKAGE = "transformers.generation.continuous_batching"
 
 
 def attention_forward(
@@ -65,12 +54,6 @@ def attention_forward(
     fused function, with the heads of a KV group as rows if there is a single query, or a headwise
     kernel where that is faster.
     """
-    cache = options.pop("cache", None)
-    if cache is not None:  # continuous batching: requests packed into one row
-        key, value = cache.update(
-            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options
-        )
-        options = {name: option for name, option in options.items() if name not in PAGED_OPTIONS}
     inputs = inputs_of_call(BACKEND_NAME, module, (query, key, value, attention_mask), options)
     queries = query.shape[2]
     keys = key.shape[2]
@@ -115,42 +98,6 @@ def register_backend() -> None:
 
     AttentionInterface.register(BACKEND_NAME, attention_forward)
     AttentionMaskInterface.register(BACKEND_NAME, make_mask)
-    AttentionInterface.register(
-        f"paged|{BACKEND_NAME}", attention_forward
-    )  # its name before transformers 5.23
-    allow_continuous_batching()
-
-
-def allow_continuous_batching() -> None:
-    """Let `generate_batch` of transformers run with "headwise"; it accepts its own implementations
-    only.
-
-    Its check of the implementation is skipped for "headwise", which gets the explicit masks that
-    "paged|eager" gets.
-    """
-    api: Any
-    inputs: Any
-    api, inputs = (
-        sys.modules.get(f"{BATCHING_PACKAGE}.{name}")
-        for name in ("continuous_api", "input_outputs")
-    )
-    manager: Any = getattr(api, "ContinuousBatchingManager", None)
-    check = getattr(manager, "switch_to_cb_friendly_attn", None)
-    is_mask_needed = getattr(inputs, "attn_mask_is_needed", None)
-    if check is None or is_mask_needed is None or unwrap(check) is not check:
-        return
-
-    @wraps(check)
-    def switch_unless_ours(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        if model.config._attn_implementation != BACKEND_NAME:
-            check(self, model, *args, **kwargs)
-
-    @wraps(is_mask_needed)
-    def is_mask_needed_or_ours(config: Any) -> bool:
-        return config._attn_implementation == BACKEND_NAME or is_mask_needed(config)
-
-    manager.switch_to_cb_friendly_attn = switch_unless_ours
-    inputs.attn_mask_is_needed = is_mask_needed_or_ours
 
 
 class ImportHook(MetaPathFinder):

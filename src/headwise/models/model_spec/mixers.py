@@ -49,13 +49,6 @@ class SequenceMixerSpec(SpecNode):
         raise NotImplementedError(f"{type(self).__name__} does not count what it saves")
 
     @property
-    def hidden_vectors(self) -> int:
-        """Vectors of the model width that each token needs while it is computed: inputs and outputs
-        of the products.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not count its hidden values")
-
-    @property
     def ends_with_product(self) -> bool:
         """Whether its output is that of a matrix product."""
         return False
@@ -91,11 +84,6 @@ class RecurrentSpec(SequenceMixerSpec):
     def saved_vectors(self) -> Mapping[str, int]:
         """The input, the states between the tokens, and gates and candidates."""
         return {"input": 1, "states": 1, "gates": 7}
-
-    @property
-    def hidden_vectors(self) -> int:
-        """The input, and both products for three gates."""
-        return 7
 
     @property
     def starts_from_source(self) -> bool:
@@ -149,11 +137,6 @@ class ConvolutionSpec(SequenceMixerSpec):
     def saved_vectors(self) -> Mapping[str, int]:
         """The tokens that each token reads, side by side."""
         return {"window": self.kernel}
-
-    @property
-    def hidden_vectors(self) -> int:
-        """The tokens that each token reads, and the output."""
-        return self.kernel + 1
 
     @property
     def ends_with_product(self) -> bool:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...attention.spec.attention_spec import AttentionSpec
+from ...report.data import Column, Table, Value
+from ...report.render import to_text
 from .components import WeightSpec
 from .model import ApproximateAttention, BlockSpec, ModelSpec, StackSpec, find_repeats
 
-PAGE_WIDTH = 80
-NAME_COLUMN = 31
-AXES_COLUMN = 18  # columns of a tensor's name and of its axes
+MAX_WIDTH = 120  # columns of the table as text
 
 WeightRow = dict[str, Any]  # one tensor: name inside its layer or head, axes, shape, learned
 RowsByPlace = dict[str, list[WeightRow]]
@@ -38,7 +37,7 @@ class ModelTable:
     model: ModelSpec
 
     def __str__(self) -> str:
-        return "\n".join(_text_lines(self.to_dict))
+        return _to_text(self.to_dict)
 
     @property
     def to_dict(self) -> dict[str, Any]:
@@ -107,61 +106,37 @@ def _describe_heads(spec: AttentionSpec) -> str:
 # --- As text --------------------------------------------------------------------------------------
 
 
-def _text_lines(table: dict[str, Any]) -> Iterator[str]:
-    yield from _wrap(f"{table['name']}: {table['kind']}", "")
+def _to_text(table: dict[str, Any]) -> str:
+    rows = list[Sequence[Value]]()
+    notes = list[str]()
     for stack in table["stacks"]:
-        yield from ("", f"{stack['name']}, {stack['model']} wide")
-        yield from _row_lines("embedding.", stack["embedding"], 2)
+        rows.append((f"{stack['name']}, {stack['model']} wide", "", "", ""))
+        rows += _text_rows("  embedding.", stack["embedding"])
         for run in stack["layers"]:
-            yield from _run_lines(run)
-        yield from _row_lines("norm.", stack["norm"], 2)
+            times = run["times"]
+            label = f"layer {run['start']}"
+            if times * len(run["each"]) > 1:
+                label = f"layers {run['start']} to {run['start'] + times * len(run['each']) - 1}"
+            if times > 1:
+                label += f", {times} x {run['parameters'] // times:,}"
+            rows.append((f"  {label}", "", "", run["parameters"]))
+            for layer in run["each"]:
+                notes.append(f"{stack['name']}, {label.partition(',')[0]}: {layer['what']}")
+                rows += _text_rows("    ", layer["tensors"])
+        rows += _text_rows("  norm.", stack["norm"])
     for head in table["heads"]:
-        rows = head["tensors"]
-        yield from ("", f"head {head['name']}" + ("" if rows else ", no tensors of its own"))
-        yield from _row_lines("", rows, 2)
-    yield ""
-    yield from (f"{reader} is {owner}" for reader, owner in table["ties"].items())
+        rows.append((f"head {head['name']}", "", "", ""))
+        rows += _text_rows("  ", head["tensors"])
+    rows += [(f"{reader} is {owner}", "", "", "") for reader, owner in table["ties"].items()]
     if table["constants"]:
-        yield _totals_line("constants, never trained", [table["constants"]])
-    yield _totals_line("total", [table["parameters"]])
-    for note in table["notes"]:
-        yield from _wrap(note, "note: ")
+        rows.append(("constants, never trained", "", "", table["constants"]))
+    rows.append(("total", "", "", table["parameters"]))
+    title = f"{table['name']}: {table['kind']}"
+    columns = ("tensor", "axes", "shape", Column("numbers", align="right"))
+    return to_text(Table(title, columns, rows, notes + table["notes"]), width=MAX_WIDTH)
 
 
-def _run_lines(run: dict[str, Any]) -> Iterator[str]:
-    """Lines of repeated layers, with the trained parameters of one repeat and of all."""
-    start = run["start"]
-    times = run["times"]
-    total = run["parameters"]
-    end = start + times * len(run["each"]) - 1
-    label = f"layer {start}" if end == start else f"layers {start} to {end}"
-    if times > 1:
-        yield _totals_line(f"  {label}, {times} x", [total // times, total])
-    else:
-        yield _totals_line(f"  {label}", [total])
-    for layer in run["each"]:
-        yield from _wrap(layer["what"], "    ")
-        yield from _row_lines("", layer["tensors"], 4)
-
-
-def _totals_line(name: str, sums: Sequence[int]) -> str:
-    columns = "".join(f"{count:>17,}" for count in sums)
-    return f"{name}{columns:>{max(PAGE_WIDTH - len(name), 0)}}"
-
-
-def _row_lines(prefix: str, rows: Iterable[WeightRow], indent: int) -> Iterator[str]:
+def _text_rows(prefix: str, rows: Iterable[WeightRow]) -> Iterator[Sequence[Value]]:
     for row in rows:
-        name = f"{'':<{indent}}{prefix}{row['name']}"
         shape = " x ".join(map(str, row["shape"])) + ("" if row["learned"] else ", constant")
-        line = f"{name:<{NAME_COLUMN}} {row['axes']:<{AXES_COLUMN}} {shape}"
-        count = f"  {math.prod(row['shape']):,}"
-        if len(line) + len(count) > PAGE_WIDTH:
-            yield name
-            line = f"{'':<{indent + 4}}{row['axes']}  {shape}"
-        yield line + f"{count:>{PAGE_WIDTH - len(line)}}"
-
-
-def _wrap(text: str, before: str) -> list[str]:
-    return textwrap.wrap(
-        text, PAGE_WIDTH, initial_indent=before, subsequent_indent=" " * len(before)
-    )
+        yield f"{prefix}{row['name']}", row["axes"], shape, math.prod(row["shape"])
