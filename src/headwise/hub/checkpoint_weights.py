@@ -267,20 +267,18 @@ def _find_unsupported_dtypes(
 ) -> Iterator[str]:
     """Yield a message for each unsupported dtype, and for parameters of several dtypes."""
     learned = {weight.name for weight in model_spec.weights() if weight.trainable}
-    dtypes = {
-        path: infos[name].dtype for path in plan.pieces if (name := plan.find_source(path, infos))
-    }
+    sources = {path: plan.find_source(path, infos) for path in plan.pieces}
+    dtypes = {path: infos[name].dtype for path, name in sources.items() if name}
     for path, dtype in dtypes.items():
         if dtype not in DTYPES:
             yield (
                 f"{path} has dtype {dtype}; quantised weights are not supported, give them as "
                 f"{', '.join(DTYPES)}"
             )
-    learned_dtypes = {
-        dtypes[path]
-        for path, pieces in plan.pieces.items()
-        if any(piece.name in learned for piece in pieces)
-    }
+    learned_dtypes = set[str]()
+    for path, pieces in plan.pieces.items():
+        if not learned.isdisjoint(piece.name for piece in pieces):
+            learned_dtypes.add(dtypes[path])
     if len(learned_dtypes) > 1:
         yield (
             f"parameters have the dtypes {' and '.join(sorted(learned_dtypes))}; save them in "
@@ -293,12 +291,13 @@ def _allocate(
 ) -> dict[str, Tensor]:
     """Allocate an uninitialised tensor for each headwise tensor that the file contains."""
     shapes = model_spec.shapes()
-    return {
-        piece.name: torch.empty(shapes[piece.name], dtype=DTYPES[infos[name].dtype])
-        for path, pieces in plan.pieces.items()
-        if (name := plan.find_source(path, infos))
-        for piece in pieces
-    }
+    tensors = dict[str, Tensor]()
+    for path, pieces in plan.pieces.items():
+        name = plan.find_source(path, infos)
+        for piece in pieces if name else ():
+            dtype = DTYPES[infos[name].dtype]
+            tensors[piece.name] = torch.empty(shapes[piece.name], dtype=dtype)
+    return tensors
 
 
 def _make_constants(

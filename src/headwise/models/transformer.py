@@ -103,14 +103,13 @@ class EncoderOutput(NamedTuple):
     def rows(self, index: Tensor) -> EncoderOutput:
         """Return these rows of the batch, in this order; a row may occur more than once."""
         tokens = _select_sequence_rows(self.tokens, index)
-        layers = tuple(
-            layer
-            and ProjectedSource(
-                {name: entry[index] for name, entry in layer.entry.items()}, tokens, layer.spec
-            )
-            for layer in self.layers
-        )
-        return EncoderOutput(self.states[index], tokens, layers)
+        layers = list[ProjectedSource | None]()
+        for layer in self.layers:
+            if layer is not None:
+                entry = {name: tensor[index] for name, tensor in layer.entry.items()}
+                layer = ProjectedSource(entry, tokens, layer.spec)
+            layers.append(layer)
+        return EncoderOutput(self.states[index], tokens, tuple(layers))
 
 
 def _select_sequence_rows(tokens: SequenceInfo, index: Tensor) -> SequenceInfo:

@@ -291,16 +291,6 @@ def test_a_stop_ends_an_answer_as_text_and_as_ids(speaker: hw.Transformer):
             assert bytes(ids).decode(errors="replace") == cut
 
 
-def test_a_window_keeps_the_special_tokens_around_a_text(speaker: hw.Transformer):
-    speaker.usage = replace(speaker.usage, before=(1,))
-    options = {"max_new_tokens": 3, "config": hw.DecodingConfig(window=4)}
-    assert hw.generate(speaker, "abcdef", **options) == hw.generate(
-        speaker, "def", max_new_tokens=3
-    )
-    with pytest.raises(ValueError, match="window=1 leaves no room beside the 1 ids around a text"):
-        hw.generate(speaker, "abc", config=hw.DecodingConfig(window=1))
-
-
 @pytest.mark.parametrize("name", ["dates", "wordpiece", "chars"])
 def test_unknown_tokens_are_reported(name: str):
     tokenizer = Tokenizer(

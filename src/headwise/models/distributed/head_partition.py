@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -127,10 +128,11 @@ def partition_model(model_spec: ModelSpec, num_ranks: int) -> tuple[ModelShard, 
     cuts = {
         name: partition_heads(name, spec, num_ranks) for name, spec in model_spec.attention_specs()
     }
-    by_rank = [{name: cut[rank] for name, cut in cuts.items()} for rank in range(num_ranks)]
-    return tuple(
-        _partition_for_rank(model_spec, rank, num_ranks, own) for rank, own in enumerate(by_rank)
-    )
+    shards = list[ModelShard]()
+    for rank in range(num_ranks):
+        own = {name: cut[rank] for name, cut in cuts.items()}
+        shards.append(_partition_for_rank(model_spec, rank, num_ranks, own))
+    return tuple(shards)
 
 
 def partition_heads(name: str, spec: AttentionSpec, num_ranks: int) -> list[KeptHeads]:
@@ -140,8 +142,11 @@ def partition_heads(name: str, spec: AttentionSpec, num_ranks: int) -> list[Kept
     groups = find_independent_heads(spec)
     if len(groups) < num_ranks:
         raise SpecError(f"{name}: {_too_few_groups_message(spec, len(groups), num_ranks)}")
-    runs = [_range_of_rank(len(groups), rank, num_ranks) for rank in range(num_ranks)]
-    return [KeptHeads.of(spec, [out for n in run for out in groups[n]]) for run in runs]
+    kept = list[KeptHeads]()
+    for rank in range(num_ranks):
+        own = [groups[n] for n in _range_of_rank(len(groups), rank, num_ranks)]
+        kept.append(KeptHeads.of(spec, list(chain.from_iterable(own))))
+    return kept
 
 
 def find_independent_heads(spec: AttentionSpec) -> list[list[int]]:
@@ -157,7 +162,7 @@ def find_independent_heads(spec: AttentionSpec) -> list[list[int]]:
         required = spec.required_score_heads(out)
         overlapping = [group for group in groups if group[1] & required]
         groups = [group for group in groups if not group[1] & required]
-        outs = sorted([out, *(own for outs, _ in overlapping for own in outs)])
+        outs = sorted([out, *chain.from_iterable(outs for outs, _ in overlapping)])
         groups.append((outs, required.union(*(needed for _, needed in overlapping))))
     return sorted(outs for outs, _ in groups)
 
@@ -259,8 +264,12 @@ def count_replicas(spec: ModelSpec, shards: Sequence[ModelShard]) -> dict[str, T
         for name, weight in spec.params().items()
         if weight.role in DIVIDED_ROLES and weight.trainable
     ]
-    counts = {name: count_holders([shard.pieces[name] for shard in shards]) for name in divided}
-    return {name: count for name, count in counts.items() if int(count.max()) > 1}
+    replicas = dict[str, Tensor]()
+    for name in divided:
+        count = count_holders([shard.pieces[name] for shard in shards])
+        if int(count.max()) > 1:
+            replicas[name] = count
+    return replicas
 
 
 def count_holders(shards: Sequence[TensorShard]) -> Tensor:

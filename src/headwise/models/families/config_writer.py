@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn, cast
 
 from ...attention.masking.patterns import Window
@@ -85,9 +86,7 @@ def _layers_to_dict(model: ModelSpec) -> dict[str, Any]:
     plain = to_dict(model)
     for stack in plain["stacks"]:
         runs = stack.pop("runs")
-        stack["layers"] = [
-            block for run in runs for _ in range(run["times"]) for block in run["blocks"]
-        ]
+        stack["layers"] = list(chain.from_iterable(run["blocks"] * run["times"] for run in runs))
     return plain
 
 

@@ -129,7 +129,7 @@ def _complete_sizes(
     """
     complete = dict(sizes)
     for axes, size in zip(layout.dims, shape, strict=True):
-        names = [name for axis in axes for name in axis.split("|")]
+        names = "|".join(axes).split("|") if axes else []
         for name in [name for name in names if name not in complete]:
             num_others = AxisLayout((tuple(other for other in axes if other != name),)).numel(
                 complete

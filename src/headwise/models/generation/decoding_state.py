@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -64,8 +65,8 @@ def apply_repetition_penalty(logits: Tensor, history: TokenHistory, penalty: flo
     if penalty == 1:
         return logits
     in_text = torch.zeros_like(logits, dtype=torch.bool)
-    rows = [row for row, ids in enumerate(history) for _ in ids]
-    in_text[rows, [token_id for ids in history for token_id in ids]] = True
+    for row, ids in enumerate(history):
+        in_text[row, list(ids)] = True
     return torch.where(in_text, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
@@ -222,7 +223,7 @@ def max_positions(stack: StackSpec) -> int | None:
     """Return the maximum sequence length of a stack, or None if it is unlimited."""
     positions = stack.embedding.positions if stack.embedding else None
     limits = [positions.length if positions and positions.kind == "learned" else None]
-    for block in {block for run in stack.runs for block in run.blocks}:
+    for block in stack.kinds_of_blocks:
         for spec in block.attention_specs.values():
             limits += [part.max_positions(spec) for _, part in spec.parts()]
     return min((length for length in limits if length is not None), default=None)
@@ -277,8 +278,5 @@ def _real_token_ids(prompt: Tensor, tokens: SequenceInfo | None) -> list[list[in
     rows: list[list[int]] = prompt.tolist()
     if tokens is None or tokens.start is not None:
         return rows
-    live: list[list[bool]] = tokens.is_real.expand(len(rows), -1).tolist()
-    return [
-        [token_id for token_id, is_real in zip(row, row_live, strict=True) if is_real]
-        for row, row_live in zip(rows, live, strict=True)
-    ]
+    is_real: list[list[bool]] = tokens.is_real.expand(len(rows), -1).tolist()
+    return [list(compress(row, live)) for row, live in zip(rows, is_real, strict=True)]

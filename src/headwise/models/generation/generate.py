@@ -24,7 +24,7 @@ from .decoding_state import (
     run_decode_steps,
     sample_tokens,
 )
-from .decoding_strategies import BeamHypothesis, run_beam_search
+from .decoding_strategies import run_beam_search
 from .prompts import PromptBatch, parse_prompts, prepare_decoder_input
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
@@ -84,11 +84,10 @@ def generate(
     outputs = generator.answers(
         prompts, make_random_streams(seed, len(prompts.rows)) if generator.temperature else ()
     )
-    values = [
-        [output.text if prompts.kind == "text" else output.ids for output in best]
-        for best in outputs
-    ]
-    results = [best if config.best > 1 else best[0] for best in values]
+    results = list[Any]()
+    for best in outputs:
+        values = [output.text if prompts.kind == "text" else output.ids for output in best]
+        results.append(values if config.best > 1 else values[0])
     return results[0] if prompts.form == "alone" else results
 
 
@@ -281,19 +280,17 @@ class TextGenerator:
             )
 
         hypotheses = run_beam_search(state, self.how, ends, is_finished)
-        return [
-            [self._beam_output(hypothesis, prompts.kind, row) for hypothesis in best]
-            for best, row in zip(hypotheses, prompts.rows, strict=True)
-        ]
-
-    def _beam_output(
-        self, hypothesis: BeamHypothesis, kind: str, prompt: list[int]
-    ) -> GenerationOutput:
-        completion = self.answer(kind, prompt)
-        for token in hypothesis.ids:
-            completion.take(token)
-        completion.close()
-        return _make_output(completion, kind)._replace(score=hypothesis.value)
+        outputs = list[list[GenerationOutput]]()
+        for best, row in zip(hypotheses, prompts.rows, strict=True):
+            outputs.append([])
+            for hypothesis in best:
+                completion = self.answer(prompts.kind, row)
+                for token in hypothesis.ids:
+                    completion.take(token)
+                completion.close()
+                output = _make_output(completion, prompts.kind)
+                outputs[-1].append(output._replace(score=hypothesis.value))
+        return outputs
 
 
 def _make_output(completion: Completion, kind: str) -> GenerationOutput:

@@ -68,10 +68,11 @@ class KVMemory:
         retentions = [group[:2] for group in self.paging.groups]
         # Retention groups of each layer, without repetition: one, or one for each group of its
         # heads.
-        self._groups_of_layers = {
-            tuple(retentions.index(own.pattern.retention) for own in list_stored_specs([spec]))
-            for spec in specs
-        }
+        self._groups_of_layers = set[tuple[int, ...]]()
+        for spec in specs:
+            own = list_stored_specs([spec])
+            groups = (retentions.index(part.pattern.retention) for part in own)
+            self._groups_of_layers.add(tuple(groups))
         like = next(net.parameters())
         self.pages = self._num_affordable_pages(like.dtype)
         self.pool = PagePool(
@@ -134,14 +135,15 @@ class KVMemory:
         end = row.length + count
         groups = zip(self.paging.groups, row.reserved_pages, strict=True)
         pages = [min(-(-end // group.page), need) for group, need in groups]
-        return max(sum(pages[group] for group in layer) for layer in self._groups_of_layers)
+        return max(sum(map(pages.__getitem__, layer)) for layer in self._groups_of_layers)
 
     def call(self, rows: Sequence[PagedSequence]) -> tuple[PagedBatch, ModelCache]:
         """Return the batch and the caches for one model call with these rows."""
         batch = self.pool.batch_of(rows)
         caches = iter(self.pool.caches(batch))
+        # strict=False: each layer takes as many caches as it has names
         return batch, ModelCache(
-            [{name: next(caches) for name in names} for names in self._cache_names]
+            [dict(zip(names, caches, strict=False)) for names in self._cache_names]
         )
 
     def _num_affordable_pages(self, dtype: torch.dtype) -> int:

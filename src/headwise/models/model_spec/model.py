@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import Any, ClassVar, TypeVar
 
 from ...attention.interfaces import Part
@@ -143,8 +144,9 @@ class BlockSpec(SpecNode):
         """Parts whose numbers still follow a schedule over depth, each paired with its version for
         this layer.
         """
-        parts = [part for spec in self.attention_specs.values() for _, part in spec.parts()]
-        pairs = [(part, part.at_depth(layer, layers)) for part in parts]
+        pairs = list[tuple[Part, Part]]()
+        for spec in self.attention_specs.values():
+            pairs += [(part, part.at_depth(layer, layers)) for _, part in spec.parts()]
         return [(part, placed) for part, placed in pairs if part != placed]
 
     def at_depth(self, layer: int, layers: int) -> BlockSpec:
@@ -184,9 +186,7 @@ class BlockSpec(SpecNode):
         ]
         if self.placement == "parallel":
             return ("norm",) if normed else ()
-        return tuple(
-            f"{name}_{norm}" for name in normed for norm in NORMS_OF_PLACEMENT[self.placement]
-        )
+        return tuple(map("_".join, product(normed, NORMS_OF_PLACEMENT[self.placement])))
 
 
 def attention_weights(spec: AttentionSpec) -> Iterator[WeightSpec]:
@@ -283,17 +283,13 @@ class StackSpec(SpecNode):
             )
         _check_depth(sum(run.times * len(run.blocks) for run in self.runs))
         object.__setattr__(self, "runs", group_blocks(self.layers))
-        for spec in (
-            spec
-            for run in self.runs
-            for block in run.blocks
-            for spec in block.attention_specs.values()
-        ):
-            if spec.model != self.model:
-                raise SpecError(
-                    f"{self.name} is {self.model} wide, but an attention in it is {spec.model} "
-                    "wide; use one width"
-                )
+        for block in self.kinds_of_blocks:
+            for spec in block.attention_specs.values():
+                if spec.model != self.model:
+                    raise SpecError(
+                        f"{self.name} is {self.model} wide, but an attention in it is "
+                        f"{spec.model} wide; use one width"
+                    )
         for depth, block in enumerate(self.layers):
             for part, placed in block.parts_with_schedule(depth, len(self.layers))[:1]:
                 raise SpecError(
@@ -305,7 +301,12 @@ class StackSpec(SpecNode):
     @property
     def layers(self) -> tuple[BlockSpec, ...]:
         """Every block in order, with runs expanded."""
-        return tuple(block for run in self.runs for _ in range(run.times) for block in run.blocks)
+        return tuple(chain.from_iterable(run.blocks * run.times for run in self.runs))
+
+    @property
+    def kinds_of_blocks(self) -> tuple[BlockSpec, ...]:
+        """The blocks of one repeat of each run."""
+        return tuple(chain.from_iterable(run.blocks for run in self.runs))
 
     def weights(self) -> Iterator[WeightSpec]:
         """Yield every tensor by its full name; a tensor shared by layers has the name that it has
@@ -511,15 +512,13 @@ class ModelSpec(SpecNode):
         """Refuse what reads an encoder without a stack before it, or with another source width than
         that stack.
         """
-        starts_from_source = any(
-            block.starts_from_source for run in stack.runs for block in run.blocks
-        )
+        starts_from_source = any(block.starts_from_source for block in stack.kinds_of_blocks)
         if starts_from_source and (stack is self.stacks[0] or stack.model != self.stacks[0].model):
             remedy = "give initial='zeros', or a stack of this width before it"
             raise SpecError(
                 f"{self.name}: {stack.name} starts from the state of an encoder; {remedy}"
             )
-        crosses = [block.cross for run in stack.runs for block in run.blocks if block.cross]
+        crosses = [block.cross for block in stack.kinds_of_blocks if block.cross]
         if crosses and stack is self.stacks[0]:
             raise SpecError(
                 f"{self.name}: {stack.name} has cross-attention, but no stack before it to read; "
@@ -578,18 +577,17 @@ class ModelSpec(SpecNode):
     @property
     def has_mixer(self) -> bool:
         """Whether a layer is a recurrence or a convolution, so that each row must hold one text."""
-        return any(
-            block.mixer for stack in self.stacks for run in stack.runs for block in run.blocks
-        )
+        blocks = chain.from_iterable(stack.kinds_of_blocks for stack in self.stacks)
+        return any(block.mixer for block in blocks)
 
     def approximation_reasons(self) -> dict[str, str]:
         """Return the names of attentions that no spec describes exactly, each with the reason."""
-        return {
-            f"{stack.name}.{depth}.attention": block.attention.reason
-            for stack in self.stacks
-            for depth, block in enumerate(stack.layers)
-            if isinstance(block.attention, ApproximateAttention)
-        }
+        reasons = dict[str, str]()
+        for stack in self.stacks:
+            for depth, block in enumerate(stack.layers):
+                if isinstance(block.attention, ApproximateAttention):
+                    reasons[f"{stack.name}.{depth}.attention"] = block.attention.reason
+        return reasons
 
     def __str__(self) -> str:
         return dump_toml(to_plain(self))

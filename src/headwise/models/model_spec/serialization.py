@@ -78,9 +78,10 @@ def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: S
     """Build an object of the first of these classes that has all fields of the table."""
     if not kinds:
         raise SpecError(f"{where} = {table!r} is a table; give a plain value")
-    fitting = [kind for kind in kinds if set(table) <= {f.name for f in fields(kind)}]
+    names_by_kind = {kind: {f.name for f in fields(kind)} for kind in kinds}
+    fitting = [kind for kind, names in names_by_kind.items() if set(table) <= names]
     if not fitting:
-        field_names = {f.name for kind in kinds for f in fields(kind)}
+        field_names = set[str]().union(*names_by_kind.values())
         wrong = next((name for name in table if name not in field_names), next(iter(table)))
         raise SpecError(f"{where} has no {wrong!r}; {suggest(wrong, field_names)}")
     if fitting[0] is AttentionSpec:

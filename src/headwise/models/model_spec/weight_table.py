@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ...attention.spec.attention_spec import AttentionSpec
@@ -72,8 +73,8 @@ def _stack_to_dict(stack: StackSpec, places: RowsByPlace) -> dict[str, Any]:
     start = 0
     for times, pattern in find_repeats(layers):
         each = [{"what": _describe_block(block), "tensors": rows} for block, rows in pattern]
-        learned = [row for _, rows in pattern for row in rows if row["learned"]]
-        parameters = times * sum(math.prod(row["shape"]) for row in learned)
+        tensors = chain.from_iterable(rows for _, rows in pattern)
+        parameters = times * sum(math.prod(row["shape"]) for row in tensors if row["learned"])
         runs.append({"start": start, "times": times, "parameters": parameters, "each": each})
         start += times * len(pattern)
     return {
