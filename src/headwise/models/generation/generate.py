@@ -20,12 +20,13 @@ from .decoding_state import (
     TokenChooser,
     TokenHistory,
     eval_mode,
+    pad_left,
     require_language_model,
     run_decode_steps,
     sample_tokens,
 )
 from .decoding_strategies import run_beam_search
-from .prompts import PromptBatch, parse_prompts, prepare_decoder_input
+from .prompts import PromptBatch, get_decoder_start_ids, parse_prompts
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
 SeedOrSeeds = int | Sequence[int] | None
@@ -235,13 +236,17 @@ class TextGenerator:
                 return
 
     def _start_decoding(self, prompts: PromptBatch) -> DecodingState:
-        prompt = prepare_decoder_input(self.net, prompts.rows, next(self.net.parameters()).device)
+        """Prefill the prompts, or the decoder's start ids with the encoded prompts as source."""
+        net = self.net
+        device = next(net.parameters()).device
+        ids, sequence = pad_left(prompts.rows, device)
+        source = None
+        if net.spec.kind == "encoder-decoder":
+            start_ids = get_decoder_start_ids(net)
+            source = net.encode(ids, sequence=sequence)
+            ids, sequence = torch.tensor([start_ids] * len(ids), device=device), None
         return DecodingState(
-            self.net,
-            prompt.ids,
-            max_new_tokens=self.count,
-            sequence=prompt.tokens,
-            encoder_output=prompt.memory,
+            net, ids, max_new_tokens=self.count, sequence=sequence, encoder_output=source
         )
 
     def _make_chooser(self, state: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention.masking.sequence_info import SequenceInfo
 from ...util.errors import SequenceTooLong, SpecError, pluralise
-from ..transformer import EncoderOutput, Transformer
-from .decoding_state import check_prompt_length, max_positions, pad_left, require_language_model
+from ..transformer import Transformer
+from .decoding_state import check_prompt_length, max_positions, require_language_model
 from .text_output import load_tokenizers
 
 PROMPT_HELP = "give text, ids such as [3, 1, 4], or a list of either"
@@ -25,16 +24,6 @@ class PromptBatch(NamedTuple):
     rows: list[list[int]]
     kind: str
     form: str
-
-
-class DecoderInput(NamedTuple):
-    """Inputs of the prefill: ids [rows, tokens], their positions, and the encoder output if there
-    is one.
-    """
-
-    ids: Tensor
-    tokens: SequenceInfo | None
-    memory: EncoderOutput | None
 
 
 def parse_prompts(net: Transformer, prompts: Any) -> PromptBatch:
@@ -81,20 +70,6 @@ def encode_prompt(net: Transformer, text: str, max_new_tokens: int) -> list[int]
     if net.spec.kind != "encoder-decoder":
         check_prompt_length(net.spec, len(row), max_new_tokens)
     return row
-
-
-def prepare_decoder_input(
-    net: Transformer, rows: Sequence[Sequence[int]], device: torch.device
-) -> DecoderInput:
-    """Return the ids that the decoder continues: the prompts, or the start ids with the encoded
-    prompts as source.
-    """
-    ids, tokens = pad_left(rows, device)
-    if net.spec.kind != "encoder-decoder":
-        return DecoderInput(ids, tokens, None)
-    start_ids = get_decoder_start_ids(net)
-    memory = net.encode(ids, sequence=tokens)
-    return DecoderInput(torch.tensor([start_ids] * len(rows), device=device), None, memory)
 
 
 def get_decoder_start_ids(net: Transformer) -> tuple[int, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding
 
 from ...util.errors import SpecError, UnknownToken
 from ..model_spec import ProcessorSpec
@@ -19,14 +19,6 @@ REPLACEMENT_CHAR = "\ufffd"  # what tokenizers print for an incomplete character
 MAX_PENDING_BYTES = 3  # most bytes that an incomplete UTF-8 character can have
 
 
-class EncodedText(NamedTuple):
-    """The ids of a text and their offsets, or begin and end of a character that has none."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    unknown: tuple[int, int] | None = None
-
-
 class ModelTokenizer:
     """Wraps a `tokenizers` document (its JSON text); `specials` as in `ProcessorSpec`."""
 
@@ -36,7 +28,11 @@ class ModelTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._specials = specials
-        self._unknown_id = _find_unknown_id(self._tokenizer, self.document["model"])
+        model = self.document["model"]
+        self._unknown_id: int | None = None
+        if not model.get("byte_fallback"):
+            token = model.get("unk_token")
+            self._unknown_id = model.get("unk_id") if token is None else self.id(token)
 
     @property
     def size(self) -> int:
@@ -51,27 +47,26 @@ class ModelTokenizer:
         """Return the character offsets (start, stop) of each token of `ids`."""
         return self._encode(text, specials).offsets
 
-    def _encode(self, text: str, specials: str | None) -> EncodedText:
-        specials_as_text = (specials or self._specials) == "text"
-        encoded = self._encode_here(text, specials_as_text)
-        unknown = encoded.unknown
-        if self._unknown_id in encoded.ids:
-            unknown = encoded.offsets[encoded.ids.index(self._unknown_id)]
-        if unknown is not None:
-            raise UnknownToken(_unknown_text_message(text, *unknown))
-        return encoded
-
-    def _encode_here(self, text: str, specials_as_text: bool) -> EncodedText:
-        self._tokenizer.encode_special_tokens = specials_as_text
+    def _encode(self, text: str, specials: str | None) -> Encoding:
+        self._tokenizer.encode_special_tokens = (specials or self._specials) == "text"
         try:
-            encoding = encode_tokens(self._tokenizer, text, add_special_tokens=False)
+            encoded = encode_tokens(self._tokenizer, text, add_special_tokens=False)
         except SpecError as error:
             if not isinstance(
                 error.__cause__, Exception
             ):  # a panic, and not a text without an unknown token
                 raise
-            return EncodedText([], [], self._first_unknown_char(text))
-        return EncodedText(encoding.ids, encoding.offsets)
+            start, stop = self._first_unknown_char(text)
+        else:
+            if self._unknown_id not in encoded.ids:
+                return encoded
+            start, stop = encoded.offsets[encoded.ids.index(self._unknown_id)]
+        piece = text[start:stop]
+        piece = piece if len(piece) <= 20 else piece[:20] + "..."
+        raise UnknownToken(
+            f"cannot tokenize {piece!r} at character {start}: it is not in the vocabulary; write "
+            "it differently"
+        )
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
@@ -92,23 +87,6 @@ class ModelTokenizer:
             except SpecError:  # see _encode
                 return at, at + 1
         return 0, len(text)
-
-
-def _find_unknown_id(tokenizer: Tokenizer, model: Any) -> int | None:
-    if model.get("byte_fallback"):
-        return None
-    token = model.get("unk_token")
-    if token is not None:
-        return tokenizer.token_to_id(token)
-    return model.get("unk_id")
-
-
-def _unknown_text_message(text: str, start: int, stop: int) -> str:
-    piece = text[start:stop] if len(text[start:stop]) <= 20 else text[start : start + 20] + "..."
-    return (
-        f"cannot tokenize {piece!r} at character {start}: it is not in the vocabulary; write "
-        "it differently"
-    )
 
 
 class IncrementalDetokenizer:
