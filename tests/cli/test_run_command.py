@@ -276,7 +276,7 @@ def test_a_model_without_a_tokenizer_is_given_one(run: Run, speaker: Path, tmp_p
     )
 
 
-# --- classes and masks ----------------------------------------------------------------------------
+# --- classes --------------------------------------------------------------------------------------
 
 
 def shallow(described: bp.ModelSpec) -> bp.ModelSpec:
@@ -383,27 +383,10 @@ def reader(folder: Path, head: bp.OutputHeadSpec, **usage: Any) -> Path:
     return folder
 
 
-def test_masks_are_filled(run: Run, tmp_path: Path):
-    folder = reader(tmp_path, bp.OutputHeadSpec("tokens", 7))
-    with torch.no_grad():
-        shares = hw.load(folder)(torch.tensor([[2, 1, 5, 6]]))[0, 1].softmax(-1)
-    best = [
-        ["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."][n]
-        for n in shares.argsort(descending=True).tolist()
-    ]
-    code, out, _ = run(folder, "the [MASK] sat.", "--top-k", 3)
-    assert code == 0
-    assert out.splitlines()[0] == f"the {best[0]} sat."
-    assert [line.split()[0] for line in out.splitlines()[2:]] == best[:3]
-    answers = json.loads(run(folder, "the [MASK] sat.", "--json", "--top-k", 7)[1])["answers"][0]
-    assert [one["share"] for one in answers["masks"][0]] == pytest.approx(
-        shares.sort(descending=True).values.tolist()
-    )
-    code, out, err = run(folder, stdin=["the [MASK] sat.", "", "the cat"])
-    assert (code, out.splitlines()) == (2, [f"the {best[0]} sat.", "", ""])
-    assert err == (
-        "headwise: line 3: 'the cat' holds no [MASK]; write one where a token is to be filled in\n"
-    )
+def test_an_output_for_each_token_is_not_printed(run: Run, tmp_path: Path):
+    code, out, err = run(reader(tmp_path, bp.OutputHeadSpec("tokens", 7)), "the cat")
+    assert (code, out) == (2, "")
+    assert "reader has an output for each token of a text, and neither generates nor" in err
 
 
 def test_texts_are_classified(run: Run, tmp_path: Path):

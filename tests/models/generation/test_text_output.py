@@ -18,7 +18,7 @@ from tokenizers.models import BPE, WordLevel, WordPiece
 import headwise as hw
 from headwise.models import model_spec as bp
 from headwise.models.generation import IncrementalDetokenizer, ModelTokenizer
-from headwise.models.generation.single_pass import classify, fill_masks
+from headwise.models.generation.single_pass import classify
 from headwise.models.generation.text_output import Completion
 from headwise.models.vocabulary import ByteVocabulary, train_bpe
 from headwise.training.data import make_task
@@ -445,35 +445,12 @@ def test_texts_are_classified_each_as_alone():
         assert [guess.share for guess in guesses] == sorted(found.values(), reverse=True)
 
 
-def test_masks_are_filled_with_likely_tokens():
-    net = random_model(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND)
-    filled, other = fill_masks(net, ["The [MASK] sat, [MASK].", "[MASK]"], top=3)
-    with torch.no_grad():
-        shares = net(torch.tensor([[1, 4, 3, 6, 11, 3, 8, 2]]))[0].softmax(-1)
-    words = ModelTokenizer(wordpiece())
-    for guesses, row in zip(filled.predictions, shares[[2, 5]], strict=True):
-        best = row.topk(3)
-        assert [guess.share for guess in guesses] == pytest.approx(best.values.tolist(), rel=1e-5)
-        assert [guess.name for guess in guesses] == [
-            words.text([n]) or words.token_text(n) for n in best.indices.tolist()
-        ]
-    first, second = (guesses[0].name for guesses in filled.predictions)
-    assert filled.text == f"The {first} sat, {second}."
-    assert len(other.predictions) == 1
-    with pytest.raises(ValueError, match=r"'the cat' holds no \[MASK\]; write one"):
-        fill_masks(net, ["the cat"])
-    with pytest.raises(ValueError, match=r"cannot return top=13 of 12 tokens"):
-        fill_masks(net, ["[MASK]"], top=13)
-
-
 def test_a_model_without_classes_gives_a_reason():
     net = random_model(encoder(bp.OutputHeadSpec("classes", 3, "mean")), **AROUND)
     with pytest.raises(hw.SpecError, match="has 3 classes but 0 names; set"):
         classify(net, ["the"])
     with pytest.raises(hw.SpecError, match="is not pooled over the row"):
         classify(random_model(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND), ["the"])
-    with pytest.raises(hw.SpecError, match="of kind decoder, and masks are for encoders"):
-        fill_masks(random_model(decoder(12), **AROUND), ["[MASK]"])
 
 
 def test_a_source_is_read_with_its_own_words():

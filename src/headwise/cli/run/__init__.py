@@ -1,7 +1,7 @@
 """`headwise run`: run a trained model on a text, an image, or every line of stdin.
 
-`main` loads the model. `answers` has what models answer that generate text, classify or fill in
-masks, `requests` those of --requests. `inputs` reads lines and images.
+`main` loads the model. `answers` has what models answer that generate text or classify,
+`requests` those of --requests. `inputs` reads lines and images.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @options
 class RunOptions(Options):
-    """Run a trained model: continue or translate a text, classify a text or an image, or fill in each
-    [MASK]. Without TEXT, answers every line of stdin with one line, in order.
+    """Run a trained model: continue or translate a text, or classify a text or an image. Without
+    TEXT, answers every line of stdin with one line, in order.
 
     MODEL  a folder with a model
     TEXT  a text, or an image file: .png, .jpg, .pgm or .npy (default: lines of stdin)
     --max-new-tokens COUNT  generate at most this many tokens (default: 64)
     --temperature T  sampling temperature; 0 takes the likeliest token (default: 0)
-    --top-k K  sample from the K likeliest tokens; for classes and masks, print the K likeliest
+    --top-k K  sample from the K likeliest tokens; for classes, print the K likeliest
     --top-p SHARE  nucleus sampling: sample from the likeliest tokens with this total probability
     --beams COUNT  beam search with this many beams (default: 1)
     --stop TEXT  stop before this text; repeatable
@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
     model = load_model(args)
     kind = task_kind(model)
     if kind != "texts":
-        _check_unused(args, model, kind)
+        _check_unused(args, model)
     from . import answers, requests
 
     if args.requests is not None:
@@ -130,9 +130,7 @@ def main(argv: list[str]) -> int:
 
 
 def task_kind(model: Transformer) -> str:
-    """Return what the model does: "texts" (generates), "masks" (fills in) or "classes"
-    (classifies).
-    """
+    """Return what the model does: "texts" (generates) or "classes" (classifies)."""
     from ...util.errors import SpecError
 
     spec = model.spec
@@ -142,7 +140,12 @@ def task_kind(model: Transformer) -> str:
         )
     if spec.heads[0].at != "each":
         return "classes"
-    return "masks" if spec.kind == "encoder" else "texts"
+    if spec.kind == "encoder":
+        raise SpecError(
+            f"{spec.name} has an output for each token of a text, and neither generates nor "
+            "classifies; call hw.load(folder)(ids) in Python"
+        )
+    return "texts"
 
 
 def load_model(args: RunOptions) -> Transformer:
@@ -160,11 +163,10 @@ def load_model(args: RunOptions) -> Transformer:
     return model.to(device)
 
 
-def _check_unused(args: RunOptions, model: Transformer, kind: str) -> None:
+def _check_unused(args: RunOptions, model: Transformer) -> None:
     """Raise if options for text generation are given to a model that does not generate text."""
-    output = {"classes": "classifies", "masks": "fills in masks"}[kind]
     for name, flag in args.options_set.items():
         if name not in COMMON_OPTIONS:
             raise UsageError(
-                f"{flag} is for text generation, but {model.spec.name} {output}; leave it out"
+                f"{flag} is for text generation, but {model.spec.name} classifies; leave it out"
             )

@@ -1,5 +1,5 @@
 """Answers of `headwise run`: continuations and translations, with BLEU and chrF of them (--score);
-classes of texts, images or utterances; and masked tokens.
+and classes of texts, images or utterances.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...models import Transformer
 from ...models.generation import PromptBatch, TextGenerator, encode_prompt
 from ...models.generation.decoding_config import DecodingConfig
 from ...models.generation.generate import GenerationOutput
-from ...models.generation.single_pass import Prediction, classify, fill_masks, require_class_names
+from ...models.generation.single_pass import Prediction, classify, require_class_names
 from ...training.data.translation import SacreBleuScores, score_translations
 from ...util.errors import pluralise
 from ...util.escaping import escape_page
@@ -28,7 +28,7 @@ from . import DECODING_FIELDS
 from .inputs import InputLine, InputLines, make_input_reader
 
 DEFAULT_NEW_TOKENS = 64  # default of --max-new-tokens
-NUM_SHOWN = 5  # classes printed for a single input, and tokens printed for each mask
+NUM_SHOWN = 5  # classes printed for a single input
 BAR_WIDTH = 40  # columns of a bar for probability 1
 
 
@@ -226,7 +226,7 @@ def _format_scores(scores: SacreBleuScores) -> str:
     )
 
 
-# --- Classes and masked tokens --------------------------------------------------------------------
+# --- Classes --------------------------------------------------------------------------------------
 
 
 class ClassAnswerer(Answerer):
@@ -259,30 +259,6 @@ class ClassAnswerer(Answerer):
         return answers
 
 
-class MaskAnswerer(Answerer):
-    """Fills in masks: with the likeliest tokens of each for TEXT, else one line for each line."""
-
-    def read(self, text: str) -> Any:
-        """Fill in the masks of a text."""
-        top = NUM_SHOWN if self.args.top_k is None else self.args.top_k
-        return fill_masks(self.model, [text], top=top)[0]
-
-    def answer(self, lines: Sequence[InputLine[Any]]) -> list[Answer]:
-        """Return the filled texts, with the likeliest tokens."""
-        answers: list[Answer] = []
-        for line in lines:
-            filled: Any = line.read
-            shown = [filled.text]
-            masks: list[list[dict[str, Any]]] = []
-            for number, predictions in enumerate(filled.predictions, 1):
-                masks.append([guess._asdict() for guess in predictions])
-                title = [f"mask {number}"] if len(filled.predictions) > 1 else []
-                shown += ["", *title, *(f"  {row}" for row in _format_predictions(predictions))]
-            data = {"text": filled.text, "masks": masks}
-            answers.append(Answer(shown if self.args.text is not None else shown[:1], data))
-        return answers
-
-
 def _format_predictions(predictions: Sequence[Prediction], bar_width: int = 0) -> list[str]:
     width = max(len(guess.name) for guess in predictions)
     return [
@@ -291,4 +267,4 @@ def _format_predictions(predictions: Sequence[Prediction], bar_width: int = 0) -
     ]
 
 
-ANSWERERS = {"texts": TextAnswerer, "classes": ClassAnswerer, "masks": MaskAnswerer}
+ANSWERERS = {"texts": TextAnswerer, "classes": ClassAnswerer}

@@ -1,4 +1,4 @@
-"""Answers from one forward pass: classes of texts, images or audio, and masked tokens."""
+"""Classes of texts, images or audio, from one forward pass."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from torch import Tensor
 from ...attention.masking.sequence_info import SequenceInfo
 from ...util.errors import SpecError
 from ..transformer import Transformer
-from .decoding_state import eval_mode, pad_left, require_language_model
+from .decoding_state import eval_mode, pad_left
 from .prompts import encode_text
-from .text_output import ModelTokenizer, load_tokenizers
-
-# --- Classification -------------------------------------------------------------------------------
 
 
 class Prediction(NamedTuple):
@@ -113,81 +110,3 @@ def scale_inputs(net: Transformer, values: Any) -> Tensor:
 def _rank_predictions(names: tuple[str, ...], shares: Tensor) -> list[Prediction]:
     order: list[int] = shares.argsort(descending=True, stable=True).tolist()
     return [Prediction(names[n], float(shares[n])) for n in order]
-
-
-# --- Masked tokens --------------------------------------------------------------------------------
-
-MASK_TOKENS = ("[MASK]", "<mask>")  # as BERT and RoBERTa write it
-
-
-class FilledText(NamedTuple):
-    """A text with each mask replaced by its most likely token, and the `top` predictions for each
-    mask.
-    """
-
-    text: str
-    predictions: list[list[Prediction]]
-
-
-def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[FilledText]:
-    """Predict each mask of each text with an encoder, independently of the other masks.
-
-    A mask is written as the tokenizer writes it, as in "The [MASK] sat."
-    """
-    vocabulary = require_language_model(net.spec)
-    kind = net.spec.kind
-    if kind != "encoder":
-        raise SpecError(
-            f"{net.spec.name} is of kind {kind}, and masks are for encoders; call generate"
-        )
-    if not isinstance(top, int) or not 1 <= top <= vocabulary:
-        raise ValueError(f"cannot return top={top!r} of {vocabulary} tokens; give 1..{vocabulary}")
-    words, _ = load_tokenizers(net)
-    mask = find_mask_id(net, words)
-    rows = [encode_masked_text(net, text, mask) for text in texts]
-    ids, tokens = pad_left(rows, next(net.parameters()).device)
-    with eval_mode(net):
-        logits = net(ids, sequence=tokens)
-    texts_and_logits = zip(texts, ids, logits, strict=True)
-    return [
-        _fill_text(words, text, words.token_text(mask), own[row == mask], top)
-        for text, row, own in texts_and_logits
-    ]
-
-
-def find_mask_id(net: Transformer, tokenizer: ModelTokenizer) -> int:
-    """Return the id of the mask token: `usage.mask`, or the tokenizer's own."""
-    candidates = [net.usage.mask, *map(tokenizer.id, MASK_TOKENS)]
-    mask = next((one for one in candidates if one is not None), None)
-    if mask is None:
-        raise SpecError(
-            f"{net.spec.name} has no mask token; set net.usage = hw.ProcessorSpec(mask=103)"
-        )
-    return mask
-
-
-def encode_masked_text(net: Transformer, text: str, mask_id: int) -> list[int]:
-    """Return the ids of a text; raise if it has no mask."""
-    row = encode_text(net, text, specials="read")
-    if mask_id not in row:
-        token = load_tokenizers(net)[0].token_text(mask_id)
-        raise ValueError(f"{text!r} holds no {token}; write one where a token is to be filled in")
-    return row
-
-
-def _fill_text(words: ModelTokenizer, text: str, mask: str, logits: Tensor, top: int) -> FilledText:
-    """Rank tokens by the logits [masks, vocabulary] and fill the best into the text."""
-    likely = logits.float().softmax(-1).topk(top)
-    ranked = zip(likely.values.tolist(), likely.indices.tolist(), strict=True)
-    masks = [
-        [Prediction(_token_text(words, one), share) for share, one in zip(*row, strict=True)]
-        for row in ranked
-    ]
-    pieces = text.split(mask)
-    between = [guesses[0].name for guesses in masks] + [""]
-    return FilledText("".join(a + b for a, b in zip(pieces, between, strict=True)), masks)
-
-
-def _token_text(words: ModelTokenizer, one: int) -> str:
-    """Return the token as text; a special token as its name."""
-    return words.text([one]).strip() or words.token_text(one)
