@@ -31,7 +31,6 @@ FOUR_RANKS = (
     "data=2,tensor=2",
     "data=2,context=2",
     "context=2,tensor=2",
-    "shards=2,tensor=2",
     "context=2,shards=2",
 )
 

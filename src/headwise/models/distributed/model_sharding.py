@@ -38,8 +38,7 @@ def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
     }
     if "tensor" in groups:
         divided = TensorParallelModel(net.spec, groups["tensor"])
-        inner = _shard_parameters(divided.shard_model(net), mesh)
-        sharded = divided.with_inner_sharding(inner)
+        sharded = divided.as_sharded(_shard_parameters(divided.shard_model(net), mesh))
     else:
         sharded = _shard_parameters(net, mesh)
     if groups:
@@ -55,6 +54,11 @@ def check_partition(spec: ModelSpec, parallelism: Parallelism) -> None:
         raise SpecError(
             f"{parallelism}: FSDP2 supports one replicated dimension beside shards=; leave out "
             "data= or context="
+        )
+    if min(parallelism.shards, parallelism.tensor) > 1:
+        raise SpecError(
+            f"{parallelism}: FSDP2 divides whole tensors, and tensor= parts of them; leave out "
+            "shards= or tensor="
         )
     if parallelism.context > 1:
         check_context_parallel(spec)

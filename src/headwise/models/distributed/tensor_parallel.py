@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,7 @@ from ..model_spec import ModelSpec
 from .collectives import CollectiveGroup
 from .head_partition import count_holders, count_replicas, partition_model
 from .parallel_attention import TensorContextParallel, set_parallel_context
-from .sharded_model import ShardedModel, TensorSharding
-
-NO_SHARDINGS: Mapping[str, TensorSharding] = MappingProxyType({})
+from .sharded_model import ShardedModel
 
 
 class TensorParallelModel:
@@ -60,36 +57,23 @@ class TensorParallelModel:
         set_parallel_context(part, TensorContextParallel(tensor_group=self.group))
         return part.train(net.training)
 
-    def sum_replicated_gradients(
-        self,
-        local_params: Mapping[str, nn.Parameter],
-        shardings: Mapping[str, TensorSharding] = NO_SHARDINGS,
-    ) -> None:
-        """Set the gradient of every number that several ranks hold to the sum over these ranks.
-
-        A parameter in `shardings` is sharded further: this rank holds only a slice of its piece.
-        """
+    def sum_replicated_gradients(self, local_params: Mapping[str, nn.Parameter]) -> None:
+        """Set the gradient of every number that several ranks hold to the sum over these ranks."""
         replicated = {name: local_params[name] for name in self.copied if name in local_params}
         for dtype in dict.fromkeys(p.dtype for p in replicated.values()):
             params = {name: p for name, p in replicated.items() if p.dtype == dtype}
-            local_grads = [self._local_gradient(name, p, shardings) for name, p in params.items()]
+            local_grads = [self._local_gradient(name, p) for name, p in params.items()]
             total = self.group.all_reduce(torch.cat([grad.flatten() for grad in local_grads]))
             parts = total.split([grad.numel() for grad in local_grads])
             for (name, p), part in zip(params.items(), parts, strict=True):
-                grad = self.pieces[name][self.group.rank].of(part)
-                p.grad = shardings[name].part(grad) if name in shardings else grad
+                p.grad = self.part(name, part)
 
-    def _local_gradient(self, name: str, p: Tensor, slices: Mapping[str, TensorSharding]) -> Tensor:
+    def _local_gradient(self, name: str, p: Tensor) -> Tensor:
         """Return the gradient of the full tensor with this rank's contribution, zero elsewhere."""
         piece = self.pieces[name][self.group.rank]
         whole = p.new_zeros(piece.layout.shape(piece.sizes))
-        grad = (
-            slices[name].whole(torch.zeros_like(p) if p.grad is None else p.grad)
-            if name in slices
-            else p.grad
-        )
-        if grad is not None:
-            piece.write_into(grad, whole)
+        if p.grad is not None:
+            piece.write_into(p.grad, whole)
         return whole
 
     def part(self, name: str, full: Tensor) -> Tensor:
@@ -114,42 +98,34 @@ class TensorParallelModel:
             self.copied[name][piece.cut_indices].expand(piece.unmerged_shape).reshape(piece.shape)
         )
 
-    def with_inner_sharding(self, inner: ShardedModel) -> ShardedModel:
-        """Turn a sharded model of this rank's heads into a sharded model of the full spec."""
+    def as_sharded(self, part: ShardedModel) -> ShardedModel:
+        """Return the full model of which `part` holds this rank's heads."""
         names = [name for name, pieces in self.pieces.items() if pieces[0].indices]
-        slices = inner.shardings
-
-        def fetch() -> None:
-            inner.collect_gradients()
-            self.sum_replicated_gradients(inner.own, slices)
-
-        shardings = {name: TensorParallelSharding(self, name, slices.get(name)) for name in names}
         return replace(
-            inner, spec=self.spec, shardings={**slices, **shardings}, collect_gradients=fetch
+            part,
+            spec=self.spec,
+            shardings={name: TensorParallelSharding(self, name) for name in names},
+            collect_gradients=lambda: self.sum_replicated_gradients(part.own),
         )
 
 
 class TensorParallelSharding:
-    """A tensor divided over the ranks of tensor parallelism, and its pieces by an optional inner
-    sharding (FSDP).
-    """
+    """A tensor divided over the ranks of tensor parallelism."""
 
-    def __init__(self, model: TensorParallelModel, name: str, inner: TensorSharding | None) -> None:
+    dims = ("tensor",)
+
+    def __init__(self, model: TensorParallelModel, name: str) -> None:
         self.model = model
         self.name = name
-        self.inner = inner
-        self.dims = ("tensor", *(inner.dims if inner else ()))
-        num_holders = model.num_holders(name) if name in model.copied else torch.ones(())
-        self._num_holders = inner.part(num_holders) if inner and num_holders.dim() else num_holders
+        self._num_holders = model.num_holders(name) if name in model.copied else torch.ones(())
 
     def part(self, full: Tensor) -> Tensor:
         """Return this rank's part of a full tensor."""
-        piece = self.model.part(self.name, full)
-        return self.inner.part(piece) if self.inner else piece
+        return self.model.part(self.name, full)
 
     def whole(self, part: Tensor) -> Tensor:
         """Gather the full tensor from the parts of all ranks; a collective call."""
-        return self.model.whole(self.name, self.inner.whole(part) if self.inner else part)
+        return self.model.whole(self.name, part)
 
     def square(self, part: Tensor) -> Tensor:
         """Return the sum of squares of a part, each element divided by the number of ranks that
