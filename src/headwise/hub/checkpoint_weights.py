@@ -294,9 +294,10 @@ def _allocate(
     tensors = dict[str, Tensor]()
     for path, pieces in plan.pieces.items():
         name = plan.find_source(path, infos)
-        for piece in pieces if name else ():
+        if name is not None:
             dtype = DTYPES[infos[name].dtype]
-            tensors[piece.name] = torch.empty(shapes[piece.name], dtype=dtype)
+            for piece in pieces:
+                tensors[piece.name] = torch.empty(shapes[piece.name], dtype=dtype)
     return tensors
 
 

@@ -163,7 +163,7 @@ READERS: Mapping[str, Callable[[TransformersConfig], WeightFormat | None]] = {
 def _flatten(blocks: list[Any]) -> list[str]:
     names = list[str]()
     for group in blocks:
-        names += map(str, group if isinstance(group, list) else [group])
+        names += map(str, cast("list[Any]", group) if isinstance(group, list) else [group])
     return names
 
 
