@@ -35,9 +35,7 @@ def test_ids_are_bytes_and_come_back_as_text():
 
 
 def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="has 255 token ids, fewer than the 256 bytes; give the path"
-    ):
+    with pytest.raises(ValueError, match="knows 256 tokens, the model 255"):
         attach_tokenizer(wordless(255), "bytes")
     net = wordless()
     attach_tokenizer(net, "bytes")
@@ -47,7 +45,7 @@ def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path
         attach_tokenizer(build_model(make_model_spec("vision")), "bytes")
     with pytest.raises(ValueError, match="is not a headwise model"):
         attach_tokenizer(nn.Linear(2, 2), "bytes")
-    with pytest.raises(ValueError, match="cannot be read: No such file"):
+    with pytest.raises(ValueError, match="there is no tokenizer at"):
         attach_tokenizer(wordless(), str(tmp_path / "none"))
     (tmp_path / "odd.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match="is not a tokenizer document"):

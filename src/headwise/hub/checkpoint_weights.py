@@ -4,7 +4,6 @@ model.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from ..models import Transformer, build
 from ..models.families.weight_names import EMPTY, CheckpointPlan, WeightNames
 from ..models.model_spec import ModelSpec
 from ..util.errors import SpecError
+from ..util.files import read_text_file
+from ..util.size_limits import parse_json
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -128,10 +129,7 @@ def _list_shards(index: Path) -> list[str]:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    try:
-        index_fields = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"{index} cannot be read: {error}; copy the file again") from None
+    index_fields = parse_json(str(index), read_text_file(index), "copy the file again")
     weight_map = index_fields.get("weight_map") if isinstance(index_fields, dict) else None
     if (
         not isinstance(weight_map, dict)

@@ -4,23 +4,19 @@ model.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from torch import nn
 
 from ..models import Transformer
 from ..models.model_spec import ModelSpec, ProcessorSpec
 from ..models.model_spec.serialization import TOKENIZER_FILE
 from ..models.save_load import check_processor
-from ..models.vocabulary import ByteVocabulary, parse_tokenizer
+from ..models.vocabulary import read_tokenizer_file
 from ..observe.inspect.model_tokenizer import (
-    BYTE_TOKENIZER,
     TOKENIZER_REMEDY,
     find_tokenizer,
     get_surrounding_ids,
@@ -29,6 +25,7 @@ from ..observe.inspect.model_tokenizer import (
 )
 from ..util.errors import SpecError
 from ..util.files import read_text_file
+from ..util.size_limits import parse_json
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -107,10 +104,9 @@ def read_live_processor(
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; {} if the file does not exist."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"{path} cannot be read: {error}; copy the file again") from None
+    if not path.is_file():
+        return {}
+    fields = parse_json(str(path), read_text_file(path), "copy the file again")
     if not isinstance(fields, dict):
         raise SpecError(
             f"{path} contains a {type(fields).__name__}, not an object; copy the file again"
@@ -157,18 +153,11 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
     """
     path = folder / TOKENIZER_FILE
     document = read_text_file(path)
-    tokenizer = _parse_document(path, document, "copy the file again")
+    tokenizer = read_tokenizer_file(path)
     before, behind = get_surrounding_ids(tokenizer)
     mask = _read_mask_token(folder)
     fields = {"tokenizer": document, "before": before, "behind": behind}
     return fields | ({} if mask is None else {"mask": tokenizer.token_to_id(mask)})
-
-
-def _parse_document(path: Path, data: str | bytes, remedy: str) -> Tokenizer:
-    try:
-        return parse_tokenizer(data if isinstance(data, str) else data.decode())
-    except Exception as error:  # the library raises plain Exception
-        raise SpecError(f"{path} is not a tokenizer document: {error}; {remedy}") from None
 
 
 def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]:
@@ -228,8 +217,6 @@ def _read_mask_token(folder: Path) -> str | None:
 
 # --- Attach a tokenizer to a model without one ----------------------------------------------------
 
-NUM_BYTES = 256
-
 
 def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
     """Attach a tokenizer to a headwise model that has none: "bytes", or the path of a tokenizer
@@ -248,41 +235,9 @@ def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
         raise SpecError(
             f"{fact}, and uses the tokenizer next to its weights; put a tokenizer.json there"
         )
-    model.usage = add_tokenizer(model.spec, model.usage, tokenizer)
-
-
-def add_tokenizer(model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: str) -> ProcessorSpec:
-    """Add a tokenizer to a processor spec: "bytes", or the path of a tokenizer.json."""
-    if processor.tokenizer is not None:
-        raise SpecError(f"{model_spec.name} has a tokenizer of its own; leave {tokenizer!r} out")
-    tokens = _vocab_size(model_spec)
-    if not tokens:
-        raise SpecError(
-            f"{model_spec.name} takes no token ids, so no text; leave {tokenizer!r} out"
-        )
-    extended = (
-        _use_bytes(model_spec, processor, tokens)
-        if tokenizer == BYTE_TOKENIZER
-        else _use_file(Path(tokenizer), processor)
-    )
-    check_processor(model_spec, extended, f"{tokenizer}: ")
-    return extended
-
-
-def _use_bytes(model_spec: ModelSpec, usage: ProcessorSpec, tokens: int) -> ProcessorSpec:
-    if tokens < NUM_BYTES:
-        fact = f"{model_spec.name} has {tokens} token ids, fewer than the {NUM_BYTES} bytes"
-        raise SpecError(f"{fact}; give the path of its own tokenizer instead of {BYTE_TOKENIZER!r}")
-    return replace(usage, tokenizer=ByteVocabulary().document)
-
-
-def _use_file(path: Path, usage: ProcessorSpec) -> ProcessorSpec:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise SpecError(
-            f"{path} cannot be read: {error.strerror}; give {BYTE_TOKENIZER!r}, or a tokenizer's "
-            "file"
-        ) from None
-    before, behind = get_surrounding_ids(_parse_document(path, data, "give a tokenizer.json"))
-    return replace(usage, before=before, behind=behind, specials="read", tokenizer=data.decode())
+    spec = model.spec
+    if model.usage.tokenizer is not None:
+        raise SpecError(f"{spec.name} has a tokenizer of its own; leave {tokenizer!r} out")
+    if not _vocab_size(spec):
+        raise SpecError(f"{spec.name} takes no token ids, so no text; leave {tokenizer!r} out")
+    model.usage = replace_tokenizer(spec, model.usage, read_tokenizer(tokenizer))

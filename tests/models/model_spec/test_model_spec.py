@@ -587,17 +587,15 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path):
     check_refused("families.read_model_spec(at)", "cannot be read", at=tmp_path / "absent.json")
     file = tmp_path / "config.json"
     for text, words in (
-        ("{", "is not JSON"),
-        ("[1]", "holds a list"),
-        ("[" * 100_000, "is not JSON"),
-        ("1" * 5000, "is not JSON"),
+        ("{", "is not JSON: .. give a config.json"),
+        ("[1]", "holds a list .. give a config.json"),
+        ("[" * 100_000, "is nested too deeply; give"),
+        ("1" * 5000, "is not JSON: a number has more than 4,300 digits; give a config.json"),
     ):
         file.write_text(text)
-        check_refused(
-            "families.read_model_spec(at)", f"{file} .. {words} .. config.json", at=tmp_path
-        )
+        check_refused("families.read_model_spec(at)", f"{file} {words}", at=tmp_path)
     file.write_bytes(b"\xff\xfe{}")
-    check_refused("families.read_model_spec(at)", "cannot be read", at=file)
+    check_refused("families.read_model_spec(at)", "is not UTF-8", at=file)
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
     check_refused("families.read_model_spec(at)", f"{file}: hidden_size = 'wide'", at=str(tmp_path))
 

@@ -19,13 +19,14 @@ This package reads no weights; `headwise.hub` does that.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from ...attention.presets import DEFAULT_CHOICES
 from ...util.errors import SpecError
+from ...util.files import read_text_file
+from ...util.size_limits import parse_json
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
 from . import decoder_families, encoder_decoders, vision
@@ -39,6 +40,7 @@ from .weight_names import WeightNames, read_weight_names
 # Importing these modules registers their families.
 READERS = (decoder_families, encoder_decoders, vision)
 WEIGHT_NAMES = read_weight_names()
+CONFIG_REMEDY = "give a config.json written by transformers"
 
 __all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_config"]
 
@@ -78,38 +80,21 @@ def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
                 "file"
             )
         path = candidates[0]
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(
-            f"{path} cannot be read: {error}; name a config.json or a folder with one"
-        ) from None
+    text = read_text_file(path)
     if path.suffix == ".toml":
         return read_model_toml(text, str(path), DEFAULT_CHOICES)
-    return _read_with_quantization(TransformersConfig(_read_json(path, text), str(path)))
+    settings = parse_json(str(path), text, CONFIG_REMEDY)
+    if not isinstance(settings, dict):
+        raise SpecError(
+            f"{path} holds a {type(settings).__name__}, not a JSON object; {CONFIG_REMEDY}"
+        )
+    config = TransformersConfig(cast("dict[str, Any]", settings), str(path))
+    return _read_with_quantization(config)
 
 
 def _read_with_quantization(config: TransformersConfig) -> ModelSpec:
     model = read_config(config)
     return with_quantization(config, model, WEIGHT_NAMES.get(model.name))
-
-
-def _read_json(path: Path, text: str) -> Mapping[str, Any]:
-    try:
-        settings = json.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of too many digits is a plain ValueError
-        raise SpecError(
-            f"{path} is not JSON: {error}; give a config.json written by transformers"
-        ) from None
-    if not isinstance(settings, dict):
-        raise SpecError(
-            f"{path} holds a {type(settings).__name__}, not a JSON object; give a config.json "
-            "written by transformers"
-        )
-    return cast("dict[str, Any]", settings)
 
 
 def describe_checkpoint(model: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:

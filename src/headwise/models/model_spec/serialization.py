@@ -18,6 +18,7 @@ from ...attention.spec import serialization
 from ...attention.spec.attention_spec import AttentionSpec
 from ...attention.spec.reader import from_dict as read_attention
 from ...util.errors import SpecError, suggest
+from ...util.files import read_text_file
 from ...util.size_limits import parse_json, parse_toml
 from .components import TOKENIZER_FIELDS, ProcessorSpec, SpecNode, to_plain
 from .model import ModelSpec
@@ -233,11 +234,7 @@ class SurgeryRecord(NamedTuple):
     @staticmethod
     def from_file(path: Path) -> SurgeryRecord:
         """Read a heads.json file."""
-        try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise SpecError(f"cannot read {path}: {error}; copy the folder again") from None
-        document = parse_json(str(path), text, "copy the folder again")
+        document = parse_json(str(path), read_text_file(path), "copy the folder again")
         table = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
         if table.get("format") != RECORD_FORMAT:
             raise SpecError(
