@@ -261,7 +261,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "generation": (
         lambda f: (f / "generation_config.json").write_text("["),
-        "generation_config.json cannot be read",
+        "generation_config.json is not JSON",
     ),
     "tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{}"),
@@ -320,7 +320,7 @@ SHARDS: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
         "is not an index of shards; it must contain weight_map",
     ),
     "list": (lambda f, w: indexed(f, list(w)), "is not an index of shards"),
-    "json": (lambda f, w: (f / INDEX).write_text("{"), f"{INDEX} cannot be read"),
+    "json": (lambda f, w: (f / INDEX).write_text("{"), f"{INDEX} is not JSON"),
 }
 
 

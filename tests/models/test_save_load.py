@@ -365,7 +365,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / MANIFEST_FILE).write_text(""),
         "has format = None; this version reads format = 1",
     ),
-    "binary": (lambda f: (f / MANIFEST_FILE).write_bytes(b"\xff\xfe\0"), "cannot read"),
+    "binary": (lambda f: (f / MANIFEST_FILE).write_bytes(b"\xff\xfe\0"), "is not UTF-8"),
     "no toml": (lambda f: (f / MANIFEST_FILE).write_text("model = ["), "is not TOML"),
     "newer": (
         lambda f: replaced(f, "format = 1", "format = 2"),

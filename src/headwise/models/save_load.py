@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import __version__
 from ..util.errors import SpecError, pluralise
 from ..util.escaping import escape_markdown
-from ..util.files import sha256, write_atomically
+from ..util.files import read_text_file, sha256, write_atomically
 from ..util.output_paths import FolderKind, check_output
 from .model_spec import ModelSpec, ModelTable, ProcessorSpec, StackSpec
 from .model_spec.components import TOKENIZER_FIELDS
@@ -267,10 +267,7 @@ def _read_manifest(folder: Path) -> ModelManifest:
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise SpecError(f"{folder} contains no {MANIFEST_FILE}; give a folder that hw.save wrote")
-    try:
-        return ModelManifest.from_toml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cannot read {path}: {error}; save the model again") from None
+    return ModelManifest.from_toml(read_text_file(path), str(path))
 
 
 def _read_file(folder: Path, manifest: ModelManifest, name: str) -> bytes:
