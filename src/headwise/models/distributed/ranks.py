@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ... import __version__
 from ...util.errors import SpecError
 from ..batch import IGNORE_INDEX, Batch
+from ..model_spec.serialization import Difference, compare_trees
 from .parallelism import PARALLEL_DIMS, Parallelism, ProcessInfo
 
 # --- Ranks ----------------------------------------------------------------------------------------
@@ -298,38 +299,8 @@ def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
             )
 
 
-def find_difference(
-    one: Mapping[str, Any], other: Mapping[str, Any]
-) -> tuple[str, str, str] | None:
+def find_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference | None:
     """Return the name and both values of the first difference of two configurations; None if they
     are equal.
-
-    >>> find_difference({"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}})
-    ('recipe.lr', '0.1', '0.2')
     """
-    first = _flatten_config("", one)
-    second = _flatten_config("", other)
-    for name in [*first, *(name for name in second if name not in first)]:
-        if first.get(name) != second.get(name):
-            return name, _format_value(first, name), _format_value(second, name)
-    return None
-
-
-def _flatten_config(prefix: str, value: Any) -> dict[str, Any]:
-    items = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, list)
-        else None
-    )
-    if items is None:
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in items:
-        flat |= _flatten_config(f"{prefix}.{key}" if prefix else str(key), inner)
-    return flat
-
-
-def _format_value(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "not set"
+    return next(compare_trees("", one, other, "not set"), None)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from ...attention.masking.patterns import Window
 from ...attention.parts.dot_product import Dot
 from ...attention.spec.attention_spec import AttentionSpec
 from ...util.errors import SpecError, suggest
 from ..model_spec import FeedForwardSpec, ModelSpec, StackSpec, to_dict
+from ..model_spec.serialization import Difference, compare_trees
 from .attention_config import FULL_ATTENTION, SLIDING_ATTENTION, rope_to_config
 from .config_reader import ACTIVATIONS, FAMILIES, TransformersConfig, read_config
 
 DEFAULT_TEXT = "the default"
 REMEDY = "save it with hw.save, which writes every model"
-Difference = tuple[
-    str, str, str
-]  # path in the description, value in the family, value in the model
 
 
 def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
@@ -78,7 +76,7 @@ def find_differences(one: ModelSpec, other: ModelSpec) -> Iterator[Difference]:
     """Yield the differences of two model descriptions, layer by layer: path, value in one, value in
     the other.
     """
-    return _compare_trees("", _layers_to_dict(one), _layers_to_dict(other))
+    return compare_trees("", _layers_to_dict(one), _layers_to_dict(other), DEFAULT_TEXT)
 
 
 def _layers_to_dict(model: ModelSpec) -> dict[str, Any]:
@@ -119,33 +117,6 @@ def activation_to_config(name: str) -> str:
 
 def _raise_missing(model: ModelSpec, family: str, has: str) -> NoReturn:
     raise SpecError(f"a {family} has {has}, and {model.name} has not; {REMEDY}")
-
-
-def _compare_trees(where: str, one: Any, other: Any) -> Iterator[Difference]:
-    """Yield the differences of two trees of plain values: path, value in one,
-    value in the other.
-    """
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        first = cast("Mapping[str, Any]", one)
-        second = cast("Mapping[str, Any]", other)
-        for key in [*first, *(key for key in second if key not in first)]:
-            inner = f"{where}.{key}" if where else key
-            yield from _compare_trees(
-                inner, first.get(key, DEFAULT_TEXT), second.get(key, DEFAULT_TEXT)
-            )
-    elif isinstance(one, list) and isinstance(other, list):
-        items = cast("list[Any]", one)
-        others = cast("list[Any]", other)
-        for n, (item, another) in enumerate(zip(items, others, strict=False)):
-            yield from _compare_trees(f"{where}.{n}", item, another)
-        if len(items) != len(others):
-            yield f"the number of {where}", str(len(items)), str(len(others))
-    elif one != other:
-        yield where, _show_value(one), _show_value(other)
-
-
-def _show_value(value: Any) -> str:
-    return DEFAULT_TEXT if value is DEFAULT_TEXT else repr(value)
 
 
 # --- Writers, by family ---------------------------------------------------------------------------

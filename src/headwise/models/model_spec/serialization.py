@@ -7,7 +7,7 @@ Reading back what was written gives an equal spec.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import UnionType
@@ -97,6 +97,38 @@ def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: S
             for name, value in table.items()
         }
     )
+
+
+Difference = tuple[str, str, str]  # path in two trees, value in one, value in the other
+
+
+def compare_trees(where: str, one: Any, other: Any, missing: str) -> Iterator[Difference]:
+    """Yield the differences of two trees of plain values, below the path `where`; `missing` stands
+    for a value that only the other has.
+
+    >>> trees = {"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}}
+    >>> list(compare_trees("", *trees, "not set"))
+    [('recipe.lr', '0.1', '0.2')]
+    """
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        first = cast("Mapping[str, Any]", one)
+        second = cast("Mapping[str, Any]", other)
+        for key in [*first, *(key for key in second if key not in first)]:
+            inner = f"{where}.{key}" if where else key
+            if key in first and key in second:
+                yield from compare_trees(inner, first[key], second[key], missing)
+            else:
+                value = repr(first[key]) if key in first else missing
+                yield inner, value, repr(second[key]) if key in second else missing
+    elif isinstance(one, list) and isinstance(other, list):
+        items = cast("list[Any]", one)
+        others = cast("list[Any]", other)
+        for n, (item, another) in enumerate(zip(items, others, strict=False)):
+            yield from compare_trees(f"{where}.{n}", item, another, missing)
+        if len(items) != len(others):
+            yield f"the number of {where}", str(len(items)), str(len(others))
+    elif one != other:
+        yield where, repr(one), repr(other)
 
 
 # --- The manifest of a saved model ----------------------------------------------------------------
