@@ -25,7 +25,7 @@ from ..attention.spec.attention_spec import AttentionSpec
 from ..kernels.counter_rng import dropout
 from ..kernels.linear import linear
 from ..util.errors import SpecError
-from .embeddings_heads import EmbeddingLayer, TokenTypeInput
+from .embeddings_heads import EmbeddingLayer, TokenTypeInput, pool_last
 from .feed_forward import FeedForward, MixtureOfExperts, NormLayer, SpecModule
 from .model_spec import (
     ApproximateAttention,
@@ -440,11 +440,7 @@ def last_states(states_BTD: Tensor, sequence: SequenceInfo) -> Tensor:
     [[2.0], [4.0]]
     """
     _check_one_segment(sequence)
-    if sequence.start is not None:
-        return states_BTD[:, -1]
-    order = torch.arange(sequence.count, device=states_BTD.device)
-    last_B = torch.where(sequence.is_real, order, 0).amax(1).expand(len(states_BTD))
-    return states_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
+    return pool_last(states_BTD, sequence)
 
 
 def _check_one_segment(sequence: SequenceInfo) -> None:
