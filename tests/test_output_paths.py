@@ -100,12 +100,6 @@ COMMANDS = {
     "prune": Command(
         ("prune", "MODEL", *TEXTS, "--keep", "0.5", "--out", "OUT"), file("heads.json", RECORD)
     ),
-    "prune --state": Command(
-        ("prune", "MODEL", *TEXTS, "--budget", "cache=0.5", "--state", "OUT", "--out", "ELSEWHERE"),
-        lambda path: path.write_text('{"model": ""}'),
-        is_folder=False,
-        continues=True,
-    ),
     "prune --sweep": Command(
         ("prune", "MODEL", *TEXTS, "--sweep", "--out", "OUT"), file("curves.json", "{}")
     ),

@@ -30,7 +30,10 @@ from headwise.observe.head_analysis.annotated_examples import (
     read_conllu,
     read_lines,
 )
+from headwise.observe.head_analysis.dependency_syntax import DependencyScores
+from headwise.observe.head_analysis.head_classes import classify_heads
 from headwise.observe.head_analysis.head_measurement import measure_heads
+from headwise.observe.head_analysis.head_table import class_group
 from headwise.observe.traces import Trace
 
 SENTENCE = "The cat sat on the mat."
@@ -39,6 +42,7 @@ GALLERY = {
     "next": "next",
     "punctuation": "punctuation",
 }  # classes and their measures
+SWEEP_TEXTS = 240  # --limit of the sweep
 TEXTS = 60  # parsed sentences that the heads of the gallery are chosen by
 OUT = Path(__file__).resolve().parents[1] / "src" / "headwise" / "learn" / "stored_heads.json"
 
@@ -49,10 +53,9 @@ def main(argv: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     model, conllu, curves = argv
-    OUT.write_text(
-        json.dumps(measure(model, conllu) | {"pruned": read_columns(Path(curves))}) + "\n",
-        encoding="utf-8",
-    )
+    columns = read_columns(Path(curves), classify(model, conllu))
+    document = measure(model, conllu) | {"pruned": columns}
+    OUT.write_text(json.dumps(document) + "\n", encoding="utf-8")
     return 0
 
 
@@ -112,7 +115,18 @@ def most_different(trace: Trace) -> list[dict[str, Any]]:
     return best[1]
 
 
-def read_columns(path: Path) -> dict[str, Any]:
+def classify(model: str, conllu: str) -> dict[tuple[str, int], str]:
+    """The group of the most certain class of every head, over the sentences that the sweep ranks
+    heads by.
+    """
+    net = hw.load(model)
+    reader = examples_from_sentences(net, read_conllu(read_lines(conllu), conllu), SWEEP_TEXTS)
+    examples = reader.examples_with_frequencies()[::2]
+    table = classify_heads(measure_heads(net, examples, collectors=[DependencyScores()]))
+    return {(head.site, head.head): class_group(head.classes[0].name) for head in table.heads}
+
+
+def read_columns(path: Path, classes: dict[tuple[str, int], str]) -> dict[str, Any]:
     """The classes of the heads that are left at each point of a pruning curve, and the drift of the
     output.
     """
@@ -122,9 +136,7 @@ def read_columns(path: Path) -> dict[str, Any]:
         {
             "classes": dict(
                 Counter(
-                    data["classes"][site][str(head)]
-                    for site, heads in point["keep"].items()
-                    for head in heads
+                    classes[site, head] for site, heads in point["keep"].items() for head in heads
                 )
             ),
             "drift": round(

@@ -51,7 +51,6 @@ CASES = [line.partition(" => ")[::2] for line in TABLE if " => " in line]
 LIGHT = (
     "run model one --batch 0",
     "run model one --top-p 1.5",
-    "run model --score none.txt",
     "run nowhere one",
     "heads model --data none.txt",
     "heads model --data empty.txt",

@@ -204,24 +204,6 @@ def test_panics_are_errors_about_one_text(tmp_path: Path):
         read_tokenizer_file(tmp_path / "a")
 
 
-def test_a_request_that_the_tokenizer_fails_on_fails_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    write_model(tmp_path / "model")
-    lines = [
-        {"prompt": "ab", "max_new_tokens": 2},
-        {"prompt": PANICS_ON},
-        {"prompt": "b", "max_new_tokens": 2},
-    ]
-    (tmp_path / "requests").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert cli.main(["run", str(tmp_path / "model"), "--requests", str(tmp_path / "requests")]) == 2
-    answers = {
-        answer["line"]: answer for answer in map(json.loads, capsys.readouterr().out.splitlines())
-    }
-    assert "the tokenizer cannot encode this text: Onig: Regex search error" in answers[2]["error"]
-    assert [len(answers[line]["ids"]) for line in (1, 3)] == [2, 2]
-
-
 def test_a_text_that_the_tokenizer_fails_on_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

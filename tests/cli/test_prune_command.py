@@ -14,7 +14,6 @@ from headwise.models.vocabulary import ByteVocabulary
 from headwise.training.data import make_task
 from support import command_help
 from support.command_errors import run_refused
-from support.importance_examples import random_ids
 from support.pruning_examples import TEXTS
 from support.transformers_models import ZOO
 
@@ -231,38 +230,6 @@ def test_a_share_that_is_no_number_of_groups_is_reported(
     assert json.loads((tmp_path / "out" / "proof.json").read_text())["texts"] == 11
 
 
-def test_the_same_plan_again_and_not_for_another_model(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    one, two = tmp_path / "one", tmp_path / "two"
-    more = ("--data", folders["texts"], *FAST, "--json")
-    assert (
-        run_command(capsys, folders["ours"], "--budget cache=0.5 --by random --out", one, *more)[0]
-        == 0
-    )
-    assert run_command(capsys, folders["ours"], "--plan", one, "--out", two, *more)[0] == 0
-    first, second = (hw.load(folder) for folder in (one, two))
-    assert first.spec == second.spec
-    x = random_ids(0, 5)
-    with torch.no_grad():
-        assert torch.equal(first(x), second(x))
-    code, _, err = run_command(
-        capsys, folders["gpt2"], "--plan", one, "--out", tmp_path / "three", *more
-    )
-    assert (code, "was made for another checkpoint than" in err) == (2, True)
-    data = json.loads((one / "heads.json").read_text())
-    del data["change"]["keep"]
-    (one / "heads.json").write_text(json.dumps(data))
-    code, _, err = run_command(
-        capsys, folders["ours"], "--plan", one, "--out", tmp_path / "three", *more
-    )
-    assert (code, "the plan.keep is missing" in err) == (2, True)
-    code, _, err = run_command(
-        capsys, one, "--plan", folders["ours"], "--out", tmp_path / "three", *more
-    )
-    assert (code, "contains no heads.json" in err) == (2, True)
-
-
 @pytest.mark.parametrize(
     ("argv", "wrong"),
     [
@@ -283,7 +250,6 @@ def test_the_same_plan_again_and_not_for_another_model(
             ["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"],
             "cannot remove all heads of gpt2",
         ),
-        (["ours", "--drop", "loud", "--data", "texts"], "no head of the model has class 'loud'"),
         (
             ["ours", "--keep", "0.5", "--task", "dates"],
             "does not have the inputs and outputs of the task dates",

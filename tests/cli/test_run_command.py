@@ -24,7 +24,7 @@ import headwise as hw
 from headwise.cli import main
 from headwise.models import model_spec as bp
 from headwise.models.vocabulary import ByteVocabulary
-from headwise.training.data import make_task, synthetic_task, translation
+from headwise.training.data import make_task, synthetic_task
 
 LINES = [
     "<zh>20 November 2026",
@@ -224,43 +224,6 @@ def test_a_json_document_holds_all_outputs(run: Run, translator: Path):
     data = [json.loads(run(translator, *sample)[1]) for _ in range(2)]
     assert data[0]["seed"] != data[1]["seed"]
     assert json.loads(run(translator, *sample, "--seed", data[0]["seed"])[1]) == data[0]
-
-
-def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
-    references, short = tmp_path / "ref.txt", ["--max-new-tokens", 9]
-    reference_lines = [generate(translator, LINES[0]), "something else of five words", "3 May 1999"]
-    references.write_text("\n".join([*reference_lines, ""]))
-    lines = [LINES[0], "", LINES[2]]
-    answers = [generate(translator, LINES[0]), "", generate(translator, LINES[2])]
-    expected = translation.score_translations(answers, reference_lines)
-    code, out, err = run(translator, "--score", references, *short, stdin=lines)
-    assert (code, out.splitlines()) == (0, answers)
-    assert err.splitlines()[0].startswith(f"BLEU {expected.bleu:6.2f}   nrefs:1")
-    assert err.splitlines()[1].startswith(f"chrF {expected.chrf:6.2f}   nrefs:1")
-    code, out, _ = run(
-        translator, "--score", references, "--json", "--score-tokenize", "zh", *short, stdin=lines
-    )
-    translations = translation.score_translations(answers, reference_lines, "zh")
-    assert json.loads(out)["scores"] == {
-        name: getattr(translations, name) for name in vars(translations)
-    }
-    code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
-    assert (code, out.splitlines()) == (2, answers[:2])
-    missing = f"headwise: 2 lines answered, but {references} has 3; give one reference per line\n"
-    assert err == missing
-    code, out, err = run(translator, "--score", references, "--json", *short, stdin=lines[:2])
-    assert (code, err) == (2, missing)
-    assert [row.get("text", "") for row in json.loads(out)["answers"]] == answers[:2]
-
-
-def test_scores_without_their_package_are_refused_before_the_first_output(
-    run: Run, translator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "ref.txt").write_text("a\n")
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    code, out, err = run(translator, "--score", tmp_path / "ref.txt", stdin=LINES)
-    assert (code, out) == (2, "")
-    assert err == "headwise: BLEU and chrF need sacrebleu; pip install 'headwise[mt]'\n"
 
 
 def test_a_model_without_a_tokenizer_is_given_one(run: Run, speaker: Path, tmp_path: Path):

@@ -124,7 +124,6 @@ def list_commands(folder: Path) -> Mapping[str, Command]:
         first, second = (_command(command, trace, *argv, "--overwrite") for trace in traces)
         return first, second
 
-    stateful = ("--state", f"{OUT}.state.json", "--rerank-every", "1")
     study = _command("study", str(folder / "study.toml"), "--jobs", "0", "--out", OUT)
     train = _command("train", "copy", "--out", OUT, "--resume", *TRAINING)
     plots, pages = (("--plot", OUT, "--overwrite"), ("--html", OUT, "--overwrite"))
@@ -141,7 +140,7 @@ def list_commands(folder: Path) -> Mapping[str, Command]:
         "heads --draw": Command(of_traces("heads", "--draw", "L0H0", "--out", OUT), share=2),
         "prune": Command(with_texts("prune", model, "--keep", "0.5", *fast), share=4),
         "prune --budget": Command(
-            with_texts("prune", model, "--budget", "parameters=0.9", *stateful, *fast), share=2
+            with_texts("prune", model, "--budget", "parameters=0.9", *fast), share=2
         ),
         "prune --sweep": Command(with_texts("prune", model, "--sweep")),
         "convert": Command(with_texts("convert", model, "--kv", "1", *fast), share=4),

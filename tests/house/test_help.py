@@ -109,7 +109,7 @@ def test_defaults_are_shown_by_one_rule(parser: CommandParser):
 # Options of which exactly one is needed, or which add to a task or a Python process.
 WITHOUT_DEFAULT = (
     *("--data", "--task", "--conllu", "--set", "--import"),
-    *("--keep", "--heads", "--budget", "--drop", "--plan", "--kv", "--to"),
+    *("--keep", "--heads", "--budget", "--kv", "--to"),
 )
 
 

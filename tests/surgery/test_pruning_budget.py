@@ -1,8 +1,7 @@
-"""Pruning head by head until a budget is met, and resuming from a record."""
+"""Pruning head by head until a budget is met."""
 
 from __future__ import annotations
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -119,39 +118,6 @@ def test_scores_are_recomputed_on_request():
         removed.append((site, left[place]))
         now = remove_heads(net, _without(net, removed))
     assert set(done.plan.removed_heads) == set(removed)
-
-
-def test_an_interrupted_run_resumes(tmp_path):
-    net, state = with_random_biases(build_model(LLAMA)), tmp_path / "state.json"
-    whole = prune(
-        net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state)
-    ).plan
-    data = json.loads(state.read_text())
-    assert len(data["removed_units"]) > 2
-    data["removed_units"] = data["removed_units"][:2]
-    state.write_text(json.dumps(data))
-    recorded = list[str]()
-    again = prune(
-        net,
-        PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state),
-        log=recorded.append,
-    ).plan
-    assert again == whole
-    assert next(line for line in recorded if "removed" in line).startswith("3 of 6 units removed")
-    with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
-        prune(
-            net, PruneToBudget(PruningBudget("parameters", 0.7), RANDOM_RANKING, state_path=state)
-        )
-    with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
-        prune(
-            build_model(LLAMA, seed=1),
-            PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state),
-        )
-    state.write_text('{"model": 1')
-    with pytest.raises(hw.SpecError, match="cannot resume from"):
-        prune(
-            net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state)
-        )
 
 
 @pytest.mark.parametrize(

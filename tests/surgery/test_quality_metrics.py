@@ -18,7 +18,6 @@ import headwise as hw
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.objectives import MaskedTokenLoss, OutputDrift
 from headwise.surgery.attention_replacement import remove_heads
-from headwise.surgery.verification.model_comparison import AgreementAccumulator, OutputAndStates
 from headwise.surgery.verification.quality_metrics import (
     SCORING_BATCH_SIZE,
     IntervalEstimate,
@@ -169,29 +168,6 @@ def test_masked_tokens_are_predicted_one_at_a_time():
     found = measure_quality(net, texts, chosen)
     assert (found.num_positions, found.row("accuracy").after.value) == (request, right / request)
     assert request > len(texts)
-
-
-def test_agreement_is_counted_by_hand():
-    one = OutputAndStates(
-        torch.tensor([[[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]),
-        {"decoder.0": torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])},
-    )
-    other = OutputAndStates(
-        torch.tensor([[[1.0, 0.0, 3.0], [0.0, 1.0, 0.0]]]),
-        {"decoder.0": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]])},
-    )
-    sums = AgreementAccumulator("logits")
-    sums.update(one, other)
-    found = sums.result
-    p, q = (
-        np.exp(row) / np.exp(row).sum() for row in (np.array([2.0, 0, 1]), np.array([1.0, 0, 3]))
-    )
-    assert found.kl == pytest.approx(float((p * np.log(p / q)).sum()) / 2)
-    assert found.top1_match == 0.5
-    assert found.layers["decoder.0"] == pytest.approx(
-        (0.48, 0.0)
-    )  # 24 / 25, and vectors at right angles
-    assert found.output.low == pytest.approx(0.5**0.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

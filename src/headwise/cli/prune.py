@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..util.output_paths import check_output
 from .arguments import print_result
 from .compression_arguments import CompressionOptions, CompressionRun, SurgeryOptions
 from .options import AtLeastTwo, Count, Natural, Positive, UsageError, Words, check_value, options
@@ -39,9 +38,7 @@ class PruneOptions(CompressionOptions):
     --sweep  write pruning curves: headwise prune --sweep --help
 
     other ways to choose the heads to remove:
-    --drop CLASS  remove heads that have only these classes
     --clusters  keep one head of each cluster of similar heads
-    --plan FOLDER  repeat the pruning recorded in this folder
 
     details of the ranking:
     --unit KIND  unit of removal: head, group (all query heads of a key-value head) or auto
@@ -49,8 +46,6 @@ class PruneOptions(CompressionOptions):
     --sample COUNT  texts to estimate importance with (default: all)
     --rerank-every COUNT  with --budget, estimate importance again after removing this many heads
         (default: never)
-    --state FILE  with --budget, save progress to this file and resume from it (default: not
-        saved)
     --gates STEPS  train an L0 gate on each head for this many steps; --keep is the share of all
         heads (default: no gates)
     --fold KIND  replace removed heads by none, mean (their mean output), or bias
@@ -67,28 +62,25 @@ class PruneOptions(CompressionOptions):
         "unit": "surgery.pruning_plan:UNIT_KINDS",
         "fold": "surgery.pruning:FOLD_MODES",
     }
-    needs = {"gates": "keep", "rerank_every": "budget", "state": "budget"}
+    needs = {"gates": "keep", "rerank_every": "budget"}
     keep: str | None = None
     heads: Words = ()
     budget: str | None = None
     by: str = "best"
     per: str = "layer"
     sweep: bool = False
-    drop: Words = ()
     clusters: bool = False
-    plan: str | None = None
     unit: str = "auto"
     min_heads: Natural | None = None
     sample: AtLeastTwo | None = None
     rerank_every: Count | None = None
-    state: str | None = None
     gates: Count | None = None
     fold: str = "none"
 
     def check(self) -> None:
         """Refuse anything but one way of choosing heads, and heads that the model lacks."""
         super().check()
-        ways = ("keep", "heads", "drop", "clusters", "budget", "plan")
+        ways = ("keep", "heads", "clusters", "budget")
         chosen = [f"--{name}" for name in ways if getattr(self, name)]
         if len(chosen) != 1:
             conflict = f", not both {chosen[0]} and {chosen[1]}" if len(chosen) > 1 else ""
@@ -98,13 +90,6 @@ class PruneOptions(CompressionOptions):
             _split_heads(name)
         if self.keep or self.budget:
             self.selection()  # refuses amounts
-        if self.plan is not None and not Path(self.plan).exists():
-            fact = f"there is no folder {self.plan!r} for --plan"
-            raise UsageError(f"{fact}; give a folder that headwise prune wrote")
-        if self.state is not None:
-            from ..surgery.head_selection import STATE_FILE
-
-            check_output(self.state, STATE_FILE, "continue")
 
     def selection(self) -> HeadSelection:
         """Return the selection of heads that needs no model."""
@@ -136,11 +121,8 @@ class PruneOptions(CompressionOptions):
                 self.rerank_every,
                 self.unit,
                 self.min_heads or 0,
-                None if self.state is None else Path(self.state),
             )
-        return (
-            surgery.KeepOnePerCluster(ranking) if self.clusters else surgery.DropClasses(self.drop)
-        )
+        return surgery.KeepOnePerCluster(ranking)
 
 
 def main(argv: list[str]) -> int:
@@ -153,12 +135,8 @@ def main(argv: list[str]) -> int:
     from ..surgery.pruning import list_text_uses, prune
     from ..surgery.pruning_plan import fingerprint_model
 
-    if args.heads:
-        selection = DropHeads(tuple(_parse_heads(run.net, args.heads)))
-    elif args.plan:
-        selection = _load_plan(args.plan, run)
-    else:
-        selection = args.selection()
+    heads = tuple(_parse_heads(run.net, args.heads))
+    selection = DropHeads(heads) if heads else args.selection()
     run.split_texts(list_text_uses(selection, args.fold))
     result = prune(
         run.net, selection, run.selection_examples, fold=args.fold, log=run.report_progress
@@ -193,24 +171,6 @@ def _parse_budget(text: str) -> PruningBudget:
         fact = f"--budget {text} is no share and no number of {unit}"
         raise UsageError(f"{fact}; give a share below 1, or a number")
     return PruningBudget(kind, number)
-
-
-def _load_plan(folder: str, run: CompressionRun) -> HeadSelection:
-    """Return the selection recorded in heads.json of another folder, which must come from this
-    model.
-    """
-    from ..surgery import DropHeads
-    from ..surgery.hf_export.model_folder import read_record
-    from ..surgery.pruning_plan import PruningPlan, fingerprint_model
-
-    record = read_record(folder).change
-    if record.get("operation") != "prune":
-        fact = f"{folder} has no record of removed heads"
-        raise UsageError(f"{fact}; give a folder that headwise prune wrote")
-    if record.get("model") != fingerprint_model(run.net):
-        fact = f"the plan in {folder} was made for another checkpoint than {run.source}"
-        raise UsageError(f"{fact}; choose heads by another option")
-    return DropHeads(PruningPlan.from_dict(run.net.spec, record).removed_heads)
 
 
 def _parse_heads(net: Transformer, names: Sequence[str]) -> list[tuple[str, int]]:

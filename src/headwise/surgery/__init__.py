@@ -1,6 +1,6 @@
 """Pruning and conversion of attention heads, and proof that the result works.
 
-Pruning: `head_selection` chooses the heads to keep, by importance, class, redundancy or budget;
+Pruning: `head_selection` chooses the heads to keep, by importance, redundancy or budget;
 `l0_gates` learns the choice with a gate per head; `pruning_plan` records it; `pruning` removes the
 other heads. `module_surgery` removes heads of any nn.Module whose projections are declared or have
 usual names, and shares keys and values of such modules; `split_multihead` replaces
@@ -24,7 +24,6 @@ from .conversion import (
 )
 from .distillation import UptrainingOptions
 from .head_selection import (
-    DropClasses,
     DropHeads,
     HeadRanking,
     HeadSelection,
@@ -38,7 +37,6 @@ from .pruning_plan import PruningPlan
 
 __all__ = [
     "AttentionConversion",
-    "DropClasses",
     "DropHeads",
     "GateTrainingOptions",
     "HeadRanking",

@@ -1,21 +1,16 @@
-"""Pruning curves as tables and figures, with the tests behind them, and the report CURVES.md.
+"""Pruning curves as tables and figures, and the report CURVES.md.
 
-The questions are the claims of 1905.10650 and 1905.09418: how many heads can be removed, in which
-order, from which part, and which heads stay. A difference whose interval contains 0 shows nothing.
+The question is that of 1905.10650 and 1905.09418: how many heads can be removed, in which order,
+from which part. A difference whose interval contains 0 shows nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from ..observe.head_analysis.resampling import CONFIDENCE, Array, Jackknife, correct_p_values
 from ..report.data import Axis, Column, Estimate, Figure, Page, Plot, Reference, Series, Table
 from ..report.numbers import format_interval
 from ..report.plots import save_figure
@@ -23,16 +18,15 @@ from ..report.render import make_page, to_markdown, to_plain, to_text
 from ..util.files import write_atomically
 from ..util.output_paths import Existing, FolderKind, stage_folder
 from .head_selection import RANDOM
-from .pruning_curves import ALL_PARTS, CurvePoint, PruningCurve, PruningCurves
-from .pruning_plan import HeadId
-from .verification.quality_metrics import LOSS, PERPLEXITY, IntervalEstimate, make_estimate
+from .pruning_curves import CurvePoint, PruningCurve, PruningCurves
+from .verification.quality_metrics import LOSS, PERPLEXITY
 
 
 def _format_change(change: Estimate) -> str:
     return format_interval(*change[:3], sign="+")
 
 
-# --- Tests ----------------------------------------------------------------------------------------
+# --- Tables ---------------------------------------------------------------------------------------
 
 
 def find_smallest_harmless(curve: PruningCurve, max_loss_increase: float) -> CurvePoint:
@@ -47,77 +41,12 @@ def find_smallest_harmless(curve: PruningCurve, max_loss_increase: float) -> Cur
     return last_harmless
 
 
-def compare_losses(
-    one: Sequence[CurvePoint], other: Sequence[CurvePoint], num_tests: int = 1
-) -> IntervalEstimate:
-    """Return the difference of mean losses of two lists of points, with a paired interval over
-    texts.
-
-    The interval is corrected for `num_tests` tests (Bonferroni).
-    """
-    differences = _mean_text_losses(one) - _mean_text_losses(other)
-    positions = np.array([float(text.num_positions) for text in one[0].text_counts])
-    confidence = 1 - (1 - CONFIDENCE) / num_tests
-    return make_estimate(Jackknife.of_ratio(differences, positions), confidence)
-
-
-def _mean_text_losses(points: Sequence[CurvePoint]) -> Array:
-    """Return the summed loss of each text, a mean over points, [texts]."""
-    losses = [np.array([text.sums[LOSS] for text in point.text_counts]) for point in points]
-    return np.mean(losses, axis=0)
-
-
-class GroupSurvival(NamedTuple):
-    """Heads of a group among those kept, the number expected by chance, and the p-value of the
-    difference, corrected for all groups and counts tested.
-    """
-
-    group: str
-    num_heads: int
-    num_in_group: int
-    expected_in_group: float
-    p_value: float
-
-
-def assess_group_survival(
-    groups: Mapping[HeadId, str], kept_heads: Sequence[Collection[HeadId]]
-) -> list[GroupSurvival]:
-    """Test for every group and every set of kept heads whether more or fewer of its heads are kept
-    than by chance.
-
-    Two-sided hypergeometric test (twice the smaller tail), corrected for all tests (Holm).
-
-    >>> groups = {("a", n): "few" if n < 8 else "many" for n in range(32)}
-    >>> few, many = assess_group_survival(groups, [[("a", n) for n in range(8)]])
-    >>> few.num_in_group, few.expected_in_group, few.p_value < 0.001
-    (8, 2.0, True)
-    """
-    from scipy.stats import hypergeom
-
-    sizes = Counter(groups.values())
-    results = list[GroupSurvival]()
-    for heads in kept_heads:
-        kept_counts = Counter(groups[head] for head in heads)
-        for group, size in sizes.items():
-            count = kept_counts[group]
-            draws = hypergeom(len(groups), size, len(heads))
-            p = min(1.0, 2 * min(draws.cdf(count), draws.sf(count - 1)))
-            expected = len(heads) * size / len(groups)
-            results.append(GroupSurvival(group, len(heads), count, expected, p))
-    corrected = correct_p_values([result.p_value for result in results]) if results else []
-    return [result._replace(p_value=float(p)) for result, p in zip(results, corrected, strict=True)]
-
-
-# --- Tables ---------------------------------------------------------------------------------------
-
-
 def make_tables(curves: PruningCurves) -> list[Table]:
     """Return the tables of a report that have rows."""
-    tables = [_harmless_table(curves), _order_table(curves), _part_table(curves)]
-    names = [name for name in curves.metric_names if name != PERPLEXITY]
-    tables += [_value_table(curves, part, name) for name in names for part in curves.parts]
-    tables += [_survival_table(curves, "part", _group_by_part(curves))]
-    tables += [_survival_table(curves, "class", curves.classes)]
+    tables = [_harmless_table(curves)]
+    for name in curves.metric_names:
+        if name != PERPLEXITY:
+            tables += [_value_table(curves, part, name) for part in curves.parts]
     return [table for table in tables if table.rows]
 
 
@@ -141,67 +70,6 @@ def _harmless_table(curves: PruningCurves) -> Table:
     )
 
 
-def _order_table(curves: PruningCurves) -> Table:
-    """Compare the first order with each other one, over all counts that both have."""
-    part = next(iter(curves.parts))
-    first = curves.orders[0]
-    rows = list[Sequence[Any]]()
-    own = _points_by_count(curves.select_curves(part, first))
-    for other in curves.orders[1:]:
-        others = _points_by_count(curves.select_curves(part, other))
-        counts = [count for count in own if count in others][1:]
-        if not counts:
-            continue
-        signs = Counter[int]()
-        for count in counts:
-            part_difference = compare_losses(own[count], others[count], len(counts))
-            signs[int(part_difference.low > 0) - int(part_difference.high < 0)] += 1
-        all_own = list(chain.from_iterable(own[count] for count in counts))
-        all_others = list(chain.from_iterable(others[count] for count in counts))
-        difference = Estimate(*compare_losses(all_own, all_others))
-        rows.append((other, difference, signs[-1], signs[1], signs[0]))
-    columns = (
-        "other order",
-        Column(f"{first} - other", _format_change),
-        "lower",
-        "higher",
-        "no difference",
-    )
-    return Table(
-        f"{_metric(curves)}, {first} against other orders, {part} heads".capitalize(), columns, rows
-    )
-
-
-def _part_table(curves: PruningCurves) -> Table:
-    """Compare parts, each pruned alone in the first order, at the shares that all have."""
-    order = curves.orders[0]
-    parts = [part for part in curves.parts if part != ALL_PARTS]
-    points = {part: curves.select_curves(part, order)[0].points for part in parts}
-    shares = [{point.share for point in own[1:]} for own in points.values()]
-    shared = set[float].intersection(*shares) if len(parts) > 1 else set[float]()
-    rows = list[Sequence[Any]]()
-    if shared:
-        chosen = {part: [p for p in points[part][1:] if p.share in shared] for part in parts}
-        cost = {part: compare_losses(chosen[part], points[parts[0]][:1]) for part in parts}
-        parts.sort(key=lambda part: cost[part].value)
-        tests = len(parts) * (len(parts) - 1) // 2
-        steps: list[Estimate | None] = [None]
-        steps += [
-            Estimate(*compare_losses(chosen[other], chosen[one], tests))
-            for one, other in pairwise(parts)
-        ]
-        rows = [
-            (part, Estimate(*cost[part]), step) for part, step in zip(parts, steps, strict=True)
-        ]
-    title = f"Parts pruned alone by {order}: mean change of {_metric(curves)}, smallest first"
-    columns = (
-        "part",
-        Column("change", _format_change),
-        Column("more than the part above", _format_change),
-    )
-    return Table(title, columns, rows)
-
-
 def _value_table(
     curves: PruningCurves, part: str, name: str, form: Callable[[Estimate], str] = _format_change
 ) -> Table:
@@ -215,47 +83,6 @@ def _value_table(
         rows.append((count, *cells))
     title = f"Change of {_metric(curves) if name == LOSS else name}, {part} heads"
     return Table(title, ("heads kept", *(Column(order, form) for order in values)), rows)
-
-
-def _survival_table(curves: PruningCurves, what: str, groups: Mapping[HeadId, str]) -> Table:
-    """Heads kept in each group, when all parts are pruned together, and tests against chance."""
-    rows = list[Sequence[Any]]()
-    for order in curves.orders:
-        lines = curves.select_curves(ALL_PARTS, order)
-        if len(lines) == 1 and len({*groups.values()}) > 1:
-            heads_left = [
-                [head for head in groups if head[1] in point.keep.get(head[0], ())]
-                for point in lines[0].points[1:]
-            ]
-            rows += [(order, *result) for result in assess_group_survival(groups, heads_left)]
-    note = "p is corrected for all tests of an order (Holm)."
-    columns = (
-        "order",
-        what,
-        "heads kept",
-        "of this",
-        "expected",
-        Column("p", lambda p: f"{p:.1g}"),
-    )
-    return Table(f"Heads kept, by {what}", columns, rows, [note] if rows else [])
-
-
-def _group_by_part(curves: PruningCurves) -> dict[HeadId, str]:
-    """Return the part of every head; empty unless all parts were swept together and each alone."""
-    groups = dict[HeadId, str]()
-    for part, sites in curves.parts.items():
-        for site, count in sites.items() if part != ALL_PARTS else ():
-            groups |= {(site, head): part for head in range(count)}
-    is_whole = ALL_PARTS in curves.parts and len(groups) == curves.count_part_heads(ALL_PARTS)
-    return groups if is_whole else {}
-
-
-def _points_by_count(curves: Sequence[PruningCurve]) -> dict[int, list[CurvePoint]]:
-    points: dict[int, list[CurvePoint]] = {}
-    for curve in curves:
-        for point in curve.points:
-            points.setdefault(point.num_heads, []).append(point)
-    return points
 
 
 def _metric(curves: PruningCurves) -> str:
@@ -358,9 +185,8 @@ def render_terminal(curves: PruningCurves) -> str:
     first = next(iter(curves.parts))
     name = curves.metric_names[0]
     values = _value_table(curves, first, name, lambda change: f"{change.value:+.3f}")
-    shown = [_harmless_table(curves), values, _order_table(curves), _part_table(curves)]
     setup = f"{curves.model}: {_describe_setup(curves)}"
-    return "\n\n".join(map(to_text, [setup, *(table for table in shown if table.rows)]))
+    return "\n\n".join(map(to_text, [setup, _harmless_table(curves), values]))
 
 
 def _describe_setup(curves: PruningCurves) -> str:

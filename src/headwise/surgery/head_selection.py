@@ -4,14 +4,12 @@ keeps.
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,26 +17,21 @@ from .. import costs
 from ..models import Transformer
 from ..models.model_spec import ModelSpec
 from ..observe.head_analysis.annotated_examples import Example
-from ..observe.head_analysis.head_classes import classify_heads
 from ..observe.head_analysis.head_importance import (
     IMPORTANCE_METHODS,
     ImportanceOptions,
     estimate_importance,
 )
-from ..observe.head_analysis.head_measurement import measure_heads
 from ..observe.head_analysis.head_redundancy import RedundancyOptions, measure_redundancy
 from ..observe.head_analysis.objectives import Objective, choose_objective
 from ..report.progress import CountedMessage
 from ..util.errors import SpecError, suggest
-from ..util.files import write_atomically
-from ..util.output_paths import FileKind, check_output
 from .attention_replacement import remove_heads
 from .pruning_plan import (
     HeadId,
     HeadUnit,
     PruningPlan,
     count_heads,
-    fingerprint_model,
     list_rounded_shares,
     list_units,
 )
@@ -321,32 +314,6 @@ class DropHeads(HeadSelection):
 
 
 @dataclass(frozen=True)
-class DropClasses(HeadSelection):
-    """Remove the heads whose classes, as `hw.classify_heads` assigns them, are
-    all among `classes`.
-    """
-
-    classes: tuple[str, ...]
-
-    def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        log("classifying heads")
-        table = classify_heads(measure_heads(net, examples))
-        class_names = sorted({label.name for head in table.heads for label in head.classes})
-        wrong = [name for name in self.classes if name not in class_names]
-        if wrong:
-            raise SpecError(
-                f"no head of the model has class {wrong[0]!r}; {suggest(wrong[0], class_names)}"
-            )
-        dropped = list[HeadId]()
-        for head in table.heads:
-            names = {label.name for label in head.classes}
-            if names and names <= set(self.classes):
-                dropped.append((head.site, head.head))
-        reason = f"without class {' and '.join(self.classes)}"
-        return PruningPlan.without(net.spec, dropped, reason, table.notes)
-
-
-@dataclass(frozen=True)
 class KeepOnePerCluster(HeadSelection):
     """Keep the most important head of each cluster of similar heads, and every head without a
     cluster.
@@ -459,8 +426,7 @@ class PruneToBudget(HeadSelection):
     as it is met).
 
     Scores are estimated again after every `rescore_every` removed units, or only once if it is
-    None. At least `min_units` units stay in every layer. Progress is saved in the file `state_path`
-    and resumed from there.
+    None. At least `min_units` units stay in every layer.
     """
 
     budget: PruningBudget
@@ -468,7 +434,6 @@ class PruneToBudget(HeadSelection):
     rescore_every: int | None = None
     unit: str = "auto"
     min_units: int = 0
-    state_path: Path | None = None
     timing: TimingOptions = DEFAULT_TIMING
 
     @property
@@ -488,9 +453,7 @@ class PruneToBudget(HeadSelection):
         is_loss = budget.kind == "loss"
         if is_loss and len(examples) < 2:
             raise SpecError(f"cannot measure the loss on {len(examples)} examples. Give at least 2")
-        initial = search.measure(net)
-        search.load_state()
-        value = search.measure(search.remove_units()) if search.removed else initial
+        value = initial = search.measure(net)
         while is_loss or not budget.is_met(value, initial):
             unit = search.next_unit()
             if unit is None and is_loss:
@@ -506,16 +469,12 @@ class PruneToBudget(HeadSelection):
             if is_loss and not budget.is_met(value, initial):
                 search.removed.pop()
                 break
-            search.save_state()
             done = f"{len(search.removed)} of {len(search.units)} units removed"
             log(f"{done}, {budget.kind} {value:.6g}")
         end = "would have grown by more than" if is_loss else "reached"
         reason = f"the least important removed until {budget.kind} {end} {budget.limit:g}"
         keep = search.keep_without(search.removed)
         return PruningPlan.of(net.spec, keep, reason, search.notes)
-
-
-STATE_FILE = FileKind("state of a pruning", (b'{"model": ',))
 
 
 class _BudgetSearch:
@@ -582,40 +541,6 @@ class _BudgetSearch:
             return 1 / compare_speed(self.net, net, self.selection.timing).phases[0].speedup
         objective = self.selection.ranking.objective
         return measure_quality(net, self.examples, objective, self.net).rows[0].after.value
-
-    def load_state(self) -> None:
-        """Read the units removed so far from the file of the selection, if there is one."""
-        path = self.selection.state_path
-        if path is None or not check_output(path, STATE_FILE, "continue").is_file():
-            return
-        try:
-            state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-            identity = {"model": state["model"], "selection": state["selection"]}
-            removed = [HeadUnit(site, tuple(heads)) for site, heads in state["removed_units"]]
-            notes = [str(note) for note in state["notes"]]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SpecError(
-                f"cannot resume from {path}: {error}. Delete the file to start again"
-            ) from None
-        if identity != self._identity or not set(removed) <= set(self.units):
-            raise SpecError(
-                f"cannot resume from {path}: it belongs to another model or selection. Delete the "
-                "file to start again"
-            )
-        self.removed = removed
-        self.notes = notes
-
-    def save_state(self) -> None:
-        """Write the units removed so far to the file of the selection, if it names one."""
-        if self.selection.state_path is not None:
-            removed = [[unit.site, list(unit.heads)] for unit in self.removed]
-            state = self._identity | {"removed_units": removed, "notes": self.notes}
-            write_atomically(self.selection.state_path, json.dumps(state).encode())
-
-    @property
-    def _identity(self) -> dict[str, str]:
-        selection = repr(replace(self.selection, state_path=None))
-        return {"model": fingerprint_model(self.net), "selection": selection}
 
 
 def count_cache_bytes(model_spec: ModelSpec, element_size: int) -> int:

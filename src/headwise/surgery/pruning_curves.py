@@ -14,13 +14,8 @@ from torch import Tensor
 from ..models import Transformer
 from ..models.generation import eval_mode
 from ..observe.head_analysis.annotated_examples import Example
-from ..observe.head_analysis.dependency_syntax import DependencyScores
 from ..observe.head_analysis.distinct_examples import DistinctExamples
-from ..observe.head_analysis.head_classes import classify_heads
-from ..observe.head_analysis.head_measurement import MeasureCollector, measure_heads
-from ..observe.head_analysis.head_table import class_group
 from ..observe.head_analysis.objectives import Objective, OutputDrift, choose_objective
-from ..observe.head_analysis.word_alignment import AlignmentScores
 from ..training.data import Task
 from ..util.errors import SpecError, suggest
 from .attention_replacement import remove_heads
@@ -294,11 +289,7 @@ class PruningCurve(NamedTuple):
 
 @dataclass(frozen=True)
 class PruningCurves(JsonRecord):
-    """All curves of a model; `parts` maps each part to its attentions and their numbers of heads.
-
-    `classes` maps every head to the group of its most certain class; empty if heads could not be
-    classified.
-    """
+    """All curves of a model; `parts` maps each part to its attentions and their numbers of heads."""
 
     model: str
     objective: str
@@ -306,7 +297,6 @@ class PruningCurves(JsonRecord):
     num_positions: int
     parts: Mapping[str, Mapping[str, int]]
     curves: tuple[PruningCurve, ...]
-    classes: Mapping[HeadId, str]
     max_loss_increase: float
     notes: tuple[str, ...] = ()
     command: str = ""
@@ -355,10 +345,7 @@ class PruningCurves(JsonRecord):
     @property
     def data(self) -> dict[str, Any]:
         """The curves as JSON-serialisable values."""
-        classes: dict[str, dict[str, str]] = {}
-        for (site, head), name in self.classes.items():
-            classes.setdefault(site, {})[str(head)] = name
-        return {**super().data, "version": 1, "classes": classes}
+        return {**super().data, "version": 1}
 
 
 def run_sweep(
@@ -401,8 +388,6 @@ def run_sweep(
                 log(f"{order} {seed}: removing heads of {part}")
                 points = _sweep_part(evaluator, options, order, part_units, scores)
                 curves.append(PruningCurve(part, order, seed, points))
-    log("classifying heads")
-    classes, class_notes = _classify_heads(net, selection_examples)
     return PruningCurves(
         model=net.spec.name,
         objective=evaluator.objective.name,
@@ -410,9 +395,8 @@ def run_sweep(
         num_positions=sum(text.num_positions for text in evaluator.baseline.after),
         parts=parts,
         curves=tuple(curves),
-        classes=classes,
         max_loss_increase=options.max_loss_increase,
-        notes=(*notes, *class_notes),
+        notes=tuple(notes),
     )
 
 
@@ -464,24 +448,3 @@ def _list_parts(net: Transformer, names: Sequence[str]) -> dict[str, dict[str, i
     if wrong:
         raise SpecError(f"{net.spec.name} has no part {wrong[0]!r}; {suggest(wrong[0], parts)}")
     return {part: sites for part, sites in parts.items() if not names or part in names}
-
-
-def _classify_heads(
-    net: Transformer, examples: Sequence[Example]
-) -> tuple[dict[HeadId, str], list[str]]:
-    """Return the class group of every head, and notes; empty if the tokens of the examples are
-    unknown.
-    """
-    if not all(example.streams for example in examples):
-        return {}, ["heads are not classified: the examples have no tokens"]
-    collectors = list[MeasureCollector]()
-    note = "heads are counted by their most certain class"
-    if any(example.dependencies for example in examples):
-        collectors.append(DependencyScores())
-    else:
-        note += "; syntactic classes need parsed texts and were not tested"
-    if any(example.alignment_links for example in examples):
-        collectors.append(AlignmentScores())
-    table = classify_heads(measure_heads(net, examples, collectors=collectors))
-    classes = {(head.site, head.head): class_group(head.classes[0].name) for head in table.heads}
-    return classes, [note, *table.notes]

@@ -15,8 +15,6 @@ from ..attention.spec.attention_spec import AttentionSpec
 from ..models import Transformer
 from ..models.model_spec import ModelSpec, to_json
 from ..util.errors import SpecError, suggest
-from ..util.record_types import Record
-from ..util.size_limits import MAX_HEADS
 
 HeadId = tuple[str, int]  # name of an attention, index of a head
 KeptHeads = Mapping[str, tuple[int, ...]]
@@ -90,24 +88,6 @@ class PruningPlan:
             for site, indices in removed.items()
         }
         return PruningPlan.of(model_spec, keep, reason, notes)
-
-    @staticmethod
-    def from_dict(model_spec: ModelSpec, values: Mapping[str, Any]) -> PruningPlan:
-        """Return the plan that `data` gave as `values`; missing sites keep all their heads.
-
-        >>> import headwise as hw
-        >>> gpt2 = hw.families.read_model_spec(
-        ...     {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1}
-        ... )
-        >>> PruningPlan.from_dict(
-        ...     gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "reason": "by hand"}
-        ... ).summary
-        '2 of 4 heads kept, by hand'
-        """
-        record = Record("the plan", values, "give what `data` of a plan returned")
-        keep = record.read_record("keep")
-        heads_by_site = {site: keep.read_ints(site, 0, MAX_HEADS) for site in keep.values}
-        return PruningPlan.of(model_spec, heads_by_site, record.read_text("reason", "as planned"))
 
     @property
     def removed_heads(self) -> tuple[HeadId, ...]:

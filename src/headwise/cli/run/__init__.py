@@ -1,17 +1,15 @@
 """`headwise run`: run a trained model on a text, an image, or every line of stdin.
 
-`main` loads the model. `answers` has what models answer that generate text or classify,
-`requests` those of --requests. `inputs` reads lines and images.
+`main` loads the model. `answers` has what models answer that generate text or classify. `inputs`
+reads lines and images.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..arguments import parse_bytes
 from ..options import (
     Count,
-    InputFile,
     ModelFolder,
     NotNegative,
     Options,
@@ -53,29 +51,12 @@ class RunOptions(Options):
     --tokenizer FILE  tokenizer of a model without one: a tokenizer.json, or bytes (default: the
         model's)
 
-    scores of translations:
-    --score REF  print BLEU and chrF against the lines of this file
-    --score-tokenize NAME  sacreBLEU tokenizer for --score: 13a, zh, char or intl (default: by the
-        script of REF)
-
-    continuous batching:
-    --requests FILE  serve the requests in this file together, one per line, as {"prompt": "Once",
-        "max_new_tokens": 9}
-    --budget MEMORY  KV cache size for --requests (default: 1 GiB)
-    --rows COUNT  most concurrent requests (default: 64)
-    --chunk TOKENS  most prompt tokens per step (default: 256)
-
     examples:
     headwise run runs/dates '<zh>20 November 2026'
     headwise run runs/dates --beams 4 < sentences.txt
     """
 
     command = "run"
-    needs = {
-        **dict.fromkeys(("budget", "rows", "chunk"), "requests"),
-        "score_tokenize": "score",
-    }
-    excludes = ("text requests", "score requests")
     model: ModelFolder
     text: str | None = None
     max_new_tokens: Count | None = None
@@ -93,20 +74,12 @@ class RunOptions(Options):
     length_penalty: float | None = None
     best: Count | None = None
     tokenizer: TokenizerFile | None = None
-    score: InputFile | None = None
-    score_tokenize: str | None = None
-    requests: InputFile | None = None
-    budget: str | None = None
-    rows: Count | None = None
-    chunk: Count | None = None
 
     def check(self) -> None:
         """Refuse what cannot work before the model is loaded."""
         if (self.best or 1) > (self.beams or 1):
             fact = f"--best {self.best} is more than --beams {self.beams or 1}"
             raise UsageError(f"{fact}; give --beams {self.best}")
-        if self.budget is not None:
-            parse_bytes(self.budget)
 
 
 # Options that set fields of hw.DecodingConfig.
@@ -122,10 +95,8 @@ def main(argv: list[str]) -> int:
     kind = task_kind(model)
     if kind != "texts":
         _check_unused(args, model)
-    from . import answers, requests
+    from . import answers
 
-    if args.requests is not None:
-        return requests.answer(model, args)
     return answers.answer(model, args, kind)
 
 

@@ -1,5 +1,5 @@
-"""Answers of `headwise run`: continuations and translations, with BLEU and chrF of them (--score);
-and classes of texts, images or utterances.
+"""Answers of `headwise run`: continuations and translations; classes of texts, images or
+utterances.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import secrets
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ...kernels.counter_rng import RandomStream
@@ -18,11 +17,8 @@ from ...models.generation import PromptBatch, TextGenerator, encode_prompt
 from ...models.generation.decoding_config import DecodingConfig
 from ...models.generation.generate import GenerationOutput
 from ...models.generation.single_pass import Prediction, classify, require_class_names
-from ...training.data.translation import SacreBleuScores, score_translations
-from ...util.errors import pluralise
 from ...util.escaping import escape_page
-from ...util.files import read_text_file
-from ..arguments import print_note, print_page, to_json
+from ..arguments import print_page, to_json
 from ..options import UsageError
 from . import DECODING_FIELDS
 from .inputs import InputLine, InputLines, make_input_reader
@@ -33,13 +29,10 @@ BAR_WIDTH = 40  # columns of a bar for probability 1
 
 
 class Answer(NamedTuple):
-    """The lines that are printed for an input, its part of the JSON document, and the text that
-    --score compares.
-    """
+    """The lines that are printed for an input, and its part of the JSON document."""
 
     lines: Sequence[str]
     data: Mapping[str, Any]
-    text: str = ""
 
 
 class Answerer(ABC):
@@ -72,11 +65,9 @@ class Answerer(ABC):
 
 def answer(model: Transformer, args: Any, kind: str) -> int:
     """Answer TEXT, or every line of stdin; return 2 if a line failed."""
-    references = _read_references(args)
     answerer = ANSWERERS[kind](model, args)
     lines = InputLines(args.batch)
     rows: list[dict[str, Any]] = []
-    texts: list[str] = []
     batches = lines
     if args.text is not None:
         batches = [[InputLine(1, args.text, answerer.read(args.text))]]
@@ -87,43 +78,19 @@ def answer(model: Transformer, args: Any, kind: str) -> int:
         answer_of_line = dict(zip(numbers, answers, strict=True))
         for line in batch:
             line_answer = answer_of_line.get(line.number) or answerer.empty(line.number)
-            texts.append(line_answer.text)
             if args.json:
                 data = {"error": line.error} if line.error else line_answer.data
                 rows.append({"line": line.number, answerer.input_name: line.text, **data})
             else:
-                _print_lines(line_answer.lines)
-    is_complete = references is None or len(references) == len(texts)
+                for text in line_answer.lines:
+                    print_page(text)
+                sys.stdout.flush()
     if args.json:
-        scores = {}
-        if references is not None and is_complete:
-            scores = {"scores": asdict(_score(texts, references, args))}
-        document = {"model": model.spec.name, **answerer.data, "answers": rows, **scores}
-        print_page(to_json(document))
-    if references is not None and not (args.json and is_complete):
-        print_note(_format_scores(_score(texts, references, args)))
+        print_page(to_json({"model": model.spec.name, **answerer.data, "answers": rows}))
     return 2 if lines.num_failed else 0
 
 
-def _print_lines(lines: Sequence[str]) -> None:
-    for text in lines:
-        print_page(text)
-    sys.stdout.flush()
-
-
 # --- Texts ----------------------------------------------------------------------------------------
-
-
-def parse_decoding(args: Any) -> DecodingConfig:
-    """Return the decoding configuration that the options describe."""
-    options = {name: getattr(args, name) for name in DECODING_FIELDS}
-    chosen = {name: value for name, value in options.items() if value is not None}
-    return DecodingConfig(**chosen, stop=args.stop)
-
-
-def parse_length(args: Any) -> int:
-    """Return --max-new-tokens or its default."""
-    return DEFAULT_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
 
 
 class TextAnswerer(Answerer):
@@ -133,12 +100,15 @@ class TextAnswerer(Answerer):
 
     def __init__(self, model: Transformer, args: Any) -> None:
         super().__init__(model, args)
-        self.decoding = parse_decoding(args)
+        options = {name: getattr(args, name) for name in DECODING_FIELDS}
+        chosen = {name: value for name, value in options.items() if value is not None}
+        self.decoding = DecodingConfig(**chosen, stop=args.stop)
+        self.length = DEFAULT_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
         self.is_streamed = args.text is not None and not args.json
         self.is_streamed &= self.decoding.beams == 1
         self.generator = TextGenerator.of(
             model,
-            parse_length(args),
+            self.length,
             args.temperature or 0.0,
             self.decoding,
         )
@@ -156,7 +126,7 @@ class TextAnswerer(Answerer):
 
     def read(self, text: str) -> list[int]:
         """Return the token ids of a prompt."""
-        return encode_prompt(self.model, text, parse_length(self.args))
+        return encode_prompt(self.model, text, self.length)
 
     def answer(self, lines: Sequence[InputLine[list[int]]]) -> list[Answer]:
         """Generate one text for each line, or several with their scores."""
@@ -165,12 +135,10 @@ class TextAnswerer(Answerer):
         if self.args.temperature:
             streams = [RandomStream(self.seed, line.number - 1) for line in lines]
         if self.is_streamed:
-            text = ""
             for piece in self.generator.pieces(prompts, streams):
-                text += piece
                 _write_piece(piece)
             _write_piece("\n")
-            return [Answer([], {}, _in_one_line(text))]
+            return [Answer([], {})]
         results = self.generator.answers(prompts, streams)
         return [self._describe(*pair) for pair in zip(lines, results, strict=True)]
 
@@ -178,52 +146,19 @@ class TextAnswerer(Answerer):
         shown: list[str] = []
         candidates: list[dict[str, Any]] = []
         for output in outputs:
-            text = _in_one_line(output.text)
+            text = re.sub(r"[\r\n]+", " ", output.text or "")
             is_only = self.decoding.best == 1
             shown.append(text if is_only else f"{line.number}\t{output.score:.4f}\t{text}")
             values = output._asdict().items()
             candidates.append({name: value for name, value in values if value is not None})
         best = {"best": candidates} if candidates[1:] else {}
-        return Answer(shown, candidates[0] | best, _in_one_line(outputs[0].text))
-
-
-def _in_one_line(text: str | None) -> str:
-    return re.sub(r"[\r\n]+", " ", text or "")
+        return Answer(shown, candidates[0] | best)
 
 
 def _write_piece(piece: str) -> None:
     """Write part of a line and flush."""
     sys.stdout.write(escape_page(piece) if sys.stdout.isatty() else piece)
     sys.stdout.flush()
-
-
-# --- --score: BLEU and chrF against a file of references ------------------------------------------
-
-
-def _read_references(args: Any) -> list[str] | None:
-    """Return the lines of --score; raise if sacreBLEU or its tokenizer is missing."""
-    if args.score is None:
-        return None
-    lines = read_text_file(args.score).split("\n")
-    score_translations(["a"], ["a"], args.score_tokenize)
-    return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
-
-
-def _score(texts: Sequence[str], references: Sequence[str], args: Any) -> SacreBleuScores:
-    if len(texts) != len(references):
-        answered = pluralise(len(texts), "line")
-        fact = f"{answered} answered, but {args.score} has {len(references)}"
-        raise UsageError(f"{fact}; give one reference per line")
-    return score_translations(texts, references, args.score_tokenize)
-
-
-def _format_scores(scores: SacreBleuScores) -> str:
-    bleu = "not computed, no reference has four tokens"
-    if scores.bleu is not None:
-        bleu = f"{scores.bleu:6.2f}"
-    return (
-        f"BLEU {bleu}   {scores.bleu_signature}\nchrF {scores.chrf:6.2f}   {scores.chrf_signature}"
-    )
 
 
 # --- Classes --------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
-"""Cost of a model before and after a change: parameters, FLOPs and cache from its spec; speed and
-memory measured.
+"""Cost of a model before and after a change: parameters, FLOPs and cache from its spec; speed
+measured.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +13,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ... import costs
 from ...attention.masking.sequence_info import SequenceInfo
@@ -118,10 +115,8 @@ def compare_cost(
     before: Transformer,
     after: Transformer,
     length: int | None = None,
-    source_length: int | None = None,
 ) -> CostComparison:
-    """Compare the costs of both models for a sequence of `length` tokens, and a source of
-    `source_length` tokens.
+    """Compare the costs of both models for a sequence of `length` tokens, and a source of as many.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -134,7 +129,7 @@ def compare_cost(
     >>> costs.length, costs.get_cost("cache per token").before, costs.get_cost("parameters").ratio
     (512, 64, 1.0)
     """
-    workload = default_workload(before, length, source_length)
+    workload = default_workload(before, length)
     nets = {"before": before, "after": after}
     estimates = cost({name: net.spec for name, net in nets.items()}, workload)
     for name, net in nets.items():
@@ -159,13 +154,13 @@ def compare_cost(
     )
 
 
-def default_workload(net: Transformer, length: int | None, source_length: int | None) -> Workload:
-    """Return the workload of one sequence: the given lengths, or defaults within the model's
+def default_workload(net: Transformer, length: int | None) -> Workload:
+    """Return the workload of one sequence: the given length, or a default within the model's
     maximum.
     """
     limits = max_lengths(net.spec)
     context = length or min(COUNTED_LENGTH, limits.own or COUNTED_LENGTH)
-    source = source_length or min(context, limits.source or context)
+    source = min(context, limits.source or context)
     return Workload(context=context, dtype="fp32", source=source)
 
 
@@ -311,7 +306,7 @@ def list_phases(
     else:
         run_prompt = partial(partial, _prefill, inputs=inputs, capacity=length)
         yield TimedPhase("prefill", unit, count, run_prompt)
-        if next(iter(cost(net.spec, default_workload(net, None, None)))).decode_flops is None:
+        if next(iter(cost(net.spec, default_workload(net, None)))).decode_flops is None:
             notes.append(
                 f"decoding is not timed: {net.spec.name} attends to later tokens and cannot "
                 "decode token by token"
@@ -383,59 +378,6 @@ def _make_cache(net: Transformer, batch: int, capacity: int) -> ModelCache | Non
         return None
 
 
-# --- Peak memory of a call, without weights -------------------------------------------------------
-
-
-class TensorMemoryMode(TorchDispatchMode):
-    """Dispatch mode that tracks tensor storages created by operations; `peak_bytes` is their
-    largest sum.
-
-    Memory that an operation allocates and frees internally is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current_bytes = self.peak_bytes = 0
-        self._storage_bytes: dict[
-            int, int
-        ] = {}  # bytes by storage; 0 for storages that existed before
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count new storages of its result."""
-        self._count_storage((args, kwargs), counts=0)
-        result = func(*args, **(kwargs or {}))
-        self._count_storage(result, counts=1)
-        return result
-
-    def _count_storage(self, values: Any, counts: int) -> None:
-        for value in tree_leaves(values):
-            if (
-                isinstance(value, Tensor)
-                and value.untyped_storage()._cdata not in self._storage_bytes
-            ):
-                storage = value.untyped_storage()
-                self._storage_bytes[storage._cdata] = counts * storage.nbytes()
-                self.current_bytes += counts * storage.nbytes()
-                self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-                weakref.finalize(storage, self._release_storage, storage._cdata)
-
-    def _release_storage(self, name: int) -> None:
-        self.current_bytes -= self._storage_bytes.pop(name)
-
-
-def measure_peak_bytes(run: Callable[[], object]) -> int:
-    """Return the peak bytes of tensors created during a call, including its result but not existing
-    tensors.
-
-    >>> import torch
-    >>> measure_peak_bytes(lambda: torch.zeros(100) + torch.ones(100))
-    1200
-    """
-    with TensorMemoryMode() as memory:
-        run()
-    return memory.peak_bytes
-
-
 # --- Speed of two models, measured alternately ----------------------------------------------------
 
 MIN_ROUNDS = 5
@@ -449,8 +391,7 @@ class PhaseSpeed:
 
     `before` and `after` are units per second, medians over rounds. `speedup` is its median per
     round, `low` and `high` its quartiles. `spread` is the interquartile range of the times over
-    their median, the larger of both models. `peak_bytes` is the peak memory of both, with caches
-    and without weights.
+    their median, the larger of both models.
     """
 
     computed: ClassVar = ("verdict",)
@@ -463,7 +404,6 @@ class PhaseSpeed:
     high: float
     spread: float
     rounds: int
-    peak_bytes: tuple[int, int]
 
     @property
     def verdict(self) -> str:
@@ -528,7 +468,6 @@ def _measure_phase(
     phase: TimedPhase, nets: tuple[Transformer, Transformer], seconds: float
 ) -> PhaseSpeed:
     """Run warm-up and rounds of both models, in alternating order."""
-    peak_bytes = tuple(measure_peak_bytes(lambda net=net: phase.prepare(net)()) for net in nets)
     for net in nets:
         _time_run(phase, net)
     deadline = time.perf_counter() + seconds
@@ -537,7 +476,7 @@ def _measure_phase(
         order = nets if len(rounds) % 2 == 0 else nets[::-1]
         times = [_time_run(phase, net) for net in order]
         rounds.append(times if order is nets else times[::-1])
-    return summarise_rounds(phase, np.array(rounds), (peak_bytes[0], peak_bytes[1]))
+    return summarise_rounds(phase, np.array(rounds))
 
 
 def _time_run(phase: TimedPhase, net: Transformer) -> float:
@@ -554,13 +493,12 @@ def _synchronise(net: Transformer) -> None:
         torch.cuda.synchronize()
 
 
-def summarise_rounds(phase: TimedPhase, seconds: Any, peak_bytes: tuple[int, int]) -> PhaseSpeed:
+def summarise_rounds(phase: TimedPhase, seconds: Any) -> PhaseSpeed:
     """Summarise the seconds of both models in every round, [rounds, 2].
 
     >>> summarise_rounds(
     ...     TimedPhase("forward", "tokens/s", 8, lambda net: lambda: None),
     ...     np.array([[2.0, 1.0]] * 5),
-    ...     (0, 0),
     ... ).verdict
     'faster'
     """
@@ -579,5 +517,4 @@ def summarise_rounds(phase: TimedPhase, seconds: Any, peak_bytes: tuple[int, int
         highest,
         spread,
         len(seconds),
-        peak_bytes,
     )

@@ -1,24 +1,21 @@
-"""Comparison of two models' outputs: hidden states layer by layer, agreement of outputs, equality
-up to rounding.
-"""
+"""Comparison of two models' outputs, which must be equal up to rounding."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models import Transformer, build
 from ...observe.head_analysis.annotated_examples import Example
 from ...observe.head_analysis.objectives import get_output_tensor
 from ...observe.inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
-from ...observe.inspect.hooks import ModelRun, record_modules
+from ...observe.inspect.hooks import ModelRun
 from ...observe.inspect.model_inputs import ModelInputs, prepare_inputs
 from ...util.errors import suggest
 
@@ -34,7 +31,6 @@ JSON_NAMES: Mapping[str, str | None] = {
     "num_texts": "texts",
     "source_length": "source",
     "text_counts": None,
-    "top1_match": "same_likeliest",
 }
 
 
@@ -50,7 +46,7 @@ class JsonRecord:
 def to_data(value: Any) -> Any:
     """Return a record as JSON-serialisable values: NaN and infinities are None.
 
-    >>> to_data(CosineSummary(0.5, float("nan")))
+    >>> to_data({"mean": 0.5, "low": float("nan")})
     {'mean': 0.5, 'low': None}
     """
     kind: Any = type(value)
@@ -70,39 +66,6 @@ def to_data(value: Any) -> Any:
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-class OutputAndStates(NamedTuple):
-    """The output of a model, and the hidden states after every layer by layer name such as
-    "decoder.3".
-    """
-
-    output: Tensor
-    states: Mapping[str, Tensor]
-
-
-def compute_output_and_states(net: Transformer, inputs: ModelInputs) -> OutputAndStates:
-    """Run a model once and return its output and hidden states.
-
-    >>> import headwise as hw
-    >>> from headwise.observe.inspect.model_inputs import prepare_inputs
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2}
-    ...     ),
-    ...     seed=0,
-    ... ).eval()
-    >>> run = compute_output_and_states(net, prepare_inputs(net, torch.tensor([[3, 1, 4]]), 0))
-    >>> run.output.shape, {name: states.shape for name, states in run.states.items()}
-    (torch.Size([1, 3, 50257]), {'decoder.0': torch.Size([1, 3, 8]), 'decoder.1': torch.Size([1, 3, 8])})
-    """
-    layers: list[Any] = []
-    for stack in net.stacks.values():
-        layers += stack.blocks
-    with record_modules(layers) as calls:
-        output = compute_output(net, inputs)
-    states = {layer.name: calls[layer][-1].output for layer in layers if calls[layer]}
-    return OutputAndStates(output, states)
-
-
 def compute_output(model: nn.Module, inputs: ModelInputs) -> Tensor:
     """Return the output of a model; raise ValueError if it contains NaN or inf, which cannot be
     compared.
@@ -118,96 +81,6 @@ def _check_finite(model: object, output: Tensor) -> Tensor:
             "the text"
         )
     return output
-
-
-# --- Agreement of hidden states and outputs -------------------------------------------------------
-
-
-class CosineSummary(NamedTuple):
-    """Cosine similarity of two models' vectors of a token: mean and minimum over all tokens."""
-
-    mean: float
-    low: float
-
-
-@dataclass(frozen=True)
-class ModelAgreement(JsonRecord):
-    """Cosine similarity of hidden states after every layer and of outputs.
-
-    For models with logits also the fraction of positions with the same most likely output, and the
-    mean of KL(before || after) in nats.
-    """
-
-    layers: Mapping[str, CosineSummary]
-    output: CosineSummary
-    top1_match: float | None = None
-    kl: float | None = None
-
-
-@dataclass
-class AgreementAccumulator:
-    """Sums over texts for a `ModelAgreement`; `output_kind` is "logits" or "states"."""
-
-    output_kind: str
-    sums: dict[str, list[float]] = field(default_factory=dict)
-    num_top1_matches: int = 0
-    kl: float = 0.0
-    num_positions: int = 0
-
-    def update(self, before: OutputAndStates, after: OutputAndStates) -> None:
-        """Add the outputs and states of one text."""
-        if before.states.keys() != after.states.keys():
-            layers = f"{len(before.states)} and {len(after.states)}"
-            raise ValueError(
-                f"cannot compare models with {layers} layers. Give models with the same layers"
-            )
-        for name, states in before.states.items():
-            self._add_cosine(name, states, after.states[name])
-        self._add_cosine("", before.output, after.output)
-        if self.output_kind == "logits":
-            before_logits, after_logits = (
-                run.output.double().reshape(-1, run.output.shape[-1]) for run in (before, after)
-            )
-            self.num_top1_matches += int(
-                (before_logits.argmax(-1) == after_logits.argmax(-1)).sum()
-            )
-            self.kl += float(
-                F.kl_div(
-                    after_logits.log_softmax(-1),
-                    before_logits.log_softmax(-1),
-                    log_target=True,
-                    reduction="sum",
-                )
-            )
-            self.num_positions += len(before_logits)
-
-    def _add_cosine(self, name: str, before: Tensor, after: Tensor) -> None:
-        cosines = F.cosine_similarity(
-            before.double().flatten(0, -2), after.double().flatten(0, -2), dim=-1
-        )
-        total = self.sums.setdefault(name, [0.0, 0.0, 1.0])
-        total[:] = (
-            total[0] + float(cosines.sum()),
-            total[1] + len(cosines),
-            min(total[2], float(torch.min(cosines))),
-        )
-
-    @property
-    def result(self) -> ModelAgreement:
-        """The agreement over all texts added so far."""
-        layers = {
-            name: CosineSummary(total / count, low)
-            for name, (total, count, low) in self.sums.items()
-        }
-        output = layers.pop("")
-        if self.output_kind != "logits":
-            return ModelAgreement(layers, output)
-        return ModelAgreement(
-            layers,
-            output,
-            self.num_top1_matches / self.num_positions,
-            max(0.0, self.kl / self.num_positions),
-        )
 
 
 # --- Models whose outputs must be equal -----------------------------------------------------------

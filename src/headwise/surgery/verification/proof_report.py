@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ...util.files import write_atomically
 from ...util.output_paths import check_output
 from .efficiency import CostPair, PhaseSpeed
 from .model_comparison import DOUBLE_TOLERANCE, OUTPUT_TOLERANCE
-from .proof import PROOF_FOLDER, PROOF_JSON, PROOF_PAGE, ChangedExample, ModelProof
+from .proof import PROOF_FOLDER, PROOF_JSON, PROOF_PAGE, ModelProof
 from .quality_metrics import MAX_EQUAL_CHANGE, describe_change
 
 MAX_LINE_LENGTH = 240  # characters of a text that are shown
@@ -78,7 +77,6 @@ def summary_table(proof: ModelProof) -> Table:
 
 def make_proof_page(proof: ModelProof) -> Page:
     """Return the proof as a page of tables."""
-    examples = [line for example in proof.examples for line in _example_lines(example)]
     versions = ", ".join(f"{name} {version}" for name, version in proof.versions.items())
     notes = [
         "All numbers are in proof.json, with the heads that were kept.",
@@ -99,8 +97,6 @@ def make_proof_page(proof: ModelProof) -> Page:
         ),
         ("Speed", [_speed_table(proof)]),
         ("Quality", [_quality_table(proof)]),
-        ("Agreement of both models", [_agreement_table(proof)]),
-        ("Texts that changed most", [examples]),
         ("How to reproduce", [*command, [_one_line(note) for note in notes if note]]),
         summary=_one_line(proof.what),
     )
@@ -169,10 +165,9 @@ def _speed_table(proof: ModelProof) -> Table:
         f"Both models were measured alternately in one process ({speeds.machine}): batch "
         f"{speeds.batch}, {speeds.length:,} prompt tokens, {speeds.steps} decode steps; units per "
         "second, medians, and the quartiles of the speedup. Spread is the interquartile range of "
-        "the rounds over their median; above 20 % there is no verdict. Peak memory has tensors of a "
-        "run with caches, without weights."
+        "the rounds over their median; above 20 % there is no verdict."
     )
-    columns = ("phase", "before", "after", "speedup", "spread", "rounds", "verdict", "peak memory")
+    columns = ("phase", "before", "after", "speedup", "spread", "rounds", "verdict")
     rows = [_speed_row(phase) for phase in speeds.phases]
     return Table("", columns, rows, [note, *map(_one_line, speeds.notes)])
 
@@ -189,7 +184,6 @@ def _speed_row(phase: PhaseSpeed) -> tuple[Any, ...]:
         format_share(phase.spread),
         phase.rounds,
         phase.verdict,
-        " -> ".join(map(format_bytes, phase.peak_bytes)),
     )
 
 
@@ -207,28 +201,3 @@ def _quality_table(proof: ModelProof) -> Table:
     )
     columns = (_one_line(quality.objective), "before", "after", "change")
     return Table("", columns, rows, [note, *map(_one_line, quality.notes)])
-
-
-def _agreement_table(proof: ModelProof) -> Table:
-    agreement = proof.agreement
-    vectors = {**agreement.layers, "output": agreement.output}
-    rows = [(name, f"{one.mean:.4f}", f"{one.low:.4f}") for name, one in vectors.items()]
-    notes = list[str]()
-    if agreement.top1_match is not None and agreement.kl is not None:
-        notes.append(
-            f"Both models have the same most likely output at {agreement.top1_match:.1%} of "
-            f"positions; KL(before || after) is {format_number(agreement.kl)} nats on average."
-        )
-    return Table("", ("cosine similarity after", "mean", "minimum"), rows, notes)
-
-
-def _example_lines(example: ChangedExample) -> Iterator[str]:
-    losses = f"{format_number(example.before)} -> {format_number(example.after)}"
-    yield f"text {example.number}: loss {losses}"
-    texts = {
-        "input": example.read,
-        "target": example.target,
-        "before": example.output_before,
-        "after": example.output_after,
-    }
-    yield from (f"{name}: {_one_line(text)}" for name, text in texts.items() if text)

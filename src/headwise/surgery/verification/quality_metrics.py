@@ -119,7 +119,10 @@ def measure_quality(
     if first_example is None:
         raise ValueError("no texts to measure; give at least 2")
     resolved, note = choose_objective(net, objective, first_example)
-    check_drift_baseline(resolved, baseline)
+    if isinstance(resolved, OutputDrift) and baseline is None:
+        raise ValueError(
+            "drift is the distance from another model; give baseline=, the model before"
+        )
     tally = QualityTally(resolved, [note] if note else [])
     for number, example in enumerate(chain([first_example], texts)):
         question = resolved.prepare_input(net, example, number)
@@ -133,14 +136,6 @@ def measure_quality(
     return tally.report
 
 
-def check_drift_baseline(objective: Objective, baseline: Transformer | None) -> None:
-    """Raise ValueError if drift is to be measured without a baseline."""
-    if isinstance(objective, OutputDrift) and baseline is None:
-        raise ValueError(
-            "drift is the distance from another model; give baseline=, the model before"
-        )
-
-
 @dataclass
 class QualityTally:
     """Per-text metrics of a model and of the model before, collected one text at a time."""
@@ -151,40 +146,19 @@ class QualityTally:
     before: list[TextCounts] = field(default_factory=list)
     num_unscored: int = 0
 
-    def add_pair(
-        self, question: EvaluationInput, after: Tensor, before: Tensor | None
-    ) -> float | None:
-        """Add a text with the outputs of both models; return its loss change, None if it has no
-        targets.
-        """
-        if not self.add(question, after, before) or before is None:
-            return 0.0 if question.num_targets else None
-        if not isinstance(self.objective, OutputDrift):
+    def add_pair(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> None:
+        """Add a text with the outputs of both models."""
+        self.add(question, after, before)
+        is_drift = isinstance(self.objective, OutputDrift)
+        if question.num_targets and before is not None and not is_drift:
             self.before.append(self._counts(question, before, before))
-        return self.last_loss_change
 
-    def add(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> bool:
-        """Add a text with the output of the model after (drift needs `before` too); return whether
-        it has targets.
-        """
+    def add(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> None:
+        """Add a text with the output of the model after; drift needs `before` too."""
         if question.num_targets:
             self.after.append(self._counts(question, after, before))
         else:
             self.num_unscored += 1
-        return bool(question.num_targets)
-
-    @property
-    def last_loss_change(self) -> float:
-        """Loss of the last text after, minus before."""
-        before, after = self.last_losses
-        return after - before
-
-    @property
-    def last_losses(self) -> tuple[float, float]:
-        """Losses of the last text before and after, means over its positions."""
-        after = self.after[-1]
-        before_sum = self.before[-1].sums[LOSS] if self.before else 0.0
-        return before_sum / after.num_positions, after.sums[LOSS] / after.num_positions
 
     def _counts(
         self, question: EvaluationInput, output: Tensor, baseline: Tensor | None
