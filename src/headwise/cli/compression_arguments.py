@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..report.progress import ProgressReporter
 from ..report.text import wrap
-from ..util.output_paths import stage_folder
 from .argument_checks import check_model_path
 from .arguments import print_result
 from .options import AtLeastTwo, Count, InputFile, Positive, UsageError, options
@@ -22,8 +21,8 @@ from .text_arguments import TextOptions, attach_named_tokenizer, parse_task, rea
 if TYPE_CHECKING:
     from ..models import Transformer
     from ..observe.head_analysis.annotated_examples import Example
+    from ..surgery.model_and_texts import SurgeryResult
     from ..surgery.verification.efficiency import TimingOptions
-    from ..surgery.verification.proof import ProofOptions
     from ..training.data import Task
 
 
@@ -139,11 +138,6 @@ class CompressionRun:
         )
         self.notes[:0] = notes
 
-    @property
-    def source(self) -> Path:
-        """Path of the original model."""
-        return Path(self.args.model)
-
     def distillation_texts(self) -> list[Example]:
         """Return the texts for retraining; the proof uses none of them."""
         from ..observe.head_analysis.annotated_examples import (
@@ -204,53 +198,36 @@ class CompressionRun:
             "uptraining": {"options": repr(options), "step": result.step, "curve": curve}
         }
 
-    def write_and_verify(
-        self, model: Transformer, summary: str, record: Mapping[str, Any], **verification: Any
-    ) -> int:
-        """Write the model and its proof to the folder, print a summary, and
-        return the exit code.
+    def finish(self, result: SurgeryResult) -> int:
+        """Retrain the changed model if asked, write it with its proof, print a summary, and return
+        the exit code.
         """
-        from ..hub.pretrained_models import load
-        from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
-        from ..surgery.verification.proof import prove
-        from ..surgery.verification.proof_report import render_summary, write_proof
-
-        out = Path(self.args.out)
-        with stage_folder(out, COMPRESSED_MODEL, self.args.existing) as staged:
-            self.report_progress("writing the model")
-            written = write_model_folder(model, self.source, staged, record)
-            exports: dict[str, Callable[[], Any]] = {
-                "headwise.load of the written folder": lambda: load(staged)
-            }
-            options = self._verification_options(
-                summary, [*record.get("notes", ())], exports=exports, **verification
-            )
-            proof = prove(self.net, model, self.proof_examples, options, self.report_progress)
-            self.report_progress("")
-            write_proof(proof, staged)
-        folder = {"kind": written.kind, "sentence": written.summary}
-        note = "\n".join(wrap(written.summary, indent="  "))
-        text = f"{render_summary(proof)}\n\n{out}\n{note}\n  PROOF.md in this folder has the full report."
-        print_result(self.args, text, proof.data | {"folder": folder})
-        return 0 if proof.holds else 1
-
-    def _verification_options(
-        self, summary: str, notes: Sequence[str], **verification: Any
-    ) -> ProofOptions:
+        from ..surgery.model_and_texts import OutputFolder, write_and_prove
         from ..surgery.verification.proof import ProofOptions
+        from ..surgery.verification.proof_report import render_summary
 
         args = self.args
-        command = shlex.join(["headwise", *sys.argv[1:]])
-        return ProofOptions(
-            summary,
+        model, retraining = self.retrain(result.after)
+        record = result.record | retraining
+        options = ProofOptions(
+            result.summary,
             objective=args.objective,
             timing=_timing_pace(args),
             length=args.length,
             task=self.task,
-            notes=(*self.notes, *notes),
-            command=command,
-            **verification,
+            notes=(*self.notes, *record["notes"]),
+            command=shlex.join(["headwise", *sys.argv[1:]]),
         )
+        folder = OutputFolder(Path(args.out), args.existing, Path(args.model))
+        written, proof = write_and_prove(
+            result, model, self.proof_examples, options, folder, record, self.report_progress
+        )
+        self.report_progress("")
+        note = "\n".join(wrap(written.summary, indent="  "))
+        more = f"{args.out}\n{note}\n  PROOF.md in this folder has the full report."
+        data = proof.data | {"folder": {"kind": written.kind, "sentence": written.summary}}
+        print_result(args, f"{render_summary(proof)}\n\n{more}", data)
+        return 0 if proof.holds else 1
 
 
 def _timing_pace(args: Any) -> TimingOptions:

@@ -86,14 +86,11 @@ def main(argv: list[str]) -> int:
     run = CompressionRun.from_options(args)
     run.split_texts(conversion.text_uses)
     from ..surgery.conversion import convert
-    from ..surgery.pruning_plan import fingerprint_model
 
     result = convert(
         run.net, conversion, run.selection_examples, kind=args.where, log=run.report_progress
     )
-    model, retraining = run.retrain(result.after)
-    record = result.data | {"model": fingerprint_model(run.net)} | retraining
-    return run.write_and_verify(model, conversion.summary, record, **result.proof_options)
+    return run.finish(result)
 
 
 def _parse_conversion(args: ConvertOptions) -> AttentionConversion:

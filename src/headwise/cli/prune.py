@@ -133,7 +133,6 @@ def main(argv: list[str]) -> int:
     run = CompressionRun.from_options(args)
     from ..surgery import DropHeads
     from ..surgery.pruning import list_text_uses, prune
-    from ..surgery.pruning_plan import fingerprint_model
 
     heads = tuple(_parse_heads(run.net, args.heads))
     selection = DropHeads(heads) if heads else args.selection()
@@ -141,9 +140,7 @@ def main(argv: list[str]) -> int:
     result = prune(
         run.net, selection, run.selection_examples, fold=args.fold, log=run.report_progress
     )
-    model, retraining = run.retrain(result.after)
-    record = result.data | {"model": fingerprint_model(run.net)} | retraining
-    return run.write_and_verify(model, result.plan.summary, record, **result.proof_options)
+    return run.finish(result)
 
 
 def _parse_amount(text: str) -> float | int:

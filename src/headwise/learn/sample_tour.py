@@ -26,7 +26,7 @@ from ..report.data import Estimate, Figure, HeatMap, Item, Page, Section, Table
 from ..report.render import to_html, to_text
 from ..util.errors import SpecError
 from ..util.files import FolderLock, write_atomically
-from ..util.output_paths import check_output, stage_folder
+from ..util.output_paths import check_output
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -302,13 +302,11 @@ def retrain_and_verify(
     tour: Tour, net: Transformer, result: Any, texts: Sequence[Any]
 ) -> dict[str, Any]:
     """Retrain the pruned model from the original, write it and its proof, and return the numbers."""
-    from ..hub.pretrained_models import load
     from ..surgery.distillation import RetrainingPoint, UptrainingOptions, uptrain
-    from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
+    from ..surgery.model_and_texts import OutputFolder, write_and_prove
     from ..surgery.verification.efficiency import TimingOptions
     from ..surgery.verification.model_comparison import to_data
-    from ..surgery.verification.proof import ProofOptions, prove
-    from ..surgery.verification.proof_report import write_proof
+    from ..surgery.verification.proof import ProofOptions
     from ..surgery.verification.quality_metrics import compare_task_scores
     from ..training.data.date_translation import DateTranslation
 
@@ -329,21 +327,19 @@ def retrain_and_verify(
         "steps": scale.steps,
     }
     pruned = tour.folder / PRUNED_NAME
-    with stage_folder(pruned, COMPRESSED_MODEL, "overwrite") as staged:
-        write_model_folder(retrained.net, MODEL, staged, record)
-        proof_options = ProofOptions(
-            result.plan.summary,
-            exports={"headwise.load of the written folder": lambda: load(staged)},
-            task=task,
-            num_examples=scale.num_scored_examples,
-            timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
-            notes=(f"retrained for {scale.steps} steps; step {retrained.step} is kept",),
-            command="headwise demo",
-            **result.proof_options,
-        )
-        examples = make_examples(net, scale.num_proof_texts)
-        proof = prove(net, retrained.net, examples, proof_options, tour.progress)
-        write_proof(proof, staged)
+    proof_options = ProofOptions(
+        result.summary,
+        task=task,
+        num_examples=scale.num_scored_examples,
+        timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
+        notes=(f"retrained for {scale.steps} steps; step {retrained.step} is kept",),
+        command="headwise demo",
+    )
+    examples = make_examples(net, scale.num_proof_texts)
+    folder = OutputFolder(pruned, "overwrite", MODEL)
+    _, proof = write_and_prove(
+        result, retrained.net, examples, proof_options, folder, record, tour.progress
+    )
     return {"folder": str(pruned), **record, "proof": proof.data}
 
 

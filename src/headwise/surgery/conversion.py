@@ -302,7 +302,7 @@ class ConversionResult(SurgeryResult):
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.before.spec.name}: {self.conversion.summary}", *self.notes])
+        return "\n".join([f"{self.before.spec.name}: {self.summary}", *self.notes])
 
     @property
     def equivalent(self) -> Transformer | None:
@@ -319,9 +319,11 @@ class ConversionResult(SurgeryResult):
         return self._in_float32(aligned) if aligned else None
 
     @property
-    def proof_options(self) -> dict[str, Any]:
-        """The arguments of `ProofOptions` that check this change."""
+    def summary(self) -> str:
+        return self.conversion.summary
 
+    @property
+    def proof_options(self) -> dict[str, Any]:
         def convert_in_float32() -> Transformer:
             return self._in_float32(_attention_changes(self.layers))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -140,8 +140,6 @@ METHOD_PATCHES = (
 
 HeadGroups = tuple[tuple[int, ...], ...]
 
-MAX_EXHAUSTIVE = 20_000  # groupings up to which all are tried
-
 
 def group_similar_heads(
     similarity: Tensor, num_groups: int, *, seed: int = 0, restarts: int = 200
@@ -149,47 +147,25 @@ def group_similar_heads(
     """Return equal groups that maximise the similarity summed over all pairs within groups
     (2412.20677).
 
-    Up to MAX_EXHAUSTIVE groupings, all are tried. Above it, heads are swapped greedily, starting
-    from groups of neighbours and from `restarts` random groupings. The paper calls this annealing,
-    but its code takes no downhill step either.
+    Heads are swapped greedily, starting from groups of neighbours and from `restarts` random
+    groupings. The paper calls this annealing, but its code takes no downhill step either.
 
     >>> similarity = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]])
     >>> group_similar_heads(similarity, 2)
     ((0, 2), (1, 3))
     """
-    score = _check_similarity(similarity)
-    neighbours = group_adjacent_heads(len(score), num_groups)
-    if count_groupings(len(score), num_groups) <= MAX_EXHAUSTIVE:
-        return max(
-            _iter_groupings(tuple(range(len(score))), len(score) // num_groups),
-            key=lambda groups: sum_similarity_within(score, groups),
+    score = similarity.detach().double()
+    if score.dim() != 2 or score.shape[0] != score.shape[1] or not score.isfinite().all():
+        raise ValueError(
+            f"similarity must be a finite tensor [heads, heads], got shape {list(score.shape)}"
         )
-    return search_by_swaps(
-        score, num_groups, seed=seed, restarts=restarts, initial_groups=neighbours
-    )
-
-
-def search_by_swaps(
-    similarity: Tensor,
-    num_groups: int,
-    *,
-    seed: int,
-    restarts: int,
-    initial_groups: HeadGroups | None = None,
-) -> HeadGroups:
-    """Improve `initial_groups` and `restarts` random groupings by best swaps; return the best
-    result.
-    """
-    score = _check_similarity(similarity)
-    generator = torch.Generator().manual_seed(seed)
-    starts = [
-        group_adjacent_heads(len(score), num_groups) if initial_groups is None else initial_groups
-    ]
-    orders = [torch.randperm(len(score), generator=generator).tolist() for _ in range(restarts)]
+    score = (score + score.T) / 2
+    starts = [group_adjacent_heads(len(score), num_groups)]
     size = len(score) // num_groups
-    starts += [
-        tuple(tuple(order[n : n + size]) for n in range(0, len(order), size)) for order in orders
-    ]
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(restarts):
+        order = torch.randperm(len(score), generator=generator).tolist()
+        starts.append(tuple(tuple(order[n : n + size]) for n in range(0, len(order), size)))
     return max(
         (_improve_by_swaps(score, groups) for groups in starts),
         key=lambda groups: sum_similarity_within(score, groups),
@@ -217,45 +193,6 @@ def sum_similarity_within(similarity: Tensor, groups: HeadGroups) -> float:
     return math.fsum(
         similarity[a, b].item() for group in groups for a in group for b in group if a < b
     )
-
-
-def count_groupings(num_heads: int, num_groups: int) -> int:
-    """Return the number of ways to split heads into equal groups.
-
-    >>> count_groupings(4, 2), count_groupings(8, 4)
-    (3, 105)
-    """
-    return math.factorial(num_heads) // (
-        math.factorial(num_heads // num_groups) ** num_groups * math.factorial(num_groups)
-    )
-
-
-def _check_similarity(similarity: Tensor) -> Tensor:
-    score = similarity.detach().double()
-    if score.dim() != 2 or score.shape[0] != score.shape[1] or not score.isfinite().all():
-        raise ValueError(
-            f"similarity must be a finite tensor [heads, heads], got shape {list(score.shape)}"
-        )
-    return (score + score.T) / 2
-
-
-def _iter_groupings(heads: tuple[int, ...], size: int) -> Iterator[HeadGroups]:
-    """Yield every grouping once: the first head is joined with every choice of `size - 1` others,
-    then recurse.
-    """
-    if not heads:
-        yield ()
-        return
-    first = heads[0]
-    rest = heads[1:]
-    for partners in (
-        torch.combinations(torch.tensor(rest, dtype=torch.int64), size - 1).tolist()
-        if size > 1
-        else [[]]
-    ):
-        others = tuple(head for head in rest if head not in partners)
-        for groups in _iter_groupings(others, size):
-            yield ((first, *partners), *groups)
 
 
 def _improve_by_swaps(score: Tensor, groups: HeadGroups) -> HeadGroups:

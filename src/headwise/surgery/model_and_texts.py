@@ -7,14 +7,15 @@ from __future__ import annotations
 import shutil
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..hub.pretrained_models import load
 from ..hub.tokenizer_files import read_live_processor
 from ..models import Transformer
 from ..models.model_spec.serialization import TOKENIZER_FILE
@@ -24,15 +25,18 @@ from ..observe.head_analysis.text_analysis import read_texts, text_reader
 from ..observe.inspect.model_inputs import check_is_module
 from ..observe.inspect.model_tokenizer import find_model_folder
 from ..util.errors import SpecError
-from ..util.output_paths import check_output
+from ..util.output_paths import Existing, check_output, stage_folder
 from .attention_replacement import to_native_model
 from .hf_export.model_folder import (
     COMPRESSED_MODEL,
+    NO_FILES,
     WrittenFolder,
     list_companion_files,
     write_model_folder,
 )
 from .pruning_plan import fingerprint_model
+from .verification.proof import ModelProof, ProofOptions, prove
+from .verification.proof_report import write_proof
 
 
 class OriginalModel(NamedTuple):
@@ -82,7 +86,11 @@ def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> Su
 
 @dataclass(frozen=True, eq=False)
 class SurgeryResult(ABC):
-    """Model before and after a change, and the model as the caller gave it."""
+    """Model before and after a change, and the model as the caller gave it.
+
+    `summary` is the change in one clause, `proof_options` are the arguments of `ProofOptions` that
+    check it.
+    """
 
     before: Transformer
     after: Transformer
@@ -93,14 +101,26 @@ class SurgeryResult(ABC):
     def data(self) -> dict[str, Any]:
         """The change as JSON-serialisable values."""
 
+    @property
+    @abstractmethod
+    def summary(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def proof_options(self) -> dict[str, Any]: ...
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The change, and the fingerprint of the model that it was made to, for heads.json."""
+        return self.data | {"model": fingerprint_model(self.before)}
+
     def save_pretrained(self, folder: Path | str) -> WrittenFolder:
         """Write the changed model to a new folder, with its tokenizer and the change in heads.json.
 
         The folder of a transformers model is one that transformers loads, if its layers can be
         described or resized; `summary` of the result says which kind was written.
         """
-        record = self.data | {"model": fingerprint_model(self.before)}
-        return save_result(self.after, self.original, folder, record)
+        return save_result(self.after, self.original, folder, self.record)
 
 
 def split_examples(
@@ -129,6 +149,46 @@ def split_examples(
     )
     notes = [*(f"{use} {end}" for use in uses), *distinct.notes]
     return selection, examples[1::2] if is_split else examples, notes
+
+
+class OutputFolder(NamedTuple):
+    """A folder for a changed model: its path, what happens to an earlier one, the folder of the
+    original (None: it was built in memory), and other files by name.
+    """
+
+    path: Path
+    existing: Existing = "refuse"
+    source: Path | None = None
+    extra_files: Mapping[str, bytes] = NO_FILES
+
+
+def write_and_prove(
+    result: SurgeryResult,
+    after: Transformer,
+    examples: Sequence[Example],
+    options: ProofOptions,
+    folder: OutputFolder,
+    record: Mapping[str, Any],
+    log: Callable[[str], object],
+) -> tuple[WrittenFolder, ModelProof]:
+    """Write a changed model, perhaps retrained, with its proof; the folder appears complete or not
+    at all.
+
+    `options` need not check the change and the folder: that is added here.
+    """
+    with stage_folder(folder.path, COMPRESSED_MODEL, folder.existing) as staged:
+        log("writing the model")
+        written = write_model_folder(
+            after, folder.source, staged, record, extra_files=folder.extra_files
+        )
+        exports: dict[str, Callable[[], Any]] = {
+            "headwise.load of the written folder": lambda: load(staged)
+        }
+        options = replace(options, exports=exports, **result.proof_options)
+        proof = prove(result.before, after, examples, options, log)
+        log("writing the report")
+        write_proof(proof, staged)
+    return written, proof
 
 
 def save_result(

@@ -137,9 +137,11 @@ class PruningResult(SurgeryResult):
         return self.constants.head_outputs
 
     @property
-    def proof_options(self) -> dict[str, Any]:
-        """The arguments of `ProofOptions` that check this change."""
+    def summary(self) -> str:
+        return self.plan.summary
 
+    @property
+    def proof_options(self) -> dict[str, Any]:
         def remove_in_float32() -> Transformer:
             # folded constants are not rounded to 16 bits
             dtype = full_precision(parameter_dtype(self.removal_source))

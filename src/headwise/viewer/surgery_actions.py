@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..report.progress import CountedMessage
-from ..util.output_paths import stage_folder
 from .action_fields import HEADS, LINES, MOST, Field, action, choice, flag, integer, number, text
 from .model_actions import list_texts
 from .model_worker import JobProgress
@@ -31,7 +30,7 @@ TEXTS_FILE = "texts.txt"  # in the new folder: the lines of the choice of heads 
 MIN_TEXTS = 2  # an interval over texts needs as many
 UNKNOWN_MODEL = "MODEL"  # in a command, for a model that was opened in Python
 TIMING_SECONDS = 4.0  # to measure the speed of both models in
-PROOF_STEPS = 6  # messages of write_model_folder and prove
+PROOF_STEPS = 7  # messages of write_and_prove
 SELECTION_STEPS = 3  # messages of choosing and removing heads
 
 
@@ -426,36 +425,28 @@ def write_new_model(
     """Change the model, write it with its proof, and describe both; if that fails or is cancelled,
     no folder is left.
     """
-    from ..hub.pretrained_models import load
-    from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
-    from ..surgery.pruning_plan import fingerprint_model
+    from ..surgery.model_and_texts import OutputFolder, write_and_prove
     from ..surgery.verification.efficiency import TimingOptions
-    from ..surgery.verification.proof import ProofOptions, prove
-    from ..surgery.verification.proof_report import summary_table, write_proof
+    from ..surgery.verification.proof import ProofOptions
+    from ..surgery.verification.proof_report import summary_table
 
     net = read_native_model(model)
     texts = read_texts(net, model, lines, change.text_uses)
     log = StepLog(progress, change.steps + PROOF_STEPS)
     result = change.make(net, change.strategy, texts.selection, log)
-    plan = result.plan if change.command == "prune" else result.conversion
-    notes = result.plan.notes if change.command == "prune" else result.notes
-    log("writing the model")
+    record = result.record
+    options = ProofOptions(
+        result.summary,
+        notes=(*texts.notes, *record["notes"]),
+        command=format_command(model, change.command, change.options, folder),
+        timing=TimingOptions(seconds=TIMING_SECONDS),
+    )
     source = Path(model.target) if model.target else None
-    record = dict(result.data) | {"model": fingerprint_model(net)}
     extra_files = {TEXTS_FILE: ("\n".join(texts.lines) + "\n").encode()}
-    with stage_folder(folder, COMPRESSED_MODEL) as staged:
-        written = write_model_folder(result.after, source, staged, record, extra_files=extra_files)
-        options = ProofOptions(
-            plan.summary,
-            **result.proof_options,
-            notes=(*texts.notes, *notes),
-            command=format_command(model, change.command, change.options, folder),
-            exports={"headwise.load of the written folder": lambda: load(staged)},
-            timing=TimingOptions(seconds=TIMING_SECONDS),
-        )
-        proof = prove(net, result.after, texts.proof, options, log)
-        write_proof(proof, staged)
-        log.progress.check()
+    output = OutputFolder(folder, source=source, extra_files=extra_files)
+    written, proof = write_and_prove(
+        result, result.after, texts.proof, options, output, record, log
+    )
     model.other = str(folder)
     described = {
         "holds": proof.holds,
