@@ -1,6 +1,4 @@
-"""`headwise heads MODEL --text TEXT`: each view against numpy on the tensors of transformers, and
-comparisons.
-"""
+"""Views of one text, and comparisons, against numpy on the tensors of transformers."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ import headwise as hw
 from headwise import cli
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.bundled_sample import MODEL
+from headwise.observe.traces import map_queries_and_keys
 
 TEXT = "a cat sat"
 HEADS, DIM, LAYERS = 3, 4, 2
@@ -111,7 +110,6 @@ def show(capsys: pytest.CaptureFixture[str], folder: Path, *options: str, text: 
 
 MATRICES = {
     "weights": ((), lambda one: one.weights.mean((0, 1))),
-    "largest weights": (("--over", "max"), lambda one: one.weights.max((0, 1))),
     "weights of a head": (("--head", "L1H2"), lambda one: one.weights[1, 2]),
     "norms": (("--show", "norms"), lambda one: one.norms.mean((0, 1))),
     "norms of a head": (("--show", "norms", "--head", "L0H1"), lambda one: one.norms[0, 1]),
@@ -139,9 +137,11 @@ def test_matrices_are_those_of_numpy(capsys, folder: Path, name: str):
 @pytest.mark.parametrize("position", [None, 2])
 def test_what_heads_add_to_a_logit(capsys, folder: Path, position: int | None):
     """Through the final norm with the scale that it has for this text."""
-    options = () if position is None else ("--position", str(position), "--token", "97")
-    found = show(capsys, folder, "--show", "logits", *options)
     model = load(folder)
+    if position is None:
+        found = show(capsys, folder, "--show", "logits")
+    else:
+        found = hw.attribute_logit(model, TEXT, position=position, token=97).data
     one, place = Rendering(model, TEXT), len(TEXT) - 1 if position is None else position
     token = int(one.logits[place].argmax()) if position is None else 97
     assert (found["token"], found["position"], found["words"]) == (
@@ -166,8 +166,9 @@ def test_what_heads_add_to_a_logit(capsys, folder: Path, position: int | None):
     )
 
 
-def test_queries_and_keys_on_a_plane(capsys, folder: Path):
-    found = show(capsys, folder, "--show", "points", "--head", "L1H2")
+def test_queries_and_keys_on_a_plane(folder: Path):
+    captured = hw.trace(load(folder), TEXT, max_new_tokens=0)
+    found = map_queries_and_keys(captured, "decoder.1.attention", 2).data
     q, k, _ = Rendering(load(folder), TEXT).qkv[1][:, :, 2]
     q, k = ((x - x.mean(0)) / np.linalg.norm(x - x.mean(0), axis=1).mean() for x in (q, k))
     values, vectors = np.linalg.eigh(np.concatenate([q, k]).T @ np.concatenate([q, k]))
@@ -188,17 +189,13 @@ def divergence(p: np.ndarray, q: np.ndarray) -> float:
     return float((sum(terms) / 2).sum(-1).mean())
 
 
-COMPARISONS = {
-    "texts": (("--compare-text", "a cot sat"), "model", "a cot sat"),
-    "checkpoints": (("--compare-model", "other"), "other", TEXT),
-}
-
-
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_two_texts_and_two_checkpoints_are_compared(capsys, folder: Path, name: str):
-    options, model, text = COMPARISONS[name]
-    options = [str(folder / "other") if word == "other" else word for word in options]
-    found = show(capsys, folder, *options)
+@pytest.mark.parametrize(("model", "text"), [("model", "a cot sat"), ("other", TEXT)])
+def test_two_texts_and_two_checkpoints_are_compared(folder: Path, model: str, text: str):
+    traces = [
+        hw.trace(load(folder, name), words, max_new_tokens=0)
+        for name, words in (("model", TEXT), (model, text))
+    ]
+    found = hw.compare_traces(*traces).data
     first, second = (
         Rendering(load(folder, one), words).weights
         for one, words in (("model", TEXT), (model, text))
@@ -216,15 +213,12 @@ def test_two_texts_and_two_checkpoints_are_compared(capsys, folder: Path, name: 
 
 
 def test_a_table_lists_the_largest_keys_of_every_query(capsys, folder: Path):
-    assert (
-        cli.main(["heads", str(folder / "model"), "--text", TEXT, "--head", "L1H2", "--top", "2"])
-        == 0
-    )
+    assert cli.main(["heads", str(folder / "model"), "--text", TEXT, "--head", "L1H2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "weights of decoder.1.attention head 2"
     weights = Rendering(load(folder), TEXT).weights[1, 2]
     for place, line in enumerate(lines[3:]):
-        order = np.argsort(-weights[place])[: min(2, place + 1)]
+        order = np.argsort(-weights[place])[: min(3, place + 1)]
         expected = "  ".join(f"{TEXT[key]!r} {key}: {weights[place, key]:.2f}" for key in order)
         assert line.split(f"{place}  ", 1)[1] == expected or min(weights[place][order]) < 0.01
     assert len(lines) == 3 + len(TEXT)

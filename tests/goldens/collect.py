@@ -121,7 +121,6 @@ heads gpt2 --text 'the cat sat on the mat'
 heads gpt2 --text 'the cat sat' --show norms
 heads gpt2 --text 'the cat sat' --show rollout
 heads gpt2 --text 'the cat sat' --show logits
-heads gpt2 --text 'the cat sat' --compare-text 'the dog sat'
 prune llama --data texts.txt --keep 0.5 --seconds 0.05 --out o1
 prune gpt2 --data texts.txt --heads 0:1 1:0,2 --seconds 0.05 --out o2
 prune gpt2 --data texts.txt --keep 0.5 --per model --by michel --fold mean --seconds 0.05 --out o3

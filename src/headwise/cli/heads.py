@@ -17,9 +17,7 @@ from ..report.render import to_text
 from .argument_checks import check_input_file, check_model_path, check_text_model
 from .arguments import print_note, print_page, print_result, supports_style
 from .options import (
-    Count,
     InputFiles,
-    ModelFolder,
     Positive,
     UsageError,
     Words,
@@ -32,18 +30,9 @@ if TYPE_CHECKING:
     from ..observe.head_analysis.annotated_examples import Example
     from ..observe.head_analysis.head_redundancy import RedundancyResult
     from ..observe.head_analysis.head_table import HeadTable, ImportanceResult
-    from ..observe.traces import Trace
 
 TRACE_SUFFIX = ".trace"
-VIEW_OPTIONS = {  # views of --show that an option is for, by its field
-    "head": ("weights", "norms", "points"),
-    "over": ("weights", "norms"),
-    "top": ("weights", "norms", "rollout"),
-    "position": ("logits",),
-    "token": ("logits",),
-}
-COMPARISONS = ("compare_text", "compare_model")
-ONE_TEXT = (*VIEW_OPTIONS, *COMPARISONS, "show", "target")  # options that need --text
+ONE_TEXT = ("show", "head", "target")  # options that need --text
 
 
 @options
@@ -64,17 +53,10 @@ class HeadsOptions(TextOptions):
     --text TEXT  show the heads over this text alone; see --show in --help-all
 
     one text (--text):
-    --show VIEW  weights, norms (weights times the length of values after W_O), rollout, logits
-        (what heads add to a logit) or points (queries and keys of a head on a plane) (default:
-        weights)
+    --show VIEW  weights, norms (weights times the length of values after W_O), rollout, or logits
+        (what heads add to the likeliest next token)
     --target TEXT  target text, for an encoder-decoder model
-    --head HEAD  show weights, norms or points of this head, such as L3H2
-    --over HOW  without --head, mean, max, min or sum over heads and layers (default: mean)
-    --position INDEX  position whose logit --show logits explains (default: the last)
-    --token ID  token id to explain (default: the likeliest token)
-    --top COUNT  keys to list for each query (default: 3)
-    --compare-text TEXT  compare the weights of every head with this text
-    --compare-model MODEL  compare with another checkpoint on the same text
+    --head HEAD  weights or norms of this head, such as L3H2 (default: the mean of all heads)
 
     weights and hidden states:
     --circuits  copying score of each head, and the norms of its slice of W_O and of W_V W_O
@@ -104,8 +86,7 @@ class HeadsOptions(TextOptions):
     names = {"--align": "align_files"}
     choices = {
         "importance": "observe.head_analysis.head_importance:IMPORTANCE_METHODS",
-        "show": "weights norms rollout logits points",
-        "over": "observe.head_analysis.attention_maps:AGGREGATIONS",
+        "show": "weights norms rollout logits",
         "criteria": "observe.head_analysis.head_classes:CLASSIFIERS",
         "engine": "local ray",
     }
@@ -116,7 +97,7 @@ class HeadsOptions(TextOptions):
         "normalise_layers": "importance",
         "address": "engine",
     }
-    excludes = ("images importance", "images tokenizer", "head over")
+    excludes = ("images importance", "images tokenizer")
     outputs = {"out": "observe.head_analysis.head_report:HEAD_REPORT"}
     images: str | None = None
     sort: str | None = None
@@ -128,15 +109,9 @@ class HeadsOptions(TextOptions):
     overwrite: bool = False
     json: bool = False
     text: str | None = None
-    show: str | None = None
+    show: str = "weights"
     target: str | None = None
     head: str | None = None
-    over: str | None = None
-    position: int | None = None
-    token: int | None = None
-    top: Count | None = None
-    compare_text: str | None = None
-    compare_model: ModelFolder | None = None
     circuits: bool = False
     spectra: bool = False
     collapse: bool = False
@@ -174,7 +149,9 @@ class HeadsOptions(TextOptions):
         if self.text is not None:
             shared = " ".join(("model text tokenizer json", *ONE_TEXT))
             self._allow_only(shared, "needs many texts, and --text gives one")
-            self._check_view()
+            check_text_model(self.model, "--text", "give --images PATH")
+            if self.head is not None and self.show in ("rollout", "logits"):
+                raise UsageError("--head belongs to --show weights or norms; leave it out")
             return
         self.check_texts()
         if self.images is not None and self.criteria in ("clark", "voita"):
@@ -192,18 +169,6 @@ class HeadsOptions(TextOptions):
         for name, flag in self.options_set.items():
             if name not in names.split():
                 raise UsageError(f"{flag} {fact}; leave it out")
-
-    def _check_view(self) -> None:
-        check_text_model(self.model, "--text", "give --images PATH")
-        compared = [self.options_set[name] for name in COMPARISONS if name in self.options_set]
-        if compared and self.show is not None:
-            raise UsageError(f"--show and {compared[0]} are two views; leave one of them out")
-        if self.show == "points":
-            self.require("show", "head")
-        view = "comparison" if compared else self.show or "weights"
-        for name, views in VIEW_OPTIONS.items():
-            if name in self.options_set and view not in views:
-                raise UsageError(f"--{name} belongs to --show {' or '.join(views)}; leave it out")
 
     def _list_measures(self) -> list[str]:
         """The measures of texts without annotations."""
@@ -441,45 +406,23 @@ def _measure_model(
 
 
 def _show_one_text(model: Any, args: HeadsOptions) -> Any:
-    """Return the view of one text that the options name, or a comparison."""
+    """Return the view of one text that the options name."""
     from ..observe.head_analysis.attention_maps import compute_attention_maps
     from ..observe.head_analysis.logit_attribution import attribute_logit
     from ..observe.inspect.attention_sites import sites
-    from ..observe.traces import compare_traces, map_queries_and_keys
 
-    inputs = _inputs(args, args.text)
-    if args.compare_text is not None or args.compare_model is not None:
-        other = model if args.compare_model is None else _load(args.compare_model, args)
-        text = args.text if args.compare_text is None else args.compare_text
-        return compare_traces(_trace(model, inputs), _trace(other, _inputs(args, text)))
+    text = args.text
+    inputs: Any = text if args.target is None else {"source": text, "text": args.target}
     if args.show == "logits":
-        position = -1 if args.position is None else args.position
-        return attribute_logit(model, inputs, position=position, token=args.token)
-    if args.show == "points":
-        captured = _trace(model, inputs)
-        [(site, head)] = _locate_heads([args.head or ""], captured.layers)
-        return map_queries_and_keys(captured, site, head)
+        return attribute_logit(model, inputs)
     maps = compute_attention_maps(model, inputs)
-    top = 3 if args.top is None else args.top
     if args.show == "rollout":
-        return maps.table(maps.rollout(), "rollout over layers", top=top)
-    quantity = "norms" if args.show == "norms" else "weights"
+        return maps.table(maps.rollout(), "rollout over layers")
     if args.head is None:
-        how = args.over or "mean"
-        matrix = maps.aggregate(of=quantity, heads=how, layers=how)
-        return maps.table(matrix, f"{quantity}, {how} over heads and layers", top=top)
+        title = f"{args.show}, mean over heads and layers"
+        return maps.table(maps.aggregate(of=args.show), title)
     [(site, head)] = _locate_heads([args.head], sites(model))
-    matrix = maps.weights(site) if quantity == "weights" else maps.norms(site)
+    matrix = maps.weights(site) if args.show == "weights" else maps.norms(site)
     if head >= len(matrix):
         raise UsageError(f"{site} has no head {head}; its heads are 0..{len(matrix) - 1}")
-    return maps.table(matrix[head], f"{quantity} of {site} head {head}", site, top=top)
-
-
-def _inputs(args: HeadsOptions, text: str | None) -> Any:
-    return text if args.target is None else {"source": text, "text": args.target}
-
-
-def _trace(model: Any, inputs: Any) -> Trace:
-    from ..observe.inspect.trace_capture import trace
-
-    return trace(model, inputs, max_new_tokens=0)
+    return maps.table(matrix[head], f"{args.show} of {site} head {head}", site)
