@@ -112,24 +112,22 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
         "gqa",
         "mqa",
         "--complexity",
-        "--kernel",
-        "5",
         "--plot",
         str(tmp_path / "a.svg"),
     ]
-    code, out, err = run(capsys, *argv, "--plot-kind", "roofline")
+    code, out, err = run(capsys, *argv)
     assert (code, err) == (0, "")
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
-    data = json.loads(run(capsys, *argv, "--plot-kind", "roofline", "--json", "--overwrite")[1])
+    data = json.loads(run(capsys, *argv, "--json", "--overwrite")[1])
     assert {"complexity", "plot"} <= set(data)
     assert data["complexity"]["sizes"] == {
         "tokens": 2048,
         "model": 512,
         "heads": 8,
-        "kernel": 5,
+        "kernel": 3,
         "window": 64,
     }
-    assert data["plot"] == {"file": str(tmp_path / "a.svg"), "kind": "roofline"}
+    assert data["plot"] == {"file": str(tmp_path / "a.svg")}
 
 
 def test_models_are_matched_by_none_of_their_sizes(capsys, tmp_path):

@@ -600,8 +600,6 @@ def test_published_formulas_are_printed_with_their_difference(capsys, folder):
 def test_a_layer_of_a_model(capsys, folder):
     code, out, _ = run(capsys, folder / "gpt2", "--layer", 11, "--json")
     assert (code, json.loads(out)["rows"][0]["params"]) == (0, 12 * 768**2 + 13 * 768)
-    code, out, _ = run(capsys, folder / "gpt2", "--layer", "11.attention", "--verify")
-    assert (code, out.count("equal")) == (0, 10)
 
 
 def test_the_context_is_limited_by_positions(capsys, folder):

@@ -8,8 +8,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -263,17 +262,6 @@ def short_name(name: str) -> str:
     if name in PRESETS or name == "-":
         return name
     return (path.parent.name if path.name == "config.json" else path.stem) or name
-
-
-def list_spec_keys(target: AttentionSpec | ModelSpec) -> Iterator[str]:
-    """Yield every key of a spec that --set accepts, such as "project.overlap"."""
-    from ..attention.spec.attention_spec import SLOTS, AttentionSpec
-
-    if isinstance(target, AttentionSpec):
-        parts = {slot: getattr(target, slot) for slot in SLOTS if slot != "pattern"}
-        parts |= {f"modifiers.{n}": modifier for n, modifier in enumerate(target.modifiers)}
-        for name, part in {"heads": target.heads, **parts}.items():
-            yield from (f"{name}.{field.name}" for field in fields(part))
 
 
 # --- `--set KEY=VALUE` ----------------------------------------------------------------------------
