@@ -196,7 +196,6 @@ def test_unknown_options_are_reported():
             lambda: Pool(2, grouping="alike"),
             "unknown grouping='alike'; use one of consecutive, similar",
         ),
-        (lambda: Pool(2, score="angle"), "unknown score='angle'"),
         (
             lambda: convert(build_model(GPT2), 1, kind="crosses"),
             "unknown kind='crosses'; did you mean 'cross'",

@@ -155,17 +155,15 @@ def test_divergence_and_distance_are_as_defined_and_blind_to_padding():
     result, taught = torch.randn(2, 2, 3, 5, generator=draw, dtype=torch.float64)
     example = DistillationBatch({}, torch.tensor([[True, True, True], [True, False, False]]))
     counts, temperature = (3, 1), 1.7
-    kl, cosine, square = np.zeros(2), np.zeros(2), np.zeros(2)
+    kl, cosine = np.zeros(2), np.zeros(2)
     for n, count in enumerate(counts):
         for place in range(count):
             s, t = result[n, place].numpy(), taught[n, place].numpy()
             p, q = softmax(t / temperature), softmax(s / temperature)
             kl[n] += temperature**2 * (p * (np.log(p) - np.log(q))).sum() / count
             cosine[n] += (1 - s @ t / np.linalg.norm(s) / np.linalg.norm(t)) / count
-            square[n] += ((s - t) ** 2).mean() / count
     np.testing.assert_allclose(example.kl_divergences(result, taught, temperature), kl, rtol=1e-12)
     np.testing.assert_allclose(example.state_distances(result, taught), cosine, rtol=1e-12)
-    np.testing.assert_allclose(example.state_distances(result, taught, "l2"), square, rtol=1e-12)
 
 
 def test_batches_follow_from_the_seed_and_skip_held_out_texts():
@@ -268,14 +266,13 @@ def test_a_student_equal_to_its_teacher_is_unchanged():
     assert not same(last.net, net.state_dict())
 
 
-@pytest.mark.parametrize("states", ["cosine", "l2"])
-def test_a_model_without_a_head_learns_states(states):
+def test_a_model_without_a_head_learns_states():
     teacher = model_without_head()
     found = uptrain(
         other(teacher, 0.2),
         teacher,
         make_examples(teacher, 80),
-        UptrainingOptions(**LONGER, states=states),
+        UptrainingOptions(**LONGER),
     )
     assert found.curve[-1].held_out < 0.8 * found.curve[0].held_out
     assert "drift" in found.notes[0]
@@ -321,16 +318,6 @@ def test_one_step_is_torchs_own_adamw():
     torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-8).step()
     for name, tensor in mine.state_dict().items():
         torch.testing.assert_close(found.state_dict()[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
-
-
-def test_attention_alone_can_learn():
-    teacher = build_model(LLAMA)
-    student = other(teacher)
-    found = uptrain(
-        student, teacher, make_examples(teacher, 12), UptrainingOptions(**BRIEF, which="attention")
-    ).net
-    for name, tensor in found.named_parameters():
-        assert torch.equal(tensor, student.state_dict()[name]) == (".attention." not in name), name
 
 
 def test_a_model_of_few_bits_learns_in_many():
@@ -442,9 +429,7 @@ def test_unsupported_students_are_refused_before_training():
         ({"alpha": 1.5}, "alpha=1.5"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"held_out": 1.0}, "held_out=1.0"),
-        ({"which": "atention"}, "did you mean 'attention'"),
         ({"keep": "lst"}, "did you mean 'last'"),
-        ({"states": "l1"}, "use one of cosine, l2"),
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
         ({"batch": 2.5}, "is of type float"),
     ],

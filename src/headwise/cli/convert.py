@@ -31,7 +31,6 @@ class ConvertOptions(CompressionOptions):
     --grouping KIND  heads to pool: consecutive, or similar (with the most similar values)
 
     details of the conversion:
-    --score KIND  similarity for --grouping similar: distance or cosine
     --where KIND  attention layers to convert: all, self or cross
     --by METHOD  importance method for --to routed
 
@@ -44,7 +43,6 @@ class ConvertOptions(CompressionOptions):
     choices = {
         "align": "surgery.conversion:ALIGN_SIDES",
         "grouping": "surgery.conversion:GROUPINGS",
-        "score": "surgery.head_alignment:SIMILARITY_KINDS",
         "where": "surgery.conversion:ATTENTION_KINDS",
         "by": "surgery.head_selection:RANKING_METHODS",
     }
@@ -52,7 +50,6 @@ class ConvertOptions(CompressionOptions):
     to: str | None = None
     align: str = "none"
     grouping: str = "consecutive"
-    score: str = "distance"
     where: str = "all"
     by: str = "best"
 
@@ -98,7 +95,7 @@ def _parse_conversion(args: ConvertOptions) -> AttentionConversion:
     from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 
     if args.kv is not None:
-        return Pool(args.kv, args.align, args.grouping, args.score, args.seed)
+        return Pool(args.kv, args.align, args.grouping, args.seed)
     match = FORM.fullmatch(args.to or "")
     assert match is not None
     if match["width"]:

@@ -29,7 +29,6 @@ from .attention_replacement import (
     replace_attentions,
 )
 from .head_alignment import (
-    SIMILARITY_KINDS,
     AlignmentResult,
     CrossProducts,
     align_heads,
@@ -118,19 +117,18 @@ class Pool(AttentionConversion):
     """GQA by mean pooling: `kv` key-value heads, each the mean of a group of equal size
     (2305.13245).
 
-    grouping="consecutive" groups neighbours, "similar" heads with similar values (`score`:
-    "distance" or "cosine"). align="values", "keys" or "both" rotates the heads of a group towards
-    each other before they are averaged, without changing the function (2412.20677).
+    grouping="consecutive" groups neighbours, "similar" heads with close values. align="values",
+    "keys" or "both" rotates the heads of a group towards each other before they are averaged,
+    without changing the function (2412.20677).
     """
 
     kv: int
     align: str = "none"
     grouping: str = "consecutive"
-    score: str = "distance"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        choices = {"align": ALIGN_SIDES, "grouping": GROUPINGS, "score": SIMILARITY_KINDS}
+        choices = {"align": ALIGN_SIDES, "grouping": GROUPINGS}
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -164,7 +162,7 @@ class Pool(AttentionConversion):
         if self.grouping == "similar":
             assert statistics is not None
             symmetry, _ = find_symmetry(spec, weights, "v")
-            similarity = compute_similarity(statistics["v"], symmetry, kind=self.score)
+            similarity = compute_similarity(statistics["v"], symmetry)
             groups = group_similar_heads(similarity, self.kv, seed=self.seed)
         spec.with_heads(kv=self.kv)  # raises before alignment if parts need more key-value heads
         alignment = AlignmentResult(dict(weights), {}, {})

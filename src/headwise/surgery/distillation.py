@@ -37,7 +37,6 @@ from .verification.model_comparison import is_float_tensor
 
 # Inputs of a model, and the arguments that hold their positions and segments.
 STREAM_ARGUMENTS = {"x": "sequence", "source": "source_sequence"}
-STATE_LOSSES = ("cosine", "l2")
 
 
 class DistillationBatch(NamedTuple):
@@ -96,20 +95,10 @@ class DistillationBatch(NamedTuple):
         ).sum(-1)
         return _mean_by_text(per_position, self.positions) * temperature**2
 
-    def state_distances(
-        self, outputs: Tensor, teacher_outputs: Tensor, metric: str = "cosine"
-    ) -> Tensor:
-        """Return the distance of hidden states from the teacher's, per text: 1 - cosine, or mean
-        square for "l2".
-        """
-        states = to_at_least_float32(outputs)
-        teacher_states = to_at_least_float32(teacher_outputs)
-        per_position = (
-            1 - F.cosine_similarity(states, teacher_states, dim=-1)
-            if metric == "cosine"
-            else (states - teacher_states).square().mean(-1)
-        )
-        return _mean_by_text(per_position, self.positions)
+    def state_distances(self, outputs: Tensor, teacher_outputs: Tensor) -> Tensor:
+        """Return 1 - cosine of hidden states and the teacher's, per text."""
+        states = (to_at_least_float32(one) for one in (outputs, teacher_outputs))
+        return _mean_by_text(1 - F.cosine_similarity(*states, dim=-1), self.positions)
 
 
 def _mean_by_text(per_position: Tensor, mask: Tensor) -> Tensor:
@@ -291,8 +280,7 @@ class RetrainingOptions(CheckedDataclass, ABC):
     The loss is alpha times the distance from the teacher plus (1 - alpha) times the model's own
     loss, averaged over texts. The distance is KL(teacher || model) of the logits at a
     `temperature`, times its square (1503.02531); for a model without an output head it is 1 -
-    cosine of the hidden states, or with states="l2" the mean squared error. A model without a loss
-    of its own learns from the teacher alone.
+    cosine of the hidden states. A model without a loss of its own learns from the teacher alone.
 
     The optimiser is AdamW with peak learning rate `rate`; `warmup` is a fraction of the steps of
     the `schedule`. `clip` limits the gradient norm, 0 disables it. A fraction `held_out` of the
@@ -312,10 +300,7 @@ class RetrainingOptions(CheckedDataclass, ABC):
         "every": (1, 10**9),
         "seed": (0, 2**63 - 1),
     }
-    choices: ClassVar[Mapping[str, Collection[str]]] = {
-        "schedule": SCHEDULES,
-        "states": STATE_LOSSES,
-    }
+    choices: ClassVar[Mapping[str, Collection[str]]] = {"schedule": SCHEDULES}
     steps: int = 200
     batch: int = 16
     rate: float = 3e-4
@@ -325,7 +310,6 @@ class RetrainingOptions(CheckedDataclass, ABC):
     clip: float = 1.0
     temperature: float = 2.0
     alpha: float = 0.5
-    states: str = "cosine"
     objective: str | Objective | None = None
     held_out: float = 0.1
     every: int = 20
@@ -493,7 +477,7 @@ class Retraining:
             )
         if self._has_logits:
             return batch.kl_divergences(outputs, expected, self.options.temperature)
-        return batch.state_distances(outputs, expected, self.options.states)
+        return batch.state_distances(outputs, expected)
 
     def held_out_loss(self, net: Transformer) -> float:
         """Return the loss on the held-out texts, of this model or one derived from it."""
@@ -576,25 +560,21 @@ def fork_rng(seed: int) -> Iterator[None]:
 
 # --- Uptraining of a changed model ----------------------------------------------------------------
 
-TRAINABLE_PARTS = ("all", "attention")
 KEEP_MODES = ("best", "last")
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class UptrainingOptions(RetrainingOptions):
-    """Options of `uptrain`: those of retraining, which parameters to train, and which weights to
-    return.
+    """Options of `uptrain`: those of retraining, and which weights to return.
 
-    which="attention" trains the attention layers only. keep="best" returns the weights with the
-    lowest held-out loss, which may be those of step 0, before any training; keep="last" those of
-    the last step.
+    keep="best" returns the weights with the lowest held-out loss, which may be those of step 0,
+    before any training; keep="last" those of the last step.
 
     >>> UptrainingOptions(steps=50, alpha=1.0)
     UptrainingOptions(steps=50, alpha=1.0)
     """
 
-    choices: ClassVar = {**RetrainingOptions.choices, "which": TRAINABLE_PARTS, "keep": KEEP_MODES}
-    which: str = "all"
+    choices: ClassVar = {**RetrainingOptions.choices, "keep": KEEP_MODES}
     keep: str = "best"
 
 
@@ -624,27 +604,10 @@ def uptrain(
     """
     loader = DistillationLoader(DistillationTexts(student, examples, options.objective), options)
     net = cast_for_training(student, replace_attentions(student, {}))
-    trainable = list_trainable(net, options.which)
+    trainable = [name for name, _ in net.named_parameters()]
     training = Retraining(net, teacher, loader, trainable, progress, options.keep)
     training.run()
     net.requires_grad_(True).to(next(student.parameters()).dtype).train(student.training)
     curve = tuple(training.curve)
     notes = loader.texts.notes
     return UptrainingResult(net, curve, training.saved_step, training.stop_reason, notes)
-
-
-def list_trainable(net: Transformer, trainable: str = "all") -> list[str]:
-    """Return the names of the parameters to train: all, or those of the attention layers.
-
-    >>> import headwise as hw
-    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    >>> list_trainable(hw.build(hw.families.read_model_spec(config), seed=0), "attention")[0]
-    'decoder.0.attention.project.q'
-    """
-    sites = tuple(f"{site}." for site, _ in net.spec.attention_specs())
-    names = [
-        name for name, _ in net.named_parameters() if trainable == "all" or name.startswith(sites)
-    ]
-    if not names:
-        raise SpecError(f"{net.spec.name} has no attention parameters; use which='all'")
-    return names

@@ -140,25 +140,21 @@ def pooling_error(products: Tensor, maps: Tensor) -> float:
 
 # --- Cross products of the key and value heads of a layer -----------------------------------------
 
-SIMILARITY_KINDS = ("distance", "cosine")
-
 
 @dataclass(frozen=True, eq=False)
 class CrossProducts:
     """Cross products sums[i, j] = X_i^T X_j over `num_tokens` tokens, [heads, heads, width, width].
 
-    They are on the CPU, in float64. `normalised_sums` are those of X with rows of unit length.
-    Least squares between mapped heads depend on nothing else, so tokens need not be stored;
-    products over two sets of tokens add up.
+    They are on the CPU, in float64. Least squares between mapped heads depend on nothing else, so
+    tokens need not be stored; products over two sets of tokens add up.
 
     >>> x = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])  # two tokens of one head
     >>> both = CrossProducts.from_features(x) + CrossProducts.from_features(x)
-    >>> both.num_tokens, both.sums[0, 0].tolist(), both.normalised_sums[0, 0].trace().item()
-    (4, [[18.0, 24.0], [24.0, 32.0]], 2.0)
+    >>> both.num_tokens, both.sums[0, 0].tolist()
+    (4, [[18.0, 24.0], [24.0, 32.0]])
     """
 
     sums: Tensor
-    normalised_sums: Tensor
     num_tokens: int
 
     @staticmethod
@@ -170,24 +166,12 @@ class CrossProducts:
                 "keys or values are not finite (NaN or inf); check the weights, or mask padding "
                 "tokens"
             )
-        lengths = x.norm(dim=-1, keepdim=True)
-        return CrossProducts(
-            _pairwise_products(x),
-            _pairwise_products(x / torch.where(lengths > 0, lengths, 1.0)),
-            len(x),
-        )
+        flat = x.flatten(1)
+        products = (flat.T @ flat).cpu().unflatten(1, x.shape[1:]).unflatten(0, x.shape[1:])
+        return CrossProducts(products.transpose(1, 2), len(x))
 
     def __add__(self, other: CrossProducts) -> CrossProducts:
-        return CrossProducts(
-            self.sums + other.sums,
-            self.normalised_sums + other.normalised_sums,
-            self.num_tokens + other.num_tokens,
-        )
-
-
-def _pairwise_products(x: Tensor) -> Tensor:
-    flat = x.flatten(1)
-    return (flat.T @ flat).cpu().unflatten(1, x.shape[1:]).unflatten(0, x.shape[1:]).transpose(1, 2)
+        return CrossProducts(self.sums + other.sums, self.num_tokens + other.num_tokens)
 
 
 def compute_kv_features(attention: Attention, z: Tensor) -> dict[str, Tensor]:
@@ -214,14 +198,11 @@ def compute_kv_features(attention: Attention, z: Tensor) -> dict[str, Tensor]:
     return {"k": k_BSGK, "v": v_BSGV}
 
 
-def compute_similarity(
-    products: CrossProducts, symmetry: SymmetryGroup | None = None, *, kind: str = "distance"
-) -> Tensor:
-    """Return the similarity of every pair of heads after the best map in the symmetry group,
-    [heads, heads].
+def compute_similarity(products: CrossProducts, symmetry: SymmetryGroup | None = None) -> Tensor:
+    """Return minus the mean squared distance of every pair of heads after the best map in the
+    symmetry group, [heads, heads].
 
-    "distance" is minus the mean squared distance, "cosine" the mean cosine of rows (2412.20677);
-    the map maximises the respective similarity. Without `symmetry` heads are compared as they are.
+    Without `symmetry` heads are compared as they are.
 
     >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])  # one token, two orthogonal heads
     >>> [
@@ -230,13 +211,9 @@ def compute_similarity(
     ... ]
     [-2.0, 0.0]
     """
-    group = symmetry or SymmetryGroup()
-    if kind == "cosine":
-        return max_trace(products.normalised_sums, group) / products.num_tokens
     squared_norms = products.sums.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1).sum(-1)
-    return (
-        2 * max_trace(products.sums, group) - squared_norms[:, None] - squared_norms
-    ) / products.num_tokens
+    traces = max_trace(products.sums, symmetry or SymmetryGroup())
+    return (2 * traces - squared_norms[:, None] - squared_norms) / products.num_tokens
 
 
 # --- Alignment of a layer's key-value heads -------------------------------------------------------
