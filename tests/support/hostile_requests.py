@@ -55,7 +55,6 @@ PARAMETERS = {
     "rows": (4,),
     "cols": (4,),
     "lens": ("weights", "model"),
-    "pool": ("max", "mean"),
     "stream": ("text",),
     "how": ("mean", "max"),
     "scope": ("layer", "model"),

@@ -50,18 +50,17 @@ def record(
     return Trace({}, {"text": make_token_rows([list(map(str, range(queries)))])}, (layer,), grids)
 
 
-@pytest.mark.parametrize("pool", ["max", "mean"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_tile_of_a_long_text_is_pooled_exactly(pool: str, causal: bool):
+def test_a_tile_of_a_long_text_is_pooled_exactly(causal: bool):
     opened = OpenModel(record(None, causal=causal))
     weights = opened.get_trace().head_weights(SITE, 1)[13:1313, 3:1203]
-    tile = opened.tile(SITE, 1, TileRange(slice(13, 1300), slice(3, 1203), (9, 40)), pool=pool)
+    tile = opened.tile(SITE, 1, TileRange(slice(13, 1300), slice(3, 1203), (9, 40)))
     edges = 13 + np.arange(10) * 1287 // 9
     for row in range(9):
         part = weights[edges[row] - 13 : edges[row + 1] - 13].reshape(
             edges[row + 1] - edges[row], 40, 30
         )
-        expected = part.max((0, 2)) if pool == "max" else part.mean((0, 2))
+        expected = part.max((0, 2))
         assert np.abs(tile.weights[row] - np.ceil(expected * 255 - 1e-4)).max() <= 1
         assert tile.masked[row].tolist() == [
             int(causal and 3 + 30 * cell >= edges[row + 1]) for cell in range(40)

@@ -114,11 +114,6 @@ class Query:
         return self.integer("head", 0, self.layer.heads - 1)
 
     @property
-    def row(self) -> int:
-        """The row of the batch."""
-        return self.integer("row", 0, self.layer.batch_size - 1, 0)
-
-    @property
     def lens(self) -> str:
         """Name of the factor that weights are multiplied with."""
         return self.choice("lens", LENSES)
@@ -204,8 +199,7 @@ def answer_tile(view: OpenModel, query: Query) -> bytes:
     rows = query.integer("rows", 1, MAX_TILE_CELLS, 512)
     columns = query.integer("cols", 1, MAX_TILE_CELLS, 512)
     part = query.part._replace(size=(rows, columns))
-    pool = query.choice("pool", ("max", "mean"))
-    tile = view.tile(query.site, query.head, part, pool=pool, lens=query.lens, row=query.row)
+    tile = view.tile(query.site, query.head, part, lens=query.lens)
     return encode_arrays(
         {"weights": tile.weights, "masked": tile.masked},
         scale=tile.scale,
@@ -222,8 +216,8 @@ def answer_row(view: OpenModel, query: Query) -> bytes:
     """The exact weights of one query, and its masked keys."""
     number = query.integer("query", 0, query.layer.num_queries - 1)
     block = slice(number, number + 1)
-    weights = view.weights(query.site, query.head, block, lens=query.lens, row=query.row)[0]
-    allowed = view.get_trace().head_mask(query.site, query.head, block, row=query.row)[0]
+    weights = view.weights(query.site, query.head, block, lens=query.lens)[0]
+    allowed = view.get_trace().head_mask(query.site, query.head, block)[0]
     return encode_arrays({"weights": weights, "masked": (~allowed).astype(np.uint8)}, query=number)
 
 
@@ -231,7 +225,7 @@ def answer_row(view: OpenModel, query: Query) -> bytes:
 def answer_column(view: OpenModel, query: Query) -> bytes:
     """The exact weights of one key."""
     number = query.integer("key", 0, query.layer.num_keys - 1)
-    weights = view.weights(query.site, query.head, slice(None), lens=query.lens, row=query.row)
+    weights = view.weights(query.site, query.head, slice(None), lens=query.lens)
     return encode_arrays({"weights": np.ascontiguousarray(weights[:, number])}, key=number)
 
 
@@ -239,7 +233,6 @@ def answer_column(view: OpenModel, query: Query) -> bytes:
 def answer_rows(view: OpenModel, query: Query) -> bytes:
     """One query in all heads of the layers that have it: [heads, keys], padded with zeros."""
     number = query.integer("query", 0, view.max_tokens)
-    row = query.integer("row", 0, MOST_SITES, 0)
     stream = query.text("stream", "text")
     rows: list[np.ndarray] = []
     heads: list[list[int]] = []
@@ -247,7 +240,7 @@ def answer_rows(view: OpenModel, query: Query) -> bytes:
         if layer.query_stream != stream or number >= layer.num_queries:
             continue
         for head in range(layer.heads):
-            rows.append(view.weights(layer.name, head, slice(number, number + 1), row=row)[0])
+            rows.append(view.weights(layer.name, head, slice(number, number + 1))[0])
             heads.append([site, head])
     weights = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
     for place, values in enumerate(rows):
@@ -260,7 +253,7 @@ def answer_marginals(view: OpenModel, query: Query) -> bytes:
     """The marginals of a head; `first` is the distance query - key of the first mean of
     `by_offset`.
     """
-    marginals = view.marginals(query.site, query.head, lens=query.lens, row=query.row)
+    marginals = view.marginals(query.site, query.head, lens=query.lens)
     first = 1 - query.layer.num_keys
     return encode_arrays(marginals._asdict(), first=first, revision=view.revision)
 
@@ -268,7 +261,7 @@ def answer_marginals(view: OpenModel, query: Query) -> bytes:
 @answer("peak")
 def answer_peak(view: OpenModel, query: Query) -> bytes:
     """The exact largest weight of a part, for a cell that covers several pairs."""
-    peak = view.peak(query.site, query.head, query.part, lens=query.lens, row=query.row)
+    peak = view.peak(query.site, query.head, query.part, lens=query.lens)
     place = np.array([peak.query, peak.key], np.int32)
     return encode_arrays({"weight": np.array([peak.weight], np.float32), "place": place})
 

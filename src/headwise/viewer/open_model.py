@@ -262,39 +262,32 @@ class OpenModel:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def weights(
-        self, site: str, head: int, queries: slice, *, lens: str = "weight", row: int = 0
-    ) -> FloatArray:
+    def weights(self, site: str, head: int, queries: slice, lens: str = "weight") -> FloatArray:
         """Weights of one head for a range of queries, [queries, keys], through a lens.
 
         "weight" are the attention weights, "value" the weights times the norm of each value vector,
         "effect" the weights times the norm of each value vector after the head's output projection
         (2004.10102).
         """
-        return self.head_reader(site, head, lens=lens, row=row).weights(queries)
+        return self.head_reader(site, head, lens).weights(queries)
 
-    def head_reader(
-        self, site: str, head: int, *, lens: str = "weight", row: int = 0
-    ) -> HeadReader:
+    def head_reader(self, site: str, head: int, lens: str = "weight") -> HeadReader:
         """The weights of one head through a lens, and its mask, by ranges of queries."""
         trace = self.get_trace()
         layer = trace.get_layer(site)
-        norms = self._value_norms(
-            site, head, lens, row
-        )  # once, because the output projection takes long to read
+        # once, because the output projection takes long to read
+        norms = self._value_norms(site, head, lens)
 
         def read_weights(queries: slice) -> FloatArray:
-            weights = trace.head_weights(site, head, queries, row=row).astype(
-                np.float32, copy=False
-            )
+            weights = trace.head_weights(site, head, queries).astype(np.float32, copy=False)
             return weights if norms is None else weights * norms[: weights.shape[1]]
 
         def read_mask(queries: slice) -> NDArray[np.bool_]:
-            return trace.head_mask(site, head, queries, row=row)
+            return trace.head_mask(site, head, queries)
 
         return HeadReader(read_weights, read_mask, layer.num_queries, layer.num_keys)
 
-    def _value_norms(self, site: str, head: int, lens: str, row: int) -> FloatArray | None:
+    def _value_norms(self, site: str, head: int, lens: str) -> FloatArray | None:
         """The factor of every key in a lens; None for the weights themselves."""
         layer = self.get_trace().get_layer(site)
         if lens not in LENSES:
@@ -305,7 +298,7 @@ class OpenModel:
             raise ValueError(
                 f"the values of {site} were not recorded; record the trace with --record v"
             )
-        values = layer.arrays["v"][row, :, layer.kv_head_of_query[head]].astype(np.float32)
+        values = layer.arrays["v"][0, :, layer.kv_head_of_query[head]].astype(np.float32)
         if lens == "effect":
             values = values @ self._output_matrix(site, head)
         return np.linalg.norm(values, axis=-1).astype(np.float32)
@@ -324,19 +317,8 @@ class OpenModel:
             )
         return np.asarray(circuits[site].output_map(head).float().cpu().numpy(), np.float32)
 
-    def tile(
-        self,
-        site: str,
-        head: int,
-        part: TileRange,
-        *,
-        pool: str = "max",
-        lens: str = "weight",
-        row: int = 0,
-    ) -> Tile:
-        """A picture of a range of weights; each cell is the largest or the mean weight in it."""
-        if pool not in ("max", "mean"):
-            raise ValueError(f"unknown pool={pool!r}; use max or mean")
+    def tile(self, site: str, head: int, part: TileRange, lens: str = "weight") -> Tile:
+        """A picture of a range of weights; each cell is the largest weight in it."""
         layer = self.get_trace().get_layer(site)
         start, stop, _ = part.queries.indices(layer.num_queries)
         left, right, _ = part.keys.indices(layer.num_keys)
@@ -344,7 +326,7 @@ class OpenModel:
             raise ValueError("the tile is empty; give at least one query and one key")
         sides = [min(side, MAX_TILE_CELLS) for side in part.size]
         cells = Cells(make_edges(start, stop, sides[0]), make_edges(left, right, sides[1]))
-        values, masked = pool_weights(self.head_reader(site, head, lens=lens, row=row), cells, pool)
+        values, masked = pool_weights(self.head_reader(site, head, lens), cells)
         scale = 1.0 if lens == "weight" else float(values.max(initial=0.0)) or 1.0
         pixels = np.ceil(values * (255 / scale) - 1e-4).clip(0, 255).astype(np.uint8)
         return Tile(pixels, masked, scale)
@@ -368,23 +350,17 @@ class OpenModel:
             if self.trace is trace:
                 self.trace = with_thumbnails
 
-    def marginals(self, site: str, head: int, *, lens: str = "weight", row: int = 0) -> Marginals:
+    def marginals(self, site: str, head: int, lens: str = "weight") -> Marginals:
         """The weight on each key, the entropy and maximum of each query, and the mean weight at
         each distance.
 
         The entropy and the means by distance are those of the weights, whatever the lens.
         """
-        return compute_marginals(
-            self.head_reader(site, head, row=row), self._value_norms(site, head, lens, row)
-        )
+        return compute_marginals(self.head_reader(site, head), self._value_norms(site, head, lens))
 
-    def peak(
-        self, site: str, head: int, part: TileRange, *, lens: str = "weight", row: int = 0
-    ) -> Peak:
+    def peak(self, site: str, head: int, part: TileRange, lens: str = "weight") -> Peak:
         """The largest weight of a range of queries and keys."""
-        return find_peak(
-            self.head_reader(site, head, lens=lens, row=row).weights, part.queries, part.keys
-        )
+        return find_peak(self.head_reader(site, head, lens).weights, part.queries, part.keys)
 
     # --- changes ----------------------------------------------------------------------------------
 

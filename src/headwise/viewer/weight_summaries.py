@@ -77,25 +77,22 @@ def make_edges(start: int, stop: int, cells: int) -> NDArray[np.int64]:
     return start + np.arange(cells + 1) * (stop - start) // cells
 
 
-def pool_weights(head: HeadReader, cells: Cells, pool: str) -> tuple[FloatArray, ByteArray]:
-    """The largest ("max") or mean weight of each cell, and 1 where no pair of a cell is allowed."""
+def pool_weights(head: HeadReader, cells: Cells) -> tuple[FloatArray, ByteArray]:
+    """The largest weight of each cell, and 1 where no pair of a cell is allowed."""
     values = np.zeros((len(cells.queries) - 1, len(cells.keys) - 1), np.float32)
     masked = np.zeros(values.shape, np.uint8)
     left = int(cells.keys[0])
     right = int(cells.keys[-1])
     columns = cells.keys[:-1] - left
-    reduce = np.maximum if pool == "max" else np.add
     for first, last in _group_cells(cells.queries):
         block = slice(int(cells.queries[first]), int(cells.queries[last]))
         rows = cells.queries[first:last] - block.start
         values[first:last] = _reduce_cells(
-            head.weights(block)[:, left:right], rows, columns, reduce
+            head.weights(block)[:, left:right], rows, columns, np.maximum
         )
         masked[first:last] = ~_reduce_cells(
             head.mask(block)[:, left:right], rows, columns, np.logical_or
         )
-    if pool == "mean":
-        values /= np.diff(cells.queries)[:, None] * np.diff(cells.keys)
     return values, masked
 
 
