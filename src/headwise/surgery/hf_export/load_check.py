@@ -19,14 +19,18 @@ from torch import Tensor
 
 from ...hub.pretrained_models import load_transformers_folder
 from ...models import Transformer
-from ...models.model_spec import StackSpec
+from ...models.generation import max_positions
 from ...util.errors import SpecError
 from ...util.python_processes import python_command
-from ..verification.model_comparison import OUTPUT_TOLERANCE, cast_model, parameter_dtype
+from ..verification.model_comparison import (
+    OUTPUT_TOLERANCE,
+    cast_model,
+    parameter_dtype,
+    random_input,
+)
 from .shard_rewrite import CanonicalForm
 
 INPUT_LENGTH = 9
-FIRST_TOKEN = 3  # smaller ids are often padding, begin and end of text
 TIMEOUT_SECONDS = 900
 
 # Script of the process that loads the folder. Arguments: folder, file of inputs and outputs, and
@@ -101,8 +105,7 @@ def check_load(
     """Load a folder with transformers, plainly or by its loader script and candidate changes, and
     compare with `net`.
 
-    headwise must read the tensors of `form` back exactly, and outputs must agree in headwise and in
-    transformers.
+    headwise must read the tensors of `form` back exactly, and outputs must agree with transformers.
     """
     reloaded = load_transformers_folder(folder)
     read_back = reloaded.state_dict()
@@ -114,11 +117,6 @@ def check_load(
     expected = _sample_inputs_and_outputs(
         cast_model(on_cpu, torch.float32, stored=parameter_dtype(reloaded))
     )
-    for name, output in _sample_inputs_and_outputs(cast_model(reloaded, torch.float32)).items():
-        if not bool(
-            ((output - expected[name]).abs() <= OUTPUT_TOLERANCE * expected[name].abs().max()).all()
-        ):
-            raise SpecError("outputs differ after reading the folder back")
     del reloaded, read_back
     if find_spec("transformers") is None:
         return LoadCheck(
@@ -169,44 +167,23 @@ def _run_loader(command: list[str]) -> LoadCheck:
 
 def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:
     """Return sample inputs under the names of transformers, and the model's outputs for them."""
-    generator = torch.Generator().manual_seed(0)
     first = net.spec.stacks[0]
     last = net.spec.stacks[-1]
-    x = _sample_input(first, net, generator)
+    like = next(net.parameters())
+    lengths = [min(INPUT_LENGTH, max_positions(one) or INPUT_LENGTH) for one in (first, last)]
+    x = random_input(first, like, 1, lengths[0])
+    if net.usage.end and not x.is_floating_point():
+        x[0, -1] = net.usage.end[0]  # some classification heads read the end-of-text token
     name = "pixel_values" if first.embedding and first.embedding.patches else "input_ids"
     tensors = {f"in.{name}": x}
     with torch.inference_mode():
         if first is last:
             h = net.hidden(x)
         else:
-            y = _sample_input(last, net, generator)[:, :-2]
+            y = random_input(last, like, 1, lengths[1])[:, :-2]
             tensors["in.decoder_input_ids"] = y
             h = net.hidden(y, source=x)
         outputs = {"out.last_hidden_state": h} | (
             {"out.logits": net.apply_head(h)} if net.spec.heads else {}
         )
     return tensors | {name: tensor.clone().contiguous() for name, tensor in outputs.items()}
-
-
-def _sample_input(stack: StackSpec, net: Transformer, generator: torch.Generator) -> Tensor:
-    embedding = stack.embedding
-    if embedding is None:
-        raise ValueError(
-            f"cannot make a sample input: {stack.name} takes neither token ids nor pixels"
-        )
-    patches = embedding.patches
-    if patches:
-        size = (1, patches.channels, patches.rows * patches.high, patches.columns * patches.wide)
-        return torch.randn(size, generator=generator)
-    max_length = (
-        embedding.positions.length
-        if embedding.positions and embedding.positions.length
-        else INPUT_LENGTH
-    )
-    count = min(INPUT_LENGTH, max_length)
-    ids = torch.randint(
-        min(FIRST_TOKEN, embedding.tokens - 1), embedding.tokens, (1, count), generator=generator
-    )
-    if net.usage.end:
-        ids[0, -1] = net.usage.end[0]  # some classification heads read the end-of-text token
-    return ids

@@ -24,7 +24,7 @@ from ...models import Transformer
 from ...models.generation import eval_mode, max_positions as known
 from ...models.transformer import ModelCache
 from ...util.errors import SpecError
-from .model_comparison import JsonRecord, dtype_name, parameter_dtype
+from .model_comparison import JsonRecord, dtype_name, parameter_dtype, random_input
 
 COUNTED_LENGTH = 512  # default number of tokens for FLOPs and cache
 COUNTED_BYTES = 4  # bytes per number in cost estimates; replaced by the element size of the model
@@ -266,28 +266,6 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
     return length, steps
 
 
-def make_timing_input(net: Transformer, batch: int, length: int) -> Tensor:
-    """Return random input for the first stack: token ids, or noise for images and vectors."""
-    stack = net.spec.stacks[0]
-    embedding = stack.embedding
-    weight = next(net.parameters())
-    generator = torch.Generator().manual_seed(0)
-    if embedding is not None and embedding.tokens:
-        return torch.randint(0, embedding.tokens, (batch, length), generator=generator).to(
-            weight.device
-        )
-    if embedding is not None and (patches := embedding.patches) is not None:
-        shape = (
-            batch,
-            patches.channels,
-            patches.rows * patches.high,
-            patches.columns * patches.wide,
-        )
-    else:
-        shape = (batch, length, stack.model)
-    return torch.randn(shape, generator=generator).to(weight)
-
-
 def list_phases(
     net: Transformer, inputs: Tensor, timing: TimingOptions, length: int, notes: list[str]
 ) -> Iterator[TimedPhase]:
@@ -444,7 +422,7 @@ def compare_speed(
     """
     length, steps = fit_lengths(before, timing)
     timing = replace(timing, steps=steps)
-    inputs = make_timing_input(before, timing.batch, length)
+    inputs = random_input(before.spec.stacks[0], next(before.parameters()), timing.batch, length)
     notes = list[str]()
     phases = list(list_phases(before, inputs, timing, length, notes))
     if not any(after.spec.attention_specs()):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models import Transformer, build
+from ...models.model_spec import StackSpec
 from ...observe.head_analysis.annotated_examples import Example
 from ...observe.head_analysis.objectives import get_output_tensor
 from ...observe.inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
@@ -314,6 +315,27 @@ def _run_in_dtype(
             return _check_finite(model, get_output_tensor(model(*inputs.args, **inputs.kwargs)))
     with patch(model, patches) if patches else nullcontext():
         return compute_output(model, inputs)
+
+
+FIRST_TOKEN = 3  # smaller ids are often padding, begin and end of text
+
+
+def random_input(stack: StackSpec, like: Tensor, batch: int, length: int) -> Tensor:
+    """Return the same random input for a stack at every call: token ids, or noise for images and
+    vectors.
+    """
+    generator = torch.Generator().manual_seed(0)
+    embedding = stack.embedding
+    if embedding is not None and embedding.tokens:
+        first = min(FIRST_TOKEN, embedding.tokens - 1)
+        ids = torch.randint(first, embedding.tokens, (batch, length), generator=generator)
+        return ids.to(like.device)
+    patches = None if embedding is None else embedding.patches
+    shape: tuple[int, ...] = (batch, length, stack.model)
+    if patches is not None:
+        size = (patches.rows * patches.high, patches.columns * patches.wide)
+        shape = (batch, patches.channels, *size)
+    return torch.randn(shape, generator=generator).to(like)
 
 
 def is_float_tensor(value: Any) -> bool:
