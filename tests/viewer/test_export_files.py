@@ -214,7 +214,7 @@ def test_the_route_sends_a_file_to_save(sample: OpenModel):
         ("kind=csv&site=99&head=0", "there is no site 99"),
         ("kind=csv&site=0&head=99", "head=99 is out of range"),
         ("kind=csv&min_weight=nan", "min_weight='nan' is not a number"),
-        ("kind=csv&min_weight=2", "min_weight='2' is not a number"),
+        ("kind=csv&min_weight=2", "min_weight=2 is not a number"),
         ("kind=../../x", "kind='../../x' is unknown"),
         ("kind=svg&theme=blue", "theme='blue' is unknown"),
         ("kind=svg&site=0&head=0&q0=5&q1=5", "give no position"),

@@ -73,12 +73,13 @@ def integer(low: int, high: int, default: Any = REQUIRED) -> Field:
     return Field(read, default)
 
 
-def number(default: Any = REQUIRED) -> Field:
+def number(default: Any = REQUIRED, low: float = -math.inf, high: float = math.inf) -> Field:
     """A finite number."""
 
     def read(model: OpenModel, name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ValueError(f"{name}={value!r} is not a number; give for example 0.5")
+        if type(value) not in (int, float) or not (math.isfinite(value) and low <= value <= high):
+            scope = f" from {low:g} to {high:g}" if math.isfinite(high) else ""
+            raise ValueError(f"{name}={value!r} is not a number{scope}; give for example 0.5")
         return value
 
     return Field(read, default)

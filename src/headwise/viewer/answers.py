@@ -20,12 +20,14 @@ from ..observe.traces.attention_record import AttentionRecord
 from ..observe.traces.attention_trace import AGGREGATES, aggregate_heads, roll_out_attention
 from ..observe.traces.head_steps import HeadPlace
 from ..observe.traces.query_key_map import multiply_channels
+from .action_fields import REQUIRED, Field, choice, integer, number
 from .binary_answers import encode_arrays, encode_steps, find_steps, get_native_copy
 from .comparison_actions import exact_pair, pool_difference
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
 from .view_document import list_classes, stack_measures
 from .weight_summaries import thumbnail_masks
 
+NUMBER = re.compile(r"-?\d{1,12}(\.\d{1,9})?", re.ASCII)  # in a parameter
 MAX_KEYS = 512  # keys with products by channel; those with the largest scores
 MAX_AGGREGATE_CELLS = 2048**2  # of the matrix of many heads
 LISTED_TOKENS = 12  # with the largest and with the smallest effects
@@ -39,29 +41,21 @@ class Query:
         self.view = view
         self.parameters = parameters
 
-    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+    def _get(self, name: str, field: Field) -> Any:
+        """The value of a parameter; digits are a number."""
+        values: dict[str, Any] = dict(self.parameters)
+        text = values.get(name, "")
+        if NUMBER.fullmatch(text):
+            values[name] = float(text) if "." in text else int(text)
+        return field.get(self.view, name, values)
+
+    def integer(self, name: str, low: int, high: int, default: Any = REQUIRED) -> int:
         """An integer from `low` to `high`."""
-        text = self.parameters.get(name)
-        if text is None and default is not None:
-            return default
-        if not re.fullmatch(r"-?\d{1,12}", text or "", re.ASCII):
-            raise ValueError(
-                f"{name}={(text or '')[:20]!r} is not an integer; give {low} to {high}"
-            )
-        if not low <= int(text or "") <= high:
-            raise ValueError(f"{name}={text} is out of range; give {low} to {high}")
-        return int(text or "")
+        return self._get(name, integer(low, high, default))
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
         """A number from `low` to `high`."""
-        text = self.parameters.get(name, str(default))
-        is_number = re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII)
-        if not is_number or not low <= float(text) <= high:
-            raise ValueError(
-                f"{name}={text[:20]!r} is not a number from {low:g} to {high:g}; give one, such "
-                f"as {high / 10:g}"
-            )
-        return float(text)
+        return self._get(name, number(default, low, high))
 
     def span(self, prefix: str, count: int) -> slice:
         """A range of positions, from `prefix`0 to `prefix`1; all by default."""
@@ -76,10 +70,7 @@ class Query:
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
         """One of several words; the first by default."""
-        value = self.parameters.get(name, choices[0])
-        if value not in choices:
-            raise ValueError(f"{name}={value[:20]!r} is unknown; use one of {', '.join(choices)}")
-        return value
+        return self._get(name, choice(choices, choices[0]))
 
     def text(self, name: str, default: str) -> str:
         """A short text."""
