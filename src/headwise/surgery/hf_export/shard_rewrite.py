@@ -5,7 +5,7 @@ by shard.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...attention.head_axis_ops import select_heads, transform_axes
-from ...attention.interfaces import Part
 from ...attention.interfaces.part import field_defaults
 from ...attention.spec.attention_spec import SLOTS, AttentionSpec
 from ...hub.checkpoint_weights import INDEX_FILE, TensorSource, open_folder
@@ -194,7 +193,7 @@ def _fit_axis(spec: AttentionSpec, name: str, axis: str, size: int) -> Attention
     does.
     """
     part = dict(spec.parts())[name]
-    for field, default in _default_fields(part).items():
+    for field, default in field_defaults(type(part)).items():
         new_part = replace(part, **{field: default})
         if getattr(part, field) != default and spec.sizes_of(new_part)[axis] == size:
             return _replace_part(spec, name, new_part)
@@ -206,18 +205,13 @@ def _fit_axis(spec: AttentionSpec, name: str, axis: str, size: int) -> Attention
 
 def _drop_defaults(form: CanonicalForm) -> CanonicalForm:
     """Reset fields of parts to their defaults where that changes nothing."""
-    specs = dict(form.model_spec.attention_specs())
-    return replace(
-        form,
-        model_spec=replace_specs(
-            form.model_spec, {site: _simplify_spec(spec) for site, spec in specs.items()}
-        ),
-    )
+    specs = {site: _simplify_spec(spec) for site, spec in form.model_spec.attention_specs()}
+    return replace(form, model_spec=replace_specs(form.model_spec, specs))
 
 
 def _simplify_spec(spec: AttentionSpec) -> AttentionSpec:
     for name, part in list(spec.parts()):
-        for field, default in _default_fields(part).items():
+        for field, default in field_defaults(type(part)).items():
             new_part = replace(part, **{field: default})
             if (
                 getattr(part, field) != default
@@ -229,17 +223,10 @@ def _simplify_spec(spec: AttentionSpec) -> AttentionSpec:
     return spec
 
 
-def _default_fields(part: Part) -> dict[str, Any]:
-    return field_defaults(type(part))
-
-
 def _replace_part(spec: AttentionSpec, name: str, part: Any) -> AttentionSpec:
-    slots: dict[str, Callable[[], AttentionSpec]] = {
-        ("output" if slot == "merge" else slot): (lambda slot=slot: replace(spec, **{slot: part}))
-        for slot in SLOTS
-    }
-    if name in slots:
-        return slots[name]()
+    slot = "merge" if name == "output" else name
+    if slot in SLOTS:
+        return replace(spec, **{slot: part})
     names = [part_name for part_name, _ in spec.parts()][4:]
     modifiers = tuple(
         part if part_name == name else modifier
@@ -368,40 +355,31 @@ def _shape_without_heads(pieces: list[TensorPiece]) -> tuple[int, ...]:
     )
 
 
-def write_shards(rewrite: ShardRewrite, folder: Path) -> list[Path]:
-    """Write the shards into a folder one at a time, and their index if the source has one; return
-    the paths.
-    """
+def write_shards(rewrite: ShardRewrite, folder: Path) -> None:
+    """Write the shards into a folder one at a time, and their index if the source has one."""
     new_by_neighbour = dict[str, list[str]]()
     file_of_tensor = dict[str, str]()
     for path, neighbour in rewrite.new_tensors.items():
         new_by_neighbour.setdefault(neighbour, []).append(path)
-    written = list[Path]()
     size = 0
     for file in rewrite.source_tensors.files:
         tensors = dict[str, Tensor]()
-        metadata = dict[str, str]()
-        for name, tensor in _iter_tensors(file, metadata):
-            tensors[name] = rewrite.rewrite_tensor(name, tensor).contiguous()
-            tensors |= {
-                path: rewrite.build_tensor(path, tensors[name].dtype)
-                for path in new_by_neighbour.get(name, ())
-            }
+        with safe_open(file, framework="pt") as opened:
+            metadata: dict[str, str] = opened.metadata() or {"format": "pt"}
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                tensors[name] = rewrite.rewrite_tensor(name, opened.get_tensor(name)).contiguous()
+                for path in new_by_neighbour.get(name, ()):
+                    tensors[path] = rewrite.build_tensor(path, tensors[name].dtype)
         _save_shard(tensors, folder / file.name, metadata)
-        written.append(folder / file.name)
         file_of_tensor |= dict.fromkeys(tensors, file.name)
         size += sum(tensor.nbytes for tensor in tensors.values())
     if rewrite.source_tensors.path.name == INDEX_FILE:
-        _write_index(rewrite.source_tensors.path, folder / INDEX_FILE, file_of_tensor, size)
-        written.append(folder / INDEX_FILE)
-    return written
-
-
-def _iter_tensors(file: Path, metadata: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(file, framework="pt") as opened:
-        metadata |= opened.metadata() or {"format": "pt"}
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
-            yield name, opened.get_tensor(name)
+        index: dict[str, Any] = json.loads(rewrite.source_tensors.path.read_text(encoding="utf-8"))
+        index["weight_map"] = file_of_tensor
+        index["metadata"] = (index.get("metadata") or {}) | {"total_size": size}
+        path = folder / INDEX_FILE
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        sync_folder(path)
 
 
 def _save_shard(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -412,11 +390,3 @@ def _save_shard(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, s
         raise OSError(
             f"{path} cannot be written: {error}; make room, or give another folder"
         ) from error
-
-
-def _write_index(old: Path, path: Path, file_of_tensor: Mapping[str, str], size: int) -> None:
-    index: dict[str, Any] = json.loads(old.read_text(encoding="utf-8"))
-    index["weight_map"] = dict(file_of_tensor)
-    index["metadata"] = (index.get("metadata") or {}) | {"total_size": size}
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    sync_folder(path)
