@@ -144,7 +144,7 @@ def test_what_heads_add_to_a_logit(capsys, folder: Path, position: int | None):
         found = hw.attribute_logit(model, TEXT, position=position, token=97).data
     one, place = Rendering(model, TEXT), len(TEXT) - 1 if position is None else position
     token = int(one.logits[place].argmax()) if position is None else 97
-    assert (found["token"], found["position"], found["words"]) == (
+    assert (found["token"], found["position"], list(found["words"])) == (
         token,
         place,
         [chr(token)],
@@ -176,7 +176,7 @@ def test_queries_and_keys_on_a_plane(folder: Path):
     assert found["share"] == pytest.approx(values[::-1][:2].sum() / values.sum(), rel=1e-5)
     for name, points in (("queries", q @ plane), ("keys", k @ plane)):
         np.testing.assert_allclose(np.abs(found[name]), np.abs(points), rtol=1e-3, atol=1e-4)
-    assert found["query_words"] == list(TEXT)
+    assert found["query_words"] == tuple(TEXT)
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> float:
