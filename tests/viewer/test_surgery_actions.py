@@ -360,7 +360,7 @@ def test_a_job_that_fails_while_it_proves_leaves_no_folder(
     def fail(*_: Any) -> None:
         raise ValueError("the disk is full; delete something")
 
-    monkeypatch.setattr("headwise.surgery.verification.proof_report.write_proof", fail)
+    monkeypatch.setattr("headwise.surgery.model_and_texts.write_proof", fail)
     net: Any = sample.get_model()
     before = fingerprint_model(net)
     event = run_job(sample, "convert", CONVERT)
@@ -374,6 +374,6 @@ def test_progress_names_the_steps_and_does_not_exceed_them(sample: OpenModel):
     job = Job("test", {})
     surgery_actions.prune_heads(sample, PRUNE, JobProgress(job))
     steps = [event for event in job.events if event["state"] == "running"]
-    assert all(0 <= event["done"] < event["total"] == 9 for event in steps)
+    assert all(0 <= event["done"] < event["total"] == 10 for event in steps)
     assert [event["done"] for event in steps] == sorted(event["done"] for event in steps)
     assert "measuring speed" in [event["note"] for event in steps]
