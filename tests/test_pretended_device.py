@@ -164,12 +164,6 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
         byte_model,
         lambda m: measures(hw.heads(m, TEXTS, criteria="clark", tokenizer="bytes")),
     ),
-    "words": (
-        byte_model,
-        lambda m: measures(
-            hw.heads(m, TEXTS, options=FEW._replace(units="words"), tokenizer="bytes")
-        ),
-    ),
     "parses": (conllu_examples.build_encoder, parses),
     "padded task": (
         task_model,
@@ -196,7 +190,7 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     ),
     "texts of transformers": (ZOO["bert"].build, lambda m: ablated(m)),
 }
-SLOW = ("importance by lrp-jacobian", "importance by lrp", "importance by shapley")
+SLOW = ("importance by lrp", "importance by shapley")
 
 
 def importance(method: str) -> Callable[[Any], Any]:

@@ -79,29 +79,11 @@ def test_the_output_folder_holds_the_reports(
         capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out)
     )
     assert code == 0, err
-    for name in ("grid", "entropy", "pair"):  # the sentences are too short for a class to be drawn
+    for name in ("grid", "entropy"):  # the sentences are too short for a class to be drawn
         for paper in ("light", "dark"):
             assert (out / f"{name}-{paper}.svg").read_text().startswith("<?xml")
             assert (out / f"{name}-{paper}.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "heads.json").read_text())["heads"]
-    two = ["encoder.0.attention:1", "encoder.0.attention:0"]
-    sample = tmp_path / "two"
-    assert (
-        run_command(
-            capsys,
-            parsed["net"],
-            "--conllu",
-            parsed["conllu"],
-            "--out",
-            str(sample),
-            "--pair",
-            *two,
-        )[0]
-        == 0
-    )
-    assert "one: encoder.0.attention 1" in (sample / "pair-light.svg").read_text()
-    assert "other: encoder.0.attention 0" in (sample / "pair-light.svg").read_text()
-    assert "broadest" in (out / "pair-light.svg").read_text()
     code, _, stderr = run_command(
         capsys,
         parsed["net"],
@@ -109,8 +91,7 @@ def test_the_output_folder_holds_the_reports(
         parsed["conllu"],
         "--out",
         str(tmp_path / "no"),
-        "--pair",
-        two[0],
+        "--draw",
         "encoder.0.attention:77",
     )
     assert (code, "there is no head 77" in stderr) == (2, True)

@@ -31,7 +31,7 @@ from support.pruning_examples import FAINT_HEADS, LLAMA, RANDOM_RANKING, with_fa
 
 @pytest.mark.parametrize(
     "by",
-    [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")],
+    [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("taylor")],
     ids=lambda by: by.method,
 )
 def test_heads_without_effect_go_first(by):

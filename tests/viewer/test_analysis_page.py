@@ -110,7 +110,9 @@ def test_the_tokens_that_a_head_writes_are_those_of_its_vector(page: Any):
         net(**id_inputs(net, trace))
     handle.remove()
     state = {name: tensor.double() for name, tensor in net.state_dict().items()}
-    z = torch.from_numpy(trace.head_output("decoder.2.cross", 1)[9]).double()
+    layer = trace.get_layer("decoder.2.cross")
+    values = layer.arrays["v"][0, :, layer.kv_head_of_query[1]]
+    z = torch.from_numpy(trace.head_weights(layer.name, 1)[9] @ values).double()
     width = len(z)
     written = state["decoder.2.cross.output.o"][:, width : 2 * width] @ z
     h = final[0][0, 9].double()

@@ -76,7 +76,7 @@ def test_circuits_are_compared_by_their_cosine(model: OpenModel, answer: Any):
     sites = [layer.name for layer in model.get_trace().layers]
     heads = [(sites[site], head) for site, head in header["groups"][number]["heads"]]
     assert heads == model.heads
-    expected = compare_circuits(model.get_model(), "ov").values.numpy()
+    expected = compare_circuits(model.get_model()).values.numpy()
     np.testing.assert_allclose(
         arrays[f"{number}.distances"], np.clip(1 - expected, 0, None), atol=1e-5
     )
@@ -118,7 +118,7 @@ def test_the_page_compares_heads_in_three_ways(page: Any):
         page.get_by_role("button", name="Table").click()
         rows = page.get_by_role("table", name="Distances of all pairs").get_by_role("row")
         nearest = rows.nth(1).get_by_role("cell").all_inner_texts()
-        values = compare_circuits(opened.get_model(), "ov").values.numpy()
+        values = compare_circuits(opened.get_model()).values.numpy()
         values[np.tril_indices(54)] = -2
         assert float(nearest[2]) == pytest.approx(1 - values.max(), abs=6e-3)
         page.get_by_role("button", name="outputs", exact=True).click()

@@ -74,8 +74,6 @@ class HeadsOptions(TextOptions):
     --seed INT  random seed
     --budget SECONDS  time limit for --importance (default: no limit)
     --normalise-layers  with --importance, divide the scores of each layer by their l2 norm
-    --pair SITE:HEAD  with --out, draw these two heads over each other (default: the most global
-        and the most local)
 
     examples:
     headwise heads path/to/model --data texts.txt --importance michel
@@ -92,8 +90,7 @@ class HeadsOptions(TextOptions):
     }
     needs = {
         **dict.fromkeys(ONE_TEXT, "text"),
-        **dict.fromkeys(("draw", "pair"), "out"),
-        "answer_after": "data importance",
+        "draw": "out",
         "normalise_layers": "importance",
         "address": "engine",
     }
@@ -122,7 +119,6 @@ class HeadsOptions(TextOptions):
     seed: int = 0
     budget: Positive | None = None
     normalise_layers: bool = False
-    pair: Words = ()
 
     @property
     def text_sources(self) -> dict[str, bool]:
@@ -134,7 +130,7 @@ class HeadsOptions(TextOptions):
         """Refuse what cannot work before the model is loaded."""
         from ..observe.head_analysis.head_table import check_head_name
 
-        for name in (*self.draw, *self.pair, *filter(None, [self.head])):
+        for name in (*self.draw, *filter(None, [self.head])):
             check_head_name(name)
         if self.model.endswith(TRACE_SUFFIX):
             check_input_file("MODEL", self.model)
@@ -159,8 +155,6 @@ class HeadsOptions(TextOptions):
             raise UsageError(f"{fact}; leave it out with --images")
         if self.sort is not None and self.data is not None:  # other texts have further measures
             check_choice("--sort", self.sort, self._list_measures())
-        if len(self.pair) not in (0, 2):
-            raise UsageError(f"--pair {' '.join(self.pair)} is not two heads; give L0H1 L1H0, say")
         if self.engine == "ray" and self.data is None and self.images is None:
             fact = "--engine ray measures texts and images without dependencies and alignments"
             raise UsageError(f"{fact}; leave it out")
@@ -304,10 +298,7 @@ def main(argv: list[str]) -> int:
     if args.out is not None:
         from ..observe.head_analysis.head_report import ReportOptions, write_head_report
 
-        pair = _locate_heads(args.pair, sites(model))
-        options = ReportOptions(
-            extras.importance, extras.redundancy, pair, drawn_heads, args.existing
-        )
+        options = ReportOptions(extras.importance, extras.redundancy, drawn_heads, args.existing)
         for name in write_head_report(model, table, examples, Path(args.out), options):
             print_note(name)
     shown = to_text(table.ranking(args.sort)) if args.sort else table.to_text(supports_style())
@@ -420,7 +411,7 @@ def _show_one_text(model: Any, args: HeadsOptions) -> Any:
         return maps.table(maps.rollout(), "rollout over layers")
     if args.head is None:
         title = f"{args.show}, mean over heads and layers"
-        return maps.table(maps.aggregate(of=args.show), title)
+        return maps.table(maps.aggregate(args.show), title)
     [(site, head)] = _locate_heads([args.head], sites(model))
     matrix = maps.weights(site) if args.show == "weights" else maps.norms(site)
     if head >= len(matrix):

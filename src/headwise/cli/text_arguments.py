@@ -29,20 +29,16 @@ class TextOptions(Options):
 
     other texts:
     --conllu FILE  read parsed sentences; heads also measures their dependency relations
-    --answer-after TEXT  with --data, score only what a decoder predicts after the last TEXT of
-        each line, such as 'A:' (default: all)
     --tokenizer FILE  tokenizer of a model without one: a tokenizer.json, or bytes (default: the
         model's)
     """
 
     choices = {"task": "training.data:TASKS"}
-    needs = {"answer_after": "data"}
     model: str
     data: InputFile | None = None
     task: str | None = None
     limit: AtLeastTwo | None = None
     conllu: InputFile | None = None
-    answer_after: str = ""
     tokenizer: TokenizerFile | None = None
 
     @property
@@ -111,9 +107,7 @@ def read_examples(
         reader.add_task_examples(make_task_by_name(args.task), args.limit or DEFAULT_EXAMPLES)
     else:
         lines = annotated_examples.read_lines(args.data)
-        reader = annotated_examples.examples_from_lines(
-            model, lines, args.limit, answer_after=args.answer_after
-        )
+        reader = annotated_examples.examples_from_lines(model, lines, args.limit)
     examples = reader.examples_with_frequencies()
     if len(examples) < 2:
         reasons = f" ({'; '.join(reader.notes)})" if reader.notes else ""

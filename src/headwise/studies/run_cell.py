@@ -39,8 +39,7 @@ from ..observe.head_analysis.weight_bands import WeightBand
 from ..observe.inspect.ablation import ABLATION_MODES, ablate
 from ..observe.inspect.adapters.native_attention import HeadwiseCall
 from ..observe.inspect.attention_sites import find_attention
-from ..observe.inspect.hooks import AttentionHook, ModelRun
-from ..observe.inspect.model_inputs import prepare_inputs
+from ..observe.inspect.hooks import AttentionHook, run_observed
 from ..observe.inspect.observed_call import ObservedCall
 from ..surgery.conversion import ALIGN_SIDES, Pool, convert
 from ..surgery.head_selection import (
@@ -422,7 +421,7 @@ def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str,
     gates: dict[str, list[Tensor]] = {}
     for example in examples:
         hooks = {module.site.name: _CallHook() for module in sites}
-        ModelRun(net, prepare_inputs(net, example.model_inputs, 0)).run_with_hooks(sites, hooks)
+        run_observed(net, example.model_inputs, sites, hooks)
         for name, hook in hooks.items():
             scores += hook.scores
             if hook.gates:

@@ -81,7 +81,7 @@ class HeadGroups:
         if len(model.heads) > MAX_CIRCUITS:
             return [f"OV circuits are not compared: there are more than {MAX_CIRCUITS} heads"]
         try:
-            circuits = compare_circuits(model.get_model(), "ov")
+            circuits = compare_circuits(model.get_model())
         except (ValueError, KeyError, NotImplementedError) as error:
             return [f"OV circuits are not compared: {error}"]
         values = circuits.values.cpu().numpy()

@@ -372,10 +372,10 @@ def _generate(
     """The new tokens, as texts."""
     import torch
 
-    from ..observe.inspect.hooks import ModelRun
+    from ..observe.inspect.hooks import run_observed
 
-    run = ModelRun(runs.net, inputs, COMPARED_TOKENS)
-    output = run.run_with_hooks(runs.modules, runs.make_hooks(patches))
+    hooks = runs.make_hooks(patches)
+    output = run_observed(runs.net, inputs, runs.modules, hooks, COMPARED_TOKENS)
     ids = list((output.tolist() if isinstance(output, torch.Tensor) else output)[0])
     prompt = list(inputs.prompt_ids[0]) if inputs.prompt_ids else []
     new = ids[len(prompt) :] if first and ids[: len(prompt)] == prompt else ids

@@ -232,7 +232,7 @@ def test_layers_are_normalised_from_the_command_line(
         "--tokenizer",
         "bytes",
     ]
-    assert cli.main([*options, "--importance", "michel-bert", "--normalise-layers", "--json"]) == 0
+    assert cli.main([*options, "--importance", "michel", "--normalise-layers", "--json"]) == 0
     heads = json.loads(capsys.readouterr().out)["importance"]["heads"]
     for layer in range(2):
         assert np.linalg.norm(

@@ -151,7 +151,6 @@ def test_a_head_whose_queries_only_a_router_reads_has_no_qk_circuit():
     ):
         circuits.qk_circuit(0)
     assert circuits.qk_circuit(3).left.shape == (8, 2)
-    assert [one.head for one in compare_circuits(pruned, "qk").heads] == [1, 3]
     assert [len(spectrum.heads) for spectrum in measure_qk_spectra(pruned)] == [2]
 
 
@@ -174,12 +173,11 @@ def test_the_inner_product_is_that_of_full_products():
     assert one.inner_product(turned).item() == pytest.approx((a * a).sum())
 
 
-@pytest.mark.parametrize("which", ["qk", "ov"])
-def test_kin_of_all_heads_of_a_model(which: str):
+def test_kin_of_all_heads_of_a_model():
     net = small_gpt2()
-    circuits, result = compare_circuits(net, which), get_circuits(net)
+    circuits, result = compare_circuits(net), get_circuits(net)
     whole = [
-        getattr(one, f"{which}_circuit")(head).product.double().numpy()
+        one.ov_circuit(head).product.double().numpy()
         for one in result.values()
         for head in range(4)
     ]
@@ -188,8 +186,6 @@ def test_kin_of_all_heads_of_a_model(which: str):
         expected = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
         assert circuits.values[one, other].item() == pytest.approx(expected, abs=1e-6)
     assert circuits.heads[6] == ("decoder.1.attention", 1, 2)
-    with pytest.raises(ValueError, match="unknown circuit='vo'; use 'qk' or 'ov'"):
-        compare_circuits(net, "vo")
 
 
 def test_singular_values_are_those_of_the_full_product():

@@ -159,17 +159,6 @@ def test_small_random_heads_are_broad(decoder: HeadTable):
         assert names(table, site, number)["broad"] > 0.9
 
 
-def test_word_measures_equal_token_measures_for_one_token_words(decoder: HeadTable):
-    again = measure_heads(
-        handmade.decoder(), handmade.texts(40), options=MeasureOptions(units="words")
-    )
-    for one, other in zip(decoder.heads, again.heads, strict=True):
-        for name in ("previous", "sink", "induction", "rare", "support90", "positional_share"):
-            assert other.measures[name].value == pytest.approx(
-                one.measures[name].value, abs=1e-5, nan_ok=True
-            )
-
-
 def test_a_head_at_a_fixed_distance_is_explained_by_distance(decoder: HeadTable):
     assert decoder.head(FIRST, 0).measures["positional_share"].value > 0.99
     assert decoder.head(SECOND, 0).measures["positional_share"].value < 0.5
@@ -344,11 +333,6 @@ def test_tokens_that_are_not_the_models_are_refused():
         ValueError, match="tokens; annotate every token as the model's tokenizer makes them"
     ):
         measure_heads(handmade.decoder(), [wrong, examples[2]])
-
-
-def test_units_are_tokens_or_words():
-    with pytest.raises(ValueError, match="unknown units='word'; did you mean 'words'"):
-        measure_heads(handmade.decoder(), handmade.texts(2), options=MeasureOptions(units="word"))
 
 
 def _arcs(examples: Sequence[Example]) -> list[Example]:

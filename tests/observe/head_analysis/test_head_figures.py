@@ -20,7 +20,6 @@ from headwise.observe.head_analysis.attention_figures import (
     find_cells,
     head_figure,
     head_gallery,
-    head_pair_figure,
     score_cells,
 )
 from headwise.observe.head_analysis.head_classes import classify_heads
@@ -116,7 +115,6 @@ FIGURES: dict[str, tuple[Figure, tuple[str, ...]]] = {
     "map": (plot_similar_heads(table(1, 3, "a"), embedding(3)), ("0.2", "P positional")),
     "gallery": (head_gallery([picture("a")] * 4, f"{MODEL}: heads", "pairs"), ("query", "key")),
     "head": (head_figure(picture("", 40, 90), f"{MODEL}: a 3"), ("query", "key", SCALE_LABEL)),
-    "pair": (head_pair_figure(picture("a"), picture("b"), f"{MODEL}: two"), ("query", "key", "a")),
 }
 
 

@@ -27,8 +27,6 @@ from headwise.observe.head_analysis.importance_methods import (
     PartialForward,
     RepeatedForward,
     make_forward,
-    make_time_check,
-    michel_batch_method,
     shapley_method,
 )
 from headwise.observe.head_analysis.objectives import MaskedTokenLoss, OutputDrift
@@ -203,50 +201,19 @@ def by_masks(model: nn.Module, name: str, text: Example, number: int, request: A
 
 
 @pytest.mark.parametrize("name", list(THEIRS))
-def test_michels_three_scores_equal_explicit_masks(name: str):
+def test_michel_and_taylor_equal_explicit_masks(name: str):
     model, request = theirs(name), asked_of(name)
     texts = make_examples(model, 4)
-    slopes = [
-        torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, request)])
-        for n, one in enumerate(texts)
-    ]
-    sizes = [
-        torch.stack([xi.abs().sum(0) for xi in by_masks(model, name, o, n, request)])
-        for n, o in enumerate(texts)
-    ]
-    lengths = [next(iter(one.inputs.values())).shape[1] for one in texts]
-    results = [
-        SMALL.prepare_input(model, o, n).num_targets if name == "bert" else lengths[n] - 1
-        for n, o in enumerate(texts)
-    ]
-    pairs = [(0, 1), (2, 3)]
-    batched = sum(
-        ((results[a] * slopes[a] + results[b] * slopes[b]) / (results[a] + results[b])).abs()
-        for a, b in pairs
-    ) / sum(lengths)
-    expected = {
-        "paper": torch.stack(slopes).abs().mean(0),
-        "code": sum(sizes) / sum(lengths),
-        "bertology": batched,
-    }
-    for kind, own in expected.items():
-        methods = {"paper": "michel", "code": "michel-code", "bertology": michel_batch_method(2)}
-        method = methods[kind]
-        result = estimate_importance(model, texts, method=method, objective=request)
-        np.testing.assert_allclose(values(result), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
-    by_layer = expected["code"].clone()
-    by_layer[-1] = torch.stack(sizes).mean(0)[-1]  # the last layer over the number of texts
-    result = estimate_importance(model, texts, method="michel-bert", objective=request)
-    np.testing.assert_allclose(values(result), by_layer.flatten().numpy(), rtol=1e-9, atol=1e-14)
-    signed = estimate_importance(model, texts, method="taylor", objective=request)
-    np.testing.assert_allclose(
-        values(signed), -torch.stack(slopes).mean(0).flatten().numpy(), rtol=1e-9, atol=1e-14
+    slopes = torch.stack(
+        [
+            torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, request)])
+            for n, one in enumerate(texts)
+        ]
     )
-    size = estimate_importance(model, texts, method="taylor-size", objective=request)
-    own = torch.stack(
-        [one.abs() / count / 8 for one, count in zip(slopes, lengths, strict=True)]
-    ).mean(0)
-    np.testing.assert_allclose(values(size), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
+    for method, own in {"michel": slopes.abs(), "taylor": -slopes}.items():
+        result = estimate_importance(model, texts, method=method, objective=request)
+        expected = own.mean(0).flatten().numpy()
+        np.testing.assert_allclose(values(result), expected, rtol=1e-9, atol=1e-14)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -295,8 +262,7 @@ def test_a_zero_head_scores_zero_and_the_only_active_head_most(method: str):
         for layer in range(2):
             o = net.get_parameter(f"decoder.{layer}.attention.output.o")
             o[:, : 8 if layer else 12] = 0
-    one = michel_batch_method(2) if method == "michel-bertology" else method
-    result = estimate_importance(net, make_examples(net), method=one)
+    result = estimate_importance(net, make_examples(net), method=method)
     for rated in result.heads:
         alone = (rated.layer, rated.head) == (1, 2)
         if (
@@ -373,31 +339,23 @@ def test_the_interval_and_the_test_are_those_of_students_t():
 
 
 def test_an_exhausted_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch):
-    net, ticks = build_model(GPT2), itertools.count()
-    monkeypatch.setattr(
-        "headwise.observe.head_analysis.head_importance.make_time_check",
-        lambda seconds: make_time_check(seconds, lambda: next(ticks)),
-    )
+    net = build_model(GPT2)
+    clock = "headwise.observe.head_analysis.head_importance.time.monotonic"
+    ticks = itertools.count()
+    monkeypatch.setattr(clock, lambda: next(ticks))
     recorded: list[int] = []
+    options = ImportanceOptions(max_seconds=3)
     result = estimate_importance(
-        net,
-        make_examples(net, 9),
-        options=ImportanceOptions(max_seconds=25),
-        progress=recorded.append,
+        net, make_examples(net, 9), options=options, progress=recorded.append
     )
-    assert (result.texts, recorded) == (
-        3,
-        [1, 2, 3],
-    )  # a text is asked before, and before each of its six heads
-    assert "stopped after 3 texts at the time limit of 25 seconds" in result.notes
+    assert (result.texts, recorded) == (3, [1, 2, 3])  # the clock is read before each text
+    assert "stopped after 3 texts at the time limit of 3 seconds" in result.notes
     assert (
         values(result).tolist() == values(estimate_importance(net, make_examples(net, 3))).tolist()
     )
-    with pytest.raises(
-        ValueError,
-        match="confidence intervals from 1 texts; give at least two and a longer time limit",
-    ):
-        estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(max_seconds=10))
+    remedy = "confidence intervals from 1 texts; give at least two and a longer time limit"
+    with pytest.raises(ValueError, match=remedy):
+        estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(max_seconds=1))
 
 
 def test_sampling_is_reported():
@@ -487,13 +445,12 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="in train mode"):
         estimate_importance(net.train(), make_examples(net))
     for built in (
-        lambda: michel_batch_method(0),
         lambda: OutputDrift("token"),
         lambda: ImportanceOptions(num_examples=1),
     ):
         with pytest.raises(
             ValueError,
-            match=r"unknown .*; did you mean|batch_size=0|num_examples must be an integer >= 2",
+            match=r"unknown .*; did you mean|num_examples must be an integer >= 2",
         ):
             built()
     assert IMPORTANCE_METHODS["leave-one-out"].unsupported_reason(net) == ""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import headwise as hw
-from headwise.observe.head_analysis import head_redundancy as module
+from headwise.observe.head_analysis import head_redundancy as module, head_similarity as similarity
 from headwise.observe.head_analysis.head_redundancy import (
     ComparableHeads,
     RedundancyOptions,
@@ -38,7 +38,6 @@ from headwise.observe.head_analysis.resampling import (
     class_separation_test,
     compare_with_null,
     expected_pairs_below,
-    mantel_test,
     poisson_test,
 )
 from support.number_examples import make_example, make_examples, small_gpt2
@@ -213,13 +212,7 @@ def test_distances_leave_out_sinks_and_rows_that_sinks_fill():
     """As defined, pair by pair and row by row: both heads must leave sinks at least one percent."""
     net, texts = small_gpt2(sharp=9.0), [with_sinks(text, [0, 3]) for text in make_examples(4)]
     found = only(measure_redundancy(net, texts, options=LIGHT))
-    total, count, whole, rows, on_sinks = (
-        np.zeros((8, 8)),
-        np.zeros((8, 8)),
-        np.zeros((8, 8)),
-        0,
-        0.0,
-    )
+    total, count, rows, on_sinks = np.zeros((8, 8)), np.zeros((8, 8)), 0, 0.0
     for text in texts:
         weights = eager(net, text).numpy()
         rest = np.delete(weights, [0, 3], 2)
@@ -228,13 +221,11 @@ def test_distances_leave_out_sinks_and_rows_that_sinks_fill():
             rows += 1
             for one, other in itertools.product(range(8), repeat=2):
                 p, q = rest[one, row], rest[other, row]
-                whole[one, other] += divergence(weights[one, row], weights[other, row])
                 if min(p.sum(), q.sum()) >= 0.01:
                     total[one, other] += divergence(p / p.sum(), q / q.sum())
                     count[one, other] += 1
     assert count.min() < rows  # some rows are left out
     np.testing.assert_allclose(found.distances, total / count, atol=1e-5)
-    np.testing.assert_allclose(found.with_sinks.distances, whole / rows, atol=1e-6)
     assert found.sink_weight == pytest.approx(on_sinks / rows, abs=1e-6)
 
 
@@ -263,11 +254,6 @@ def test_heads_that_share_only_a_sink_are_not_called_redundant():
     assert found is not None
     assert found.sentence.startswith("Not shown to be redundant: ")
     assert found.sink_weight == pytest.approx(0.8, abs=1e-6)
-    pairs = np.triu_indices(7, 1)
-    assert np.median(found.distances[pairs]) > 2 * found.with_sinks.median
-    # A chance model that moves the sinks would call every pair similar; this one keeps them.
-    assert found.with_sinks.num_similar <= 2
-    assert found.with_sinks.threshold < 0.2
 
 
 def test_a_head_that_reads_sinks_alone_is_left_out_and_reported():
@@ -285,7 +271,6 @@ def test_a_head_that_reads_sinks_alone_is_left_out_and_reported():
     assert [head.head for head in found.heads] == [0, 1, 3, 4, 5, 6]
     assert [head.head for head in found.without_rest] == [2]
     assert np.isfinite(found.distances).all()
-    assert found.with_sinks.distances.shape == (7, 7)
 
 
 # --- what heads say -------------------------------------------------------------------------------
@@ -419,36 +404,24 @@ def test_a_plane_is_found_again_and_again_alike():
     np.testing.assert_array_equal(found.points, embed_in_plane(far, seed=4).points)
 
 
-def test_stress_is_minimised_until_a_step_gains_nothing():
+def test_stress_is_minimised_until_a_step_gains_nothing(monkeypatch: pytest.MonkeyPatch):
     draw = np.random.default_rng(3).normal(size=(14, 6))
     far = np.linalg.norm(draw[:, None] - draw, axis=-1)
-    minimised = embed_in_plane(far, num_starts=1)
+    stress = {}
+    monkeypatch.setattr(similarity, "NUM_STARTS", 1)
+    for num_steps in (0, 1, 10, 1000, 3000):
+        monkeypatch.setattr(similarity, "MAX_STEPS", num_steps)
+        stress[num_steps] = embed_in_plane(far).stress
     for num_steps, gain in ((0, 1e-2), (1, 1e-3), (10, 1e-5)):
-        assert (
-            minimised.stress < embed_in_plane(far, num_starts=1, max_steps=num_steps).stress - gain
-        )
-    assert minimised.stress == pytest.approx(
-        embed_in_plane(far, num_starts=1, max_steps=3000).stress, abs=1e-12
-    )
+        assert stress[1000] < stress[num_steps] - gain
+    assert stress[1000] == pytest.approx(stress[3000], abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    "far", [np.zeros((1, 1)), np.array([[0.0, 2.0], [2.0, 0.0]]), np.zeros((3, 3))]
-)
+@pytest.mark.parametrize("far", [np.array([[0.0, 2.0], [2.0, 0.0]]), np.zeros((3, 3))])
 def test_few_or_equal_places_have_a_plane(far: Array):
     found = embed_in_plane(far)
     assert found.points.shape == (len(far), 2)
     assert found.stress < 1e-6
-
-
-@pytest.mark.parametrize(
-    "far", [np.ones((2, 3)), np.array([[0, np.nan], [np.nan, 0]]), np.array([[0.0, 1], [2, 0]])]
-)
-def test_invalid_distances_are_refused(far: Array):
-    with pytest.raises(
-        ValueError, match=r"must have the shape \[n, n\]|leave out items without distances"
-    ):
-        average_linkage(far)
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -561,11 +534,11 @@ def test_models_of_others(name: str):
         with torch.no_grad():
             outputs = model(**text.inputs, output_attentions=True).attentions
         weights = torch.cat([one[0] for one in outputs]).double()
-        weights = torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1).numpy()
+        weights = (weights / weights.sum(-1, keepdim=True)).numpy()  # without learned sinks
         for row in range(weights.shape[1]):
             total += [[divergence(p, q) for q in weights[:, row]] for p in weights[:, row]]
             count += 1
-    np.testing.assert_allclose(found.with_sinks.distances, total / count, atol=2e-6)
+    np.testing.assert_allclose(found.distances, total / count, atol=2e-6)
 
 
 def test_weights_that_do_not_sum_to_one_are_skipped_and_reported():
@@ -613,7 +586,7 @@ def test_memory_does_not_grow_with_text_length(monkeypatch: pytest.MonkeyPatch):
     measure_redundancy(
         small_gpt2(), [make_example([5] * 30), make_example([6] * 300)], options=LIGHT
     )
-    assert recorded == [10] * 4 + [8] * 4
+    assert recorded == [10] * 2 + [8] * 2
 
 
 # --- chance ---------------------------------------------------------------------------------------
@@ -621,8 +594,7 @@ def test_memory_does_not_grow_with_text_length(monkeypatch: pytest.MonkeyPatch):
 
 def test_p_is_how_often_chance_does_as_much():
     sample = np.array([1.0, 2, 3, 4])
-    assert compare_with_null(4.0, sample, "high") == (4.0, 2.5, 0.4)
-    assert compare_with_null(1.0, sample, "low").p == 0.4
+    assert compare_with_null(1.0, sample, "low") == (1.0, 2.5, 0.4)
     assert compare_with_null(5.0, sample).p == 0.2
     assert compare_with_null(0.0, sample).p == 0.2
     assert math.isnan(compare_with_null(0.0, sample[:0]).p)
@@ -638,15 +610,3 @@ def test_within_layer_similarity_is_calibrated_and_finds_planted_pairs():
     places = np.repeat(np.eye(3) * 9, 4, 0) + np.random.default_rng(0).normal(size=(12, 3))
     far = np.linalg.norm(places[:, None] - places, axis=-1)
     assert class_separation_test(far, of, 99, 0).p == 0.01
-
-
-def test_agreement_is_calibrated():
-    def far(seed: int) -> Array:
-        places = np.random.default_rng(seed).normal(size=(9, 3))
-        return np.linalg.norm(places[:, None] - places, axis=-1)
-
-    hits = sum(
-        mantel_test(far(trial), far(trial + 1000), 39, trial).p <= 0.1 for trial in range(120)
-    )
-    assert 0.03 < hits / 120 < 0.18
-    assert mantel_test(far(0), far(0) ** 2, 99, 0).p == 0.01

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.attention.interfaces.core_types import CoreShape
 from headwise.models import model_spec as bp
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.head_importance import estimate_importance
@@ -20,7 +19,6 @@ from headwise.observe.head_analysis.lrp import (
     BETA,
     STABILISER,
     RelevanceForward,
-    attention_core,
     attention_read,
     linear,
     propagate,
@@ -179,10 +177,10 @@ def test_relevance_without_inputs_is_refused():
 
 
 def follow(
-    net: Any, inputs: dict[str, torch.Tensor], weights: str = "constant"
+    net: Any, inputs: dict[str, torch.Tensor]
 ) -> tuple[RelevanceForward, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A run, and the relevance of its stacks' inputs and of its heads."""
-    through = RelevanceForward(net, prepare_inputs(net, inputs, 0), weights)
+    through = RelevanceForward(net, prepare_inputs(net, inputs, 0))
     found = []
     for named in (through.stack_inputs, through.head_outputs):
         relevance = through.relevance_of(list(named.values()))
@@ -301,99 +299,3 @@ def test_unsupported_models_are_refused():
     assert "it needs a headwise model, not Linear" in relevance_method().unsupported_reason(
         torch.nn.Linear(2, 2)
     )
-
-
-# --- through the Jacobian of the softmax ----------------------------------------------------------
-
-
-def core_by_hand(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, result: np.ndarray, scale: float
-) -> list[np.ndarray]:
-    """Relevance of q, k and v of one causal head: every contribution x dz/dx, with dz/dx by
-    differences.
-    """
-
-    def outputs(*qkv: np.ndarray) -> np.ndarray:
-        s = np.where(np.tril(np.ones((len(q), len(k)))) > 0, qkv[0] @ qkv[1].T * scale, -np.inf)
-        w = np.exp(s - s.max(-1, keepdims=True))
-        return w / w.sum(-1, keepdims=True) @ qkv[2]
-
-    arrays, step = [q, k, v], 1e-5
-    derivatives = []
-    for number, array in enumerate(arrays):
-        slopes = np.zeros((*array.shape, *result.shape))
-        for place in np.ndindex(*array.shape):
-            moved = []
-            for sign in (1, -1):
-                changed = [one.copy() for one in arrays]
-                changed[number][place] += sign * step
-                moved.append(outputs(*changed))
-            slopes[place] = (moved[0] - moved[1]) / (2 * step)
-        derivatives.append(array[..., None, None] * slopes)
-    expected = [np.zeros_like(array) for array in arrays]
-    for t, c in np.ndindex(*result.shape):
-        flat = np.concatenate([one[..., t, c].ravel() for one in derivatives])
-        shares = np.split(
-            divided(flat, result[t, c]), np.cumsum([array.size for array in arrays])[:-1]
-        )
-        for one, share in zip(expected, shares, strict=True):
-            one += share.reshape(one.shape)
-    return expected
-
-
-def test_the_core_divides_among_queries_keys_and_values():
-    """Three heads, of which two share a key-value head, against derivatives by differences."""
-    draw = np.random.default_rng(2)
-    q, k, v = draw.normal(size=(4, 3, 5)), draw.normal(size=(4, 2, 5)), draw.normal(size=(4, 2, 7))
-    result, reads, scale = draw.random((4, 3, 7)), (0, 1, 1), 0.7
-    expected = [np.zeros_like(array) for array in (q, k, v)]
-    for h, g in enumerate(reads):
-        for one, share in zip(
-            expected, core_by_hand(q[:, h], k[:, g], v[:, g], result[:, h], scale), strict=True
-        ):
-            one[:, h if one is expected[0] else g] += share
-    s = np.einsum("thk,shk->hts", q, k[:, list(reads)]) * scale
-    w = torch.from_numpy(s).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf).softmax(-1)
-    inputs = [values(array) for array in (q, k, v)]
-    with torch.no_grad():
-        out = attention_core(*inputs, w, CoreShape(reads, reads, 5, 7, scale))
-    np.testing.assert_allclose(out.detach(), np.einsum("hts,shc->thc", w, v[:, list(reads)]))
-    shares = scaled(expected, result.sum())
-    for found, share in zip(received(out, result, *inputs), shares, strict=True):
-        np.testing.assert_allclose(found, share, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", list(NETS))
-def test_relevance_through_weights_is_conserved(name: str):
-    net = NETS[name]
-    inputs = make_examples(net)[0].inputs
-    _, stacks, heads = follow(net, inputs, "jacobian")
-    assert float(sum(one.sum() for one in stacks.values())) == pytest.approx(1, rel=1e-6)
-    _, _, constant = follow(net, inputs)
-    last, first = list(heads)[-1], next(iter(heads))
-    torch.testing.assert_close(heads[last], constant[last])
-    assert not torch.allclose(heads[first], constant[first], rtol=1e-3)
-
-
-def test_the_method_is_named_and_refuses_other_weights():
-    net = translator()
-    result = estimate_importance(net, make_examples(net, 3), method="lrp-jacobian")
-    assert result.method == "lrp-jacobian"
-    assert result.notes[0] == "gates and standard deviations of norms are treated as constants"
-    for site in hw.sites(net):
-        assert sum(one.value for one in result.heads if one.site == site.name) == pytest.approx(1)
-    examples = [Example({"x": random_ids(n)}, {}) for n in range(2)]
-    biased = one_block(
-        bp.BlockSpec(hw.design(model=12, heads=3, pattern="causal", modifiers=[hw.Softcap(0.1)]))
-    )
-    with pytest.raises(
-        ValueError, match=r"not the softmax of scaled products of queries and keys; use lrp"
-    ):
-        estimate_importance(biased, examples, method="lrp-jacobian")
-    normed = one_block(
-        bp.BlockSpec(hw.design(model=12, heads=3, pattern="causal", modifiers=[hw.QKNorm()]))
-    )
-    with pytest.raises(ValueError, match=r"the projection of decoder.0.attention is more than"):
-        estimate_importance(normed, examples, method="lrp-jacobian")
-    with pytest.raises(ValueError, match="unknown weights='jacobi'; did you mean 'jacobian'"):
-        relevance_method("jacobi")

@@ -47,13 +47,7 @@ def test_dims_are_those_of_the_full_products(kv: int):
     each = [q[head].T @ k[head * kv // 4] for head in range(4)]
     assert [one.dims for one in found.heads] == [num_singular_values(one) for one in each]
     assert found.summed.dims == num_singular_values(np.sum(each, 0))
-    assert found.queries.dims == num_singular_values(q.reshape(-1, 20))
-    assert found.keys.dims == num_singular_values(k.reshape(-1, 20))
-    assert (found.heads[0].most, found.summed.most, found.keys.most) == (
-        5,
-        min(20, 5 * kv),
-        min(20, 5 * kv),
-    )
+    assert (found.heads[0].most, found.summed.most) == (5, min(20, 5 * kv))
 
 
 def test_the_gaussian_baseline_has_the_scale_and_key_sharing_of_the_model():
@@ -87,11 +81,9 @@ def test_spectra_of_a_published_model_equal_the_published_ones(shared: Path, tmp
         4.9,
         4.2,
     ]
-    assert {one.queries.dims for one in found} <= set(range(14, 19))
     first = found[0]
     assert first.heads[0].chance == pytest.approx(6.7, abs=0.3)
     assert first.summed.chance == pytest.approx(17.8, abs=0.5)
-    assert first.queries.chance == pytest.approx(33, abs=1)
     assert first.caveats == ("Rotary() changes q and k token by token",)
     assert first.data["summed"]["most"] == 32
 

@@ -73,7 +73,7 @@ def links_of(block: WeightBand, row: str) -> tuple[list[dict[tuple[int, int], fl
 @pytest.mark.parametrize("kind", ["full", "holes", "each"])
 def test_links_are_counted_as_sets(kind: str, row: str, step: int):
     texts = [pair(seed, kind) for seed in range(5)]
-    alignment = AlignmentScores(row_conventions=(row,))
+    alignment = AlignmentScores()
     for block, links in texts:
         alignment.start_example(
             Example(
@@ -184,8 +184,6 @@ def test_links_without_words_or_without_a_source_are_refused():
         AlignmentScores().start_example(
             Example(None, {"text": block.query_tokens}, alignment_links=links)
         )
-    with pytest.raises(ValueError, match="unknown row_conventions=\\('wrote',\\); use any of"):
-        AlignmentScores(row_conventions=("wrote",))
 
 
 def test_texts_without_links_are_left_out():

@@ -146,11 +146,6 @@ def test_means_are_those_of_the_tokens_that_count():
         mean = hw.head_means(model, value, [(1, 2)])["encoder.1.attention", 2]
         assert mean.dtype == torch.float64
         np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-12)
-    by_place = hw.head_means(model, batches, [(1, 2)], kind="position")["encoder.1.attention", 2]
-    assert by_place.shape == (1, 11, 8)
-    for place in range(11):
-        vectors = np.stack([row[place] for row in recorded if len(row) > place])
-        np.testing.assert_allclose(by_place[0, place], vectors.mean(0), rtol=1e-12)
     noise = hw.head_noise(model, batches, [(1, 2)], seed=5)["encoder.1.attention", 2]
     np.testing.assert_allclose(noise.mean, rows.mean(0), rtol=1e-12)
     np.testing.assert_allclose(noise.std, rows.std(0, ddof=1), rtol=1e-12)
@@ -171,8 +166,6 @@ def test_padding_of_ours_does_not_count():
     turned = hw.head_means(net, [IDS.flip(1)[:1], IDS.flip(1)[1:, 3:]])
     for head, mean in hw.head_means(net, [left]).items():
         check_close(mean, turned[head], atol=1e-6)
-    with pytest.raises(ValueError, match="padded on the right"):
-        hw.head_means(net, [left], kind="position")
 
 
 def test_masks_by_stack():
@@ -617,7 +610,6 @@ WRONG = {
         lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=FIRST_TOKEN),
         "cannot compute mean",
     ),
-    "kind": (lambda net: hw.head_means(net, [IDS], kind="median"), "is unknown; give"),
     "no batch": (lambda net: hw.head_means(net, []), "no batches"),
     "no list": (lambda net: hw.head_means(net, 3), "batches are of type int; give token ids"),
     "no input": (lambda net: hw.head_means(net, [[3]]), "inputs are of type list"),

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from ...models import Transformer
 from ...models.generation import load_tokenizers
-from ...training.data import IGNORE_INDEX, Batch, Task
+from ...training.data import Batch, Task
 from ...training.data.translation import join_words
 from ...util.errors import SequenceTooLong, SpecError, UnknownToken
 from ...util.files import read_text_file
-from ..inspect.hooks import ModelRun
+from ..inspect.hooks import run_prepared
 from ..inspect.model_inputs import (
     PAD_ID,
     ModelInputs,
@@ -238,14 +238,12 @@ class ExampleReader:
     """Collects the examples of one data set in order, and counts what was skipped or split.
 
     Token frequencies cover the whole data set: call `examples_with_frequencies` after everything
-    has been added. With `answer_after`, only the tokens after its last occurrence in a text are
-    targets of the loss of a decoder; texts without it are skipped.
+    has been added.
     """
 
     model: nn.Module
     examples: list[Example] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
-    answer_after: str = ""
 
     def add_text(
         self,
@@ -266,8 +264,7 @@ class ExampleReader:
             self.skipped["empty lines"] += 1
             return
         inputs = self._tokenise(text, target)
-        kwargs = None if inputs is None else self._with_answer_labels(inputs)
-        if inputs is None or kwargs is None:
+        if inputs is None:
             return
         streams: dict[str, TokenAnnotations] = {}
         num_lost = 0  # words without a token of their own
@@ -280,34 +277,11 @@ class ExampleReader:
             reason = "sentences skipped because some of their words have no token of their own"
             self.skipped[reason] += 1
             return
-        arguments = inputs.args or kwargs  # a model that takes one dictionary is called with `args`
+        arguments = (
+            inputs.args or inputs.kwargs
+        )  # a model that takes one dictionary is called with `args`
         links = tuple(alignment_links)
         self.examples.append(Example(arguments, streams, dependencies or (), links))
-
-    def _with_answer_labels(self, inputs: ModelInputs) -> Mapping[str, Any] | None:
-        """The model's arguments, with labels of the answer's tokens if these alone are targets;
-        None skips the text.
-        """
-        if not self.answer_after:
-            return inputs.kwargs
-        name = type(self.model).__name__
-        fact = ""
-        if is_encoder_decoder(self.model):
-            fact = f"{name} has an encoder, so that its targets are texts of their own"
-        elif inputs.args:
-            fact = f"{name} takes one dictionary, without labels"
-        marker = self.answer_after
-        if fact:
-            raise SpecError(f"cannot score answers after {marker!r}: {fact}; leave it out")
-        row = inputs.token_rows["text"][0]
-        if len(row.offsets) != len(row.ids):
-            fact = f"cannot find {marker!r} in tokens without offsets"
-            raise SpecError(f"{fact}; give a tokenizer.json")
-        labels = label_answer(row, marker)
-        if not (labels != IGNORE_INDEX).any():
-            self.skipped[f"texts without an answer after {marker!r}"] += 1
-            return None
-        return {**inputs.kwargs, LABELS_INPUT: labels[None]}
 
     def add_task_examples(self, task: Task, limit: int, split: str = "valid") -> None:
         """Add examples of a task whose gold data aligns source and target tokens; each token counts
@@ -386,7 +360,8 @@ class ExampleReader:
         max_length = get_max_length(self.model)  # the start token has the first position
         limit = min(MAX_GENERATED_TOKENS, (max_length or MAX_GENERATED_TOKENS + 1) - 1)
         inputs = prepare_inputs(self.model, text, limit)
-        generated = ModelRun(self.model, inputs, limit).run_with_hooks([], {})
+        with torch.inference_mode():
+            generated = run_prepared(self.model, inputs, limit)
         generated = generated.tolist() if isinstance(generated, Tensor) else generated
         rows = inputs.extend_rows(generated)
         target = torch.tensor([rows[0].ids])
@@ -396,41 +371,15 @@ class ExampleReader:
         return replace(inputs, kwargs=kwargs, token_rows={**inputs.token_rows, "text": rows})
 
 
-def label_answer(row: TokenRow, marker: str) -> Tensor:
-    """The next token at each position whose next token belongs to the answer, -100 elsewhere,
-    [tokens].
-
-    The answer begins after the last occurrence of `marker` in the text. A token that reaches beyond
-    the marker belongs to it.
-
-    >>> row = TokenRow((5, 6, 7, 8), ("a", ":", "b", "c"), ((0, 1), (1, 2), (2, 3), (3, 4)), "a:bc")
-    >>> label_answer(row, ":").tolist()
-    [-100, 7, 8, -100]
-    """
-    start = row.text.rfind(marker)
-    labels = torch.full((len(row.ids),), IGNORE_INDEX)
-    if start < 0:
-        return labels
-    for position in range(len(row.ids) - 1):
-        if row.offsets[position + 1][1] > start + len(marker):
-            labels[position] = row.ids[position + 1]
-    return labels
-
-
 def examples_from_lines(
-    model: nn.Module,
-    lines: Iterable[str | tuple[str, str]],
-    limit: int | None = None,
-    *,
-    answer_after: str = "",
+    model: nn.Module, lines: Iterable[str | tuple[str, str]], limit: int | None = None
 ) -> ExampleReader:
     """Read one text per line; a tab separates a source from its target. A line may also be a pair
     (source, target).
 
-    Lines longer than the model takes are split at spaces. `answer_after` is that of
-    `ExampleReader`.
+    Lines longer than the model takes are split at spaces.
     """
-    reader = ExampleReader(model, answer_after=answer_after)
+    reader = ExampleReader(model)
     for line in lines:
         if limit is not None and len(reader.examples) >= limit:
             break

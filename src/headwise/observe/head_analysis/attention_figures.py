@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...report.data import Figure, HeatMap, Links
+from ...report.data import Figure, HeatMap
 from ..inspect.trace_capture import Capture, trace
 from ..traces import AttentionRecord, Trace
 from .annotated_examples import Example, TokenAnnotations
@@ -62,13 +62,6 @@ def head_gallery(pictures: Sequence[HeadPicture], title: str, marks: str = "") -
 def head_figure(picture: HeadPicture, title: str) -> Figure:
     """Return one head large enough to read every token of a text of some dozen tokens."""
     return Figure(title, [picture.heat_map()], scale_label=SCALE_LABEL)
-
-
-def head_pair_figure(first: HeadPicture, second: HeadPicture, title: str) -> Figure:
-    """Return the attention of two heads as lines from queries to keys, in one colour each."""
-    weights = {picture.title: picture.weights for picture in (first, second)}
-    note = "weights of at least 0.05; thicker, stronger lines are larger weights"
-    return Figure(title, [Links(first.query_tokens, first.key_tokens, weights)], note=note)
 
 
 MAX_TEXTS = 12  # texts that are tried for each class

@@ -18,7 +18,7 @@ from ...report.numbers import format_numbers
 from ...report.render import to_text
 from ...util.errors import SpecError, suggest
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import AttentionHook, ModelRun
+from ..inspect.hooks import AttentionHook, run_observed
 from ..inspect.model_inputs import get_streams, prepare_inputs
 from ..inspect.observed_call import ObservedCall
 from ..traces.attention_trace import multiply_rollout
@@ -26,6 +26,7 @@ from .head_circuits import AttentionCircuits, get_circuits
 
 # --- Attention maps of one text -------------------------------------------------------------------
 
+SELF = "attention"  # kind of sites where a text attends to itself
 MAP_QUANTITIES = ("weights", "norms")
 AGGREGATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda values: values.mean(0),
@@ -52,9 +53,10 @@ class LayerAttention(NamedTuple):
     queries: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
 
-    @property
-    def norms_HTS(self) -> Tensor:
-        """Norm-weighted attention |w v W_O| (2004.10102), [heads, queries, keys]."""
+    def measure(self, quantity: str) -> Tensor:
+        """Weights, or norm-weighted attention |w v W_O| (2004.10102), [heads, queries, keys]."""
+        if quantity == "weights":
+            return self.weights_HTS
         if self.value_norms_HS is None:
             raise SpecError(
                 f"norm-weighted attention of {self.site} is unknown: {self.reason}; use the weights"
@@ -99,7 +101,7 @@ class AttentionMaps:
 
     def weights(self, site: str) -> Tensor:
         """Attention weights of a layer, [heads, queries, keys]."""
-        return self._layer(site).weights_HTS
+        return self._layer(site).measure("weights")
 
     def norms(self, site: str) -> Tensor:
         """Norm-weighted attention |w v W_O| of a layer (2004.10102), [heads, queries, keys].
@@ -108,54 +110,34 @@ class AttentionMaps:
         of this kind. Biases of keys and values are in v; the bias of the output, and gates, are
         left out.
         """
-        return self._layer(site).norms_HTS
+        return self._layer(site).measure("norms")
 
-    def aggregate(
-        self,
-        stack: str = "",
-        *,
-        of: str = "weights",
-        heads: str = "mean",
-        layers: str = "mean",
-        kind: str = "attention",
-    ) -> Tensor:
-        """One matrix [queries, keys] for all heads and layers of a stack (default: the last).
-
-        `heads` and `layers` are "mean", "max", "min" or "sum"; `of` is "weights" or "norms"; `kind`
-        is "attention" or "cross".
+    def aggregate(self, of: str = "weights", how: str = "mean") -> Tensor:
+        """One matrix [queries, keys] for all self-attention of the last stack: the "mean", "max",
+        "min" or "sum" over heads and layers of "weights" or "norms".
         """
-        for name, value, choices in (
-            ("of", of, MAP_QUANTITIES),
-            ("heads", heads, AGGREGATIONS),
-            ("layers", layers, AGGREGATIONS),
-        ):
+        for name, value, choices in (("of", of, MAP_QUANTITIES), ("how", how, AGGREGATIONS)):
             if value not in choices:
                 raise ValueError(f"unknown {name}={value!r}; {suggest(value, tuple(choices))}")
-        chosen = self._stack_layers(stack, kind)
-        grids = [one.weights_HTS if of == "weights" else one.norms_HTS for one in chosen]
-        return AGGREGATIONS[layers](torch.stack([AGGREGATIONS[heads](grid) for grid in grids]))
+        combine = AGGREGATIONS[how]
+        return combine(torch.stack([combine(layer.measure(of)) for layer in self._last_stack()]))
 
-    def rollout(self, stack: str = "", *, residual: float = 0.5) -> Tensor:
-        """Attention rollout of a stack (default: the last), [outputs, inputs]: how each output
-        mixes the inputs.
+    def rollout(self) -> Tensor:
+        """Attention rollout of the last stack, [outputs, inputs]: how each output mixes the inputs.
 
-        The product over layers of residual I + (1 - residual) A, where A is the mean of the heads
-        (2005.00928). Rows of A are rescaled to sum to one where a sink takes a part. Rollout treats
-        all heads as equal and values as equally long; it is a heuristic.
+        The product over layers of I / 2 + A / 2, where A is the mean of the heads (2005.00928).
+        Rows of A are rescaled to sum to one where a sink takes a part. Rollout treats all heads as
+        equal and values as equally long; it is a heuristic.
         """
-        if not 0 <= residual < 1:
-            raise ValueError(
-                f"residual={residual!r} is no share; give at least 0 and less than 1, 0.5 is usual"
-            )
-        layers = self._stack_layers(stack, "attention")
+        layers = self._last_stack()
         means = (maps.weights_HTS.double().mean(0).cpu().numpy() for maps in layers)
-        return torch.from_numpy(multiply_rollout(means, residual))
+        return torch.from_numpy(multiply_rollout(means))
 
     def table(self, matrix: Tensor, title: str, site: str = "", *, top: int = 3) -> AttentionTable:
         """A matrix with the tokens of a site (default: the last self-attention), which prints its
         largest entries.
         """
-        layer = self._layer(site) if site else self._stack_layers("", "attention")[-1]
+        layer = self._layer(site) if site else self._last_stack()[-1]
         words: list[tuple[str, ...]] = []
         for strings, count in zip((layer.queries, layer.keys), matrix.shape, strict=True):
             words.append(strings or tuple(map(str, range(count))))
@@ -166,16 +148,12 @@ class AttentionMaps:
             raise ValueError(f"there is no site {site!r}; {suggest(site, list(self.layers))}")
         return self.layers[site]
 
-    def _stack_layers(self, stack: str, kind: str) -> list[LayerAttention]:
-        stacks = list(dict.fromkeys(maps.stack for maps in self.layers.values()))
-        if stack and stack not in stacks:
-            raise ValueError(f"there is no stack {stack!r}; {suggest(stack, stacks)}")
-        chosen = stack or stacks[-1]
-        of_stack = [maps for maps in self.layers.values() if maps.stack == chosen]
-        layers = [maps for maps in of_stack if maps.kind == kind]
+    def _last_stack(self) -> list[LayerAttention]:
+        """The layers of self-attention of the last stack."""
+        stack = list(self.layers.values())[-1].stack
+        layers = [one for one in self.layers.values() if (one.stack, one.kind) == (stack, SELF)]
         if not layers:
-            kinds = list(dict.fromkeys(maps.kind for maps in of_stack))
-            raise ValueError(f"{chosen} has no {kind!r}; {suggest(kind, kinds)}")
+            raise ValueError(f"{stack} has no self-attention; name a site")
         return layers
 
 
@@ -232,7 +210,7 @@ def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:
     hooks = {module.site.name: _MapHook(circuits.get(module.site.name)) for module in sites}
     prepared = prepare_inputs(model, inputs, 0)
     words = {name: rows[0].words if rows else () for name, rows in prepared.token_rows.items()}
-    ModelRun(model, prepared).run_with_hooks(sites, hooks)
+    run_observed(model, prepared, sites, hooks)
     layers: dict[str, LayerAttention] = {}
     for module in sites:
         site = module.site

@@ -30,8 +30,6 @@ from .random_baseline import as_native_model
 
 # --- Low-rank maps --------------------------------------------------------------------------------
 
-CIRCUIT_KINDS = ("qk", "ov")
-
 
 class LowRankMap(NamedTuple):
     """A linear map x -> x @ left @ right, kept as two narrow matrices left [in, r] and right [r,
@@ -221,8 +219,8 @@ class CircuitSimilarity(NamedTuple):
     values: Tensor
 
 
-def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity:
-    """Compare the QK or OV circuits of all heads of a model by their cosine similarity as vectors.
+def compare_circuits(model: nn.Module) -> CircuitSimilarity:
+    """Compare the OV circuits of all heads of a model by their cosine similarity as vectors.
 
     Random maps have a similarity of zero on average; the circuits of `make_random_baseline(model)`
     show how far they scatter.
@@ -234,20 +232,16 @@ def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity
     ...     ),
     ...     seed=0,
     ... )
-    >>> compare_circuits(net, "ov").values.shape
+    >>> compare_circuits(net).values.shape
     torch.Size([2, 2])
     """
-    if circuit not in CIRCUIT_KINDS:
-        raise ValueError(f"unknown circuit={circuit!r}; use 'qk' or 'ov'")
     heads: list[HeadLocation] = []
     maps: list[LowRankMap] = []
     layer_of_site = {module.site.name: module.site.layer for module in find_attention(model)}
     for site, circuits in get_circuits(model).items():
-        is_qk = circuit == "qk"
-        spec = circuits.spec
-        numbers = spec.core_score_heads if is_qk else range(len(spec.score_head_of_output))
-        heads += [HeadLocation(site, layer_of_site[site], head) for head in numbers]
-        maps += [circuits.qk_circuit(n) if is_qk else circuits.ov_circuit(n) for n in numbers]
+        for head in range(len(circuits.spec.score_head_of_output)):
+            heads.append(HeadLocation(site, layer_of_site[site], head))
+            maps.append(circuits.ov_circuit(head))
     products = torch.full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
     for i, first in enumerate(maps):
         for j in range(i, len(maps)):

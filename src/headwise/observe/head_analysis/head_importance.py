@@ -5,10 +5,11 @@ and a time limit.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 from torch import nn
@@ -20,31 +21,33 @@ from .annotated_examples import Example
 from .distinct_examples import DistinctExamples
 from .head_table import HeadImportance, ImportanceResult
 from .importance_methods import (
-    GRADIENT_METHODS,
     ImportanceInput,
     ImportanceMethod,
     ImportanceSums,
-    TimeLimitReached,
     leave_one_out,
     make_forward,
-    make_time_check,
-    michel_batch_method,
+    michel,
     shapley_method,
+    taylor,
 )
-from .lrp import relevance_method
+from .lrp import LRP_NOTE, relevance, why_no_relevance
 from .objectives import Objective, choose_objective
-from .resampling import CORRECTION_METHODS, Array, Jackknife, correct_p_values, stack_texts
+from .resampling import Array, Jackknife, correct_p_values, stack_texts
 
 IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
     method.name: method
     for method in (
         ImportanceMethod("leave-one-out", leave_one_out, is_tested=True),
         shapley_method(),
-        *GRADIENT_METHODS[:3],
-        michel_batch_method(),
-        *GRADIENT_METHODS[3:],
-        relevance_method("constant"),
-        relevance_method("jacobian"),
+        ImportanceMethod("michel", michel, needs_gradient=True),
+        ImportanceMethod("taylor", taylor, needs_gradient=True, is_tested=True),
+        ImportanceMethod(
+            "lrp",
+            relevance,
+            measured_quantity="largest logit",
+            note=LRP_NOTE,
+            unsupported_reason=why_no_relevance,
+        ),
     )
 }
 NORMALISATIONS = ("", "layer")
@@ -55,30 +58,25 @@ MIN_NORM = 1e-20  # prevents division by zero, with the value of the code of 190
 class ImportanceOptions:
     """Options of `estimate_importance` that do not depend on the method.
 
-    - `max_seconds`: time limit; the example that is running when it is reached is dropped.
+    - `max_seconds`: time limit; no further example is read once it is reached.
     - `num_examples`: size of a random sample of the examples; None uses all.
     - `normalisation`: "layer" divides the scores of a site by their l2 norm (1905.10650).
-    - `correction`: of p-values for testing all heads: "holm", "bonferroni" or "none".
     - `seed`: of random samples.
 
-    >>> ImportanceOptions(correction="hol")
+    >>> ImportanceOptions(max_seconds=0)
     Traceback (most recent call last):
-    ValueError: unknown correction='hol'; did you mean 'holm'?
+    ValueError: max_seconds must be positive, got 0; leave it out for no limit
     """
 
     max_seconds: float | None = None
     num_examples: int | None = None
     normalisation: str = ""
-    correction: str = "holm"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.normalisation not in NORMALISATIONS:
             hint = suggest(str(self.normalisation), ["layer"])
             raise ValueError(f"unknown normalisation={self.normalisation!r}; {hint}")
-        if self.correction not in CORRECTION_METHODS:
-            hint = suggest(str(self.correction), CORRECTION_METHODS)
-            raise ValueError(f"unknown correction={self.correction!r}; {hint}")
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(
                 f"max_seconds must be positive, got {self.max_seconds!r}; leave it out for no limit"
@@ -105,8 +103,8 @@ def estimate_importance(
     `method` and `objective` are names or objects with options of their own; see
     `IMPORTANCE_METHODS` and `OBJECTIVES`. If no objective is given, it is the loss of the model's
     own head, or the drift of its outputs if it has none; `notes` of the result say which. Examples
-    are read one at a time, and `progress` is called with their number so far. When the time limit
-    is reached, the unfinished example is dropped and a note is added.
+    are read one at a time, and `progress` is called with their number so far. A note says if the
+    time limit left some out.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -116,7 +114,7 @@ def estimate_importance(
     >>> result.objective, result.texts, [(head.site, head.head) for head in result.heads]
     ('next-token', 5, [('decoder.0.attention', 0), ('decoder.0.attention', 1)])
     """
-    check_time = make_time_check(options.max_seconds)
+    start = time.monotonic()
     sites = require_ability(model, "ablate")
     method = _resolve_method(model, method)
     distinct = DistinctExamples(examples)
@@ -125,31 +123,26 @@ def estimate_importance(
     if first is None:
         raise ValueError("cannot estimate importance without texts; give at least two")
     resolved, objective_note = _resolve_objective(model, objective, first, method)
-    units: list[ImportanceSums] = []  # of each text, or of each batch
-    num_texts = 0
+    sums: list[ImportanceSums] = []  # of each text
     skipped: Counter[str] = Counter()
     inputs = _read_inputs(model, sites, resolved, chain([first], sampled), skipped)
     notes.append(objective_note)
     remedy = ""
-    try:
-        while texts := list(islice(inputs, method.batch_size)):
-            check_time()
-            units.append(method.estimate(texts, check_time))
-            num_texts += len(texts)
-            progress(num_texts)
-    except TimeLimitReached:
-        remedy = " and a longer time limit"
-    if len(units) < 2:
+    for text in inputs:
+        if options.max_seconds is not None and time.monotonic() - start > options.max_seconds:
+            remedy = " and a longer time limit"
+            break
+        sums.append(method.estimate(text))
+        progress(len(sums))
+    if len(sums) < 2:
         if distinct.num_repeated:
             distinct.check_min_count()
-        size = method.batch_size
-        unit = "texts" if size == 1 else f"batches of {size} texts"
-        fact = f"cannot compute confidence intervals from {len(units)} {unit}"
+        fact = f"cannot compute confidence intervals from {len(sums)} texts"
         raise ValueError(f"{fact}; give at least two{remedy}")
     notes += distinct.notes
     if remedy:
         limit = f"{options.max_seconds:g} seconds"
-        notes.append(f"stopped after {num_texts} texts at the time limit of {limit}")
+        notes.append(f"stopped after {len(sums)} texts at the time limit of {limit}")
     if skipped["without target"]:
         count = pluralise(skipped["without target"], "text")
         notes.append(f"left out {count} without any target")
@@ -157,7 +150,7 @@ def estimate_importance(
         fact = f"{type(model).__name__} runs in full for every head"
         notes.append(f"{fact}: only headwise models can restart midway")
     names = [module.site.name for module in sites]
-    missing = [name for name in names if not all(name in unit for unit in units)]
+    missing = [name for name in names if not all(name in text for text in sums)]
     if missing:
         notes.append(f"not rated because some texts do not reach them: {', '.join(missing)}")
     notes += [method.note, *left_out_notes(model, "ablate")]
@@ -165,8 +158,8 @@ def estimate_importance(
         type(model).__name__,
         method.name,
         method.measured_quantity or resolved.name,
-        num_texts,
-        rate_heads(sites, units, options, method.is_tested),
+        len(sums),
+        rate_heads(sites, sums, options, method.is_tested),
         tuple(note for note in notes if note),
     )
 
@@ -244,15 +237,14 @@ def _sample_examples(
 
 def rate_heads(
     sites: Sequence[SiteModule],
-    units: Sequence[ImportanceSums],
+    sums: Sequence[ImportanceSums],
     options: ImportanceOptions,
     is_tested: bool,
 ) -> tuple[HeadImportance, ...]:
-    """Turn the sums of all units (texts or batches) into the importance of every head, with
-    intervals and p-values.
+    """Turn the sums of all texts into the importance of every head, with intervals and p-values.
 
     With `is_tested`, a t test asks whether the importance is 0; else p-values are NaN. Sites that
-    some unit does not reach are left out.
+    some text does not reach are left out.
     """
 
     def normalise(scores: Array) -> Array:
@@ -260,15 +252,13 @@ def rate_heads(
             return scores
         return scores / (np.linalg.norm(scores, axis=-1, keepdims=True) + MIN_NORM)
 
-    reached = [one.site for one in sites if all(one.site.name in unit for unit in units)]
-    means = [
-        Jackknife.of_ratio(*stack_texts([unit[one.name] for unit in units])) for one in reached
-    ]
+    reached = [one.site for one in sites if all(one.site.name in text for text in sums)]
+    means = [Jackknife.of_ratio(*stack_texts([text[one.name] for text in sums])) for one in reached]
     untested = [np.full_like(mean.value, math.nan) for mean in means]
     p = np.concatenate(
         [np.empty(0), *([one.p_values() for one in means] if is_tested else untested)]
     )
-    tests = zip(p.tolist(), correct_p_values(p, options.correction).tolist(), strict=True)
+    tests = zip(p.tolist(), correct_p_values(p).tolist(), strict=True)
     heads: list[HeadImportance] = []
     for site, mean in zip(reached, means, strict=True):
         score = mean.map(normalise)

@@ -14,7 +14,7 @@ from torch import nn
 from ...attention.attention import Attention
 from ...attention.interfaces import Mix
 from ...attention.interfaces.core_types import Phase
-from ...util.errors import pluralise, suggest
+from ...util.errors import pluralise
 from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device, get_streams, is_encoder_decoder
@@ -25,12 +25,11 @@ from .head_metrics import HEAD_METRICS, HeadMetric, select_largest, select_peak_
 from .head_table import HeadMeasures, HeadTable, Measure
 from .literature_metrics import get_metric
 from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums, stack_texts
-from .weight_bands import WeightBand, WordBandMerger, move_annotations, stream_weight_bands
+from .weight_bands import WeightBand, move_annotations, stream_weight_bands
 
 OBSERVED = "own"
 CHANCE = "chance"
 TextSums = tuple[Array, Array]
-TOKEN_UNITS = ("tokens", "words")
 
 
 class MeasureCollector(Protocol):
@@ -152,14 +151,12 @@ class MeasureOptions(NamedTuple):
     """Options of `measure_heads`.
 
     - `metrics`: names of the metrics.
-    - `units`: "tokens" or "words".
     - `sites`: names of the sites to measure; empty for all that can be observed.
     - `engine`: runs the examples elsewhere.
     - `min_texts`: fewest different texts; a single one has no intervals and no tests.
     """
 
     metrics: tuple[str, ...] = tuple(HEAD_METRICS)
-    units: str = "tokens"
     sites: tuple[str, ...] = ()
     engine: ExampleEngine | None = None
     min_texts: int = 2
@@ -182,8 +179,6 @@ def measure_heads(
     own during the same pass, for example `DependencyScores` or `AlignmentScores`. `progress` is
     called with the number of examples measured so far.
     """
-    if options.units not in TOKEN_UNITS:
-        raise ValueError(f"unknown units={options.units!r}; {suggest(options.units, TOKEN_UNITS)}")
     if options.engine is not None and collectors:
         raise ValueError(
             "dependencies and alignments are measured in one process; leave the engine out"
@@ -248,13 +243,11 @@ def sum_examples(
     """
     sites, streams = _select_sites(model, options)
     metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
-    words = WordBandMerger(metric_sums.add_band)
-    own_callback = words.add_band if options.units == "words" else metric_sums.add_band
-    callbacks = [own_callback, *(collector.add_band for collector in collectors)]
+    receivers = (metric_sums, *collectors)
 
     def on_band(site: str, band: WeightBand) -> None:
-        for callback in callbacks:
-            callback(site, band)
+        for receiver in receivers:
+            receiver.add_band(site, band)
 
     device = get_device(model)
     moved = (move_annotations(example, device) for example in examples)
@@ -262,7 +255,7 @@ def sum_examples(
         for collector in collectors:
             collector.start_example(example)
         stream_weight_bands(model, sites, example, streams, on_band)
-        for receiver in (metric_sums, words, *collectors):
+        for receiver in receivers:
             receiver.finish_example()
         progress(count)
     return metric_sums

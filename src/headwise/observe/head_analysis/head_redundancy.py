@@ -2,13 +2,11 @@
 
 `measure_redundancy` compares all heads over the same tokens: distances, clusters, a map in the
 plane, and how much the heads of each layer differ. Weights on sinks are left out, because
-heads that agree only on them are not redundant; `ComparableHeads.with_sinks` has the distances of
-whole rows.
+heads that agree only on them are not redundant.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from ...report.data import Table, Value
 from ...report.numbers import format_number, format_p
 from ...report.render import to_plain, to_text
 from ..inspect.attention_sites import left_out_notes, require_ability
+from ..inspect.hooks import record_head_outputs
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example
 from .attention_sinks import mark_first_token_sinks
@@ -35,7 +34,6 @@ from .head_similarity import (
     StreamPair,
     average_linkage,
     centred_kernel_alignment,
-    collect_head_outputs,
     cut_clusters,
     embed_in_plane,
     jensen_shannon_divergence,
@@ -52,7 +50,6 @@ from .resampling import (
     compare_with_null,
     correct_p_values,
     expected_pairs_below,
-    mantel_test,
     poisson_test,
     ratio_of_sums,
 )
@@ -157,29 +154,6 @@ class RedundancyOptions(NamedTuple):
                 raise ValueError(f"{name} must be >= {minimum}, got {getattr(self, name)}")
 
 
-class WholeRows(NamedTuple):
-    """Comparison of whole attention rows, sinks included.
-
-    `num_similar` pairs are significantly closer than `threshold` and than their chance distance;
-    `num_expected` are by chance, if weights are permuted but those on sinks stay.
-    """
-
-    distances: Array
-    threshold: float
-    num_similar: int
-    num_expected: float
-
-    @property
-    def median(self) -> float:
-        """Median distance of all pairs."""
-        return float(np.median(self.distances[np.triu_indices(len(self.distances), 1)]))
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values, ready for JSON."""
-        return {**self._asdict(), "distances": to_plain(self.distances)}
-
-
 @dataclass(frozen=True, eq=False)
 class ComparableHeads:
     """Heads with the same query and key tokens, and every comparison between them.
@@ -191,7 +165,7 @@ class ComparableHeads:
     - `chance`: the divergences if the weights of one head are permuted among the other keys that it
       may read. They are
       as sharp as before but unrelated.
-    - `with_sinks`: the same comparison of whole rows. `sink_weight` is the mean weight on sinks.
+    - `sink_weight`: mean weight on sinks, which are left out.
     - `without_rest`: heads that are not compared because sinks leave them less than 1 % of the
       weight in (almost) all
       rows.
@@ -205,7 +179,6 @@ class ComparableHeads:
     - `similar_pair_test`: number of significantly similar pairs against the number expected by
       chance.
     - `within_layer_test`: distances within layers against distances between layers.
-    - `agreement`: correlation of distances with those of outputs.
     """
 
     streams: StreamPair
@@ -214,7 +187,6 @@ class ComparableHeads:
     low: Array
     high: Array
     chance: Array
-    with_sinks: WholeRows
     sink_weight: float
     without_rest: tuple[HeadLocation, ...]
     outputs: Array | None
@@ -226,7 +198,6 @@ class ComparableHeads:
     layers: tuple[LayerDiversity, ...]
     similar_pair_test: PermutationTest
     within_layer_test: PermutationTest
-    agreement: PermutationTest
 
     @property
     def num_pairs(self) -> int:
@@ -259,37 +230,28 @@ class ComparableHeads:
             f"{len(self.similar_pairs)} of {self.num_pairs} pairs of heads are significantly more "
             f"similar than chance; {test.chance:.1f} are expected (p {format_p(test.p)})."
         )
-        if not test.p < SIGNIFICANCE:
-            return f"Not shown to be redundant: {counts}"
-        agreement = self.agreement
-        return f"{counts} Their outputs agree with r = {agreement.value:.2f} (p {format_p(agreement.p)})."
+        return counts if test.p < SIGNIFICANCE else f"Not shown to be redundant: {counts}"
 
     def list_findings(self) -> dict[str, Value]:
         """Return the numbers on which the answer rests, by name."""
         pairs = np.triu_indices(len(self.heads), 1)
         within = self.within_layer_test
-        agreement = self.agreement
         different = sum(layer.p < SIGNIFICANCE for layer in self.layers)
         return {
             "heads": len(self.heads),
             "mean weight on sinks, which are left out": self.sink_weight,
             "median distance, nats": float(np.median(self.distances[pairs])),
             "median distance of permuted weights": float(np.median(self.chance[pairs])),
-            "median distance with sinks": self.with_sinks.median,
             "distance that counts as similar": self.threshold,
             "similar pairs": len(self.similar_pairs),
             "similar pairs by chance": self.similar_pair_test.chance,
             "similar pairs, p": format_p(self.similar_pair_test.p),
             "closest pair": " and ".join(map(str, (*self.similar_pairs, ("-",))[0])),
-            "similar pairs with sinks": self.with_sinks.num_similar,
-            "similar pairs with sinks by chance": self.with_sinks.num_expected,
             "clusters": len(self.cluster_members),
             "clusters by chance": self.num_chance_clusters,
             "distance within layers minus between": within.value,
             "distance within layers, p": format_p(within.p),
             "layers unlike randomly chosen heads": different,
-            "correlation with distances of outputs": agreement.value,
-            "correlation with outputs, p": format_p(agreement.p),
         }
 
     @property
@@ -298,7 +260,6 @@ class ComparableHeads:
         fields = {name: to_plain(value) for name, value in vars(self).items()}
         fields |= {
             "heads": [head._asdict() for head in self.heads],
-            "with_sinks": self.with_sinks.data,
             "without_rest": [head._asdict() for head in self.without_rest],
             "merges": [merge._asdict() for merge in self.merges],
             "clusters_by_chance": fields.pop("num_chance_clusters"),
@@ -307,7 +268,7 @@ class ComparableHeads:
             "layers": [layer.data for layer in self.layers],
             "sentence": self.sentence,
         }
-        for name in ("similar_pair_test", "within_layer_test", "agreement"):
+        for name in ("similar_pair_test", "within_layer_test"):
             fields[name] = to_plain(getattr(self, name)._asdict())
         return fields
 
@@ -357,15 +318,15 @@ class RedundancyResult:
 
 
 class _RedundancySums:
-    """Sums over texts for one group of heads: their distances, observed and by chance, without
-    sinks ("rest") and of whole rows.
+    """Sums over texts for one group of heads: their distances without sinks, observed and by
+    chance.
     """
 
     def __init__(self, rows: SampledRows, options: RedundancyOptions) -> None:
         self.heads = rows.heads
         self.options = options
-        self.rest = (FoldedSums(), FoldedSums())
-        self.whole = (FoldedSums(), FoldedSums())
+        self.observed = FoldedSums()
+        self.permuted = FoldedSums()
         self.sink_weight = 0.0
         self.num_rows = 0.0
         self.diversity = DiversitySums(rows.heads, options.num_permutations, options.seed)
@@ -376,25 +337,23 @@ class _RedundancySums:
             fact = "the model runs different attention layers for different texts"
             raise ValueError(f"cannot compare heads: {fact}; give texts that run the same layers")
         row_weight = rows.row_weight
-        weights = (rows.weights, rows.permute_weights((self.options.seed, text_index)))
-        counted = torch.ones(rows.weights.shape[:2], device=rows.weights.device)
-        rest = [rows.without_sinks(one) for one in weights]
-        whole = [NonSinkRows(one, counted) for one in weights]
-        for folds, (observed, permuted) in ((self.rest, rest), (self.whole, whole)):
-            flags = observed.counted.double()
-            count = (flags @ flags.T).cpu().numpy() * row_weight
-            for sums, others in zip(folds, (None, permuted.weights), strict=True):
-                divergence = jensen_shannon_divergence(observed.weights, others, observed.counted)
-                sums.add(text_index, divergence.cpu().numpy() * row_weight, count)
-        self.diversity.add(text_index, rest[0], row_weight)
+        permuted = rows.permute_weights((self.options.seed, text_index))
+        rest = rows.without_sinks(rows.weights)
+        flags = rest.counted.double()
+        count = (flags @ flags.T).cpu().numpy() * row_weight
+        others = rows.without_sinks(permuted).weights
+        for sums, second in ((self.observed, None), (self.permuted, others)):
+            divergence = jensen_shannon_divergence(rest.weights, second, rest.counted)
+            sums.add(text_index, divergence.cpu().numpy() * row_weight, count)
+        self.diversity.add(text_index, rest, row_weight)
         self.sink_weight += rows.sink_weight * row_weight
-        self.num_rows += counted.numel() * row_weight
+        self.num_rows += rest.counted.numel() * row_weight
 
     def comparable_heads(self) -> list[int]:
         """Indices of the heads of which every pair has rows; a head that has the fewest is left out
         first.
         """
-        counts = self.rest[0].count.copy()
+        counts = self.observed.count.copy()
         np.fill_diagonal(counts, 1)
         indices = list(range(len(counts)))
         while len(indices) > 1 and not (counts[np.ix_(indices, indices)] > 0).all():
@@ -442,7 +401,7 @@ def measure_redundancy(
                 sums[rows.streams].add(index, rows)
         # Sample head outputs, with the same tokens for all sites of a query stream.
         with_outputs = [module for module in sites if module.site.ablate.possible]
-        outputs = collect_head_outputs(model, with_outputs, example)
+        _, outputs = record_head_outputs(model, example.model_inputs, with_outputs)
         for stream in dict.fromkeys(pair[0] for pair in streams.values()):
             of_stream = {site: z for site, z in outputs.items() if streams[site][0] == stream}
             if of_stream:
@@ -466,28 +425,12 @@ def measure_redundancy(
     return RedundancyResult(name or type(model).__name__, count, comparisons, tuple(notes))
 
 
-def _count_similar_pairs(
-    folds: tuple[FoldedSums, FoldedSums], options: RedundancyOptions, indices: Sequence[int]
-) -> tuple[MeanIntervals, Array, float, int, float]:
-    """Compare the distances of these heads with their chance level: the distances with intervals,
-    their chance level, the threshold, and the numbers of pairs below it, observed and expected.
-    """
+def _distances(folds: FoldedSums, indices: Sequence[int]) -> MeanIntervals:
+    """Mean distances of these heads, with intervals."""
     grid = np.ix_(indices, indices)
-    pairs = np.triu_indices(len(indices), 1)
-    intervals: list[MeanIntervals] = []
-    for sums in folds:
-        mean, low, high = (array[grid] for array in sums.mean_intervals())
-        is_equal = np.abs(mean) < EQUAL_DISTANCE  # equal rows in every text, however few there are
-        ends = [np.where(is_equal, mean, end) for end in (low, high)]
-        intervals.append(MeanIntervals(mean, *ends))
-    observed, permuted = intervals
-    threshold = options.max_distance
-    if threshold is None:
-        threshold = float(np.quantile(permuted.mean[pairs], CHANCE_RATE))
-    num_similar = int((observed.high < np.minimum(threshold, permuted.mean))[pairs].sum())
-    chance_pairs = MeanIntervals(*(array[pairs] for array in permuted))
-    num_expected = expected_pairs_below(chance_pairs, threshold, folds[1].num_folds)
-    return observed, permuted.mean, threshold, num_similar, num_expected
+    mean, low, high = (array[grid] for array in folds.mean_intervals())
+    is_equal = np.abs(mean) < EQUAL_DISTANCE  # equal rows in every text, however few there are
+    return MeanIntervals(mean, *(np.where(is_equal, mean, end) for end in (low, high)))
 
 
 def _compare_heads(
@@ -502,22 +445,22 @@ def _compare_heads(
     if len(indices) < 2:
         return None
     heads = tuple(sums.heads[n] for n in indices)
-    observed, chance, threshold, num_similar, num_expected = _count_similar_pairs(
-        sums.rest, options, indices
-    )
-    whole, _, limit, num_whole, num_chance = _count_similar_pairs(
-        sums.whole, options, range(len(sums.heads))
-    )
+    observed = _distances(sums.observed, indices)
+    permuted = _distances(sums.permuted, indices)
     distances = observed.mean
+    chance = permuted.mean
+    pairs = np.triu_indices(len(indices), 1)
+    threshold = options.max_distance
+    if threshold is None:
+        threshold = float(np.quantile(chance[pairs], CHANCE_RATE))
+    num_similar = int((observed.high < np.minimum(threshold, chance))[pairs].sum())
+    chance_pairs = MeanIntervals(*(array[pairs] for array in permuted))
+    num_expected = expected_pairs_below(chance_pairs, threshold, sums.permuted.num_folds)
     merges = average_linkage(distances)
     outputs = _output_similarity(sums.heads, reservoir)
     outputs = None if outputs is None else outputs[np.ix_(indices, indices)]
     sites = list(dict.fromkeys(head.site for head in heads))
     layer_of_head = [sites.index(head.site) for head in heads]
-    randomness = (options.num_permutations, options.seed)
-    agreement = PermutationTest(math.nan, math.nan, math.nan)
-    if outputs is not None and not np.isnan(outputs).any():
-        agreement = mantel_test(distances, 1 - outputs, *randomness)
     return ComparableHeads(
         streams=pair,
         heads=heads,
@@ -525,7 +468,6 @@ def _compare_heads(
         low=observed.low,
         high=observed.high,
         chance=chance,
-        with_sinks=WholeRows(whole.mean, limit, num_whole, num_chance),
         sink_weight=sums.sink_weight / sums.num_rows,
         without_rest=tuple(head for head in sums.heads if head not in heads),
         outputs=outputs,
@@ -536,8 +478,9 @@ def _compare_heads(
         embedding=embed_in_plane(distances, seed=options.seed),
         layers=sums.diversity.layer_diversities(),
         similar_pair_test=poisson_test(num_similar, num_expected),
-        within_layer_test=class_separation_test(distances, layer_of_head, *randomness),
-        agreement=agreement,
+        within_layer_test=class_separation_test(
+            distances, layer_of_head, options.num_permutations, options.seed
+        ),
     )
 
 

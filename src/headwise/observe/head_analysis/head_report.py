@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import nn
 
 from ...report.data import Axis, Figure, Plot, Series
@@ -22,7 +21,6 @@ from .attention_figures import (
     PictureMaker,
     head_figure,
     head_gallery,
-    head_pair_figure,
 )
 from .head_classes import UNCLEAR
 from .head_metrics import HEAD_METRICS
@@ -105,7 +103,6 @@ def plot_similar_heads(table: HeadTable, embedding: PlaneEmbedding) -> Figure:
 # --- The report -----------------------------------------------------------------------------------
 
 EXAMPLE_LENGTHS = range(6, 19)  # numbers of tokens that suit a heat map
-MAX_RELATIONS = 9  # largest number of relations in the figure
 
 HEAD_REPORT = FolderKind(
     "report of heads",
@@ -122,15 +119,12 @@ class ReportOptions(NamedTuple):
     """Figures of a report besides the table.
 
     - `importance`, `redundancy`: results that get a figure.
-    - `head_pair`: two heads, (site, number) each, for the figure of two heads; by default these are
-      the heads with the broadest and the narrowest attention.
     - `drawn_heads`: heads with a figure of their own on the first text.
     - `existing`: "overwrite" replaces a folder with an earlier report.
     """
 
     importance: ImportanceResult | None = None
     redundancy: RedundancyResult | None = None
-    head_pair: HeadSelection = ()
     drawn_heads: HeadSelection = ()
     existing: Existing = "refuse"
 
@@ -150,7 +144,7 @@ def write_head_report(
 
     The folder appears complete or not at all. Returns the paths of the main files.
     """
-    for site, head in (*options.head_pair, *options.drawn_heads):
+    for site, head in options.drawn_heads:
         table.head(site, head)  # refuse an unknown head before anything is written
     with stage_folder(folder, HEAD_REPORT, options.existing) as staged:
         write_atomically(staged / "heads.json", json.dumps(table.data, indent=1).encode())
@@ -188,19 +182,11 @@ def _list_figures(
         "grid": table.class_grid(f"{model}: class of every head, {table.texts}"),
         "entropy": plot_measure_by_layer(table),
     }
-    top = f"{model}: the top head of each"
     pictures = list(_class_pictures(table, maker))
     if pictures:
         marks = "the pairs of tokens that the class is about"
-        title = f"{top} class, each on the text that shows it best"
+        title = f"{model}: the top head of each class, each on the text that shows it best"
         figures["gallery"] = head_gallery(pictures, title, marks)
-    pictures = list(_relation_pictures(table, maker))
-    if pictures:
-        marks = "the dependencies of the relation"
-        figures["relations"] = head_gallery(pictures, f"{top} dependency relation", marks)
-    pair = _choose_pair(table, maker, options.head_pair)
-    if pair:
-        figures["pair"] = head_pair_figure(*pair, f"{model}: attention of two heads")
     for location in options.drawn_heads:
         head = table.head(*location)
         classes = [one for one in head.classes if one.name != UNCLEAR]
@@ -253,54 +239,10 @@ def _class_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPictu
     """Yield the head with the highest score of each class, on the text that shows it best."""
     for group in CLASS_STYLES:
         members = table.class_members(group)
-        if not members or group in (UNCLEAR, "syntactic"):
+        if not members or group == UNCLEAR:
             continue
         best, head = members[0]
         title = f"{best.name} {best.score:.2f}: {head.site} {head.head}"
         picture = maker.picture(head, best.name, title)
         if picture is not None:
             yield picture
-
-
-def _relation_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPicture]:
-    """Yield the head with the highest score of each relation, on the text on which it finds the
-    dependencies best.
-    """
-    done: set[str] = set()
-    for best, head in table.class_members("syntactic"):
-        if best.name in done or len(done) == MAX_RELATIONS:
-            continue
-        _, relation, _, towards = best.name.rsplit(" ", 3)
-        title = f"{relation} to {towards} {best.score:.2f}: {head.site} {head.head}"
-        picture = maker.picture(head, best.name, title)
-        if picture is not None:
-            done.add(best.name)
-            yield picture
-
-
-def _choose_pair(
-    table: HeadTable, maker: PictureMaker, head_pair: HeadSelection
-) -> tuple[HeadPicture, HeadPicture] | None:
-    """The two given heads, or the self-attention heads with the broadest and the narrowest
-    attention of one stack.
-    """
-    chosen = [table.head(*location) for location in head_pair]
-    names = ("one", "other")
-    if not chosen:
-        names = ("broadest", "narrowest")
-        needed = {"breadth", "distance"}
-        heads = [
-            one for one in table.heads if needed <= {*one.measures} and one.kind == "attention"
-        ]
-        heads = [head for head in heads if not np.isnan(head.measures["distance"].value)]
-        if len(heads) < 2:
-            return None
-        heads = [head for head in heads if head.stack == heads[0].stack]
-        chosen = [max(heads, key=lambda head: head.measures["breadth"].value)]
-        others = (head for head in heads if head is not chosen[0])
-        chosen.append(min(others, key=lambda head: head.measures["breadth"].value))
-    first, second = (
-        maker.first_picture(head, "", f"{name}: {head.site} {head.head}")
-        for head, name in zip(chosen, names, strict=True)
-    )
-    return first, second

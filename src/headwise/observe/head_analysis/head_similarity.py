@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..inspect.hooks import AttentionHook, ModelRun, SiteModule
-from ..inspect.model_inputs import get_device, prepare_inputs
+from ..inspect.hooks import AttentionHook, SiteModule, run_observed
+from ..inspect.model_inputs import get_device
 from ..inspect.observed_call import ObservedCall
 from .annotated_examples import Example, find_sink_tokens
 from .weight_bands import MIN_NON_SINK_WEIGHT
@@ -276,7 +276,7 @@ def sample_rows(
         queries = choose_queries(num_rows, (seed, text_index), query_tokens.count, cells)
         num_sampled[pair] = len(queries)
         hooks[module.site.name] = RowSamplingHook(queries)
-    ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
+    run_observed(model, example.model_inputs, sites, hooks)
     device = get_device(model)  # the layers of a model may be on several devices
     groups: list[SampledRows] = []
     for pair, count in num_sampled.items():
@@ -301,25 +301,6 @@ def sample_rows(
             groups.append(SampledRows(pair, tuple(heads), rows, allowed_rows, is_sink, row_weight))
     reasons = {name: hook.unsupported_reason for name, hook in hooks.items()}
     return groups, {name: reason for name, reason in reasons.items() if reason}
-
-
-class HeadOutputsHook(AttentionHook):
-    """Hook that keeps head outputs of the first text, [tokens, heads, width]."""
-
-    outputs: Tensor | None = None
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Keep the outputs."""
-        self.outputs = outputs[0].detach()
-
-
-def collect_head_outputs(
-    model: nn.Module, sites: Sequence[SiteModule], example: Example
-) -> dict[str, Tensor]:
-    """Run a model on a text and return head outputs by site name, [tokens, heads, width]."""
-    hooks = {module.site.name: HeadOutputsHook() for module in sites}
-    ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
-    return {name: hook.outputs for name, hook in hooks.items() if hook.outputs is not None}
 
 
 class OutputReservoir:
@@ -386,12 +367,9 @@ def average_linkage(distances: DistanceArray) -> list[ClusterMerge]:
     from scipy.cluster.hierarchy import linkage
     from scipy.spatial.distance import squareform
 
-    checked = _check_distances(distances)
-    if len(checked) < 2:
-        return []
-    first_members = list(range(len(checked)))
+    first_members = list(range(len(distances)))
     merges: list[ClusterMerge] = []
-    for one, other, height, _ in linkage(squareform(checked, checks=False), "average").tolist():
+    for one, other, height, _ in linkage(squareform(distances, checks=False), "average").tolist():
         members = sorted((first_members[int(one)], first_members[int(other)]))
         merges.append(ClusterMerge(members[0], members[1], height))
         first_members.append(members[0])
@@ -424,9 +402,11 @@ class PlaneEmbedding(NamedTuple):
     stress: float
 
 
-def embed_in_plane(
-    distances: DistanceArray, *, num_starts: int = 5, max_steps: int = 1000, seed: int = 0
-) -> PlaneEmbedding:
+NUM_STARTS = 5
+MAX_STEPS = 1000
+
+
+def embed_in_plane(distances: DistanceArray, seed: int = 0) -> PlaneEmbedding:
     """Points in the plane whose distances match the given ones best: multidimensional scaling by
     SMACOF from several starts.
 
@@ -438,47 +418,30 @@ def embed_in_plane(
     >>> found.stress < 1e-6
     True
     """
-    checked = _check_distances(distances)
     generator = np.random.default_rng(seed)
-    scale = float(checked.max(initial=0.0)) or 1.0
+    scale = float(distances.max()) or 1.0
     # Classical scaling: the two largest eigenvalues of the doubly centred squared distances
-    centring = np.eye(len(checked)) - 1 / len(checked)
-    values, vectors = np.linalg.eigh(-0.5 * centring @ (checked**2) @ centring)
-    points = vectors[:, ::-1][:, :2] * np.sqrt(np.maximum(values[::-1][:2], 0))
-    others = scale * generator.standard_normal((num_starts - 1, len(checked), 2))
-    starts = [np.pad(points, ((0, 0), (0, 2 - points.shape[1]))), *others]
-    embeddings = [_minimise_stress(checked, points, max_steps) for points in starts]
+    centring = np.eye(len(distances)) - 1 / len(distances)
+    values, vectors = np.linalg.eigh(-0.5 * centring @ (distances**2) @ centring)
+    classical = vectors[:, ::-1][:, :2] * np.sqrt(np.maximum(values[::-1][:2], 0))
+    others = scale * generator.standard_normal((NUM_STARTS - 1, len(distances), 2))
+    embeddings = [_minimise_stress(distances, points) for points in (classical, *others)]
     points, stress = min(embeddings, key=lambda embedding: embedding.stress)
     points = points - points.mean(0)
     _, _, axes = np.linalg.svd(points, full_matrices=False)
-    axes = np.concatenate([axes, np.eye(2)])[:2] if len(axes) < 2 else axes
     rotated = points @ axes.T
     extreme = rotated[np.abs(rotated).argmax(0), [0, 1]]  # the farthest point of each axis
     return PlaneEmbedding(rotated * np.where(extreme < 0, -1, 1), stress)
 
 
-def _check_distances(distances: DistanceArray) -> DistanceArray:
-    if distances.ndim != 2 or len(distances) != distances.shape[1] or not len(distances):
-        raise ValueError(f"distances must have the shape [n, n], got {list(distances.shape)}")
-    is_valid = np.isfinite(distances).all() and not (distances < 0).any()
-    if not is_valid or not np.allclose(distances, distances.T):
-        raise ValueError(
-            "distances must be finite, non-negative and symmetric; leave out items without "
-            "distances"
-        )
-    return distances.astype(np.float64)
-
-
-def _minimise_stress(
-    distances: DistanceArray, points: DistanceArray, max_steps: int
-) -> PlaneEmbedding:
+def _minimise_stress(distances: DistanceArray, points: DistanceArray) -> PlaneEmbedding:
     """Iterate the Guttman transform; every step lowers the stress."""
     total = float((distances**2).sum()) or 1.0
     previous = math.inf
-    for step in range(max_steps + 1):
+    for step in range(MAX_STEPS + 1):
         apart = np.linalg.norm(points[:, None] - points, axis=-1)
         stress = float(np.sqrt(((apart - distances) ** 2).sum() / total))
-        if previous - stress < 1e-10 or step == max_steps:
+        if previous - stress < 1e-10 or step == MAX_STEPS:
             break
         previous = stress
         ratio = -np.divide(distances, apart, out=np.zeros_like(distances), where=apart > 0)

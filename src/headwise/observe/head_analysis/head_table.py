@@ -1,5 +1,5 @@
-"""The heads of a model with their measures, classes and importance: rows of a table, plain values,
-and files of both.
+"""The heads of a model with their measures, classes and importance: rows of a table and plain
+values.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ...report.data import Column, Estimate as Measure, Figure, HeatMap, Table
 from ...report.numbers import format_p
-from ...report.render import colour_text, note_lines, to_csv, to_json, to_plain, to_text
+from ...report.render import colour_text, note_lines, to_csv, to_plain, to_text
 from ...report.text import wrap
-from ...util.errors import SpecError, pluralise
-from ...util.files import write_atomically
-from ...util.output_paths import FileKind, check_output
+from ...util.errors import pluralise
 
 # Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes
 # classes without colour.
@@ -220,10 +217,6 @@ class HeadTable:
         heads = [head.data for head in self.heads]
         return {"model": self.model, "data": self.texts, "heads": heads, "notes": list(self.notes)}
 
-    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
-        """Write the table to a .json file with `data`, or to a .csv file."""
-        save_table(path, self, overwrite=overwrite)
-
     def to_csv(self) -> str:
         """Return CSV with one line for each measure of each head.
 
@@ -315,29 +308,6 @@ def _layer_letter(layer: LayerName) -> str:
     return "X" if layer.kind == "cross" else "E" if layer.stack == "encoder" else "D"
 
 
-# --- Files of tables ------------------------------------------------------------------------------
-
-TABLE_NAME = "table of heads"
-# The first key of the .json files, and the first column names of both kinds of .csv files.
-TABLE_FILE = FileKind(
-    TABLE_NAME,
-    (f'"format": "{TABLE_NAME}"'.encode(), b"site,stack,kind,", b"site,head,importance,"),
-)
-
-
-def save_table(
-    path: Path | str, table: HeadTable | ImportanceResult, *, overwrite: bool = False
-) -> None:
-    """Write a table as .json or .csv; the file appears complete or not at all."""
-    suffix = Path(path).suffix
-    if suffix not in (".json", ".csv"):
-        fact = f"cannot save heads to {path}: its suffix is {suffix!r}"
-        raise SpecError(f"{fact}; use one of .json, .csv")
-    target = check_output(path, TABLE_FILE, "overwrite" if overwrite else "refuse")
-    text = table.to_csv() if suffix == ".csv" else to_json({"format": TABLE_NAME} | table.data)
-    write_atomically(target, text.encode())
-
-
 # --- Importance -----------------------------------------------------------------------------------
 
 SIGNIFICANCE_LEVEL = 0.05  # largest corrected p-value of a significant head
@@ -411,10 +381,6 @@ class ImportanceResult:
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
         return to_plain(self)
-
-    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
-        """Write the result to a .json file with `data`, or to a .csv file."""
-        save_table(path, self, overwrite=overwrite)
 
     def to_csv(self) -> str:
         """Return CSV, the most important head first; what was not tested is an empty field."""

@@ -19,8 +19,7 @@ from ...training.data.text_files import existing_path, list_files, open_npy
 from ...util.errors import SpecError
 from ...util.files import read_json_file
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import AttentionHook, ModelRun
-from ..inspect.model_inputs import prepare_inputs
+from ..inspect.hooks import AttentionHook, run_observed
 from ..inspect.observed_call import ObservedCall
 from .annotated_examples import Example, TokenAnnotations
 
@@ -277,7 +276,7 @@ def _count_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, i
     """Number of tokens at each site of the model, or 0 where queries and keys differ."""
     sites = require_ability(model, "observe")
     counters = {site_module.site.name: _TokenCounter() for site_module in sites}
-    ModelRun(model, prepare_inputs(model, inputs, 0)).run_with_hooks(sites, counters)
+    run_observed(model, inputs, sites, counters)
     return {
         name: counter.counts[0] if len(set(counter.counts)) == 1 else 0
         for name, counter in counters.items()

@@ -4,7 +4,6 @@ forward passes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from ...models import Transformer
 from ...models.block import LayerInputs, LayerStack
 from ...models.transformer import resolve_sequence
-from ..inspect.hooks import AttentionHook, ModelRun, SiteModule, hook_sites
+from ..inspect.hooks import AttentionHook, SiteModule, hook_sites, run_observed, run_prepared
 from ..inspect.model_inputs import ModelInputs
 from .objectives import EvaluationInput, Objective
 from .resampling import Array
@@ -89,12 +88,12 @@ class RepeatedForward:
 
     def run_with_hooks(self, hooks: Mapping[str, AttentionHook]) -> Any:
         """Outputs of the model with these hooks, by site name."""
-        return ModelRun(self.model, self.inputs).run_with_hooks(self.sites, hooks)
+        return run_observed(self.model, self.inputs, self.sites, hooks)
 
     def run_with_gradients(self, hooks: Mapping[str, AttentionHook]) -> Any:
         """Outputs of the model with these hooks, with the graph for gradients."""
         with hook_sites(self.model, self.sites, hooks), torch.enable_grad():
-            return ModelRun(self.model, self.inputs).run()
+            return run_prepared(self.model, self.inputs)
 
 
 class PartialForward(RepeatedForward):
@@ -184,26 +183,6 @@ def make_forward(
 
 # site name -> sums [heads] and the counts to divide them by [heads]
 ImportanceSums = dict[str, tuple[Array, Array]]
-CheckTime = Callable[[], None]
-
-
-class TimeLimitReached(Exception):
-    """The time limit of an estimate is used up."""
-
-
-def make_time_check(
-    max_seconds: float | None, now: Callable[[], float] = time.monotonic
-) -> CheckTime:
-    """Return a function that raises TimeLimitReached once `max_seconds` have passed; methods call
-    it between runs.
-    """
-    start = now()
-
-    def check() -> None:
-        if max_seconds is not None and now() - start > max_seconds:
-            raise TimeLimitReached
-
-    return check
 
 
 class ImportanceInput(NamedTuple):
@@ -229,47 +208,39 @@ class ImportanceInput(NamedTuple):
 
 @dataclass(frozen=True)
 class ImportanceMethod:
-    """A method: a function from texts to sums for the heads of every site, and counts to divide by.
+    """A method: a function from a text to sums for the heads of every site, and counts to divide
+    by.
 
     - `needs_gradient`: whether it needs gradients of the objective.
     - `is_tested`: whether its values can have either sign, so that a t test of 0 makes sense.
     - `measured_quantity`: what it measures if it does not use an objective.
     - `note`: added to the notes of every result.
-    - `batch_size`: texts per call of `estimate`.
     - `unsupported_reason`: why the method cannot be used on a model; empty if it can.
     """
 
     name: str
-    estimate: Callable[[Sequence[ImportanceInput], CheckTime], ImportanceSums]
+    estimate: Callable[[ImportanceInput], ImportanceSums]
     needs_gradient: bool = False
     is_tested: bool = False
     measured_quantity: str = ""
     note: str = ""
-    batch_size: int = 1
     unsupported_reason: Callable[[nn.Module], str] = lambda _: ""
 
 
-def leave_one_out(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+def leave_one_out(text: ImportanceInput) -> ImportanceSums:
     """Increase of the objective when a single head is ablated; positive if the head helps
     (1905.10650).
     """
-    text = texts[0]
     baseline = float(text.value(text.run.baseline_outputs))
     sums: ImportanceSums = {}
     for site, count in text.run.head_counts.items():
-        changes = np.zeros(count)
-        for head in range(count):
-            check_time()
-            changes[head] = text.value_without({site: [head]}) - baseline
-        sums[site] = (changes, np.ones(count))
+        values = [text.value_without({site: [head]}) for head in range(count)]
+        sums[site] = (np.array(values) - baseline, np.ones(count))
     return sums
 
 
 def shapley_value(
-    texts: Sequence[ImportanceInput],
-    check_time: CheckTime,
-    num_permutations: int = 1,
-    seed: int = 0,
+    text: ImportanceInput, num_permutations: int = 1, seed: int = 0
 ) -> ImportanceSums:
     """Shapley value (2210.05709): mean contribution of a head to the active heads, over random
     orders of ablation.
@@ -278,7 +249,6 @@ def shapley_value(
     does not. Each text samples `num_permutations` orders of its own. The values of all heads sum
     exactly to the increase of the objective when all heads are ablated.
     """
-    text = texts[0]
     heads: list[tuple[str, int]] = []
     sums: ImportanceSums = {}
     for site, count in text.run.head_counts.items():
@@ -290,7 +260,6 @@ def shapley_value(
         ablated: dict[str, list[int]] = {}
         before = baseline
         for n in generator.permutation(len(heads)):
-            check_time()
             site, head = heads[n]
             ablated.setdefault(site, []).append(head)
             after = text.value_without(ablated)
@@ -305,78 +274,18 @@ def shapley_method(num_permutations: int = 1, seed: int = 0) -> ImportanceMethod
     return ImportanceMethod("shapley", estimate, is_tested=True)
 
 
-# Gradient times activation z_h . dL/dz_h, the derivative of the loss by a mask on head h
-# (1905.10650), at each token, [tokens, heads]: how it is summed over a text, and the count to
-# divide by. `width` is that of a head.
-Reduction = Callable[[Array, int], tuple[Array, int]]
+def michel(text: ImportanceInput) -> ImportanceSums:
+    """|z_h . dL/dz_h|, the size of the derivative of the loss by a mask on head h (1905.10650)."""
+    return {site: (np.abs(sums), count) for site, (sums, count) in _mask_gradients(text).items()}
 
 
-def gradient_method(
-    name: str, reduce: Reduction, is_tested: bool = False, last_over_texts: bool = False
-) -> ImportanceMethod:
-    """Return a method that sums gradient times activation over a text.
-
-    With `last_over_texts`, as in the authors' code for BERT, the last layer is averaged over texts.
-    """
-
-    def estimate(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        gradients = compute_activation_gradients(texts[0])
-        last = list(gradients)[-1] if last_over_texts else ""
-        sums: ImportanceSums = {}
-        for site, (per_token, width) in gradients.items():
-            values, count = reduce(per_token, width)
-            sums[site] = (values, np.full(len(values), 1 if site == last else count))
-        return sums
-
-    return ImportanceMethod(name, estimate, needs_gradient=True, is_tested=is_tested)
+def taylor(text: ImportanceInput) -> ImportanceSums:
+    """-z_h . dL/dz_h, the first-order estimate of leave-one-out."""
+    return {site: (-sums, count) for site, (sums, count) in _mask_gradients(text).items()}
 
 
-def _sum_sizes(per_token: Array, width: int) -> tuple[Array, int]:
-    """Absolute values of single tokens, averaged over tokens, as in the authors' code."""
-    return np.abs(per_token).sum(0), len(per_token)
-
-
-GRADIENT_METHODS = (
-    gradient_method("michel", lambda tokens, _: (np.abs(tokens.sum(0)), 1)),
-    gradient_method("michel-code", _sum_sizes),
-    gradient_method("michel-bert", _sum_sizes, last_over_texts=True),
-    # the first-order estimate of leave-one-out, and that of 1611.06440
-    gradient_method("taylor", lambda tokens, _: (-tokens.sum(0), 1), is_tested=True),
-    gradient_method("taylor-size", lambda tokens, width: (np.abs(tokens.mean(0)) / width, 1)),
-)
-
-
-def michel_batch_method(batch_size: int = 8) -> ImportanceMethod:
-    """Return the method of the script of transformers for BERT: the absolute value of the sum over
-    a batch with one mean loss, over the number of tokens.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} is too small; give 1 or more")
-
-    def estimate(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        num_targets = sum(text.evaluation.num_targets for text in texts)
-        totals: dict[str, Any] = {}
-        tokens: dict[str, int] = {}
-        for text in texts:
-            check_time()
-            share = text.evaluation.num_targets / num_targets
-            for site, (per_token, _) in compute_activation_gradients(text).items():
-                totals[site] = totals.get(site, 0) + per_token.sum(0) * share
-                tokens[site] = tokens.get(site, 0) + len(per_token)
-        return {
-            site: (np.abs(total), np.full(len(total), float(tokens[site])))
-            for site, total in totals.items()
-        }
-
-    return ImportanceMethod(
-        "michel-bertology", estimate, needs_gradient=True, batch_size=batch_size
-    )
-
-
-def compute_activation_gradients(text: ImportanceInput) -> dict[str, tuple[Array, int]]:
-    """Return z_h . dL/dz_h at each token, [tokens, heads], and the width of a head, by site that the
-    text reaches.
-    """
+def _mask_gradients(text: ImportanceInput) -> ImportanceSums:
+    """z_h . dL/dz_h over all tokens, [heads], by site that the text reaches."""
     captures = {module.site.name: HeadOutputCapture() for module in text.run.sites}
     outputs: list[Tensor] = []
     with torch.enable_grad():
@@ -384,10 +293,10 @@ def compute_activation_gradients(text: ImportanceInput) -> dict[str, tuple[Array
         for capture in captures.values():
             outputs += capture.outputs
         grads = iter(torch.autograd.grad(value, outputs, materialize_grads=True))
-    sums: dict[str, tuple[Array, int]] = {}
+    sums: ImportanceSums = {}
     for name, capture in captures.items():
         products = [(z * next(grads)).sum(-1).flatten(0, -2) for z in capture.outputs]
         if products:
-            per_token = torch.cat(products).detach().double().cpu().numpy()
-            sums[name] = (per_token, capture.outputs[0].shape[-1])
+            total = torch.cat(products).detach().double().cpu().numpy().sum(0)
+            sums[name] = (total, np.ones(len(total)))
     return sums

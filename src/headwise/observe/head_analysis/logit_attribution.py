@@ -4,7 +4,7 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,10 +17,9 @@ from ...report.data import Table
 from ...report.render import to_text
 from ...util.errors import SpecError
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import ModelRun, record_modules
+from ..inspect.hooks import record_head_outputs, record_modules
 from ..inspect.model_inputs import prepare_inputs
 from .head_circuits import get_circuits
-from .head_similarity import HeadOutputsHook
 from .random_baseline import as_native_model
 
 DIRECT_PLACEMENTS = ("pre", "parallel", "abreast")
@@ -150,17 +149,15 @@ def attribute_logit(
 
 
 def _run_to_head(
-    net: Transformer, stack: Any, inputs: Any, sites: Iterable[str]
+    net: Transformer, stack: Any, inputs: Any, sites: Collection[str]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Run a model; return its outputs, the last states before its final norm, [tokens, model], in
     float64, and the head outputs [tokens, heads, width] of these sites.
     """
-    hooks = {site: HeadOutputsHook() for site in sites}
+    site_modules = [one for one in require_ability(net, "ablate") if one.site.name in sites]
     module = stack.norm or net.head[net.spec.heads[0].name]
-    run = ModelRun(net, prepare_inputs(net, inputs, 0))
     with record_modules([module]) as calls:
-        logits = run.run_with_hooks(require_ability(net, "ablate"), hooks)
-    outputs = {site: hook.outputs for site, hook in hooks.items() if hook.outputs is not None}
+        logits, outputs = record_head_outputs(net, inputs, site_modules)
     return logits, calls[module][-1].args[0][0].double(), outputs
 
 

@@ -11,7 +11,6 @@ backward pass is this rule, so that a gradient is a relevance.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...attention.attention import Attention
-from ...attention.interfaces.core_types import CoreShape, Probe
+from ...attention.interfaces.core_types import Probe
 from ...attention.masking.sequence_info import SequenceInfo
 from ...models import Transformer
 from ...models.block import LayerInputs, LayerStack, TransformerLayer
@@ -27,15 +26,8 @@ from ...models.embeddings_heads import OutputHead
 from ...models.feed_forward import FeedForward, NormLayer
 from ...models.model_spec import ExpertsSpec
 from ...models.transformer import resolve_sequence
-from ...util.errors import suggest
 from ..inspect.model_inputs import ModelInputs
-from .importance_methods import (
-    CheckTime,
-    ImportanceInput,
-    ImportanceMethod,
-    ImportanceSums,
-    stack_inputs,
-)
+from .importance_methods import ImportanceInput, ImportanceSums, stack_inputs
 
 # --- Operations that propagate relevance ----------------------------------------------------------
 
@@ -155,102 +147,10 @@ def attention_read(v: Tensor, w_HTS: Tensor, value_heads: Sequence[int]) -> Tens
     return _record((w @ v_HSV).transpose(0, 1), back, v)
 
 
-def attention_core(q: Tensor, k: Tensor, v: Tensor, w_HTS: Tensor, core: CoreShape) -> Tensor:
-    """Head outputs [T, H, V] of softmax attention for q [T, H, K], k [S, G, K] and v [S, G, V].
-
-    The contributions are x dz/dx for x in q, k and v, so that queries and keys receive relevance
-    through the Jacobian of the softmax.
-    """
-    w = w_HTS.double()
-    v_HSV = v[:, list(core.value_head_of_row)].transpose(0, 1)
-    z_THV = (w @ v_HSV).transpose(0, 1)
-
-    def back(relevance: Tensor) -> list[Tensor]:
-        received = [torch.zeros_like(tensor) for tensor in (q, k, v)]
-        groups = zip(core.key_head_of_query, core.value_head_of_row, strict=True)
-        for head, (group, row) in enumerate(groups):
-            shares = _divide_core(
-                q[:, head],
-                k[:, group],
-                v[:, row],
-                w[head],
-                z_THV[:, head],
-                core.scale,
-                relevance[:, head],
-            )
-            places = (head, group, row)
-            for tensor, n, share in zip(received, places, shares, strict=True):
-                tensor[:, n] += share
-        return received
-
-    return _record(z_THV, back, q, k, v)
-
-
-def _divide_core(
-    q_TK: Tensor,
-    k_SK: Tensor,
-    v_SV: Tensor,
-    w_TS: Tensor,
-    z_TV: Tensor,
-    scale: float,
-    relevance: Tensor,
-) -> list[Tensor]:
-    """Relevance of queries, keys and values of one head; relevance is [T, V].
-
-    An output z_tc receives w_ts v_sc from a value, and from channel d of the query and of a key the
-    product of b_sd = scale q_td k_sd and a_sc = w_ts (v_sc - z_tc), the derivative of z_tc with
-    respect to a score.
-    """
-    queries, keys, values = (torch.zeros_like(tensor) for tensor in (q_TK, k_SK, v_SV))
-    for t, r_V in enumerate(relevance):
-        w_S1 = w_TS[t, :, None]
-        a_SV = w_S1 * (v_SV - z_TV[t])
-        b_SK = scale * q_TK[t] * k_SK
-        a_pos = a_SV.clamp(min=0)
-        a_neg = a_SV.clamp(max=0)
-        b_pos = b_SK.clamp(min=0)
-        b_neg = b_SK.clamp(max=0)
-        v_pos = w_S1 * v_SV.clamp(min=0)
-        v_neg = w_S1 * v_SV.clamp(max=0)
-        of_query = b_SK.T @ a_SV
-        pos_S = b_pos.sum(1)
-        neg_S = b_neg.sum(1)
-        positive = v_pos.sum(0) + of_query.clamp(min=0).sum(0) + pos_S @ a_pos + neg_S @ a_neg
-        negative = v_neg.sum(0) + of_query.clamp(max=0).sum(0) + pos_S @ a_neg + neg_S @ a_pos
-        gain, loss = _unit_shares(r_V, positive, negative)
-        values += v_pos * gain + v_neg * loss
-        queries[t] = of_query.clamp(min=0) @ gain + of_query.clamp(max=0) @ loss
-        keys += b_pos * (a_pos @ gain + a_neg @ loss)[:, None]
-        keys += b_neg * (a_neg @ gain + a_pos @ loss)[:, None]
-    return [queries, keys, values]
-
-
 # --- Relevance of heads for the largest logit -----------------------------------------------------
 
-WEIGHT_RULES = ("constant", "jacobian")
 TOLERANCE = 1e-4  # relative error allowed between recorded values and those of the model
-
-
-def relevance_method(weights: str = "constant") -> ImportanceMethod:
-    """Return LRP (1905.09418): the share of a layer's relevance for the largest logits that passes
-    through each head.
-
-    Each text starts with a relevance of 1, divided equally among the largest logits of its
-    positions. Gates of feed-forward layers and standard deviations of norms (2202.07304) are
-    constants. With `weights` "constant", so are attention weights; with "jacobian", relevance
-    passes to queries and keys through the Jacobian of the softmax, as in the authors' code.
-    """
-    if weights not in WEIGHT_RULES:
-        raise ValueError(f"unknown weights={weights!r}; {suggest(weights, WEIGHT_RULES)}")
-    is_constant = weights == "constant"
-    constants = "attention weights, gates" if is_constant else "gates"
-    return ImportanceMethod(
-        "lrp" if is_constant else f"lrp-{weights}",
-        partial(relevance, weights=weights),
-        measured_quantity="largest logit",
-        note=f"{constants} and standard deviations of norms are treated as constants",
-        unsupported_reason=why_no_relevance,
-    )
+LRP_NOTE = "attention weights, gates and standard deviations of norms are treated as constants"
 
 
 def why_no_relevance(model: Any) -> str:
@@ -275,13 +175,17 @@ def why_no_relevance(model: Any) -> str:
     return ""
 
 
-def relevance(
-    texts: Sequence[ImportanceInput], check_time: CheckTime, weights: str = "constant"
-) -> ImportanceSums:
-    """Return the relevance of the heads of each layer for one text, and its sum over them."""
-    run = texts[0].run
+def relevance(text: ImportanceInput) -> ImportanceSums:
+    """LRP (1905.09418): the share of a layer's relevance for the largest logits that passes through
+    each head.
+
+    The text starts with a relevance of 1, divided equally among the largest logits of its
+    positions. Attention weights, gates of feed-forward layers and standard deviations of norms
+    (2202.07304) are constants.
+    """
+    run = text.run
     assert isinstance(run.model, Transformer)
-    outputs = RelevanceForward(run.model, run.inputs, weights)
+    outputs = RelevanceForward(run.model, run.inputs)
     sums: ImportanceSums = {}
     received = outputs.relevance_of(list(outputs.head_outputs.values()))
     for name, relevance_THV in zip(outputs.head_outputs, received, strict=True):
@@ -297,9 +201,8 @@ class RelevanceForward:
     logit of each position, `out` all logits.
     """
 
-    def __init__(self, model: Transformer, inputs: ModelInputs, weights: str = "constant") -> None:
+    def __init__(self, model: Transformer, inputs: ModelInputs) -> None:
         self.net = model
-        self.weights = weights
         self.head_outputs: dict[str, Tensor] = {}
         self.stack_inputs: dict[str, Tensor] = {}
         states: Tensor | None = None
@@ -384,24 +287,14 @@ class RelevanceForward:
             source = attention.project_source(
                 kv_input[None].to(dtype), sequence=call.source_sequence
             )
-        probe = Probe("q", "k", "weights", "heads")
+        probe = Probe("weights")
         o_BTOV = attention.head_outputs(
             x[None].to(dtype), source=source, sequence=call.sequence, probe=probe
         )
         weight, bias = _value_map(attention, site)
         v = reshape(linear(kv_input, weight, bias.flatten()), len(kv_input), *bias.shape)
         core = attention.spec.core_of(attention.spec.projection_form(one=False))
-        w_HTS = probe.tensors["weights"][0]
-        if self.weights == "constant":
-            z = attention_read(v, w_HTS, core.value_head_of_row)
-        else:
-            maps = _qk_maps(attention, call, len(x), len(kv_input), is_cross)
-            qk: list[Tensor] = []
-            for states_of_side, (weight_TOI, bias_THK) in zip((x, kv_input), maps, strict=True):
-                flat = linear(states_of_side, weight_TOI, bias_THK.flatten(1))
-                qk.append(reshape(flat, *bias_THK.shape))
-            _check_softmax(site, qk, probe, core)
-            z = attention_core(qk[0], qk[1], v, w_HTS, core)
+        z = attention_read(v, probe.tensors["weights"][0], core.value_head_of_row)
         _check_same_output(site, z, o_BTOV[0].double())
         self.head_outputs[site] = z
         heads, width = o_BTOV.shape[2:]
@@ -496,59 +389,6 @@ def _value_map(attention: Attention, site: str) -> tuple[Tensor, Tensor]:
 
     width = attention.spec.source or attention.spec.model
     return _affine_map(project, width, next(attention.parameters()))
-
-
-def _qk_maps(
-    attention: Attention, call: LayerInputs, num_queries: int, num_keys: int, is_cross: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Weights [T, H K, I] and biases [T, H, K] of the maps from each token to its queries and to
-    its keys, measured at the positions of the text.
-    """
-    spec = attention.spec
-    widths = (spec.model, spec.source or spec.model)
-    parameter = next(attention.parameters())
-
-    def project(channels: slice) -> list[Tensor]:
-        x = torch.zeros(1, num_queries, widths[0]).to(parameter)
-        kv_input = torch.zeros(1, num_keys, widths[1]).to(parameter)
-        for tensor in (x, kv_input):
-            tensor[..., channels] = 1  # nothing if this side has fewer channels
-        source = None
-        if is_cross:
-            source = attention.project_source(kv_input, sequence=call.source_sequence)
-        probe = Probe("q", "k")
-        attention.head_outputs(x, source=source, sequence=call.sequence, probe=probe)
-        return [probe.tensors[name][0].double() for name in ("q", "k")]
-
-    biases = project(slice(0))
-    columns = [project(slice(channel, channel + 1)) for channel in range(max(widths))]
-    maps: list[tuple[Tensor, Tensor]] = []
-    for side, (width, bias) in enumerate(zip(widths, biases, strict=True)):
-        weight = torch.stack([column[side] - bias for column in columns[:width]], -1)
-        maps.append((weight.flatten(1, 2), bias))
-    return maps
-
-
-def _check_softmax(site: str, qk: Sequence[Tensor], probe: Probe, core: CoreShape) -> None:
-    """Refuse a layer whose weights are not the softmax of scaled products of affine queries and
-    keys.
-    """
-    for projected, name in zip(qk, ("q", "k"), strict=True):
-        expected = probe.tensors[name][0].double()
-        _check_same_output(f"the projection of {site}", projected, expected)
-    w_HTS = probe.tensors["weights"][0].double()
-    q_THK, k_SGK = qk
-    problem = "cannot propagate relevance through weights"
-    counts = {len(w_HTS), q_THK.shape[1], len(core.key_head_of_query), len(core.value_head_of_row)}
-    if len(counts) > 1:
-        fact = f"{site} has {q_THK.shape[1]} query heads for {len(w_HTS)} rows of weights"
-        raise ValueError(f"{problem}: {fact}; use lrp")
-    k_SHK = k_SGK[:, list(core.key_head_of_query)]
-    scores = torch.einsum("thk,shk->hts", q_THK, k_SHK) * core.scale
-    expected = scores.masked_fill(w_HTS == 0, -torch.inf).softmax(-1).nan_to_num(0.0)
-    if not float((expected - w_HTS).abs().max()) <= TOLERANCE:
-        fact = f"the weights of {site} are not the softmax of scaled products of queries and keys"
-        raise ValueError(f"{problem}: {fact}; use lrp, which holds weights constant")
 
 
 def _check_same_output(name: str, recorded: Tensor, expected: Tensor) -> None:

@@ -62,8 +62,7 @@ class DimensionCount(NamedTuple):
 
 
 class LayerSpectrum(NamedTuple):
-    """Dimensions of one layer: of each head's W_Q W_K^T, of the sum over heads, and of all W_Q and
-    all W_K concatenated.
+    """Dimensions of one layer: of each head's W_Q W_K^T, and of their sum over heads.
 
     If heads compare the same few channels, the sum has far fewer dimensions than that of Gaussian
     weights (2006.16362).
@@ -72,16 +71,19 @@ class LayerSpectrum(NamedTuple):
     site: str
     heads: tuple[DimensionCount, ...]
     summed: DimensionCount
-    queries: DimensionCount
-    keys: DimensionCount
     caveats: tuple[str, ...]
 
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
-        counts = {name: getattr(self, name)._asdict() for name in ("summed", "queries", "keys")}
         heads = [head._asdict() for head in self.heads]
-        return {"site": self.site, "heads": heads, **counts, "caveats": list(self.caveats)}
+        summed = self.summed._asdict()
+        return {
+            "site": self.site,
+            "heads": heads,
+            "summed": summed,
+            "caveats": list(self.caveats),
+        }
 
 
 def measure_qk_spectra(
@@ -156,20 +158,14 @@ def _layer_spectrum(
     for n, head in enumerate(heads):
         most = min(*head.left.shape, *head.right.shape)
         by_head.append(count([maps[n].singular_values for maps in samples], most))
-    all_queries = [torch.cat([head.left for head in maps], 1) for maps in samples]
-    all_keys = [torch.cat([maps[n].right for n in dict.fromkeys(first_with)]) for maps in samples]
-    sums: list[Tensor] = []
-    for queries, maps in zip(all_queries, samples, strict=True):
-        summed = LowRankMap(queries, torch.cat([head.right for head in maps]))
-        sums.append(summed.singular_values)
-    joint: list[DimensionCount] = []
-    for matrices in (all_queries, all_keys):
-        values = [torch.linalg.svdvals(matrix.double()) for matrix in matrices]
-        joint.append(count(values, len(values[0])))
-    summed = count(sums, min(all_queries[0].shape + all_keys[0].shape))
-    return LayerSpectrum(
-        circuits.site, tuple(by_head), summed, joint[0], joint[1], circuits.caveats
-    )
+    sums: list[LowRankMap] = []
+    for maps in samples:
+        left = torch.cat([head.left for head in maps], 1)
+        sums.append(LowRankMap(left, torch.cat([head.right for head in maps])))
+    width_of_keys = sum(len(heads[n].right) for n in dict.fromkeys(first_with))
+    most = min(*heads[0].shape, sums[0].left.shape[1], width_of_keys)
+    summed = count([one.singular_values for one in sums], most)
+    return LayerSpectrum(circuits.site, tuple(by_head), summed, circuits.caveats)
 
 
 # --- Ranks of scores and weights over texts -------------------------------------------------------

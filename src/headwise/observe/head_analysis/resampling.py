@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...util.errors import suggest
 from .head_table import Measure
 
 Array = NDArray[np.float64]
@@ -299,29 +298,16 @@ class FoldedSums:
 
 # --- Corrections for multiple tests ---------------------------------------------------------------
 
-CORRECTION_METHODS = ("holm", "bonferroni", "none")
 
+def correct_p_values(p: Sequence[float] | Array) -> Array:
+    """Adjust p-values for testing all of them at once (Holm 1979); NaN values count as not tested.
 
-def correct_p_values(p: Sequence[float] | Array, method: str = "holm") -> Array:
-    """Adjust p-values for testing all of them at once, by "holm" (1979) or "bonferroni"; "none"
-    returns them unchanged.
-
-    NaN values count as not tested.
-
-    >>> p = np.array([0.01, 0.04, 0.03, math.nan])
-    >>> correct_p_values(p).round(4).tolist(), correct_p_values(p, "bonferroni").round(4).tolist()
-    ([0.03, 0.06, 0.06, nan], [0.03, 0.12, 0.09, nan])
+    >>> correct_p_values(np.array([0.01, 0.04, 0.03, math.nan])).round(4).tolist()
+    [0.03, 0.06, 0.06, nan]
     """
-    if method not in CORRECTION_METHODS:
-        raise ValueError(f"unknown correction={method!r}; {suggest(method, CORRECTION_METHODS)}")
     values = np.array(p, dtype=np.float64)
-    if method == "none":
-        return values
     order = values.argsort()[: (~np.isnan(values)).sum()]  # NaN values are sorted last
-    if method == "holm":
-        scaled = np.maximum.accumulate(values[order] * np.arange(len(order), 0, -1))
-    else:
-        scaled = values[order] * len(order)
+    scaled = np.maximum.accumulate(values[order] * np.arange(len(order), 0, -1))
     values[order] = np.minimum(1, scaled)
     return values
 
@@ -340,21 +326,20 @@ class PermutationTest(NamedTuple):
 def compare_with_null(value: float, null_values: Array, tail: str = "both") -> PermutationTest:
     """Compare a statistic with samples of its null distribution.
 
-    `tail` names the values that count as extreme: "high", "low" or "both". The statistic itself
-    counts as one more sample, so that p is never zero. The result is NaN if there are no samples.
+    Values as far from the mean count as extreme; with `tail="low"`, values that are no larger. The
+    statistic itself counts as one more sample, so that p is never zero. The result is NaN if there
+    are no samples.
 
-    >>> compare_with_null(9.0, np.arange(9.0), "high").p
+    >>> compare_with_null(-1.0, np.arange(9.0), "low").p
     0.1
     """
     if not len(null_values) or np.isnan(value):
         return PermutationTest(float(value), float("nan"), float("nan"))
     mean = float(null_values.mean())
-    is_extreme = {
-        "high": null_values >= value,
-        "low": null_values <= value,
-        "both": np.abs(null_values - mean) >= abs(value - mean),
-    }
-    p = (1 + is_extreme[tail].sum()) / (1 + len(null_values))
+    is_extreme = null_values <= value
+    if tail != "low":
+        is_extreme = np.abs(null_values - mean) >= abs(value - mean)
+    p = (1 + is_extreme.sum()) / (1 + len(null_values))
     return PermutationTest(float(value), mean, float(p))
 
 
@@ -409,35 +394,7 @@ def class_separation_test(
             return math.nan
         return float(pair_distances[is_same].mean() - pair_distances[~is_same].mean())
 
-    return _compare_with_permutations(gap, np.asarray(labels), permutations, seed, "low")
-
-
-def mantel_test(one: Array, other: Array, permutations: int, seed: int) -> PermutationTest:
-    """Mantel test: correlation of two distance matrices over the same items, against permutations
-    of the items of one.
-
-    >>> far = np.abs(np.subtract.outer(np.arange(9.0), np.arange(9.0)))
-    >>> tuple(round(value, 2) for value in mantel_test(far, 2 * far + 1, 99, 0)[::2])
-    (1.0, 0.01)
-    """
-    pairs = np.triu_indices(len(one), 1)
-
-    def correlation(order: NDArray[np.int64]) -> float:
-        return float(np.corrcoef(one[np.ix_(order, order)][pairs], other[pairs])[0, 1])
-
-    if len(one) < 4 or not (np.ptp(one[pairs]) > 0 and np.ptp(other[pairs]) > 0):
-        return PermutationTest(*[math.nan] * 3)
-    return _compare_with_permutations(correlation, np.arange(len(one)), permutations, seed, "high")
-
-
-def _compare_with_permutations(
-    statistic: Callable[[NDArray[np.int64]], float],
-    items: NDArray[np.int64],
-    permutations: int,
-    seed: int,
-    tail: str,
-) -> PermutationTest:
-    """Compare a statistic of items with its values for permuted items."""
     generator = np.random.default_rng(seed)
-    null_values = [statistic(generator.permutation(items)) for _ in range(permutations)]
-    return compare_with_null(statistic(items), np.array(null_values), tail)
+    items = np.asarray(labels)
+    null_values = [gap(generator.permutation(items)) for _ in range(permutations)]
+    return compare_with_null(gap(items), np.array(null_values), "low")

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..inspect.hooks import AttentionHook, ModelRun, SiteModule
-from ..inspect.model_inputs import prepare_inputs
+from ..inspect.hooks import AttentionHook, SiteModule, run_observed
 from ..inspect.observed_call import ObservedCall
 from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 
@@ -314,8 +313,7 @@ def stream_weight_bands(
     """
     names = [module.site.name for module in sites]
     hooks = {name: WeightBandHook(name, example, streams[name], add_band) for name in names}
-    with torch.inference_mode():
-        ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
+    run_observed(model, example.model_inputs, sites, hooks)
 
 
 # --- Bands of words from bands of tokens (1906.04341) ---------------------------------------------

@@ -29,21 +29,17 @@ MEASURE_SUFFIXES = ("", " precision", " recall")
 class AlignmentScores:
     """Alignment scores of cross-attention heads: a collector for `measure_heads`.
 
-    Examples without gold links are skipped. `row_conventions` choose which row stands for a target
-    word: the one that has it as input ("input") or the one that predicts it ("target").
+    Examples without gold links are skipped. Scores are given for both rows that can stand for a
+    target word: the one that has it as input ("input") and the one that predicts it ("target").
     """
 
-    def __init__(self, *, row_conventions: Sequence[str] = ROW_CONVENTIONS) -> None:
-        if not row_conventions or set(row_conventions) - set(ROW_CONVENTIONS):
-            raise ValueError(
-                f"unknown row_conventions={tuple(row_conventions)!r}; use any of {ROW_CONVENTIONS}"
-            )
+    def __init__(self) -> None:
         # hits of sure and of possible links, links, and gold links of each text, by site and row
         self.counts_by_example: list[dict[tuple[str, str], Array]] = []
         self._gold: tuple[Tensor, Tensor] | None = None  # sure and possible, [target, source words]
         self._query_tokens: dict[str, TokenAnnotations] = {}
         self._sums: dict[tuple[str, str], Array] = {}
-        self._words = {row: self._make_merger(row) for row in row_conventions}
+        self._words = {row: self._make_merger(row) for row in ROW_CONVENTIONS}
 
     def _make_merger(self, row: str) -> WordBandMerger:
         return WordBandMerger(lambda site, band: self._add_word_band((site, row), band))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,49 +17,46 @@ from .hooks import AttentionHook, hook_sites
 from .model_inputs import INPUT_KINDS, ModelInputs, prepare_inputs
 
 TokenMasks = Mapping[str, Tensor]  # stack -> mask [B, T] of the tokens that count (missing: all)
+HeadsBySite = Mapping[str, Sequence[int]]
+# gets the name of a site, outputs of its heads [B, T, heads, head_dim], and the mask [B, T]
+ObserveOutputs = Callable[[str, Tensor, Tensor], None]
 
 
 @dataclass(eq=False)
-class OutputObserver(AttentionHook, ABC):
-    """Base class of observers of some heads of a site; `token_mask` marks the tokens of the batch
-    that count.
+class OutputObserver(AttentionHook):
+    """Hook that passes the outputs of some heads of a site to `observe`; `token_mask` marks the
+    tokens of the batch that count.
     """
 
     site: str
-    head_indices: tuple[int, ...]
-    token_mask: Tensor | None = field(default=None, init=False)
+    heads: Sequence[int]
+    observe: ObserveOutputs
+    token_mask: Tensor | None = None
 
     def on_head_outputs(self, outputs: Tensor) -> None:
-        """Select the observed heads, and pass their outputs to `observe`."""
+        """Select the heads."""
         count = outputs.shape[-2]
-        if max(self.head_indices) >= count:
+        if max(self.heads) >= count:
             raise ValueError(
-                f"{self.site} has no head {max(self.head_indices)}; give heads in 0..{count - 1}"
+                f"{self.site} has no head {max(self.heads)}; give heads in 0..{count - 1}"
             )
-        selected = outputs.detach()[..., list(self.head_indices), :]
+        selected = outputs.detach()[..., list(self.heads), :]
         token_mask = torch.ones(selected.shape[:-2], dtype=torch.bool, device=outputs.device)
         if self.token_mask is not None:
             check_shape(self.site, self.token_mask, selected[..., 0, :])
             token_mask &= self.token_mask.to(outputs.device)
-        self.observe(selected, token_mask)
-
-    @abstractmethod
-    def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
-        """Process outputs [B, T, heads, head_dim] and the mask [B, T] of the tokens that count."""
-
-
-Observer = TypeVar("Observer", bound=OutputObserver)
+        self.observe(self.site, selected, token_mask)
 
 
 def observe_dataset(
     model: nn.Module,
     batches: Iterable[Any],
     heads: Iterable[HeadRef] | None,
-    make_observer: Callable[[str, tuple[int, ...]], Observer],
+    observe: ObserveOutputs,
     tokenizer: object = None,
-) -> list[Observer]:
-    """Run the model over all batches with observers at these heads (default: all); returns one
-    observer per site.
+) -> HeadsBySite:
+    """Run the model over all batches and observe these heads (default: all); returns their numbers
+    by site.
     """
     is_single = isinstance(batches, (Tensor, Mapping, str)) or (
         isinstance(batches, tuple) and bool(batches) and isinstance(batches[0], Tensor)
@@ -76,7 +71,8 @@ def observe_dataset(
         refs = [(site_module.site.name, ALL_HEADS) for site_module in site_modules]
     heads_by_site = group_by_site(model, site_modules, refs)
     _check_batches(model, batches, heads_by_site)
-    observers = {name: make_observer(name, tuple(heads_by_site[name])) for name in heads_by_site}
+    numbers = {name: tuple(of_site) for name, of_site in heads_by_site.items()}
+    observers = {name: OutputObserver(name, numbers[name], observe) for name in numbers}
     sites = [site_module.site for site_module in site_modules]
     stack_of_site = {site.name: site.stack for site in sites if site.name in observers}
     for site in sites:
@@ -96,7 +92,7 @@ def observe_dataset(
     hooks.check_all_ran()
     if not num_batches:
         raise ValueError("no batches given; give at least one")
-    return list(observers.values())
+    return numbers
 
 
 def _check_batches(model: nn.Module, batches: object, heads_by_site: Mapping[str, object]) -> None:
@@ -160,26 +156,21 @@ def _padding_masks(inputs: ModelInputs, stacks: set[str]) -> TokenMasks:
 
 # --- Means and deviations of head outputs ---------------------------------------------------------
 
-MEAN_KINDS = ("overall", "position")
-
 
 def head_means(
     model: nn.Module,
     batches: Any,
     heads: Iterable[HeadRef] | None = None,
     *,
-    kind: str = "overall",
     tokenizer: object = None,
 ) -> dict[HeadRef, Tensor]:
-    """Mean output of each head over the tokens of a data set, float64 [head_dim], or by position
-    [1, T, head_dim].
+    """Mean output of each head over the tokens of a data set, float64 [head_dim].
 
     `batches` is one input, or a list of inputs: ids or another tensor, a tuple or mapping of the
     model's arguments, or a text, which `tokenizer` encodes (default: that of the model). A batch
     may also be a pair of such an input and a mask [B, T] of the tokens that count, or a mapping of
     stack names to masks. Without a mask, tokens hidden by an `attention_mask`, or padding in a
-    headwise `sequence`, do not count. kind="position" averages each column and needs rows padded on
-    the right.
+    headwise `sequence`, do not count.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -190,14 +181,8 @@ def head_means(
     >>> with hw.patch(net, means):
     ...     _ = net(torch.tensor([[3, 1, 4]]))
     """
-    if kind not in MEAN_KINDS:
-        raise ValueError(f'kind={kind!r} is unknown; give "overall" or "position"')
-    observers = observe_dataset(model, batches, heads, partial(OutputMoments, kind=kind), tokenizer)
-    means: dict[HeadRef, Tensor] = {}
-    for moments in observers:
-        for n, head in enumerate(moments.head_indices):
-            means[moments.site, head] = moments.mean[..., n, :]
-    return means
+    numbers, moments = _dataset_moments(model, batches, heads, tokenizer)
+    return _by_head(numbers, {site: one.mean for site, one in moments.items()})
 
 
 def head_noise(
@@ -218,12 +203,17 @@ def head_noise(
     ...     _ = net(torch.tensor([[3]]))
     """
     Noise(seed)  # raises if the seed is invalid
-    observers = observe_dataset(model, batches, heads, OutputMoments, tokenizer)
-    noise: dict[HeadRef, Noise] = {}
-    for moments in observers:
-        for n, head in enumerate(moments.head_indices):
-            noise[moments.site, head] = Noise(seed, moments.mean[n], moments.std[n])
-    return noise
+    numbers, moments = _dataset_moments(model, batches, heads, tokenizer)
+    deviations: dict[str, Tensor] = {}
+    for site, one in moments.items():
+        if one.count < 2:
+            raise ValueError(
+                f"{site} has fewer than two tokens and so no standard deviation; give more data"
+            )
+        deviations[site] = (one.squares / (one.count - 1)).sqrt()
+    stds = _by_head(numbers, deviations)
+    means = _by_head(numbers, {site: one.mean for site, one in moments.items()})
+    return {head: Noise(seed, means[head], std) for head, std in stds.items()}
 
 
 def head_outputs(
@@ -244,106 +234,67 @@ def head_outputs(
     >>> with hw.patch(net, other):
     ...     _ = net(torch.tensor([[1, 5, 9]]))
     """
-    recorders = observe_dataset(model, [(inputs, {})], heads, OutputRecorder, tokenizer)
-    outputs: dict[HeadRef, Tensor] = {}
-    for recorder in recorders:
-        for head, output in recorder.outputs.items():
-            outputs[recorder.site, head] = output
-    return outputs
+    recorded: dict[str, Tensor] = {}
 
-
-@dataclass(eq=False)
-class OutputRecorder(OutputObserver):
-    """Observer that stores head outputs."""
-
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-
-    def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
-        if self.outputs:
+    def observe(site: str, outputs: Tensor, token_mask: Tensor) -> None:
+        if site in recorded:
             raise ValueError(
-                f"{self.site} ran twice; give an input that the model processes in one call"
+                f"{site} ran twice; give an input that the model processes in one call"
             )
-        self.outputs = {
-            head: outputs[..., n, :].clone() for n, head in enumerate(self.head_indices)
-        }
+        recorded[site] = outputs.clone()
+
+    return _by_head(observe_dataset(model, [(inputs, {})], heads, observe, tokenizer), recorded)
 
 
-@dataclass(eq=False)
-class OutputMoments(OutputObserver):
-    """Observer that updates count, mean and squared deviations of head outputs batch by batch.
+def _by_head(numbers: HeadsBySite, values: Mapping[str, Tensor]) -> dict[HeadRef, Tensor]:
+    """Values of single heads, from those of sites [..., heads, head_dim]."""
+    by_head: dict[HeadRef, Tensor] = {}
+    for site, heads in numbers.items():
+        by_head |= {(site, head): values[site][..., n, :] for n, head in enumerate(heads)}
+    return by_head
+
+
+class OutputMoments:
+    """Count, mean and squared deviations of head outputs [heads, head_dim], updated batch by batch.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances" (1979).
     """
 
-    kind: str = "overall"
-    count: Tensor = field(default_factory=lambda: torch.zeros(()))
-    means: Tensor = field(default_factory=lambda: torch.zeros(()))
-    squared_deviations: Tensor = field(default_factory=lambda: torch.zeros(()))
+    count = 0
+    mean: Any = 0.0
+    squares: Any = 0.0
 
-    def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
-        if self.kind == "position":
-            self._check_columns(outputs, token_mask)
-        else:
-            outputs = outputs.flatten(0, -3)[:, None]
-            token_mask = token_mask.flatten()[:, None]
-        counted = token_mask[..., None, None]
-        values = torch.where(counted, outputs.double(), 0.0)
-        count = counted.sum(0).double()
-        mean = values.sum(0) / count.clamp(min=1)
-        squares = torch.where(counted, (values - mean).square(), 0.0).sum(0)
-        if not mean.isfinite().all():
+    def add(self, values: Tensor) -> None:
+        """Add outputs of at least one token, [tokens, heads, head_dim]."""
+        mean = values.mean(0)
+        squares = (values - mean).square().sum(0)
+        difference = mean - self.mean
+        count = self.count + len(values)
+        share = len(values) / count
+        self.mean = self.mean + difference * share
+        self.squares = self.squares + squares + difference.square() * self.count * share
+        self.count = count
+
+
+def _dataset_moments(
+    model: nn.Module, batches: Any, heads: Iterable[HeadRef] | None, tokenizer: object
+) -> tuple[HeadsBySite, dict[str, OutputMoments]]:
+    """Moments of the outputs of heads over a data set by site, with the numbers of the heads."""
+    moments: dict[str, OutputMoments] = {}
+
+    def observe(site: str, outputs: Tensor, token_mask: Tensor) -> None:
+        values = outputs[token_mask].double().cpu()
+        if not values.isfinite().all():
             raise ValueError(
-                f"heads of {self.site} output values that are not finite; mask padding, or check "
-                "the weights"
+                f"heads of {site} output values that are not finite; mask padding, or check the "
+                "weights"
             )
-        self._add(count.cpu(), mean.cpu(), squares.cpu())
+        if len(values):
+            moments.setdefault(site, OutputMoments()).add(values)
 
-    def _check_columns(self, outputs: Tensor, token_mask: Tensor) -> None:
-        if outputs.dim() != 4 or (token_mask[:, 1:] & ~token_mask[:, :-1]).any():
-            raise ValueError(
-                f"means by position of {self.site} need rows [B, T] padded on the right"
-            )
-
-    def _add(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
-        if not self.means.dim():
-            self.count = count
-            self.means = mean
-            self.squared_deviations = squares
-            return
-        length = max(len(count), len(self.count))
-        count, mean, squares = (_pad_positions(new, length) for new in (count, mean, squares))
-        old_count = _pad_positions(self.count, length)
-        old_means = _pad_positions(self.means, length)
-        old_squares = _pad_positions(self.squared_deviations, length)
-        self.count = old_count + count
-        difference = mean - old_means
-        new_share = count / self.count.clamp(min=1)
-        self.means = old_means + difference * new_share
-        self.squared_deviations = (
-            old_squares + squares + difference.square() * old_count * new_share
-        )
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean, [heads, head_dim] or [1, T, heads, head_dim]."""
-        has_tokens = self.count.flatten() > 0
-        if not has_tokens.any():
-            raise ValueError(
-                f"no token of {self.site} counts; give batches with at least one that does"
-            )
-        return self.means[0] if self.kind == "overall" else self.means[has_tokens][None]
-
-    @property
-    def std(self) -> Tensor:
-        """Standard deviation, [heads, head_dim]."""
-        if self.count.min() < 2:
-            raise ValueError(
-                f"{self.site} has fewer than two tokens and so no standard deviation; give more "
-                "data"
-            )
-        return (self.squared_deviations / (self.count - 1)).sqrt()[0]
-
-
-def _pad_positions(tensor: Tensor, length: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
+    numbers = observe_dataset(model, batches, heads, observe, tokenizer)
+    for site in numbers:
+        if site not in moments:
+            raise ValueError(f"no token of {site} counts; give batches with at least one that does")
+    return numbers, moments

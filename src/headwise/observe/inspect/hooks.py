@@ -34,7 +34,7 @@ from .method_patches import (
     override_forwards,
     patch_method,
 )
-from .model_inputs import ModelInputs
+from .model_inputs import ModelInputs, prepare_inputs
 from .observed_call import ObservedCall
 from .site import Site
 
@@ -390,44 +390,57 @@ def _recomputes(module: nn.Module) -> bool:
 # --- Run a model with hooks -----------------------------------------------------------------------
 
 
-class ModelRun(NamedTuple):
-    """A model, its inputs, and the number of tokens to generate."""
+def run_observed(
+    model: nn.Module,
+    inputs: Any,
+    sites: Sequence[SiteModule],
+    hooks: Mapping[str, AttentionHook],
+    max_new_tokens: int = 0,
+) -> Any:
+    """Run a model with these hooks at its sites, and return its output; `inputs` of any form."""
+    if not isinstance(inputs, ModelInputs):
+        inputs = prepare_inputs(model, inputs, max_new_tokens)
+    with hook_sites(model, sites, hooks), torch.inference_mode():
+        return run_prepared(model, inputs, max_new_tokens)
 
-    model: nn.Module
-    inputs: ModelInputs
-    max_new_tokens: int = 0
 
-    def run_with_hooks(
-        self, sites: Sequence[SiteModule], hooks: Mapping[str, AttentionHook]
-    ) -> Any:
-        """Run the model with these hooks, and return its output."""
-        with hook_sites(self.model, sites, hooks), torch.inference_mode():
-            return self.run()
+def run_prepared(model: nn.Module, inputs: ModelInputs, max_new_tokens: int = 0) -> Any:
+    """Run a model, and return its output, or the generated tokens if `max_new_tokens` is set."""
+    kind = type(model).__name__
+    try:
+        if not max_new_tokens:
+            return model(*inputs.args, **inputs.kwargs)
+        if isinstance(model, Transformer):
+            # with several rows no end token, because finished rows would leave the batch
+            config = DecodingConfig(end=() if inputs.batch_size > 1 else None)
+            return generate(model, inputs.prompt_ids, max_new_tokens=max_new_tokens, config=config)
+        generate_method: Any = getattr(model, "generate", None)
+        if generate_method is None:
+            raise ValueError(f"{kind} cannot generate tokens; leave max_new_tokens out")
+        return generate_method(**inputs.kwargs, max_new_tokens=max_new_tokens, do_sample=False)
+    except IndexError as error:
+        raise ValueError(
+            f"{kind} cannot run these inputs: {error}; check for ids beyond its vocabulary "
+            "and for more tokens than it has positions"
+        ) from None
 
-    def run(self) -> Any:
-        """Run the model, and return its output, or the generated tokens if
-        `max_new_tokens` is set.
-        """
-        model = self.model
-        inputs = self.inputs
-        kind = type(model).__name__
-        try:
-            if not self.max_new_tokens:
-                return model(*inputs.args, **inputs.kwargs)
-            if isinstance(model, Transformer):
-                # with several rows no end token, because finished rows would leave the batch
-                config = DecodingConfig(end=() if inputs.batch_size > 1 else None)
-                return generate(
-                    model, inputs.prompt_ids, max_new_tokens=self.max_new_tokens, config=config
-                )
-            generate_method: Any = getattr(model, "generate", None)
-            if generate_method is None:
-                raise ValueError(f"{kind} cannot generate tokens; leave max_new_tokens out")
-            return generate_method(
-                **inputs.kwargs, max_new_tokens=self.max_new_tokens, do_sample=False
-            )
-        except IndexError as error:
-            raise ValueError(
-                f"{kind} cannot run these inputs: {error}; check for ids beyond its vocabulary "
-                "and for more tokens than it has positions"
-            ) from None
+
+class OutputRecorder(AttentionHook):
+    """Hook that keeps head outputs of the first text of a site, [tokens, heads, width]."""
+
+    outputs: Tensor | None = None
+
+    def on_head_outputs(self, outputs: Tensor) -> None:
+        """Keep the outputs."""
+        self.outputs = outputs[0].detach()
+
+
+def record_head_outputs(
+    model: nn.Module, inputs: Any, sites: Sequence[SiteModule]
+) -> tuple[Any, dict[str, Tensor]]:
+    """Run a model on a text; return its output, and head outputs by site name, [tokens, heads,
+    width].
+    """
+    hooks = {module.site.name: OutputRecorder() for module in sites}
+    output = run_observed(model, inputs, sites, hooks)
+    return output, {name: one.outputs for name, one in hooks.items() if one.outputs is not None}

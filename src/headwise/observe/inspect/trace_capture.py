@@ -18,7 +18,7 @@ from ...util.errors import SpecError
 from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, Trace
 from ..traces.attention_record import Array
 from .attention_sites import find_attention, find_attention_in_run
-from .hooks import AttentionHook, ModelRun, SiteModule
+from .hooks import AttentionHook, SiteModule, run_observed
 from .model_inputs import ModelInputs, get_streams, prepare_inputs
 from .observed_call import AttentionInputs, ObservedCall
 from .site import Site, Sites
@@ -360,7 +360,7 @@ def trace(
     sites = _select_sites(model, site_modules, capture)
     store = CaptureBuffer(capture)
     recorders = {one.site.name: CallRecorder(one.site, store) for one in sites}
-    output = ModelRun(model, model_inputs, max_new_tokens).run_with_hooks(sites, recorders)
+    output = run_observed(model, model_inputs, sites, recorders, max_new_tokens)
     rows = dict(model_inputs.token_rows)
     if max_new_tokens:
         new_ids = output.tolist() if isinstance(output, Tensor) else output

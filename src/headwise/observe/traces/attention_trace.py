@@ -150,26 +150,6 @@ class Trace:
 
         return max_pool_weights(read_bands(), (stop - start, right - left), size)
 
-    def head_output(
-        self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
-    ) -> Array:
-        """Output of one head before the output projection, [queries, head_dim]: as recorded, or
-        weights @ values.
-        """
-        layer = self.get_layer(site)
-        if "z" in layer.arrays:
-            replace(layer, heads=layer.arrays["z"].shape[2]).check(head=head)
-            return layer.arrays["z"][row, queries, head].astype(np.float32)
-        if "v" not in layer.arrays or any(call.first != call.keys[0] for call in layer.calls):
-            raise ValueError(
-                f"cannot compute outputs of {layer.name}: neither z nor v was recorded; trace with "
-                "capture=hw.Capture(extra=('v',))"
-            )
-        weights = self.head_weights(site, head, queries, row=row)
-        return weights @ layer.arrays["v"][
-            row, : weights.shape[1], layer.kv_head_of_query[head]
-        ].astype(np.float32)
-
     def thumbnail(self, site: str | int, head: int, *, row: int = 0) -> Array:
         """All weights of one head as a picture of at most 64 x 64 cells."""
         layer = self.get_layer(site)
@@ -256,7 +236,6 @@ def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
 # --- Many heads as one matrix ---------------------------------------------------------------------
 
 AGGREGATES = ("mean", "max", "rollout")
-RESIDUAL_SHARE = 0.5  # of a token itself in a layer of the rollout (2005.00928, section 3)
 
 
 def aggregate_heads(trace: Trace, sites: Sequence[str], how: str, *, row: int = 0) -> Array:
@@ -311,9 +290,9 @@ def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
     return multiply_rollout(means).astype(np.float32)
 
 
-def multiply_rollout(means: Iterable[Array], residual: float = RESIDUAL_SHARE) -> Array:
-    """The product over layers of residual I + (1 - residual) A, from the mean A of the heads of
-    each layer, in float64.
+def multiply_rollout(means: Iterable[Array]) -> Array:
+    """The product over layers of I / 2 + A / 2, from the mean A of the heads of each layer, in
+    float64.
 
     >>> multiply_rollout([np.array([[1.0, 0.0], [1.0, 0.0]])] * 2).tolist()
     [[1.0, 0.0], [0.75, 0.25]]
@@ -321,7 +300,7 @@ def multiply_rollout(means: Iterable[Array], residual: float = RESIDUAL_SHARE) -
     rollout: Array | None = None
     for mean in means:
         rescaled = _rescale_rows(mean.astype(np.float64))
-        step = _rescale_rows((1 - residual) * rescaled + residual * np.eye(len(mean)))
+        step = _rescale_rows(0.5 * rescaled + 0.5 * np.eye(len(mean)))
         rollout = step if rollout is None else step @ rollout
     if rollout is None:
         raise ValueError("a rollout needs at least one layer")

@@ -16,7 +16,7 @@ from ...models.model_spec import StackSpec
 from ...observe.head_analysis.annotated_examples import Example
 from ...observe.head_analysis.objectives import get_output_tensor
 from ...observe.inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
-from ...observe.inspect.hooks import ModelRun
+from ...observe.inspect.hooks import run_prepared
 from ...observe.inspect.model_inputs import ModelInputs, prepare_inputs
 from ...util.errors import suggest
 
@@ -72,7 +72,7 @@ def compute_output(model: nn.Module, inputs: ModelInputs) -> Tensor:
     compared.
     """
     with torch.inference_mode():
-        return _check_finite(model, get_output_tensor(ModelRun(model, inputs).run()))
+        return _check_finite(model, get_output_tensor(run_prepared(model, inputs)))
 
 
 def _check_finite(model: object, output: Tensor) -> Tensor:
