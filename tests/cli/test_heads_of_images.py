@@ -203,7 +203,7 @@ REFUSED = {
         "bare",
         "images",
         (),
-        "preprocessor_config.json, which says how pixels are normalised",
+        "preprocessor_config.json does not say how pixels are normalised",
     ),
     "no usage": ("native", "bytes", (), "does not say how pixels are normalised"),
     "size": ("vit", "small", (), "has images of 8 x 20, but the model takes 12 x 20"),

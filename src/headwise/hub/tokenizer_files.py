@@ -168,22 +168,27 @@ def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]
     """
     embedding = model_spec.stacks[0].embedding if model_spec.stacks else None
     patches = None if embedding is None else embedding.patches
+    if patches is None or not _is_scaled_to_one(read_json(folder / PROCESSOR_FILE)):
+        return {}
+    statistics = read_pixel_statistics(folder, patches.channels)
+    size = (patches.rows * patches.high, patches.columns * patches.wide)
+    return {"size": size, **statistics} if statistics else {}
+
+
+def read_pixel_statistics(folder: Path, channels: int) -> dict[str, tuple[float, ...]]:
+    """Mean and deviation by which a folder's processor normalises the channels of pixels in 0..1;
+    {} if it does not say.
+    """
     path = folder / PROCESSOR_FILE
     config = read_json(path)
-    if patches is None or not config or not _is_scaled_to_one(config):
+    if not config:
         return {}
-    size = {"size": (patches.rows * patches.high, patches.columns * patches.wide)}
     if not config.get("do_normalize", True):
-        return size | {"mean": (0.0,) * patches.channels, "deviation": (1.0,) * patches.channels}
-    statistics: dict[str, Any] = {
-        "mean": config.get("image_mean"),
-        "deviation": config.get("image_std"),
-    }
-    if any(value is None for value in statistics.values()):
+        return {"mean": (0.0,) * channels, "deviation": (1.0,) * channels}
+    given = {"mean": config.get("image_mean"), "deviation": config.get("image_std")}
+    if None in given.values():
         return {}
-    return size | {
-        name: _read_channels(path, value, patches.channels) for name, value in statistics.items()
-    }
+    return {name: _read_channels(path, value, channels) for name, value in given.items()}
 
 
 def _read_channels(path: Path, value: Any, channels: int) -> tuple[float, ...]:

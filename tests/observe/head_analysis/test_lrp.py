@@ -22,8 +22,8 @@ from headwise.observe.head_analysis.lrp import (
     attention_read,
     linear,
     propagate,
-    relevance_method,
     sum_terms,
+    why_no_relevance,
 )
 from headwise.observe.inspect.model_inputs import prepare_inputs
 from support.importance_examples import (
@@ -296,6 +296,4 @@ def test_unsupported_models_are_refused():
     )
     bare = with_uneven_attention(hw.build(bp.ModelSpec("bare", "encoder", (stack,)), seed=0))
     assert "bare has no output head" in refused(bare)
-    assert "it needs a headwise model, not Linear" in relevance_method().unsupported_reason(
-        torch.nn.Linear(2, 2)
-    )
+    assert "it needs a headwise model, not Linear" in why_no_relevance(torch.nn.Linear(2, 2))

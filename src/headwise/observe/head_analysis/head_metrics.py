@@ -75,11 +75,6 @@ def _weight_at_pairs(band: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
     return mean_over_rows(rows, band.select_counted(has_pair))
 
 
-def entropy_sums(band: WeightBand) -> SumAndCount:
-    """Entropy -sum p log p of each row in nats."""
-    return mean_over_rows(band.row_entropies, band.has_keys)
-
-
 def breadth_sums(band: WeightBand) -> SumAndCount:
     """exp(entropy) of each row over the number of allowed keys; a row with a single allowed key has
     no breadth.
@@ -122,21 +117,11 @@ def sink_sums(band: WeightBand) -> SumAndCount:
     return mean_over_rows(weight.where(weight > rounding, 0), band.has_keys)
 
 
-def separator_sums(band: WeightBand) -> SumAndCount:
-    """Weight on separators."""
-    return _weight_on_keys(band, band.key_tokens.is_separator)
-
-
 def first_token_sums(band: WeightBand) -> SumAndCount:
     """Weight on the first token."""
     keys = torch.zeros_like(band.key_tokens.is_special)
     keys[:1] = True
     return _weight_on_keys(band, keys)
-
-
-def punctuation_sums(band: WeightBand) -> SumAndCount:
-    """Weight on punctuation."""
-    return _weight_on_keys(band, band.key_tokens.is_punctuation)
 
 
 def make_offset_metric(offset: int) -> Callable[[WeightBand], SumAndCount]:
@@ -282,7 +267,11 @@ def _self_metrics(*rows: tuple[str, str, Sums, ReduceFunction | None]) -> list[H
 HEAD_METRICS: Mapping[str, HeadMetric] = {
     metric.name: metric
     for metric in (
-        HeadMetric("entropy", "nats of a row", entropy_sums),
+        HeadMetric(
+            "entropy",
+            "nats of a row",
+            lambda band: mean_over_rows(band.row_entropies, band.has_keys),
+        ),
         HeadMetric(
             "breadth",
             "exp(entropy) over the number of allowed keys",
@@ -295,8 +284,17 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
         ),
         HeadMetric("sink", "weight on sinks", sink_sums),
         HeadMetric("first", "weight on the first token", first_token_sums),
-        HeadMetric("separator", "weight on separators", separator_sums),
-        HeadMetric("punctuation", "weight on punctuation", punctuation_sums, "rest"),
+        HeadMetric(
+            "separator",
+            "weight on separators",
+            lambda band: _weight_on_keys(band, band.key_tokens.is_separator),
+        ),
+        HeadMetric(
+            "punctuation",
+            "weight on punctuation",
+            lambda band: _weight_on_keys(band, band.key_tokens.is_punctuation),
+            "rest",
+        ),
         *_self_metrics(
             ("previous", "weight on the previous token", make_offset_metric(-1), None),
             ("self", "weight on the token itself", make_offset_metric(0), None),

@@ -5,7 +5,6 @@ of patches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,17 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...hub.tokenizer_files import PROCESSOR_FILE, read_pixel_statistics
 from ...models import Transformer
 from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, ImageStore
 from ...training.data.text_files import existing_path, list_files, open_npy
 from ...util.errors import SpecError
-from ...util.files import read_json_file
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import AttentionHook, run_observed
 from ..inspect.observed_call import ObservedCall
 from .annotated_examples import Example, TokenAnnotations
 
-PROCESSOR_FILE = "preprocessor_config.json"
 MAX_OTHER_TOKENS = 16  # class, distillation and register tokens before the patches
 
 
@@ -78,50 +76,28 @@ class PatchLayout(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class PixelScaling:
-    """How pixels are normalised per channel."""
-
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
-
-    @staticmethod
-    def from_model(model: nn.Module) -> PixelScaling:
-        """Read from the usage of a headwise model, or from the preprocessor_config.json of a
-        transformers folder.
-        """
-        if isinstance(model, Transformer):
-            if model.usage.mean:
-                return PixelScaling(model.usage.mean, model.usage.deviation)
-            raise SpecError(
-                f"{model.spec.name} does not say how pixels are normalised; give an .npy of "
-                "floats, which are used as they are"
-            )
-        name = getattr(getattr(model, "config", None), "_name_or_path", "")
-        path = Path(str(name or "")) / PROCESSOR_FILE
-        if not path.is_file():
-            raise SpecError(
-                f"there is no {path}, which says how pixels are normalised; add it, or give an "
-                ".npy of floats, which are used as they are"
-            )
-        fields: Any = read_json_file(path)
-        if not isinstance(fields, Mapping) or not fields.get("do_normalize", True):
-            return PixelScaling((0.0,), (1.0,))
-        if "image_mean" not in fields or "image_std" not in fields:
-            raise SpecError(
-                f"{path} has no image_mean and image_std; add them, or set do_normalize to false"
-            )
-        return PixelScaling(tuple(fields["image_mean"]), tuple(fields["image_std"]))
-
-    def apply(self, pixels: np.ndarray) -> np.ndarray:
-        """Normalise pixels [n, height, width, channels] in 0..1."""
-        if len(self.mean) not in (1, pixels.shape[-1]):
-            fact = (
-                f"the model normalises {len(self.mean)} channels, but the images have "
-                f"{pixels.shape[-1]}"
-            )
-            raise SpecError(f"{fact}; convert the images")
-        return (pixels - np.asarray(self.mean)) / np.asarray(self.deviation)
+def _normalise(model: nn.Module, pixels: np.ndarray) -> np.ndarray:
+    """Normalise pixels [n, height, width, channels] in 0..1 as the usage of a headwise model, or the
+    preprocessor_config.json of a transformers folder, says.
+    """
+    channels = pixels.shape[-1]
+    if isinstance(model, Transformer):
+        statistics = {"mean": model.usage.mean, "deviation": model.usage.deviation}
+        source = model.spec.name
+    else:
+        folder = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or ""))
+        statistics = read_pixel_statistics(folder, channels)
+        source = str(folder / PROCESSOR_FILE)
+    mean = statistics.get("mean")
+    if not mean:
+        raise SpecError(
+            f"{source} does not say how pixels are normalised; add image_mean and image_std, or "
+            "give an .npy of floats, which are used as they are"
+        )
+    if len(mean) not in (1, channels):
+        fact = f"the model normalises {len(mean)} channels, but the images have {channels}"
+        raise SpecError(f"{fact}; convert the images")
+    return (pixels - np.asarray(mean)) / np.asarray(statistics["deviation"])
 
 
 class ImageExamples(NamedTuple):
@@ -140,11 +116,7 @@ def examples_from_images(
     Image files are resized to the size of the model. Integer pixels are scaled to 0..1 and
     normalised as the model's processor does; floats of an .npy are used as they are.
     """
-    layout = PatchLayout.from_model(model)
-    store, is_scaled = _open_images(Path(path), layout)
-    pixels = _take_pixels(
-        model, store, layout, is_scaled, store.count if limit is None else min(limit, store.count)
-    )
+    pixels = read_images(model, path, limit)
     if len(pixels) < 2:
         raise SpecError(
             f"{path} has {len(pixels)} images, too few for a confidence interval; give at least two"
@@ -208,13 +180,24 @@ def _check_image_size(layout: PatchLayout, pixels: Tensor) -> None:
         )
 
 
-def read_images(model: nn.Module, path: str | Path, limit: int) -> Tensor:
+def read_images(model: nn.Module, path: str | Path, limit: int | None = None) -> Tensor:
     """The first images of a file, a folder or an .npy as a vision model takes them, [n, channels,
     height, width].
     """
     layout = PatchLayout.from_model(model)
     store, is_scaled = _open_images(Path(path), layout)
-    return _take_pixels(model, store, layout, is_scaled, min(limit, store.count))
+    count = store.count if limit is None else min(limit, store.count)
+    pixels = store.take(np.arange(count))
+    if pixels.shape[-1] == 1 and layout.channels == 3:
+        pixels = pixels.repeat(3, -1)  # grey images
+    if pixels.shape[-1] != layout.channels:
+        fact = (
+            f"{store.where} has images of {pixels.shape[-1]} channels, but the model takes "
+            f"{layout.channels}"
+        )
+        raise SpecError(f"{fact}; convert them")
+    scaled = pixels if is_scaled else _normalise(model, pixels)
+    return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
 
 
 def _open_images(path: Path, layout: PatchLayout) -> tuple[ImageStore, bool]:
@@ -243,23 +226,6 @@ def _open_images(path: Path, layout: PatchLayout) -> tuple[ImageStore, bool]:
             f"{path} has no images ({suffixes}); give an image, a folder of images, or an .npy"
         )
     return ImageFiles(files, layout.size), False
-
-
-def _take_pixels(
-    model: nn.Module, store: ImageStore, layout: PatchLayout, is_scaled: bool, count: int
-) -> Tensor:
-    """The first `count` images as the model takes them, [n, channels, height, width]."""
-    pixels = store.take(np.arange(count))
-    if pixels.shape[-1] == 1 and layout.channels == 3:
-        pixels = pixels.repeat(3, -1)  # grey images
-    if pixels.shape[-1] != layout.channels:
-        fact = (
-            f"{store.where} has images of {pixels.shape[-1]} channels, but the model takes "
-            f"{layout.channels}"
-        )
-        raise SpecError(f"{fact}; convert them")
-    scaled = pixels if is_scaled else PixelScaling.from_model(model).apply(pixels)
-    return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
 
 
 class _TokenCounter(AttentionHook):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,14 +67,11 @@ class RepeatedForward:
         self.sites = sites
         self.inputs = inputs
         self._head_counters = {module.site.name: HeadAblationHook() for module in sites}
-        self._baseline: Any = None
 
-    @property
+    @cached_property
     def baseline_outputs(self) -> Any:
-        """Outputs of the unedited model, computed on first access."""
-        if self._baseline is None:
-            self._baseline = self._run_baseline(self._head_counters)
-        return self._baseline
+        """Outputs of the unedited model."""
+        return self._run_baseline(self._head_counters)
 
     @property
     def head_counts(self) -> dict[str, int]:

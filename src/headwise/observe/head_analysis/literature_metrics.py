@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,34 +38,34 @@ SENTENCE_ENDS = (".", ",")  # the punctuation that Clark et al. measure
 SMOOTHING = 1e-4
 
 
-def _mean_per_text(rows_HT: Tensor, chosen: Tensor, num_rows: int) -> SumAndCount:
-    """Contribution of the chosen rows to the mean over the `num_rows` rows of a text, so that each
-    text counts once.
-    """
-    heads = rows_HT.shape[0]
-    sums = torch.where(chosen, rows_HT, 0).sum(-1, dtype=torch.float64) / max(1, num_rows)
-    return sums, (chosen.sum(dtype=torch.float64) / max(1, num_rows)).expand(heads)
+def _mean_per_text(rows_HT: Tensor, band: WeightBand) -> SumAndCount:
+    """Contribution of rows to the mean over the rows of a text, so that each text counts once."""
+    num_rows = band.query_tokens.count
+    sums = rows_HT.sum(-1, dtype=torch.float64) / num_rows
+    return sums, torch.full_like(sums, rows_HT.shape[1] / num_rows)
 
 
-def _mean_of_all(rows_HT: Tensor, band: WeightBand) -> SumAndCount:
-    every = torch.ones(band.w_HTS.shape[1], dtype=torch.bool, device=band.w_HTS.device)
-    return _mean_per_text(rows_HT, every, band.query_tokens.count)
+def _weight_metric(
+    name: str, description: str, select_keys: Callable[[TokenAnnotations], Tensor]
+) -> HeadMetric:
+    """A metric of the weight on some tokens of the key stream."""
+
+    def sums(band: WeightBand) -> SumAndCount:
+        return _mean_per_text(band.weight_on(select_keys(band.key_tokens)), band)
+
+    return HeadMetric(f"clark {name}", description, sums)
 
 
-def _mean_weight(
-    select_keys: Callable[[TokenAnnotations], Tensor], band: WeightBand
-) -> SumAndCount:
-    return _mean_of_all(band.weight_on(select_keys(band.key_tokens)), band)
+def _offset_metric(name: str, offset: int) -> HeadMetric:
+    def sums(band: WeightBand) -> SumAndCount:
+        return _mean_per_text(band.weights_at_offsets((offset,))[0][..., 0], band)
 
-
-def _weight_at_offset(offset: int, band: WeightBand) -> SumAndCount:
-    return _mean_of_all(band.weights_at_offsets((offset,))[0][..., 0], band)
+    description = f"weight on the {name} token"
+    return HeadMetric(f"clark {name}", description, sums, self_attention_only=True)
 
 
 def _is_first_token(tokens: TokenAnnotations) -> Tensor:
-    first = torch.zeros_like(tokens.is_special)
-    first[:1] = tokens.is_special[:1]
-    return first
+    return tokens.is_special & (torch.arange(tokens.count, device=tokens.ids.device) == 0)
 
 
 def _is_sentence_end(tokens: TokenAnnotations) -> Tensor:
@@ -74,71 +73,21 @@ def _is_sentence_end(tokens: TokenAnnotations) -> Tensor:
     return torch.tensor(flags, device=tokens.ids.device)
 
 
-def _weight_on_separators(from_separators: bool, band: WeightBand) -> SumAndCount:
-    """Weight on separators from queries that are separators, or from all other queries."""
-    chosen = band.query_tokens.is_separator == from_separators
-    weights = band.weight_on(band.key_tokens.is_separator)
-    return _mean_per_text(weights, chosen[band.query_positions], int(chosen.sum()))
-
-
-def _smoothed_entropy(band: WeightBand) -> Tensor:
+def _smoothed_entropy(band: WeightBand) -> SumAndCount:
     """Entropy of the smoothed rows; keys outside the band have only the added weight."""
     added = SMOOTHING / band.key_tokens.count
     entropy_outside_band = (band.key_tokens.count - band.w_HTS.shape[-1]) * added * math.log(added)
-    return row_entropy((1 - SMOOTHING) * band.w_HTS + added) - entropy_outside_band
-
-
-def _first_token_entropy(band: WeightBand) -> SumAndCount:
-    chosen = (band.query_positions == 0) & band.query_tokens.is_special[band.query_positions]
-    return _mean_per_text(_smoothed_entropy(band), chosen, 1)
+    entropy = row_entropy((1 - SMOOTHING) * band.w_HTS + added) - entropy_outside_band
+    return _mean_per_text(entropy, band)
 
 
 CLARK_METRICS: tuple[HeadMetric, ...] = (
-    *(
-        HeadMetric(
-            f"clark {name}",
-            f"weight on the {token}",
-            partial(_weight_at_offset, offset),
-            self_attention_only=True,
-        )
-        for name, token, offset in (
-            ("self", "token itself", 0),
-            ("next", "next token", 1),
-            ("previous", "previous token", -1),
-        )
-    ),
-    *(
-        HeadMetric(f"clark {name}", description, compute_sums)
-        for name, description, compute_sums in (
-            ("first", "weight on [CLS]", partial(_mean_weight, _is_first_token)),
-            (
-                "separator",
-                "weight on [SEP]",
-                partial(_mean_weight, lambda tokens: tokens.is_separator),
-            ),
-            (
-                "separator to itself",
-                "weight on [SEP] from [SEP]",
-                partial(_weight_on_separators, True),
-            ),
-            (
-                "others to separator",
-                "weight on [SEP] from other tokens",
-                partial(_weight_on_separators, False),
-            ),
-            ("punctuation", "weight on . and ,", partial(_mean_weight, _is_sentence_end)),
-            (
-                "entropy",
-                "entropy of a smoothed row in nats",
-                lambda band: _mean_of_all(_smoothed_entropy(band), band),
-            ),
-            (
-                "entropy of first",
-                "entropy of the smoothed row of [CLS] in nats",
-                _first_token_entropy,
-            ),
-        )
-    ),
+    _offset_metric("next", 1),
+    _offset_metric("previous", -1),
+    _weight_metric("first", "weight on [CLS]", _is_first_token),
+    _weight_metric("separator", "weight on [SEP]", lambda tokens: tokens.is_separator),
+    _weight_metric("punctuation", "weight on . and ,", _is_sentence_end),
+    HeadMetric("clark entropy", "entropy of a smoothed row in nats", _smoothed_entropy),
 )
 
 

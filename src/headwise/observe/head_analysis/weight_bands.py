@@ -8,7 +8,8 @@ turns bands of tokens into bands of words.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +57,6 @@ class WeightBand:
     key_tokens: TokenAnnotations
     counted_rows: Tensor | None = None
     first_key: int = 0
-    _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def _cached(self, name: str, compute: Callable[[], Any]) -> Any:
-        if name not in self._cache:
-            self._cache[name] = compute()
-        return self._cache[name]
 
     @property
     def allowed_HTS(self) -> Tensor:
@@ -111,67 +106,57 @@ class WeightBand:
         rows = rows[None] if rows.dim() == 1 else rows
         return rows if self.counted_rows is None else rows & self.counted_rows
 
-    @property
+    @cached_property
     def _allowed_as_float(self) -> Tensor:
         """`allowed` as floats, for which matrix products are faster."""
-        return self._cached("flags", lambda: self.allowed.to(self.w_HTS.dtype))
+        return self.allowed.to(self.w_HTS.dtype)
 
-    @property
+    @cached_property
     def num_allowed_keys(self) -> Tensor:
         """Number of keys that each row may read, [T] or [H, T]."""
-        return self._cached("visible", lambda: self.allowed.sum(-1))
+        return self.allowed.sum(-1)
 
-    @property
+    @cached_property
     def has_keys(self) -> Tensor:
         """Rows that count and may read at least one key, [H or 1, T]."""
-        return self._cached("alive", lambda: self.select_counted(self.num_allowed_keys > 0))
+        return self.select_counted(self.num_allowed_keys > 0)
 
-    @property
+    @cached_property
     def non_sink_weight(self) -> Tensor:
         """Weight of each row that is not on sink tokens, [H, T]."""
-        return self._cached("rest", lambda: self.weight_on(~find_sink_tokens(self.key_tokens)))
+        return self.weight_on(~find_sink_tokens(self.key_tokens))
 
-    @property
+    @cached_property
     def row_entropies(self) -> Tensor:
         """Entropy of each row in nats, [H, T]."""
-        return self._cached("entropy", lambda: row_entropy(self.w_HTS))
+        return row_entropy(self.w_HTS)
 
-    @property
+    @cached_property
     def max_weight(self) -> Tensor:
         """Largest weight of each row, [H, T]."""
-        return self._cached("top", lambda: self.w_HTS.amax(-1))
+        return self.w_HTS.amax(-1)
 
-    @property
+    @cached_property
     def is_max(self) -> Tensor:
         """1.0 at the largest weight of each row and at its ties, [H, T, S]; floats sum faster than
         booleans.
         """
-        return self._cached(
-            "most",
-            lambda: torch.eq(
-                self.w_HTS, self.max_weight[..., None], out=torch.empty_like(self.w_HTS)
-            ),
-        )
+        return torch.eq(self.w_HTS, self.max_weight[..., None], out=torch.empty_like(self.w_HTS))
 
-    @property
+    @cached_property
     def num_max_keys(self) -> Tensor:
         """Number of keys that share the largest weight of each row, [H, T], by which a hit on one
         of them is divided.
 
         It is infinite for rows without any weight, so that they have no hit.
         """
-        return self._cached(
-            "ties", lambda: torch.where(self.max_weight == 0, torch.inf, self.is_max.sum(-1))
-        )
+        return torch.where(self.max_weight == 0, torch.inf, self.is_max.sum(-1))
 
-    @property
+    @cached_property
     def same_id_pairs(self) -> tuple[Tensor, Tensor]:
         """Positions (queries, keys) of all pairs with the same token id. Keys start one before the
         band, which induction needs.
         """
-        return self._cached("alike", self._find_same_id_pairs)
-
-    def _find_same_id_pairs(self) -> tuple[Tensor, Tensor]:
         before = max(0, self.first_key - 1)
         ids = self.key_tokens.ids[before : self.first_key + self.w_HTS.shape[2]]
         t, s = (self.query_tokens.ids[self.query_positions][:, None] == ids).nonzero(as_tuple=True)

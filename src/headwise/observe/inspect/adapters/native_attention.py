@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -173,7 +173,6 @@ class HeadwiseCall(ObservedCall):
         self.signature = signature
         self.steps = steps
         self.mask, self.inputs = backends.gather_pages(mask, inputs)
-        self._by_head: CoreInputs | None = None
 
     def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
         if backends.is_softmax_with_bias(self.signature):
@@ -186,13 +185,11 @@ class HeadwiseCall(ObservedCall):
         backends.make_dispatch(signature).attend(*sliced, self.steps, probe)
         return probe.tensors["weights"][..., keys]
 
-    @property
+    @cached_property
     def _inputs_by_head(self) -> CoreInputs:
         """Inputs with the keys stored contiguously by head, for repeated reads by bands."""
-        if self._by_head is None:
-            by_head = self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
-            self._by_head = self.inputs._replace(k=by_head)
-        return self._by_head
+        by_head = self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
+        return self.inputs._replace(k=by_head)
 
     def allowed_pairs(self, queries: slice = ALL) -> Tensor:
         return _slice_call(self.mask, self.inputs, queries)[0].allowed

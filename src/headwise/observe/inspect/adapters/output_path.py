@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -97,7 +98,6 @@ class ForwardSource(NamedTuple):
     submodules: tuple[str, ...] = ()
 
 
-_SOURCES: WeakKeyDictionary[type[nn.Module], ForwardSource] = WeakKeyDictionary()
 SEVERAL_CALLS = (
     "it calls the attention function {} times in one forward call, so its query heads are not its "
     "output heads; call "
@@ -106,8 +106,7 @@ SEVERAL_CALLS = (
 
 
 def _read_edit_place(module: nn.Module) -> EditPlace:
-    kind = type(module)
-    source = _SOURCES.get(kind) or _SOURCES.setdefault(kind, read_forward(kind))
+    source = read_forward(type(module))
     if source.num_calls > 1:
         return EditPlace(None, SEVERAL_CALLS.format(source.num_calls))
     passes_function = False
@@ -120,6 +119,7 @@ def _read_edit_place(module: nn.Module) -> EditPlace:
     return AT_FUNCTION
 
 
+@cache
 def read_forward(kind: type[nn.Module]) -> ForwardSource:
     """Read the forward of a class, and follow the output of the attention function to the output
     projection.
@@ -131,67 +131,47 @@ def read_forward(kind: type[nn.Module]) -> ForwardSource:
     functions = set[str]()
     followed = set[str]()
     submodules = list[str]()
-    for statement in _statements(tree):
-        if any(
-            isinstance(node, ast.Attribute) and node.attr == INTERFACE_GETTER
-            for node in ast.walk(statement)
-        ):
-            functions |= set(_target_names(statement))
+    kinds = (ast.Assign, ast.AnnAssign, ast.Return)
+    statements = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    for statement in sorted(statements, key=lambda node: node.lineno):
+        nodes = list(ast.walk(statement))
+        if any(getattr(node, "attr", "") == INTERFACE_GETTER for node in nodes):
+            functions |= set(_names(statement, ast.Store))
             continue
-        calls = [node for node in reversed(list(ast.walk(statement))) if isinstance(node, ast.Call)]
-        submodules += [name for call in calls if (name := _called_submodule(call, followed))]
-        names = _names(statement)
+        for call in reversed(nodes):
+            match call:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=args):
+                    if any(followed & set(_names(argument)) for argument in args):
+                        submodules.append(name)
+                case _:
+                    pass
+        names = set(_names(statement))
         if names & functions:
-            followed |= set(_target_names(statement)[:1])  # the second are the weights
+            followed |= set(_names(statement, ast.Store)[:1])  # the second are the weights
         elif names & followed:
-            followed |= set(_target_names(statement))
+            followed |= set(_names(statement, ast.Store))
     return ForwardSource(_count_calls(tree, functions), tuple(submodules))
 
 
-def _statements(tree: ast.AST) -> list[ast.Assign | ast.AnnAssign | ast.Return]:
-    """Assignments and returns, in the order of their lines."""
-    nodes = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.Return)
-    ]
-    return sorted(nodes, key=lambda node: node.lineno)
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def _target_names(statement: ast.stmt) -> list[str]:
-    """Names that a statement assigns, in order."""
-    names = [part for part in ast.walk(statement) if isinstance(part, ast.Name)]
-    return [name.id for name in names if isinstance(name.ctx, ast.Store)]
-
-
-def _called_submodule(call: ast.Call, followed: set[str]) -> str:
-    """Name of the submodule that a call gives one of the followed tensors; "" if it is another
-    call.
-    """
-    match call.func:
-        case ast.Attribute(value=ast.Name(id="self"), attr=name):
-            return name if any(_names(argument) & followed for argument in call.args) else ""
-        case _:
-            return ""
+def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
+    """Names in a node, or only those that it assigns (`ast.Store`), in order."""
+    names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
+    return [name.id for name in names if isinstance(name.ctx, context)]
 
 
 def _count_calls(tree: ast.AST, functions: set[str]) -> int:
-    """Largest number of statements of one block that call the attention function."""
+    """Largest number of assignments of one block that call the attention function."""
     counts = [1]
     for node in ast.walk(tree):
-        for _, block in ast.iter_fields(node):
-            if isinstance(block, list):
-                counts.append(sum(_calls_one_of(statement, functions) for statement in block))
+        for block in [value for _, value in ast.iter_fields(node) if isinstance(value, list)]:
+            assigned = [one.value for one in block if isinstance(one, ast.Assign)]
+            counts.append(sum(_calls_one_of(value, functions) for value in assigned))
     return max(counts)
 
 
-def _calls_one_of(statement: object, functions: set[str]) -> bool:
-    if not isinstance(statement, ast.Assign):
-        return False
-    calls = [node for node in ast.walk(statement.value) if isinstance(node, ast.Call)]
-    return any(isinstance(call.func, ast.Name) and call.func.id in functions for call in calls)
+def _calls_one_of(value: ast.expr, functions: set[str]) -> bool:
+    called = [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]
+    return any(isinstance(one, ast.Name) and one.id in functions for one in called)
 
 
 # --- Measured on an example -----------------------------------------------------------------------
