@@ -25,29 +25,6 @@ EVIDENCE = sorted({one for row in FEATURES for one in row["evidence"]})
 COMMANDS = [one for one in EVIDENCE if one.startswith("headwise ")]
 TESTS = [one for one in EVIDENCE if one not in COMMANDS]
 
-# "yes" counts 1 and "partial" 1/2: the sums that were noted when the marks were given. A changed
-# mark changes its sum.
-POINTS = {
-    "BV": 11,
-    "CV": 9,
-    "TL": 15,
-    "NN": 12,
-    "IQ": 16,
-    "LT": 11.5,
-    "TE": 5.5,
-    "EX": 13,
-    "CL": 11.5,
-    "AV": 12,
-    "TX": 7,
-    "TP": 9,
-    "HF": 6.5,
-    "CA": 11,
-    "PV": 8,
-    "NP": 16.5,
-    "IN": 15,
-    "TK": 18.5,
-}
-
 
 @pytest.fixture
 def measured_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -55,10 +32,6 @@ def measured_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import measured_pages
 
     return measured_pages
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def defined_tests(path: Path) -> set[str]:
@@ -97,14 +70,6 @@ def test_every_mark_of_another_tool_has_a_source(measured_pages: ModuleType):
     ] == []
 
 
-def test_marks_of_the_tools_add_up():
-    points = {
-        code: sum((code in row["yes"]) + (code in row["partial"]) / 2 for row in FEATURES)
-        for code in POINTS
-    }
-    assert points == POINTS
-
-
 @pytest.mark.parametrize("name", TESTS)
 def test_named_tests_exist(name: str):
     path, _, function = name.partition("::")
@@ -133,43 +98,6 @@ def test_no_yes_without_a_test_and_no_gap_without_a_reason():
         row["number"] for row in FEATURES if (row["ours"] == "yes") == bool(row.get("missing"))
     ] == []
     assert {row["ours"] for row in FEATURES} <= {"yes", "partial", "no"}
-
-
-def test_the_page_shows_every_mark(measured_pages: ModuleType):
-    """The tables of the page, read back, hold the marks of the data file."""
-    codes = [tool.code for tool in measured_pages.load_comparison().tools]
-    lines = [
-        cells(line)
-        for line in PAGE.read_text("utf-8").splitlines()
-        if re.match(r"\| \d+ \| ", line)
-    ]
-    word = {"yes": "yes", "partial": "part", "no": "·"}
-    marks = [
-        [
-            word["yes" if code in row["yes"] else "partial" if code in row["partial"] else "no"]
-            for code in codes
-        ]
-        for row in FEATURES
-    ]
-    expected = [
-        [str(row["number"]), row["feature"], word[row["ours"]], *own]
-        for row, own in zip(FEATURES, marks, strict=True)
-    ]
-    assert lines == expected
-
-
-def test_the_page_shows_evidence_and_gaps():
-    text = PAGE.read_text("utf-8").partition("\n## Evidence\n")[2]
-    rows = {
-        int(line.split()[1]): cells(line)
-        for line in text.splitlines()
-        if re.match(r"\| \d+ ", line)
-    }
-    assert sorted(rows) == [row["number"] for row in FEATURES]
-    for row in FEATURES:
-        _, ours, shown, missing = rows[row["number"]]
-        assert (ours, missing) == (row["ours"], row.get("missing", "·"))
-        assert re.findall(r"`(.*?)`", shown) == row["evidence"]
 
 
 def test_the_page_is_fresh_and_linked(monkeypatch: pytest.MonkeyPatch):

@@ -264,7 +264,7 @@ def test_a_full_output_is_one_line():
 @pytest.mark.lengthy
 def test_a_reader_that_leaves_is_silent():
     with subprocess.Popen(
-        [*COMMAND, "spec", "gqa"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*COMMAND, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -303,7 +303,10 @@ def test_sigterm_ends_with_143_and_leaves_nothing(tmp_path: Path):
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_training_ends_with_the_code_of_its_signal(number: int, code: int, tmp_path: Path):
     """Training handles both signals in the same way: it writes a checkpoint first."""
     argv = ["train", "copy", "--out", str(tmp_path / "run"), "--steps", "100000"]

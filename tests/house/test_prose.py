@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -60,20 +58,14 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def prose_of_code(source: str) -> list[str]:
-    """Docstrings, comments, and strings of at least four words."""
-    docstrings = {
-        ast.get_docstring(node, clean=False)
-        for node in syntax_nodes(source)
-        if isinstance(node, DOCUMENTED)
-    }
+    """Docstrings and strings of at least four words, and comments."""
     strings = [
-        n.value
-        for n in syntax_nodes(source)
-        if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        node.value
+        for node in syntax_nodes(source)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    texts = [text for text in strings if text in docstrings or text.count(" ") >= 3]
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return texts + [token.string for token in tokens if token.type == tokenize.COMMENT]
+    texts = [text for text in strings if text.count(" ") >= 3]
+    return texts + re.findall(r"(?:^|\s)# .*", source)
 
 
 def summaries(source: str) -> list[str]:

@@ -389,6 +389,7 @@ assert registered.MODELS_MODULE not in hooks
 """
 
 
+@pytest.mark.slow  # imports transformers in a process of its own
 def test_registration_waits_for_the_import_of_transformers():
     assert subprocess.run([sys.executable, "-c", LATER], check=False).returncode == 0
 

@@ -281,7 +281,7 @@ print(module.load().config._attn_implementation, file=sys.stderr)
 """
 
 
-def test_resized_checkpoints_ask_for_nothing(stub: StubProcess, tmp_path: Path):
+def test_resized_checkpoints_ask_for_nothing(stub: StubProcess, tmp_path: Path, here: None):
     """The written config has no such settings, and load_model.py replaces those that are put there
     later.
     """

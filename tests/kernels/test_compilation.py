@@ -26,8 +26,8 @@ from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS, attend_key
 from headwise.kernels.launch import KernelSet
 from headwise.kernels.paged_decode import PAGED_DECODE_KERNELS
 
-# Outputs, gradients and decode steps of every preset, in float32 and float64, and of packed
-# sequences.
+# Outputs, gradients and decode steps of presets, in float32 or float64 by turns, and of packed
+# sequences: of all, or of those that are named.
 COMPUTE = """
 import sys
 import torch
@@ -48,15 +48,15 @@ def results(spec, dtype):
             yield layer(x[:, 69:], cache=cache)
 
 found = {}
-for name in hw.presets.PRESETS:
+for turn, name in enumerate(sys.argv[2:] or hw.presets.PRESETS):
     options = {} if name in ("bigbird", "longformer", "mohsa", "average") else {"pattern": "causal"}
-    for dtype in (torch.float32, torch.float64):
-        torch.manual_seed(1)
-        try:
-            spec = hw.design(preset=name, model=64, heads=4, **options)
-        except hw.SpecError:
-            spec = hw.design(preset=name, model=64, heads=4)
-        found[f"{name} {dtype}"] = [t.detach().double() for t in results(spec, dtype)]
+    torch.manual_seed(1)
+    try:
+        spec = hw.design(preset=name, model=64, heads=4, **options)
+    except hw.SpecError:
+        spec = hw.design(preset=name, model=64, heads=4)
+    dtype = (torch.float32, torch.float64)[turn % 2]
+    found[f"{name} {dtype}"] = [t.detach().double() for t in results(spec, dtype)]
 torch.save(found, sys.argv[1])
 """
 WHY = "print(hw.why(hw.design(model=64, heads=4, pattern='causal')))\n"
@@ -90,8 +90,9 @@ def kernel_results(tmp_path_factory) -> dict[str, list[Tensor]]:
 
 def check_results(path: Path, expected: dict[str, list[Tensor]]) -> None:
     found = torch.load(path)
-    assert found.keys() == expected.keys()
-    for name, tensors in expected.items():
+    assert found.keys() <= expected.keys()
+    for name in found:
+        tensors = expected[name]
         rtol = 1e-3 if "float32" in name else 1e-9
         for ours, theirs in zip(found[name], tensors, strict=True):
             error = (ours - theirs).abs().max() / theirs.abs().max()
@@ -113,7 +114,8 @@ def test_everything_works_with_a_broken_numba(tmp_path, kernel_results):
     (tmp_path / "numba" / "__init__.py").write_text(
         "raise ImportError('Numba needs NumPy 1.0 or less')"
     )
-    run = run_python(COMPUTE + WHY, tmp_path / "results.pt", first_on_path=str(tmp_path))
+    first = [name.split()[0] for name in kernel_results][:2]
+    run = run_python(COMPUTE + WHY, tmp_path / "results.pt", *first, first_on_path=str(tmp_path))
     assert not run.returncode, run.stderr
     text = " ".join(run.stdout.split())
     assert (
@@ -180,6 +182,7 @@ def test_torch_operations_run_while_a_process_compiles_the_kernel(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_failed_background_compilation_leaves_it_to_the_call(tmp_path):
     code = """
 import os, sys
@@ -241,7 +244,7 @@ def unwritable(tmp_path) -> dict[str, str]:
     }
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_without_a_writable_cache_kernels_last_until_the_process_ends(unwritable):
     run = run_python(NO_CACHE + WITH_TEMPORARY_FOLDER, **unwritable)
     assert not run.returncode, run.stderr
@@ -251,7 +254,7 @@ def test_without_a_writable_cache_kernels_last_until_the_process_ends(unwritable
     assert not run.stderr  # no warning either that the folder was left to the interpreter
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_without_any_writable_folder_the_call_compiles(unwritable):
     run = run_python(NO_CACHE + WITHOUT_TEMPORARY_FOLDER, **unwritable)
     assert not run.returncode, run.stderr
@@ -306,6 +309,7 @@ def test_kernels_are_kept_in_the_users_cache_folder_and_not_in_the_package(tmp_p
     assert not (tmp_path / "headwise" / "headwise-kernels-0").exists()
 
 
+@pytest.mark.slow
 def test_damaged_files_in_the_cache_are_written_again(tmp_path):
     run = run_python(SCALE + DAMAGE, NUMBA_CACHE_DIR=str(tmp_path))
     assert (run.stdout.split(), run.stderr) == (["0", "0", "1", "0", "1"], "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,6 @@ from headwise.studies.run_cell import summarise_heads
 from headwise.training.data import make_task
 from headwise.training.run_setup import replace_self_attention
 
-FINDINGS = Path(__file__).resolve().parents[2] / "docs" / "findings"
 TASK = make_task("recall", vocabulary=16, length=16, pairs=2)
 NUM_TEXTS, HEADS, WIDTH = 3, 5, 20
 

@@ -8,6 +8,7 @@ included as soon as it has examples.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ def base(**sizes: Any) -> hw.AttentionSpec:
     return hw.design(**(BASE | sizes))
 
 
+@functools.cache  # building all of them takes longer than any check of one
 def examples() -> list[tuple[str, hw.AttentionSpec]]:
     """Every example of every registered part, named after the part."""
     named = []
@@ -32,6 +34,7 @@ def examples() -> list[tuple[str, hw.AttentionSpec]]:
     return named
 
 
+@functools.cache
 def slot_values(slot: str) -> list[Any]:
     """All values that the examples have in one slot, or in the list of modifiers; each once,
     simplest first.

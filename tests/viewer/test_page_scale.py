@@ -302,37 +302,6 @@ def test_a_long_head_opens_at_once_and_answers_exactly(page: Any):
             assert words in page.get_by_test_id("exact").inner_text()
 
 
-# Counts the styles that a move of the pointer writes; a chip that is pointed at again writes none.
-HOVER_CHIPS = """async (places) => {
-  const chips = document.querySelectorAll('.chip'), counts = [];
-  const write = CSSStyleDeclaration.prototype.setProperty;
-  let written = 0;
-  CSSStyleDeclaration.prototype.setProperty = function (...rest) { written++; return write.apply(this, rest); };
-  const readsColumn = (place) => performance.getEntriesByType('resource').some(({ name }) =>
-    name.includes('/column?') && new RegExp(`[?&]key=${place}(&|$)`).test(name));
-  for (const [place, limit, rest] of places) {
-    const begin = performance.now();
-    written = 0;
-    chips[place].dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
-    while (!written && performance.now() - begin < limit) await new Promise((done) => setTimeout(done, 1));
-    const time = performance.now() - begin;
-    const isOpen = () => place === places.at(-1)[0] && !readsColumn(place) && performance.now() - begin < 60_000;
-    while (isOpen()) await new Promise((done) => setTimeout(done, 20));  // the column of a token comes after its row
-    for (let before = -1; before !== written;) {  // until nothing more is written
-      before = written;
-      await new Promise((done) => setTimeout(done, rest));
-    }
-    counts.push([written, Math.round(time)]);
-  }
-  CSSStyleDeclaration.prototype.setProperty = write;
-  return counts;
-}"""
-
-
-def length(answer: Any) -> int:
-    return int(answer.headers.get("content-length", 0))
-
-
 def test_a_model_of_images_shows_its_weights_over_the_patches(page: Any):
     trace = make_large_trace(1, 2, 17, causal=False)
     opened = OpenModel(type(trace)(trace.model, {}, trace.layers))

@@ -25,13 +25,6 @@ def brief_timings(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     page.set_default_timeout(60_000)
 
 
-def show_screen(page: Any, url: str) -> None:
-    page.goto(url)
-    page.get_by_role("gridcell").first.wait_for()
-    page.get_by_role("link", name="Prune").click()
-    page.get_by_role("heading", name="Prune & convert").wait_for()
-
-
 def read_row(page: Any, test_id: str, name: str) -> list[str]:
     """The cells of the first row that begins with a name."""
     row = page.get_by_test_id(test_id).get_by_role("row").filter(has_text=name).first

@@ -201,9 +201,6 @@ COUNTED = hw.design(
 )
 
 
-CALLS = [ForwardCall(2, 300), ForwardCall(2, 7, past=290), ForwardCall(3, 5, 700, mode="steps")]
-
-
 def core(items):
     return sum(value for name, value in items if name.startswith("core"))
 

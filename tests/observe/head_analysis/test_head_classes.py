@@ -33,7 +33,6 @@ PLANTED = {
     (SECOND, 0): "induction",
     (SECOND, 2): "rare-token",
 }
-CALLED = (*(kind.name for kind in CLASS_RULES), "alignment")
 
 
 @pytest.fixture(scope="module")

@@ -55,11 +55,6 @@ def rows(heads: int = 5, count: int = 3, keys: int = 7, seed: int = 0) -> Tensor
     )
 
 
-def entropy(row: Array) -> float:
-    """As its definition says, in bits of nothing but nats."""
-    return -sum(float(p) * math.log(p) for p in row if p > 0)
-
-
 def divergence(p: Array, q: Array) -> float:
     """The mean of both relative entropies to the middle: another form than the one that is
     computed.

@@ -41,10 +41,6 @@ SITE_BY_OUTPUT = {
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
 
 
-def silent(_: str) -> None:
-    """Told, and not passed on."""
-
-
 def own_weights(options: Mapping[str, Any]) -> Iterator[tuple[str | int, Tensor]]:
     """The weights that a model of transformers gives itself, by the names of their sites."""
     for key, name in SITE_BY_OUTPUT.items():
