@@ -223,12 +223,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "anchors"):
             item.add_marker("anchors")
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs CUDA, and torch finds none here"))
-    if config.getoption("--fast"):
-        selected = select_fast(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in selected])
-        items[:] = [item for item in items if item in selected]
+    selected = select_fast(items) if config.getoption("--fast") else {*items}
+    if not torch.cuda.is_available():
+        selected -= {item for item in items if item.get_closest_marker("gpu")}
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = [item for item in items if item in selected]
 
 
 def select_fast(items: list[pytest.Item]) -> set[pytest.Item]:

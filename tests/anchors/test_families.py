@@ -25,7 +25,8 @@ from anchors.hf import projections
 from headwise import costs
 from headwise.models import families
 from headwise.models.model_spec import ModelSpec
-from support.model_configs import FAMILIES, PUBLIC, TINY
+from support.config_fields import TINY, tiny_config
+from support.model_configs import PUBLIC
 
 Group = tuple[str, int | None, str]
 
@@ -110,14 +111,9 @@ def test_public_models_have_the_numbers_they_are_known_for(name: str, tmp_path: 
     assert expected is None or costs.count_parameters(ours) == expected
 
 
-@pytest.mark.parametrize(
-    ("family", "architecture", "draw"), TINY, ids=[f"{a}-{n}" for _, a, n in TINY]
-)
-def test_small_models_of_odd_sizes_have_the_same_numbers(
-    family: str, architecture: str, draw: int, tmp_path: Path
-):
-    options = FAMILIES[family][1]() | {"model_type": family, "architectures": [architecture]}
-    check_groups(folder_of(tmp_path, options))
+@pytest.mark.parametrize(("family", "architecture"), TINY)
+def test_small_models_have_the_same_numbers(family: str, architecture: str, tmp_path: Path):
+    check_groups(folder_of(tmp_path, tiny_config(family, architecture)))
 
 
 # --- attention, part by part ----------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_bad_arguments_are_refused_before_a_model_is_loaded(
 
 
 def test_every_command_is_in_the_table():
-    assert {line.split()[0] for line, _ in CASES} == set(cli.COMMANDS)
+    assert {line.split()[0] for line, _ in CASES} >= set(cli.COMMANDS)
 
 
 @pytest.mark.parametrize(

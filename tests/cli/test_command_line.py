@@ -112,25 +112,6 @@ def test_walk_follows_an_attention_of_a_named_model(capsys, argv: tuple[str, ...
     assert (f"source            2 3 {width}" in out) == place.endswith("cross")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ("gpt2", "--layer", "3"),
-            "--layer 3 is a block; name one attention in it, as in --layer 3.attention",
-        ),
-        (("mha", "--layer", "3"), "--layer 3 is for models; leave it out"),
-        (
-            ("gpt2", "--heads", "3"),
-            "--heads is for presets, and gpt2 has its own heads; leave it out",
-        ),
-    ],
-)
-def test_walk_refuses_a_layer_that_is_no_attention(capsys, argv: tuple[str, ...], message: str):
-    code, _, err = run(capsys, "walk", *argv)
-    assert (code, err) == (2, f"headwise: {message}\n")
-
-
 def test_a_spec_travels_through_a_file(capsys, tmp_path: Path):
     _, text, _ = run(capsys, "spec", "mla", "--set pattern=window(7) --toml")
     path = tmp_path / "layer.toml"
@@ -157,40 +138,6 @@ def test_set_changes_one_thing(capsys):
     expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.Rotary(base=500000.0),))
     assert hw.from_json(json.dumps(data["spec"])) == expected
     assert data["counts"]["parameters"] == hw.costs.count_parameters(expected)
-
-
-BAD = {
-    "verb": (("wy",), "did you mean 'why'"),
-    "option": (("--hlep",), "did you mean '--help'"),
-    "preset": (("spec", "gqaa"), "did you mean 'gqa'"),
-    "nothing": (("why",), "missing SPEC; add it"),
-    "unknown flag": (("walk", "mha", "--bach", "3"), "headwise walk --help"),
-    "no number": (("walk", "mha", "--batch", "x"), "headwise walk --help"),
-    "no tokens": (("spec", "mha", "--tokens", "0"), "at least 1"),
-    "negative tokens": (("spec", "mha", "--tokens", "-3"), "1"),
-    "missing file": (("spec", "nowhere/layer.toml"), "no file"),
-    "set nothing": (("spec", "mha", "--set", "heads.kv"), "KEY=VALUE"),
-    "set unknown": (("spec", "mha", "--set", "heads.kw=2"), "heads"),
-    "set below text": (("spec", "mha", "--set", "pattern.x=2"), "set the parent"),
-    "set too deep": (("spec", "mha", "--set", "heeds.kv=2"), "did you mean 'heads'"),
-    "uneven": (("spec", "mha", "--set", "heads.kv=3"), "use kv in"),
-    "want": (("why", "mha", "--want", "weight"), "did you mean 'weights'"),
-    "dtype": (("why", "mha", "--dtype", "f8"), "dtype='f8'"),
-    "nowhere to train": (
-        ("demo", "--out", "/dev/null/x"),
-        "not a directory; give the path of a new folder",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line(capsys, name: str):
-    argv, remedy = BAD[name]
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("headwise: ")
-    assert err.count("\n") == 1
-    assert remedy in err
 
 
 @pytest.mark.parametrize(

@@ -42,26 +42,6 @@ def test_a_missing_package_has_no_version(
     }
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--version", "now"], "--version takes nothing but --json, got 'now'; leave it out"),
-        (
-            ["--completion"],
-            "--completion needs one of bash, zsh, fish, got nothing; write --completion bash",
-        ),
-        (
-            ["--completion", "csh"],
-            "--completion needs one of bash, zsh, fish, got 'csh'; write --completion bash",
-        ),
-    ],
-)
-def test_wrong_words_are_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert message in err
-
-
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_lists_its_options(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:

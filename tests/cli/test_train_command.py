@@ -135,26 +135,6 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
             assert after != before
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) is out of range"),
-    ],
-)
-def test_bad_input_is_one_line(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    argv: list[str],
-    message: str,
-):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = trained(capsys, *argv)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- --model FILE: a spec of one layer ------------------------------------------------------------
 
 LAYER = hw.design(model=64, heads=4, kv=2, dim=10, modifiers=(hw.Softcap(limit=5.0),))

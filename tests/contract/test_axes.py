@@ -63,13 +63,11 @@ def test_a_cut_layer_decodes_and_round_trips(name):
     assert eval(repr(small), vars(hw)) == small
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [name for name in EVERY if not EVERY[name].heads.value_heads])
 def test_sharing_equal_heads_changes_nothing(name):
     spec = EVERY[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    if spec.heads.value_heads:
-        pytest.skip("keys and values have different groups")
     try:
         wide, weights = head_axis_ops.split_kv_heads(spec, layer.state_dict())
     except hw.SpecError as reason:

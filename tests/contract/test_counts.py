@@ -12,7 +12,7 @@ import headwise as hw
 from headwise import costs
 from headwise.costs.part_checks import contract
 from support import layer_cases as cases
-from support.layer_cases import EVERY, EXAMPLES
+from support.layer_cases import EVERY, ONE_SEQUENCE, WITHOUT_STATE
 from support.layer_checks import check_comparisons, torch_flops
 
 
@@ -24,20 +24,21 @@ def test_parameters_flops_and_cache_are_counted_as_made(name):
         pytest.skip(f"all but the cache is equal: {reason}")
 
 
-@pytest.mark.parametrize("backend", ["dense", "sdpa", "linear"])
 @pytest.mark.parametrize("name", EVERY)
-def test_products_are_counted_as_torch_counts_them(name, backend):
+def test_products_are_counted_as_torch_counts_them(name):
     spec = EVERY[name]
-    if backend not in cases.supporting_backends(spec, dtype=torch.float32):
-        pytest.skip(f"{backend} refuses it")
-    layer = cases.layer(spec, torch.float32, backend)
     x, z = cases.tensors(spec, torch.float32)
     keys = cases.TOKENS if z is None else cases.SOURCE
     work = hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
-    built = torch_flops(layer, x, source=z)
-    assert built == costs.executed_flops(spec, work, cases.core_flops(spec, backend, work))
-    if backend == "dense":
-        assert built == costs.counted_flops(spec, work)
+    built = {}
+    for backend in {"dense", "sdpa", "linear"} & {
+        *cases.supporting_backends(spec, dtype=torch.float32)
+    }:
+        layer = cases.layer(spec, torch.float32, backend)
+        built[backend] = torch_flops(layer, x, source=z)
+        expected = costs.executed_flops(spec, work, cases.core_flops(spec, backend, work))
+        assert built[backend] == expected, backend
+    assert built["dense"] == costs.counted_flops(spec, work)
 
 
 NO_PART = ((),)
@@ -70,9 +71,9 @@ def test_a_backward_pass_is_counted_as_torch_counts_it(project, normaliser):
         assert counted.counted_flops["backward"] == counter.get_total_flops(), spec.modifiers
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", WITHOUT_STATE)  # whose updates torch's counter does not see
 def test_a_step_is_counted_as_torch_counts_it(name):
-    spec = cases.as_causal(EXAMPLES[name])
+    spec = cases.as_causal(EVERY[name])
     # Heads with patterns of their own read the keys of these alone; one call with a mask for each
     # reads all.
     layer = cases.layer(
@@ -81,8 +82,6 @@ def test_a_step_is_counted_as_torch_counts_it(name):
     x, _ = cases.tensors(spec, torch.float32)
     cache = layer.cache(batch=cases.BATCH, capacity=9)
     layer(x, cache=cache)
-    if spec.recurrent_part:
-        pytest.skip("the state's own updates are elementwise, which torch's counter does not see")
     built = torch_flops(layer, x[:, :1], cache=cache)
     cached = getattr(cache, "caches", [cache])[0].slots  # one call reads the tokens of the largest
     reads_all = spec.pattern.pairs(range(7, 8), range(8)) == min(8, cached)
@@ -90,12 +89,10 @@ def test_a_step_is_counted_as_torch_counts_it(name):
     assert built == costs.counted_flops(spec, hw.CallSize(cases.BATCH, 1, 1, slots))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ONE_SEQUENCE)
 def test_counted_pairs_equal_allowed_pairs(name):
-    spec = EXAMPLES[name]
-    x, z = cases.tensors(spec)
-    if z is not None:
-        pytest.skip("pairs of a source are its rectangle, counted above")
+    spec = EVERY[name]
+    x, _ = cases.tensors(spec)
     attention_mask = hw.AttentionMask(
         hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern
     )

@@ -11,7 +11,7 @@ import headwise as hw
 from headwise import costs
 from headwise.costs.part_checks import contract
 from support import layer_cases as cases
-from support.layer_cases import EVERY, EXAMPLES, check_close
+from support.layer_cases import EVERY, EXAMPLES, WITHOUT_STATE, check_close
 from support.layer_checks import check_comparisons, decode_in_chunks
 
 
@@ -23,11 +23,9 @@ def test_cached_decode_is_one_pass(name):
         pytest.skip(f"not causal: {reason}")
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", WITHOUT_STATE)  # which cannot forget
 def test_a_ring_forgets_only_what_nobody_reads(name):
     spec = replace(cases.as_causal(EXAMPLES[name]), pattern=hw.Window(3) | hw.First(2))
-    if spec.recurrent_part:
-        pytest.skip("a state cannot forget, and its backend says so")
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 17, spec.model, dtype=torch.float64)
     expected = layer(x)

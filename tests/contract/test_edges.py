@@ -20,7 +20,7 @@ from headwise.attention.backends import (
     query_blocks,
 )
 from support import layer_cases as cases
-from support.layer_cases import EXAMPLES, check_close
+from support.layer_cases import EXAMPLES, ONE_SEQUENCE, check_close
 from support.layer_checks import decode_in_chunks, layer_gradients, saved_bytes, torch_flops
 
 BLOCKED = {
@@ -121,11 +121,9 @@ def check_blocks(spec, counts_by_backend):
                     )
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ONE_SEQUENCE)  # others are counted in test_counts.py
 def test_blocks_are_counted_as_torch_counts_them(name, small_blocks):
     spec = EXAMPLES[name]
-    if spec.source is not None:
-        pytest.skip("counted with one block in test_counts.py")
     # What `routed` runs depends on the gates; test_routed_heads.py counts it where these are known.
     backends = [
         one for one in cases.supporting_backends(spec, dtype=torch.float32) if one != "routed"

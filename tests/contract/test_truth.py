@@ -15,7 +15,7 @@ from headwise.attention.attention_call import PositionLimit
 from headwise.attention.interfaces import ScoreStep
 from headwise.costs.part_checks import contract
 from support import layer_cases as cases
-from support.layer_cases import EVERY, EXAMPLES, check_close
+from support.layer_cases import EVERY, EXAMPLES, ONE_SEQUENCE, check_close
 from support.layer_checks import check_comparisons, layer_gradients
 
 
@@ -95,19 +95,18 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
         assert error(backend) <= limit, backend
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_only_distances_matter(name):
-    spec = EXAMPLES[name]
-    if limit := PositionLimit.of(spec):
-        pytest.skip(
-            f"it learned {limit.max_positions} positions one by one, and refuses all others"
-        )
+def knows_places(spec) -> bool:
+    """True if positions were learned one by one, or the pattern allows keys by their positions."""
     pairs = [(i, j) for i in range(cases.TOKENS) for j in range(cases.SOURCE)]
     patterns = spec.pattern.patterns if isinstance(spec.pattern, hw.PerHead) else (spec.pattern,)
-    if any(
+    return PositionLimit.of(spec) is not None or any(
         one.allows(i, j) != one.allows(i + 1000, j + 1000) for one in patterns for i, j in pairs
-    ):
-        pytest.skip(f"{spec.pattern.text} allows keys by their positions")
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if not knows_places(EXAMPLES[name])])
+def test_only_distances_matter(name):
+    spec = EXAMPLES[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     place = torch.arange(cases.TOKENS)[None]
@@ -120,11 +119,9 @@ def test_only_distances_matter(name):
     check_close(layer(x, source=keep, sequence=moved), layer(x, source=z), rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ONE_SEQUENCE)
 def test_packed_documents_do_not_meet(name):
     spec = EXAMPLES[name]
-    if spec.source is not None:
-        pytest.skip("a source is another sequence; packing is tested within one")
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     together = layer(

@@ -138,6 +138,35 @@ BASES = {
 QWEN2_MOE = _decoder(
     "Qwen2Moe", "qwen2_moe", FLAT, **EXPERTS, num_experts=4, shared_expert_intermediate_size=20
 )
+# The classes of some families: how their names begin, and what their models are for.
+_DECODERS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
+_CLASSIFIERS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+TASKS = {
+    "gpt2": ("GPT2", ("LMHeadModel", *_CLASSIFIERS)),
+    "llama": ("Llama", (*_DECODERS, "ForQuestionAnswering")),
+    **{stem.lower(): (stem, _DECODERS) for stem in ("Mistral", "Qwen2", "Qwen3", "Gemma2")},
+    "gpt_oss": ("GptOss", _DECODERS),
+    "deepseek_v2": ("DeepseekV2", ("ForCausalLM", "Model")),
+    "deepseek_v3": ("DeepseekV3", ("ForCausalLM", "Model")),
+    "bert": (
+        "Bert",
+        (
+            *("ForMaskedLM", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice"),
+            *("ForQuestionAnswering", *_CLASSIFIERS),
+        ),
+    ),
+    "t5": ("T5", ("ForConditionalGeneration", "Model", "EncoderModel", "ForTokenClassification")),
+    "bart": ("Bart", ("ForConditionalGeneration", "Model", "ForSequenceClassification")),
+    "vit": ("ViT", ("ForImageClassification", "Model")),
+}
+TINY = [(family, stem + task) for family, (stem, tasks) in TASKS.items() for task in tasks]
+
+
+def tiny_config(family: str, architecture: str) -> dict[str, Any]:
+    """The config.json of a tiny model of a class, with five labels."""
+    return BASES[family].config_json | {"architectures": [architecture], "num_labels": 5}
+
+
 EXPERT_FAMILIES = (
     "mixtral",
     "qwen2_moe",

@@ -115,6 +115,8 @@ def patterns_per_head() -> dict[str, AttentionSpec]:
 
 
 EXAMPLES = examples() | patterns_per_head()
+ONE_SEQUENCE = [name for name, spec in EXAMPLES.items() if spec.source is None]
+WITHOUT_STATE = [name for name, spec in EXAMPLES.items() if not spec.recurrent_part]
 PAIRS = pairs()
 EVERY = EXAMPLES | PAIRS
 

@@ -16,7 +16,7 @@ from headwise.attention.backends.varlen import MAX_WASTED_PAIRS_RATIO, group_by_
 from headwise.attention.masking.patterns import Full
 from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
 from support import layer_cases as cases
-from support.layer_cases import EXAMPLES, check_close
+from support.layer_cases import EXAMPLES, ONE_SEQUENCE, check_close
 from support.layer_checks import layer_gradients
 
 ROWS = [[3, 1, 4, 0, 2], [5], [7, 2, 1]]
@@ -34,11 +34,9 @@ def many_groups(monkeypatch):
     monkeypatch.setattr(varlen, "FREE_PAIRS", 6)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ONE_SEQUENCE)
 def test_packed_texts_equal_texts_alone(name, many_groups):
     spec = EXAMPLES[name]
-    if spec.source is not None:
-        pytest.skip("read as a source below")
     layer = cases.layer(spec)
     sequence = SequenceInfo.packed(ROWS)
     x = torch.randn(3, sequence.count, spec.model, dtype=torch.float64, requires_grad=True)

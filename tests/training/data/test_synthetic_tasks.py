@@ -13,7 +13,7 @@ import torch
 import headwise as hw
 from headwise.kernels.counter_rng import RandomStreams, philox
 from headwise.models import model_spec as bp
-from headwise.training.data import SPLITS, TASKS, Batch, Task, make_task
+from headwise.training.data import SPLITS, Batch, Task, make_task
 from headwise.training.data.synthetic_task import assign_splits, hash_rows, sum_by_slice
 
 SMALL: dict[str, Task] = {
@@ -243,11 +243,9 @@ def test_right_answers_score_one_and_wrong_answers_zero(small: Task):
         assert sum(count for name, count in parts if name.startswith(kind)) == result["accuracy"][1]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", sorted({task.name for task in SMALL.values()}))
 def test_default_models_fit_their_tasks(name: str):
     """Tables and heads as large as ids and labels ask; one document describes them."""
-    if name not in {one.name for one in SMALL.values()}:
-        pytest.skip(f"{name} is not made in code")
     for one in [make_task(name), *(one for one in SMALL.values() if one.name == name)]:
         described, batch = one.model(), one.batch(0, 40)
         first, last = described.stacks[0].embedding, described.stacks[-1].embedding
