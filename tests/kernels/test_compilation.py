@@ -291,6 +291,7 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
     return sorted(folder.rglob(pattern))
 
 
+@pytest.mark.slow
 def test_kernels_are_kept_in_the_users_cache_folder_and_not_in_the_package(tmp_path):
     (tmp_path / "headwise" / "headwise-kernels-0").mkdir(parents=True)
     (tmp_path / "headwise" / "headwise-kernels-1").mkdir()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -45,7 +42,7 @@ def test_gradients_of_gradients_of_decoding_are_exact():
     def read(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
         return attend_paged(q, k, v, TABLE, scale=0.3, options=PagedDecodeOptions(sink=sink))[0]
 
-    assert torch.autograd.gradgradcheck(read, arguments)
+    assert torch.autograd.gradgradcheck(read, arguments, fast_mode=True)
 
 
 def test_a_row_whose_keys_are_all_hidden_has_no_gradient():
@@ -267,22 +264,3 @@ def test_no_two_kernels_are_kept_under_one_name():
     ]
     keep = {kernel._cache._impl.filename_base for kernel in kernels}
     assert len(keep) == len(kernels), keep
-
-
-CACHE_PROGRAM = """
-import torch
-from headwise.kernels import row_normalisers
-row_normalisers.SOFTMAX_KERNELS.compiled_function("softmax", torch.float32)
-print(row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32].cache_hits)
-"""
-
-
-def test_the_next_process_reads_a_kernel_from_disk(tmp_path):
-    options = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    hits = [
-        subprocess.run(
-            [sys.executable, "-c", CACHE_PROGRAM], env=options, capture_output=True, text=True
-        )
-        for _ in range(2)
-    ]
-    assert [run.stdout.strip() for run in hits] == ["0", "1"], hits[1].stderr

@@ -44,14 +44,14 @@ def run_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["guard-pages", "debug-build"])
 def test_no_kernel_touches_other_memory(check: str):
     run = run_checks(check)
     assert (run.returncode, run.stdout) == (0, "no access outside\n"), run.stderr
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_guard_pages_catch_an_access_outside():
     run = run_checks("guard-pages", "--plant", *MESSAGES)
     assert run.stdout.splitlines() == [
@@ -59,7 +59,7 @@ def test_guard_pages_catch_an_access_outside():
     ], run.stderr
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_the_debug_build_names_an_access_outside():
     lines = run_checks("debug-build", "--plant", *MESSAGES).stdout.splitlines()
     for line, (name, message) in zip(lines, MESSAGES.items(), strict=True):
