@@ -4,6 +4,7 @@ changes it.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
@@ -251,6 +252,7 @@ def parameters_of_the_transformer() -> dict:
     return {"feed": 12 * feed / total, "attention": 18 * attention / total, "recurrent": 0}
 
 
+@functools.cache
 def performers() -> dict:
     """2009.14794, lemma 1: features exp(w x - |x|^2 / 2) of x / dim^(1/4), with the directions that
     each seed draws.
@@ -419,7 +421,7 @@ def test_verdict_follows_the_input(id: str):
 
 
 def test_figures_have_every_number():
-    figure = ENTRIES["003-2.2"].check().figure
+    figure = learn.checked(ENTRIES["003-2.2"]).figure
     q, k, v = (
         np.array([[1, 0], [0.5, 1], [0, 2]]),
         np.array([[2, 1], [0, 1], [1, -1]]),
@@ -435,10 +437,10 @@ def test_figures_have_every_number():
     ]:
         assert f">{number:.2f}</text>" in figure
     assert figure.count(">-∞</text>") == 3
-    errors, curve = performers(), ENTRIES["003-4.3d"].check().figure
+    errors, curve = performers(), learn.checked(ENTRIES["003-4.3d"]).figure
     assert curve.count("<circle") == 8
     assert all(f">{errors[name]:.2g}</text>" in curve for name in ("error_few", "error_many"))
-    reach = ENTRIES["003-1.2b"].check().figure
+    reach = learn.checked(ENTRIES["003-1.2b"]).figure
     layer, x = make_layer(hw.design(model=4, heads=2)), array(sample(4, 9, 4))
     slopes = learn.derivative(lambda rows: layer_output(layer, rows, 2), x).reshape(9, 4, 9, 4)
     kernel = array(sample(3, 4, 4, 3))

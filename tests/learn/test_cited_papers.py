@@ -331,13 +331,13 @@ def test_a_smaller_shared_space_is_as_good_as_its_singular_values():
         basis = torch.linalg.svd(products, full_matrices=False)[2][:48]
         weights["project.k"].copy_(k @ basis.T @ basis)
 
-    numbers = ENTRIES["002-FF.2"].check().numbers
+    numbers = learn.checked(ENTRIES["002-FF.2"]).numbers
     assert numbers["whole"] < 1e-12
     assert numbers["reduced"] == pytest.approx(change_of(truncate, "cross"), abs=1e-5)
 
 
 def test_an_alignment_keeps_the_function_and_most_of_the_outputs():
-    numbers = ENTRIES["002-FF.4"].check().numbers
+    numbers = learn.checked(ENTRIES["002-FF.4"]).numbers
     assert numbers["before"] < 1e-12
     assert 0 < numbers["aligned"] < numbers["plain"] / 2
     keys = [

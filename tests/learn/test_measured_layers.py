@@ -226,7 +226,7 @@ def test_numbers_and_verdict(id: str):
 
 
 def test_times_are_positive_medians_within_their_range():
-    numbers = ENTRIES["003-4.1c"].check().numbers
+    numbers = learn.checked(ENTRIES["003-4.1c"]).numbers
     for name in SECONDS:
         middle, low, high = map(
             float, re.fullmatch(r"(\S+) \((\S+)–(\S+)\)", numbers[name]).groups()

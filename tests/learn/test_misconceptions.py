@@ -192,7 +192,7 @@ def test_verdict_follows_the_input(id: str):
 def test_the_figure_has_the_weights_at_three_scales():
     q, k = array(sample(1, 5, 4)), array(sample(2, 8, 4))
     weights = [softmax(q @ k.T * scale) for scale in (0, 0.5, 100)]
-    figure = ENTRIES["003-6.1"].check().figure
+    figure = learn.checked(ENTRIES["003-6.1"]).figure
     shown = [float(number) for number in re.findall(r">(\d\.\d\d)</text>", figure)]
     widths = [float(width) for width in re.findall(r' width="(\d+)" style', figure)]
     assert len(widths) == 3
@@ -201,7 +201,7 @@ def test_the_figure_has_the_weights_at_three_scales():
 
 
 def test_unequal_lengths_need_a_layer_without_a_fixed_length():
-    assert ENTRIES["003-7.3"].check().verdict == "wrong"
+    assert learn.checked(ENTRIES["003-7.3"]).verdict == "wrong"
     with pytest.raises(ValueError, match="knows no position 12"):
         ENTRIES["003-7.3"].run(modifiers='modifiers = [{part = "Learned", length = 7}]')
 

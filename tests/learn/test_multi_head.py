@@ -432,7 +432,7 @@ def test_flops_of_collaborative_scores():
     """Scores cost 2 n^2 h D over the shared width D = 256, values 2 n^2 d, and the queries are
     mixed once per head.
     """
-    numbers, n, h, wide, d = ENTRIES["002-2.5"].check().numbers, 2048, 8, 256, 512
+    numbers, n, h, wide, d = learn.checked(ENTRIES["002-2.5"]).numbers, 2048, 8, 256, 512
     core = 2 * n * n * (h * wide + d)
     projections = 2 * n * d * (wide + wide + d + d)
     assert core < numbers["shared_flops"] - projections < 1.03 * core
@@ -449,14 +449,14 @@ def test_figures_of_heads_have_a_line_for_each_strong_weight():
 def test_the_figure_of_columns_has_a_box_for_each_class_that_is_left():
     columns = STORED["pruned"]["columns"]
     names = {name for column in columns for name in column["classes"]}
-    figure = ENTRIES["002-2.6h"].check().figure
+    figure = learn.checked(ENTRIES["002-2.6h"]).figure
     assert figure.count("<rect") == sum(len(column["classes"]) for column in columns) + len(names)
     for column in columns:
         assert f">{sum(column['classes'].values())}</text>" in figure
 
 
 def test_the_three_boxes_have_the_intensities_of_the_reason():
-    figure = ENTRIES["002-2.3c"].check().figure
+    figure = learn.checked(ENTRIES["002-2.3c"]).figure
     assert figure.count("stroke-dasharray") == 3
     assert figure.count("batch 512: 512 FLOPs per byte") == 2
     assert figure.count("batch 512: 1 FLOPs per byte") == 1

@@ -188,12 +188,12 @@ def test_verdict_follows_the_input(id: str):
 
 
 def test_composition_adds_work_in_proportion_to_its_parameters():
-    numbers = ENTRIES["002-4.3"].check().numbers
+    numbers = learn.checked(ENTRIES["002-4.3"]).numbers
     assert numbers["share"] < numbers["flops"] < 2 * numbers["share"]
 
 
 def test_the_figure_of_the_steps_has_every_number():
-    figure = ENTRIES["002-3.2"].check().figure
+    figure = learn.checked(ENTRIES["002-3.2"]).figure
     layer, x = make_layer(hw.design(model=4, heads=2)), array(sample(5, 3, 4))
     q, k, v = (x @ array(layer.state_dict()[f"project.{side}"]).T for side in "qkv")
     weights = [softmax(q[:, s] @ k[:, s].T / math.sqrt(2)) for s in (slice(0, 2), slice(2, 4))]
@@ -219,5 +219,5 @@ def test_the_figure_of_compositions_shows_which_heads_meet():
         [False, True, True],
     ]
     assert all((tables[name] > 0.05).all() for name in ("collaborative", "talking heads", "DCMHA"))
-    figure = ENTRIES["002-4.1"].check().figure
+    figure = learn.checked(ENTRIES["002-4.1"]).figure
     assert figure.count("<rect") == 9 * len(tables)

@@ -196,7 +196,7 @@ def test_verdict_follows_the_input(id: str):
 
 
 def test_the_figure_has_a_line_for_each_strong_weight():
-    figure = ENTRIES["000-1.2.3"].check().figure
+    figure = learn.checked(ENTRIES["000-1.2.3"]).figure
     table = dict(
         zip(
             sorted({"The", "cat", "dog", "sat", "on", "the", "mat", "."}),
