@@ -136,7 +136,7 @@ def of_row(beside: PagedDecodeOptions, row: int) -> PagedDecodeOptions:
     heads=st.sampled_from([(6, 2), (8, 2), (5, 1), (3, 3), (10, 2)]),
     widths=st.sampled_from([(16, 21), (37, 32)]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_each_row_reads_as_it_does_alone(page_table, seed, kind, beside, heads, widths):
     """Bit for bit; and it is what the definition reads of its list of keys."""
     page, table = page_table
@@ -173,7 +173,7 @@ def test_each_row_reads_as_it_does_alone(page_table, seed, kind, beside, heads, 
 
 
 @given(page_table=trees())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_block_is_read_twice(page_table):
     """A block of keys with all before it is one and the same for every row that has it, and read
     once.

@@ -251,7 +251,7 @@ FREEDOMS = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(FREEDOMS, st.integers(2, 4), st.integers(1, 9), st.integers(0, 999), st.booleans())
 def test_means_of_turned_heads_miss_no_more(free, heads, tokens, seed, poor):
     rng = np.random.default_rng(seed)
@@ -273,7 +273,7 @@ def test_means_of_turned_heads_miss_no_more(free, heads, tokens, seed, poor):
     assert (max_trace(met, free) - pull <= 1e-3 * whole).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(FREEDOMS, st.integers(0, 999))
 def test_the_best_map_is_in_its_freedom_and_no_other_there_is_better(free, seed):
     rng = np.random.default_rng(seed)

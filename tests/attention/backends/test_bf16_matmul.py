@@ -48,7 +48,7 @@ LENGTHS = st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     lengths=LENGTHS,
     kv=st.sampled_from([1, 2, 6]),
@@ -74,7 +74,7 @@ def test_any_rows_give_what_plain_operations_give(lengths, kv, pattern, pad):
 
 
 @example(queries=6, keys=5, before=-2, pattern="causal")
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     queries=st.integers(2, 14),
     keys=st.integers(1, 14),

@@ -118,7 +118,7 @@ def paged(draw):
     seed=st.integers(0, 99),
     kind=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_pages_are_read_as_a_dense_cache_is(page_table, seed, kind):
     page, lengths, rows, count = page_table
     torch.manual_seed(seed)

@@ -168,7 +168,7 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=25, stateful_step_count=30, deadline=None, derandomize=True
 )
 
 

@@ -124,7 +124,7 @@ trees |= st.tuples(
 spans = st.tuples(st.integers(0, 30), st.integers(0, 25)).map(
     lambda two: range(two[0], two[0] + two[1])
 )
-steady = settings(derandomize=True, max_examples=60, deadline=None)
+steady = settings(derandomize=True, max_examples=25, deadline=None)
 
 
 def assert_retention_holds(pattern, size=37):
@@ -185,7 +185,7 @@ def test_a_dilated_window_is_counted_in_seconds_or_refused():
         pattern_base.count_pairs_by_head(wide, range(1 << 20), range(1 << 20))
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(trees, spans, spans)
 def test_reach_covers_exactly_the_keys_that_are_read(pattern, queries, keys):
     reach = pattern.visible_keys(queries, keys)
