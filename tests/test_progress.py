@@ -20,6 +20,7 @@ from headwise.report import progress
 from headwise.report.progress import CountedMessage, ProgressReporter, format_duration
 from headwise.studies import study_runner
 from headwise.studies.cells import Cell
+from support.tiny_configs import model_config
 
 
 class Terminal(io.StringIO):
@@ -81,14 +82,7 @@ def test_a_pipe_gets_lines_at_intervals():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("progress")
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 24,
-        "n_head": 4,
-        "n_layer": 2,
-        "vocab_size": 300,
-        "n_positions": 64,
-    }
+    config = model_config("gpt2", n_embd=24, n_head=4, n_layer=2, vocab_size=300, n_positions=64)
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "model")

@@ -15,6 +15,7 @@ from headwise.training.data import make_task
 from support import command_help
 from support.command_errors import run_refused
 from support.pruning_examples import TEXTS
+from support.tiny_configs import model_config
 from support.transformers_models import ZOO
 
 KINDS = {
@@ -30,14 +31,7 @@ KINDS = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of ours and of transformers that read bytes, texts for them, and a model of images."""
     base = tmp_path_factory.mktemp("models")
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 24,
-        "n_head": 4,
-        "n_layer": 2,
-        "vocab_size": 300,
-        "n_positions": 64,
-    }
+    config = model_config("gpt2", n_embd=24, n_head=4, n_layer=2, vocab_size=300, n_positions=64)
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "ours")

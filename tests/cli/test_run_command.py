@@ -25,6 +25,7 @@ from headwise.cli import main
 from headwise.models import model_spec as bp
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.training.data import make_task, synthetic_task
+from support.tiny_configs import model_config
 
 LINES = [
     "<zh>20 November 2026",
@@ -76,14 +77,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that reads and writes bytes, at most 40 of them; its folder has no tokenizer."""
     torch.manual_seed(0)
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 12,
-        "n_head": 3,
-        "n_layer": 2,
-        "vocab_size": 256,
-        "n_positions": 40,
-    }
+    config = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=256, n_positions=40)
     net, folder = (
         jittered(hw.build(hw.families.read_model_spec(config), seed=0)),
         tmp_path_factory.mktemp("bytes"),

@@ -41,13 +41,9 @@ from headwise.models.model_spec import (
 )
 from support import layer_cases as cases, spec_strategies as strategies
 from support.model_configs import gemma_3_1b
+from support.tiny_configs import model_config
 
-LLAMA3 = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "vocab_size": 128256,
-    "intermediate_size": 14336,
-}
+LLAMA3 = model_config("llama", hidden_size=4096, vocab_size=128256, intermediate_size=14336)
 LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",

@@ -17,15 +17,9 @@ from headwise.cli.exit_status import run_guarded
 from headwise.learn.sample_tour import TourScale, run_sample_tour
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.traces import save_trace
+from support.tiny_configs import model_config
 
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 256,
-    "n_positions": 24,
-}
+GPT = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=256, n_positions=24)
 OUT = "{OUT}"  # in arguments: the path of the output
 TEXTS = (
     "the cat sat\non the mat\nand the dog\nlay by it\nall day long\nin the sun\nwhile "

@@ -24,6 +24,7 @@ from headwise.models import model_spec as bp
 from headwise.models.families import WEIGHT_NAMES, WRITERS, get_weight_names, write_config
 from headwise.models.families.weight_names import CheckpointPlan, TensorLocation, make_pieces
 from headwise.models.vocabulary import CharVocabulary
+from support.tiny_configs import model_config
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS = 11, 24, 6, 2, 13, 2
 LLAMA = {
@@ -34,14 +35,7 @@ LLAMA = {
 }
 LLAMA |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
 LLAMA |= {"intermediate_size": HIDDEN, "rms_norm_eps": 1e-5}
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 15,
-    "n_head": 3,
-    "n_layer": 2,
-    "n_inner": 13,
-    "vocab_size": TOKENS,
-}
+GPT2 = model_config("gpt2", n_embd=15, n_head=3, n_layer=2, n_inner=13, vocab_size=TOKENS)
 GPT2 |= {"n_positions": 7}
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 

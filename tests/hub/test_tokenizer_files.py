@@ -18,6 +18,7 @@ from headwise.surgery.verification.proof import ProofOptions, prove
 from support.llama2c_tokenizer import FIRST, reference_tokenize
 from support.pruned_models import build_model, make_model_spec
 from support.stories_model import make_tokenizer
+from support.tiny_configs import model_config
 
 QUICK = TimingOptions(length=8, steps=2, seconds=0.01)
 
@@ -56,12 +57,7 @@ def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path
 
 
 def test_classes_without_names_are_called_as_transformers_calls_them(tmp_path):
-    config = {
-        "model_type": "bert",
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-    }
+    config = model_config("bert", hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
     config |= {"vocab_size": 9, "architectures": ["BertForSequenceClassification"]}
     for names, expected in (
         ({}, ("LABEL_0", "LABEL_1")),
@@ -82,14 +78,7 @@ SPECIAL_IDS = [
 
 @pytest.mark.parametrize(("key", "value"), SPECIAL_IDS)
 def test_special_ids_outside_the_vocabulary_are_left_out(key, value, tmp_path):
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 8,
-        "n_head": 2,
-        "n_layer": 1,
-        "vocab_size": 9,
-        "eos_token_id": 8,
-    }
+    config = model_config("gpt2", n_embd=8, n_head=2, n_layer=1, vocab_size=9, eos_token_id=8)
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     usage = read_processor(tmp_path, hw.families.read_model_spec(config))
     assert usage.end == {"pad_token_id": (8,)}.get(key, (2,) if isinstance(value, list) else ())

@@ -31,18 +31,12 @@ from headwise.studies.study_file import read_study
 from headwise.surgery.pruning_plan import PruningPlan
 from headwise.training import recipe
 from headwise.training.data import images, open_data, text_files
+from support.tiny_configs import model_config
 
 from .hostile_values import damaged_bytes, hostile_trees, texts_of, to_toml_text
 
 SEEDS = Path(__file__).resolve().parent.parent / "hostile" / "seeds"
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
+GPT2 = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=40, n_positions=64)
 
 
 class Parser(NamedTuple):
@@ -128,15 +122,7 @@ CONFIGS = [
         "num_hidden_layers": 1,
         "id2label": {"0": "a"},
     },
-    {
-        "model_type": "t5",
-        "d_model": 16,
-        "num_heads": 2,
-        "d_kv": 8,
-        "d_ff": 24,
-        "num_layers": 2,
-        "vocab_size": 31,
-    },
+    model_config("t5", d_model=16, num_heads=2, d_kv=8, d_ff=24, num_layers=2, vocab_size=31),
     {
         "model_type": "vit",
         "hidden_size": 16,

@@ -24,19 +24,13 @@ from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS, ViewServer
+from support.tiny_configs import model_config
 
 from .hostile_values import NUMBERS, TEXTS, texts_of, time_limit
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
 STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}
-SMALL = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 256,
-    "n_positions": 64,
-}
+SMALL = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=256, n_positions=64)
 MAX_REQUEST_SECONDS = 20.0
 Request = dict[str, Any]
 

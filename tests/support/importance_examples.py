@@ -10,16 +10,10 @@ from torch import nn
 import headwise as hw
 from headwise.models import Transformer, model_spec as bp
 from headwise.observe.head_analysis.annotated_examples import Example
+from support.tiny_configs import model_config
 
 WORDS = 13
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": WORDS,
-    "n_positions": 32,
-}
+GPT2 = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=WORDS, n_positions=32)
 BERT = {
     "model_type": "bert",
     "hidden_size": 12,

@@ -14,13 +14,9 @@ from headwise.models.model_spec import (
     OutputHeadSpec,
     StackSpec,
 )
+from support.tiny_configs import model_config
 
-LLAMA3 = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "vocab_size": 128256,
-    "intermediate_size": 14336,
-}
+LLAMA3 = model_config("llama", hidden_size=4096, vocab_size=128256, intermediate_size=14336)
 LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
+from support.tiny_configs import model_config
 
 WORDS = 29
 
@@ -37,13 +38,7 @@ def make_examples(
 
 def small_gpt2(layers: int = 2, heads: int = 4, seed: int = 0, sharp: float = 6.0) -> nn.Module:
     """A GPT-2 of 20 channels with random weights and sharp attention."""
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 20,
-        "n_head": heads,
-        "n_layer": layers,
-        "vocab_size": WORDS,
-    }
+    config = model_config("gpt2", n_embd=20, n_head=heads, n_layer=layers, vocab_size=WORDS)
     net = hw.build(hw.families.read_model_spec(config), seed=seed)
     with torch.no_grad():
         for name, parameter in net.named_parameters():

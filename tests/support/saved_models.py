@@ -8,16 +8,10 @@ import torch
 
 import headwise as hw
 from headwise.models.vocabulary import ByteVocabulary
+from support.tiny_configs import model_config
 from support.transformers_models import ZOO
 
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 256,
-    "n_positions": 24,
-}
+GPT = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=256, n_positions=24)
 
 
 def save_models(base: Path) -> dict[str, Path]:

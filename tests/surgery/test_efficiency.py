@@ -14,6 +14,7 @@ from headwise.surgery.verification.efficiency import (
     summarise_rounds,
 )
 from support.pruned_models import KEEP, KINDS, build_model, make_model_spec
+from support.tiny_configs import model_config
 
 READ = TimedPhase("prefill", "tokens/s", 100, lambda net: lambda: None)
 
@@ -78,14 +79,7 @@ def test_unsupported_models_are_refused():
 def test_a_model_of_few_positions_is_timed_within_them():
     import headwise as hw
 
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 12,
-        "n_head": 3,
-        "n_layer": 1,
-        "vocab_size": 11,
-        "n_positions": 20,
-    }
+    config = model_config("gpt2", n_embd=12, n_head=3, n_layer=1, vocab_size=11, n_positions=20)
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     found = compare_speed(net, net, TimingOptions(steps=6, seconds=0.01))
     assert (found.length, found.steps) == (14, 6)

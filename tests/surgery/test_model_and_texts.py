@@ -18,6 +18,7 @@ from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.head_analysis.annotated_examples import Example, examples_from_lines
 from headwise.surgery import DropHeads, HeadRanking, KeepTop, Pool, ToMixtureOfHeads
 from headwise.surgery.model_and_texts import split_examples
+from support.tiny_configs import model_config
 from support.transformers_models import ZOO, without_columns
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -123,14 +124,7 @@ def test_a_tokenizer_can_be_given_and_is_saved(tokenizer: Any, tmp_path: Path):
 
 
 def test_a_headwise_model_takes_strings_and_stays_as_it_was(tmp_path: Path):
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 24,
-        "n_head": 3,
-        "n_layer": 2,
-        "vocab_size": 300,
-        "n_positions": 64,
-    }
+    config = model_config("gpt2", n_embd=24, n_head=3, n_layer=2, vocab_size=300, n_positions=64)
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     pruned = hw.prune(net, KeepTop(1, HeadRanking("michel")), TEXTS, tokenizer="bytes")
     assert net.usage.tokenizer is None

@@ -40,6 +40,7 @@ from headwise.surgery.verification.quality_metrics import (
 from headwise.training.data import make_task
 from support.importance_examples import make_examples, translator
 from support.number_examples import make_examples as told_scenes, small_gpt2
+from support.tiny_configs import model_config
 
 PLACES = (5, 7, 6, 4)
 
@@ -281,14 +282,7 @@ def test_figures_have_a_panel_for_each_part_and_a_line_for_each_order(found: Pru
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("sweep")
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 12,
-        "n_head": 3,
-        "n_layer": 2,
-        "vocab_size": 300,
-        "n_positions": 32,
-    }
+    config = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=300, n_positions=32)
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "ours")

@@ -15,6 +15,7 @@ import headwise as hw
 from headwise.observe.traces import save_trace
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until
+from support.tiny_configs import model_config
 
 
 def open_diff(page: Any, url: str, kind: str) -> None:
@@ -74,14 +75,7 @@ def test_another_text_is_aligned_and_the_map_shows_the_divergence(page: Any):
 
 
 def test_another_model_is_compared_by_its_name(page: Any, tmp_path: Path):
-    gpt = {
-        "model_type": "gpt2",
-        "n_embd": 12,
-        "n_head": 3,
-        "n_layer": 2,
-        "vocab_size": 40,
-        "n_positions": 64,
-    }
+    gpt = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=40, n_positions=64)
     one, other = (hw.build(hw.families.read_model_spec(gpt), seed=seed).eval() for seed in (0, 1))
     ids = torch.arange(9)[None]
     save_trace(hw.trace(other, ids), tmp_path / "tuned.trace")

@@ -27,17 +27,10 @@ from headwise.observe.traces.head_steps import MAX_KEY_VECTORS, HeadPlace, HeadS
 from headwise.viewer.binary_answers import ONLY_TRACE, decode_arrays, find_steps
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer
+from support.tiny_configs import model_config
 
 TOKENS, WORDS, MODEL = 13, 31, 20
-T5 = {
-    "model_type": "t5",
-    "d_model": 20,
-    "d_kv": 7,
-    "d_ff": 24,
-    "num_heads": 3,
-    "num_layers": 2,
-    "vocab_size": WORDS,
-}
+T5 = model_config("t5", d_model=20, d_kv=7, d_ff=24, num_heads=3, num_layers=2, vocab_size=WORDS)
 LAYERS: dict[str, dict[str, Any]] = {
     "window and GQA": {"pattern": "window(4)", "kv": 2},
     "RoPE": {"pattern": "causal", "modifiers": (hw.Rotary(),)},

@@ -17,6 +17,7 @@ from headwise import cli
 from headwise.observe.head_analysis.head_circuits import circuit_table, measure_head_circuits
 from headwise.observe.head_analysis.rank_analysis import spectra_table
 from support.stories_model import write_stories_folder
+from support.tiny_configs import model_config
 
 
 def gpt2() -> Any:
@@ -162,14 +163,7 @@ def test_the_command_prints_tables_and_all_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     spec = hw.families.read_model_spec(
-        {
-            "model_type": "gpt2",
-            "n_embd": 12,
-            "n_head": 3,
-            "n_layer": 2,
-            "vocab_size": 256,
-            "n_positions": 32,
-        }
+        model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=256, n_positions=32)
     )
     net = hw.build(spec, seed=0)
     hw.save(net, tmp_path / "net")
@@ -213,14 +207,7 @@ def test_layers_are_normalised_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     spec = hw.families.read_model_spec(
-        {
-            "model_type": "gpt2",
-            "n_embd": 12,
-            "n_head": 3,
-            "n_layer": 2,
-            "vocab_size": 256,
-            "n_positions": 32,
-        }
+        model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=256, n_positions=32)
     )
     hw.save(hw.build(spec, seed=0), tmp_path / "net")
     (tmp_path / "lines").write_text("a longer one\nshort\nthird one\n")

@@ -37,6 +37,7 @@ from support.importance_examples import (
     translator,
     with_uneven_attention,
 )
+from support.tiny_configs import model_config
 
 
 def labelled(at: str) -> Any:
@@ -76,14 +77,7 @@ NETS = {
         }
     ),
     "parallel": build_model(
-        {
-            "model_type": "gptj",
-            "n_embd": 12,
-            "n_head": 3,
-            "n_layer": 2,
-            "vocab_size": WORDS,
-            "rotary_dim": 2,
-        }
+        model_config("gptj", n_embd=12, n_head=3, n_layer=2, vocab_size=WORDS, rotary_dim=2)
     ),
 }
 

@@ -16,17 +16,11 @@ import headwise as hw
 from headwise.attention import head_axis_ops
 from support import layer_cases as cases, spec_strategies as strategies
 from support.layer_cases import check_close
+from support.tiny_configs import model_config
 from support.transformers_models import FALLBACK, ZOO, TransformersModel, run_model
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 11,
-    "n_positions": 16,
-}
+GPT = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=11, n_positions=16)
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 FOLDED = ("bert", "gpt2", "whisper", "deepseek")
 

@@ -17,6 +17,7 @@ import headwise as hw
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.inspect.model_inputs import prepare_inputs
 from headwise.observe.inspect.model_tokenizer import find_tokenizer, read_tokenizer
+from support.tiny_configs import model_config
 from support.transformers_models import ZOO
 
 x_transformers = pytest.importorskip("x_transformers", reason="x-transformers is not installed")
@@ -103,13 +104,7 @@ def x_transformers_case(_: Path) -> Case:
 
 
 def headwise_case(_: Path) -> Case:
-    config = {
-        "model_type": "gpt2",
-        "n_embd": WIDE,
-        "n_head": HEADS,
-        "n_layer": 2,
-        "vocab_size": 300,
-    }
+    config = model_config("gpt2", n_embd=WIDE, n_head=HEADS, n_layer=2, vocab_size=300)
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     return Case(net, net, net, {"x": IDS}, "bytes")
 

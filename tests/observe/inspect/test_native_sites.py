@@ -16,16 +16,10 @@ from headwise.attention import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import check_close
 from support.site_recording import record_sites
+from support.tiny_configs import model_config
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 11,
-    "n_positions": 16,
-}
+GPT = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=11, n_positions=16)
 
 
 @pytest.mark.parametrize("name", PRESETS)

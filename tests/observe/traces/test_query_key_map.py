@@ -11,15 +11,9 @@ import torch
 import headwise as hw
 from headwise.observe.traces import Trace, trace_from_weights
 from headwise.observe.traces.query_key_map import map_queries_and_keys
+from support.tiny_configs import model_config
 
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
+GPT = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=40, n_positions=64)
 
 
 def record() -> Trace:

@@ -21,6 +21,7 @@ from headwise.viewer.model_actions import name_classes
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_model
+from support.tiny_configs import model_config
 
 VIT = {"model_type": "vit", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2,
        "intermediate_size": 20, "image_size": 28, "patch_size": 7, "num_channels": 3,
@@ -44,14 +45,7 @@ def test_the_image_of_a_vision_model_is_kept_and_saved(vit: Any, tmp_path: Path)
 
 
 def test_a_model_of_texts_has_no_image():
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 12,
-        "n_head": 3,
-        "n_layer": 1,
-        "vocab_size": 40,
-        "n_positions": 64,
-    }
+    config = model_config("gpt2", n_embd=12, n_head=3, n_layer=1, vocab_size=40, n_positions=64)
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     assert hw.trace(net, torch.tensor([[3, 1, 4]])).images == {}
 
