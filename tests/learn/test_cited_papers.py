@@ -303,12 +303,17 @@ BOUNDED = {
 }  # by the tests below
 
 
-@pytest.mark.parametrize("id", [pytest.param(id, marks=pytest.mark.lengthy) for id in EXPECTED])
+@pytest.mark.lengthy
+@pytest.mark.parametrize("id", EXPECTED)
 def test_numbers_and_verdicts(id: str):
     learn.check_entry(ENTRIES[id], EXPECTED[id](), counted_elsewhere=BOUNDED.get(id, set()))
 
 
-@pytest.mark.parametrize("id", [pytest.param(id, marks=pytest.mark.lengthy) for id in CHANGES])
+@pytest.mark.lengthy
+@pytest.mark.parametrize(
+    "id",
+    [pytest.param(id, marks=[pytest.mark.slow] if id == "002-FF.8" else []) for id in CHANGES],
+)
 def test_verdicts_follow_their_input(id: str):
     learn.check_flip(ENTRIES[id], CHANGES[id])
 
