@@ -25,6 +25,7 @@ KINDS = {
     "t5": "transformers",
     "bart": "resized",
 }
+SLOW = ("gpt2", "bert", "t5")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,10 @@ def heads(folder: Path) -> list[int]:
 FAST = ("--seconds", "0.05", "--length", "8")
 
 
-@pytest.mark.parametrize("name", ["ours", *KINDS])
+@pytest.mark.parametrize(
+    "name",
+    ["ours", *(pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in KINDS)],
+)
 def test_one_command_prunes_and_verifies_a_model(
     name: str,
     folders: dict[str, Path],
