@@ -18,7 +18,6 @@ from headwise.models import INIT_SCHEMES, EncoderOutput, TokenTypeInput, familie
 from headwise.models.feed_forward import FeedForward, MixtureOfExperts, NormLayer
 from headwise.models.generation import Engine
 from support.config_fields import TINY, tiny_config
-from support.model_configs import PUBLIC
 
 MODEL, WORDS = 12, 11
 CAUSAL = hw.design(model=MODEL, heads=3, kv=1, pattern="causal()", bias="qkvo")
@@ -88,15 +87,6 @@ def test_tensors_are_those_of_the_description(family: str, architecture: str):
     assert {key for key, _ in net.named_parameters()} == {
         w.name for w in described.weights() if w.trainable
     }
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_models_are_built_with_their_numbers(name: str):
-    with torch.device("meta"):
-        net = hw.build(families.read_model_spec(PUBLIC[name][0]))
-    numbers = sum(p.numel() for p in net.parameters())
-    assert numbers == costs.count_parameters(net.spec)
-    assert numbers == (PUBLIC[name][1] or numbers)
 
 
 def test_shared_weights_are_one_tensor():
