@@ -14,7 +14,7 @@ from headwise import costs
 from headwise.costs import flops
 from headwise.costs.symbolic_int import SymbolicInt, formula, name_sizes
 from support import layer_cases as cases
-from support.layer_cases import EVERY, EXAMPLES
+from support.layer_cases import EVERY, EVERY_CASE, EXAMPLES
 
 
 def worth(text: str, sizes: dict[str, int]) -> float:
@@ -29,7 +29,7 @@ def work_of(spec) -> hw.CallSize:
     return hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_bills_add_up(name):
     spec = EVERY[name]
     assert name_sizes(spec) == spec
@@ -47,7 +47,7 @@ def test_bills_add_up(name):
     assert flops.forward_flops(spec, one).total == costs.required_flops(spec, one)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_gradients_are_counted_as_torch_counts_them(name):
     spec = EVERY[name]
     layer = cases.layer(spec, torch.float32, "dense")

@@ -12,11 +12,11 @@ import headwise as hw
 from headwise import costs
 from headwise.costs.part_checks import contract
 from support import layer_cases as cases
-from support.layer_cases import EVERY, ONE_SEQUENCE, WITHOUT_STATE
+from support.layer_cases import EVERY, EVERY_CASE, ONE_SEQUENCE, WITHOUT_STATE
 from support.layer_checks import check_comparisons, torch_flops
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_parameters_flops_and_cache_are_counted_as_made(name):
     try:
         check_comparisons(contract.compare_counts(EVERY[name]))
@@ -24,7 +24,7 @@ def test_parameters_flops_and_cache_are_counted_as_made(name):
         pytest.skip(f"all but the cache is equal: {reason}")
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_products_are_counted_as_torch_counts_them(name):
     spec = EVERY[name]
     x, z = cases.tensors(spec, torch.float32)

@@ -11,11 +11,11 @@ import headwise as hw
 from headwise import costs
 from headwise.costs.part_checks import contract
 from support import layer_cases as cases
-from support.layer_cases import EVERY, EXAMPLES, WITHOUT_STATE, check_close
+from support.layer_cases import EVERY, EVERY_CASE, EXAMPLES, WITHOUT_STATE, check_close
 from support.layer_checks import check_comparisons, decode_in_chunks
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_cached_decode_is_one_pass(name):
     try:
         check_comparisons(contract.compare_decoding(EVERY[name]))

@@ -15,11 +15,11 @@ from headwise.attention.attention_call import PositionLimit
 from headwise.attention.interfaces import ScoreStep
 from headwise.costs.part_checks import contract
 from support import layer_cases as cases
-from support.layer_cases import EVERY, EXAMPLES, ONE_SEQUENCE, check_close
+from support.layer_cases import EVERY, EVERY_CASE, EXAMPLES, ONE_SEQUENCE, check_close
 from support.layer_checks import check_comparisons, layer_gradients
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_output_is_the_references(name):
     spec = EVERY[name]
     layer = cases.layer(spec)
@@ -54,7 +54,7 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
     check_close(layer(x, source=z), reference.reference_attention(layer, x, source=z))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_gradients_are_the_references(name):
     check_comparisons(contract.compare_gradients(EVERY[name]))
 

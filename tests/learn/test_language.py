@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import os
+import io
 import re
-import subprocess
 import sys
 
 import pytest
 
+from headwise import cli
 from headwise.cli.arguments import terminal_language
 from headwise.learn.language import NUMBER, current_language, localise, read_phrases, use_language
 
 LOCALE_NAMES = ("LC_ALL", "LC_MESSAGES", "LANG")
-ENCODINGS = ("PYTHONIOENCODING", "PYTHONUTF8", "PYTHONCOERCECLOCALE")
 
 
-def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """Run `headwise` in an environment whose locale is set by the arguments alone."""
-    hidden = (*LOCALE_NAMES, *ENCODINGS)
-    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
-    return subprocess.run(
-        [sys.executable, "-m", "headwise", *argv],
-        env=inherited | environment,
-        capture_output=True,
-        check=False,
-    )
+def run(*argv: str, encoding: str, locale: str = "") -> tuple[int, bytes, bytes]:
+    """Run a command with streams of an encoding; return its exit code, output and errors."""
+    out, err = io.BytesIO(), io.BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in LOCALE_NAMES:
+            patch.delenv(name, raising=False)
+        patch.setenv("LC_ALL", locale)
+        patch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding))
+        patch.setattr(sys, "stderr", io.TextIOWrapper(err, encoding, "backslashreplace"))
+        code = cli.main(list(argv))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -75,26 +77,26 @@ def test_phrases_have_as_many_numbers_as_their_translations():
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_chinese_gets_english_and_one_line(encoding: str):
-    done = run("learn", "--lang", "zh", PYTHONIOENCODING=encoding)
-    assert done.returncode == 0
-    assert done.stdout.startswith(b"Documents")
-    lines = done.stderr.splitlines()
+    code, out, err = run("learn", "--lang", "zh", encoding=encoding)
+    assert code == 0
+    assert out.startswith(b"Documents")
+    lines = err.splitlines()
     assert b"has no Chinese characters, so texts are in English" in lines[0]
     assert b"set PYTHONIOENCODING=utf-8" in lines[0]
 
 
 def test_a_chinese_encoding_that_is_not_utf_8_is_used():
-    done = run("learn", LC_ALL="zh_CN.GBK", PYTHONIOENCODING="gbk")
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout.decode("gbk").startswith("文档")
+    code, out, err = run("learn", encoding="gbk", locale="zh_CN.GBK")
+    assert (code, err) == (0, b"")
+    assert out.decode("gbk").startswith("文档")
 
 
 def test_quotes_that_cannot_be_shown_are_explained_once():
-    done = run("learn", "C1.1", "--lang", "en", PYTHONIOENCODING="ascii")
-    assert done.returncode == 0
-    assert b"[x] 001-2" in done.stdout
-    assert done.stdout.count(b"?") > 10
-    assert done.stderr == (
+    code, out, err = run("learn", "C1.1", "--lang", "en", encoding="ascii")
+    assert code == 0
+    assert b"[x] 001-2" in out
+    assert out.count(b"?") > 10
+    assert err == (
         b"headwise: characters that ascii does not have are shown as ?; set "
         b"PYTHONIOENCODING=utf-8\n"
     )
@@ -102,6 +104,6 @@ def test_quotes_that_cannot_be_shown_are_explained_once():
 
 @pytest.mark.parametrize("command", ["cost", "heads", "view"])
 def test_other_commands_and_their_errors_are_english(command: str):
-    done = run(command, "mha", "--lang=zh", LC_ALL="zh_CN.UTF-8", PYTHONIOENCODING="utf-8")
-    assert done.returncode == 2
-    assert re.fullmatch(rb"headwise: .*--lang.*\n", done.stderr)
+    code, _, err = run(command, "mha", "--lang=zh", encoding="utf-8", locale="zh_CN.UTF-8")
+    assert code == 2
+    assert re.fullmatch(rb"headwise: .*--lang.*\n", err)

@@ -116,6 +116,7 @@ def test_the_report_has_pictures_and_no_scripts(tour: Tour):
         assert text in page.text
 
 
+@pytest.mark.slow
 def test_the_quick_tour_in_chinese_prunes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     texts: list[str] = []
     tour = run_sample_tour(texts.append, texts.append, tmp_path, SMALL, language="zh", quick=True)

@@ -275,9 +275,10 @@ def test_contrasts_at_steps_need_a_checkpoint(recipe: dict[str, int], step: int,
         assert CellGrid(study).study.contrasts[0].left.name == str(step)
 
 
+@pytest.mark.parametrize("scales", ["small", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_cell_of_every_study_can_begin_at_every_scale(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, scales: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Models that only take more steps at another scale begin once."""
     begun: set[object] = set()
@@ -303,7 +304,8 @@ def test_every_cell_of_every_study_can_begin_at_every_scale(
         begun.add(key)
 
     monkeypatch.setattr(cells, "check_training", check_once)
-    for scale in dict.fromkeys(("small", *tomllib.loads(path.read_text())["scales"])):
+    others = tomllib.loads(path.read_text())["scales"] if scales == "all" else ()
+    for scale in dict.fromkeys(("small", *others)):
         grid = CellGrid(read_study(path, scale))
         assert len(grid.models) == len(grid.study.variants) * len(grid.study.tasks)
         assert len({cell.id for cell in grid.tuning_cells()}) == len(grid.tuning_cells())

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from dataclasses import replace
 from itertools import permutations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -119,6 +122,15 @@ ONE_SEQUENCE = [name for name, spec in EXAMPLES.items() if spec.source is None]
 WITHOUT_STATE = [name for name, spec in EXAMPLES.items() if not spec.recurrent_part]
 PAIRS = pairs()
 EVERY = EXAMPLES | PAIRS
+ORDERS = defaultdict[frozenset[str], list[str]](list)  # of each pair
+for pair in PAIRS:
+    ORDERS[frozenset(pair.split("-"))].append(pair)
+DRAW = random.Random(0)
+QUICK_PAIRS = {DRAW.choice(orders) for orders in ORDERS.values()}  # `make slow` takes all
+EVERY_CASE = [
+    *EXAMPLES,
+    *(pytest.param(name, marks=() if name in QUICK_PAIRS else pytest.mark.slow) for name in PAIRS),
+]
 
 
 def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:

@@ -14,7 +14,7 @@ import headwise as hw
 from headwise.attention.parts.latent_attention import convert_to_latent
 from headwise.attention.parts.mixture_of_heads import convert_to_mixture_of_heads
 from support import layer_cases as cases
-from support.layer_cases import EVERY, base, check_close
+from support.layer_cases import EVERY, EVERY_CASE, base, check_close
 
 
 def layer_from_weights(spec, weights, dtype=torch.float64) -> hw.Attention:
@@ -43,7 +43,7 @@ NO_LATENT = {
 ONES = {"Concrete4", "ContinuousBias1", "Routed4", "TalkingHeads2", "TalkingHeads3"}
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_a_merged_layer_is_refused_or_the_same(name):
     spec = EVERY[name]
     layer = cases.layer(spec)
