@@ -20,6 +20,11 @@ def run_refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     return err
 
 
+def test_a_name_that_is_no_model(capsys: pytest.CaptureFixture[str]):
+    message = run_refused(capsys, ["no where"])
+    assert "there is no model 'no where'; give a folder, a .trace file" in message
+
+
 @pytest.mark.parametrize("damage", ["cut short", "changed", "another version", "text"])
 def test_a_damaged_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path, damage: str):
     data, path = TRACE.read_bytes(), tmp_path / "a.trace"

@@ -23,7 +23,7 @@ VARIANTS = (  # of screens, beside those that the rail names
     "#/head?table=1",
     *("#/text?token=3", "#/steps?site=3&head=2&token=5"),
 )
-DIALOGS = {"export": "e", "keys": "?", "commands": "/"}
+DIALOGS = ("e", "?", "/")  # export, keys, commands
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 EXTRA_RULES = ["target-size", "label-content-name-mismatch"]  # off by default
 COLOR_RULES = ["color-contrast", "link-in-text-block"]  # the dark theme changes colours alone
@@ -87,17 +87,19 @@ def test_no_screen_has_a_violation(page: Any, axe: str, theme: str, width: int):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("dialog", DIALOGS)
-def test_no_dialog_has_a_violation(page: Any, axe: str, dialog: str, theme: str):
+def test_no_dialog_has_a_violation(page: Any, axe: str, theme: str):
     with served(sample()) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         page.evaluate(axe)
         page.evaluate(f"location.hash = '#/map?theme={theme}'")
         page.wait_for_timeout(200)
-        page.keyboard.press(DIALOGS[dialog])
-        page.get_by_role("dialog").wait_for()
-        assert find_violations(page, theme) == []
+        for key in DIALOGS:
+            page.keyboard.press(key)
+            page.get_by_role("dialog").wait_for()
+            assert find_violations(page, theme) == [], key
+            page.keyboard.press("Escape")
+            page.get_by_role("dialog").wait_for(state="detached")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -33,31 +33,23 @@ def listed(page: Any) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("label", "wanted"),
-    [
-        (
-            "maximum of the layer",
-            lambda trace: aggregate_heads(trace, ["encoder.1.attention"], "max"),
-        ),
-        (
-            "mean of all layers",
-            lambda trace: aggregate_heads(
-                trace, [f"encoder.{n}.attention" for n in range(3)], "mean"
-            ),
-        ),
-        ("rollout up to the layer", lambda trace: roll_out_attention(trace, "encoder.1.attention")),
-    ],
-)
-def test_all_heads_together_are_shown(page: Any, label: str, wanted: Any):
+def test_all_heads_together_are_shown(page: Any):
     model = sample_model(with_model=False)
+    trace, layer = model.get_trace(), "encoder.1.attention"
+    layers = [f"encoder.{n}.attention" for n in range(3)]
+    expected = {
+        "maximum of the layer": aggregate_heads(trace, [layer], "max"),
+        "mean of all layers": aggregate_heads(trace, layers, "mean"),
+        "rollout up to the layer": roll_out_attention(trace, layer),
+    }
     with served(model) as url:
         open_screen(page, url, "text?site=1&head=2&heads=all&position=7")
-        page.get_by_label(re.compile("^of")).select_option(label)
-        page.get_by_role("heading", name=label).first.wait_for()
-        row = np.sort(wanted(model.get_trace())[7])[::-1][:6]
-        page.wait_for_timeout(500)
-        assert listed(page) == pytest.approx(row, rel=0.06, abs=0.006)
+        for label, weights in expected.items():
+            page.get_by_label(re.compile("^of")).select_option(label)
+            page.get_by_role("heading", name=label).first.wait_for()
+            row = np.sort(weights[7])[::-1][:6]
+            page.wait_for_timeout(500)
+            assert listed(page) == pytest.approx(row, rel=0.06, abs=0.006), label
 
 
 def test_products_by_channel_have_the_numbers_of_the_trace(page: Any):
