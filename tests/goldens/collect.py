@@ -1,6 +1,6 @@
 """Answers of commands, layers, presets and the page, recorded before the package is made smaller.
 
-`python -m goldens.collect` (with `tests` on the path) writes them; test_goldens.py compares. A
+`python -m goldens.collect` (with `tests` on the path) writes them; test_ledger.py compares. A
 change of a golden is a decision with a line in the log. They are deleted when the package has its
 new size.
 """

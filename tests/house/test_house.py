@@ -24,25 +24,51 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from support.shape_checks import ShapeError, install_shape_checks, letters, with_shape_checks
 from support.syntax_trees import syntax_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
 SOURCE = ROOT / "src" / "headwise"
+
+
 FILES = sorted(SOURCE.rglob("*.py"))
+
+
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
 OUTSIDE = {".venv", ".git", "node_modules", "runs", "build", "dist", ".pytest_cache", ".ruff_cache"}
 
+
 LINES_OF_A_FILE = 850
+
+
 LINES_OF_A_FUNCTION = 83
+
+
 ARGUMENTS = 8  # without self and cls
+
+
 SIGNATURES_OF_TORCH = {
     ("multihead_attention.py", "forward")
 }  # of methods that replace one of torch's
+
+
 LINES_OF_MOST_FUNCTIONS = 48  # 95 of 100
+
+
 NESTING = 4
+
+
 LAYERS = 29  # of the import map
+
+
 LINES_OF_THE_ARCHITECTURE = 270
+
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -92,9 +118,6 @@ def modules() -> list[str]:
 
 def test_there_is_a_source():
     assert FILES, f"no Python file under {SOURCE}"
-
-
-# --- size (20) ------------------------------------------------------------------------------------
 
 
 def test_files_are_short():
@@ -191,8 +214,6 @@ def test_depth_counts_nested_control_flow(code: str, expected: int):
     assert depth(ast.parse(code).body[0]) == expected
 
 
-# --- names (20, 22) -------------------------------------------------------------------------------
-
 # Participles, verbs alone and words without a thing: as the name of a module they tell no reader
 # what is inside.
 OPAQUE_NAME = re.compile(
@@ -261,9 +282,6 @@ def test_a_module_that_a_map_leaves_out_is_found(tmp_path: Path):
         (tmp_path / name).touch()
     (tmp_path / "__init__.py").write_text('"""Parts: `rope` and kv_cache."""')
     assert without_a_place(tmp_path) == ["inner", "kv_cache"]
-
-
-# --- what is not written (8, 17, 25) --------------------------------------------------------------
 
 
 def test_no_check_is_silenced_without_a_reason():
@@ -367,8 +385,6 @@ def test_no_path_of_one_machine():
     check_none(found)
 
 
-# --- who knows whom (3) ---------------------------------------------------------------------------
-
 REGISTERS = {"part", "named"}  # decorators that put a class into the registry
 
 
@@ -422,9 +438,6 @@ def test_only_parts_backends_and_presets_name_a_part():
     check_none(values)
 
 
-# --- public means documented and doctested (23) ---------------------------------------------------
-
-
 def test_every_public_name_has_a_docstring():
     import headwise
 
@@ -465,9 +478,6 @@ def test_import_headwise_is_light(record_property):
         assert ran.stdout.split() == []
     record_property("import_headwise_seconds", statistics.median(times))
     print(f"python -c 'import headwise': median {statistics.median(times):.3f} s of 5")
-
-
-# --- the docs -------------------------------------------------------------------------------------
 
 
 def pages() -> list[Path]:
@@ -517,9 +527,6 @@ def test_a_broken_link_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert broken_links(page) == ["a.md: b.md", "a.md: a.md#three"]
 
 
-# --- the tests themselves (12) --------------------------------------------------------------------
-
-
 def judges(node: ast.AST) -> bool:
     """An assert, a pytest.raises or .fail, a call whose name starts with check_ or assert_."""
     if isinstance(node, ast.Assert):
@@ -566,3 +573,42 @@ def test_every_test_asserts_something():
         if f.name.startswith("test_") and not any(judges(node) for node in ast.walk(f))
     ]
     check_none(silent)
+
+
+# --- the shape checker itself sees what it should ---
+
+
+def pair(q_BTK, k_BSK, place_BT):
+    return q_BTK, k_BSK, place_BT
+
+
+def test_letters_are_read_off_names():
+    assert [letters(n) for n in ("q_BTHK", "o_B1HV", "rows", "kv_down")] == ["BTHK", "B1HV", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "fault"),
+    [
+        (((3, 7, 5), (3, 11, 5), (1, 7)), ""),
+        (((3, 7, 5), (3, 11, 4), (1, 7)), "K=4"),
+        (((3, 7, 5), (3, 11, 5), (3, 6)), "T=6"),
+        (((3, 7), (3, 11, 5), (3, 7)), "not one axis for each"),
+    ],
+)
+def test_a_wrong_shape_is_caught(shapes, fault):
+    tensors = [torch.zeros(shape) for shape in shapes]
+    if not fault:
+        assert with_shape_checks(pair)(*tensors) == tuple(tensors)
+        return
+    with pytest.raises(ShapeError, match=fault):
+        with_shape_checks(pair)(*tensors)
+
+
+def test_the_package_carries_its_shapes_in_names(request):
+    if not request.config.getoption("--shapes"):
+        pytest.skip("runs where shapes are checked")
+    assert install_shape_checks() >= 0
+    import headwise as hw
+
+    with pytest.raises(ShapeError, match="q_BHTK"):
+        hw.Dot().scores(torch.zeros(2, 3), torch.zeros(2, 3, 5, 7), 1.0, None)

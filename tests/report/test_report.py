@@ -38,10 +38,12 @@ from headwise.report.render import (
     to_plain,
     to_text,
 )
-from headwise.report.text import spread_labels, text_width
+from headwise.report.text import cut, pad, pad_left, rule, spread_labels, text_width, wrap
 from headwise.util.errors import SpecError
 
 HOSTILE = "</td><script>alert(1)</script>\x1b[2J\u202e|&\"'"
+
+
 TABLE = Table(
     "Scores",
     ("model", Column("memory", format_bytes), "tokens", "loss", "change"),
@@ -52,6 +54,8 @@ TABLE = Table(
     notes=("a note",),
     bold=frozenset({(0, 3)}),
 )
+
+
 PLOT = Plot(
     [
         Series("first <b>", [1, 10, 100], [1, 2, 3], [0.5, 1, 2], [2, 3, 4], marker="o"),
@@ -62,6 +66,8 @@ PLOT = Plot(
     references=[Reference("y", 1.5, "limit 1.5"), Reference("x", 10, "step")],
     names="ends",
 )
+
+
 FIGURES = {
     "plot": Figure("Loss", [PLOT], {"K sink": "#999999"}, "classes", "a note"),
     "scatter": Figure(
@@ -93,6 +99,8 @@ FIGURES = {
     "links": Figure("Lines", [Links(["a"], ["b"], {"one": [[0.9]], "two": [[0.01]]})]),
     "tree": Figure("Tree", [Dendrogram(np.array([[0, 1, 0.5, 2.0]]), ["left", "right"])]),
 }
+
+
 PAGE = make_page(
     "A page of <i>results</i>",
     ("Scores", ["text " + HOSTILE, ["one", "two"], TABLE]),
@@ -256,3 +264,17 @@ def test_labels_are_spread_evenly_within_bounds() -> None:
 
 def test_quantities_that_were_not_measured() -> None:
     assert {form(math.nan) for form in (format_p, format_bytes, format_seconds)} == {"-"}
+
+
+# --- the width of chinese text in columns of a terminal ---
+
+
+def test_chinese_takes_two_columns():
+    assert [text_width(pad(text, 20) + pad_left(text, 8)) for text in ("x", "正确")] == [28, 28]
+    assert text_width(pad("键值缓存", 11)) == text_width(rule("键 ", 11)) == 11
+    assert cut("注意力分数", 7) == "注意力…"
+    text = "多头注意力 multi-head attention 的每个头读取整个向量而不是其中的一段。"
+    lines = wrap(text * 3, 40, "  ", "    ")
+    assert max(map(text_width, lines)) <= 40 + 2  # a closing mark may stand beyond the margin
+    assert [line[:4].strip() for line in lines[1:]] == ["" for _ in lines[1:]]
+    assert wrap("one two three", 8, "  ", "   ") == ["  one", "   two", "   three"]

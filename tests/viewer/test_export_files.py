@@ -7,6 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -20,11 +21,19 @@ from headwise.viewer.export_files import ExportScope, FileTooLarge, draw_head, m
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel, TileRange
 from headwise.viewer.server import ViewServer
+from headwise.viewer.view import render_export
 from headwise.viewer.view_document import make_file_stem
+from support.page_browser import sample_model, served, wait_until
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
+
+
 STATIC = {"/index.html": (b"<!doctype html>", "text/html")}
+
+
 SITE = "encoder.0.attention"
+
+
 ALL_HEADS = ExportScope()
 
 
@@ -42,9 +51,6 @@ def connect(opened: OpenModel) -> TestClient:
 
 def contents(opened: OpenModel, kind: str, scope: ExportScope = ALL_HEADS) -> bytes:
     return b"".join(make_file(opened, kind, scope).pieces)
-
-
-# --- contents -------------------------------------------------------------------------------------
 
 
 def test_csv_and_json_have_the_weights_of_one_head(sample: OpenModel):
@@ -148,9 +154,6 @@ def test_hostile_tokens_stay_text_in_a_figure():
         assert "\u202e" not in text
 
 
-# --- names, sizes, limits -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -188,9 +191,6 @@ def test_measures_that_were_not_made_are_refused():
     for kind in ("measures", "svg"):
         answer = connect(opened).get(f"/api/export?kind={kind}")
         assert (answer.status_code, answer.json()["error"]["remedy"]) == (400, "measure them first")
-
-
-# --- the route ------------------------------------------------------------------------------------
 
 
 def test_the_route_sends_a_file_to_save(sample: OpenModel):
@@ -234,3 +234,52 @@ def test_hostile_tokens_are_fields_of_the_table():
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     assert [row["key_token"] for row in rows[:4]] == ['a"b', "c,d", "e\nf", "\\ud800"]
     assert json.loads(contents(opened, "json"))["weights"][3]["key_token"] == "\ud800"
+
+
+# --- the drawer of exports in a browser ---
+
+
+PAGE_SITE = "decoder.1.attention"
+
+
+def show(page: Any, address: str, screen: str) -> Any:
+    """Open a screen and then the drawer, by its key."""
+    page.goto(address)
+    page.get_by_role("gridcell").first.wait_for()
+    page.evaluate(f"location.hash = '#/{screen}'")
+    page.wait_for_timeout(200)
+    page.keyboard.press("e")
+    dialog = page.get_by_role("dialog", name="Export")
+    dialog.wait_for()
+    return dialog
+
+
+def test_files_of_the_selected_head_are_saved(page: Any, tmp_path: Path):
+    opened = sample_model(with_model=False)
+    with served(opened) as url:
+        dialog = show(page, url, "head?site=5&head=2&part=2.12.1.15&theme=dark")
+        assert dialog.get_by_test_id("link").inner_text() == page.url
+        files = {}
+        for label in ("SVG", "PNG", "CSV", "NPZ", "Trace", "Measures (CSV)"):
+            wait_until(page, "!document.querySelector('.drawer .btn[aria-disabled=true]')")
+            with page.expect_download(timeout=60_000) as download:
+                dialog.get_by_role("button", name=label, exact=True).click()
+            download.value.save_as(tmp_path / download.value.suggested_filename)
+            files[label] = tmp_path / download.value.suggested_filename
+    assert files["SVG"].name == f"headwise-dates-{PAGE_SITE}-2.svg"
+    texts = [part.text for part in ElementTree.fromstring(files["SVG"].read_text("utf-8")).iter()]
+    assert f"dates: {PAGE_SITE} head 2" in texts
+    assert files["PNG"].read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.DictReader(io.StringIO(files["CSV"].read_text("utf-8"), newline="")))
+    assert {(row["site"], row["head"]) for row in rows} == {(PAGE_SITE, "2")}
+    assert opened.table is not None
+    assert files["Measures (CSV)"].read_bytes().decode() == opened.table.to_csv()
+
+
+def test_an_exported_file_says_that_it_is_one(page: Any, tmp_path: Path):
+    file = tmp_path / "page.html"
+    file.write_text(render_export(sample_model(with_model=False)), "utf-8")
+    page.context.set_offline(True)
+    dialog = show(page, file.as_uri(), "head?site=5&head=2")
+    assert "already one file" in dialog.inner_text()
+    assert "site=5" in dialog.get_by_test_id("link").inner_text()

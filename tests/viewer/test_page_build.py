@@ -10,19 +10,27 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import headwise.viewer
 from headwise.viewer.export_files import STATIC
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
 # kB of gzip: everything the page can load, what the first screen loads, styles; kB of the script of
 # an empty export
 BUDGETS = {"app": 120, "first screen": 70, "styles": 15, "report": 350}
+
+
 ADDRESS = re.compile(rb"(?:https?|wss?):(?:\\?/){2}[^\s\"'`<>)\\]*")
+
+
 NAMESPACE = re.compile(rb"https?://www\.w3\.org/")
 
 
@@ -193,3 +201,26 @@ def first_scripts(static: Path) -> set[str]:
         )
         pending += [Path(imported).name for imported in imports]
     return names
+
+
+# --- the logic of the page in node, without a browser ---
+
+
+WEB = Path(headwise.viewer.__file__).with_name("web")
+
+
+ESBUILD = WEB / "node_modules" / ".bin" / "esbuild"
+
+
+def test_the_logic_of_the_page(tmp_path: Path):
+    node = shutil.which("node")
+    if node is None or not ESBUILD.exists():
+        pytest.skip("needs node and the packages of the page: make web")
+    source = Path(__file__).with_name("logic") / "logic.test.ts"
+    bundle = tmp_path / "logic.test.mjs"
+    options = ["--bundle", "--platform=node", "--format=esm", "--jsx=automatic"]
+    options += ["--jsx-import-source=preact", f"--outfile={bundle}", "--log-level=warning"]
+    environment = {**os.environ, "NODE_PATH": str(WEB / "node_modules")}
+    subprocess.run([str(ESBUILD), str(source), *options], check=True, env=environment)
+    found = subprocess.run([node, "--test", str(bundle)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout

@@ -22,19 +22,26 @@ import headwise as hw
 from headwise import cli
 from headwise.observe import bundled_sample
 from headwise.observe.bundled_sample import SOURCE, TRACE, load_sample_trace
+from headwise.observe.traces.attention_trace import Trace
 from headwise.surgery.hf_export.model_folder import write_model_folder
 from headwise.viewer import export_files, view
 from headwise.viewer.export_files import PageAssets, render_html
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ServerAddress
+from headwise.viewer.view_document import describe_measures, estimate_memory, stack_measures
 from support.page_browser import require_browser
+from support.page_models import GPT
 
 LOAD_ASSETS = export_files.load_assets
+
+
 HOSTILE = [
     "</script><script>document.title='hacked'</script>",
     "<img src=x onerror=document.title='hacked'>",
     "\u202ex",
 ]
+
+
 # Writes the tokens as text, and tries what a page must not do: a request, an inline script, code
 # from a string.
 PROBE_SCRIPT = """
@@ -333,3 +340,50 @@ def test_the_page_works_in_the_frame_of_a_notebook(
     shown.get_by_role("heading", name="Head E0 H0").wait_for()
     page.close()
     assert messages == []
+
+
+# --- the open screen in a browser ---
+
+
+def make_run(tokens: int) -> tuple[Trace, Any]:
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
+    ids = torch.randint(0, 40, (1, tokens), generator=torch.Generator().manual_seed(0))
+    return hw.trace(net, ids, capture=hw.Capture(extra=("v",))), net
+
+
+def test_the_memory_of_a_long_run_is_that_of_one():
+    """The estimate from 8 tokens is what a run of 64 tokens records, masks apart."""
+    short, net = make_run(8)
+    found = estimate_memory(short, net, 64)
+    long, _ = make_run(64)
+    recorded = sum(array.nbytes for layer in long.layers for array in layer.arrays.values())
+    assert found["longestBytes"] == pytest.approx(recorded, rel=0.01)
+    assert found["parameters"] == sum(one.numel() for one in net.parameters())
+    assert found["weightBytes"] == 4 * sum(one.numel() for one in net.parameters())
+    assert estimate_memory(short, None, 64)["parameters"] is None
+
+
+def test_a_trace_alone_has_no_parameters():
+    trace, _ = make_run(8)
+    memory = OpenModel(trace).describe()["memory"]
+    assert memory["parameters"] is None
+    assert memory["recordBytes"] == trace.nbytes
+
+
+# --- the description of what is open, and the table of measures that the pa ---
+
+
+def test_measures_of_some_heads_only_are_in_the_table():
+    table = bundled_sample.load_sample_table()
+    heads = [(head.site, head.head) for head in table.heads]
+    names, stacked = stack_measures(table, heads)
+    assert names[0] == "entropy"
+    assert {"alignment input", "distance"} <= set(names)
+    assert [measure["name"] for measure in describe_measures(table)] == names
+    for number, head in enumerate(table.heads):
+        for column, name in enumerate(names):
+            if name in head.measures:
+                expected = np.array(head.measures[name][:4], np.float32)
+                np.testing.assert_array_equal(stacked[number, column], expected)
+            else:
+                assert np.isnan(stacked[number, column]).all()

@@ -16,11 +16,19 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
 import headwise as hw
+from headwise.cli import main
+from headwise.models.families import PUBLISHED_MODELS, read_model_spec
+from headwise.models.model_spec import ModelTable
 from headwise.util.errors import SpecError
 
 DIM, HEADS, LAYERS, TOKENS, HIDDEN, WINDOW = 24, 3, 3, 31, 20, 4
+
+
 HEAD_DIM, RANK = DIM // HEADS, 2
+
+
 FACTORS = 2 * RANK * HEADS  # hidden units of the factors
+
 
 CONFIG = {
     "dim": DIM,
@@ -29,7 +37,11 @@ CONFIG = {
     "vocab_size": TOKENS,
     "intermediate_size": HIDDEN,
 }
+
+
 CONFIG |= {"window_size": WINDOW, "block_size": 64, "norm_eps": 1e-5, "tie_word_embeddings": False}
+
+
 KINDS = {
     "dcformer": {"architectures": ["DCFormer"], "use_qk_norm": False, "rope_base": 500},
     "dcpythia": {
@@ -264,8 +276,6 @@ def test_window_types_repeat_over_layers():
     assert 6.8e9 < hw.costs.count_parameters(published) < 7.2e9
 
 
-# --- BERT with collaborative heads (2006.16362), whose config.json is that of BERT ----------------
-
 BERT = {
     "model_type": "bert",
     "hidden_size": 12,
@@ -273,11 +283,15 @@ BERT = {
     "num_hidden_layers": 2,
     "vocab_size": 23,
 }
+
+
 BERT |= {
     "intermediate_size": 17,
     "max_position_embeddings": 16,
     "architectures": ["BertForMaskedLM"],
 }
+
+
 WIDTHS = {0: 5, 1: 9}
 
 
@@ -351,3 +365,52 @@ def test_a_layer_without_its_mixing_vectors_is_refused(tmp_path: Path):
     with pytest.raises(SpecError, match=r"layer\.1\.attention\.self") as excinfo:
         hw.load(tmp_path)
     assert "\n" not in str(excinfo.value)
+
+
+# --- published models by name ---
+
+
+# millions of parameters by the papers, and how exactly they say so
+SIZES = {
+    "transformer-base": (65, 2),
+    "transformer-big": (213, 2),
+    "gpt2": (124, 0.5),
+    "gpt3": (175_000, 500),
+    "bert-base": (110, 1),
+    "llama-65b": (65_200, 100),
+    "llama-3-8b": (8_000, 50),
+    "deepseek-v3": (671_000, 500),
+    "gpt-oss-20b": (20_900, 50),
+    "gpt-oss-120b": (116_800, 50),
+    "vit-base": (86, 0.5),
+}
+
+
+def test_every_model_has_a_size():
+    assert set(SIZES) == set(PUBLISHED_MODELS)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_are_those_of_the_paper(name: str):
+    millions, tolerance = SIZES[name]
+    assert ModelTable(read_model_spec(name)).to_dict["parameters"] / 1e6 == pytest.approx(
+        millions, abs=tolerance
+    )
+
+
+def test_commands_take_their_names(capsys: pytest.CaptureFixture[str]):
+    assert main(["cost", "llama-65b", "--context", "2048"]) == 0
+    assert "llama-65b: decoder of 80 layers" in capsys.readouterr().out
+    assert main(["spec", "gpt3"]) == 0
+    assert "layers 0 to 95, 96 x" in capsys.readouterr().out
+    assert main(["cost", "gpt9"]) == 2
+    assert "did you mean 'gpt3'" in capsys.readouterr().err
+    assert main(["cost", "gpt3", "--heads", "4"]) == 2
+    assert "gpt3 is a model with its own sizes" in capsys.readouterr().err
+
+
+def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    with pytest.raises(ValueError, match="holds neither"):
+        read_model_spec("gpt2")
