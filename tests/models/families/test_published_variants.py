@@ -406,7 +406,7 @@ def test_commands_take_their_names(capsys: pytest.CaptureFixture[str]):
     assert main(["cost", "gpt9"]) == 2
     assert "did you mean 'gpt3'" in capsys.readouterr().err
     assert main(["cost", "gpt3", "--heads", "4"]) == 2
-    assert "gpt3 is a model with its own sizes" in capsys.readouterr().err
+    assert "gpt3 has its own heads; leave it out" in capsys.readouterr().err
 
 
 def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
