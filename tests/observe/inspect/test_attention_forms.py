@@ -197,6 +197,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
         hw.sites(torch.compile(model, backend="eager"), x)
 
 
+@pytest.mark.slow
 def test_a_module_with_flex_attention_is_found_before_torch_has_compiled_anything():
     code = """
 import torch, headwise as hw
