@@ -10,7 +10,6 @@ import headwise as hw
 from headwise import cli, costs
 from headwise.costs.cost_report import estimate_cost
 from headwise.costs.roofline import Device
-from support import layer_cases as cases
 
 # One layer of a released model: its attention, learned numbers, and bytes of a token in bfloat16.
 LLAMA3_8B = hw.design(preset="gqa", model=4096, heads=32, kv=8)
@@ -195,9 +194,8 @@ def test_terms_and_json(capsys):
     )
 
 
-@pytest.mark.parametrize("name", [*hw.PRESETS, *cases.EXAMPLES])
+@pytest.mark.parametrize("name", hw.PRESETS)
 def test_formulas_hold_for_a_small_layer(name):
-    spec = cases.EXAMPLES[name] if name in cases.EXAMPLES else hw.design(preset=name)
-    checks = hw.check_formulas(spec)
+    checks = hw.check_formulas(hw.design(preset=name))
     assert [check for check in checks if not check.holds] == []
     assert len(checks) >= 4

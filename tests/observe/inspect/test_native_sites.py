@@ -15,7 +15,6 @@ from headwise import cli
 from headwise.attention import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import check_close
-from support.site_recording import record_sites
 from support.tiny_configs import model_config
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
@@ -40,26 +39,6 @@ def test_ablated_heads_equal_pruned_heads(name: str):
     cut.load_state_dict(weights, strict=True)
     with torch.no_grad():
         check_close(silenced, cut(x, source=z))
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_rows_are_the_definitions(name: str):
-    spec = PRESETS[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
-    probe = hw.Probe("weights")
-    with torch.no_grad():
-        try:
-            layer(x, source=z, probe=probe)
-        except hw.NoBackend as error:
-            pytest.skip(f"it has no weights: {error}")
-        with record_sites(layer) as keeps:
-            layer(x, source=z)
-        (keep,) = keeps.values()
-        for head in range(probe.tensors["weights"].shape[1]):
-            check_close(
-                keep.seen[0].head_weights(head, slice(2, 6)), probe.tensors["weights"][:, head, 2:6]
-            )
 
 
 def test_a_model_of_ours_and_a_copy_of_it():
