@@ -179,6 +179,7 @@ def test_a_cell_that_runs_beside_one_that_dies_is_not_blamed(
     assert results == {1: "done", 2: "killed"}
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_start(
     finished: tuple[StudyResults, StudyReport, Path],
     tmp_path: Path,
