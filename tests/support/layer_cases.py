@@ -127,10 +127,8 @@ for pair in PAIRS:
     ORDERS[frozenset(pair.split("-"))].append(pair)
 DRAW = random.Random(0)
 QUICK_PAIRS = {DRAW.choice(orders) for orders in ORDERS.values()}  # `make slow` takes all
-EVERY_CASE = [
-    *EXAMPLES,
-    *(pytest.param(name, marks=() if name in QUICK_PAIRS else pytest.mark.slow) for name in PAIRS),
-]
+QUICK = EXAMPLES | {name: PAIRS[name] for name in PAIRS if name in QUICK_PAIRS}
+EVERY_CASE = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EVERY]
 
 
 def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
