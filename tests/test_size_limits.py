@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import headwise as hw
-from headwise.attention.parts.latent_attention import Latent
-from headwise.models import families, model_spec
-from headwise.surgery.pruning_plan import PruningPlan
 from headwise.training import recipe
 from headwise.util import size_limits
+from support.refusals import check_refused, refused_calls
 
 SPEC = (
     "model = 8\npattern = 'full()'\nproject = 'Direct'\nsimilarity = 'Dot'\nnormaliser = "
@@ -35,68 +33,14 @@ def spec(
 
 
 PRIME = 2**61 - 1
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "width": (
-        lambda: hw.from_toml(spec(model=2**24 + 1)),
-        "model = 16777217 is too large; give 16777216 or less",
-    ),
-    "heads": (
-        lambda: hw.from_toml(spec(q=65537)),
-        "heads.q = 65537 is too large; give 65536 or less",
-    ),
-    "kv": (lambda: hw.from_toml(spec(kv=PRIME)), "too large; give 65536 or less"),
-    "dim": (
-        lambda: hw.from_toml(spec(dim=65537)),
-        "heads.dim = 65537 is too large; give 65536 or less",
-    ),
-    "map": (lambda: hw.from_toml(spec(head_map=f"0, {PRIME}")), "too large; give 65536 or less"),
-    "digits": (lambda: hw.from_toml(spec(model="9" * 5000)), "a number has more than 4,300 digits"),
-    "many digits": (
-        lambda: hw.from_toml(spec(model="9" * 4000)),
-        "a number of 4000 digits is too large",
-    ),
-    "design": (lambda: hw.design(model=PRIME, heads=2), "is too large; give 16777216 or less"),
-    "design heads": (lambda: hw.design(model=PRIME - 1, heads=PRIME), "too large"),
-    "preset": (
-        lambda: hw.design(preset="gqa", model=8, heads=PRIME),
-        "too large; give 65536 or less",
-    ),
-    "python": (lambda: hw.design(model=10**6000, heads=2), "a number of 6001 digits is too large"),
-    "part": (lambda: Latent(rank=2**64), "Latent.rank = 18446744073709551616 is too large"),
-    "grid": (
-        lambda: hw.ContinuousBias(rows=10**6, columns=10**6),
-        "hidden of ContinuousBias = 2047997952000512 is too large; give 268435456 or less",
-    ),
-    "toml": (
-        lambda: hw.from_toml("a = " + "[" * 100_000),
-        "nested too deeply; give at most 64 levels",
-    ),
-    "json": (lambda: hw.from_json("[" * 100_000), "nested too deeply; give at most 64 levels"),
-    "shallow json": (lambda: hw.from_json('{"a":' * 65 + "1" + "}" * 65), "nested too deeply"),
-    "model toml": (lambda: model_spec.from_toml("a = " + "[" * 100_000), "nested too deeply"),
-    "model width": (
-        lambda: families.read_model_spec(GPT2 | {"n_embd": 2**25, "n_head": 2**16}),
-        "is too large; give 16777216 or less",
-    ),
-    "recipe": (lambda: recipe.from_toml("a = " + "[" * 100_000), "nested too deeply"),
-    "recipe digits": (lambda: recipe.from_toml("steps = " + "9" * 5000), "more than 4,300 digits"),
-    "plan": (
-        lambda: PruningPlan.from_dict(
-            families.read_model_spec(GPT2), {"keep": {"decoder.0.attention": [PRIME]}}
-        ),
-        "too large; give 65536 or less",
-    ),
-}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_sizes_beyond_the_ceilings_are_refused_at_once(name: str):
-    read, message = REFUSED[name]
+@pytest.mark.parametrize(
+    ("does", "words"), refused_calls(Path(__file__).with_name("refused_sizes.txt"))
+)
+def test_sizes_beyond_the_ceilings_are_refused_at_once(does: str, words: str):
     begin = time.perf_counter()
-    with pytest.raises(hw.SpecError) as excinfo:
-        read()
-    assert message in str(excinfo.value)
-    assert "\n" not in str(excinfo.value)
+    check_refused(does, words, hw.SpecError, globals())
     assert time.perf_counter() - begin < 2
 
 

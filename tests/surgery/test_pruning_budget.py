@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +17,7 @@ from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.quality_metrics import measure_quality
 from support.importance_examples import GPT2, build_model, make_examples, with_random_biases
 from support.pruning_examples import FAINT_HEADS, LLAMA, RANDOM_RANKING, with_faint_heads
+from support.refusals import check_refused, refused_calls
 
 MICHEL = HeadRanking("michel")
 
@@ -121,35 +122,10 @@ def test_scores_are_recomputed_on_request():
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        (
-            lambda: PruneToBudget(PruningBudget("parametres", 0.5)),
-            "unknown budget 'parametres'; did you mean 'parameters'",
-        ),
-        (lambda: PruneToBudget(PruningBudget("cache", 0)), "budget cache must be > 0, got 0"),
-        (
-            lambda: PruneToBudget(PruningBudget("time", 3.0)),
-            "budget time must be a fraction of the current time, got 3",
-        ),
-        (
-            lambda: PruneToBudget(PruningBudget("loss", 0.1), rescore_every=0),
-            "rescore_every must be an int >= 1 or None, got 0",
-        ),
-        (
-            lambda: PruneToBudget(PruningBudget("loss", 0.1), RANDOM_RANKING),
-            "cannot measure the loss on 0 examples",
-        ),
-        (
-            lambda: PruneToBudget(PruningBudget("parameters", 0.01), RANDOM_RANKING, min_units=1),
-            "cannot meet budget parameters=0.01: it is 2388 with the 4 heads that have to be "
-            "kept. Give a larger limit",
-        ),
-    ],
+    ("choice", "words"), refused_calls(Path(__file__).with_name("refused_budgets.txt"))
 )
-def test_impossible_budgets_are_reported(choice, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        prune(build_model(LLAMA), choice())
+def test_impossible_budgets_are_reported(choice: str, words: str):
+    check_refused(f"prune(build_model(LLAMA), {choice})", words, ValueError, globals())
 
 
 def test_a_cache_without_attention_is_empty():

@@ -40,6 +40,7 @@ from headwise.models.model_spec import (
     WeightFormat,
 )
 from support.layer_cases import EXAMPLES
+from support.refusals import check_refused, refused_calls
 
 NAMESPACE = {name: getattr(model_spec, name) for name in model_spec.__all__}
 
@@ -436,155 +437,31 @@ def test_a_model_spec_may_omit_defaults(tmp_path: Path):
 # --- bad input ------------------------------------------------------------------------------------
 
 
-def rows(table: str) -> list[Any]:
-    split = (line.split(" -> ") for line in table.strip().splitlines())
-    return [pytest.param(does.strip(), words.strip(), id=does.strip()) for does, words in split]
+TABLES = Path(__file__).parent
 
 
-def check_refused(does: str, words: str, **named: object) -> None:
-    """`does` ends in one error of one line whose message holds these words, ` .. ` between them."""
-    with pytest.raises(hw.SpecError) as caught:
-        eval(does, globals() | named)
-    message = str(caught.value)
-    assert re.search(".*".join(re.escape(word) for word in words.split(" .. ")), message), message
-    assert "\n" not in message
-
-
-PIECES = """
-NormSpec("batch") -> kind='batch' .. use one of bare, layer, offset, rms, unbiased
-NormSpec(eps=0.0) -> eps=0.0 .. not positive
-NormSpec(eps=float("nan")) -> eps=nan .. finite
-FeedForwardSpec(0) -> hidden=0 .. hidden=1 or more
-FeedForwardSpec(-7) -> hidden=-7
-FeedForwardSpec("7") -> hidden='7' .. int
-FeedForwardSpec(True) -> hidden=True .. int
-FeedForwardSpec(2.0) -> hidden=2.0 .. int
-FeedForwardSpec(7, bias="g") -> bias='g' .. 'ud'
-FeedForwardSpec(7, form="gate") -> form='gate' .. did you mean 'gated'
-ExpertsSpec(FeedForwardSpec(3), 2, 3) -> active=3 .. count=2 .. at most 2
-ExpertsSpec(FeedForwardSpec(3), 2, 1, scores="max") -> scores='max'
-ExpertsSpec(FeedForwardSpec(3), 6, 1, groups=4) -> groups=4 .. must divide count=6 .. give a divisor
-ExpertsSpec(FeedForwardSpec(3), 6, 1, groups=3, active_groups=4) -> active_groups=4 .. at most 3
-ExpertsSpec(FeedForwardSpec(3), 6, 3, groups=3, active_groups=1) -> active=3 .. 1 groups of 2 experts .. at most 2
-ExpertsSpec(FeedForwardSpec(3), 6, 1, groups=6, group_score="top2") -> needs two experts per group, got 1 .. fewer
-PositionSpec("learned") -> length=512
-PositionSpec("rotary", 3) -> kind='rotary'
-EmbeddingSpec() -> exactly one of tokens= and patches=
-EmbeddingSpec(11, PatchSpec(1, 1, 1, 1)) -> exactly one
-EmbeddingSpec(-3) -> tokens=-3 .. tokens=0 or more
-EmbeddingSpec(patches=PatchSpec(2, 2, 1, 1), positions=PositionSpec("learned", 5)) -> 5 positions for 4 tokens .. length=4
-OutputHeadSpec("tokens") -> outputs= or transform=
-OutputHeadSpec("tokens", 3, at="middle") -> at='middle'
-OutputHeadSpec("tokens", 3, cap=0.0) -> cap=0.0
-OutputHeadSpec("a.b", 3) -> name='a.b'
-ApproximateAttention(FULL, "so", (("bias", 0),)) -> more=(('bias', 0),)
-ApproximateAttention(FULL, "so", (("bias", "3"),)) -> more=(('bias', '3'),)
-LayerRun(3, ()) -> blocks=()
-LayerRun(3, (LOCAL,)) -> must hold blocks
-LayerRun(0, (block(),)) -> times=0
-BlockSpec(LOCAL, placement="before") -> placement='before'
-BlockSpec("mha") -> attention='mha' .. AttentionSpec
-stack(block(), model=12) -> 12 wide .. 10 .. one width
-stack(block(), name="head") -> name='head'
-stack(block(), name="a.b") -> name='a.b'
-StackSpec("decoder", 10, (block(),)) -> must hold runs
-StackSpec("decoder", 10, (LayerRun(10**12, (block(),)),)) -> 1000000000000 layers .. at most 10000
-ModelSpec("m", "decoder", (stack(), stack(name="b"))) -> 2 stacks; give 1
-ModelSpec("m", "encoder-decoder", (stack(),)) -> 1 stacks; give 2
-ModelSpec("m", "seq2seq", (stack(),)) -> kind='seq2seq'
-ModelSpec("m", "decoder", (block(),)) -> must hold StackSpecs
-decoder(heads=(OutputHeadSpec("a", 3), OutputHeadSpec("a", 4))) -> 'head a' twice
-decoder(heads=(OutputHeadSpec("a", 11, table="encoder"),)) -> table of 'encoder' .. name one of decoder
-decoder(heads=(OutputHeadSpec("a", 12, table="decoder"),)) -> 12 x 10 .. 11 x 10 .. leave table out
-decoder(block(cross=spec())) -> cross-attention .. no stack before
-replace(EVERY[3], stacks=(StackSpec.from_blocks("encoder", 8, []), EVERY[3].stacks[1])) -> table of 'encoder' .. no stack owns one
-model_spec.from_toml("name = ") -> not TOML
-model_spec.from_json("{") -> not JSON
-model_spec.from_json("1" * 5000) -> not JSON
-model_spec.from_toml("a = " + "1" * 5000) -> not TOML
-model_spec.from_json("[]") -> model = [] .. a table
-model_spec.from_toml("name = 'm'") -> lacks kind
-model_spec.from_toml("nam = 'm'") -> no 'nam'; did you mean 'name'
-model_spec.from_toml("name = 'm'\\nkind = 'decoder'\\nstacks = 3") -> stacks=3 .. tuple
-model_spec.from_toml("name = {a = 1}\\nkind = 'decoder'\\nstacks = []") -> name = {'a': 1} .. plain value
-"""
-
-
-@pytest.mark.parametrize(("does", "words"), rows(PIECES))
+@pytest.mark.parametrize(("does", "words"), refused_calls(TABLES / "refused_pieces.txt"))
 def test_an_impossible_piece_is_refused(does: str, words: str):
-    check_refused(does, words)
+    check_refused(does, words, hw.SpecError, globals())
 
 
 def config(family: str, **options: Any) -> ModelSpec:
     return families.read_model_spec({"model_type": family, "num_hidden_layers": 2} | options)
 
 
-CONFIGS = """
-families.read_model_spec({}) -> neither model_type nor architectures .. add model_type
-families.read_model_spec({"model_type": "lama"}) -> 'lama' is not known .. did you mean 'llama'
-families.read_model_spec({"model_type": 7}) -> '7' is not known
-families.read_model_spec({"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}) -> 'x' is not known .. auto_map .. not followed
-families.read_model_spec({"architectures": ["FalkonForCausalLM"]}) -> 'FalkonForCausalLM' is not known
-families.read_model_spec({"architectures": "LlamaModel"}) -> architectures = 'LlamaModel' is not a list
-config("llama", architectures=["GPT2Model"]) -> 'GPT2Model' .. 'llama' .. a class Llama
-config("llama", architectures=["LlamaForCausalLn"]) -> 'ForCausalLn' .. did you mean 'ForCausalLM'
-config("llama", hidden_size="12") -> hidden_size = '12' .. whole number
-config("llama", hidden_size=True) -> hidden_size = True .. whole number
-config("llama", hidden_size=12.0) -> hidden_size = 12.0 .. whole number
-config("llama", hidden_size=None) -> hidden_size = None .. whole number
-config("llama", hidden_size=0) -> hidden_size = 0 .. at least 1
-config("llama", vocab_size=-5) -> vocab_size = -5 .. at least 1
-config("llama", num_hidden_layers=10**12) -> num_hidden_layers = 1000000000000 .. from 1 to 10000
-config("llama", num_attention_heads=10**9, head_dim=2) -> num_attention_heads = 1000000000
-config("llama", head_dim=2**40) -> head_dim = 1099511627776
-config("llama", hidden_size=2**64) -> channels per head are too many
-config("llama", hidden_size=100) -> 100 does not divide among 32 heads .. head_dim
-config("llama", head_dim=7) -> 7 of 7 channels .. even
-config("llama", num_key_value_heads=5) -> num_attention_heads = 32 .. num_key_value_heads = 5
-config("llama", attention_bias=1) -> attention_bias = 1 .. neither true nor false
-config("llama", hidden_act="swiglu") -> hidden_act = 'swiglu'
-config("llama", rms_norm_eps=0) -> rms_norm_eps = 0 .. positive
-config("llama", rms_norm_eps="1e-5") -> rms_norm_eps = '1e-5' .. positive
-config("llama", rope_theta=-1) -> rope_theta = -1
-config("llama", rope_scaling=8) -> rope_scaling = 8 is not a table
-config("llama", rope_scaling={"rope_type": "longer"}) -> rope_scaling: rope_type = 'longer' .. did you mean
-config("llama", rope_scaling={"type": "linear", "factor": "2"}) -> factor = '2' .. positive
-config("llama", rope_parameters={"full_attention": {}}) -> angles of its own .. one table
-config("llama", id2label=["a"], architectures=["LlamaForSequenceClassification"]) -> id2label = ['a'] is not a table
-config("qwen3", layer_types=["full_attention"]) -> names 1 layers of 2
-config("qwen3", layer_types=["full", "full"]) -> layer_types names 'full' .. full_attention
-config("qwen3", layer_types="full") -> layer_types = 'full' is not a list
-config("qwen3", layer_types=["sliding_attention"] * 2) -> without a sliding_window
-config("gemma2", sliding_window=None) -> without a sliding_window
-config("gemma2", use_bidirectional_attention=True) -> use_bidirectional_attention .. not described
-config("mistral", sliding_window=0) -> sliding_window = 0
-config("gpt2", n_embd=10, n_head=3) -> 10 does not divide among 3 heads
-config("gpt2", add_cross_attention=True) -> add_cross_attention .. give False
-config("bert", position_embedding_type="relative_key") -> position_embedding_type = 'relative_key' .. 'absolute'
-config("bert", architectures=["BertForCausalLM"]) -> 'ForCausalLM'
-config("t5", feed_forward_proj="gated_gelu") -> feed_forward_proj = 'gated_gelu' .. did you mean 'gated-gelu'
-config("t5", relative_attention_num_buckets=2) -> buckets=2
-config("bart", tie_word_embeddings=False) -> tie_word_embeddings = False .. not used
-config("vit", image_size=8) -> patch_size = (16, 16) is larger
-config("vit", image_size=[8, 8, 8]) -> image_size = [8, 8, 8]
-config("vit", patch_size="16") -> patch_size = '16'
-config("deepseek_v3", num_key_value_heads=2) -> num_key_value_heads differs
-config("deepseek_v3", num_experts_per_tok=300) -> num_experts_per_tok = 300 .. from 1 to 256
-config("deepseek_v3", moe_layer_freq=2) -> moe_layer_freq = 2
-config("gpt_oss", hidden_act="gelu") -> hidden_act = 'gelu'
-"""
-
-
-@pytest.mark.parametrize(("does", "words"), rows(CONFIGS))
+@pytest.mark.parametrize(("does", "words"), refused_calls(TABLES / "refused_configs.txt"))
 def test_an_impossible_config_is_refused(does: str, words: str):
-    check_refused(does, words)
+    check_refused(does, words, hw.SpecError, globals())
+
+
+def check_file_refused(at: object, words: str) -> None:
+    names = globals() | {"at": at}
+    check_refused("families.read_model_spec(at)", words, hw.SpecError, names)
 
 
 def test_files_that_are_no_config_are_refused(tmp_path: Path):
-    check_refused(
-        "families.read_model_spec(at)", "neither headwise.toml nor config.json", at=tmp_path
-    )
-    check_refused("families.read_model_spec(at)", "cannot be read", at=tmp_path / "absent.json")
+    check_file_refused(tmp_path, "neither headwise.toml nor config.json")
+    check_file_refused(tmp_path / "absent.json", "cannot be read")
     file = tmp_path / "config.json"
     for text, words in (
         ("{", "is not JSON: .. give a config.json"),
@@ -593,11 +470,11 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path):
         ("1" * 5000, "is not JSON: a number has more than 4,300 digits; give a config.json"),
     ):
         file.write_text(text)
-        check_refused("families.read_model_spec(at)", f"{file} {words}", at=tmp_path)
+        check_file_refused(tmp_path, f"{file} {words}")
     file.write_bytes(b"\xff\xfe{}")
-    check_refused("families.read_model_spec(at)", "is not UTF-8", at=file)
+    check_file_refused(file, "is not UTF-8")
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
-    check_refused("families.read_model_spec(at)", f"{file}: hidden_size = 'wide'", at=str(tmp_path))
+    check_file_refused(str(tmp_path), f"{file}: hidden_size = 'wide'")
 
 
 def test_numbers_of_a_config_are_exact():

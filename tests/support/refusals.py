@@ -1,0 +1,24 @@
+"""Tables of calls that are refused, in text files: `expression -> words .. words` a line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def refused_calls(path: Path) -> list[Any]:
+    """The lines of a table as parameters: an expression, and words of its error."""
+    split = (line.split(" -> ") for line in path.read_text("utf-8").splitlines() if " -> " in line)
+    return [pytest.param(does, words, id=does) for does, words in split]
+
+
+def check_refused(does: str, words: str, kind: type[Exception], names: dict[str, Any]) -> None:
+    """An expression ends in one error of one line whose message holds these words in their order."""
+    with pytest.raises(kind) as caught:
+        eval(does, names)
+    message = str(caught.value)
+    assert re.search(".*".join(re.escape(word) for word in words.split(" .. ")), message), message
+    assert "\n" not in message
