@@ -239,6 +239,8 @@ def test_a_plan_lists_the_heads_it_keeps():
     assert plan.keep == {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (1, 2)}
     assert plan.changed_sites == {"decoder.1.attention": (1, 2)}
     assert plan.summary == "5 of 6 heads kept, as asked"
+    with pytest.raises(hw.SpecError, match=r"has no attention 'encoder\.0\.attention'"):
+        PruningPlan.of(build_model(GPT2).spec, {"encoder.0.attention": [0]}, "of another model")
 
 
 @pytest.mark.parametrize(
