@@ -20,7 +20,6 @@ import headwise as hw
 from headwise.attention.masking.patterns import parse_pattern
 from headwise.attention.parts.rotary_embedding import Rotary
 from headwise.attention.spec.serialization import to_dict as spec_to_dict
-from headwise.cli.run import requests
 from headwise.hub import checkpoint_weights, tokenizer_files
 from headwise.models import families, model_spec, vocabulary
 from headwise.models.generation.text_output import ModelTokenizer
@@ -28,7 +27,6 @@ from headwise.models.model_spec.serialization import ModelManifest, SurgeryRecor
 from headwise.observe.head_analysis.annotated_examples import parse_alignment_links, read_conllu
 from headwise.observe.traces import trace_file
 from headwise.studies.study_file import read_study
-from headwise.surgery.pruning_plan import PruningPlan
 from headwise.training import recipe
 from headwise.training.data import images, open_data, text_files
 from support.tiny_configs import model_config
@@ -96,8 +94,6 @@ RECIPES = [
     {"steps": 5, "batch": 8, "accumulate": 2, "aux_losses": {"l0": 0.5}},
 ]
 MODELS = [model_spec.to_dict(families.read_model_spec(GPT2))]
-PLAN_MODEL = families.read_model_spec(GPT2)
-PLANS = [PruningPlan.without(PLAN_MODEL, [("decoder.0.attention", 1)], "by hand").data]
 CONFIGS = [
     GPT2,
     {
@@ -344,7 +340,6 @@ STUDIES = [
         "tasks": {"copy": {"threshold": 0.5, "symbols": 5, "block": 4, "gap": 2}},
     }
 ]
-REQUESTS = [{"prompt": "ab", "max_new_tokens": 2, "temperature": 0.5, "seed": 3, "stop": ["x"]}]
 RECORDS = [json.loads((SEEDS / f"{name}.heads.json").read_text()) for name in ("pruned", "latent")]
 PROCESSORS = [
     {
@@ -377,9 +372,6 @@ PARSERS: dict[str, Parser] = {
     "trace bytes": Parser(
         st.deferred(lambda: damaged_bytes(TRACE.read_bytes())), reads_file("b.trace", hw.load_trace)
     ),
-    "pruning plan": Parser(
-        hostile_trees(PLANS), lambda tree: PruningPlan.from_dict(PLAN_MODEL, tree)
-    ),
     "heads.json": Parser(texts_of(RECORDS), reads_file("heads.json", SurgeryRecord.from_file)),
     "CoNLL-U": Parser(_decoded(CONLLU), lambda text: list(read_conllu(text.split("\n")))),
     "word alignments": Parser(_decoded("0-0 1-2 2?1"), lambda text: parse_alignment_links(text, 1)),
@@ -391,9 +383,6 @@ PARSERS: dict[str, Parser] = {
             [{"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}]
         ),
         _read_index,
-    ),
-    "request line": Parser(
-        texts_of(REQUESTS), lambda text: requests._parse_request(text.encode("utf-8", "replace"))
     ),
     "preprocessor_config.json": Parser(
         texts_of(PROCESSORS), reads_file("a.json", tokenizer_files.read_json)
