@@ -230,13 +230,13 @@ def test_cached_generation_equals_generation_without_a_cache(name: str):
     net = build_random(decoder_spec(SPECS[name]))
     alone = []
     for row, prompt in enumerate(PROMPTS):
-        ids, own = list(prompt), RandomStream(row + 3)
+        ids, own = list(prompt), RandomStream(3, row)
         for _ in range(6):
             ids += hw.generation.sample_tokens(
                 logits_of(net, ids)[None], temperature=1.0, streams=[own]
             )
         alone.append(ids[len(prompt) :])
-    options = {"max_new_tokens": 6, "temperature": 1.0, "seed": [3, 4, 5]}
+    options = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
     ends = (alone[0][2], alone[1][0])
     expected = [
         row[: min((row.index(end) for end in ends if end in row), default=6)] for row in alone

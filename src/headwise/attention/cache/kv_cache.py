@@ -85,9 +85,6 @@ class TokenCache(ABC):
         # every row holds positions 0 .. used - 1 of segment 0, known without a device sync
         self.uniform = True
         self.is_single_segment = True  # every token so far is in segment 0
-        self._num_warmup_tokens = (
-            1  # number of tokens after which all decode steps run the same operations
-        )
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -100,13 +97,6 @@ class TokenCache(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of memory for the cached tokens."""
-
-    @property
-    @abstractmethod
-    def is_predictable(self) -> bool:
-        """Whether the next decode step repeats the operations of the last one, so that one graph
-        serves both.
-        """
 
     def continue_after(self, last: Tensor) -> None:
         """Let the next tokens of each row follow these positions, which are not read back from the
@@ -211,7 +201,6 @@ class KVCache(TokenCache):
         super().__init__(batch, dtype, device)
         self.spec = spec
         self._prefix_length = spec.pattern.tokens_before_decode
-        self._visibility: FullVisibility | None = None
 
     @abstractmethod
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
@@ -245,11 +234,6 @@ class KVCache(TokenCache):
     def state(self) -> Mapping[str, Tensor]:
         """Recurrent state of all past tokens, for linear attention; empty for other caches."""
         return {}
-
-    @property
-    def is_predictable(self) -> bool:
-        counted = self._visibility is None or self.used < self._visibility.num_counted
-        return self.uniform and self.used >= self._num_warmup_tokens and counted
 
     def check_input(self, spec: AttentionSpec, x: Tensor) -> None:
         """Raise ValueError if the spec, batch size, dtype or device differ from those of this

@@ -68,7 +68,6 @@ class SlotCache(KVCache):
             torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True
         )
         self._full_visibility = FullVisibility(spec.pattern, self._retained_tokens(), slots)
-        self._visibility = self._full_visibility
 
     def _retained_tokens(self) -> Pattern:
         """Return the pattern of past tokens that are still in a slot."""
@@ -248,7 +247,6 @@ class RingCache(SlotCache):
         assert last is not None, "a ring needs a pattern that forgets tokens"
         self.last = last
         super().__init__(spec, batch, self.first + last, dtype, device, store)
-        self._num_warmup_tokens = self.slots  # from then on every token overwrites another
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         is_first = self.used == 0
@@ -377,10 +375,6 @@ class HiddenStateCache(TokenCache):
     def select_rows(self, index: Tensor) -> None:
         self._select_batch(index)
         self.state = None if self.state is None else self.state[index]
-
-    @property
-    def is_predictable(self) -> bool:
-        return self.uniform and self.used >= self._num_warmup_tokens
 
     @property
     def nbytes(self) -> int:
@@ -520,10 +514,6 @@ class HeadGroupCache(KVCache):
     @property
     def storage_format(self) -> str | None:
         return self.caches[0].storage_format
-
-    @property
-    def is_predictable(self) -> bool:
-        return all(cache.is_predictable for cache in self.caches)
 
 
 def _tokens_of(

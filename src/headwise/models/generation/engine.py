@@ -125,15 +125,12 @@ RequestPart = tuple[RequestStream, int]  # a request and its number of tokens in
 
 
 class StepRecord(NamedTuple):
-    """One step: decoded rows and their total context; prompts, their new tokens and their cached
-    tokens (`past`).
-    """
+    """One step: decoded rows and their total context; prompts and their new tokens."""
 
     rows: int
     context: int
     num_prompts: int
     tokens: int
-    past: int
     seconds: float
 
 
@@ -321,7 +318,6 @@ class Engine:
     def _run_step(self, requests: Sequence[RequestStream]) -> None:
         begun = perf_counter()
         prompts = self._schedule_prefill([request for request in requests if request.is_prefilling])
-        past = sum(request.row.length for request, _ in prompts)
         self._run_calls(prompts)
         rows = self._rows_to_decode(requests, is_reading=bool(prompts))
         context = sum(request.row.length + 1 for request, _ in rows)
@@ -329,9 +325,7 @@ class Engine:
         if prompts or rows:
             num_tokens = sum(count for _, count in prompts)
             seconds = perf_counter() - begun
-            self.steps.append(
-                StepRecord(len(rows), context, len(prompts), num_tokens, past, seconds)
-            )
+            self.steps.append(StepRecord(len(rows), context, len(prompts), num_tokens, seconds))
 
     def _rows_to_decode(
         self, requests: Sequence[RequestStream], *, is_reading: bool

@@ -29,7 +29,6 @@ from .decoding_strategies import run_beam_search
 from .prompts import PromptBatch, get_decoder_start_ids, parse_prompts
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
-SeedOrSeeds = int | Sequence[int] | None
 STEPS_FINISHED = object()  # marks the end of the iterator of decode steps
 
 
@@ -50,7 +49,7 @@ def generate(
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     config: DecodingConfig = DEFAULT_DECODING,
-    seed: SeedOrSeeds = None,
+    seed: int | None = None,
 ) -> Any:
     """Return the model's continuation of a prompt: new ids for ids, text for text, a list for a
     list of prompts.
@@ -58,9 +57,8 @@ def generate(
     A decoder continues the prompt; an encoder-decoder reads it as its source. Ids are used as they
     are; text is encoded and surrounded by the ids that `model.usage` asks for (`before`, `behind`).
     An output stops before an end id, which is not part of it. Below temperature 1e-5 every token is
-    the most likely one, else tokens are sampled: row n of a batch uses random stream n of an
-    integer seed. With a list of seeds row n uses stream 0 of seed n, as it would alone. With
-    `config=DecodingConfig(beams=..., best=...)` and `best` above 1 each output is a list, best
+    the most likely one, else tokens are sampled: row n of a batch uses random stream n of the seed.
+    With `config=DecodingConfig(beams=..., best=...)` and `best` above 1 each output is a list, best
     first.
 
     >>> import headwise as hw
@@ -99,7 +97,7 @@ def stream(
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     config: DecodingConfig = DEFAULT_DECODING,
-    seed: SeedOrSeeds = None,
+    seed: int | None = None,
 ) -> Iterator[Any]:
     """Iterate over the output of `generate` for one prompt as it arrives: ids, or pieces of text
     that are final.
@@ -130,29 +128,20 @@ def stream(
     return generator.pieces(prompts, make_random_streams(seed, 1) if generator.temperature else ())
 
 
-def make_random_streams(seed: SeedOrSeeds, count: int) -> list[RandomStream]:
+def make_random_streams(seed: int | None, count: int) -> list[RandomStream]:
     """Return one random stream per row; without a seed, the seed comes from torch's global
     generator.
 
-    >>> (
-    ...     [row.number for row in make_random_streams(7, 2)],
-    ...     [row.seed for row in make_random_streams([7, 5], 2)],
-    ... )
-    ([0, 1], [7, 5])
+    >>> [row.number for row in make_random_streams(7, 2)]
+    [0, 1]
     """
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        return [RandomStream(seed, n) for n in range(count)]
-    seeds = list(seed) if isinstance(seed, (list, tuple, range)) else []
-    if len(seeds) != count or not all(
-        isinstance(row_seed, int) and not isinstance(row_seed, bool) for row_seed in seeds
-    ):
+    if not isinstance(seed, int) or isinstance(seed, bool):
         raise SpecError(
-            f"cannot seed {pluralise(count, 'row')} with seed={seed!r}; give an integer, or one "
-            "for each row"
+            f"cannot seed {pluralise(count, 'row')} with seed={seed!r}; give an integer"
         )
-    return [RandomStream(row_seed) for row_seed in seeds]
+    return [RandomStream(seed, n) for n in range(count)]
 
 
 @dataclass(frozen=True)
