@@ -17,7 +17,7 @@ from headwise.models.distributed.sharded_model import BatchForward, wrap_single_
 from headwise.models.model_spec import ModelSpec
 from headwise.training import Recipe
 from headwise.training.data import IGNORE_INDEX, Batch
-from headwise.training.data.example_order import IndexArray, make_rng, plan_by_length
+from headwise.training.data.example_order import IndexArray, make_rng
 from headwise.training.data.synthetic_task import ModelShape, make_small_translator
 from headwise.training.data.task import pack_batch, real_token_share
 from headwise.training.optimisers import AdamWOptimiser, group_parameters
@@ -107,18 +107,16 @@ def make_batches() -> tuple[Batches, Batches]:
             NUM_PAIRS // BATCH_SIZE,
         ),
     )
-    plan = plan_by_length(lengths.max(1), BATCH_SIZE)
+    order = np.argsort(lengths.max(1), kind="stable")
+    parts = np.array_split(order, -(-NUM_PAIRS // BATCH_SIZE))
     target = lengths[np.concatenate(random_batches)].sum()
-    order = np.argsort(plan.lengths, kind="stable")
     bucketed = list[IndexArray]()
     while (
         not bucketed or abs(lengths[np.concatenate(bucketed)].sum() / target - 1) > FILL_TOLERANCE
     ):
         # one batch from each range of lengths
-        units = [
-            int((n + generator.random()) * plan.batches / NUM_BATCHES) for n in range(NUM_BATCHES)
-        ]
-        bucketed = [order[[index for (index,) in plan.units[unit]]] for unit in units]
+        places = (np.arange(NUM_BATCHES) + generator.random(NUM_BATCHES)) * len(parts)
+        bucketed = [parts[int(place / NUM_BATCHES)] for place in places]
     return [_make_batch(lengths, pairs) for pairs in random_batches], [
         _make_batch(lengths, pairs) for pairs in bucketed
     ]

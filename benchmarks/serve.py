@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import headwise as hw
-from headwise.costs.roofline import Device, RooflineOperation, remeasure_this_machine
+from headwise.costs.roofline import Device, RooflineOperation, measure_this_machine
 from headwise.kernels.compilation import compile_when_called
 from headwise.models.families import read_model_spec
 
@@ -328,7 +328,7 @@ def main(argv: Iterable[str] = ()) -> int:
     threads = int(next(iter(argv), "1"))
     torch.set_num_threads(threads)
     torch.manual_seed(SEED)
-    here = remeasure_this_machine()
+    here = measure_this_machine()
     ours, theirs = build_models()
     check: Tensor = torch.tensor([draw_requests()[0][0]])
     with torch.no_grad():

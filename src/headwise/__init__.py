@@ -76,7 +76,6 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .attention.tensor_attention import attend
     from .costs.activations import layer_activation_memory
     from .costs.cost_report import Workload, cost
-    from .costs.formula_checks import check_formulas
     from .costs.part_checks import check_part
     from .costs.roofline import Device
     from .costs.size_matching import match_size
@@ -214,7 +213,6 @@ _MODULE_OF_NAME = {
     "ActivationSettings": "costs.training_memory",
     "layer_activation_memory": "costs.activations",
     "activation_memory": "costs.training_memory",
-    "check_formulas": "costs.formula_checks",
     "check_part": "costs.part_checks",
     "fold_bias": "surgery.weight_folding",
     "fold_qk_transforms": "surgery.weight_folding",

@@ -15,6 +15,7 @@ from headwise.learn import document_page
 from headwise.learn.catalogue import load_documents, load_entries
 from headwise.learn.language import use_language
 from headwise.report import plots
+from headwise.report.render import to_json
 
 WITH_FIGURES = {
     "000-1.2.3",
@@ -164,9 +165,7 @@ def test_every_figure_is_chinese():
         figures = {entry.id: entry.run().figure for entry in entries}
     assert all(figures.values())
     for id, figure in figures.items():
-        labels = [
-            html.unescape(text) for text in re.findall(r"<(?:text|title)[^>]*>([^<]*)<", figure)
-        ]
+        labels = re.findall(r'"((?:[^"\\]|\\.)*)"', to_json(figure))
         words = [
             text
             for text in labels

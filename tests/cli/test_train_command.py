@@ -370,9 +370,6 @@ def test_a_model_with_the_vocabulary_of_the_task_is_trained(tmp_path: Path):
     ("changes", "bytes_per_parameter", "tensors"),
     [
         ({}, 16, "weights, gradients, first moments and second moments"),
-        ({"optimiser": "muon"}, 12, "weights, gradients and momentum"),
-        ({"optimiser": "sgd"}, 12, "weights, gradients and momentum"),
-        ({"optimiser": "sgd", "momentum": 0.0}, 8, "weights and gradients"),
         (
             {"parallelism": "data=2,shards=2"},
             8,
@@ -382,7 +379,7 @@ def test_a_model_with_the_vocabulary_of_the_task_is_trained(tmp_path: Path):
         ({"device": "cuda"}, 16, "weights, gradients, first moments and second moments"),
     ],
 )
-def test_the_memory_of_training_is_that_of_optimiser_ranks_and_device(
+def test_the_memory_of_training_is_that_of_ranks_and_device(
     changes: dict[str, object],
     bytes_per_parameter: int,
     tensors: str,

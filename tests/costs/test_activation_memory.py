@@ -130,7 +130,7 @@ def test_any_small_layer_saves_the_bytes_of_its_formula(sizes, pattern, dtype):
         ).total == layer_saved_bytes(layer, x)
 
 
-@pytest.mark.parametrize("name", list(cases.EXAMPLES)[::2])
+@pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_every_part_saves_the_bytes_of_its_formula(name):
     spec, dtype = cases.EXAMPLES[name], torch.bfloat16
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, dtype))
@@ -150,7 +150,6 @@ def test_query_blocks_save_the_inputs_of_the_core():
     assert memory.total == layer_saved_bytes(
         hw.Attention(spec, backend="chunked"), torch.randn(b, s, 6, requires_grad=True)
     )
-    assert memory == hw.layer_activation_memory(spec, load(b, s), "dense", checkpoint="core")
     assert hw.layer_activation_memory(spec, load(b, 128), "chunked") == hw.layer_activation_memory(
         spec, load(b, 128), "dense"
     )  # one block
@@ -411,7 +410,7 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
         ),
         (
             lambda s, at: hw.layer_activation_memory(s, at, "sdpa", checkpoint="core"),
-            "saves no scores",
+            "use one of block, none",
         ),
         (lambda s, at: hw.layer_activation_memory(s, at, source=3), "reads no source"),
         (

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from headwise import cli
-from headwise.costs.published_formulas import ArticleRow, ArticleTable, flops_per_trained_token
+from headwise.costs.published_article import ArticleRow, ArticleTable, flops_per_trained_token
 from headwise.models.families import read_model_spec
 
 DAY = 86_400

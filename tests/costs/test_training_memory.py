@@ -164,7 +164,7 @@ def test_the_page_shows_every_step(capsys):
     assert "dcmha: in training, chunked, nothing recomputed" in out
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "block", "core"])
+@pytest.mark.parametrize("checkpoint", ["none", "block"])
 def test_the_document_has_the_same_numbers(capsys, checkpoint):
     code, out, _ = run(
         capsys, "gqa", *SIZES, "--json", "--profile", "dense", "--checkpoint", checkpoint

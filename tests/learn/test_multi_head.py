@@ -438,28 +438,32 @@ def test_flops_of_collaborative_scores():
     assert core < numbers["shared_flops"] - projections < 1.03 * core
 
 
-def test_figures_of_heads_have_a_line_for_each_strong_weight():
+def test_figures_of_heads_have_their_weights():
     for id, name in (("002-2.4", "two"), ("002-2.6l", "gallery")):
-        strong = sum(int((np.array(head["weights"]) >= 0.05).sum()) for head in STORED[name])
-        figure = ENTRIES[id].check().figure
-        assert figure.count("<line") == strong
-        assert figure.count(">query<") == figure.count(">key<") == len(STORED[name])
+        panels = learn.checked(ENTRIES[id]).figure.panels
+        assert [list(panel.weights.values()) for panel in panels] == [
+            [head["weights"]] for head in STORED[name]
+        ]
+        assert {panel.headings for panel in panels} == {("query", "key")}
 
 
 def test_the_figure_of_columns_has_a_box_for_each_class_that_is_left():
     columns = STORED["pruned"]["columns"]
     names = {name for column in columns for name in column["classes"]}
     figure = learn.checked(ENTRIES["002-2.6h"]).figure
-    assert figure.count("<rect") == sum(len(column["classes"]) for column in columns) + len(names)
-    for column in columns:
-        assert f">{sum(column['classes'].values())}</text>" in figure
+    (bars,) = figure.panels
+    assert set(bars.groups) == names == set(bars.texts)
+    assert len(figure.legend) == len(names)
+    for place, column in enumerate(columns):
+        assert {name: rows[place] for name, rows in bars.groups.items() if rows[place]} == column[
+            "classes"
+        ]
+        assert bars.columns[place] == str(sum(column["classes"].values()))
 
 
-def test_the_three_boxes_have_the_intensities_of_the_reason():
-    figure = learn.checked(ENTRIES["002-2.3c"]).figure
-    assert figure.count("stroke-dasharray") == 3
-    assert figure.count("batch 512: 512 FLOPs per byte") == 2
-    assert figure.count("batch 512: 1 FLOPs per byte") == 1
+def test_the_three_parts_have_the_intensities_of_the_reason():
+    (panel,) = learn.checked(ENTRIES["002-2.3c"]).figure.panels
+    assert panel.texts == [["1.00", "512.00"], ["1.00", "1.00"], ["1.00", "512.00"]]
 
 
 def test_every_run_of_these_sections_is_checked():

@@ -198,10 +198,10 @@ def test_the_figure_of_the_steps_has_every_number():
     q, k, v = (x @ array(layer.state_dict()[f"project.{side}"]).T for side in "qkv")
     weights = [softmax(q[:, s] @ k[:, s].T / math.sqrt(2)) for s in (slice(0, 2), slice(2, 4))]
     heads = np.concatenate([weights[0] @ v[:, :2], weights[1] @ v[:, 2:]], 1)
+    texts = [panel.texts for panel in figure.panels]
     for matrix in (x, q, *weights, heads, heads @ array(layer.state_dict()["output.o"]).T):
-        for number in matrix.ravel():
-            assert f">{number:.2f}</text>" in figure
-    assert figure.count("<rect") == 5 * 12 + 4 * 6 + 2 * 9 - 12
+        assert [[f"{number:.2f}" for number in row] for row in matrix] in texts
+    assert len(texts) == 2 + 2 * 3 + 2
 
 
 def test_every_run_of_these_sections_is_checked():
@@ -220,4 +220,4 @@ def test_the_figure_of_compositions_shows_which_heads_meet():
     ]
     assert all((tables[name] > 0.05).all() for name in ("collaborative", "talking heads", "DCMHA"))
     figure = learn.checked(ENTRIES["002-4.1"]).figure
-    assert figure.count("<rect") == 9 * len(tables)
+    assert [panel.title for panel in figure.panels] == list(tables)

@@ -195,10 +195,6 @@ def test_models_that_cannot_be_made(variants: dict[str, Any], words: str):
             {"edits": {"three": {"change": "convert", "kv": 3}}},
             "'mha' .* edit 'three': .* cannot split 4",
         ),
-        (
-            {"recipe": {"steps": 8, "sample_every": 4}},
-            "'mha' on 'recall' .* sample_prompts is missing",
-        ),
     ],
 )
 def test_cells_that_cannot_begin(changes: dict[str, Any], words: str):

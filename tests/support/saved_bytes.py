@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import headwise as hw
-from headwise.costs.activations import fused_unsupported_reason
+from headwise.attention.backends import sdpa
+from headwise.costs.activations import training_signature
 from headwise.costs.saved_tensors import SavedTensorRecorder
 
 
@@ -72,7 +73,10 @@ def backend_profile(model: hw.model_spec.ModelSpec, dtype: str = "fp32") -> str:
     """The backend whose formula holds; with bfloat16 each attention has its usual one."""
     return (
         "dense"
-        if any(fused_unsupported_reason(spec) for _, spec in model.attention_specs())
+        if any(
+            sdpa.unsupported_reasons(training_signature(spec))
+            for _, spec in model.attention_specs()
+        )
         else ""
         if dtype == "bf16"
         else "sdpa"

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.costs import formula_checks
 from headwise.models import model_spec as bp
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.efficiency import (
@@ -26,6 +25,7 @@ from headwise.surgery.verification.model_comparison import (
 )
 from headwise.surgery.verification.proof import ProofOptions, prove
 from headwise.surgery.verification.proof_report import render_proof, render_summary, write_proof
+from support.flop_counting import flop_counter
 from support.pruned_models import (
     KEEP,
     KINDS,
@@ -132,7 +132,7 @@ def test_flops_are_those_torch_counts_if_every_pair_is_allowed(kind):
     found, x = compare_cost(*nets, length=11), make_examples(kind)[0].inputs["x"]
     x = x if kind == "vision" else torch.zeros(1, 11, dtype=torch.int64)
     for net, options in zip(nets, found.get_cost("forward")[2:], strict=True):
-        with formula_checks.flop_counter() as counted, torch.no_grad():
+        with flop_counter() as counted, torch.no_grad():
             net(x)
         assert options == counted.get_total_flops()
 
@@ -147,7 +147,7 @@ def test_a_decode_step_and_its_cache_have_the_counted_sizes():
         cache = net.cache(batch=1, capacity=13)
         with torch.no_grad():
             net(torch.zeros(1, 12, dtype=torch.int64), cache=cache)
-            with formula_checks.flop_counter() as counted:
+            with flop_counter() as counted:
                 net(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
         assert flops == counted.get_total_flops()
         assert nbytes == cache.nbytes == 13 * one

@@ -18,7 +18,8 @@ import torch
 
 import headwise as hw
 from headwise.kernels.takeover_points import assume_points, points_of_class
-from headwise.training import ConsoleLogger, autotune, loggers, train
+from headwise.report.progress import LINE_INTERVAL, ProgressReporter
+from headwise.training import ConsoleLogger, autotune, train
 from headwise.training.autotune import Autotuner
 from headwise.training.loggers import JsonlLogger, create_logger, read_records
 from headwise.training.train_step import StepOptions
@@ -140,14 +141,14 @@ def test_the_log_resumes_after_the_checkpoint(tmp_path: Path):
 # --- the screen -----------------------------------------------------------------------------------
 
 
-def test_a_pipe_gets_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_pipe_gets_plain_lines_now_and_then(tmp_path: Path):
     now = [100.0]
-    monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
     out = io.StringIO()
     one = ConsoleLogger(out)
+    one._report = ProgressReporter(out, now=lambda: now[0])
     one.open(tmp_path, CONFIG)
     one.write(STEP)
-    now[0] += loggers.LINE_INTERVAL + 1
+    now[0] += LINE_INTERVAL + 1
     one.write(STEP)
     one.write(EVALUATION_RECORD)
     one.write({"event": "end", "step": 6, "metrics": {"loss": 0.5}, "seconds": 61, "split": "test"})
@@ -165,19 +166,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_a_bar_and_the_lines_above_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+def test_a_terminal_gets_one_line_for_steps_and_the_others_above_it(tmp_path: Path):
     out = Terminal()
     one = ConsoleLogger(out)
     one.open(tmp_path, CONFIG)
     one.write(STEP)
     one.write(EVALUATION_RECORD)
     one.close()
-    assert "10,000 tokens/s" in out.getvalue()
-    assert "step 3, held out: loss 0.2500" in out.getvalue()
+    assert "\x1b[Kstep 3: loss 0.5000, 10,000 tokens/s" in out.getvalue()
+    assert "\x1b[Kstep 3, held out: loss 0.2500, best so far\n" in out.getvalue()
 
 
 # --- what is chosen -------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import headwise as hw
 from headwise.cli import main
 from headwise.models import load
 from headwise.training import ConsoleLogger, Recipe, loop, train, training_run
@@ -128,7 +127,7 @@ def test_a_change_is_kept_if_the_run_dies_before_its_next_checkpoint(
             "with-changes",
             "recipe.batch was 5, is now 10; resume with the old value, or train into",
         ),
-        ({"optimiser": "sgd"}, "with-changes", "recipe.optimiser was 'adamw', is now 'sgd'"),
+        ({"init": "gpt2"}, "with-changes", "recipe.init was 'xavier', is now 'gpt2'"),
     ],
 )
 def test_changes_that_a_run_cannot_take_are_refused(
@@ -270,51 +269,6 @@ def test_the_learning_curves_are_drawn_for_both_backgrounds(
     assert (loss.series[1].name, loss.series[1].xs) == ("validation", [3, 6])
     assert [one.name for one in metrics.series] == ["accuracy"]
     assert [line.at for line in rate.references] == [3]
-
-
-def test_texts_are_sampled_on_the_way_and_change_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    task = hw.data.open_data(str(tmp_path / "a.txt"), {"length": 8, "test": 0.2})
-    options = {"steps": 4, "dropout": 0.1}
-    train(task, recipe=short_recipe(**options), out=tmp_path / "plain")
-    sampled = short_recipe(
-        **options, sample_every=2, sample_prompts=("the ", "fox"), sample_tokens=5
-    )
-    train(task, recipe=sampled, out=tmp_path / "sampled", loggers=[ConsoleLogger()])
-    check_same(weights(tmp_path / "plain"), weights(tmp_path / "sampled"))
-    samples = [
-        record
-        for record in read_lines(tmp_path / "sampled" / "metrics.jsonl")
-        if record["event"] == "sample"
-    ]
-    assert [(record["step"], record["prompt"]) for record in samples] == [
-        (step, prompt) for step in (2, 4) for prompt in ("the ", "fox")
-    ]
-    net = load(tmp_path / "sampled")  # the last checkpoint is the best one
-    expected = hw.generate(net, ["the ", "fox"], max_new_tokens=5, temperature=0.8, seed=0)
-    assert [record["text"] for record in samples[2:]] == expected
-    assert "step 4, sample: the" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"sample_every": 2},
-            "sample_prompts is missing; sample_every and sample_prompts belong together",
-        ),
-        ({"sample_prompts": ("a",)}, "sample_every is missing"),
-        (
-            {"sample_every": 2, "sample_prompts": ("a",)},
-            "needs? a model that generates text, but echo has no tokenizer",
-        ),
-    ],
-)
-def test_samples_that_cannot_be_generated_are_refused(tmp_path: Path, options: dict, message: str):
-    with pytest.raises(SpecError, match=message):
-        train(Echo(), recipe=short_recipe(**options), out=tmp_path)
 
 
 # --- batches ahead of time ------------------------------------------------------------------------

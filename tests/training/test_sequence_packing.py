@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from headwise.training.autotune import Autotuner
 from headwise.training.data import IGNORE_INDEX, Batch
 from headwise.training.data.synthetic_task import ModelShape, make_small_translator
 from headwise.training.data.task import UnpackableBatch, iter_texts, pack_batch
-from headwise.training.data.translation import ParallelTextTask
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.train_step import StepOptions, TrainStep
 from support.small_training import Echo, Routed, short_recipe
@@ -160,29 +158,6 @@ def test_unpackable_batches_give_reasons():
     for message, batch in cases.items():
         with pytest.raises(UnpackableBatch, match=message):
             pack_batch(batch)
-
-
-def test_rows_of_several_pairs_know_their_lengths(tmp_path: Path):
-    words = [f"{f'a b c d {n}' * (1 + n % 3)}\t{f'e f {n}' * (1 + n % 2)}\n" for n in range(40)]
-    (tmp_path / "a.tsv").write_text("".join(words))
-    options = {"valid": 0.1, "test": 0.1, "vocab": 300, "longest": 64, "form": "packed"}
-    data = ParallelTextTask(str(tmp_path / "a.tsv"), **options)
-    batch = data.batch(0, 3)
-    assert max(map(len, batch.tokens.lengths)) > 1
-    for side in (batch.tokens, batch.source_tokens):
-        alike = SequenceInfo.packed(side.lengths)
-        assert torch.equal(alike.position, side.position)
-        assert torch.equal(alike.segment, side.segment)
-    net = hw.build(data.model(), seed=0).double()
-    unknown = replace(batch, tokens=masked(batch.tokens), source_tokens=masked(batch.source_tokens))
-    check_same(gradients(net, batch, "padded"), gradients(net, unknown, "padded"))
-    check_same(gradients(net, batch, "packed"), gradients(net, unknown, "padded"))
-    assert data.batch(0, 3, "valid").tokens.lengths is None
-
-
-def masked(tokens: SequenceInfo) -> SequenceInfo:
-    """The same tokens, of whom nobody knows where texts begin."""
-    return SequenceInfo(tokens.position, tokens.segment)
 
 
 def trial(monkeypatch, seconds, task=None, **options):

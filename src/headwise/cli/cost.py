@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     """Print the costs of every target on the command line."""
     args = CostOptions.parse(argv)
     if args.article is not None:
-        from ..costs.published_formulas import ArticleTable
+        from ..costs.published_article import ArticleTable
 
         article = ArticleTable.from_name(args.article)
         print_result(args, _format_items(article.tables), article.data)
@@ -36,10 +36,6 @@ def main(argv: list[str]) -> int:
         from ..report.plots import check_figure_path
 
         check_figure_path(args.plot, args.existing)
-    if args.measure:
-        from ..costs.roofline import remeasure_this_machine
-
-        remeasure_this_machine()
     costs = estimate_costs(args)
     views: dict[str, View] = {}
     if args.match is not None:
@@ -82,7 +78,6 @@ class CostOptions(Options):
     --batch ROWS  batch size
     --dtype NAME  bf16, fp16, fp32, fp8, int8 or mxfp4
     --device NAME  h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here
-    --measure  measure this machine again, for --device here
     --match WHAT  resize each spec to match the first: params, flops or kv
     --operations  table of operations: FLOPs, bytes, least time, bottleneck
     --plot FILE  draw plots into a .svg, .png or .pdf file
@@ -94,9 +89,7 @@ class CostOptions(Options):
     --complexity [HOW=counted]  compare with recurrent and convolutional layers: counted by formulas
         (also without HOW), or measured
 
-    published formulas:
-    --published NAME  compare with published formulas: zhihu-624740065, seeds, paper-2022, palm or
-        scaling-book; repeatable
+    published numbers:
     --article NUMBER  table of an article with numbers of GPT-3 and LLaMA-65B: 624740065
 
     memory of training:
@@ -105,13 +98,13 @@ class CostOptions(Options):
     --activations  bytes saved for the backward pass, by step
     --profile NAME  backend that attention runs on in training: dense, chunked, bf16_matmul, sdpa or
         flash-cuda
-    --checkpoint WHAT  what the backward pass recomputes: none, block or core (default: none)
+    --checkpoint WHAT  what the backward pass recomputes: none or block (default: none)
     --dropout RATE  dropout rate after every residual branch (default: 0)
 
     plots:
     --overwrite  replace an earlier output of this command
 
-    specs and formulas:
+    details of the estimate:
     --source TOKENS  tokens that cross-attention reads (default: the context)
     --weights DTYPE  format of the weights, such as fp8 (default: as stored, or --dtype)
     --terms  every term with the formula that it was computed by
@@ -136,14 +129,12 @@ class CostOptions(Options):
     batch: int = 1
     dtype: str = "bf16"
     device: str = "h200"
-    measure: bool = False
     match: str | None = None
     operations: bool = False
     plot: str | None = None
     json: bool = False
     resize: tuple[str, ...] = ()
     complexity: str | None = None
-    published: tuple[str, ...] = ()
     article: str | None = None
     optimiser: str | None = None
     activations: bool = False
@@ -157,9 +148,6 @@ class CostOptions(Options):
 
     def check(self) -> None:
         """Refuse options that have no effect."""
-        if self.measure and self.device != "here":
-            fact = f"--measure measures this machine, but the device is {self.device}"
-            raise UsageError(f"{fact}; add --device here")
         if self.profile == "":
             raise UsageError("--profile is empty; leave it out, or name one such as sdpa")
 
@@ -266,27 +254,6 @@ def _match_sizes(args: CostOptions, by: str, costs: CostReport) -> tuple[CostRep
 # --- Reports besides the table of costs -----------------------------------------------------------
 
 
-def _published_view(args: CostOptions, costs: CostReport) -> View:
-    """Compare published formulas with the estimates, by source."""
-    from ..costs.published_formulas import FormulaSource, compare_formulas
-
-    data: list[dict[str, Any]] = []
-    items: list[Item] = []
-    for source in map(FormulaSource.from_name, args.published):
-        items.append(f"{source.name}: {source.source}")
-        lines: list[str] = []
-        for estimate in costs:
-            for row in compare_formulas(estimate, source):
-                data.append(row._asdict())
-                value = "not estimated" if row.estimate is None else f"{row.estimate:,}"
-                lines.append(
-                    f"{row.name}: {row.quantity} = {row.formula}: published {row.published:,}, "
-                    f"headwise {value}: {row.explanation}"
-                )
-        items.append(lines)
-    return View(data, items)
-
-
 def _optimiser_view(args: CostOptions, costs: CostReport) -> View:
     """Bytes of weights, gradients and optimiser state."""
     from ..costs.training_memory import OptimiserMemory
@@ -316,7 +283,7 @@ def _activations_view(args: CostOptions, costs: CostReport) -> View:
     settings = training_memory.ActivationSettings(
         args.profile or "", checkpoint, args.dropout or 0.0, args.source
     )
-    recomputed_things = {"none": "nothing", "block": "blocks", "core": "cores"}
+    recomputed_things = {"none": "nothing", "block": "blocks"}
     data: dict[str, Any] = {}
     items: list[Item] = []
     for estimate in costs:
@@ -381,7 +348,6 @@ def _plot_view(args: CostOptions, costs: CostReport) -> View:
 ViewMaker = Callable[[CostOptions, "CostReport"], View]
 # When a view is shown, and the function that makes it.
 VIEWS: dict[str, tuple[Callable[[CostOptions], bool], ViewMaker]] = {
-    "published": (lambda args: bool(args.published), _published_view),
     "training_state": (lambda args: args.optimiser is not None, _optimiser_view),
     "training": (
         lambda args: args.activations or {args.profile, args.checkpoint, args.dropout} != {None},

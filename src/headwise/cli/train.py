@@ -53,17 +53,13 @@ class TrainOptions(Options):
     --lr RATE  peak learning rate (default: 0.002)
     --seed INT  random seed of initial weights and dropout (default: 0)
     --device NAME  auto, cpu, cuda, cuda:1, ... (default: auto)
-    --sample-every STEPS  print generated texts every this many steps; 0 never; needs --sample
-        (default: 0)
     --set KEY=VALUE  set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd;
         repeatable
-    --sample TEXT  text that --sample-every continues; repeatable
     --resume  continue the run in this folder; given training options, such as more --steps, apply
         from there on
     --json  print one JSON document instead of text
 
     execution and logging:
-    --optimiser NAME  adamw, muon or sgd (default: adamw)
     --schedule NAME  constant, cosine, inverse-sqrt, one-cycle or wsd (default: one-cycle)
     --precision NAME  fp32, bf16, or auto, which measures which is faster (default: auto)
     --compile WHEN  torch.compile: on, off, or auto, which tries it where it may help (default:
@@ -81,7 +77,7 @@ class TrainOptions(Options):
 
     command = "train"
     outputs = {"out": "models.save_load:MODEL_FOLDER"}
-    names = {"TASK": "what", "--set": "changes", "--sample": "samples", "--logger": "loggers"}
+    names = {"TASK": "what", "--set": "changes", "--logger": "loggers"}
     choices = {"loggers": "training.loggers:LOGGERS"}
     what: str | None = None
     data: str | None = None
@@ -93,12 +89,9 @@ class TrainOptions(Options):
     lr: Positive | None = None
     seed: int | None = None
     device: str | None = None
-    sample_every: int | None = None
     changes: tuple[str, ...] = ()
-    samples: tuple[str, ...] = ()
     resume: bool = False
     json: bool = False
-    optimiser: str | None = None
     schedule: str | None = None
     precision: str | None = None
     compile: str | None = None
@@ -110,8 +103,7 @@ class TrainOptions(Options):
     def recipe_fields(self) -> dict[str, Any]:
         """The fields of the recipe that options set."""
         values = {name: getattr(self, name) for name in RECIPE_FIELDS}
-        settings = {name: value for name, value in values.items() if value is not None}
-        return settings | ({"sample_prompts": list(self.samples)} if self.samples else {})
+        return {name: value for name, value in values.items() if value is not None}
 
     def check(self) -> None:
         """Refuse what cannot work before data or a model is loaded."""
@@ -122,13 +114,10 @@ class TrainOptions(Options):
 
 
 RECIPE_FIELDS = (
-    *("steps", "batch", "lr", "seed", "device", "sample_every"),
-    *("optimiser", "schedule", "precision", "compile", "rows", "parallelism"),
+    *("steps", "batch", "lr", "seed", "device"),
+    *("schedule", "precision", "compile", "rows", "parallelism"),
 )
 RESUME_HINT = "run the same command with --resume to continue"
-# Conventions of the memory of training by optimiser; that of Muon counts one moment for all
-# parameters, a lower bound.
-OPTIMISER_MEMORY = {"adamw": "adam-fp32", "muon": "muon", "sgd": "sgd-momentum"}
 
 
 def main(argv: list[str]) -> int:
@@ -257,9 +246,7 @@ def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
     from ..models.distributed.parallelism import AUTO, Parallelism
     from ..training.run_setup import resolve_device
 
-    tensors = dict(OptimiserMemory.from_name(OPTIMISER_MEMORY[recipe.optimiser]).bytes_by_tensor)
-    if recipe.optimiser == "sgd" and not recipe.momentum:
-        del tensors["momentum"]
+    tensors = OptimiserMemory.from_name("adam-fp32").bytes_by_tensor
     ranks = Parallelism() if recipe.parallelism == AUTO else Parallelism.parse(recipe.parallelism)
     parts = ranks.shards * ranks.tensor
     *first, last = tensors

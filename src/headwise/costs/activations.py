@@ -24,7 +24,7 @@ from ..models.model_spec import (
 )
 from ..util.errors import NoBackend, SpecError, suggest
 from .flops import CostBreakdown
-from .saved_tensors import CallSizes, SavedTensorRun, record_meta_run
+from .saved_tensors import CallSizes, SavedTensorRecorder, record_meta_run
 from .weight_storage import dtype_bytes
 from .workload import Workload
 
@@ -219,7 +219,7 @@ BACKEND_PROFILES = {
     "sdpa": ("sdpa", "cpu"),
     "flash-cuda": ("sdpa", "cuda"),
 }
-CHECKPOINT_MODES = ("none", "block", "core")
+CHECKPOINT_MODES = ("none", "block")
 
 
 def layer_activation_memory(
@@ -265,10 +265,9 @@ def layer_activation_memory(
         inputs = [("input", each * sizes.tokens * spec.model)]
         inputs += [("source", each * sizes.source * spec.source)] if spec.source else []
         return CostBreakdown.from_items(inputs)
-    if profile == "chunked" and workload.context > QUERY_BLOCK_SIZE:
-        checkpoint = "core"
     run = _record_saved_tensors(spec, sizes, *BACKEND_PROFILES[profile], workload.dtype)
-    saved = run.outside_core if checkpoint == "core" else run.saved
+    recomputes_core = profile == "chunked" and workload.context > QUERY_BLOCK_SIZE
+    saved = run.tensors_outside_core() if recomputes_core else run.tensors_by_step()
     return CostBreakdown.from_sums((tensor.step, tensor.nbytes) for tensor in saved)
 
 
@@ -294,28 +293,10 @@ def default_profile(spec: AttentionSpec, workload: Workload) -> str:
     return "sdpa" if workload.device in ("cpu", "m2-max") else "flash-cuda"
 
 
-def fused_unsupported_reason(spec: AttentionSpec) -> list[str]:
-    """Return the reasons why torch's fused attention cannot run a spec in training; empty if it
-    can.
-    """
-    return sdpa.unsupported_reasons(training_signature(spec))
-
-
 def training_signature(spec: AttentionSpec) -> CallSignature:
     """Return the call of a training step, by which backends are chosen."""
     core = spec.core_of(spec.projection_form(one=False))
     return CallSignature(spec, core, needs_grad=True, training=True)
-
-
-def is_fused_on_cpu(spec: AttentionSpec, dtype: str) -> bool:
-    """True if torch runs the spec in its fused CPU kernel, which needs keys and values of equal
-    width, for example.
-
-    >>> import headwise as hw
-    >>> [is_fused_on_cpu(hw.design(preset=name), "fp32") for name in ("gqa", "mla")]
-    [True, False]
-    """
-    return _record_saved_tensors(spec, CallSizes(7, 7, 7), "sdpa", "cpu", dtype).is_fused
 
 
 def check_checkpoint_mode(checkpoint: str) -> None:
@@ -330,15 +311,11 @@ def _check_profile(profile: str, checkpoint: str) -> None:
     if profile not in BACKEND_PROFILES:
         raise SpecError(f"there is no profile {profile!r}; {suggest(profile, BACKEND_PROFILES)}")
     check_checkpoint_mode(checkpoint)
-    if checkpoint == "core" and profile in ("sdpa", "flash-cuda"):
-        raise SpecError(
-            f"profile {profile} saves no scores to recompute; use checkpoint='none' or 'block'"
-        )
 
 
 def _record_saved_tensors(
     spec: AttentionSpec, sizes: CallSizes, backend: str, device: str, dtype: str
-) -> SavedTensorRun:
+) -> SavedTensorRecorder:
     """Run a layer on meta tensors and record what it saves; refusals are `SpecError`."""
     try:
         return record_meta_run(spec, sizes, backend, dtype, device)

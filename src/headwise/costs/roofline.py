@@ -2,30 +2,27 @@
 operation takes on one.
 
 Devices come from `hardware.toml`; the device "here" is the machine that runs this, which is
-measured once.
+measured once in a process.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.capabilities import available_memory, this_machine, user_cache_folder
+from ..kernels.capabilities import available_memory, this_machine
 from ..kernels.compilation import compile_when_called
 from ..kernels.linear import linear
 from ..util.errors import SpecError, suggest
-from ..util.files import write_atomically
 from .flops import TORCH_DTYPES
 from .weight_storage import DTYPE_BYTES, FP8
 
@@ -57,7 +54,7 @@ class Device:
         206.0
         """
         if name == THIS_MACHINE:
-            return get_this_machine()
+            return measure_this_machine()
         if name not in HARDWARE_TABLE:
             raise SpecError(
                 f"there is no device {name!r}; {suggest(name, [*HARDWARE_TABLE, THIS_MACHINE])}"
@@ -108,130 +105,19 @@ MATRIX_SIZES = (
     8192,
 )  # measured in this order until the next one would exceed MEASURE_SECONDS
 COPY_BYTES = 2**28  # larger than the caches of processors
-AGE_UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
-_MEASURED_DEVICES: dict[
-    str, Device
-] = {}  # measured by this process, or read from the user's cache folder
 
 
-@dataclass(frozen=True)
-class DeviceMeasurement:
-    """Measured rates and memory of a machine; `when` is the time of the measurement in seconds
-    since 1970.
-    """
-
-    machine: str
-    flops: dict[str, float]
-    bandwidth: float
-    memory: float
-    when: float
-    kind: str = "cpu"
-
-    def to_device(self, now: float, note: str = "") -> Device:
-        """Return the measurement as a device whose description includes its age."""
-        what = f"this machine ({self.machine}), measured {format_age(now - self.when)}{note}"
-        return Device(THIS_MACHINE, what, self.flops, self.bandwidth, self.memory, self.kind)
-
-
-def get_this_machine() -> Device:
-    """Return the last measurement of this machine, by this or an earlier process; measure it if
-    there is none.
-    """
-    name = _machine_name()
-    if name not in _MEASURED_DEVICES:
-        measurement = _read_measurement(name)
-        if measurement is None:
-            _MEASURED_DEVICES[name] = _store_measurement(measure_machine(name))
-        else:
-            _MEASURED_DEVICES[name] = measurement.to_device(time.time())
-    return _MEASURED_DEVICES[name]
-
-
-def remeasure_this_machine() -> Device:
-    """Measure this machine again and replace the stored measurement."""
-    name = _machine_name()
-    _MEASURED_DEVICES[name] = _store_measurement(measure_machine(name))
-    return _MEASURED_DEVICES[name]
-
-
-def format_age(seconds: float) -> str:
-    """Format the age of a measurement.
-
-    >>> format_age(5), format_age(7200), format_age(86400 * 3.5)
-    ('just now', '2 hours ago', '3 days ago')
-    """
-    for unit, name in AGE_UNITS:
-        if seconds >= unit:
-            count = int(seconds // unit)
-            return f"{count} {name}{'s' if count > 1 else ''} ago"
-    return "just now"
-
-
-def _machine_name() -> str:
-    """Key of a measurement: the GPU, or the processor and torch's number of threads; and the
-    version of torch.
-    """
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+def measure_this_machine() -> Device:
+    """Return this machine, measured once in this process for each number of threads."""
     threads = torch.get_num_threads()
-    return (
-        f"{this_machine().processor}, {threads} thread{'s' if threads > 1 else ''}, torch "
-        f"{torch.__version__}"
-    )
+    name = f"{this_machine().processor}, {threads} thread{'s' if threads > 1 else ''}"
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    return _measure_machine(f"this machine ({name}, torch {torch.__version__})")
 
 
-def _measurement_path(machine: str) -> Path:
-    return user_cache_folder() / f"machine-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
-
-
-def _read_measurement(machine: str) -> DeviceMeasurement | None:
-    """Read the stored measurement of this machine; None if there is none, or if it is of another
-    machine or damaged.
-    """
-    try:
-        fields: dict[str, Any] = json.loads(_measurement_path(machine).read_text())
-        measurement = DeviceMeasurement(**fields)
-        numbers = [
-            *measurement.flops.values(),
-            measurement.bandwidth,
-            measurement.memory,
-            measurement.when,
-        ]
-        is_valid = (
-            all(
-                isinstance(number, float) and math.isfinite(number) and number > 0
-                for number in numbers
-            )
-            and set(measurement.flops) == set(DTYPE_BYTES)
-            and measurement.machine == machine
-            and measurement.kind in ("cpu", "cuda")
-        )
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ):  # RuntimeError: no home folder
-        return None
-    return measurement if is_valid else None
-
-
-def _store_measurement(measurement: DeviceMeasurement) -> Device:
-    """Store a measurement in the user's cache folder; if that fails, the device's description
-    includes the reason.
-    """
-    try:
-        path = _measurement_path(measurement.machine)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(measurement)).encode())
-    except (OSError, RuntimeError) as error:
-        reason = str(error).partition(";")[0]
-        return measurement.to_device(measurement.when, f", not stored for next time: {reason}")
-    return measurement.to_device(measurement.when)
-
-
-def measure_machine(machine: str) -> DeviceMeasurement:
+@cache
+def _measure_machine(description: str) -> Device:
     """Measure matrix products in each precision, the faster of a large copy and a large sum, and
     the memory.
     """
@@ -241,14 +127,8 @@ def measure_machine(machine: str) -> DeviceMeasurement:
     numbers = torch.ones(int(min(COPY_BYTES, memory / 16)) // 4, device=kind)
     copy = torch.empty_like(numbers)
     copied = 2 * numbers.nbytes / time_run(lambda: copy.copy_(numbers), MEASURE_SECONDS)
-    return DeviceMeasurement(
-        machine,
-        flops,
-        max(copied, numbers.nbytes / time_run(numbers.sum, MEASURE_SECONDS)),
-        memory,
-        time.time(),
-        kind,
-    )
+    summed = numbers.nbytes / time_run(numbers.sum, MEASURE_SECONDS)
+    return Device(THIS_MACHINE, description, flops, max(copied, summed), memory, kind)
 
 
 def _measure_matmul_flops(dtype: torch.dtype) -> float:

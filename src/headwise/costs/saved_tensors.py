@@ -183,19 +183,9 @@ class CallSizes(NamedTuple):
     source: int
 
 
-class SavedTensorRun(NamedTuple):
-    """Tensors that a run saves, in order; those it saves if the core is recomputed; and whether
-    attention was fused.
-    """
-
-    saved: Sequence[SavedTensor]
-    outside_core: Sequence[SavedTensor]
-    is_fused: bool
-
-
 def record_meta_run(
     spec: AttentionSpec, sizes: CallSizes, backend: str, dtype: str, device: str = "cpu"
-) -> SavedTensorRun:
+) -> SavedTensorRecorder:
     """Run a layer of this spec on meta tensors of these sizes, and record what it saves in
     training.
 
@@ -203,7 +193,7 @@ def record_meta_run(
     >>> run = record_meta_run(
     ...     hw.design(model=4096, heads=32), CallSizes(16, 32768, 32768), "sdpa", "bf16"
     ... )
-    >>> [saved.step for saved in run.saved]
+    >>> [saved.step for saved in run.tensors_by_step()]
     ['input', 'keys', 'queries', 'values', 'logsumexp', 'outputs']
     """
     with torch.device("meta"):
@@ -222,9 +212,7 @@ def record_meta_run(
     kernels = DeviceKernelMode(recorder, device)
     with recorder, kernels:
         layer(x, source=source)
-    return SavedTensorRun(
-        recorder.tensors_by_step(), recorder.tensors_outside_core(), kernels.is_fused
-    )
+    return recorder
 
 
 class DeviceKernelMode(TorchFunctionMode):
@@ -236,7 +224,6 @@ class DeviceKernelMode(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
         self.is_cuda = device == "cuda"
-        self.is_fused = False
 
     def __torch_function__(
         self,
@@ -260,7 +247,6 @@ class DeviceKernelMode(TorchFunctionMode):
         )
         if not (self.is_cuda or _uses_fused_kernel((q, k, v), bias, bool(grouped))):
             return F.scaled_dot_product_attention(q, k, v, bias, **options)
-        self.is_fused = True
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.where(bias, 0.0, -torch.inf).to(q.dtype)
         if self.is_cuda:

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..attention.interfaces import Modifier, ValueStep
-from ..attention.interfaces.core_types import Phase
 from ..attention.spec.attention_spec import AttentionSpec
 from ..models.model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
 from ..util.errors import SpecError, suggest
@@ -39,8 +37,8 @@ class ActivationSettings:
     dropout.
 
     `profile` is one of those of `layer_activation_memory`; the default is that of each layer on the
-    workload's device. `checkpoint` is what the backward pass recomputes: "none", every "block", or
-    the attention "core". `source` is the number of tokens of the encoder, if it differs from that
+    workload's device. `checkpoint` is what the backward pass recomputes: "none", or every "block".
+    `source` is the number of tokens of the encoder, if it differs from that
     of the decoder.
     """
 
@@ -290,9 +288,6 @@ def _model_items(model: ModelSpec, workload: Workload, settings: ActivationSetti
 
 # --- FLOPs that activation checkpointing recomputes -----------------------------------------------
 
-CORE_PHASES = (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
-SCORE_TERM = "core (scores)"
-
 
 def recompute_flops(
     spec_or_model: AttentionSpec | ModelSpec,
@@ -303,8 +298,8 @@ def recompute_flops(
     torch counts them.
 
     With checkpoint="block" these are all products of a block but the last, unless a later operation
-    saves tensors: dropout, or a norm. With "core" they are those between q, k, v and the head
-    outputs. Embeddings, the final norm and output heads are never recomputed.
+    saves tensors: dropout, or a norm. Embeddings, the final norm and output heads are never
+    recomputed.
 
     >>> import headwise as hw
     >>> gpt = hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 3})
@@ -317,8 +312,10 @@ def recompute_flops(
     """
     check_checkpoint_mode(settings.checkpoint)
     items: list[tuple[str, int, int]] = []
+    if settings.checkpoint == "none":
+        return CostBreakdown.from_repeated_items(items)
     for component, call, includes_last in _recomputed_components(spec_or_model, workload, settings):
-        for product in _recomputed_products(component, call, settings.checkpoint, includes_last):
+        for product in _recomputed_products(component, call, includes_last):
             name = f"{component.name}.{product.name}".lstrip(".")
             items.append((name, product.flops, component.times))
     return CostBreakdown.from_repeated_items(items)
@@ -347,47 +344,13 @@ def _recomputed_components(
 
 
 def _recomputed_products(
-    component: AttentionComponent | LinearComponent,
-    call: ForwardCall,
-    checkpoint: str,
-    includes_last: bool,
+    component: AttentionComponent | LinearComponent, call: ForwardCall, includes_last: bool
 ) -> list[MatrixProduct]:
     """Return the recomputed products of a component, with its last product if `includes_last`."""
     products = component.counted_products(call) or []
-    if checkpoint == "none":
-        return []
     if isinstance(component, AttentionComponent):
-        if checkpoint == "core":
-            return _core_products(component.spec, products)
         return [one for one in products if includes_last or not one.name.startswith("output.")]
-    if checkpoint == "core":
-        return []
     return products if includes_last or not component.ends_with_product else products[:-1]
-
-
-def _core_products(spec: AttentionSpec, products: list[MatrixProduct]) -> list[MatrixProduct]:
-    """Return the products between q, k, v and the head outputs, but not "weights @ values".
-
-    Products of a similarity with constants do not count: they map queries and keys to features
-    before the core.
-    """
-    steps = [name for name, _ in spec.parts_of(ValueStep)]
-    if steps:
-        fact = (
-            f"checkpoint='core' does not support {steps[0]}, which runs after the values are read"
-        )
-        raise SpecError(f"{fact}; use checkpoint='block' or 'none'")
-    core_parts = {name for name, step in spec.parts_of(Modifier) if step.phase in CORE_PHASES}
-    core_parts |= {"similarity", "normaliser"}
-    recomputed: list[MatrixProduct] = []
-    for product in products:
-        owner, _, name = product.name.replace(" ", ".").partition(".")
-        param = spec.params().get(f"{owner}.{name}")
-        is_in_core = owner in core_parts and (param is None or param.applied == "query")
-        is_constant = product.name == "similarity (with constants)"
-        if product.name == SCORE_TERM or (is_in_core and not is_constant):
-            recomputed.append(product)
-    return recomputed
 
 
 # --- Memory of the optimiser: bytes per parameter, by convention ----------------------------------

@@ -3,7 +3,7 @@ and judged.
 
 `catalogue` holds `Entry`, `Outcome` and `Verdict`; it reads the texts, joins them with the runs and
 finds topics. `entry_text` writes them for a terminal, with the claims of stored studies, and
-`document_page` as HTML with figures and as the table of errata; `matrix_figures` draws.
+`document_page` as HTML with figures and as the table of errata; `matrix_figures` makes the figures.
 
 The runs of each document are one module, or several, each with its texts in a .toml file beside it:
 `self_attention_basics` (000), `parameters_and_scaling` (001), `multi_head_idea`,

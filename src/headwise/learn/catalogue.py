@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..report.data import Figure
 from ..util.errors import suggest
 from .language import LANGUAGES, join_items, use_language
 
@@ -90,13 +91,11 @@ class _Shown(float):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Numbers of one run, the verdict that follows from them, and a figure as
-    SVG if there is one.
-    """
+    """Numbers of one run, the verdict that follows from them, and a figure if there is one."""
 
     verdict: Verdict
     numbers: Mapping[str, Number] = field(default_factory=dict)
-    figure: str = ""
+    figure: Figure | None = None
 
 
 @dataclass(frozen=True)
@@ -107,15 +106,15 @@ class Result:
     verdict: Verdict
     reason_en: str
     reason_zh: str
-    figure: str
+    figure: Figure | None
 
     def reason(self, language: str) -> str:
         """The reason in one language."""
         return self.reason_zh if language == "zh" else self.reason_en
 
 
-def judge(holds: bool, *, figure: Any = "", **numbers: Number) -> Outcome:
-    """An outcome that holds or is wrong, with a figure as SVG if there is one.
+def judge(holds: bool, *, figure: Figure | None = None, **numbers: Number) -> Outcome:
+    """An outcome that holds or is wrong, with a figure if there is one.
 
     >>> judge(2 + 2 == 4, total=4).verdict
     <Verdict.HOLDS: 'holds'>
@@ -124,7 +123,7 @@ def judge(holds: bool, *, figure: Any = "", **numbers: Number) -> Outcome:
 
 
 def judge_condition(
-    holds: bool, holds_without: bool, *, figure: Any = "", **numbers: Number
+    holds: bool, holds_without: bool, *, figure: Figure | None = None, **numbers: Number
 ) -> Outcome:
     """An outcome for a statement that needs a condition: it must hold with the condition.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ..report.plots import find_undrawable
+from ..report.plots import find_undrawable, to_svg
 from ..util.escaping import make_visible
 from ..util.files import write_atomically
 from ..util.output_paths import FolderKind
@@ -49,7 +49,11 @@ def render_document(document: Document, language: str) -> str:
         autoescape=True, finalize=show, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals.update(
-        marks=MARKS, plain_formula=plain_formula, blocks=_blocks, small_print=_small_print
+        marks=MARKS,
+        plain_formula=plain_formula,
+        blocks=_blocks,
+        small_print=_small_print,
+        to_svg=to_svg,
     )
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=f"{document.id} {document.title.fill(language, {})}",

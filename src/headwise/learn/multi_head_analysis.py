@@ -25,7 +25,7 @@ from ..observe.bundled_sample import load_sample_model, load_sample_table, load_
 from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from .attention_mechanism import multi_head_formula
 from .catalogue import Outcome, judge, judge_condition
-from .matrix_figures import draw_boxes, draw_columns, draw_heads
+from .matrix_figures import draw_columns, draw_heads, draw_matrices
 from .measured_layers import entropy, largest_difference, make_layer, sample
 from .misconceptions import redundant_heads
 from .parameters_and_scaling import robust_to_corrupted_heads
@@ -71,18 +71,10 @@ def batching_and_compute(*, batch: int = 512) -> Outcome:
         "tokens": tokens,
         "core": cores[1],
     }
-    per_byte = {rows: (2 * rows / 2, core) for rows, core in zip((1, batch), cores, strict=True)}
-    products = [
-        f"batch {rows}: {product:g} FLOPs per byte" for rows, (product, _) in per_byte.items()
-    ]
-    core = [f"batch {rows}: {core:g} FLOPs per byte" for rows, (_, core) in per_byte.items()]
-    figure = draw_boxes(
-        [
-            ("x W_Q, x W_K, x W_V", ["weights times activations", *products]),
-            ("q K^T, softmax, a V", ["activations times activations", *core]),
-            ("o W_O", ["weights times activations", *products]),
-        ]
-    )
+    parts = {"x W_Q, x W_K, x W_V": (1.0, batch), "q K^T, softmax, a V": cores}
+    parts["o W_O"] = (1.0, batch)
+    title = f"FLOPs per byte, batch 1 and {batch}"
+    figure = draw_matrices([(title, list(parts.values()))], list(parts))
     return judge_condition(
         intensity[batch] > ridge, intensity[64] > ridge, **numbers, batch=batch, figure=figure
     )

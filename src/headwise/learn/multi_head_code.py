@@ -18,6 +18,7 @@ from ..attention.op_trace import walk
 from ..attention.presets import design
 from ..models.families import read_model_spec
 from ..observe.bundled_sample import load_sample_table
+from ..report.data import Figure
 from .attention_mechanism import causal_mask
 from .catalogue import Outcome, judge, judge_condition
 from .kernel_lookup import cross_attention, one_source_or_two
@@ -118,7 +119,7 @@ def shapes_of_the_steps(*, heads: int = 8) -> Outcome:
     return judge(num_matched == len(claimed), **numbers, figure=_walk_figure())
 
 
-def _walk_figure() -> str:
+def _walk_figure() -> Figure:
     """The eight steps of 3 tokens of width 4 with 2 heads, with their numbers."""
     layer = make_layer(design(model=4, heads=2))
     x = sample(5, 3, 4)

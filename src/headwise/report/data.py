@@ -188,6 +188,7 @@ class Links:
     right: Sequence[str]
     weights: Mapping[str, Any]
     least: float = 0.05  # smaller weights are not drawn
+    headings: tuple[str, str] = ("query", "key")
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def format_numbers(values: Sequence[float | None]) -> list[str]:
     return [NOT_MEASURED if is_missing(value) else format(value, form) for value in values]
 
 
-def format_number(value: float | None, sign: str = "") -> str:
-    """Return a number with about four significant digits; `sign="+"` also marks positive ones.
+def format_number(value: float | None) -> str:
+    """Return a number with about four significant digits.
 
     >>> [format_number(value) for value in (0.12345, 12.3456, 12345.6, 1e-7, 3, math.nan)]
     ['0.1235', '12.346', '12,346', '1.0e-07', '3', '-']
@@ -41,13 +41,11 @@ def format_number(value: float | None, sign: str = "") -> str:
     if value is None or math.isnan(value):
         return NOT_MEASURED
     if value == int(value) if math.isfinite(value) else False:
-        return format(int(value), f"{sign},") if abs(value) < 1e6 else format_count(value)
+        return f"{int(value):,}" if abs(value) < 1e6 else format_count(value)
     size = abs(value)
     if size >= 1e6 or size < 1e-4:
-        return format(value, f"{sign}.1e")
-    return format(
-        value, f"{sign},.0f" if size >= 1000 else f"{sign}.3f" if size >= 1 else f"{sign}.4f"
-    )
+        return f"{value:.1e}"
+    return format(value, ",.0f" if size >= 1000 else ".3f" if size >= 1 else ".4f")
 
 
 def format_count(number: float) -> str:

@@ -10,6 +10,7 @@ import math
 import re
 import textwrap
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -131,10 +132,12 @@ def to_bytes(figure: Figure, suffix: str, theme: str = "light", font: str = "pat
     """Return a figure as a file with this suffix; the font "none" leaves text in SVG as text."""
     buffer = io.BytesIO()
     colours = get_theme(theme)
-    with _drawing, figure_style(colours):
+    with _drawing, figure_style(colours), warnings.catch_warnings():
         import matplotlib
 
         matplotlib.rcParams["svg.fonttype"] = font
+        if font == "none":  # the browser has the glyphs
+            warnings.filterwarnings("ignore", "Glyph", UserWarning)
         drawing = draw(figure, colours)
         drawing.draw_without_rendering()  # the layout of the second pass knows the ticks
         metadata = FIGURE_METADATA[suffix]
@@ -208,12 +211,17 @@ def find_undrawable(text: str) -> list[str]:
 
 
 def name_undrawable(text: str) -> str:
-    """Return the text with code points for characters that no listed font can draw.
+    """Return the text with code points for characters that no listed font can draw, or in text that
+    stays text, for those that cannot be printed.
 
     >>> name_undrawable("a\\x07b")
     'aU+0007b'
     """
-    for char in find_undrawable(text):
+    import matplotlib
+
+    stays_text = matplotlib.rcParams["svg.fonttype"] == "none"
+    undrawable = [char for char in text if not char.isprintable() and char != "\n"]
+    for char in undrawable if stays_text else find_undrawable(text):
         text = text.replace(char, f"U+{ord(char):04X}")
     return text
 
@@ -501,8 +509,8 @@ def _draw_links(axes: Axes, links: Links, theme: Theme) -> None:
             }
             axes.plot([0, 1], [row, column], color=theme.palette[number], **style)
     for x, heading, tokens, side in (
-        (-0.03, "query", links.left, "right"),
-        (1.03, "key", links.right, "left"),
+        (-0.03, links.headings[0], links.left, "right"),
+        (1.03, links.headings[1], links.right, "left"),
     ):
         axes.text(x, -1.1, heading, ha=side, va="center", fontsize=7, color=theme.muted)
         for row, token in enumerate(tokens):

@@ -44,16 +44,6 @@ def cut(text: str, width: int) -> str:
     return f"{text}…"
 
 
-def shorten_middle(name: str, length: int) -> str:
-    """Return a name cut in its middle, because names differ at their ends.
-
-    >>> shorten_middle("llama-3-8b-instruct-q4", 12)
-    'llama-…ct-q4'
-    """
-    half = length // 2
-    return name if len(name) <= length else f"{name[:half]}…{name[len(name) - length + half + 1 :]}"
-
-
 def rule(text: str, width: int = TERMINAL_WIDTH) -> str:
     """Return a heading with a line after it, up to this width.
 

@@ -1,6 +1,4 @@
-"""Evaluation of a model: metrics on held-out batches of a task, and texts that it generates while
-it is trained.
-"""
+"""Evaluation of a model: metrics on held-out batches of a task."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from ..models import Transformer
 from ..models.distributed.parallel_attention import use_whole_rows
 from ..models.distributed.ranks import BatchShard, ProcessMesh
 from ..models.distributed.sharded_model import BatchForward
-from ..models.generation import generate
 from ..models.generation.decoding_strategies import greedy_decode
-from ..models.model_spec import ModelSpec, ProcessorSpec
 from ..report.data import Column, Table
 from ..report.render import to_text
 from ..util.errors import SpecError
@@ -243,39 +239,3 @@ def order_slices(names: Sequence[str]) -> list[str]:
         )
 
     return sorted(names, key=place)
-
-
-# --- Texts that a model generates while it is trained ---------------------------------------------
-
-SAMPLE_TEMPERATURE = 0.8
-
-
-def check_samples(recipe: Recipe, model_spec: ModelSpec, usage: ProcessorSpec) -> None:
-    """Raise SpecError if samples are asked for that this model cannot generate."""
-    if bool(recipe.sample_every) != bool(recipe.sample_prompts):
-        missing = "sample_prompts" if recipe.sample_every else "sample_every"
-        raise SpecError(f"{missing} is missing; sample_every and sample_prompts belong together")
-    if not recipe.sample_every:
-        return
-    if not usage.tokenizer or model_spec.kind not in ("decoder", "encoder-decoder"):
-        kind = "has no tokenizer" if not usage.tokenizer else f"is of kind {model_spec.kind}"
-        raise SpecError(
-            f"sample_prompts need a model that generates text, but {model_spec.name} {kind}; "
-            "leave them out"
-        )
-
-
-def sample_texts(net: Transformer, recipe: Recipe, step: int) -> Iterator[dict[str, Any]]:
-    """Records of one sample for each prompt. Every step samples with the same random numbers, and
-    none of torch's.
-    """
-    prompts = list(recipe.sample_prompts)
-    texts = generate(
-        net,
-        prompts,
-        max_new_tokens=recipe.sample_tokens,
-        temperature=SAMPLE_TEMPERATURE,
-        seed=recipe.seed,
-    )
-    for prompt, text in zip(prompts, texts, strict=True):
-        yield {"event": "sample", "step": step, "prompt": prompt, "text": text}

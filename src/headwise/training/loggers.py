@@ -5,7 +5,6 @@ TensorBoard.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any, Protocol, TextIO
 
 from ..report.data import Axis, Figure, Plot, Reference, Series
 from ..report.plots import to_svg
-from ..report.progress import LINE_INTERVAL, format_duration
+from ..report.progress import ProgressReporter, format_duration
 from ..util import record_types
 from ..util.errors import SpecError, pluralise, suggest
-from ..util.escaping import escape_terminal, make_visible
+from ..util.escaping import make_visible
 from ..util.files import JsonLines, read_lines, write_atomically, write_lines
 
 Record = Mapping[str, Any]
@@ -26,8 +25,7 @@ class MetricLogger(Protocol):
     """Protocol of a logger, which receives the records of a run in order.
 
     A record has an "event" and a "step". The events are "run" (the configuration, first), "note" (a
-    message about the run), "step" and "evaluation" (metrics), "sample" (a generated text), and
-    "end" (the final metrics).
+    message about the run), "step" and "evaluation" (metrics), and "end" (the final metrics).
     """
 
     def open(self, folder: Path, config: Record) -> None:
@@ -162,8 +160,6 @@ def format_record(record: Mapping[str, Any], startup: float = 0.0) -> str:
     match record["event"]:
         case "note":
             return record["says"]
-        case "sample":
-            return f"{step}, sample: {escape_terminal(record['prompt'] + record['text'])}"
         case "evaluation":
             return f"{step}, held out: {metrics}{', best so far' * bool(record.get('best'))}"
         case "end":
@@ -177,8 +173,8 @@ def format_record(record: Mapping[str, Any], startup: float = 0.0) -> str:
 
 
 class ConsoleLogger:
-    """Prints progress for people, on stderr by default: a progress bar on a terminal, otherwise
-    lines of text.
+    """Prints progress for people, on stderr by default: one line for the last step on a terminal,
+    otherwise a line now and then.
 
     `startup` are the seconds that the process took before it called `train`, for the time in all.
     """
@@ -186,56 +182,32 @@ class ConsoleLogger:
     def __init__(self, stream: TextIO | None = None, startup: float = 0.0) -> None:
         self._stream = stream or sys.stderr
         self._startup = startup
-        self._last_line_time = 0.0
-        self._progress: Any = None
+        self._report = ProgressReporter(self._stream)
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Print a line about the run; on a terminal, also show a progress bar."""
-        steps = config["recipe"]["steps"]
+        """Print a line about the run."""
         first_step = config["step"]
-        extent = f"from step {first_step} on" if first_step else pluralise(steps, "step")
+        steps = pluralise(config["recipe"]["steps"], "step")
+        extent = f"from step {first_step} on" if first_step else steps
         self._print_line(
             f"{config['task']['name']} into {folder}, {extent}, {config['parameters']:,} parameters"
         )
-        if self._stream.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            status = TextColumn("{task.fields[status]}", markup=False)
-            console = Console(file=self._stream)
-            self._progress = Progress(BarColumn(20), status, console=console, transient=True)
-            self._progress.add_task("", total=steps, completed=first_step, status="")
-            self._progress.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Update the bar, or print a line; without a bar, steps are printed at most every
-        LINE_INTERVAL seconds.
-        """
-        if record["event"] == "run":
-            return
-        line = format_record(record, self._startup)
-        if record["event"] != "step":
-            self._print_line(line)
-        elif self._progress is not None:
-            task = self._progress.task_ids[0]
-            self._progress.update(task, completed=record["step"], status=line)
-        elif time.monotonic() - self._last_line_time > LINE_INTERVAL:
-            self._print_line(line)
+        """Show a step as progress, and print a line for every other record."""
+        if record["event"] == "step":
+            self._report(format_record(record))
+        elif record["event"] != "run":
+            self._print_line(format_record(record, self._startup))
 
     def close(self) -> None:
-        """Stop the progress bar."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Clear the line of the last step."""
+        self._report("")
 
     def _print_line(self, text: str) -> None:
-        self._last_line_time = time.monotonic()
-        text = make_visible(text)
-        if self._progress is not None:
-            self._progress.console.print(text, highlight=False, markup=False)
-        else:
-            self._stream.write(text + "\n")
-            self._stream.flush()
+        self._report("")
+        self._stream.write(make_visible(text) + "\n")
+        self._stream.flush()
 
 
 # --- Learning curves of a run as a figure, from its metrics.jsonl ---------------------------------

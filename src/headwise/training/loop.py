@@ -30,7 +30,6 @@ from ..util.errors import SpecError, pluralise, suggest
 from ..util.files import FolderLock, remove_leftovers, write_atomically
 from ..util.output_paths import check_output
 from .data import Task
-from .evaluation import sample_texts
 from .loggers import (
     CURVE_FILES,
     JsonlLogger,
@@ -341,10 +340,6 @@ def _run_steps(
         write(record)
         step = run.progress.step
         metrics: Mapping[str, float] | None = None  # of the best evaluation so far
-        if run.recipe.sample_every and step % run.recipe.sample_every == 0:
-            net = run.sharded_model.gathered()  # the other ranks hand their parts to the leader
-            for sample in sample_texts(net, run.recipe, step) if run.world.is_leader else ():
-                write(sample)
         if step % run.recipe.evaluate_every == 0 or step == run.recipe.steps:
             evaluation = run.evaluate()
             write(evaluation)

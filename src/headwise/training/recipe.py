@@ -117,7 +117,6 @@ SCHEDULES: Mapping[str, Callable[[ScheduleStep], float]] = {
 
 RECIPE_CHOICES = {
     "schedule": tuple(SCHEDULES),
-    "optimiser": ("adamw", "muon", "sgd"),
     "decayed_parameters": ("matrices", "non-embeddings"),
     "precision": ("auto", "fp32", "bf16"),
     "compile": ("auto", "on", "off"),
@@ -135,7 +134,6 @@ RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "decay": (0, 1),
     "min_lr_ratio": (0, 1),
     "schedule_start": (0, 10**9),
-    "momentum": (0, 0.9999),
     "eps": (1e-16, 1),
     "weight_decay": (0, 10),
     "clip": (0, 1e6),
@@ -148,16 +146,13 @@ RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "patience": (0, 10**6),
     "checkpoint_every": (1, 10**9),
     "keep": (1, 10**4),
-    "sample_every": (0, 10**9),
-    "sample_tokens": (1, 10**6),
     "prefetch": (0, 64),
 }
 # Fields that a run may change from one step on when it is resumed; the others decide what it is.
 OPTIMISATION_FIELDS = ("steps", "lr", "schedule", "warmup", "decay", "min_lr_ratio")
-OPTIMISATION_FIELDS += ("schedule_start", "momentum", "betas", "eps", "weight_decay", "clip")
+OPTIMISATION_FIELDS += ("schedule_start", "betas", "eps", "weight_decay", "clip")
 EVALUATION_FIELDS = ("evaluate_every", "evaluate_batches", "patience", "checkpoint_every", "keep")
-SAMPLING_FIELDS = ("sample_every", "sample_prompts", "sample_tokens")
-CHANGEABLE_FIELDS = (*OPTIMISATION_FIELDS, "label_smoothing", *EVALUATION_FIELDS, *SAMPLING_FIELDS)
+CHANGEABLE_FIELDS = (*OPTIMISATION_FIELDS, "label_smoothing", *EVALUATION_FIELDS)
 # Fields that change how fast a run is, and none of its numbers.
 FIELDS_WITHOUT_EFFECT = ("parallelism", "prefetch")
 
@@ -170,8 +165,7 @@ class Recipe(CheckedDataclass):
     the peak learning rate; `schedule` is its shape, with `warmup` and (for "wsd") `decay` as shares
     of the steps; it does not fall below `min_lr_ratio` x `lr`. With `schedule_start` the schedule
     covers the steps after this one, and the first `schedule_start` steps have its first rate.
-    `optimiser` is "adamw" (1711.05101), "muon" (matrices of layers by Muon, the rest by AdamW) or
-    "sgd". AdamW has `betas` and `eps`, Muon and SGD have `momentum`. `weight_decay` applies to all
+    The optimiser is AdamW (1711.05101) with `betas` and `eps`. `weight_decay` applies to all
     matrices (decayed_parameters="matrices") or to all but the token and position embeddings
     ("non-embeddings"). `clip` bounds the gradient norm; 0 turns clipping off. `aux_losses` are the
     weights of auxiliary losses by name, such as (("balance", 0.01),). Every `redraw_features`
@@ -181,8 +175,7 @@ class Recipe(CheckedDataclass):
     Evaluation and checkpoints: every `evaluate_every` steps, `evaluate_batches` held-out batches
     are evaluated. Training stops early after `patience` evaluations without a lower loss; 0 turns
     that off. Every `checkpoint_every` steps a checkpoint is written; the last `keep` and the best
-    one are kept. Every `sample_every` steps, `sample_tokens` tokens are generated after each text
-    of `sample_prompts`; 0 turns that off.
+    one are kept.
 
     Execution: `precision`, `compile`, `attention` and `rows` are chosen by trial steps if they are
     "auto". attention="plain" runs the operations of attention one by one, "fused" lets each layer
@@ -208,8 +201,6 @@ class Recipe(CheckedDataclass):
     decay: float = 0.2
     min_lr_ratio: float = 0.0
     schedule_start: int = 0
-    optimiser: str = "adamw"
-    momentum: float = 0.95
     betas: tuple[float, ...] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -226,9 +217,6 @@ class Recipe(CheckedDataclass):
     patience: int = 0
     checkpoint_every: int = 100
     keep: int = 2
-    sample_every: int = 0
-    sample_prompts: tuple[str, ...] = ()
-    sample_tokens: int = 64
     precision: str = "auto"
     compile: str = "auto"
     attention: str = "auto"
@@ -253,9 +241,6 @@ class Recipe(CheckedDataclass):
             if not (is_pair and isinstance(term[0], str) and _is_number(term[1])):
                 fact = f"aux_losses={self.aux_losses!r} must be pairs of a name and a weight"
                 raise SpecError(f"{fact}; write for example aux_losses=(('balance', 0.01),)")
-        if not all(isinstance(prompt, str) and prompt for prompt in self.sample_prompts):
-            fact = f"sample_prompts={self.sample_prompts!r} must be texts"
-            raise SpecError(f"{fact}; write for example sample_prompts=('Once upon a time',)")
         if self.parallelism != AUTO:
             Parallelism.parse(self.parallelism)
         self._check_combinations()
@@ -316,8 +301,7 @@ def _is_number(value: Any) -> bool:
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """All fields of a recipe as plain values."""
     values = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
-    lists = {"betas": list(recipe.betas), "sample_prompts": list(recipe.sample_prompts)}
-    return values | lists | {"aux_losses": dict(recipe.aux_losses)}
+    return values | {"betas": list(recipe.betas), "aux_losses": dict(recipe.aux_losses)}
 
 
 def from_dict(entries: Mapping[str, Any], defaults: Recipe | None = None) -> Recipe:

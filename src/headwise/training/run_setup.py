@@ -35,7 +35,6 @@ from ..models.model_spec import (
 from ..util.errors import SpecError, pluralise
 from .autotune import Autotuner
 from .data import Batch, Task
-from .evaluation import check_samples
 from .recipe import CHANGEABLE_FIELDS, FIELDS_WITHOUT_EFFECT, Recipe, from_dict, to_dict
 from .train_step import StepOptions, TrainStep, check_batch, check_model, has_same_vocabulary
 from .training_run import (
@@ -309,7 +308,6 @@ class TrainingSetup:
                 "which needs a row for each text; use rows='padded'"
             )
         check_ranks(recipe, world)
-        check_samples(recipe, spec, task.usage)
         config = build_config(task, spec, recipe, first_batch)
         return TrainingSetup(
             task, spec, recipe, folder, net, first_batch, config, world, time.perf_counter()
@@ -452,11 +450,6 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
         raise SpecError(
             f"compile='on' does not support collectives inside layers ({ranks.parallelism}); use "
             "compile='off'"
-        )
-    if recipe.optimiser == "muon" and max(ranks.parallelism.shards, ranks.parallelism.tensor) > 1:
-        raise SpecError(
-            f"optimiser='muon' needs whole matrices on every rank, and {ranks.parallelism} "
-            f"divides them; use parallelism='data={ranks.size}', or optimiser='adamw'"
         )
     if ranks.parallelism.context > 1 and recipe.rows == "packed":
         raise SpecError(

@@ -31,7 +31,7 @@ from .autotune import measure_peak_flops
 from .data import Batch, Task
 from .data.task import iter_texts, pack_batch
 from .evaluation import TaskEvaluator
-from .optimisers import ParameterGroups, get_parameter_name, group_parameters, make_optimiser
+from .optimisers import AdamWOptimiser, ParameterGroups, get_parameter_name, group_parameters
 from .recipe import Recipe
 from .train_step import BatchPrefetcher, TrainStep, check_batch
 
@@ -340,7 +340,7 @@ class TrainingRun:
         self.groups = group_parameters(
             self.sharded_model.own, self.net.spec, self.recipe.decayed_parameters
         )
-        self.optimiser = make_optimiser(self.groups, self.recipe, self.net.spec)
+        self.optimiser = AdamWOptimiser(self.groups, self.recipe)
         self.checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER, self.recipe.keep)
         self.evaluator = TaskEvaluator(task, self.recipe, train_step.options, self.world)
         self.progress = RunProgress()

@@ -179,18 +179,13 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
     ),
     (
         lambda: write("a.tsv", PAIRS),
-        lambda: open_data("a.tsv", {"form": "bucket"}),
-        "form='bucket' .. 'bucketed'",
+        lambda: open_data("a.tsv", {"vocabularies": "share"}),
+        "vocabularies='share' .. 'shared'",
     ),
     (
         lambda: write("a.tsv", PAIRS),
         lambda: open_data("a.tsv", {"longest": 2}),
         "at most longest=2 .. larger longest=",
-    ),
-    (
-        lambda: write("a.tsv", PAIRS),
-        lambda: open_data("a.tsv", {"form": "budget", "vocab": 258}).batch(0, 5),
-        "5 tokens is too small for an example of .. use batch=",
     ),
     (
         lambda: [write("a.tsv", PAIRS), write("v.tsv", "")],

@@ -18,11 +18,7 @@ from headwise.training.data.synthetic_task import assign_splits, hash_rows, sum_
 
 SMALL: dict[str, Task] = {
     "recall": make_task("recall", vocabulary=21, length=(26, 34), pairs=(2, 5)),
-    "recall-passes": make_task(
-        "recall", vocabulary=21, length=30, pairs=3, passes=3, filler="zero"
-    ),
     "copy": make_task("copy", symbols=5, block=(4, 7), gap=(0, 3)),
-    "copy-selective": make_task("copy", kind="selective", symbols=5, block=(4, 7), gap=(2, 3)),
     "copy-source": make_task("copy", kind="source", symbols=5, block=(4, 7), gap=0),
     "markov": make_task("markov", symbols=3, length=19),
     "group": make_task("group", group="S3", length=7),
@@ -35,9 +31,7 @@ SMALL: dict[str, Task] = {
 # else.
 PINNED = {
     "recall": ("b8e92baf", "c9c32117"),
-    "recall-passes": ("74e043cb", "38b72911"),
     "copy": ("4ad7afd6", "1389f7a8"),
-    "copy-selective": ("f6c96e2a", "d4029e3c"),
     "copy-source": ("3e5f8f11", "ad768c79"),
     "markov": ("1d14d693", "70cad9d3"),
     "group": ("52f90e12", "6b37e0e4"),
@@ -265,15 +259,12 @@ def test_default_models_fit_their_tasks(name: str):
     ("name", "options", "words"),
     [
         ("recall", {"pairs": 17, "length": 64}, "use pairs=16 or less, or length=68"),
-        ("recall", {"pairs": 11, "length": 64, "passes": 2}, "use pairs=10 or less, or length=66"),
         ("recall", {"length": 63}, "use length=64"),
         ("recall", {"pairs": 8, "vocabulary": 16}, "use vocabulary=18 or more"),
         ("recall", {"pairs": (4, 8), "length": (64, 128, 256)}, "give equally many"),
         ("recall", {"pairs": ()}, "give at least one number"),
         ("recall", {"pairs": (4, True)}, "must be a whole number"),
-        ("recall", {"power": -1.0}, "must be above 0"),
-        ("recall", {"power": float("nan")}, "is not finite"),
-        ("recall", {"filler": "zeros"}, "did you mean 'zero'?"),
+        ("copy", {"kind": "sourse"}, "did you mean 'source'?"),
         ("recall", {"length": 10**9}, "use at most 65536"),
         ("recall", {"seed": -1}, "give 0 to"),
         ("recall", {"seed": 2**64}, "give 18446744073709551615 or less"),

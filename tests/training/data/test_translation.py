@@ -16,7 +16,6 @@ import torch
 import headwise as hw
 from headwise.models.vocabulary import train_bpe
 from headwise.training.data import IGNORE_INDEX, Batch, open_data
-from headwise.training.data.example_order import plan_by_token_budget, plan_packed_rows
 from headwise.training.data.translation import (
     ParallelTextTask,
     SentencePair,
@@ -28,7 +27,6 @@ from headwise.util.errors import SpecError
 
 SOURCES = [f"{n} " + " ".join(["red", "small", "houses"] * (1 + n * 37 % 5)) for n in range(83)]
 TARGETS = [source.upper()[::-1] for source in SOURCES]
-FORMS = ("bucketed", "budget", "packed")
 
 
 @pytest.fixture
@@ -39,8 +37,8 @@ def path(tmp_path: Path) -> str:
     return str(file)
 
 
-def make_task(path: str, form: str = "bucketed", **options) -> ParallelTextTask:
-    return ParallelTextTask(path, form=form, vocab=300, longest=60, **options)
+def make_task(path: str, **options) -> ParallelTextTask:
+    return ParallelTextTask(path, vocab=300, longest=60, **options)
 
 
 def rows(task: ParallelTextTask, batch: Batch) -> Iterator[tuple[str, str, str]]:
@@ -70,10 +68,9 @@ def swept(task: ParallelTextTask, split: str, size: int, first: int = 0) -> list
     return [task.batch(first * count + n, size, split) for n in range(count)]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_sentences_stay_beside_their_translation_and_an_epoch_has_each_once(path: str, form: str):
-    task = make_task(path, form)
-    size = {"bucketed": 7, "budget": 150, "packed": 5}[form]
+def test_sentences_stay_beside_their_translation_and_an_epoch_has_each_once(path: str):
+    task = make_task(path)
+    size = 7
     by_split = {}
     for split in ("train", "valid", "test"):
         found = [row for batch in swept(task, split, size) for row in rows(task, batch)]
@@ -84,9 +81,8 @@ def test_sentences_stay_beside_their_translation_and_an_epoch_has_each_once(path
     assert sum(map(len, by_split.values())) == len(SOURCES)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_epochs_differ_in_order_and_batches_follow_from_their_numbers(path: str, form: str):
-    task, size = make_task(path, form), {"bucketed": 7, "budget": 150, "packed": 5}[form]
+def test_epochs_differ_in_order_and_batches_follow_from_their_numbers(path: str):
+    task, size = make_task(path), 7
     first, second = (
         [list(rows(task, batch)) for batch in swept(task, "train", size, epoch)] for epoch in (0, 1)
     )
@@ -97,12 +93,12 @@ def test_epochs_differ_in_order_and_batches_follow_from_their_numbers(path: str,
     assert {frozenset(batch) for batch in first} != {
         frozenset(batch) for batch in second
     }  # other neighbours, too
-    alone = make_task(path, form)
+    alone = make_task(path)
     alone.data.plans.clear()
     assert (
         list(rows(alone, alone.batch(len(first) + 2, size))) == second[2]
     )  # with nothing asked before
-    other = make_task(path, form, seed=1)
+    other = make_task(path, seed=1)
     assert [list(rows(other, batch)) for batch in swept(other, "train", size)] != first
     tensors = (swept(one, "valid", size)[0].x for one in (task, other))
     assert torch.equal(*tensors)  # no seed moves what is held out
@@ -113,25 +109,6 @@ def test_padding_is_marked_and_has_no_labels(path: str):
     assert ((batch.labels == IGNORE_INDEX) == (batch.tokens.segment < 0)).all()
     for row, at in zip(batch.tokens.position, batch.tokens.is_real, strict=True):
         assert row[at].tolist() == list(range(int(at.sum())))
-
-
-def test_a_budget_is_kept_and_used():
-    levels = torch.randint(3, 40, (211,)).numpy()
-    plan = plan_by_token_budget(levels, 200)
-    batches = [[n for row in plan.take(at, seed=0) for n in row] for at in range(plan.batches)]
-    costs = [len(batch) * int(levels[batch].max()) for batch in batches]
-    assert max(costs) <= 200
-    assert sorted(n for batch in batches for n in batch) == list(range(211))
-    assert sum(cost > 150 for cost in costs) > 0.8 * len(costs)
-
-
-def test_rows_are_packed_without_overflowing_either_side():
-    sides = [torch.randint(1, 20, (211,)).numpy() for _ in range(2)]
-    plan = plan_packed_rows(sides, 32, 6)
-    found = [row for at in range(plan.batches) for row in plan.take(at, seed=0)]
-    assert sorted(n for row in found for n in row) == list(range(211))
-    assert all(int(side[row].sum()) <= 32 for side in sides for row in found)
-    assert len(found) < 1.35 * max(int(side.sum()) for side in sides) / 32
 
 
 def test_sources_that_are_nearly_alike_stay_in_one_split(tmp_path: Path):
@@ -252,8 +229,6 @@ def test_answers_are_scored_against_the_text_itself(path: str):
     assert task.end == 1
     longest = max(len(task.ids(target)) for target in TARGETS)
     assert task.answers > longest
-    with pytest.raises(ValueError, match="a batch that is not packed"):
-        task.score([[2]], make_task(path, "packed").batch(0, 1))
 
 
 def test_scores_of_a_script_without_spaces_and_of_single_words():

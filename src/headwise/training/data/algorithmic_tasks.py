@@ -46,7 +46,7 @@ from .synthetic_task import (
 NOISE_ID = 0
 REPEAT_ID = 1
 START_ID = 2  # symbols have the ids after these
-COPY_KINDS = ("induction", "selective", "source")
+COPY_KINDS = ("induction", "source")
 
 
 class CopyAnnotation(NamedTuple):
@@ -65,8 +65,7 @@ class CopyTask(SyntheticTask):
     """A random block of symbols, a gap of noise, a separator, and the block again, which must be
     predicted.
 
-    kind="selective" scatters the noise among the symbols instead (MAD, 2403.17844). kind="source"
-    gives the block alone to an encoder, and the decoder repeats it. `block` and `gap` are the
+    kind="source" gives the block alone to an encoder, and the decoder repeats it. `block` and `gap` are the
     numbers of symbols and of noise tokens; from a tuple each example draws one. Ids: 0 is noise, 1
     the separator, 2 begins every row, symbols follow.
 
@@ -130,9 +129,6 @@ class CopyTask(SyntheticTask):
         symbols = random.integers(self.symbols, longest) + START_ID + 1
         separator = 1 + (block + gap)[:, None]  # its index in each row
         sources = 1 + np.tile(np.arange(longest), (len(random), 1))  # indices of the symbols
-        if self.kind == "selective":
-            positions = _scatter_positions(random.uniform(prefix), block, separator - 1)
-            sources = 1 + positions[:, :longest]
         targets = separator + np.arange(longest)  # indices of their labels
         x = np.full((len(random), 1 + prefix + longest), NOISE_ID)
         x[:, 0] = START_ID
@@ -185,16 +181,6 @@ class CopyTask(SyntheticTask):
     def row_slices(self, batch: Batch) -> Mapping[str, Tensor]:
         """Rows by block length."""
         return slice_by_value("block", [example.block for example in batch.gold])
-
-
-def _scatter_positions(random: np.ndarray, block: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """In each row `block` distinct indices below `end`, sorted, followed by the remaining indices.
-
-    `random` are uniform numbers [rows, n]; the indices of the smallest ones are chosen.
-    """
-    random = np.where(np.arange(random.shape[1]) < end, random, 2.0)
-    rank = random.argsort(1, kind="stable").argsort(1, kind="stable")
-    return (rank >= block[:, None]).argsort(1, kind="stable")
 
 
 # --- Products in a finite group -------------------------------------------------------------------

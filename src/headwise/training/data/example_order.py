@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ...util.errors import SpecError
 
 IndexArray = NDArray[np.int64]
-ExampleRows = list[list[int]]  # the examples of each row of a batch
 DEFAULT_HELD_OUT = 0.05  # share of the examples for validation, and again for test
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -74,111 +73,38 @@ class EpochOrder:
 
 
 class BatchPlan:
-    """Assignment of examples to batches by length; every epoch has the same number of batches.
+    """Batches of at most `size` examples of similar lengths; every epoch has the same number of them.
 
-    `lengths` holds the length of each example, or a number that is equal for examples of equal
-    lengths. `units` are lists of rows; a row lists ranks of examples sorted by length. A batch
-    consists of `units_per_batch` units. In each epoch, examples of equal length swap places and the
-    units are shuffled. The lengths in each unit stay the same, so the number of batches is constant
-    and the epoch follows from the batch index.
+    `lengths` holds the length of each example. In each epoch, examples of equal length swap places
+    and the batches are shuffled. The lengths in each batch stay the same, so the epoch follows from
+    the batch index.
+
+    >>> sorted(BatchPlan(np.array([5, 1, 1, 5, 5]), 3).take(1, seed=0).tolist())
+    [3, 4]
     """
 
-    def __init__(
-        self, lengths: IndexArray, units: Sequence[ExampleRows], units_per_batch: int = 1
-    ) -> None:
+    def __init__(self, lengths: IndexArray, size: int) -> None:
         self.lengths = lengths
-        self.units = units
-        self.units_per_batch = units_per_batch
+        self.batches = -(-len(lengths) // size)
         self._cache = EpochCache(self._draw_order)
 
-    @property
-    def batches(self) -> int:
-        """Number of batches in an epoch."""
-        return -(-len(self.units) // self.units_per_batch)
+    def take(self, index: int, seed: int | None) -> IndexArray:
+        """Example indices of batch `index`; without a seed, those of evaluation, in one order.
 
-    def take(self, index: int, seed: int) -> ExampleRows:
-        """Example indices of each row of training batch `index`."""
-        epoch, batch = divmod(index, self.batches)
-        return self._rows(*self._cache.get(seed, epoch), batch)
-
-    def evaluation_rows(self, index: int) -> ExampleRows:
-        """Example indices of each row of evaluation batch `index`, independent of any seed.
-
-        The units are shuffled, so that the first few batches contain all lengths.
+        The batches of evaluation are shuffled, so that the first few contain all lengths.
         """
-        units = make_rng(0).permutation(len(self.units))
-        return self._rows(np.argsort(self.lengths, kind="stable"), units, index % self.batches)
+        epoch, batch = divmod(index, self.batches)
+        if seed is None:
+            examples = np.argsort(self.lengths, kind="stable")
+            batches = make_rng(0).permutation(self.batches)
+        else:
+            examples, batches = self._cache.get(seed, epoch)
+        return np.array_split(examples, self.batches)[batches[batch]]
 
     def _draw_order(self, rng: np.random.Generator) -> tuple[IndexArray, IndexArray]:
-        """The examples by length, equal lengths shuffled, and an order of the units."""
+        """The examples by length, equal lengths shuffled, and an order of the batches."""
         examples = np.lexsort((rng.random(len(self.lengths)), self.lengths))
-        return examples, rng.permutation(len(self.units))
-
-    def _rows(self, order: IndexArray, units: IndexArray, batch: int) -> ExampleRows:
-        first = batch * self.units_per_batch
-        rows: ExampleRows = []
-        for unit in units[first : first + self.units_per_batch]:
-            rows += [order[row].tolist() for row in self.units[unit]]
-        return rows
-
-
-def plan_by_length(example_lengths: IndexArray, size: int) -> BatchPlan:
-    """Batches of at most `size` examples of similar lengths.
-
-    >>> sorted(plan_by_length(np.array([5, 1, 1, 5, 5]), 3).take(1, seed=0))
-    [[3], [4]]
-    """
-    count = len(example_lengths)
-    parts = np.array_split(np.arange(count), -(-count // size))
-    return BatchPlan(example_lengths, [part[:, None].tolist() for part in parts])
-
-
-def plan_by_token_budget(example_lengths: IndexArray, size: int) -> BatchPlan:
-    """Batches of at most `size` tokens, padding included: number of examples times the longest
-    length in the batch.
-    """
-    longest = int(example_lengths.max())
-    if longest > size:
-        raise SpecError(
-            f"a batch of {size} tokens is too small for an example of {longest} tokens; use "
-            f"batch={longest} or more"
-        )
-    units: list[ExampleRows] = [[]]
-    for rank, length in enumerate(np.sort(example_lengths)):
-        if (len(units[-1]) + 1) * int(length) > size:
-            units.append([])
-        units[-1].append([rank])
-    return BatchPlan(example_lengths, units)
-
-
-MAX_OPEN_ROWS = 256  # rows filled at the same time: more of them waste less space, but take longer
-
-
-def plan_packed_rows(sides: Sequence[IndexArray], length: int, size: int) -> BatchPlan:
-    """Batches of `size` rows, each packed with examples up to `length` tokens on every side.
-
-    `sides` holds the lengths of all examples for each side, such as source and target. The longest
-    examples are placed first, each in the first open row that has room for it.
-    """
-    needs = np.stack(sides, 1)
-    # One number per example, equal for examples with equal lengths on every side.
-    levels = needs @ (length + 1) ** np.arange(needs.shape[1])
-    order = np.argsort(levels, kind="stable")
-    rows: ExampleRows = [[] for _ in range(MAX_OPEN_ROWS)]
-    room = np.full((MAX_OPEN_ROWS, needs.shape[1]), length)
-    open_rows = list(range(MAX_OPEN_ROWS))  # indices into `rows`
-    for rank in range(len(levels))[::-1]:
-        need = needs[order[rank]]
-        fits = np.all(room >= need, axis=1)
-        slot = int(fits.argmax())
-        if not fits[slot]:
-            slot = int(room.min(1).argmin())  # close the fullest row and open a new one
-            open_rows[slot] = len(rows)
-            room[slot] = length
-            rows.append([])
-        room[slot] -= need
-        rows[open_rows[slot]].append(rank)
-    return BatchPlan(levels, [[row] for row in rows if row], units_per_batch=size)
+        return examples, rng.permutation(self.batches)
 
 
 def strided_batch_indices(count: int, index: int, size: int) -> range:

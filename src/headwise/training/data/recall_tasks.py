@@ -19,7 +19,6 @@ from ...models.batch import IGNORE_INDEX, Batch
 from ...util.errors import SpecError
 from .synthetic_task import (
     MAX_SIZE,
-    Choices,
     ExampleArrays,
     ModelShape,
     Ranges,
@@ -33,7 +32,7 @@ from .task import MetricSums
 
 # --- Associative recall ---------------------------------------------------------------------------
 
-FILLERS = ("random", "zero")
+SLOT_POWER = 0.01  # of the distances between pairs and queries, as in Zoology
 Links = tuple[tuple[int, int], ...]
 
 
@@ -51,34 +50,27 @@ class AssociativeRecall(SyntheticTask):
     2312.04927).
 
     A row begins with D distinct keys from 1 .. V/2 - 1 and D distinct values from V/2 .. V - 1 as k
-    v k v ..., repeated `passes` times. The rest of the row is divided into slots of two tokens; D
-    of them are sampled without replacement with p(i) ~ i^(power - 1), i = 1, 2, ..., and each
-    begins with one of the keys. All other tokens are random (filler="random") or 0 (filler="zero").
-    V is `vocabulary` and D is `pairs`. `length` and `pairs` may be tuples; each example then draws
-    one setting (length[n], pairs[n]).
+    v k v .... The rest of the row is divided into slots of two tokens; D of them are sampled
+    without replacement with p(i) ~ i^(0.01 - 1), i = 1, 2, ..., and each begins with one of the
+    keys. All other tokens are random. V is `vocabulary` and D is `pairs`. `length` and `pairs` may
+    be tuples; each example then draws one setting (length[n], pairs[n]).
 
-    >>> batch = AssociativeRecall(vocabulary=16, length=16, pairs=3, filler="zero").batch(0, 1)
-    >>> batch.x[0].tolist()
-    [5, 15, 3, 12, 7, 10, 5, 0, 0, 0, 3, 0, 0, 0, 7, 0]
+    >>> batch = AssociativeRecall(vocabulary=16, length=16, pairs=3).batch(0, 1)
+    >>> batch.x[0].tolist()[:7]
+    [5, 15, 3, 12, 7, 10, 5]
     >>> batch.gold[0].links
     ((1, 6), (3, 10), (5, 14))
     """
 
     name: ClassVar[str] = "recall"
     shape = ModelShape(width=64, heads=4, layers=2)
-    ranges: ClassVar[Ranges] = {"passes": (1, MAX_SIZE), "vocabulary": (4, MAX_SIZE)}
-    choices: ClassVar[Choices] = {"filler": FILLERS}
+    ranges: ClassVar[Ranges] = {"vocabulary": (4, MAX_SIZE)}
     vocabulary: int = 1024
     length: int | tuple[int, ...] = 64
     pairs: int | tuple[int, ...] = (4, 8, 16)
-    passes: int = 1
-    power: float = 0.01
-    filler: str = "random"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.power > 0:
-            raise SpecError(f"power={self.power!r} must be above 0; use for example power=0.01")
         for length, pairs in self.settings:
             self._check_setting(length, pairs)
         min_pairs = np.arange(min(pairs for _, pairs in self.settings), dtype=float)
@@ -90,12 +82,10 @@ class AssociativeRecall(SyntheticTask):
             raise SpecError(
                 f"length={length} must be even, for key-value pairs; use length={length + 1}"
             )
-        required = 2 * pairs * (self.passes + 1)
-        if required > length:
+        if 4 * pairs > length:
             raise SpecError(
-                f"pairs={pairs} with passes={self.passes} need {required} tokens, but "
-                f"length={length}; use pairs={length // (2 * (self.passes + 1))} or less, or "
-                f"length={required}"
+                f"pairs={pairs} need {4 * pairs} tokens, but length={length}; use "
+                f"pairs={length // 4} or less, or length={4 * pairs}"
             )
         if pairs > self._num_keys:
             raise SpecError(
@@ -138,16 +128,12 @@ class AssociativeRecall(SyntheticTask):
         max_pairs = int(settings[:, 1].max())
         keys = random.distinct(self._num_keys, max_pairs) + 1
         values = random.distinct(self.num_answers, max_pairs) + self.vocabulary // 2
-        slot = self._draw_slots(random, length // 2 - self.passes * pairs)[:, :max_pairs]
-        queries = 2 * self.passes * pairs[:, None] + 2 * slot
-        x = np.zeros((len(random), self._max_length), np.int64)
-        if self.filler == "random":
-            x = random.integers(self.vocabulary, self._max_length)
+        slot = self._draw_slots(random, length // 2 - pairs)[:, :max_pairs]
+        queries = 2 * pairs[:, None] + 2 * slot
+        x = random.integers(self.vocabulary, self._max_length)
         row, pair = np.nonzero(np.arange(max_pairs) < pairs[:, None])
-        for n in range(self.passes):
-            at = 2 * (n * pairs[row] + pair)
-            x[row, at] = keys[row, pair]
-            x[row, at + 1] = values[row, pair]
+        x[row, 2 * pair] = keys[row, pair]
+        x[row, 2 * pair + 1] = values[row, pair]
         x[row, queries[row, pair]] = keys[row, pair]
         x[np.arange(self._max_length) >= length[:, None]] = -1
         labels = np.full_like(x, IGNORE_INDEX)
@@ -159,9 +145,9 @@ class AssociativeRecall(SyntheticTask):
         """Sample slots without replacement: draw exponential arrival times of rate p(i) and sort
         the slots by them.
         """
-        most = max(length // 2 - self.passes * pairs for length, pairs in self.settings)
+        most = max(length // 2 - pairs for length, pairs in self.settings)
         slot = np.arange(1, most + 1)
-        arrival = -np.log(random.uniform(most)) / slot ** (self.power - 1)
+        arrival = -np.log(random.uniform(most)) / slot ** (SLOT_POWER - 1)
         arrival[slot > num_slots[:, None]] = np.inf
         return arrival.argsort(1, kind="stable")
 

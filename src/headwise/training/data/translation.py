@@ -26,9 +26,6 @@ from .example_order import (
     BatchPlan,
     IndexArray,
     check_split_shares,
-    plan_by_length,
-    plan_by_token_budget,
-    plan_packed_rows,
     split_by_key,
 )
 from .file_task import Dataset, FileTask
@@ -297,11 +294,7 @@ def _group_keys(keys: Sequence[Sequence[SideKey]], num_splits: int) -> list[str]
 
 START_TOKEN = "<s>"
 END_TOKEN = "</s>"
-CHOICES = {
-    "vocabularies": ("shared", "separate"),
-    "form": ("bucketed", "budget", "packed"),
-    "split_by": SPLIT_RULES,
-}
+CHOICES = {"vocabularies": ("shared", "separate"), "split_by": SPLIT_RULES}
 LARGE_CORPUS_PAIRS = 10_000  # pairs from which on a wider model pays
 SPARE_ANSWER_TOKENS = 8  # for answers longer than the reference
 
@@ -315,15 +308,10 @@ class EncodedPairs:
     targets: list[IdArray]
 
     @property
-    def side_lengths(self) -> list[IndexArray]:
-        """Lengths of the sources and of the targets."""
-        sides = (self.sources, self.targets)
-        return [np.array(list(map(len, side)), np.int64) + 1 for side in sides]
-
-    @property
     def lengths(self) -> IndexArray:
         """The length of the longer side of each pair."""
-        return np.max(self.side_lengths, axis=0)
+        sides = zip(self.sources, self.targets, strict=True)
+        return np.array([1 + max(map(len, pair)) for pair in sides], np.int64)
 
 
 class TranslationDataset(Dataset):
@@ -347,8 +335,8 @@ class TranslationDataset(Dataset):
                 self.vocabularies[1].encode([pair.target for pair in pairs]),
             )
         self._drop_long_pairs(task.longest)
-        targets = [split.side_lengths[1] for split in self.encoded.values()]
-        self.longest_target = int(np.concatenate(targets).max())
+        longest = [max(map(len, split.targets), default=0) for split in self.encoded.values()]
+        self.longest_target = 1 + max(longest)
         self.plans: dict[tuple[str, int], BatchPlan] = {}
 
     def _drop_long_pairs(self, longest: int) -> None:
@@ -393,10 +381,8 @@ class ParallelTextTask(FileTask):
 
     Subword vocabularies of `vocab` tokens are trained on the train split: a "shared" one, or
     "separate" ones for source and target. Pairs with more than `longest` tokens on a side are not
-    trained on. With form="bucketed" the batch size counts pairs, and a batch has pairs of similar
-    lengths; with "budget" it counts tokens; with "packed" it counts rows of `longest` tokens, each
-    filled with several pairs. A source ends with `</s>`; a target is `<s> ...` as input and `...
-    </s>` as labels.
+    trained on. A batch has pairs of similar lengths. A source ends with `</s>`; a target is `<s>
+    ...` as input and `... </s>` as labels.
 
     >>> ParallelTextTask(("train.de", "train.en"), valid=("val.de",))
     Traceback (most recent call last):
@@ -411,7 +397,6 @@ class ParallelTextTask(FileTask):
     vocab: int = 8000
     vocabularies: str = "shared"
     longest: int = 128
-    form: str = "bucketed"
     split_by: str = "sentences"
 
     def check(self) -> None:
@@ -486,13 +471,7 @@ class ParallelTextTask(FileTask):
         key = (split, size)
         plans: dict[tuple[str, int], BatchPlan] = self.data.plans
         if key not in plans:
-            encoded: EncodedPairs = self.data.encoded[split]
-            if self.form == "packed" and split == "train":
-                plans[key] = plan_packed_rows(encoded.side_lengths, self.longest, size)
-            elif self.form == "budget":
-                plans[key] = plan_by_token_budget(encoded.lengths, size)
-            else:
-                plans[key] = plan_by_length(encoded.lengths, size)
+            plans[key] = BatchPlan(self.data.encoded[split].lengths, size)
         return plans[key]
 
     def count_batches(self, size: int, split: str) -> int:
@@ -500,23 +479,16 @@ class ParallelTextTask(FileTask):
 
     def read_batch(self, index: int, size: int, split: str) -> Batch:
         plan = self._batch_plan(size, split)
-        rows = plan.take(index, self.seed) if split == "train" else plan.evaluation_rows(index)
+        seed = self.seed if split == "train" else None
+        examples = plan.take(index, seed)
         encoded: EncodedPairs = self.data.encoded[split]
         stop = self.data.vocabularies[0].special(END_TOKEN)
-        sources: list[list[list[int]]] = []
-        inputs: list[list[list[int]]] = []
-        labels: list[list[list[int]]] = []
-        for row in rows:
-            sources.append([[*encoded.sources[n], stop] for n in row])
-            inputs.append([[self._start, *encoded.targets[n]] for n in row])
-            labels.append([[*encoded.targets[n], self.end] for n in row])
-        source, source_tokens = _pad_rows(sources)
-        x, tokens = _pad_rows(inputs)
-        gold: Sequence[str] = ()
-        if split != "train" or self.form != "packed":
-            gold = [encoded.pairs[row[0]].target for row in rows]
-        padded_labels, _ = _pad_rows(labels, IGNORE_INDEX)
-        return Batch(x, padded_labels, tokens, source, source_tokens, gold)
+        source, source_tokens = _pad_rows([[*encoded.sources[n], stop] for n in examples])
+        targets = [encoded.targets[n] for n in examples]
+        x, tokens = _pad_rows([[self._start, *target] for target in targets])
+        labels, _ = _pad_rows([[*target, self.end] for target in targets], IGNORE_INDEX)
+        gold = [encoded.pairs[n].target for n in examples]
+        return Batch(x, labels, tokens, source, source_tokens, gold)
 
     @property
     def _start(self) -> int:
@@ -536,11 +508,6 @@ class ParallelTextTask(FileTask):
 
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
         """Number of answers that equal the reference translation, character for character."""
-        if len(batch.gold) != len(generated):
-            raise ValueError(
-                f"cannot score {len(generated)} answers against {len(batch.gold)} references; "
-                "give one answer per row of a batch that is not packed"
-            )
         answers = [self.text(row) for row in generated]
         correct = sum(answer == target for answer, target in zip(answers, batch.gold, strict=True))
         return {"exact_match": (float(correct), len(answers))}
@@ -570,32 +537,11 @@ class ParallelTextTask(FileTask):
         return make_small_translator("translator", target.size, shape, source_size)
 
 
-def _pad_rows(rows: list[list[list[int]]], fill: int = 0) -> tuple[Tensor, SequenceInfo]:
-    """Ids [B, T] of rows that each hold one text or several, padded with `fill`, and their
-    positions and segments.
-    """
-    lengths = tuple(tuple(map(len, row)) for row in rows)
-    shape = (len(rows), max(map(sum, lengths)))
-    ids = np.full(shape, fill, np.int64)
-    position = np.zeros(shape, np.int64)
-    segment = np.full(shape, -1, np.int64)
-    for n, row in enumerate(rows):
-        start = 0
-        for k, text in enumerate(row):
-            stop = start + len(text)
-            ids[n, start:stop] = text
-            position[n, start:stop] = np.arange(len(text))
-            segment[n, start:stop] = k
-            start = stop
-    # Rows with one text each do not need `lengths`: padded to one width they are one attention call.
-    is_packed = any(len(row) > 1 for row in rows)
-    tokens = SequenceInfo(
-        torch.from_numpy(position),
-        torch.from_numpy(segment),
-        checked=True,
-        lengths=lengths if is_packed else None,
-    )
-    return torch.from_numpy(ids), tokens
+def _pad_rows(rows: list[list[int]], fill: int = 0) -> tuple[Tensor, SequenceInfo]:
+    """Ids [B, T] of rows, padded with `fill`, and their positions and segments."""
+    tensors = [torch.from_numpy(np.array(row, np.int64)) for row in rows]
+    ids = torch.nn.utils.rnn.pad_sequence(tensors, True, fill)
+    return ids, SequenceInfo.from_batch(ids, lengths=list(map(len, rows)))
 
 
 def _existing_files(source: str | tuple[str, ...]) -> list[Path]:
