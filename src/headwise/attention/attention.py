@@ -39,7 +39,6 @@ from . import backends
 from .attention_call import (
     AttentionArguments,
     CallPlanner,
-    LayerState,
     PlannedCall,
     check_source,
     copy_cache,
@@ -65,7 +64,7 @@ from .cache import (
 from .interfaces import Mix
 from .interfaces.core_types import PartParams, Probe, QueryContext
 from .masking.sequence_info import AttentionMask, SequenceInfo
-from .parallel_context import HasParallelContext
+from .parallel_context import NO_CONTEXT, SINGLE_PROCESS, HasParallelContext
 from .spec.attention_spec import AttentionSpec
 
 
@@ -156,42 +155,56 @@ class Attention(HasParallelContext, nn.Module):
         """Gated head outputs o [B, T, O, vdim] and the values of the gates: steps 1 to 10 of the
         module's docstring.
         """
-        call = self.planner.prepare(arguments, self._state)  # raises before a cache changes
+        call = self.planner.prepare(arguments, self)  # raises before a cache changes
         parts = self.parts
-        plan = call.plan
+        project = call.plan.project
         probe = call.probe
-        x_BTD = self.parallel.copy_to_heads(call.x)
+        is_sharded = self.parallel is not SINGLE_PROCESS
+        x_BTD = self.parallel.copy_to_heads(call.x) if is_sharded else call.x
 
         # 1 project, 2 transform
         q_BTHK, kv_entry, kv_sequence, kv_by_heads = self.project_queries_and_kv(x_BTD, call)
-        kv_transforms = parts.qk_transforms(kv_sequence.position)
-        k_BSGK, v_BSGV = plan.project.expand_kv(kv_entry, kv_transforms, self.weights["project"])
-        q_BTHK = probe("q", q_BTHK)
-        k_BSGK = probe("k", k_BSGK)
-        v_BSGV = probe("v", v_BSGV)
+        if project.caches_keys_and_values:
+            k_BSGK = kv_entry["k"]
+            v_BSGV = kv_entry["v"]
+        else:
+            kv_transforms = parts.qk_transforms(kv_sequence, call.plan.signature)
+            k_BSGK, v_BSGV = project.expand_kv(kv_entry, kv_transforms, parts.weights["project"])
+        if probe.points:
+            q_BTHK = probe("q", q_BTHK)
+            k_BSGK = probe("k", k_BSGK)
+            v_BSGV = probe("v", v_BSGV)
 
         # 3 to 8, the core; it receives the values of the gates, so that a backend can skip closed
         # heads
-        context = QueryContext(x_BTD, q_BTHK, plan.scale, call.sequence)
-        core_q_BTHK, mask = parts.select_core_heads(q_BTHK, call.mask)
-        attention_mask = AttentionMask(call.sequence, kv_sequence, self.spec.core_pattern, mask)
-        with self.parallel.head_local_rng(self.training):
-            gates = parts.gate_values(context, self.parallel.aux_losses(probe.aux_losses))
-            q = parts.feature_map(core_q_BTHK, "q")
-            k = parts.feature_map(k_BSGK, "k")
-            core_context = QueryContext(x_BTD, core_q_BTHK, plan.scale, call.sequence)
+        with self.parallel.head_local_rng(self.training) if is_sharded else NO_CONTEXT:
+            losses = self.parallel.aux_losses(probe.aux_losses) if is_sharded else probe.aux_losses
+            context = QueryContext(x_BTD, q_BTHK, call.plan.scale, call.sequence)
+            gates = parts.gate_values(context, losses) if parts.has_gates else []
+            core_q_BTHK = q_BTHK
+            mask = call.mask
+            if len(parts.core_score_heads) != q_BTHK.shape[2]:
+                core_q_BTHK, mask = parts.select_core_heads(q_BTHK, mask)
+                context = context._replace(q_BTHK=core_q_BTHK)
             inputs = CoreInputs(
-                q, k, v_BSGV, core_context, kv_entry, call.recurrent_state, gates, kv_by_heads
+                parts.feature_map(core_q_BTHK, "q"),
+                parts.feature_map(k_BSGK, "k"),
+                v_BSGV,
+                context,
+                kv_entry,
+                call.recurrent_state,
+                gates,
+                kv_by_heads,
             )
+            attention_mask = AttentionMask(call.sequence, kv_sequence, parts.core_pattern, mask)
             o_BTRV = self.attend(call, attention_mask, inputs)
-        self._update_recurrent_state(call, inputs, kv_sequence)
+        if call.plan.signature.has_recurrent_state:
+            self._update_recurrent_state(call, inputs, kv_sequence)
 
         # 9 change outputs, 10 gate
-        o_BTRV = plan.project.project_heads(
-            o_BTRV, parts.score_head_of_row, self.weights["project"]
-        )
+        o_BTRV = project.project_heads(o_BTRV, parts.score_head_of_row, parts.weights["project"])
         o_BTOV = parts.finish_outputs(o_BTRV, x_BTD, gates)
-        return probe("heads", o_BTOV), gates
+        return probe("heads", o_BTOV) if probe.points else o_BTOV, gates
 
     def project_queries_and_kv(
         self, x_BTD: Tensor, call: PlannedCall
@@ -203,7 +216,7 @@ class Attention(HasParallelContext, nn.Module):
         groups follow.
         """
         project = call.plan.project
-        transforms = self.parts.qk_transforms(call.sequence.position)
+        transforms = self.parts.qk_transforms(call.sequence, call.plan.signature)
         if call.source is None:
             q_BTHK, kv_entry = self.parts.project_qkv(project, x_BTD, transforms)
             if call.reads_cache_by_heads:
@@ -235,7 +248,9 @@ class Attention(HasParallelContext, nn.Module):
         """The kv entries that queries attend to, with positions: of new tokens, of other ranks, and
         from the cache.
         """
-        kv_entry, sequence = self.parallel.gather_tokens(kv_entry, call.sequence)
+        sequence = call.sequence
+        if self.parallel is not SINGLE_PROCESS:
+            kv_entry, sequence = self.parallel.gather_tokens(kv_entry, sequence)
         if call.cache is None:
             return kv_entry, sequence
         extend = call.cache.extend_in_place if call.plan.reads_cache_in_place else call.cache.extend
@@ -276,11 +291,11 @@ class Attention(HasParallelContext, nn.Module):
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:
         """y [B, T, model] from head outputs, summed over tensor-parallel ranks."""
         merge = self.spec.merge
-        p = self.weights["output"]
+        p = self.parts.weights["output"]
         y_BTD = merge.merge(o_BTOV, p)
-        if (
-            not self.parallel.adds_output_bias
-        ):  # the bias, which is the merge of zeros, is added by one rank
+        if self.parallel is SINGLE_PROCESS:
+            return y_BTD
+        if not self.parallel.adds_output_bias:  # one rank adds the bias, the merge of zeros
             y_BTD = y_BTD - merge.merge(torch.zeros_like(o_BTOV[:1, :1]), p)
         return self.parallel.reduce_from_heads(y_BTD)
 
@@ -288,10 +303,10 @@ class Attention(HasParallelContext, nn.Module):
         """Keys and values of another sequence, projected once; pass them as `source` to any number
         of calls.
         """
-        check_source(self.spec, z, sequence, self._state.weight)
+        check_source(self.spec, z, sequence, self.weight)
         sequence = sequence or SequenceInfo.contiguous(0, z.shape[1], z.device)
         self.planner.check_positions(sequence)
-        transforms = self.parts.qk_transforms(sequence.position)
+        transforms = self.parts.qk_transforms(sequence, None)
         kv_entry = self.parts.project_kv(
             self.spec.project, self.parallel.copy_to_heads(z), transforms
         )
@@ -301,7 +316,7 @@ class Attention(HasParallelContext, nn.Module):
         """An empty cache for this layer, in its dtype and on its device; storage_format="int8"
         stores 8-bit keys and values.
         """
-        weight = self._state.weight
+        weight = self.weight
         return make_cache(
             self.spec,
             batch=batch,
@@ -347,9 +362,9 @@ class Attention(HasParallelContext, nn.Module):
         return self.parts.core_steps
 
     @property
-    def _state(self) -> LayerState:
-        weight = self.weights["project"].first_parameter
-        return LayerState(weight, self.backend_name, self.training, self.parallel.num_token_shards)
+    def weight(self) -> Tensor:
+        """A parameter of the projection, for its dtype and device."""
+        return self.parts.weights["project"].first_parameter
 
     def _update_recurrent_state(
         self, call: PlannedCall, inputs: CoreInputs, sequence: SequenceInfo
@@ -357,8 +372,7 @@ class Attention(HasParallelContext, nn.Module):
         """Keep the state after these tokens, if the cache holds a state instead
         of keys and values.
         """
-        if not isinstance(call.cache, RecurrentStateCache):
-            return
+        assert isinstance(call.cache, RecurrentStateCache)
         assert self.core_steps.recurrent_part is not None
         part, p = self.core_steps.recurrent_part
         values = backends.values_per_row(inputs, call.plan.signature)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .interfaces import Project
 from .interfaces.core_types import Phase, Probe
 from .masking.patterns import Full
 from .masking.sequence_info import SequenceInfo
+from .parallel_context import ParallelContext
 from .spec.attention_spec import AttentionSpec
 
 NO_PROBE = Probe()
@@ -37,15 +38,16 @@ class AttentionArguments(NamedTuple):
     probe: Probe | None = None
 
 
-class LayerState(NamedTuple):
-    """State of a layer that a call depends on: one of its weights (for dtype and device), mode, and
-    parallelism.
-    """
+class PlannedLayer(Protocol):
+    """What the plan of a call depends on beside its arguments; `Attention` has it."""
 
-    weight: Tensor
+    spec: AttentionSpec
     backend_name: str | None
     training: bool
-    num_token_shards: int
+    parallel: ParallelContext
+
+    @property
+    def weight(self) -> Tensor: ...
 
 
 class ExecutionPlan(NamedTuple):
@@ -89,11 +91,12 @@ class PlannedCall(NamedTuple):
         """Whether groups of heads read their own caches; a mask, or a probe of keys or values,
         needs one set.
         """
-        is_grouped = isinstance(self.cache, HeadGroupCache) and isinstance(
-            self.plan.dispatch, HeadGroupDispatch
-        )
         return (
-            is_grouped and self.mask is None and not self.plan.signature.probed_tensors & {"k", "v"}
+            self.cache is not None
+            and isinstance(self.cache, HeadGroupCache)
+            and isinstance(self.plan.dispatch, HeadGroupDispatch)
+            and self.mask is None
+            and not self.plan.signature.probed_tensors & {"k", "v"}
         )
 
 
@@ -107,26 +110,40 @@ class CallPlanner:
         }
         self._position_limit = PositionLimit.of(spec)
         self._plans: dict[tuple[object, ...], ExecutionPlan] = {}
+        self._last_sequence: tuple[tuple[object, ...], SequenceInfo] | None = None
 
-    def prepare(self, arguments: AttentionArguments, layer: LayerState) -> PlannedCall:
+    def prepare(self, arguments: AttentionArguments, layer: PlannedLayer) -> PlannedCall:
         """Check and complete the arguments of a call; errors about them are raised here, before a
         cache changes.
         """
-        x, source, cache, sequence, mask, _ = arguments
+        x, source, cache, sequence, mask, probe = arguments
         check_call(self.spec, x, source, cache, sequence, layer.weight)
         if mask is not None:
-            check_mask(self.spec, mask, x, source, cache, layer.num_token_shards)
-        probe = NO_PROBE if arguments.probe is None else check_probe(arguments.probe)
+            check_mask(self.spec, mask, x, source, cache, layer.parallel.num_token_shards)
+        probe = NO_PROBE if probe is None else check_probe(probe)
+        is_compiling = torch.compiler.is_compiling()
         if sequence is None and cache is None:
-            sequence = SequenceInfo.contiguous(0, x.shape[1], x.device)
+            sequence = self._contiguous_sequence(x, is_compiling)
         elif sequence is None and cache is not None:
             sequence = cache.next_positions(x.shape[1])
         assert sequence is not None
-        call = PlannedCall(
-            x, source, cache, sequence, mask, probe, self._plan(arguments, sequence, layer)
+        is_packed = sequence.lengths is not None and self._splits_packed_rows(
+            arguments, sequence, layer
         )
-        self.check_positions(sequence)
-        return call
+        plan = self._plan(arguments, layer, is_compiling, is_packed)
+        if self._position_limit is not None:
+            check_positions(self._position_limit, sequence)
+        return PlannedCall(x, source, cache, sequence, mask, probe, plan)
+
+    def _contiguous_sequence(self, x: Tensor, is_compiling: bool) -> SequenceInfo:
+        """The positions 0, 1, 2, ... of x; those of the last call if that was as long."""
+        if is_compiling or type(x) is not Tensor:
+            return SequenceInfo.contiguous(0, x.shape[1], x.device)
+        # A tensor made in inference mode cannot be saved for a backward pass.
+        key = (x.shape[1], x.device, torch.is_inference_mode_enabled())
+        if self._last_sequence is None or self._last_sequence[0] != key:
+            self._last_sequence = (key, SequenceInfo.contiguous(0, x.shape[1], x.device))
+        return self._last_sequence[1]
 
     def check_positions(self, sequence: SequenceInfo) -> None:
         """Raise ValueError for positions beyond those that the parts support."""
@@ -134,30 +151,48 @@ class CallPlanner:
             check_positions(self._position_limit, sequence)
 
     def _plan(
-        self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState
+        self,
+        arguments: AttentionArguments,
+        layer: PlannedLayer,
+        is_compiling: bool,
+        is_packed: bool,
     ) -> ExecutionPlan:
         x, _, cache, _, mask, probe = arguments
-        single_query = x.shape[1] == 1
-        properties = {
-            "device": x.device.type,
-            "dtype": compute_dtype(x),
-            "needs_grad": torch.is_grad_enabled(),
-            "single_query": single_query,
-            "has_recurrent_state": cache is not None and bool(cache.state),
-            "has_paged_cache": isinstance(cache, PagedCache),
-            "has_caller_mask": mask is not None,
-            "training": layer.training,
-            "probed_tensors": NO_PROBE.points if probe is None else probe.points,
-            "is_compiling": torch.compiler.is_compiling(),
-            "cache_format": None if cache is None else cache.storage_format,
-            "is_transformed": is_under_functorch(),
-            "is_packed": self._splits_packed_rows(arguments, sequence, layer),
-        }
-        key = (layer.backend_name, *properties.values())
+        key = (
+            layer.backend_name,
+            layer.training,
+            x.device.type,
+            compute_dtype(x),
+            torch.is_grad_enabled(),
+            x.shape[1] == 1,
+            mask is not None,
+            None if probe is None else probe.points,
+            is_under_functorch(),
+            is_compiling,
+            is_packed,
+            None if cache is None else (type(cache), bool(cache.state), cache.storage_format),
+        )
         if key in self._plans:
             return self._plans[key]
+        single_query = x.shape[1] == 1
         project = self._form_for_single_query[single_query]
-        signature = CallSignature(self.spec, self.spec.core_of(project), **properties)
+        signature = CallSignature(
+            self.spec,
+            self.spec.core_of(project),
+            device=x.device.type,
+            dtype=compute_dtype(x),
+            needs_grad=torch.is_grad_enabled(),
+            single_query=single_query,
+            has_recurrent_state=cache is not None and bool(cache.state),
+            has_paged_cache=isinstance(cache, PagedCache),
+            has_caller_mask=mask is not None,
+            training=layer.training,
+            probed_tensors=NO_PROBE.points if probe is None else probe.points,
+            is_compiling=is_compiling,
+            cache_format=None if cache is None else cache.storage_format,
+            is_transformed=is_under_functorch(),
+            is_packed=is_packed,
+        )
         dispatch = backends.plan_dispatch(signature, layer.backend_name)
         names = dispatch.backend_names if isinstance(dispatch, CoreDispatch) else ()
         plan = ExecutionPlan(
@@ -167,22 +202,20 @@ class CallPlanner:
             reads_cache_in_place=bool(names) and backends.reads_cache_in_place(names[0], signature),
             scale=self.spec.similarity.score_scale(signature.core),
         )
-        if (
-            not signature.is_compiling
-        ):  # a plan made in a graph would be a new constant, and recompile it
+        if not is_compiling:  # a plan made in a graph would be a new constant, and recompile it
             self._plans[key] = plan
         return plan
 
     def _splits_packed_rows(
-        self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState
+        self, arguments: AttentionArguments, sequence: SequenceInfo, layer: PlannedLayer
     ) -> bool:
         """Whether the sequences of packed rows are computed separately; never in a compiled graph,
         whose shapes may not depend on their lengths.
         """
         x, source, cache, _, mask, probe = arguments
-        if cache is not None or mask is not None or sequence.lengths is None:
+        if cache is not None or mask is not None:
             return False
-        if torch.compiler.is_compiling() or layer.num_token_shards > 1:
+        if torch.compiler.is_compiling() or layer.parallel.num_token_shards > 1:
             return False
         if probe is not None and not probe.points <= varlen.PROBED_TENSORS:
             return False

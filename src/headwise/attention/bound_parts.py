@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..util.errors import SpecError, suggest
-from .backends import CoreInputs, CoreSteps
+from .backends import CallSignature, CoreInputs, CoreSteps
 from .backends.core_interface import ScoreTransform
 from .interfaces import Gate, Mix, OutputStep, Part, Project, QKTransform, ScoreStep, WeightStep
 from .interfaces.core_types import AuxLosses, Param, PartParams, Phase, QueryContext
-from .masking.sequence_info import AttentionMask
+from .masking.sequence_info import AttentionMask, SequenceInfo
 from .spec.attention_spec import AttentionSpec
 
 NO_SHARED: Mapping[str, PartWeights] = MappingProxyType({})
@@ -72,6 +72,7 @@ class PartWeights(nn.Module):
         super().__init__()
         self.sizes: Mapping[str, int] = spec.sizes_of(part)
         self._borrowed = dict(borrowed)
+        self.kept: dict[Any, Any] = {}
         params = part.params(spec)
         self._by_head = [
             name for name, param in params.items() if param.layout.dims[:1] == (("q",),)
@@ -100,10 +101,16 @@ class PartWeights(nn.Module):
         own = [t for t in self._parameters.values() if t is not None]
         return own + [owner[name] for name, owner in self._borrowed.items()]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "kept": {}}  # a copy computes these values again
+
     @property
     def first_parameter(self) -> Tensor:
         """The first parameter, from which callers read dtype and device."""
-        return cast(Tensor, next(iter(self._parameters.values())))
+        for tensor in self._parameters.values():
+            assert tensor is not None
+            return tensor
+        raise LookupError("a part without parameters")
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters or name in self._buffers or name in self._borrowed
@@ -152,25 +159,23 @@ class StepObserver(Protocol):
     def __call__(self, name: str, side: str, before: Tensor, after: Tensor, /) -> object: ...
 
 
-def observe_nothing(name: str, side: str, before: Tensor, after: Tensor, /) -> None:
-    """`StepObserver` that does nothing, for layers without a probe of their steps."""
-
-
 class QKTransforms:
     """Applies RoPE, QK-norm and the like to queries, keys or values at given positions.
 
     What a transform needs of the positions (angles, say) is computed once, for the first side that
-    asks for it.
+    asks for it. With `start`, the positions are start, start + 1, ..., and it may be kept.
     """
 
     def __init__(
         self,
         transforms: Mapping[str, Sequence[tuple[str, QKTransform, PartParams]]],
         position_BT: Tensor,
-        observe: StepObserver = observe_nothing,
+        start: int | None = None,
+        observe: StepObserver | None = None,
     ) -> None:
         self.transforms = transforms
         self.position_BT = position_BT
+        self.start = start
         self.observe = observe
         self._precomputed: dict[str, Any] = {}
 
@@ -178,10 +183,13 @@ class QKTransforms:
         for name, transform, p in self.transforms[side]:
             if name not in self._precomputed:
                 exact = torch.promote_types(x_BTHK.dtype, torch.float32)
-                self._precomputed[name] = transform.precompute(self.position_BT, exact, p)
+                self._precomputed[name] = transform.precompute(
+                    self.position_BT, exact, p, self.start
+                )
             before = x_BTHK
             x_BTHK = transform.transform(before, side, self._precomputed[name], p)
-            self.observe(name, side, before, x_BTHK)
+            if self.observe is not None:
+                self.observe(name, side, before, x_BTHK)
         return x_BTHK
 
 
@@ -207,8 +215,10 @@ class BoundParts:
         ]
         self._gates = [(name, part, weights[name]) for name, part in spec.parts_of(Gate)]
         self.score_head_of_row = spec.score_head_of_row
-        self._core_score_heads = spec.core_score_heads
-        self._observe: StepObserver = observe_nothing
+        self.core_pattern = spec.core_pattern
+        self.has_gates = bool(self._gates)
+        self.core_score_heads = spec.core_score_heads
+        self._observe: StepObserver | None = None
 
     def observed(self, observe: StepObserver) -> BoundParts:
         """These parts with these weights, which call `observe` after each part."""
@@ -236,24 +246,29 @@ class BoundParts:
             if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase is phase
         ]
 
-    def qk_transforms(self, position_BT: Tensor) -> QKTransforms:
-        """The query and key transforms of the layer at these positions."""
-        return QKTransforms(self._transforms, position_BT, self._observe)
+    def qk_transforms(self, sequence: SequenceInfo, call: CallSignature | None) -> QKTransforms:
+        """The query and key transforms of the layer at the positions of a sequence.
+
+        Without the signature of a call, or in a compiled graph or a transform of torch.func, nothing
+        is kept for later calls.
+        """
+        keeps = call is not None and not (call.is_compiling or call.is_transformed)
+        start = sequence.start if keeps else None
+        return QKTransforms(self._transforms, sequence.position, start, self._observe)
 
     def project_kv(
         self, project: Project, z_BSE: Tensor, transforms: QKTransforms
     ) -> dict[str, Tensor]:
         """The kv entry of these tokens: what a cache would keep of them."""
-        return project.project_kv(z_BSE, transforms, self.weights["project"]) | self._key_factors(
-            z_BSE
-        )
+        entry = project.project_kv(z_BSE, transforms, self.weights["project"])
+        return entry | self._key_factors(z_BSE) if self.mixes else entry
 
     def project_qkv(
         self, project: Project, x_BTD: Tensor, transforms: QKTransforms
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Queries q_BTHK of these tokens, and their kv entry."""
         q_BTHK, entry = project.project_qkv(x_BTD, transforms, self.weights["project"])
-        return q_BTHK, entry | self._key_factors(x_BTD)
+        return q_BTHK, entry | self._key_factors(x_BTD) if self.mixes else entry
 
     def select_core_heads(
         self, q_BTHK: Tensor, mask: Tensor | None
@@ -261,12 +276,10 @@ class BoundParts:
         """The queries of the heads whose scores the core computes, and the caller's mask for these
         heads.
         """
-        if len(self._core_score_heads) == q_BTHK.shape[2]:
-            return q_BTHK, mask
         own_mask = (
-            mask if mask is None or mask.shape[1] == 1 else mask[:, list(self._core_score_heads)]
+            mask if mask is None or mask.shape[1] == 1 else mask[:, list(self.core_score_heads)]
         )
-        return q_BTHK[:, :, list(self._core_score_heads)], own_mask
+        return q_BTHK[:, :, list(self.core_score_heads)], own_mask
 
     def feature_map(self, x_BTHK: Tensor, side: str) -> Tensor:
         """Queries or keys as the similarity compares them: mapped to features in linear attention,
@@ -284,11 +297,13 @@ class BoundParts:
         for name, step, p in self._output_steps:
             before = o_BTOV
             o_BTOV = step.transform_outputs(before, x_BTD, p)
-            self._observe(name, "outputs", before, o_BTOV)
+            if self._observe is not None:
+                self._observe(name, "outputs", before, o_BTOV)
         for (name, _, _), gate in zip(self._gates, gates, strict=True):
             before = o_BTOV
             o_BTOV = before * gate
-            self._observe(name, "gates", before, o_BTOV)
+            if self._observe is not None:
+                self._observe(name, "gates", before, o_BTOV)
         return o_BTOV
 
     def _key_factors(self, z_BSE: Tensor) -> dict[str, Tensor]:

@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from ..kernels.takeover_points import assume_points, points_of_class
 from ..util.errors import pluralise
 from .attention import Attention
-from .interfaces import Part
+from .bound_parts import BoundParts, QKTransforms
+from .interfaces import Part, Project
 from .spec.attention_spec import AttentionSpec
 
 WIDTH = 80
@@ -42,7 +43,6 @@ MEMORY_OF_INPUTS = "input"
 PRODUCTS = ("linear", "matmul", "einsum")  # never merged with neighbouring operations
 PACKAGE_FOLDER = str(Path(__file__).parents[1])
 BACKENDS = "headwise.attention.backends."
-COMBINING_METHODS = ("project_qkv",)  # operations belong to the methods that these call
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ def walk(
     torch_operations = points_of_class("other")
     with torch.random.fork_rng(devices=[]), torch.no_grad(), assume_points(torch_operations):
         layer = Attention(spec, backend="dense").eval()
+        layer.parts = _SeparateProjections(spec, layer.weights)
         x_BTD = torch.randn(batch, tokens, spec.model)
         z_BSE = (
             None
@@ -162,6 +163,16 @@ def walk(
         with recorder:
             layer(x_BTD, source=z_BSE)
     return OperationTrace(spec, batch, tokens, source_tokens, _merge_neighbours(recorder.steps))
+
+
+class _SeparateProjections(BoundParts):
+    """Parts that project queries apart from keys and values, so that each is a step."""
+
+    def project_qkv(
+        self, project: Project, x_BTD: Tensor, transforms: QKTransforms
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        entry = self.project_kv(project, x_BTD, transforms)
+        return project.project_query(x_BTD, transforms, self.weights["project"]), entry
 
 
 class _Recorder(TorchFunctionMode):
@@ -255,8 +266,7 @@ def _current_part_method() -> tuple[str, str]:
         name = frame.f_code.co_name
         ours = frame.f_code.co_filename.startswith(PACKAGE_FOLDER)
         if frame.f_locals.get("self") is owner:
-            if name not in COMBINING_METHODS or not method:
-                method = name  # the outermost method of the part, not a helper that it calls
+            method = name  # the outermost method of the part, not a helper that it calls
         elif ours and not name.startswith("<"):
             break
         frame = frame.f_back

@@ -20,13 +20,13 @@ that supports such masks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ...kernels.takeover_points import UP_TO_POINTS, takeover_size
+from ...kernels.takeover_points import UP_TO_POINTS, TakeoverPoints, current_points, takeover_size
 from ...util.errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize, CoreShape, Probe
 from ..masking.patterns import Causal, Full, Pattern, PerHead, count_pairs_by_head
@@ -88,6 +88,8 @@ MASK_PER_HEAD_BACKENDS = (
     "chunked",
     "dense",
 )  # those that support heads with different patterns in one call
+LENGTHS_TOGETHER = 32
+MAX_KEPT_SIZES = 1024
 LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite take-over point
 MAX_COUNTED_KEYS = (
     2**14
@@ -107,6 +109,12 @@ class CoreDispatch:
     signature: CallSignature
     backend_names: tuple[str, ...]
     is_named_by_caller: bool = False
+    # the backends that the size alone decided, and the take-over points by which it did
+    _by_size: dict[tuple[int, int, int, str], tuple[str, TakeoverPoints]] = field(
+        default_factory=dict[tuple[int, int, int, str], tuple[str, TakeoverPoints]],
+        repr=False,
+        compare=False,
+    )
 
     def attend(
         self,
@@ -122,6 +130,45 @@ class CoreDispatch:
 
     def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
         """The name of the backend that runs these tensors."""
+        batch, queries = inputs.q.shape[:2]
+        keys = attention_mask.keys.position.shape[1]
+        is_step = self.signature.single_query
+        key = (
+            batch,
+            queries,
+            # A decode step has another length each time: 32 lengths share what both ends choose.
+            keys // LENGTHS_TOGETHER if is_step else keys,
+            "" if is_step else attention_mask.shape,
+        )
+        points = current_points()
+        kept = self._by_size.get(key)
+        if kept is not None and kept[1] is points:
+            name = kept[0]
+            if not BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs):
+                return name
+        name = self._select(attention_mask, inputs)
+        if keys and not self.signature.is_compiling and self._decides_by_size(key, name):
+            if len(self._by_size) >= MAX_KEPT_SIZES:
+                self._by_size.clear()
+            self._by_size[key] = (name, points)
+        return name
+
+    def _decides_by_size(self, key: tuple[int, int, int, str], name: str) -> bool:
+        """True if calls of this key run on this backend whatever their tensors are."""
+        batch, queries, keys, shape = key
+        ends = [keys]
+        if self.signature.single_query:
+            ends = [max(1, keys * LENGTHS_TOGETHER), (keys + 1) * LENGTHS_TOGETHER - 1]
+        for end in ends:
+            size = self._decisive_size(CallSize(batch, queries, 0, end))
+            shape = "any" if size is LONGEST else shape
+            for other in self.backend_names[: self.backend_names.index(name) + 1]:
+                is_slower = bool(BACKENDS[other].slower_reasons(self.signature, size, shape))
+                if is_slower != (other != name) and not self.is_named_by_caller:
+                    return False
+        return name in self.backend_names
+
+    def _select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
         if _is_empty(attention_mask, inputs) and not dense.unsupported_reasons(self.signature):
             return "dense"  # nothing is computed, and the kernels need not know such calls
         size, shape = self._size_and_mask_shape(attention_mask, inputs)

@@ -252,11 +252,14 @@ class QKTransform(Modifier):
         changed = self.transformed_sides(spec) & frozenset({"k": "qk", "v": "v"}[side])
         return SymmetryGroup() if changed else super().symmetry(spec, side, p)
 
-    def precompute(self, position_BT: Tensor, exact: torch.dtype, p: PartParams) -> Any:
+    def precompute(
+        self, position_BT: Tensor, exact: torch.dtype, p: PartParams, start: int | None = None
+    ) -> Any:
         """Values that depend on positions only, such as rotary angles; computed once and passed to
         `transform`.
 
-        `exact` is a dtype with enough precision for angles.
+        `exact` is a dtype with enough precision for angles. With `start`, the positions of all rows
+        are start, start + 1, ..., and the values may be kept in `p.kept` for later calls.
         """
         return None
 

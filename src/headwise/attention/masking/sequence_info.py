@@ -248,7 +248,8 @@ class AttentionMask:
         "full": every query may attend to every key; "triangle": a square causal mask; "any":
         anything else.
         """
-        self._shape = self._shape or self._classify_shape()
+        if not self._shape:
+            self._shape = self._classify_shape()
         return self._shape
 
     def _classify_shape(self) -> str:
@@ -264,15 +265,16 @@ class AttentionMask:
             self.pattern, Full
         ):  # checked first, because a compiled graph would depend on the positions
             return "full"
-        if isinstance(self.pattern, Causal) and (query_start, self.queries.count) == (
-            key_start,
-            self.keys.count,
+        num_queries = self.queries.position.shape[1]
+        num_keys = self.keys.position.shape[1]
+        if (
+            isinstance(self.pattern, Causal)
+            and query_start == key_start
+            and num_queries == num_keys
         ):
-            return (
-                "full" if self.queries.count == 1 else "triangle"
-            )  # a shortcut: counting pairs takes longer
-        queries = range(query_start, query_start + self.queries.count)
-        return mask_shape(self.pattern, queries, range(key_start, key_start + self.keys.count))
+            return "full" if num_queries == 1 else "triangle"  # counting pairs takes longer
+        queries = range(query_start, query_start + num_queries)
+        return mask_shape(self.pattern, queries, range(key_start, key_start + num_keys))
 
 
 def allowed_by_head(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:

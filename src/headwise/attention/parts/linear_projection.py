@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.linear import linear, linear_many, should_concatenate, uses_gemv_kernel
+from ...kernels.linear import linear, linear_many
 from ..interfaces import Project, QKTransform
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
@@ -106,15 +106,12 @@ class Direct(Project):
     def project_qkv(
         self, x_BTD: Tensor, transform: TransformsQK, p: PartParams
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        weights = p["q"], p["k"], p["v"]
-        if self.bias or not (
-            should_concatenate(x_BTD, weights) or uses_gemv_kernel(x_BTD, weights)
-        ):
+        if self.bias:
             return super().project_qkv(x_BTD, transform, p)
-        q, k, v = linear_many(x_BTD, weights)
+        q, k, v = linear_many(x_BTD, (p["q"], p["k"], p["v"]))
         k_BSGK = _split_heads(k, ("kv", "dim"), p)
         transformed = transform(k_BSGK, "k")
-        if transformed is not k_BSGK and v.requires_grad:
+        if v._base is not None and transformed is not k_BSGK and v.requires_grad:
             # q, k and v are views of one tensor, which v would keep alive until the backward pass
             v = v.clone()
         entry = {"k": transformed, "v": transform(_split_heads(v, ("v", "vdim"), p), "v")}

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -201,39 +201,19 @@ def _interpolate(x: float, low: float, high: float) -> float:
 # --- Rotary embedding -----------------------------------------------------------------------------
 
 
-class RotaryAngles:
-    """The rotation angle of every pair of channels at each position; cosine and sine are computed
-    on first use.
+LARGEST_TABLE = 2**16  # positions up to which cosines and sines are kept
+SMALLEST_TABLE = 2**7
+
+
+class AngleTable(NamedTuple):
+    """Cosines and sines of the positions 0, 1, 2, ..., and the frequencies that they were computed
+    from.
     """
 
-    def __init__(
-        self,
-        position_BT: Tensor,
-        frequency: Tensor,
-        attention_factor: float,
-        angle_dtype: torch.dtype,
-    ) -> None:
-        self.position_BT = position_BT
-        self.frequency = frequency
-        self.attention_factor = attention_factor
-        self.angle_dtype = angle_dtype
-        self.num_pairs = frequency.shape[0]
-        self._cos_sin: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """The cosine and the sine of every pair's angle, times the attention factor."""
-        if self._cos_sin is None:
-            # Frequencies are float64: in float32, the angle at position 2^24 would be wrong by up
-            # to half a rotation.
-            angle = self.position_BT.view(*self.position_BT.shape, 1, 1) * self.frequency
-            cos = angle.cos()
-            sin = angle.sin()
-            if self.attention_factor != 1:
-                cos = cos * self.attention_factor
-                sin = sin * self.attention_factor
-            self._cos_sin = cos.to(self.angle_dtype), sin.to(self.angle_dtype)
-        return self._cos_sin
+    cos: Tensor
+    sin: Tensor
+    frequency: Tensor
+    version: int
 
 
 @part
@@ -326,13 +306,47 @@ class Rotary(QKTransform):
         merged = replace(self, dims=None, copies=self.copies * heads)
         return SingleVectorTransform(merged, sources, {"frequency": p["frequency"].repeat(heads)})
 
-    def precompute(self, position_BT: Tensor, exact: torch.dtype, p: PartParams) -> RotaryAngles:
-        return RotaryAngles(position_BT, p["frequency"], self.scaling.attention_factor, exact)
+    def precompute(
+        self, position_BT: Tensor, exact: torch.dtype, p: PartParams, start: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The cosine and the sine of every pair's angle, times the attention factor."""
+        frequency = p["frequency"]
+        stop = LARGEST_TABLE + 1 if start is None else start + position_BT.shape[1]
+        if start is None or stop > LARGEST_TABLE:
+            return self._cos_sin(position_BT, frequency, exact)
+        version = 0 if frequency.is_inference() else frequency._version
+        table = p.kept.get(exact)
+        if (
+            table is None
+            or table.frequency is not frequency
+            or table.version != version
+            or table.cos.shape[1] < stop
+        ):
+            size = max(SMALLEST_TABLE, 2 ** (stop - 1).bit_length())
+            with torch.inference_mode(False), torch.no_grad():
+                positions = torch.arange(size, device=frequency.device)[None]
+                table = AngleTable(*self._cos_sin(positions, frequency, exact), frequency, version)
+            p.kept[exact] = table
+        return table.cos[:, start:stop], table.sin[:, start:stop]
+
+    def _cos_sin(
+        self, position_BT: Tensor, frequency: Tensor, exact: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        # Frequencies are float64: in float32, the angle at position 2^24 would be wrong by up to
+        # half a rotation.
+        angle = position_BT.view(*position_BT.shape, 1, 1) * frequency
+        cos = angle.cos()
+        sin = angle.sin()
+        factor = self.scaling.attention_factor
+        if factor != 1:
+            cos = cos * factor
+            sin = sin * factor
+        return cos.to(exact), sin.to(exact)
 
     def transform(
-        self, x_BTHK: Tensor, side: str, precomputed: RotaryAngles, p: PartParams
+        self, x_BTHK: Tensor, side: str, precomputed: tuple[Tensor, Tensor], p: PartParams
     ) -> Tensor:
-        cos, sin = precomputed.cos_sin
+        cos, sin = precomputed
         if cos.dtype != x_BTHK.dtype:
             cos = cos.to(x_BTHK.dtype)
             sin = sin.to(x_BTHK.dtype)
@@ -340,13 +354,12 @@ class Rotary(QKTransform):
         x = x_BTHK if rotary_dims == x_BTHK.shape[-1] else x_BTHK[..., :rotary_dims]
         halves = self.pairs == "half"
         a, b = x.chunk(2, -1) if halves else (x[..., ::2], x[..., 1::2])
-        a, b = a * cos - b * sin, a * sin + b * cos
-        if rotary_dims < x_BTHK.shape[-1]:
-            rest = x_BTHK[..., rotary_dims:]
-            return torch.cat(
-                [a, b, rest] if halves else [torch.stack([a, b], -1).flatten(-2), rest], -1
-            )
-        return torch.cat([a, b], -1) if halves else torch.stack([a, b], -1).flatten(-2)
+        rotated = [a * cos - b * sin, a * sin + b * cos]
+        rest = [x_BTHK[..., rotary_dims:]] if rotary_dims < x_BTHK.shape[-1] else []
+        if halves:
+            return torch.cat(rotated + rest, -1)
+        interleaved = torch.stack(rotated, -1).flatten(-2)
+        return torch.cat([interleaved, *rest], -1) if rest else interleaved
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
