@@ -119,4 +119,4 @@ def test_a_steady_call_enters_few_functions(layer: hw.Attention):
             layer(x)
             layer(x[:, :1], cache=cache)
         assert count_calls(lambda: layer(x)) <= 90
-        assert count_calls(lambda: layer(x[:, :1], cache=cache)) <= 125
+        assert count_calls(lambda: layer(x[:, :1], cache=cache)) <= 100

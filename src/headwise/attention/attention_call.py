@@ -92,9 +92,8 @@ class PlannedCall(NamedTuple):
         needs one set.
         """
         return (
-            self.cache is not None
+            isinstance(self.plan.dispatch, HeadGroupDispatch)
             and isinstance(self.cache, HeadGroupCache)
-            and isinstance(self.plan.dispatch, HeadGroupDispatch)
             and self.mask is None
             and not self.plan.signature.probed_tensors & {"k", "v"}
         )

@@ -186,6 +186,29 @@ class ContiguousCache(SlotCache):
         segment = self.tokens.segment[:, : self._bound]
         return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
 
+    def extend(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        first = self.used
+        is_next_token = (
+            self.uniform and new_tokens.start == first and new_tokens.position.shape[1] == 1
+        )
+        is_plain = (
+            first > 0 and self._bound < self.slots and not (self._store or self._prefix_length)
+        )
+        if not (is_next_token and is_plain and self._full_visibility.sees_all(first + 1)):
+            return super().extend(entry, new_tokens)
+        if torch.compiler.is_compiling():
+            return super().extend(entry, new_tokens)
+        # The usual decode step writes one slot of each tensor and reads views.
+        self.used = count = first + 1
+        self._bound += 1
+        visible: KVEntry = {}
+        for name, new in entry.items():
+            self.entry[name][:, first] = new[:, 0]
+            visible[name] = self.entry[name][:, :count]
+        position = self.tokens.position[:, :count]
+        segment = self.tokens.segment[:, :count]
+        return visible, SequenceInfo(position, segment, 0, checked=True, num_visible=count)
+
     def _per_row_lengths(self, new_tokens: SequenceInfo) -> SequenceInfo:
         """Positions of all slots; `visible_per_row` is set if each newest token attends to all
         tokens of its row.
