@@ -67,6 +67,8 @@ from .masking.sequence_info import AttentionMask, SequenceInfo
 from .parallel_context import NO_CONTEXT, SINGLE_PROCESS, HasParallelContext
 from .spec.attention_spec import AttentionSpec
 
+NO_STATE: Mapping[str, Tensor] = {}
+
 
 class Attention(HasParallelContext, nn.Module):
     """Multi-head attention as its spec describes it, run by the first backend that supports the
@@ -186,15 +188,12 @@ class Attention(HasParallelContext, nn.Module):
             if len(parts.core_score_heads) != q_BTHK.shape[2]:
                 core_q_BTHK, mask = parts.select_core_heads(q_BTHK, mask)
                 context = context._replace(q_BTHK=core_q_BTHK)
+            if parts.maps_features:
+                core_q_BTHK = parts.feature_map(core_q_BTHK, "q")
+                k_BSGK = parts.feature_map(k_BSGK, "k")
+            state = call.recurrent_state if call.plan.signature.has_recurrent_state else NO_STATE
             inputs = CoreInputs(
-                parts.feature_map(core_q_BTHK, "q"),
-                parts.feature_map(k_BSGK, "k"),
-                v_BSGV,
-                context,
-                kv_entry,
-                call.recurrent_state,
-                gates,
-                kv_by_heads,
+                core_q_BTHK, k_BSGK, v_BSGV, context, kv_entry, state, gates, kv_by_heads
             )
             attention_mask = AttentionMask(call.sequence, kv_sequence, parts.core_pattern, mask)
             o_BTRV = self.attend(call, attention_mask, inputs)
@@ -203,7 +202,7 @@ class Attention(HasParallelContext, nn.Module):
 
         # 9 change outputs, 10 gate
         o_BTRV = project.project_heads(o_BTRV, parts.score_head_of_row, parts.weights["project"])
-        o_BTOV = parts.finish_outputs(o_BTRV, x_BTD, gates)
+        o_BTOV = parts.finish_outputs(o_BTRV, x_BTD, gates) if parts.changes_outputs else o_BTRV
         return probe("heads", o_BTOV) if probe.points else o_BTOV, gates
 
     def project_queries_and_kv(

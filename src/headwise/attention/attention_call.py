@@ -244,7 +244,8 @@ def check_call(
     elif spec.source is not None and spec.source != spec.model:
         raise ValueError(f"this layer reads a source of width {spec.source}; pass it as source=z")
     if cache is not None:
-        _check_dtype("cache", cache, KVCache)
+        if not isinstance(cache, KVCache):
+            _check_dtype("cache", cache, KVCache)
         cache.check_input(spec, x)
     if sequence is not None:
         _check_sequence("x", x, sequence)

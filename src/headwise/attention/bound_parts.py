@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from ..util.errors import SpecError, suggest
 from .backends import CallSignature, CoreInputs, CoreSteps
 from .backends.core_interface import ScoreTransform
-from .interfaces import Gate, Mix, OutputStep, Part, Project, QKTransform, ScoreStep, WeightStep
+from .interfaces import (
+    Gate,
+    Mix,
+    OutputStep,
+    Part,
+    Project,
+    QKTransform,
+    ScoreStep,
+    Similarity,
+    WeightStep,
+)
 from .interfaces.core_types import AuxLosses, Param, PartParams, Phase, QueryContext
 from .masking.sequence_info import AttentionMask, SequenceInfo
 from .spec.attention_spec import AttentionSpec
@@ -217,6 +227,8 @@ class BoundParts:
         self.score_head_of_row = spec.score_head_of_row
         self.core_pattern = spec.core_pattern
         self.has_gates = bool(self._gates)
+        self.changes_outputs = bool(self._output_steps or self._gates)
+        self.maps_features = type(spec.similarity).feature_map is not Similarity.feature_map
         self.core_score_heads = spec.core_score_heads
         self._observe: StepObserver | None = None
 
