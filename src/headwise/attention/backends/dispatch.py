@@ -130,6 +130,8 @@ class CoreDispatch:
 
     def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
         """The name of the backend that runs these tensors."""
+        if self.signature.is_compiling:
+            return self._select(attention_mask, inputs)
         batch, queries = inputs.q.shape[:2]
         keys = attention_mask.keys.position.shape[1]
         is_step = self.signature.single_query
@@ -147,7 +149,7 @@ class CoreDispatch:
             if not BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs):
                 return name
         name = self._select(attention_mask, inputs)
-        if keys and not self.signature.is_compiling and self._decides_by_size(key, name):
+        if keys and self._decides_by_size(key, name):
             if len(self._by_size) >= MAX_KEPT_SIZES:
                 self._by_size.clear()
             self._by_size[key] = (name, points)

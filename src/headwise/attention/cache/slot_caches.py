@@ -187,6 +187,8 @@ class ContiguousCache(SlotCache):
         return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
 
     def extend(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        if torch.compiler.is_compiling():
+            return super().extend(entry, new_tokens)
         first = self.used
         is_next_token = (
             self.uniform and new_tokens.start == first and new_tokens.position.shape[1] == 1
@@ -195,8 +197,6 @@ class ContiguousCache(SlotCache):
             first > 0 and self._bound < self.slots and not (self._store or self._prefix_length)
         )
         if not (is_next_token and is_plain and self._full_visibility.sees_all(first + 1)):
-            return super().extend(entry, new_tokens)
-        if torch.compiler.is_compiling():
             return super().extend(entry, new_tokens)
         # The usual decode step writes one slot of each tensor and reads views.
         self.used = count = first + 1
