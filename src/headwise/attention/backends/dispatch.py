@@ -111,7 +111,7 @@ class CoreDispatch:
     is_named_by_caller: bool = False
     # the backends that the size alone decided, and the take-over points by which it did
     _by_size: dict[tuple[int, int, int, str], tuple[str, TakeoverPoints]] = field(
-        default_factory=dict[tuple[int, int, int, str], tuple[str, TakeoverPoints]],
+        default_factory=dict,
         repr=False,
         compare=False,
     )
