@@ -261,10 +261,12 @@ class BoundParts:
     def qk_transforms(self, sequence: SequenceInfo, call: CallSignature | None) -> QKTransforms:
         """The query and key transforms of the layer at the positions of a sequence.
 
-        Without the signature of a call, or in a compiled graph or a transform of torch.func, nothing
-        is kept for later calls.
+        Without gradients, what depends on positions alone is kept for later calls, except in a
+        compiled graph or a transform of torch.func.
         """
-        keeps = call is not None and not (call.is_compiling or call.is_transformed)
+        keeps = call is not None and not (
+            call.needs_grad or call.is_compiling or call.is_transformed
+        )
         start = sequence.start if keeps else None
         return QKTransforms(self._transforms, sequence.position, start, self._observe)
 

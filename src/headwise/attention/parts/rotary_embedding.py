@@ -323,9 +323,8 @@ class Rotary(QKTransform):
             or table.cos.shape[1] < stop
         ):
             size = max(SMALLEST_TABLE, 2 ** (stop - 1).bit_length())
-            with torch.inference_mode(False), torch.no_grad():
-                positions = torch.arange(size, device=frequency.device)[None]
-                table = AngleTable(*self._cos_sin(positions, frequency, exact), frequency, version)
+            positions = torch.arange(size, device=frequency.device)[None]
+            table = AngleTable(*self._cos_sin(positions, frequency, exact), frequency, version)
             p.kept[exact] = table
         return table.cos[:, start:stop], table.sin[:, start:stop]
 
