@@ -32,7 +32,7 @@ def check_layer(layer: hw.Attention, tokens: int) -> None:
 
 
 def angles_of(layer: hw.Attention) -> Any:
-    return layer.weights["rotary"].kept
+    return layer.weights["rotary"].cached
 
 
 def test_angles_are_computed_once_and_again_for_longer_texts(layer: hw.Attention):

@@ -39,7 +39,7 @@ class AttentionArguments(NamedTuple):
 
 
 class PlannedLayer(Protocol):
-    """What the plan of a call depends on beside its arguments; `Attention` has it."""
+    """The properties of a layer that the plan of a call depends on."""
 
     spec: AttentionSpec
     backend_name: str | None

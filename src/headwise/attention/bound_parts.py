@@ -82,7 +82,7 @@ class PartWeights(nn.Module):
         super().__init__()
         self.sizes: Mapping[str, int] = spec.sizes_of(part)
         self._borrowed = dict(borrowed)
-        self.kept: dict[Any, Any] = {}
+        self.cached: dict[Any, Any] = {}
         params = part.params(spec)
         self._by_head = [
             name for name, param in params.items() if param.layout.dims[:1] == (("q",),)
@@ -112,7 +112,7 @@ class PartWeights(nn.Module):
         return own + [owner[name] for name, owner in self._borrowed.items()]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kept": {}}  # a copy computes these values again
+        return {**self.__dict__, "cached": {}}  # a copy computes these values again
 
     @property
     def first_parameter(self) -> Tensor:

@@ -143,9 +143,9 @@ class CoreDispatch:
             "" if is_step else attention_mask.shape,
         )
         points = current_points()
-        kept = self._by_size.get(key)
-        if kept is not None and kept[1] is points:
-            name = kept[0]
+        chosen = self._by_size.get(key)
+        if chosen is not None and chosen[1] is points:
+            name = chosen[0]
             if not BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs):
                 return name
         name = self._select(attention_mask, inputs)

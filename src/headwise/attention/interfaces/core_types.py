@@ -140,11 +140,11 @@ class PartParams(Protocol):
 
     ``p[name]`` is a parameter, ``p.head(h)`` the slices of score head h, `broadcast_over_scores`
     all parameters reshaped to broadcast over a score tensor, and `trainable` those that are
-    trained. A part may keep values in `kept` that it computed from constants.
+    trained. A part may keep values in `cached` that it computed from constants.
     """
 
     sizes: Mapping[str, int]
-    kept: dict[Any, Any]
+    cached: dict[Any, Any]
 
     @property
     def training(self) -> bool: ...

@@ -259,7 +259,7 @@ class QKTransform(Modifier):
         `transform`.
 
         `exact` is a dtype with enough precision for angles. With `start`, the positions of all rows
-        are start, start + 1, ..., and the values may be kept in `p.kept` for later calls.
+        are start, start + 1, ..., and the values may be kept in `p.cached` for later calls.
         """
         return None
 

@@ -315,7 +315,7 @@ class Rotary(QKTransform):
         if start is None or stop > LARGEST_TABLE:
             return self._cos_sin(position_BT, frequency, exact)
         version = 0 if frequency.is_inference() else frequency._version
-        table = p.kept.get(exact)
+        table = p.cached.get(exact)
         if (
             table is None
             or table.frequency is not frequency
@@ -325,7 +325,7 @@ class Rotary(QKTransform):
             size = max(SMALLEST_TABLE, 2 ** (stop - 1).bit_length())
             positions = torch.arange(size, device=frequency.device)[None]
             table = AngleTable(*self._cos_sin(positions, frequency, exact), frequency, version)
-            p.kept[exact] = table
+            p.cached[exact] = table
         return table.cos[:, start:stop], table.sin[:, start:stop]
 
     def _cos_sin(
