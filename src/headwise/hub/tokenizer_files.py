@@ -185,10 +185,10 @@ def read_pixel_statistics(folder: Path, channels: int) -> dict[str, tuple[float,
         return {}
     if not config.get("do_normalize", True):
         return {"mean": (0.0,) * channels, "deviation": (1.0,) * channels}
-    given = {"mean": config.get("image_mean"), "deviation": config.get("image_std")}
-    if None in given.values():
+    channels_by_name = {"mean": config.get("image_mean"), "deviation": config.get("image_std")}
+    if None in channels_by_name.values():
         return {}
-    return {name: _read_channels(path, value, channels) for name, value in given.items()}
+    return {name: _read_channels(path, value, channels) for name, value in channels_by_name.items()}
 
 
 def _read_channels(path: Path, value: Any, channels: int) -> tuple[float, ...]:

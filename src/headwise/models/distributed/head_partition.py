@@ -142,11 +142,11 @@ def partition_heads(name: str, spec: AttentionSpec, num_ranks: int) -> list[Kept
     groups = find_independent_heads(spec)
     if len(groups) < num_ranks:
         raise SpecError(f"{name}: {_too_few_groups_message(spec, len(groups), num_ranks)}")
-    kept = list[KeptHeads]()
+    heads_of_ranks = list[KeptHeads]()
     for rank in range(num_ranks):
         own = [groups[n] for n in _range_of_rank(len(groups), rank, num_ranks)]
-        kept.append(KeptHeads.of(spec, list(chain.from_iterable(own))))
-    return kept
+        heads_of_ranks.append(KeptHeads.of(spec, list(chain.from_iterable(own))))
+    return heads_of_ranks
 
 
 def find_independent_heads(spec: AttentionSpec) -> list[list[int]]:

@@ -183,13 +183,13 @@ def _exclude_weights(
             if only is not None and not weight.name.startswith("head."):
                 is_excluded |= not any(_is_part(path, module) for module in only)
             by_pattern[LAYER.sub(r"\1.*.", weight.name)][weight.name] = is_excluded
-    found = list[str]()
+    patterns = list[str]()
     for pattern, layers in by_pattern.items():
         if all(layers.values()):
-            found.append(pattern)
+            patterns.append(pattern)
         else:
-            found += [name for name, is_out in layers.items() if is_out]
-    return found
+            patterns += [name for name, is_out in layers.items() if is_out]
+    return patterns
 
 
 def _module_path(weight: WeightSpec, names: WeightNames) -> str:
