@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ FOLDER = Path(__file__).with_name("sample")
 MODEL = FOLDER / "model"
 TRACE = FOLDER / "sample.trace"
 MEASURES = FOLDER / "measures.json"
+PLACE = itemgetter("stack", "kind", "layer", "head", "kv", "site")
 SOURCE = "<zh>12,345,678.90 dollars"  # the tag names the target language
 TEXTS = (  # sources with their targets
     "<zh>12,345,678.90 dollars\t一千二百三十四万五千六百七十八美元九十美分",
@@ -70,20 +72,12 @@ def load_sample_table() -> HeadTable:
 
 def table_from_data(data: Mapping[str, Any]) -> HeadTable:
     """The head table that `HeadTable.data` described; each head also has the name of its site."""
-    heads = tuple(
-        HeadMeasures(
-            head["stack"],
-            head["kind"],
-            head["layer"],
-            head["head"],
-            head["kv"],
-            head["site"],
-            {name: _read_measure(measure) for name, measure in head["measures"].items()},
-            tuple(HeadClass(**head_class) for head_class in head["classes"]),
-        )
-        for head in data["heads"]
-    )
-    return HeadTable(data["model"], data["data"], heads, tuple(data["notes"]))
+    heads: list[HeadMeasures] = []
+    for head in data["heads"]:
+        measures = {name: _read_measure(one) for name, one in head["measures"].items()}
+        classes = tuple(HeadClass(**head_class) for head_class in head["classes"])
+        heads.append(HeadMeasures(*PLACE(head), measures, classes))
+    return HeadTable(data["model"], data["data"], tuple(heads), tuple(data["notes"]))
 
 
 def _read_measure(data: Mapping[str, float | None]) -> Measure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class AttentionTable(NamedTuple):
         return fields
 
     def __str__(self) -> str:
-        texts = iter(format_numbers([value for row in self.values for value in row]))
+        texts = iter(format_numbers(list(chain.from_iterable(self.values))))
         rows: list[tuple[str, int, str]] = []
         for position, (query, values) in enumerate(zip(self.queries, self.values, strict=True)):
             numbers = [next(texts) for _ in values]

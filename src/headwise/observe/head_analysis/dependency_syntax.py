@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -364,7 +365,7 @@ def train_attention_probe(
                 heads += [(site, head) for head in range(len(site_maps))]
         progress(len(sentences[0]))
     train, test = _split_texts(len(sentences[0]), options)
-    weights = [_fit_probe([texts[n] for n in train], options) for texts in sentences]
+    weights = [_fit_probe(itemgetter(*train)(texts), options) for texts in sentences]
     offset = _best_offset([sentences[0][n] for n in train])
     hits: list[list[list[float]]] = []  # of each probe and of the offset, by text and dependency
     for texts, weight in zip(sentences, weights, strict=True):
@@ -377,7 +378,7 @@ def train_attention_probe(
         chance += [1 / (sentences[0][n].attention_maps.shape[1] - 1)] * len(arcs)
     scores = [_accuracy_measure(one, float(np.mean(chance))) for one in (*hits, by_offset)]
     notes = (f"left out {pluralise(left_out, 'text')} without dependencies",) if left_out else ()
-    counts = [sum(len(sentences[0][n].dependencies) for n in part) for part in (train, test)]
+    num_arcs = np.array([len(one.dependencies) for one in sentences[0]])
     pairs = zip(heads, weights[0].view(2, -1).T.tolist(), strict=True)
     return ProbeResult(
         scores[0],
@@ -386,7 +387,7 @@ def train_attention_probe(
         offset,
         tuple(HeadProbeWeight(*head, *up_and_down) for head, up_and_down in pairs),
         (len(train), len(test)),
-        (counts[0], counts[1]),
+        (int(num_arcs[train].sum()), int(num_arcs[test].sum())),
         notes,
     )
 

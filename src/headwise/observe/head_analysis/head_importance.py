@@ -150,7 +150,7 @@ def estimate_importance(
         fact = f"{type(model).__name__} runs in full for every head"
         notes.append(f"{fact}: only headwise models can restart midway")
     names = [module.site.name for module in sites]
-    missing = [name for name in names if not all(name in text for text in sums)]
+    missing = [name for name in names if name not in _common_sites(sums)]
     if missing:
         notes.append(f"not rated because some texts do not reach them: {', '.join(missing)}")
     notes += [method.note, *left_out_notes(model, "ablate")]
@@ -235,6 +235,11 @@ def _sample_examples(
     return iter(sampled), [note]
 
 
+def _common_sites(sums: Sequence[ImportanceSums]) -> set[str]:
+    """Names of the sites that every text reaches."""
+    return set(sums[0]).intersection(*sums)
+
+
 def rate_heads(
     sites: Sequence[SiteModule],
     sums: Sequence[ImportanceSums],
@@ -252,12 +257,15 @@ def rate_heads(
             return scores
         return scores / (np.linalg.norm(scores, axis=-1, keepdims=True) + MIN_NORM)
 
-    reached = [one.site for one in sites if all(one.site.name in text for text in sums)]
-    means = [Jackknife.of_ratio(*stack_texts([text[one.name] for text in sums])) for one in reached]
-    untested = [np.full_like(mean.value, math.nan) for mean in means]
-    p = np.concatenate(
-        [np.empty(0), *([one.p_values() for one in means] if is_tested else untested)]
-    )
+    common = _common_sites(sums)
+    reached = [one.site for one in sites if one.site.name in common]
+    means: list[Jackknife] = []
+    p_values = [np.empty(0)]
+    for site in reached:
+        mean = Jackknife.of_ratio(*stack_texts([text[site.name] for text in sums]))
+        means.append(mean)
+        p_values.append(mean.p_values() if is_tested else np.full_like(mean.value, math.nan))
+    p = np.concatenate(p_values)
     tests = zip(p.tolist(), correct_p_values(p).tolist(), strict=True)
     heads: list[HeadImportance] = []
     for site, mean in zip(reached, means, strict=True):

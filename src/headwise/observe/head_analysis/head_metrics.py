@@ -264,6 +264,15 @@ def _self_metrics(*rows: tuple[str, str, Sums, ReduceFunction | None]) -> list[H
     return [HeadMetric(*row[:3], "rest", row[3], self_attention_only=True) for row in rows]
 
 
+SUPPORT_METRICS = tuple(
+    HeadMetric(
+        f"support{round(100 * fraction)}",
+        f"share of keys that hold {round(100 * fraction)} % of a row",
+        support_sums,
+        reduce=make_selector(n),
+    )
+    for n, fraction in enumerate(SUPPORT_FRACTIONS)
+)
 HEAD_METRICS: Mapping[str, HeadMetric] = {
     metric.name: metric
     for metric in (
@@ -318,15 +327,7 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
                 variance_explained_by_offset,
             ),
         ),
-        *(
-            HeadMetric(
-                f"support{round(100 * fraction)}",
-                f"share of keys that hold {round(100 * fraction)} % of a row",
-                support_sums,
-                reduce=make_selector(n),
-            )
-            for n, fraction in enumerate(SUPPORT_FRACTIONS)
-        ),
+        *SUPPORT_METRICS,
         *_self_metrics(
             ("duplicate", "weight on other occurrences of the same token", duplicate_sums, None),
             (

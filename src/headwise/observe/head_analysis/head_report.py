@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ HEAD_REPORT = FolderKind(
     ("heads.json", "head-*-light.svg"),
     lambda folder: (
         "heads.json",
-        *(f"*-{theme}.{suffix}" for theme in THEMES for suffix in ("svg", "png")),
+        *(f"*-{theme}.{suffix}" for theme, suffix in product(THEMES, ("svg", "png"))),
     ),
 )
 HeadSelection = Sequence[tuple[str, int]]

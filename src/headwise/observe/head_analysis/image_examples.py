@@ -5,6 +5,7 @@ of patches.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class PatchLayout(NamedTuple):
 
     def annotate(self, num_others: int) -> TokenAnnotations:
         """Annotations of the tokens of an image, whose patches follow `num_others` other tokens."""
-        places = [(row, column) for row in range(self.rows) for column in range(self.columns)]
+        places = list(product(range(self.rows), range(self.columns)))
         count = num_others + len(places)
         is_other = torch.arange(count) < num_others
         no = torch.zeros(count, dtype=torch.bool)

@@ -93,7 +93,8 @@ def get_output_tensor(outputs: Any) -> Tensor:
     if isinstance(outputs, Tensor):
         return outputs
     for name in ("last_hidden_state", "logits"):
-        if isinstance(value := getattr(outputs, name, None), Tensor):
+        value = getattr(outputs, name, None)
+        if isinstance(value, Tensor):
             return value
     if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
         return outputs[0]
@@ -375,7 +376,8 @@ def _cross_entropy(outputs: Any, evaluation: EvaluationInput) -> Tensor:
             "give one label for each"
         )
     targets = labels[labels != IGNORE_INDEX]
-    if len(invalid := targets[(targets < 0) | (targets >= flat.shape[1])]):
+    invalid = targets[(targets < 0) | (targets >= flat.shape[1])]
+    if len(invalid):
         num_classes = flat.shape[1]
         fact = f"label {int(invalid[0])} is out of range: the model has {num_classes} outputs"
         raise ValueError(f"{fact}; use labels 0..{num_classes - 1}")

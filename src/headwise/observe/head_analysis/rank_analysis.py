@@ -334,8 +334,11 @@ def _layer_states(
     if not isinstance(model, Transformer):
         with torch.inference_mode():
             outputs: Any = model(*inputs.args, **inputs.kwargs, output_hidden_states=True)
-        key_of_field = {name: key for key, name in HIDDEN_STATE_FIELDS.items() if key in outputs}
-        return {name: [states[0] for states in outputs[key]] for name, key in key_of_field.items()}
+        found: dict[str, list[Tensor]] = {}
+        for key, name in HIDDEN_STATE_FIELDS.items():
+            if key in outputs:
+                found[name] = [states[0] for states in outputs[key]]
+        return found
     layers = {name: list(dict.fromkeys(stack.blocks)) for name, stack in model.stacks.items()}
     states_of_stack: dict[str, list[Tensor]] = {}
     with torch.inference_mode(), record_modules(chain(*layers.values())) as calls:

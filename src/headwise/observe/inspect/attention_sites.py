@@ -106,7 +106,7 @@ def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
             "it is compiled, and compiled models cannot be observed; give the model from "
             "before torch.compile"
         )
-    if any(tensor.is_meta for part in parts for tensor in part.parameters()):
+    if any(tensor.is_meta for tensor in chain.from_iterable(map(nn.Module.parameters, parts))):
         return "its weights are on the meta device, where nothing is computed; load them"
     return ""
 

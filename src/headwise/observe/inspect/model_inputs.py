@@ -328,15 +328,15 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelI
         if not has_source and DECODER_IDS in names:
             keys["source"] = DECODER_IDS
     ids: dict[str, Tensor] = {}
+    rows: dict[str, tuple[TokenRow, ...]] = {}
     for stream, key in keys.items():
         tensor = names.get(key)
         if isinstance(tensor, Tensor) and _is_ids(tensor):
             _check_length(model, tensor.shape[1] + (steps if stream == "text" else 0))
             ids[stream] = tensor
-    rows = {
-        stream: tuple(TokenRow(tuple(row), tuple(map(str, row))) for row in tensor.tolist())
-        for stream, tensor in ids.items()
-    }
+            rows[stream] = tuple(
+                TokenRow(tuple(row), tuple(map(str, row))) for row in tensor.tolist()
+            )
     counts: dict[str, int] | None = {stream: ids[stream].shape[1] for stream in ids}
     if has_source and steps:
         counts.setdefault("text", 1)

@@ -133,9 +133,10 @@ class Sites(list[Site]):
                 "forward call, hw.declare(module, ...) declares one"
             )
         names = ("q", "kv", "dim", "pattern", *ABILITIES)
-        rows = [(site.name, *(_cell(getattr(site, name)) for name in names)) for site in self]
+        rows: list[tuple[Any, ...]] = []
         sites_of_note: dict[str, dict[str, int]] = {}
         for site in self:
+            rows.append((site.name, *(_cell(getattr(site, name)) for name in names)))
             reasons = [(name, getattr(site, name).reason) for name in ABILITIES]
             if site.spec is None:
                 reasons.append(("spec", site.spec_reason))

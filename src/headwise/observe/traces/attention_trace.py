@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -215,10 +216,8 @@ class Trace:
                 lines.append(f"{name}: {len(rows) - 3} more rows")
         count = pluralise(len(self.layers), "site")
         title = f"{self.model.get('name', 'a model')}: {format_bytes(self.nbytes)} of {count}"
-        sites = [
-            (*(site[name] for name in SITE_COLUMNS[:-1]), " ".join(site["kept"]))
-            for site in self.data["sites"]
-        ]
+        columns = itemgetter(*SITE_COLUMNS[:-1])
+        sites = [(*columns(site), " ".join(site["kept"])) for site in self.data["sites"]]
         notes = [f"{name} is not recorded: {reason}" for name, reason in self.skipped.items()]
         head = "\n".join(map(make_visible, [title, *lines]))
         return f"{head}\n\n{to_text(Table('', SITE_COLUMNS, sites, notes))}"

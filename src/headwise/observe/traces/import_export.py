@@ -63,11 +63,9 @@ def trace_from_weights(
         ("decoder", "cross", cross_attention, "text", "source"),
     ]
     streams = {"text": _token_rows(tokens), "source": _token_rows(source)}
-    layers = [
-        _weights_layer(kind, n, weights, streams)
-        for kind in kinds
-        for n, weights in enumerate(kind[2])
-    ]
+    layers: list[AttentionRecord] = []
+    for kind in kinds:
+        layers += [_weights_layer(kind, n, weights, streams) for n, weights in enumerate(kind[2])]
     if not layers:
         raise SpecError(
             "no weights given; give a tensor [batch, heads, queries, keys] for each layer"

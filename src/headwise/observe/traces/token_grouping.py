@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -157,7 +158,7 @@ def _group_layer(
     queries = groups[layer.query_stream]
     keys = groups[layer.key_stream]
     starts = np.array([places[0] for places in keys])
-    key_indices = np.array([place for places in keys for place in places if place < layer.num_keys])
+    key_indices = np.array([place for place in chain.from_iterable(keys) if place < layer.num_keys])
     edges = np.searchsorted(key_indices, starts)
     weights = np.zeros((1, layer.heads, len(queries), len(keys)), np.float32)
     for head in range(layer.heads):

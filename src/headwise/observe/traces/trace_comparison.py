@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ...report.data import Column, Table
 from ...report.numbers import format_number
-from ...report.render import to_text
+from ...report.render import to_plain, to_text
 from ...util.errors import pluralise
 from .attention_record import Array, AttentionRecord
 from .attention_trace import Trace, query_blocks
@@ -151,10 +151,7 @@ class TraceComparison:
         return {
             "aligned_tokens": {name: len(pairs.first) for name, pairs in self.alignments.items()},
             "left_out": dict(self.left_out),
-            "heads": [
-                {name: None if value != value else value for name, value in head._asdict().items()}
-                for head in self.ranked
-            ],
+            "heads": [to_plain(head._asdict()) for head in self.ranked],
         }
 
     def __str__(self) -> str:

@@ -242,13 +242,8 @@ def _trace_from_record(record: Record, arrays: Mapping[str, Array]) -> Trace:
         name: tuple(map(_token_row_from_record, tables.read_records(name)))
         for name in tables.values
     }
-    thumbnails, images = (
-        {
-            name: _picture(record, arrays, f"{kind}.{name}")
-            for name in record.read_texts(f"{kind}s", ())
-        }
-        for kind in ("thumbnail", "image")
-    )
+    thumbnails = _pictures(record, arrays, "thumbnail")
+    images = _pictures(record, arrays, "image")
     _check_pictures(record, layers, thumbnails, images)
     rows = record.read_list("classes", None, ())
     classes = dict(
@@ -273,13 +268,17 @@ def _array(record: Record, arrays: Mapping[str, Array], name: str) -> Array:
     return arrays[name]
 
 
-def _picture(record: Record, arrays: Mapping[str, Array], name: str) -> Array:
-    array = _array(record, arrays, name)
-    if array.dtype != np.uint8 or array.ndim != PICTURE_AXES:
-        record.fail(
-            name, f"is {array.dtype} {list(array.shape)}, not bytes with {PICTURE_AXES} axes"
-        )
-    return array
+def _pictures(record: Record, arrays: Mapping[str, Array], kind: str) -> dict[str, Array]:
+    pictures: dict[str, Array] = {}
+    for name in record.read_texts(f"{kind}s", ()):
+        place = f"{kind}.{name}"
+        array = _array(record, arrays, place)
+        if array.dtype != np.uint8 or array.ndim != PICTURE_AXES:
+            record.fail(
+                place, f"is {array.dtype} {list(array.shape)}, not bytes with {PICTURE_AXES} axes"
+            )
+        pictures[name] = array
+    return pictures
 
 
 def _check_pictures(

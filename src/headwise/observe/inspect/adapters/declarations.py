@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -85,8 +86,9 @@ class AttentionSite:
                     f"attribute {name!r} of {kind} is no {size!r}; map int attributes to "
                     f"{', '.join(SIZES)}"
                 )
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name, axis in self.per_head.items():
-            tensor = _find_tensor(module, name)
+            tensor = tensors.get(name)
             if tensor is None or not 0 <= axis < tensor.dim() or tensor.shape[axis] % self.heads:
                 shape = None if tensor is None else list(tensor.shape)
                 raise ValueError(
@@ -218,11 +220,6 @@ def get_output_width(module: nn.Module) -> int:
     return module.out_features if isinstance(module, nn.Linear) else 0
 
 
-def _find_tensor(module: nn.Module, name: str) -> Tensor | None:
-    """The parameter or buffer of this name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}.get(name)
-
-
 # --- Proposed declarations, by the names that libraries use ---------------------------------------
 
 FUSED_NAMES = ("qkv", "to_qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj")
@@ -269,45 +266,22 @@ def propose_sites(module: nn.Module, heads: int, kv_heads: int) -> Iterator[Atte
     >>> [site.fused for site in propose_sites(layer, 3, 3)]
     ['by projection', 'by head']
     """
-    names = [(name, name, name, layout) for name in FUSED_NAMES for layout in FUSED_LAYOUTS]
+    names = [(name, name, name, layout) for name, layout in product(FUSED_NAMES, FUSED_LAYOUTS)]
     names += [(*three, FUSED_LAYOUTS[0]) for three in SEPARATE_NAMES]
-    for q, k, v, layout in names:
-        for out in OUTPUT_NAMES:
-            site = AttentionSite(
-                q,
-                k,
-                v,
-                out,
-                heads,
-                kv_heads,
-                layout,
-                _width_attributes(module, out),
-                _per_head_tensors(module, heads),
-            )
-            try:
-                site.check(module)
-            except ValueError:
-                continue
-            yield site
-
-
-def _width_attributes(module: nn.Module, out: str) -> dict[str, str]:
-    """Attributes that hold the input channels of the output projection."""
-    width = getattr(dict(module.named_modules()).get(out), "in_features", None)
-    return {
-        name: "out"
-        for name in WIDTH_NAMES
-        if width is not None and getattr(module, name, None) == width
-    }
-
-
-def _per_head_tensors(module: nn.Module, heads: int) -> dict[str, int]:
-    """Parameters and buffers with heads, and their axis of heads."""
-    tensors = {name: _find_tensor(module, name) for name in PER_HEAD_TENSORS}
-    return {
-        name: axis
-        for name, axis in PER_HEAD_TENSORS.items()
-        if (tensor := tensors[name]) is not None
-        and tensor.dim() > axis
-        and tensor.shape[axis] % heads == 0
-    }
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    per_head: dict[str, int] = {}
+    for name, axis in PER_HEAD_TENSORS.items():
+        shape = tensors[name].shape if name in tensors else ()
+        if len(shape) > axis and shape[axis] % heads == 0:
+            per_head[name] = axis
+    children = dict(module.named_modules())
+    for (q, k, v, layout), out in product(names, OUTPUT_NAMES):
+        width = getattr(children.get(out), "in_features", None)
+        same = [name for name in WIDTH_NAMES if width and getattr(module, name, None) == width]
+        attributes = dict.fromkeys(same, "out")
+        site = AttentionSite(q, k, v, out, heads, kv_heads, layout, attributes, per_head)
+        try:
+            site.check(module)
+        except ValueError:
+            continue
+        yield site

@@ -81,17 +81,15 @@ def find_joint_axis(size: int, before: Tensor, after: Tensor) -> JointAxis | Non
     if size == 1:
         return JointAxis(1, BATCH_FIRST)
     changed = before != after
-    rows = [
-        (changed.shape[axis], indices)
-        for axis in range(min(2, changed.dim()))
-        if len(indices := changed.transpose(0, axis).flatten(1).any(1).nonzero().flatten().tolist())
-        == 1
-        and changed.shape[axis] > 1
-        and size % changed.shape[axis] == 0
-    ]
+    rows: list[tuple[int, int]] = []  # size of an axis, and its only changed index
+    for axis in range(min(2, changed.dim())):
+        indices = changed.transpose(0, axis).flatten(1).any(1).nonzero().flatten().tolist()
+        count = changed.shape[axis]
+        if len(indices) == 1 and count > 1 and size % count == 0:
+            rows.append((count, indices[0]))
     if len(rows) != 1:
         return None
-    (batch, (row,)) = rows[0]
+    batch, row = rows[0]
     heads = size // batch
     if heads == 1:
         return JointAxis(1, BATCH_FIRST) if row == 1 else None
