@@ -6,7 +6,7 @@ For statistics over many texts with confidence intervals see `head_measurement`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,12 +29,7 @@ from .head_circuits import AttentionCircuits, get_circuits
 
 SELF = "attention"  # kind of sites where a text attends to itself
 MAP_QUANTITIES = ("weights", "norms")
-AGGREGATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda values: values.mean(0),
-    "max": lambda values: values.amax(0),
-    "min": lambda values: values.amin(0),
-    "sum": lambda values: values.sum(0),
-}
+TOP_KEYS = 3  # largest entries of a query that are printed
 
 
 class LayerAttention(NamedTuple):
@@ -66,27 +61,24 @@ class LayerAttention(NamedTuple):
 
 
 class AttentionTable(NamedTuple):
-    """A matrix over the tokens of one text; prints the `top` largest entries of every query."""
+    """A matrix over the tokens of one text; prints the largest entries of every query."""
 
     title: str
     queries: tuple[str, ...]
     keys: tuple[str, ...]
     values: list[list[float]]
-    top: int = 3
 
     @property
     def data(self) -> dict[str, Any]:
         """The whole matrix as plain values."""
-        fields = self._asdict()
-        del fields["top"]
-        return fields
+        return self._asdict()
 
     def __str__(self) -> str:
         texts = iter(format_numbers(list(chain.from_iterable(self.values))))
         rows: list[tuple[str, int, str]] = []
         for position, (query, values) in enumerate(zip(self.queries, self.values, strict=True)):
             numbers = [next(texts) for _ in values]
-            order = sorted(range(len(values)), key=lambda key: -values[key])[: self.top]
+            order = sorted(range(len(values)), key=lambda key: -values[key])[:TOP_KEYS]
             entries = [f"{self.keys[key]!r} {key}: {numbers[key]}" for key in order if values[key]]
             rows.append((repr(query), position, "  ".join(entries)))
         return to_text(Table(self.title, ("query", "position", "largest keys"), rows))
@@ -113,15 +105,13 @@ class AttentionMaps:
         """
         return self._layer(site).measure("norms")
 
-    def aggregate(self, of: str = "weights", how: str = "mean") -> Tensor:
-        """One matrix [queries, keys] for all self-attention of the last stack: the "mean", "max",
-        "min" or "sum" over heads and layers of "weights" or "norms".
+    def aggregate(self, of: str = "weights") -> Tensor:
+        """The mean of all self-attention of the last stack, [queries, keys]: of "weights" or
+        "norms".
         """
-        for name, value, choices in (("of", of, MAP_QUANTITIES), ("how", how, AGGREGATIONS)):
-            if value not in choices:
-                raise ValueError(f"unknown {name}={value!r}; {suggest(value, tuple(choices))}")
-        combine = AGGREGATIONS[how]
-        return combine(torch.stack([combine(layer.measure(of)) for layer in self._last_stack()]))
+        if of not in MAP_QUANTITIES:
+            raise ValueError(f"unknown of={of!r}; {suggest(of, MAP_QUANTITIES)}")
+        return torch.stack([layer.measure(of).mean(0) for layer in self._last_stack()]).mean(0)
 
     def rollout(self) -> Tensor:
         """Attention rollout of the last stack, [outputs, inputs]: how each output mixes the inputs.
@@ -134,7 +124,7 @@ class AttentionMaps:
         means = (maps.weights_HTS.double().mean(0).cpu().numpy() for maps in layers)
         return torch.from_numpy(multiply_rollout(means))
 
-    def table(self, matrix: Tensor, title: str, site: str = "", *, top: int = 3) -> AttentionTable:
+    def table(self, matrix: Tensor, title: str, site: str = "") -> AttentionTable:
         """A matrix with the tokens of a site (default: the last self-attention), which prints its
         largest entries.
         """
@@ -142,7 +132,7 @@ class AttentionMaps:
         words: list[tuple[str, ...]] = []
         for strings, count in zip((layer.queries, layer.keys), matrix.shape, strict=True):
             words.append(strings or tuple(map(str, range(count))))
-        return AttentionTable(title, words[0], words[1], matrix.tolist(), top)
+        return AttentionTable(title, words[0], words[1], matrix.tolist())
 
     def _layer(self, site: str) -> LayerAttention:
         if site not in self.layers:
