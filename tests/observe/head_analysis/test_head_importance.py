@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -201,19 +202,32 @@ def by_masks(model: nn.Module, name: str, text: Example, number: int, request: A
 
 
 @pytest.mark.parametrize("name", list(THEIRS))
-def test_michel_and_taylor_equal_explicit_masks(name: str):
+def test_gradient_methods_equal_explicit_masks(name: str):
+    """Michel's score takes the absolute value per text, per token, or per batch."""
     model, request = theirs(name), asked_of(name)
     texts = make_examples(model, 4)
-    slopes = torch.stack(
-        [
-            torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, request)])
-            for n, one in enumerate(texts)
-        ]
-    )
-    for method, own in {"michel": slopes.abs(), "taylor": -slopes}.items():
+    masks = [by_masks(model, name, text, n, request) for n, text in enumerate(texts)]
+    slopes = torch.stack([torch.stack([xi.sum(0) for xi in one]) for one in masks])
+    sizes = torch.stack([torch.stack([xi.abs().sum(0) for xi in one]) for one in masks])
+    lengths = [next(iter(text.inputs.values())).shape[1] for text in texts]
+    targets = [length - 1 for length in lengths]
+    if name == "bert":
+        targets = [SMALL.prepare_input(model, text, n).num_targets for n, text in enumerate(texts)]
+    batches = torch.zeros_like(slopes[0])
+    for a, b in ((0, 1), (2, 3)):
+        mean = (targets[a] * slopes[a] + targets[b] * slopes[b]) / (targets[a] + targets[b])
+        batches += mean.abs()
+    pairs = replace(IMPORTANCE_METHODS["michel-bertology"], batch_size=2)
+    for method, expected in (
+        ("michel", slopes.abs().mean(0)),
+        ("taylor", -slopes.mean(0)),
+        ("michel-code", sizes.sum(0) / sum(lengths)),
+        (pairs, batches / sum(lengths)),
+    ):
         result = estimate_importance(model, texts, method=method, objective=request)
-        expected = own.mean(0).flatten().numpy()
-        np.testing.assert_allclose(values(result), expected, rtol=1e-9, atol=1e-14)
+        np.testing.assert_allclose(
+            values(result), expected.flatten().numpy(), rtol=1e-9, atol=1e-14
+        )
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -262,7 +276,7 @@ def test_a_zero_head_scores_zero_and_the_only_active_head_most(method: str):
         for layer in range(2):
             o = net.get_parameter(f"decoder.{layer}.attention.output.o")
             o[:, : 8 if layer else 12] = 0
-    result = estimate_importance(net, make_examples(net), method=method)
+    result = estimate_importance(net, make_examples(net, 16), method=method)
     for rated in result.heads:
         alone = (rated.layer, rated.head) == (1, 2)
         if (

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 from torch import nn
@@ -27,6 +27,8 @@ from .importance_methods import (
     leave_one_out,
     make_forward,
     michel,
+    michel_bertology,
+    michel_code,
     shapley_method,
     taylor,
 )
@@ -40,6 +42,8 @@ IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
         ImportanceMethod("leave-one-out", leave_one_out, is_tested=True),
         shapley_method(),
         ImportanceMethod("michel", michel, needs_gradient=True),
+        ImportanceMethod("michel-code", michel_code, needs_gradient=True),
+        ImportanceMethod("michel-bertology", michel_bertology, needs_gradient=True, batch_size=8),
         ImportanceMethod("taylor", taylor, needs_gradient=True, is_tested=True),
         ImportanceMethod(
             "lrp",
@@ -123,26 +127,29 @@ def estimate_importance(
     if first is None:
         raise ValueError("cannot estimate importance without texts; give at least two")
     resolved, objective_note = _resolve_objective(model, objective, first, method)
-    sums: list[ImportanceSums] = []  # of each text
+    sums: list[ImportanceSums] = []  # of each text or batch
     skipped: Counter[str] = Counter()
     inputs = _read_inputs(model, sites, resolved, chain([first], sampled), skipped)
     notes.append(objective_note)
     remedy = ""
-    for text in inputs:
+    num_texts = 0
+    while batch := list(islice(inputs, method.batch_size)):
         if options.max_seconds is not None and time.monotonic() - start > options.max_seconds:
             remedy = " and a longer time limit"
             break
-        sums.append(method.estimate(text))
-        progress(len(sums))
+        sums.append(method.estimate(*batch))
+        num_texts += len(batch)
+        progress(num_texts)
     if len(sums) < 2:
         if distinct.num_repeated:
             distinct.check_min_count()
-        fact = f"cannot compute confidence intervals from {len(sums)} texts"
+        unit = "texts" if method.batch_size == 1 else f"batches of {method.batch_size} texts"
+        fact = f"cannot compute confidence intervals from {len(sums)} {unit}"
         raise ValueError(f"{fact}; give at least two{remedy}")
     notes += distinct.notes
     if remedy:
         limit = f"{options.max_seconds:g} seconds"
-        notes.append(f"stopped after {len(sums)} texts at the time limit of {limit}")
+        notes.append(f"stopped after {num_texts} texts at the time limit of {limit}")
     if skipped["without target"]:
         count = pluralise(skipped["without target"], "text")
         notes.append(f"left out {count} without any target")
@@ -158,7 +165,7 @@ def estimate_importance(
         type(model).__name__,
         method.name,
         method.measured_quantity or resolved.name,
-        len(sums),
+        num_texts,
         rate_heads(sites, sums, options, method.is_tested),
         tuple(note for note in notes if note),
     )
