@@ -22,7 +22,7 @@ from headwise.kernels.paged_decode import (
     num_kv_splits,
     plan_size,
 )
-from headwise.kernels.split_kv_schedule import PLAN_ENTRY_BYTES
+from headwise.kernels.split_kv_schedule import PLAN_ENTRY_FIELDS
 from support.layer_cases import check_close
 from support.paged_layers import (
     MODEL,
@@ -94,8 +94,8 @@ def planned(
     jobs, order = ((address - args.plan) // 8 for address in (args.work_items, args.row_order))
     row = listed[order : order + 3 * batch : 3]
     entries = [
-        listed[n : n + PLAN_ENTRY_BYTES // 8]
-        for n in range(0, 4 * most * PLAN_ENTRY_BYTES // 8, PLAN_ENTRY_BYTES // 8)
+        listed[n : n + PLAN_ENTRY_FIELDS]
+        for n in range(0, 4 * most * PLAN_ENTRY_FIELDS, PLAN_ENTRY_FIELDS)
     ]
     ends = listed[jobs : jobs + args.num_items + 1]
     read = [(tuple(row[e[0] : e[0] + e[1]]), e[4]) for e in entries[: ends[-1]]]

@@ -297,12 +297,11 @@ def make_args(
             "another backend"
         )
     (work_items, query_rows, key_ranges) = [table.contiguous() for table in tables]
-    itemsize = q.itemsize
     (_, queries, heads, dim) = q.shape
     (_, keys, num_kv_heads, vdim) = v.shape
     return FlashAttentionArgs.make(
         num_items=len(work_items),
-        scratch_bytes=flash_scratch_size(dim, vdim) * itemsize,
+        scratch_bytes=flash_scratch_size(dim, vdim) * q.itemsize,
         work_items=work_items,
         query_rows=query_rows,
         key_ranges=key_ranges,
@@ -314,12 +313,12 @@ def make_args(
         num_kv_heads=num_kv_heads,
         dim=dim,
         vdim=vdim,
-        k_row_stride=k.stride(0) * itemsize,
-        k_key_stride=k.stride(1) * itemsize,
-        k_head_stride=k.stride(2) * itemsize,
-        v_row_stride=v.stride(0) * itemsize,
-        v_key_stride=v.stride(1) * itemsize,
-        v_head_stride=v.stride(2) * itemsize,
+        k_row_stride=k.stride(0),
+        k_key_stride=k.stride(1),
+        k_head_stride=k.stride(2),
+        v_row_stride=v.stride(0),
+        v_key_stride=v.stride(1),
+        v_head_stride=v.stride(2),
         num_query_rows=q.shape[:3].numel(),
     )
 

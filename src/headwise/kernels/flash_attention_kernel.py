@@ -27,435 +27,339 @@ import math
 
 from numba import extending, njit
 
-from . import simd
 from .flash_attention import FLASH_KEY_BLOCK_SIZE, NUM_ROW_STATE_VECTORS, QUERY_TILE_ROWS
 from .gemm_kernel import gemm
 from .launch import SIMD_WIDTH
 from .simd import (
+    floats,
     fma,
-    load_int64,
-    load_scalar,
-    load_vector,
+    ints,
+    number,
     reduce_sum,
     round_up_to_simd,
     select_below,
     splat,
-    store_value,
-    vec_add,
+    vec,
     vec_exp,
     vec_max,
-    vec_mul,
-    vec_sub,
 )
 
-# --- Forward pass ---------------------------------------------------------------------------------
+# Vectors of 64 numbers at the start of a scratch buffer, one number per row: the first keys, ends of
+# the keys, maxima, sums, and factors. The backward pass has lse, row terms and the scale instead.
+ROWS = QUERY_TILE_ROWS
+ENDS, MAXIMA, SUMS, FACTORS = range(ROWS, 5 * ROWS, ROWS)
 
 
 @njit
-def load_key_ranges(dtype, args, work_item, scratch):
+def load_key_ranges(args, work, state):
     """Write the key range of each of 64 rows to the scratch buffer, empty ranges for missing rows.
 
     Returns the first and last key of the union of the ranges, cut to the work item's keys, and
     those of their intersection, inside which no mask is needed.
     """
-    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
-    count = load_int64(work_item + 16)
+    query_rows = ints(args.query_rows) + work[1]
+    key_ranges = ints(args.key_ranges)
+    tokens = args.num_queries * args.num_key_range_rows
     union_begin = args.num_keys
     union_end = 0
     common_begin = 0
     common_end = args.num_keys
-    tokens = args.num_queries * args.num_key_range_rows
-    for r in range(QUERY_TILE_ROWS):
+    for r in range(ROWS):
         first = end = 0
-        if r < count:
-            token = load_int64(query_rows + 8 * r) // args.num_heads % tokens
-            first = load_int64(args.key_ranges + 16 * token)
-            end = load_int64(args.key_ranges + 16 * token + 8)
+        if r < work[2]:
+            token = query_rows[r] // args.num_heads % tokens
+            first = key_ranges[2 * token]
+            end = key_ranges[2 * token + 1]
             union_begin = min(union_begin, first)
             union_end = max(union_end, end)
             common_begin = max(common_begin, first)
             common_end = min(common_end, end)
-        store_value(
-            scratch + simd.compute_itemsize(dtype) * r, simd.as_compute_scalar(dtype, first)
-        )
-        store_value(
-            scratch + simd.compute_itemsize(dtype) * (QUERY_TILE_ROWS + r),
-            simd.as_compute_scalar(dtype, end),
-        )
-    return (
-        max(union_begin, load_int64(work_item + 24)),
-        min(union_end, load_int64(work_item + 32)),
-        common_begin,
-        common_end,
-    )
+        state[r] = first
+        state[ENDS + r] = end
+    return max(union_begin, work[3]), min(union_end, work[4]), common_begin, common_end
 
 
 @njit
-def load_rows_transposed(dtype, args, work_item, source, dim, to):
-    """Write the rows of a work item as columns, [dim, 64]; missing rows become zeros."""
-    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
-    count = load_int64(work_item + 16)
-    size = simd.compute_itemsize(dtype)
-    for r in range(count):
-        row = source + size * dim * load_int64(query_rows + 8 * r)
+def load_rows_transposed(args, work, source, dim, to):
+    """Write the rows of a tile as columns, zero for missing rows."""
+    query_rows = ints(args.query_rows) + work[1]
+    for r in range(work[2]):
+        row = source + dim * query_rows[r]
         for c in range(dim):
-            store_value(to + size * (QUERY_TILE_ROWS * c + r), load_scalar(dtype, row + size * c))
-    for r in range(count, QUERY_TILE_ROWS):
+            to[ROWS * c + r] = row[c]
+    for r in range(work[2], ROWS):
         for c in range(dim):
-            store_value(to + size * (QUERY_TILE_ROWS * c + r), simd.as_compute_scalar(dtype, 0))
+            to[ROWS * c + r] = 0
 
 
 @njit
-def scale_columns(dtype, to, rows, factor):
-    """Multiply the columns of [rows, 64] with one factor each."""
-    step = simd.compute_itemsize(dtype) * SIMD_WIDTH
-    for c in range(0, simd.compute_itemsize(dtype) * QUERY_TILE_ROWS, step):
-        factors = load_vector(dtype, factor + c)
+def scale_columns(to, rows, factors):
+    """Multiply each of 64 columns by its factor."""
+    for c in range(0, ROWS, SIMD_WIDTH):
+        factor = vec(factors, c)
         for n in range(rows):
-            address = to + simd.compute_itemsize(dtype) * QUERY_TILE_ROWS * n + c
-            store_value(address, vec_mul(load_vector(dtype, address), factors))
+            to[ROWS * n + c] = vec(to, ROWS * n + c) * factor
 
 
 @njit
-def mask_scores(dtype, scores, row_state, start, count):
-    """Set the scores of keys outside a query's range to -inf."""
-    size = simd.compute_itemsize(dtype)
-    minus_inf = splat(simd.as_compute_scalar(dtype, -math.inf))
-    for c in range(0, size * QUERY_TILE_ROWS, size * SIMD_WIDTH):
-        first = load_vector(dtype, row_state + c)
-        end = load_vector(dtype, row_state + size * QUERY_TILE_ROWS + c)
+def mask_scores(scores, state, start, count):
+    """Set the scores of keys outside each row's range to -inf."""
+    for c in range(0, ROWS, SIMD_WIDTH):
+        first = vec(state, c)
+        end = vec(state, ENDS + c)
         for n in range(count):
-            address = scores + size * QUERY_TILE_ROWS * n + c
-            key = splat(simd.as_compute_scalar(dtype, start + n))
-            score = select_below(key, end, load_vector(dtype, address), minus_inf)
-            store_value(address, select_below(key, first, minus_inf, score))
+            key = splat(state, start + n)
+            score = select_below(key, end, vec(scores, ROWS * n + c), -math.inf)
+            scores[ROWS * n + c] = select_below(key, first, -math.inf, score)
 
 
 @njit
-def online_softmax(dtype, scores, row_state, count):
-    """Replace scores by exp(score - running maximum); update the maxima, sums and rescaling
-    factors.
-    """
-    size = simd.compute_itemsize(dtype)
-    minus_inf = splat(simd.as_compute_scalar(dtype, -math.inf))
-    zero = splat(simd.as_compute_scalar(dtype, 0))
-    step = size * QUERY_TILE_ROWS
-    for c in range(0, step, size * SIMD_WIDTH):
-        old_max = load_vector(dtype, row_state + 2 * step + c)
+def clear_memory(to, count):
+    """Set numbers to zero, in whole vectors."""
+    for n in range(0, count, SIMD_WIDTH):
+        to[n] = splat(to, 0)
+
+
+# --- Forward pass ---------------------------------------------------------------------------------
+
+
+@njit
+def online_softmax(scores, state, count):
+    """Replace the scores of a block by weights, and update maxima, sums and factors of the rows."""
+    for c in range(0, ROWS, SIMD_WIDTH):
+        old_max = vec(state, MAXIMA + c)
         new_max = old_max
         for n in range(count):
-            new_max = vec_max(new_max, load_vector(dtype, scores + step * n + c))
-        shift = select_below(
-            minus_inf, new_max, new_max, zero
-        )  # if all scores are -inf, every weight is exp(-inf) = 0
-        factor = vec_exp(vec_sub(old_max, shift))
-        sums = vec_mul(load_vector(dtype, row_state + 3 * step + c), factor)
+            new_max = vec_max(new_max, vec(scores, ROWS * n + c))
+        # if all scores are -inf, every weight is exp(-inf) = 0
+        shift = select_below(splat(state, -math.inf), new_max, new_max, 0)
+        factor = vec_exp(old_max - shift)
+        sums = vec(state, SUMS + c) * factor
         for n in range(count):
-            weights = vec_exp(vec_sub(load_vector(dtype, scores + step * n + c), shift))
-            store_value(scores + step * n + c, weights)
-            sums = vec_add(sums, weights)
-        store_value(row_state + 2 * step + c, new_max)
-        store_value(row_state + 3 * step + c, sums)
-        store_value(row_state + 4 * step + c, factor)
+            weights = vec_exp(vec(scores, ROWS * n + c) - shift)
+            scores[ROWS * n + c] = weights
+            sums = sums + weights
+        state[MAXIMA + c] = new_max
+        state[SUMS + c] = sums
+        state[FACTORS + c] = factor
 
 
 @njit
-def qk_tile(dtype, args, keys, q, scores, span):
-    """Compute the scores of adjacent keys with all queries of the tile."""
-    k = keys
-    (start, count) = span
-    step = simd.compute_itemsize(dtype) * QUERY_TILE_ROWS
-    a = (k + args.k_key_stride * start, args.k_key_stride, simd.compute_itemsize(dtype))
-    gemm(dtype, (scores, step), a, (q, step), (count, QUERY_TILE_ROWS, args.dim), False)
+def qk_tile(args, k, q, scores, span):
+    """Compute the scores of a block of keys (rows) with a tile of queries (columns)."""
+    start, count = span
+    keys = (k + args.k_key_stride * start, args.k_key_stride, 1)
+    gemm((scores, ROWS), keys, (q, ROWS), (count, ROWS, args.dim), False)
 
 
 @njit
-def store_output_and_lse(dtype, args, work_item, outputs, row_state):
-    """Store the normalised outputs and the log-sum-exp; rows without keys get output 0 and lse inf.
-
-    With lse = inf, exp(s - lse) is 0 in the backward pass.
-    """
-    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
-    size = simd.compute_itemsize(dtype)
+def store_output_and_lse(args, work, outputs, state):
+    """Divide the weighted sums of values by the sums of weights, and write both."""
+    query_rows = ints(args.query_rows) + work[1]
     vdim = args.vdim
-    for r in range(load_int64(work_item + 16)):
-        query_row = load_int64(query_rows + 8 * r)
-        row_max = load_scalar(dtype, row_state + size * (2 * QUERY_TILE_ROWS + r))
-        weight_sum = load_scalar(dtype, row_state + size * (3 * QUERY_TILE_ROWS + r))
-        factor = simd.as_compute_scalar(dtype, 1 / weight_sum if weight_sum != 0 else 0.0)
-        lse = simd.as_compute_scalar(
-            dtype, row_max + math.log(weight_sum) if weight_sum != 0 else math.inf
+    all_lse = floats(state, args.lse)
+    for r in range(work[2]):
+        query_row = query_rows[r]
+        weight_sum = state[SUMS + r]
+        factor = number(state, 1 / weight_sum if weight_sum != 0 else 0.0)
+        all_lse[query_row] = (
+            state[MAXIMA + r] + math.log(weight_sum) if weight_sum != 0 else math.inf
         )
-        store_value(args.lse + size * query_row, lse)
+        to = floats(state, args.out) + query_row * vdim
         for c in range(vdim):
-            to = args.out + size * (query_row * vdim + c)
-            store_value(
-                to,
-                simd.as_compute_scalar(
-                    dtype, load_scalar(dtype, outputs + size * (QUERY_TILE_ROWS * c + r)) * factor
-                ),
-            )
+            to[c] = outputs[ROWS * c + r] * factor
 
 
 @njit
-def clear_memory(dtype, to, count):
-    """Store `count` zeros, rounded up to whole vectors."""
-    for n in range(0, count, SIMD_WIDTH):
-        store_value(to + simd.compute_itemsize(dtype) * n, splat(simd.as_compute_scalar(dtype, 0)))
+def key_head_pointers(dtype, args, work):
+    """Return pointers to the keys and values of a work item's key head."""
+    batch_row = work[0] // args.num_kv_heads
+    head = work[0] % args.num_kv_heads
+    k = floats(dtype, args.k) + (batch_row * args.k_row_stride + head * args.k_head_stride)
+    v = floats(dtype, args.v) + (batch_row * args.v_row_stride + head * args.v_head_stride)
+    return k, v
 
 
 @extending.register_jitable
 def flash_forward(dtype, args, item, scratch):
-    """Forward kernel: attend from the tile of queries of one work item to all of its keys, block by
-    block.
-    """
-    work_item = args.work_items + 48 * item
-    size = simd.compute_itemsize(dtype)
+    """Compute the outputs and the log-sum-exp of a tile of queries."""
+    work = ints(args.work_items) + 6 * item
     dim = args.dim
     vdim = args.vdim
-    groups = args.num_kv_heads
-    step = size * QUERY_TILE_ROWS
-    batch_row = load_int64(work_item) // groups
-    kv_head = load_int64(work_item) % groups
-    q = scratch + step * NUM_ROW_STATE_VECTORS
-    scores = q + step * dim
-    sums = scores + step * FLASH_KEY_BLOCK_SIZE
-    k = args.k + batch_row * args.k_row_stride + kv_head * args.k_head_stride
-    v = args.v + batch_row * args.v_row_stride + kv_head * args.v_head_stride
-    start, stop, common_begin, common_end = load_key_ranges(dtype, args, work_item, scratch)
-    load_rows_transposed(dtype, args, work_item, args.q, dim, q)
-    clear_memory(dtype, scratch + 2 * step, 3 * QUERY_TILE_ROWS)
-    for c in range(0, step, size * SIMD_WIDTH):
-        store_value(scratch + 2 * step + c, splat(simd.as_compute_scalar(dtype, -math.inf)))
-        store_value(scratch + 4 * step + c, splat(simd.as_compute_scalar(dtype, args.scale)))
-    scale_columns(dtype, q, dim, scratch + 4 * step)
-    clear_memory(dtype, sums, vdim * QUERY_TILE_ROWS)
+    state = floats(dtype, scratch)
+    q = state + ROWS * NUM_ROW_STATE_VECTORS
+    scores = q + ROWS * dim
+    sums = scores + ROWS * FLASH_KEY_BLOCK_SIZE
+    k, v = key_head_pointers(dtype, args, work)
+    start, stop, common_begin, common_end = load_key_ranges(args, work, state)
+    load_rows_transposed(args, work, floats(dtype, args.q), dim, q)
+    clear_memory(state + MAXIMA, 3 * ROWS)
+    for c in range(0, ROWS, SIMD_WIDTH):
+        state[MAXIMA + c] = splat(state, -math.inf)
+        state[FACTORS + c] = splat(state, args.scale)
+    scale_columns(q, dim, state + FACTORS)
+    clear_memory(sums, vdim * ROWS)
     while start < stop:
         count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
-        qk_tile(dtype, args, k, q, scores, (start, count))
+        qk_tile(args, k, q, scores, (start, count))
         if start < common_begin or start + count > common_end:
-            mask_scores(dtype, scores, scratch, start, count)
-        online_softmax(dtype, scores, scratch, count)
-        scale_columns(dtype, sums, vdim, scratch + 4 * step)
-        values = (v + args.v_key_stride * start, size, args.v_key_stride)
-        gemm(dtype, (sums, step), values, (scores, step), (vdim, QUERY_TILE_ROWS, count), True)
+            mask_scores(scores, state, start, count)
+        online_softmax(scores, state, count)
+        scale_columns(sums, vdim, state + FACTORS)
+        values = (v + args.v_key_stride * start, 1, args.v_key_stride)
+        gemm((sums, ROWS), values, (scores, ROWS), (vdim, ROWS, count), True)
         start += count
-    store_output_and_lse(dtype, args, work_item, sums, scratch)
+    store_output_and_lse(args, work, sums, state)
 
 
 # --- Backward pass --------------------------------------------------------------------------------
 
 
 @njit
-def load_rows(dtype, args, work_item, source, dim, to):
-    """Write the rows of a work item one after another, padded with zeros to whole vectors and 64
-    rows.
-    """
-    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
-    count = load_int64(work_item + 16)
-    size = simd.compute_itemsize(dtype)
-    clear_memory(dtype, to, QUERY_TILE_ROWS * round_up_to_simd(dim))
-    for r in range(count):
-        row = source + size * dim * load_int64(query_rows + 8 * r)
-        to_row = to + size * round_up_to_simd(dim) * r
-        for c in range(0, dim // SIMD_WIDTH * SIMD_WIDTH, SIMD_WIDTH):
-            store_value(to_row + size * c, load_vector(dtype, row + size * c))
-        for c in range(dim // SIMD_WIDTH * SIMD_WIDTH, dim):
-            store_value(to_row + size * c, load_scalar(dtype, row + size * c))
+def load_rows(args, work, source, dim, to):
+    """Write the rows of a tile one after another, padded to whole vectors, zero for missing rows."""
+    query_rows = ints(args.query_rows) + work[1]
+    clear_memory(to, ROWS * round_up_to_simd(dim))
+    full = dim // SIMD_WIDTH * SIMD_WIDTH
+    for r in range(work[2]):
+        row = source + dim * query_rows[r]
+        to_row = to + round_up_to_simd(dim) * r
+        for c in range(0, full, SIMD_WIDTH):
+            to_row[c] = vec(row, c)
+        for c in range(full, dim):
+            to_row[c] = row[c]
 
 
 @njit
-def inner_product(dtype, a, b, count):
-    """Return the inner product of two arrays of `count` elements."""
-    size = simd.compute_itemsize(dtype)
-    sums = splat(simd.as_compute_scalar(dtype, 0))
-    for c in range(0, count // SIMD_WIDTH * SIMD_WIDTH, SIMD_WIDTH):
-        sums = fma(load_vector(dtype, a + size * c), load_vector(dtype, b + size * c), sums)
+def inner_product(a, b, count):
+    """Return the inner product of two rows."""
+    full = count // SIMD_WIDTH * SIMD_WIDTH
+    sums = splat(a, 0)
+    for c in range(0, full, SIMD_WIDTH):
+        sums = fma(vec(a, c), vec(b, c), sums)
     total = reduce_sum(sums)
-    for c in range(count // SIMD_WIDTH * SIMD_WIDTH, count):
-        total += load_scalar(dtype, a + size * c) * load_scalar(dtype, b + size * c)
+    for c in range(full, count):
+        total += a[c] * b[c]
     return total
 
 
 @njit
-def load_row_statistics(dtype, args, work_item, scratch):
-    """Write each row's log-sum-exp, its D = o . grad, and the scale to the scratch buffer."""
-    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
-    count = load_int64(work_item + 16)
-    size = simd.compute_itemsize(dtype)
-    to = scratch + size * 2 * QUERY_TILE_ROWS
+def load_row_statistics(args, work, state):
+    """Write lse, rowsum(o * grad) and the scale of each row; missing rows get weights of zero."""
+    query_rows = ints(args.query_rows) + work[1]
     vdim = args.vdim
-    for r in range(QUERY_TILE_ROWS):
-        lse = simd.as_compute_scalar(dtype, float("inf"))
-        row_term = simd.as_compute_scalar(dtype, 0)
-        if r < count:
-            query_row = load_int64(query_rows + 8 * r)
-            lse = load_scalar(dtype, args.lse + size * query_row)
-            row = size * vdim * query_row
-            row_term = inner_product(dtype, args.out + row, args.grad + row, vdim)
-        store_value(to + size * r, lse)
-        store_value(to + size * (QUERY_TILE_ROWS + r), row_term)
-        store_value(
-            to + size * (2 * QUERY_TILE_ROWS + r), simd.as_compute_scalar(dtype, args.scale)
-        )
+    all_lse = floats(state, args.lse)
+    for r in range(ROWS):
+        lse = number(state, math.inf)
+        row_term = number(state, 0)
+        if r < work[2]:
+            query_row = query_rows[r]
+            lse = all_lse[query_row]
+            out = floats(state, args.out) + vdim * query_row
+            row_term = inner_product(out, floats(state, args.grad) + vdim * query_row, vdim)
+        state[MAXIMA + r] = lse
+        state[SUMS + r] = row_term
+        state[FACTORS + r] = args.scale
 
 
 @njit
-def recompute_weights(dtype, scores, scratch, count):
-    """Replace scores by attention weights, exp(score - lse)."""
-    size = simd.compute_itemsize(dtype)
-    step = size * QUERY_TILE_ROWS
-    for c in range(0, step, size * SIMD_WIDTH):
-        lse = load_vector(dtype, scratch + 2 * step + c)
+def recompute_weights(scores, state, count):
+    """Replace scores by the weights of the forward pass."""
+    for c in range(0, ROWS, SIMD_WIDTH):
+        lse = vec(state, MAXIMA + c)
         for n in range(count):
-            store_value(
-                scores + step * n + c,
-                vec_exp(vec_sub(load_vector(dtype, scores + step * n + c), lse)),
-            )
+            scores[ROWS * n + c] = vec_exp(vec(scores, ROWS * n + c) - lse)
 
 
 @njit
-def grad_scores(dtype, scores, grads, scratch, count):
-    """Replace gradients of weights by gradients of scores: P * (dP - D)."""
-    size = simd.compute_itemsize(dtype)
-    step = size * QUERY_TILE_ROWS
-    for c in range(0, step, size * SIMD_WIDTH):
-        row_terms = load_vector(dtype, scratch + 3 * step + c)
+def grad_scores(scores, grads, state, count):
+    """Replace gradients of weights by those of scores, without the scale."""
+    for c in range(0, ROWS, SIMD_WIDTH):
+        row_terms = vec(state, SUMS + c)
         for n in range(count):
-            offset = step * n + c
-            store_value(
-                grads + offset,
-                vec_mul(
-                    load_vector(dtype, scores + offset),
-                    vec_sub(load_vector(dtype, grads + offset), row_terms),
-                ),
-            )
+            at = ROWS * n + c
+            grads[at] = vec(scores, at) * (vec(grads, at) - row_terms)
 
 
 @njit
-def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
-    """Accumulate the gradients between a block of adjacent keys and the query tile in the scratch
-    buffer.
-    """
-    (k, v, d_k, d_v) = addresses
-    (start, count) = span
-    size = simd.compute_itemsize(dtype)
+def backward_key_block(args, keys_and_grads, tile, span, needs_mask):
+    """Add the gradients of a block of keys and a tile of queries."""
+    k, v, d_k, d_v = keys_and_grads
+    state, q, grad, scores, grads, d_q, q_rows, grad_rows = tile
+    start, count = span
     dim = args.dim
     vdim = args.vdim
-    step = size * QUERY_TILE_ROWS
-    q = scratch + step * NUM_ROW_STATE_VECTORS
-    grad = q + step * dim
-    scores = grad + step * vdim
-    grads = scores + step * FLASH_KEY_BLOCK_SIZE
-    d_q = grads + step * FLASH_KEY_BLOCK_SIZE
-    q_rows = d_q + step * dim
-    grad_rows = q_rows + step * round_up_to_simd(dim)
-    qk_tile(dtype, args, k, q, scores, span)
+    qk_tile(args, k, q, scores, span)
     if needs_mask:
-        mask_scores(dtype, scores, scratch, start, count)
-    recompute_weights(dtype, scores, scratch, count)
-    row = size * round_up_to_simd(vdim)
-    gemm(
-        dtype,
-        (d_v + row * start, row),
-        (scores, step, size),
-        (grad_rows, row),
-        (count, round_up_to_simd(vdim), QUERY_TILE_ROWS),
-        True,
-    )
-    values = (v + args.v_key_stride * start, args.v_key_stride, size)
-    gemm(dtype, (grads, step), values, (grad, step), (count, QUERY_TILE_ROWS, vdim), False)
-    grad_scores(dtype, scores, grads, scratch, count)
-    keys = (k + args.k_key_stride * start, size, args.k_key_stride)
-    gemm(dtype, (d_q, step), keys, (grads, step), (dim, QUERY_TILE_ROWS, count), True)
-    row = size * round_up_to_simd(dim)
-    gemm(
-        dtype,
-        (d_k + row * start, row),
-        (grads, step, size),
-        (q_rows, row),
-        (count, round_up_to_simd(dim), QUERY_TILE_ROWS),
-        True,
-    )
+        mask_scores(scores, state, start, count)
+    recompute_weights(scores, state, count)
+    width = round_up_to_simd(vdim)
+    to = (d_v + width * start, width)
+    gemm(to, (scores, ROWS, 1), (grad_rows, width), (count, width, ROWS), True)
+    values = (v + args.v_key_stride * start, args.v_key_stride, 1)
+    gemm((grads, ROWS), values, (grad, ROWS), (count, ROWS, vdim), False)
+    grad_scores(scores, grads, state, count)
+    keys = (k + args.k_key_stride * start, 1, args.k_key_stride)
+    gemm((d_q, ROWS), keys, (grads, ROWS), (dim, ROWS, count), True)
+    width = round_up_to_simd(dim)
+    to = (d_k + width * start, width)
+    gemm(to, (grads, ROWS, 1), (q_rows, width), (count, width, ROWS), True)
 
 
 @njit
-def backward_query_tile(dtype, args, addresses, work_item, scratch):
-    """Compute the gradients between up to 64 queries and all keys of the work item."""
-    size = simd.compute_itemsize(dtype)
+def backward_query_tile(args, keys_and_grads, work, state):
+    """Add the gradients of the keys of a work item and a tile of queries."""
     dim = args.dim
     vdim = args.vdim
-    step = size * QUERY_TILE_ROWS
-    q = scratch + step * NUM_ROW_STATE_VECTORS
-    grad = q + step * dim
-    d_q = grad + step * vdim + 2 * step * FLASH_KEY_BLOCK_SIZE
-    q_rows = d_q + step * dim
-    start, stop, common_begin, common_end = load_key_ranges(dtype, args, work_item, scratch)
+    q = state + ROWS * NUM_ROW_STATE_VECTORS
+    grad = q + ROWS * dim
+    scores = grad + ROWS * vdim
+    grads = scores + ROWS * FLASH_KEY_BLOCK_SIZE
+    d_q = grads + ROWS * FLASH_KEY_BLOCK_SIZE
+    q_rows = d_q + ROWS * dim
+    grad_rows = q_rows + ROWS * round_up_to_simd(dim)
+    start, stop, common_begin, common_end = load_key_ranges(args, work, state)
     if start >= stop:
         return
-    load_row_statistics(dtype, args, work_item, scratch)
-    load_rows_transposed(dtype, args, work_item, args.q, dim, q)
-    scale_columns(dtype, q, dim, scratch + 4 * step)
-    load_rows_transposed(dtype, args, work_item, args.grad, vdim, grad)
-    load_rows(dtype, args, work_item, args.q, dim, q_rows)
-    for n in range(0, step * round_up_to_simd(dim), size * SIMD_WIDTH):
-        store_value(
-            q_rows + n,
-            vec_mul(load_vector(dtype, q_rows + n), load_vector(dtype, scratch + 4 * step)),
-        )
-    load_rows(dtype, args, work_item, args.grad, vdim, q_rows + step * round_up_to_simd(dim))
-    clear_memory(dtype, d_q, QUERY_TILE_ROWS * dim)
+    load_row_statistics(args, work, state)
+    load_rows_transposed(args, work, floats(state, args.q), dim, q)
+    scale_columns(q, dim, state + FACTORS)
+    load_rows_transposed(args, work, floats(state, args.grad), vdim, grad)
+    load_rows(args, work, floats(state, args.q), dim, q_rows)
+    for n in range(0, ROWS * round_up_to_simd(dim), SIMD_WIDTH):
+        q_rows[n] = vec(q_rows, n) * vec(state, FACTORS)
+    load_rows(args, work, floats(state, args.grad), vdim, grad_rows)
+    clear_memory(d_q, ROWS * dim)
+    tile = (state, q, grad, scores, grads, d_q, q_rows, grad_rows)
     while start < stop:
         count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
-        backward_key_block(
-            dtype,
-            args,
-            addresses,
-            scratch,
-            (start, count),
-            start < common_begin or start + count > common_end,
-        )
+        needs_mask = start < common_begin or start + count > common_end
+        backward_key_block(args, keys_and_grads, tile, (start, count), needs_mask)
         start += count
-    scale_columns(dtype, d_q, dim, scratch + 4 * step)
-    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
-    for r in range(load_int64(work_item + 16)):
-        to = args.d_q + size * dim * (
-            load_int64(work_item + 40) * args.num_query_rows + load_int64(query_rows + 8 * r)
-        )
+    scale_columns(d_q, dim, state + FACTORS)
+    query_rows = ints(args.query_rows) + work[1]
+    all_d_q = floats(state, args.d_q)
+    for r in range(work[2]):
+        to = all_d_q + dim * (work[5] * args.num_query_rows + query_rows[r])
         for c in range(dim):
-            store_value(to + size * c, load_scalar(dtype, d_q + size * (QUERY_TILE_ROWS * c + r)))
+            to[c] = d_q[ROWS * c + r]
 
 
 @extending.register_jitable
 def flash_backward(dtype, args, item, scratch):
-    """Backward kernel: process all queries of one work item, 64 at a time, against its part of the
-    keys.
-    """
-    work_item = args.work_items + 48 * item
-    size = simd.compute_itemsize(dtype)
-    dim = args.dim
-    vdim = args.vdim
-    groups = args.num_kv_heads
-    batch_row = load_int64(work_item) // groups
-    kv_head = load_int64(work_item) % groups
-    k = args.k + batch_row * args.k_row_stride + kv_head * args.k_head_stride
-    v = args.v + batch_row * args.v_row_stride + kv_head * args.v_head_stride
-    d_k = args.d_k + size * round_up_to_simd(dim) * args.num_keys * load_int64(work_item)
-    d_v = args.d_v + size * round_up_to_simd(vdim) * args.num_keys * load_int64(work_item)
-    begin = load_int64(work_item + 24)
-    end = load_int64(work_item + 32)
-    tile_item = scratch
-    clear_memory(
-        dtype, d_k + size * round_up_to_simd(dim) * begin, (end - begin) * round_up_to_simd(dim)
-    )
-    clear_memory(
-        dtype, d_v + size * round_up_to_simd(vdim) * begin, (end - begin) * round_up_to_simd(vdim)
-    )
+    """Compute the gradients of a part of the keys of one key head, and its share of the queries'."""
+    work = ints(args.work_items) + 6 * item
+    k, v = key_head_pointers(dtype, args, work)
+    k_width = round_up_to_simd(args.dim)
+    v_width = round_up_to_simd(args.vdim)
+    d_k = floats(dtype, args.d_k) + k_width * args.num_keys * work[0]
+    d_v = floats(dtype, args.d_v) + v_width * args.num_keys * work[0]
+    clear_memory(d_k + k_width * work[3], (work[4] - work[3]) * k_width)
+    clear_memory(d_v + v_width * work[3], (work[4] - work[3]) * v_width)
+    tile = ints(scratch)  # the work item with the rows of one tile
     for n in range(6):
-        store_value(tile_item + 8 * n, load_int64(work_item + 8 * n))
-    for start in range(0, load_int64(work_item + 16), QUERY_TILE_ROWS):
-        store_value(tile_item + 8, load_int64(work_item + 8) + start)
-        store_value(tile_item + 16, min(QUERY_TILE_ROWS, load_int64(work_item + 16) - start))
-        backward_query_tile(
-            dtype, args, (k, v, d_k, d_v), tile_item, scratch + size * QUERY_TILE_ROWS
-        )
+        tile[n] = work[n]
+    for start in range(0, work[2], ROWS):
+        tile[1] = work[1] + start
+        tile[2] = min(ROWS, work[2] - start)
+        backward_query_tile(args, (k, v, d_k, d_v), tile, floats(dtype, scratch) + ROWS)

@@ -32,7 +32,7 @@ from .compilation import STATE
 from .kernel_args import WORD_BYTES, KernelArgs
 from .memory_guard import DEBUG_KERNELS
 from .memory_pointer import INT64, memory_pointer
-from .simd import fetch_and_increment, intrinsic, load_int64, storage_type, store_value
+from .simd import fetch_and_increment, intrinsic, ints, storage_type
 
 # --- Pointers to argument records -----------------------------------------------------------------
 
@@ -140,8 +140,10 @@ store_arg: Any = _store_arg
 @extending.register_jitable
 def copy_args(args, target):
     """Copy a record to an address and return the copy."""
+    words = ints(_args_address(args))
+    to = ints(target)
     for n in range(_args_num_words(args)):
-        store_value(target + WORD_BYTES * n, load_int64(_args_address(args) + WORD_BYTES * n))
+        to[n] = words[n]
     return _args_at(args, target)
 
 

@@ -27,570 +27,399 @@ from numba import extending, njit
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
 from .paged_decode import KV_BLOCK_SIZE, hash_table_size
 from .simd import (
-    as_compute_scalar,
-    compute_itemsize,
+    floats,
     fma,
-    load_int64,
-    load_scalar,
-    load_storage,
-    load_storage_scalar,
-    load_vector,
+    ints,
+    itemsize,
+    number,
     prefetch_l1,
     reduce_max,
     reduce_sum,
     reduce_sum_16,
     round_up_to_simd,
     splat,
-    storage_itemsize,
     store_quarter,
-    store_value,
-    vec_add,
+    stored,
+    vec,
     vec_exp,
     vec_max,
-    vec_mul,
-    vec_sub,
 )
 
 extending.register_jitable(hash_table_size)
 
 # --- Scores and weighted values of a block --------------------------------------------------------
 
-KEYS_OFFSET, VALUES_OFFSET, SCALES_OFFSET, COLUMNS_OFFSET, NEXT_BLOCK_OFFSET = (
-    8 * KV_BLOCK_SIZE * n for n in range(5)
-)
-SCORES_OFFSET = 2 * NEXT_BLOCK_OFFSET
+# Lists of int64 at the start of a scratch buffer: addresses of keys and values, offsets of scales,
+# columns of the bias; the same of the next block; then the scores.
+KEYS, VALUES, SCALES, COLUMNS, NEXT_BLOCK = range(0, 5 * KV_BLOCK_SIZE, KV_BLOCK_SIZE)
+SCORES_OFFSET = 2 * 8 * NEXT_BLOCK  # bytes
 KV_PREFETCH_BYTES = 12 * 2**10  # prefetch distance, about one memory latency
 KEYS_PER_STEP = 4  # keys, or values, that are processed together
 njit_inline = njit(forceinline=True)  # a function call costs a seventh of what four keys do
 
 
 @njit
-def load_row_tail(dtype, address, count, scratch):
-    """Load the last `count` channels of a row, fewer than a vector; the others are zero."""
-    store_value(scratch, splat(as_compute_scalar(dtype, 0.0)))
+def score_buffers(dtype, args, scratch):
+    """Return the scores [heads, keys], one factor per head, and room for one vector."""
+    scores = floats(dtype, scratch + SCORES_OFFSET)
+    factors = scores + args.num_heads * KV_BLOCK_SIZE
+    return scores, factors, factors + round_up_to_simd(args.num_heads)
+
+
+@njit
+def storage_itemsize(dtype):
+    """Return the bytes of a stored number."""
+    return itemsize(stored(dtype, 0))
+
+
+@njit
+def load_row_tail(row, count, scratch):
+    """Load up to 16 numbers, and zeros after them."""
+    scratch[0] = splat(scratch, 0)
     for n in range(count):
-        store_value(
-            scratch + compute_itemsize(dtype) * n,
-            load_storage_scalar(dtype, address + storage_itemsize(dtype) * n),
-        )
-    return load_vector(dtype, scratch)
+        scratch[n] = row[n]
+    return vec(scratch, 0)
 
 
 @njit_inline
 def fma_4_keys(x, y, a):
-    """Add x[i] * y to four sums."""
+    """Return the sums plus the products of four keys with one vector."""
     return fma(x[0], y, a[0]), fma(x[1], y, a[1]), fma(x[2], y, a[2]), fma(x[3], y, a[3])
 
 
 @njit_inline
-def fma_4_keys_4_heads(dtype, x, q, offsets, a):
-    """Add the products of four keys with four heads to 16 sums.
-
-    `offsets` holds the bytes from the first head to the second and to the fourth.
-    """
-    first = fma_4_keys(x, load_vector(dtype, q), a[0])
-    second = fma_4_keys(x, load_vector(dtype, q + offsets[0]), a[1])
-    return (
-        first,
-        second,
-        fma_4_keys(x, load_vector(dtype, q + 2 * offsets[0]), a[2]),
-        fma_4_keys(x, load_vector(dtype, q + offsets[1]), a[3]),
-    )
+def fma_4_keys_4_heads(x, q, steps, a):
+    """Return the sums plus the products of four keys with the queries of four heads."""
+    first = fma_4_keys(x, vec(q, 0), a[0])
+    second = fma_4_keys(x, vec(q, steps[0]), a[1])
+    third = fma_4_keys(x, vec(q, 2 * steps[0]), a[2])
+    return first, second, third, fma_4_keys(x, vec(q, steps[1]), a[3])
 
 
 @njit_inline
-def load_4_keys(dtype, keys, offset):
+def load_4_keys(keys, n):
     """Load 16 channels of four keys."""
-    return (
-        load_storage(dtype, keys[0] + offset),
-        load_storage(dtype, keys[1] + offset),
-        load_storage(dtype, keys[2] + offset),
-        load_storage(dtype, keys[3] + offset),
-    )
+    return vec(keys[0], n), vec(keys[1], n), vec(keys[2], n), vec(keys[3], n)
 
 
 @njit
-def load_4_keys_partial(dtype, keys, offset, bounds, scratch):
-    """Load up to 16 channels of up to four keys; missing ones are zero and their memory is not
-    read.
-    """
-    count, num_keys = bounds
-    a = load_row_tail(dtype, keys[0] + offset, count, scratch)
-    b = load_row_tail(dtype, keys[1] + offset, count if num_keys > 1 else 0, scratch)
-    c = load_row_tail(dtype, keys[2] + offset, count if num_keys > 2 else 0, scratch)
-    d = load_row_tail(dtype, keys[3] + offset, count if num_keys > 3 else 0, scratch)
+def load_4_keys_partial(keys, n, bounds, scratch):
+    """Load up to 16 channels of up to four keys."""
+    dim, num_keys, _ = bounds
+    count = min(dim - n, SIMD_WIDTH)
+    a = load_row_tail(keys[0] + n, count, scratch)
+    b = load_row_tail(keys[1] + n, count if num_keys > 1 else 0, scratch)
+    c = load_row_tail(keys[2] + n, count if num_keys > 2 else 0, scratch)
+    d = load_row_tail(keys[3] + n, count if num_keys > 3 else 0, scratch)
     return a, b, c, d
 
 
 @njit_inline
-def key_addresses(keys, offset):
-    """Return the addresses of one head of four keys, or of four values."""
+def key_pointers(dtype, addresses, offset):
+    """Return pointers to one head of four keys."""
     return (
-        load_int64(keys) + offset,
-        load_int64(keys + 8) + offset,
-        load_int64(keys + 16) + offset,
-        load_int64(keys + 24) + offset,
+        stored(dtype, addresses[0] + offset),
+        stored(dtype, addresses[1] + offset),
+        stored(dtype, addresses[2] + offset),
+        stored(dtype, addresses[3] + offset),
     )
 
 
 @njit_inline
-def qk_4_heads(dtype, q, keys, bounds, scratch, to):
-    """Compute the scores of four keys with four query heads, or with three, where the last is
-    computed twice.
-    """
-    dim, num_keys, heads = bounds
-    zero = splat(as_compute_scalar(dtype, 0.0))
-    zeros = (zero, zero, zero, zero)
-    a = (zeros, zeros, zeros, zeros)
-    full = dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
-    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
-    step = compute_itemsize(dtype) * round_up_to_simd(dim)
-    steps = step, step * (heads - 1)
-    for n in range(0, full, SIMD_WIDTH):
-        x = load_4_keys(dtype, keys, storage_itemsize(dtype) * n)
-        q_channels = q + compute_itemsize(dtype) * n
-        a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
-    for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(
-            dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
-        )
-        q_channels = q + compute_itemsize(dtype) * n
-        a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
-    scores = reduce_sum_16(a)
-    store_quarter(to, scores, 0)
-    store_quarter(to + score_stride, scores, 1)
-    store_quarter(to + 2 * score_stride, scores, 2)
-    store_quarter(to + (heads - 1) * score_stride, scores, 3)
+def num_full_channels(bounds):
+    """Return the channels up to which whole vectors of four keys can be loaded."""
+    dim, num_keys, _ = bounds
+    return dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
 
 
 @njit_inline
-def qk_1_head(dtype, q, keys, bounds, scratch, to):
-    """Compute the scores of four keys with one query head."""
-    dim, num_keys, _ = bounds
-    zero = splat(as_compute_scalar(dtype, 0.0))
-    a = (zero, zero, zero, zero)
-    full = dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
+def qk_4_heads(q, keys, bounds, scratch, to):
+    """Write the scores of three or four heads with four keys."""
+    dim, _, heads = bounds
+    zero = splat(q, 0)
+    zeros = (zero, zero, zero, zero)
+    a = (zeros, zeros, zeros, zeros)
+    full = num_full_channels(bounds)
+    step = round_up_to_simd(dim)
+    steps = step, step * (heads - 1)
     for n in range(0, full, SIMD_WIDTH):
-        a = fma_4_keys(
-            load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
-            load_vector(dtype, q + compute_itemsize(dtype) * n),
-            a,
-        )
+        a = fma_4_keys_4_heads(load_4_keys(keys, n), q + n, steps, a)
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(
-            dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
-        )
-        a = fma_4_keys(x, load_vector(dtype, q + compute_itemsize(dtype) * n), a)
-    store_value(to, reduce_sum(a[0]))
-    store_value(to + compute_itemsize(dtype), reduce_sum(a[1]))
-    store_value(to + 2 * compute_itemsize(dtype), reduce_sum(a[2]))
-    store_value(to + 3 * compute_itemsize(dtype), reduce_sum(a[3]))
+        a = fma_4_keys_4_heads(load_4_keys_partial(keys, n, bounds, scratch), q + n, steps, a)
+    scores = reduce_sum_16(a)
+    store_quarter(to, scores, 0)
+    store_quarter(to + KV_BLOCK_SIZE, scores, 1)
+    store_quarter(to + 2 * KV_BLOCK_SIZE, scores, 2)
+    store_quarter(to + (heads - 1) * KV_BLOCK_SIZE, scores, 3)
+
+
+@njit_inline
+def qk_1_head(q, keys, bounds, scratch, to):
+    """Write the scores of one head with four keys."""
+    zero = splat(q, 0)
+    a = (zero, zero, zero, zero)
+    full = num_full_channels(bounds)
+    for n in range(0, full, SIMD_WIDTH):
+        a = fma_4_keys(load_4_keys(keys, n), vec(q, n), a)
+    for n in range(full, bounds[0], SIMD_WIDTH):
+        a = fma_4_keys(load_4_keys_partial(keys, n, bounds, scratch), vec(q, n), a)
+    to[0] = reduce_sum(a[0])
+    to[1] = reduce_sum(a[1])
+    to[2] = reduce_sum(a[2])
+    to[3] = reduce_sum(a[3])
 
 
 @njit
 def heads_per_step(num_remaining):
-    """Return the number of heads to process together: four or three, else one, as two together are
-    slower.
-    """
+    """Return how many heads of a group are processed together."""
     return min(num_remaining, 4) if num_remaining > 2 else 1
 
 
 @njit_inline
-def qk_head_group(dtype, q, keys, bounds, scratch, to):
-    """Compute the scores of four keys with all query heads of a group."""
-    dim, num_keys, group_size = bounds
-    h = 0
-    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
-    step = compute_itemsize(dtype) * round_up_to_simd(dim)
-    while h < group_size:
-        heads = heads_per_step(group_size - h)
-        if heads > 1:
-            qk_4_heads(
-                dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h
-            )
-        else:
-            qk_1_head(
-                dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h
-            )
-        h += heads
+def qk_heads(q, keys, bounds, scratch, to):
+    """Write the scores of the heads of one step with four keys."""
+    if bounds[2] > 1:
+        qk_4_heads(q, keys, bounds, scratch, to)
+    else:
+        qk_1_head(q, keys, bounds, scratch, to)
 
 
 @njit
-def prefetch_distance(args, itemsize):
-    """Return the number of keys ahead to prefetch: enough for `KV_PREFETCH_BYTES`, but at most one
-    block.
-    """
-    bytes_per_step = KEYS_PER_STEP * args.num_kv_heads * itemsize * (args.dim + args.vdim) // 2
-    return min(
-        KEYS_PER_STEP * ((KV_PREFETCH_BYTES + bytes_per_step - 1) // bytes_per_step), KV_BLOCK_SIZE
-    )
+def prefetch_distance(args, bytes_per_number):
+    """Return how many keys ahead are prefetched."""
+    width = args.num_kv_heads * bytes_per_number * (args.dim + args.vdim)
+    bytes_per_step = KEYS_PER_STEP * width // 2
+    steps = (KV_PREFETCH_BYTES + bytes_per_step - 1) // bytes_per_step
+    return min(KEYS_PER_STEP * steps, KV_BLOCK_SIZE)
 
 
 @njit
 def prefetch_targets(i, current_keys, next_keys):
-    """Return the keys to prefetch while the current four are processed.
-
-    The result is their address list, their number, the bytes of one head, the bytes to the next
-    head, and whether the keys are contiguous in memory.
-    """
+    """Return the keys to prefetch: those from i on, or keys of the next list beyond its end."""
     addresses, count, head_bytes, head_stride, groups = current_keys
     if i >= count:
         i -= (count + KEYS_PER_STEP - 1) // KEYS_PER_STEP * KEYS_PER_STEP
         addresses, count, head_bytes, head_stride, groups = next_keys
-    addresses = addresses + 8 * i
+    addresses = addresses + i
     num_keys = min(KEYS_PER_STEP, count - i)
     is_contiguous = (
         num_keys > 0
         and head_stride == head_bytes
-        and load_int64(addresses + 8 * (num_keys - 1)) - load_int64(addresses)
-        == (num_keys - 1) * groups * head_bytes
+        and addresses[num_keys - 1] - addresses[0] == (num_keys - 1) * groups * head_bytes
     )
     return addresses, num_keys, head_bytes, head_stride, is_contiguous
 
 
 @njit_inline
 def prefetch_head(g, groups, keys):
-    """Prefetch one head's share of some keys: in storage order if they are contiguous, else the
-    head's own bytes.
-    """
+    """Prefetch one head of four keys, or as many bytes of them in memory order."""
     addresses, num_keys, head_bytes, head_stride, is_contiguous = keys
     if is_contiguous:
-        begin = load_int64(addresses) + g * KEYS_PER_STEP * head_bytes
-        end = load_int64(addresses) + num_keys * groups * head_bytes
-        for line in range(
-            begin, min(begin + KEYS_PER_STEP * head_bytes, end), 4 * CACHE_LINE_BYTES
-        ):
+        begin = addresses[0] + g * KEYS_PER_STEP * head_bytes
+        end = addresses[0] + num_keys * groups * head_bytes
+        end = min(begin + KEYS_PER_STEP * head_bytes, end)
+        for line in range(begin, end, 4 * CACHE_LINE_BYTES):
             prefetch_l1(line)
             prefetch_l1(line + CACHE_LINE_BYTES)
             prefetch_l1(line + 2 * CACHE_LINE_BYTES)
             prefetch_l1(line + 3 * CACHE_LINE_BYTES)
     else:
         for n in range(num_keys):
-            begin = load_int64(addresses + 8 * n) + g * head_stride
+            begin = addresses[n] + g * head_stride
             for line in range(begin, begin + head_bytes, CACHE_LINE_BYTES):
                 prefetch_l1(line)
 
 
 @njit
 def qk_block(dtype, args, q, scratch, count):
-    """Compute the scores of a block for all heads, four keys at a time; prefetch later keys, then
-    values.
-    """
-    heads = args.num_heads
+    """Write the scores of all heads with a block of keys, in memory order."""
     groups = args.num_kv_heads
     dim = args.dim
-    group_size = heads // groups
-    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
-    step = compute_itemsize(dtype) * round_up_to_simd(dim)
+    group_size = args.num_heads // groups
+    step = round_up_to_simd(dim)
     k_head = args.k_head_stride
-    tail = (
-        scratch
-        + SCORES_OFFSET
-        + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads))
-    )
-    distance = prefetch_distance(args, storage_itemsize(dtype))
-    current_keys = scratch + KEYS_OFFSET, count, storage_itemsize(dtype) * dim, k_head, groups
-    next_values = (
-        scratch + VALUES_OFFSET,
-        count,
-        storage_itemsize(dtype) * args.vdim,
-        args.v_head_stride,
-        groups,
-    )
+    lists = ints(scratch)
+    scores, _, tail = score_buffers(dtype, args, scratch)
+    size = storage_itemsize(dtype)
+    distance = prefetch_distance(args, size)
+    current_keys = lists + KEYS, count, size * dim, k_head, groups
+    next_values = lists + VALUES, count, size * args.vdim, args.v_head_stride, groups
     for i in range(0, count, KEYS_PER_STEP):
-        scores = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i
         num_keys = min(KEYS_PER_STEP, count - i)
         targets = prefetch_targets(i + distance, current_keys, next_values)
         for g in range(groups):
             prefetch_head(g, groups, targets)
-            keys = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head)
+            keys = key_pointers(dtype, lists + (KEYS + i), g * k_head)
             h = g * group_size
-            qk_head_group(
-                dtype,
-                q + step * h,
-                keys,
-                (dim, num_keys, group_size),
-                tail,
-                scores + score_stride * h,
-            )
+            while h < (g + 1) * group_size:
+                heads = heads_per_step((g + 1) * group_size - h)
+                to = scores + (KV_BLOCK_SIZE * h + i)
+                qk_heads(q + step * h, keys, (dim, num_keys, heads), tail, to)
+                h += heads
 
 
 @njit_inline
-def load_4_weights(dtype, scores):
-    """Load the weights of four keys for one head, each broadcast to a vector."""
-    a = splat(load_scalar(dtype, scores))
-    b = splat(load_scalar(dtype, scores + compute_itemsize(dtype)))
-    return (
-        a,
-        b,
-        splat(load_scalar(dtype, scores + 2 * compute_itemsize(dtype))),
-        splat(load_scalar(dtype, scores + 3 * compute_itemsize(dtype))),
-    )
+def load_4_weights(scores):
+    """Return four weights, each as a vector."""
+    a = splat(scores, scores[0])
+    b = splat(scores, scores[1])
+    return a, b, splat(scores, scores[2]), splat(scores, scores[3])
 
 
 @njit_inline
-def fma_4_values(x, p, a):
-    """Add p[0] x[0] + ... + p[3] x[3] to a."""
-    return fma(x[3], p[3], fma(x[2], p[2], fma(x[1], p[1], fma(x[0], p[0], a))))
+def accumulate_4_values(to, x, p):
+    """Add the products of four values and weights."""
+    to[0] = fma(x[3], p[3], fma(x[2], p[2], fma(x[1], p[1], fma(x[0], p[0], vec(to, 0)))))
 
 
 @njit_inline
-def accumulate_4_values(dtype, to, x, p):
-    """Add four weighted values to the output at `to`."""
-    store_value(to, fma_4_values(x, p, load_vector(dtype, to)))
-
-
-@njit_inline
-def accumulate_4_values_4_heads(dtype, to, heads_of_step, x, p):
-    """Add four weighted values to the outputs of three heads, and of a fourth if there is one."""
-    step, heads = heads_of_step
-    accumulate_4_values(dtype, to, x, p[0])
-    accumulate_4_values(dtype, to + step, x, p[1])
-    accumulate_4_values(dtype, to + 2 * step, x, p[2])
+def accumulate_4_values_4_heads(to, step, heads, x, p):
+    """Add the products of four values and the weights of three or four heads."""
+    accumulate_4_values(to, x, p[0])
+    accumulate_4_values(to + step, x, p[1])
+    accumulate_4_values(to + 2 * step, x, p[2])
     if heads > 3:
-        accumulate_4_values(dtype, to + 3 * step, x, p[3])
+        accumulate_4_values(to + 3 * step, x, p[3])
 
 
 @njit_inline
-def pv_4_heads(dtype, scores, keys, bounds, scratch, output):
-    """Add four weighted values to the outputs of four heads, or of three."""
-    (dim, num_keys, heads) = bounds
-    (to, step) = output
-    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
-    full = dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
-    p0 = load_4_weights(dtype, scores)
-    p1 = load_4_weights(dtype, scores + score_stride)
-    p = (
-        p0,
-        p1,
-        load_4_weights(dtype, scores + 2 * score_stride),
-        load_4_weights(dtype, scores + (heads - 1) * score_stride),
-    )
-    step = (step, heads)
+def pv_4_heads(scores, keys, bounds, scratch, to, step):
+    """Add four values, weighted, to the outputs of three or four heads."""
+    dim, _, heads = bounds
+    full = num_full_channels(bounds)
+    p0 = load_4_weights(scores)
+    p1 = load_4_weights(scores + KV_BLOCK_SIZE)
+    p2 = load_4_weights(scores + 2 * KV_BLOCK_SIZE)
+    p = (p0, p1, p2, load_4_weights(scores + (heads - 1) * KV_BLOCK_SIZE))
     for n in range(0, full, SIMD_WIDTH):
-        x = load_4_keys(dtype, keys, storage_itemsize(dtype) * n)
-        outputs = to + compute_itemsize(dtype) * n
-        accumulate_4_values_4_heads(dtype, outputs, step, x, p)
+        accumulate_4_values_4_heads(to + n, step, heads, load_4_keys(keys, n), p)
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(
-            dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
-        )
-        outputs = to + compute_itemsize(dtype) * n
-        accumulate_4_values_4_heads(dtype, outputs, step, x, p)
+        x = load_4_keys_partial(keys, n, bounds, scratch)
+        accumulate_4_values_4_heads(to + n, step, heads, x, p)
 
 
 @njit_inline
-def pv_1_head(dtype, scores, keys, bounds, scratch, to):
-    """Add four weighted values to the output of one head."""
-    dim, num_keys, _ = bounds
-    p = load_4_weights(dtype, scores)
-    full = dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
+def pv_1_head(scores, keys, bounds, scratch, to):
+    """Add four values, weighted, to the outputs of one head."""
+    p = load_4_weights(scores)
+    full = num_full_channels(bounds)
     for n in range(0, full, SIMD_WIDTH):
-        accumulate_4_values(
-            dtype,
-            to + compute_itemsize(dtype) * n,
-            load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
-            p,
-        )
-    for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(
-            dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
-        )
-        accumulate_4_values(dtype, to + compute_itemsize(dtype) * n, x, p)
+        accumulate_4_values(to + n, load_4_keys(keys, n), p)
+    for n in range(full, bounds[0], SIMD_WIDTH):
+        accumulate_4_values(to + n, load_4_keys_partial(keys, n, bounds, scratch), p)
 
 
 @njit_inline
-def pv_head_group(dtype, scores, keys, bounds, scratch, output):
-    """Add four weighted values to the outputs of all heads of a group."""
-    (dim, num_keys, group_size) = bounds
-    (to, step) = output
-    h = 0
-    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
-    while h < group_size:
-        heads = heads_per_step(group_size - h)
-        if heads > 1:
-            pv_4_heads(
-                dtype,
-                scores + score_stride * h,
-                keys,
-                (dim, num_keys, heads),
-                scratch,
-                (to + step * h, step),
-            )
-        else:
-            pv_1_head(
-                dtype,
-                scores + score_stride * h,
-                keys,
-                (dim, num_keys, heads),
-                scratch,
-                to + step * h,
-            )
-        h += heads
+def pv_heads(scores, keys, bounds, scratch, to, step):
+    """Add four values, weighted, to the outputs of the heads of one step."""
+    if bounds[2] > 1:
+        pv_4_heads(scores, keys, bounds, scratch, to, step)
+    else:
+        pv_1_head(scores, keys, bounds, scratch, to)
 
 
 @njit
-def rescale_output(dtype, args, factors, part):
-    """Multiply the outputs by their rescaling factors, for heads whose running
-    maximum has grown.
-    """
-    vdim = args.vdim
+def rescale_output(args, factors, part):
+    """Multiply the output of each head by its factor."""
+    step = round_up_to_simd(args.vdim) + 2
     for h in range(args.num_heads):
-        factor = load_scalar(dtype, factors + compute_itemsize(dtype) * h)
-        to = part + compute_itemsize(dtype) * (round_up_to_simd(vdim) + 2) * h
-        if factor != as_compute_scalar(dtype, 1.0):
-            for n in range(0, vdim, SIMD_WIDTH):
-                store_value(
-                    to + compute_itemsize(dtype) * n,
-                    vec_mul(load_vector(dtype, to + compute_itemsize(dtype) * n), splat(factor)),
-                )
+        factor = factors[h]
+        if factor != number(factors, 1.0):
+            to = part + step * h
+            for n in range(0, args.vdim, SIMD_WIDTH):
+                to[n] = vec(to, n) * factor
 
 
 @njit
 def pv_block(dtype, args, scratch, part, count, next_count):
-    """Add the weighted values of a block to the outputs of all heads; prefetch later values, then
-    the next keys.
-    """
-    heads = args.num_heads
+    """Add a block of values, weighted, to the outputs of all heads, in memory order."""
     groups = args.num_kv_heads
     dim = args.vdim
-    group_size = heads // groups
-    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
-    step = compute_itemsize(dtype) * (round_up_to_simd(dim) + 2)
+    group_size = args.num_heads // groups
+    step = round_up_to_simd(dim) + 2
     v_head = args.v_head_stride
-    factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE
-    distance = prefetch_distance(args, storage_itemsize(dtype))
-    current_values = (scratch + VALUES_OFFSET, count, storage_itemsize(dtype) * dim, v_head, groups)
-    tail = factors + compute_itemsize(dtype) * round_up_to_simd(heads)
-    next_keys = (
-        scratch + NEXT_BLOCK_OFFSET + KEYS_OFFSET,
-        next_count,
-        storage_itemsize(dtype) * args.dim,
-        args.k_head_stride,
-        groups,
-    )
-    rescale_output(dtype, args, factors, part)
+    lists = ints(scratch)
+    scores, factors, tail = score_buffers(dtype, args, scratch)
+    size = storage_itemsize(dtype)
+    distance = prefetch_distance(args, size)
+    current_values = lists + VALUES, count, size * dim, v_head, groups
+    keys_size = size * args.dim
+    next_keys = lists + (NEXT_BLOCK + KEYS), next_count, keys_size, args.k_head_stride, groups
+    rescale_output(args, factors, part)
     for i in range(0, count, KEYS_PER_STEP):
-        scores = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i
         num_keys = min(KEYS_PER_STEP, count - i)
         targets = prefetch_targets(i + distance, current_values, next_keys)
         for g in range(groups):
             prefetch_head(g, groups, targets)
-            keys = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head)
+            values = key_pointers(dtype, lists + (VALUES + i), g * v_head)
             h = g * group_size
-            pv_head_group(
-                dtype,
-                scores + score_stride * h,
-                keys,
-                (dim, num_keys, group_size),
-                tail,
-                (part + step * h, step),
-            )
+            while h < (g + 1) * group_size:
+                heads = heads_per_step((g + 1) * group_size - h)
+                weights = scores + (KV_BLOCK_SIZE * h + i)
+                pv_heads(weights, values, (dim, num_keys, heads), tail, part + step * h, step)
+                h += heads
 
 
 # --- Score transforms and softmax of a block ------------------------------------------------------
 
 
 @njit
-def apply_kv_scale(dtype, args, scale, scratch, count):
-    """Multiply scores, or weights, by the scale of each key, or value, of an int8 cache."""
-    heads = args.num_heads
-    groups = args.num_kv_heads
-    head_stride = args.scale_head_stride
-    for h in range(heads):
-        x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
-        head_scale = scale + h // (heads // groups) * head_stride
-        for i in range(count):
-            store_value(
-                x + compute_itemsize(dtype) * i,
-                load_scalar(dtype, x + compute_itemsize(dtype) * i)
-                * load_scalar(dtype, head_scale + load_int64(scratch + SCALES_OFFSET + 8 * i)),
-            )
-
-
-@njit
-def apply_softcap(dtype, args, scratch, count):
-    """Replace scores by cap * tanh(score / cap)."""
-    cap = as_compute_scalar(dtype, args.softcap)
+def apply_kv_scale(args, scale, scores, lists, count):
+    """Multiply scores, or weights, by the scales of their int8 keys, or values."""
+    group_size = args.num_heads // args.num_kv_heads
+    scales = floats(scores, scale)
     for h in range(args.num_heads):
-        x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
+        x = scores + KV_BLOCK_SIZE * h
         for i in range(count):
-            factor = math.tanh(load_scalar(dtype, x + compute_itemsize(dtype) * i) / cap)
-            store_value(x + compute_itemsize(dtype) * i, as_compute_scalar(dtype, factor) * cap)
+            at = h // group_size * args.scale_head_stride + lists[SCALES + i]
+            x[i] = x[i] * scales[at]
 
 
 @njit
-def add_bias_to_head(dtype, x, bias, key_stride, scratch, count):
-    """Add the bias to the scores of one head, 16 at a time if the columns are consecutive."""
-    first = load_int64(scratch + COLUMNS_OFFSET)
-    is_contiguous = (
-        key_stride == compute_itemsize(dtype)
-        and load_int64(scratch + COLUMNS_OFFSET + 8 * count - 8) == first + count - 1
-    )
+def apply_softcap(args, scores, count):
+    """Replace scores s by cap tanh(s / cap)."""
+    cap = number(scores, args.softcap)
+    for h in range(args.num_heads):
+        x = scores + KV_BLOCK_SIZE * h
+        for i in range(count):
+            x[i] = number(scores, math.tanh(x[i] / cap)) * cap
+
+
+@njit
+def add_bias_to_head(x, bias, key_stride, columns, count):
+    """Add the bias of one head and row to its scores."""
+    first = columns[0]
+    is_contiguous = key_stride == 1 and columns[count - 1] == first + count - 1
     full = count // SIMD_WIDTH * SIMD_WIDTH if is_contiguous else 0
     for i in range(0, full, SIMD_WIDTH):
-        store_value(
-            x + compute_itemsize(dtype) * i,
-            vec_add(
-                load_vector(dtype, x + compute_itemsize(dtype) * i),
-                load_vector(dtype, bias + compute_itemsize(dtype) * (first + i)),
-            ),
-        )
+        x[i] = vec(x, i) + vec(bias, first + i)
     for i in range(full, count):
-        addend = load_scalar(
-            dtype, bias + load_int64(scratch + COLUMNS_OFFSET + 8 * i) * key_stride
-        )
-        store_value(
-            x + compute_itemsize(dtype) * i,
-            load_scalar(dtype, x + compute_itemsize(dtype) * i) + addend,
-        )
+        x[i] = x[i] + bias[columns[i] * key_stride]
 
 
 @njit
-def add_bias(dtype, args, row, scratch, count):
-    """Add the bias to the scores of all heads."""
+def online_softmax(args, scores, factors, part, count):
+    """Replace scores by weights, and update the maximum, the sum and the factor of each head."""
+    step = round_up_to_simd(args.vdim) + 2
+    minus_inf = number(scores, -math.inf)
     for h in range(args.num_heads):
-        bias = args.bias + row * args.bias_row_stride + h * args.bias_head_stride
-        add_bias_to_head(
-            dtype,
-            scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
-            bias,
-            args.bias_key_stride,
-            scratch,
-            count,
-        )
-
-
-@njit
-def online_softmax(dtype, args, scratch, part, count):
-    """Replace scores by exp(score - running maximum); update maxima, sums and rescaling factors."""
-    factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * args.num_heads * KV_BLOCK_SIZE
-    step = compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2)
-    minus_inf = as_compute_scalar(dtype, -math.inf)
-    for h in range(args.num_heads):
-        x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
-        max_and_sum = part + step * (h + 1) - 2 * compute_itemsize(dtype)
+        x = scores + KV_BLOCK_SIZE * h
+        max_and_sum = part + (step * (h + 1) - 2)
         for i in range(count, round_up_to_simd(count)):
-            store_value(x + compute_itemsize(dtype) * i, minus_inf)
-        maxima = splat(minus_inf)
+            x[i] = minus_inf
+        maxima = splat(scores, minus_inf)
         for c in range(0, count, SIMD_WIDTH):
-            maxima = vec_max(maxima, load_vector(dtype, x + compute_itemsize(dtype) * c))
-        old_max = load_scalar(dtype, max_and_sum)
+            maxima = vec_max(maxima, vec(x, c))
+        old_max = max_and_sum[0]
         new_max = max(old_max, reduce_max(maxima))
-        shift = (
-            new_max if new_max > minus_inf else as_compute_scalar(dtype, 0.0)
-        )  # if all scores are -inf, every weight is exp(-inf) = 0
-        factor = as_compute_scalar(dtype, math.exp(old_max - shift))
-        sums = splat(as_compute_scalar(dtype, 0.0))
+        # if all scores are -inf, every weight is exp(-inf) = 0
+        shift = new_max if new_max > minus_inf else number(scores, 0.0)
+        factor = number(scores, math.exp(old_max - shift))
+        sums = splat(scores, 0)
         for c in range(0, count, SIMD_WIDTH):
-            weights = vec_exp(
-                vec_sub(load_vector(dtype, x + compute_itemsize(dtype) * c), splat(shift))
-            )
-            store_value(x + compute_itemsize(dtype) * c, weights)
-            sums = vec_add(sums, weights)
-        store_value(max_and_sum, new_max)
-        store_value(
-            max_and_sum + compute_itemsize(dtype),
-            load_scalar(dtype, max_and_sum + compute_itemsize(dtype)) * factor + reduce_sum(sums),
-        )
-        store_value(factors + compute_itemsize(dtype) * h, factor)
+            weights = vec_exp(vec(x, c) - shift)
+            x[c] = weights
+            sums = sums + weights
+        max_and_sum[0] = new_max
+        max_and_sum[1] = max_and_sum[1] * factor + reduce_sum(sums)
+        factors[h] = factor

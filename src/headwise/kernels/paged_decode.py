@@ -524,7 +524,7 @@ def _set_options(
     if bias.numel():
         args.bias = bias = bias.to(dtype)
         args.bias_row_stride, args.bias_head_stride, args.bias_key_stride = (
-            0 if bias.shape[n] == 1 else bias.stride(n) * bias.itemsize for n in range(3)
+            0 if bias.shape[n] == 1 else bias.stride(n) for n in range(3)
         )
     if sink.numel():
         args.sink = sink.to(dtype).contiguous()
@@ -534,9 +534,7 @@ def _set_options(
             v_scale = v_scale.contiguous()
         args.k_scale = k_scale
         args.v_scale = v_scale
-        args.scale_page_stride, args.scale_head_stride, args.scale_slot_stride = (
-            4 * n for n in k_scale.stride()
-        )
+        args.scale_page_stride, args.scale_head_stride, args.scale_slot_stride = k_scale.stride()
 
 
 def _pad_channels(q: Tensor) -> Tensor:

@@ -27,55 +27,53 @@ from numba import extending, njit
 
 from .jit import args_field_address, copy_args, store_arg
 from .kv_block_attention import (
-    KEYS_OFFSET,
+    COLUMNS,
+    KEYS,
     KEYS_PER_STEP,
-    NEXT_BLOCK_OFFSET,
+    NEXT_BLOCK,
     SCORES_OFFSET,
-    VALUES_OFFSET,
-    add_bias,
+    VALUES,
     add_bias_to_head,
     apply_kv_scale,
     apply_softcap,
     heads_per_step,
-    key_addresses,
+    key_pointers,
     online_softmax,
-    pv_1_head,
-    pv_4_heads,
     pv_block,
-    qk_1_head,
-    qk_4_heads,
+    pv_heads,
     qk_block,
+    qk_heads,
     rescale_output,
+    score_buffers,
+    storage_itemsize,
 )
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
-from .paged_decode import KV_BLOCK_SIZE
+from .paged_decode import KV_BLOCK_SIZE, PLAN_ENTRY_FIELDS
 from .simd import (
-    as_compute_scalar,
-    compute_itemsize,
+    address_of,
     fetch_and_increment,
+    floats,
     fma,
-    load_int64,
-    load_scalar,
-    load_vector,
+    ints,
+    number,
     prefetch_l2,
     round_up_to_simd,
     splat,
-    storage_itemsize,
-    store_value,
-    vec_mul,
+    vec,
 )
-from .split_kv_schedule import PLAN_ENTRY_BYTES, fill_block_addresses, prepare_next_block
+from .split_kv_schedule import fill_block_addresses, prepare_next_block
+
+# --- Rows that share a prefix ---------------------------------------------------------------------
 
 
 @njit
-def prefetch_key_lines(keys, head, position, lines):
-    """Prefetch the next `lines` cache lines of one head of some keys; return the new position."""
-    (addresses, count) = keys
-    (offset, head_bytes) = head
-    (n, line_offset) = position
+def prefetch_key_lines(addresses, count, head, position, lines):
+    """Prefetch some cache lines of one head of a list of keys; return where to go on."""
+    offset, head_bytes = head
+    n, line_offset = position
     for _ in range(lines):
         if n < count:
-            prefetch_l2(load_int64(addresses + 8 * n) + offset + line_offset)
+            prefetch_l2(addresses[n] + offset + line_offset)
             line_offset += CACHE_LINE_BYTES
             if line_offset >= head_bytes:
                 n = n + 1
@@ -85,36 +83,23 @@ def prefetch_key_lines(keys, head, position, lines):
 
 @njit
 def prefetch_lines_per_step(count, head_bytes, group_size, keys):
-    """Return how many cache lines to prefetch per step.
-
-    With this many, one head of `count` keys is in the cache by the time all heads of a group have
-    processed `keys` others.
-    """
-    steps = (
-        (group_size + KEYS_PER_STEP - 1)
-        // KEYS_PER_STEP
-        * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
-    )
+    """Return how many lines each step prefetches, so that all are when a head is done."""
+    head_steps = (group_size + KEYS_PER_STEP - 1) // KEYS_PER_STEP
+    steps = head_steps * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
     return (count * ((head_bytes + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES) + steps - 1) // steps
 
 
 @njit
 def qk_shared_block(dtype, args, q, scratch, count):
-    """Compute the scores of a block, one key head after the other; prefetch the next head, or the
-    first value head.
-    """
+    """Write the scores of all heads with a block of keys, one head after another."""
     heads = args.num_heads
     groups = args.num_kv_heads
     dim = args.dim
     group_size = heads // groups
-    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
-    step = compute_itemsize(dtype) * round_up_to_simd(dim)
+    step = round_up_to_simd(dim)
     k_head = args.k_head_stride
-    tail = (
-        scratch
-        + SCORES_OFFSET
-        + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads))
-    )
+    lists = ints(scratch)
+    scores, _, tail = score_buffers(dtype, args, scratch)
     h = 0
     position = 0, 0
     while h < heads:
@@ -122,405 +107,278 @@ def qk_shared_block(dtype, args, q, scratch, count):
         is_last = g + 1 == groups
         num_heads = heads_per_step((g + 1) * group_size - h)
         position = position if h > g * group_size else (0, 0)
-        next_keys = scratch + (VALUES_OFFSET if is_last else KEYS_OFFSET), count
-        next_head = (
-            0 if is_last else (g + 1) * k_head,
-            storage_itemsize(dtype) * (args.vdim if is_last else dim),
-        )
-        lines = prefetch_lines_per_step(count, next_head[1], group_size, count)
+        next_keys = lists + (VALUES if is_last else KEYS)
+        next_bytes = storage_itemsize(dtype) * (args.vdim if is_last else dim)
+        next_head = 0 if is_last else (g + 1) * k_head, next_bytes
+        lines = prefetch_lines_per_step(count, next_bytes, group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
-            position = prefetch_key_lines(next_keys, next_head, position, lines)
-            keys = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head)
-            to = scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i
+            position = prefetch_key_lines(next_keys, count, next_head, position, lines)
+            keys = key_pointers(dtype, lists + (KEYS + i), g * k_head)
             bounds = dim, min(KEYS_PER_STEP, count - i), num_heads
-            if num_heads > 1:
-                qk_4_heads(dtype, q + step * h, keys, bounds, tail, to)
-            else:
-                qk_1_head(dtype, q + step * h, keys, bounds, tail, to)
+            qk_heads(q + step * h, keys, bounds, tail, scores + (KV_BLOCK_SIZE * h + i))
         h += num_heads
 
 
 @njit
 def pv_shared_block(dtype, args, scratch, part, count, next_count):
-    """Add the weighted values of a block, one head after the other; prefetch the next head, or the
-    following keys.
-    """
+    """Add a block of values, weighted, to the outputs of all heads, one head after another."""
     heads = args.num_heads
     groups = args.num_kv_heads
     dim = args.vdim
     group_size = heads // groups
-    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
-    step = compute_itemsize(dtype) * (round_up_to_simd(dim) + 2)
+    step = round_up_to_simd(dim) + 2
     v_head = args.v_head_stride
-    factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE
+    lists = ints(scratch)
+    scores, factors, tail = score_buffers(dtype, args, scratch)
+    rescale_output(args, factors, part)
     h = 0
-    tail = factors + compute_itemsize(dtype) * round_up_to_simd(heads)
-    rescale_output(dtype, args, factors, part)
     position = 0, 0
     while h < heads:
         g = h // group_size
         is_last = g + 1 == groups
         num_heads = heads_per_step((g + 1) * group_size - h)
         position = position if h > g * group_size else (0, 0)
-        next_keys = (
-            scratch + (NEXT_BLOCK_OFFSET + KEYS_OFFSET if is_last else VALUES_OFFSET),
-            next_count if is_last else count,
-        )
-        next_head = (
-            0 if is_last else (g + 1) * v_head,
-            storage_itemsize(dtype) * (args.dim if is_last else dim),
-        )
-        lines = prefetch_lines_per_step(next_keys[1], next_head[1], group_size, count)
+        next_keys = lists + (NEXT_BLOCK + KEYS if is_last else VALUES)
+        num_next = next_count if is_last else count
+        next_bytes = storage_itemsize(dtype) * (args.dim if is_last else dim)
+        next_head = 0 if is_last else (g + 1) * v_head, next_bytes
+        lines = prefetch_lines_per_step(num_next, next_bytes, group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
-            position = prefetch_key_lines(next_keys, next_head, position, lines)
-            keys = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head)
-            scores = scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i
+            position = prefetch_key_lines(next_keys, num_next, next_head, position, lines)
+            values = key_pointers(dtype, lists + (VALUES + i), g * v_head)
+            weights = scores + (KV_BLOCK_SIZE * h + i)
             bounds = dim, min(KEYS_PER_STEP, count - i), num_heads
-            if num_heads > 1:
-                pv_4_heads(dtype, scores, keys, bounds, tail, (part + step * h, step))
-            else:
-                pv_1_head(dtype, scores, keys, bounds, tail, part + step * h)
+            pv_heads(weights, values, bounds, tail, part + step * h, step)
         h += num_heads
 
 
 @njit
-def add_bias_shared(dtype, args, shared, scratch, count):
-    """Add each row's bias to its scores; the rows have the same columns."""
-    groups = args.num_kv_heads
-    key_stride = args.bias_key_stride
-    order = args.row_order + 24 * shared[0]
-    group_size = args.num_heads // groups // shared[1]
-    for h in range(args.num_heads):
-        row = load_int64(order + 24 * (h // group_size % shared[1]))
-        head = h // group_size // shared[1] * group_size + h % group_size
-        bias = args.bias + row * args.bias_row_stride + head * args.bias_head_stride
-        add_bias_to_head(
-            dtype,
-            scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
-            bias,
-            key_stride,
-            scratch,
-            count,
-        )
-
-
-@njit
-def copy_vector(dtype, to, source, count):
-    """Copy `count` elements, 16 at a time."""
+def copy_vector(to, source, count):
+    """Copy numbers."""
     full = count // SIMD_WIDTH * SIMD_WIDTH
     for n in range(0, full, SIMD_WIDTH):
-        store_value(
-            to + compute_itemsize(dtype) * n,
-            load_vector(dtype, source + compute_itemsize(dtype) * n),
-        )
+        to[n] = vec(source, n)
     for n in range(full, count):
-        store_value(
-            to + compute_itemsize(dtype) * n,
-            load_scalar(dtype, source + compute_itemsize(dtype) * n),
-        )
+        to[n] = source[n]
 
 
 @njit
-def load_shared_rows(dtype, args, entry_address, q, part):
-    """Copy the queries of all rows to the scratch buffer, and their partial outputs if the split
-    has been begun.
-    """
+def copy_shared_rows(args, entry, q, part, is_stored):
+    """Copy queries and partial outputs of rows to those of one row with their heads; or back."""
     heads = args.num_heads
     groups = args.num_kv_heads
     dim = round_up_to_simd(args.dim)
-    order = args.row_order + 24 * load_int64(entry_address)
-    rows = load_int64(entry_address + 8)
+    order = ints(args.row_order) + 3 * entry[0]
+    rows = entry[1]
     group_size = heads // groups
-    part_width = round_up_to_simd(args.vdim) + 2
+    width = round_up_to_simd(args.vdim) + 2
     for m in range(rows):
-        row = load_int64(order + 24 * m)
-        first = load_int64(args.row_splits + 24 * row) + load_int64(entry_address + 40)
-        partial = args.partial_outputs + first * heads * part_width * compute_itemsize(dtype)
+        row = order[3 * m]
+        first = ints(args.row_splits)[3 * row] + entry[5]
+        partial = floats(q, args.partial_outputs) + first * heads * width
         for g in range(groups):
-            to = (g * rows + m) * group_size
-            q_row = args.q + (row * heads + g * group_size) * dim * compute_itemsize(dtype)
-            copy_vector(dtype, q + to * dim * compute_itemsize(dtype), q_row, group_size * dim)
-            if not load_int64(entry_address + 48):
-                copy_vector(
-                    dtype,
-                    part + to * part_width * compute_itemsize(dtype),
-                    partial + g * group_size * part_width * compute_itemsize(dtype),
-                    group_size * part_width,
-                )
-
-
-@njit
-def store_shared_rows(dtype, args, entry_address, part):
-    """Copy the partial outputs from the scratch buffer back to each row."""
-    heads = args.num_heads
-    groups = args.num_kv_heads
-    part_width = round_up_to_simd(args.vdim) + 2
-    order = args.row_order + 24 * load_int64(entry_address)
-    rows = load_int64(entry_address + 8)
-    group_size = heads // groups
-    for m in range(rows):
-        first = load_int64(args.row_splits + 24 * load_int64(order + 24 * m)) + load_int64(
-            entry_address + 40
-        )
-        to = args.partial_outputs + first * heads * part_width * compute_itemsize(dtype)
-        for g in range(groups):
-            copy_vector(
-                dtype,
-                to + g * group_size * part_width * compute_itemsize(dtype),
-                part + (g * rows + m) * group_size * part_width * compute_itemsize(dtype),
-                group_size * part_width,
-            )
-
-
-@njit
-def init_partial_output(dtype, args, part):
-    """Set output 0, maximum -inf and sum 0 for every head."""
-    vdim = args.vdim
-    step = compute_itemsize(dtype) * (round_up_to_simd(vdim) + 2)
-    for h in range(args.num_heads):
-        for c in range(0, vdim, SIMD_WIDTH):
-            store_value(
-                part + step * h + compute_itemsize(dtype) * c, splat(as_compute_scalar(dtype, 0.0))
-            )
-        store_value(
-            part + step * (h + 1) - 2 * compute_itemsize(dtype), as_compute_scalar(dtype, -math.inf)
-        )
-        store_value(part + step * (h + 1) - compute_itemsize(dtype), as_compute_scalar(dtype, 0.0))
+            at = (g * rows + m) * group_size
+            own_part = part + at * width
+            row_part = partial + g * group_size * width
+            if is_stored:
+                copy_vector(row_part, own_part, group_size * width)
+                continue
+            row_q = floats(q, args.q) + (row * heads + g * group_size) * dim
+            copy_vector(q + at * dim, row_q, group_size * dim)
+            if not entry[6]:
+                copy_vector(own_part, row_part, group_size * width)
 
 
 @njit
 def make_shared_args(dtype, args, rows, scratch):
-    """Return scratch addresses of the stacked queries and of the partial outputs, and a copy of the
-    argument record.
-
-    In the copy `num_heads` is rows x heads.
-    """
+    """Return queries, partial outputs and arguments of one row with the heads of several."""
     heads = rows * args.num_heads
-    q = (
-        scratch
-        + SCORES_OFFSET
-        + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads) + SIMD_WIDTH)
-    )
-    part = q + compute_itemsize(dtype) * heads * round_up_to_simd(args.dim)
-    end = part + compute_itemsize(dtype) * heads * (round_up_to_simd(args.vdim) + 2)
+    scores = floats(dtype, scratch + SCORES_OFFSET)
+    q = scores + (heads * KV_BLOCK_SIZE + round_up_to_simd(heads) + SIMD_WIDTH)
+    part = q + heads * round_up_to_simd(args.dim)
+    end = address_of(part + heads * (round_up_to_simd(args.vdim) + 2))
     shared_args = copy_args(args, (end + 7) // 8 * 8)
     store_arg(shared_args, "num_heads", heads)
     return q, part, shared_args
 
 
+# --- Entries of the plan, their combination, and the entry point ----------------------------------
+
+
 @njit
-def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
-    """Run one plan entry for several rows, block by block, while the next block is prefetched."""
-    entry_address = args.plan + PLAN_ENTRY_BYTES * entry
-    q, part, shared_args = make_shared_args(dtype, args, load_int64(entry_address + 8), scratch)
-    shared = (load_int64(entry_address), load_int64(entry_address + 8))
-    n = load_int64(entry_address + 16)
-    slot = load_int64(entry_address + 24)
-    num_remaining = load_int64(entry_address + 32)
-    row = load_int64(args.row_order + 24 * shared[0])
-    k_scale = args.k_scale
-    v_scale = args.v_scale
-    load_shared_rows(dtype, args, entry_address, q, part)
-    if load_int64(entry_address + 48):
-        init_partial_output(dtype, shared_args, part)
+def init_partial_output(args, part):
+    """Write an output of no keys."""
+    step = round_up_to_simd(args.vdim) + 2
+    for h in range(args.num_heads):
+        to = part + step * h
+        for c in range(0, args.vdim, SIMD_WIDTH):
+            to[c] = splat(part, 0)
+        to[step - 2] = -math.inf
+        to[step - 1] = 0.0
+
+
+@njit
+def add_bias(args, block_args, entry, scores, columns, count):
+    """Add the bias of each head of the rows of an entry."""
+    rows = entry[1]
+    order = ints(args.row_order) + 3 * entry[0]
+    group_size = args.num_heads // args.num_kv_heads
+    for h in range(block_args.num_heads):
+        row = order[3 * (h // group_size % rows)]
+        head = h // group_size // rows * group_size + h % group_size
+        offset = row * args.bias_row_stride + head * args.bias_head_stride
+        bias = floats(scores, args.bias) + offset
+        add_bias_to_head(scores + KV_BLOCK_SIZE * h, bias, args.bias_key_stride, columns, count)
+
+
+@njit
+def attend_entry(dtype, args, entry_index, next_entry, scratch):
+    """Add the keys of one entry of the plan to the partial outputs of its rows."""
+    entry = ints(args.plan) + PLAN_ENTRY_FIELDS * entry_index
+    is_shared = entry[1] > 1
+    n = entry[2]
+    slot = entry[3]
+    num_remaining = entry[4]
+    row = ints(args.row_order)[3 * entry[0]]
+    lists = ints(scratch)
+    if is_shared:
+        q, part, block_args = make_shared_args(dtype, args, entry[1], scratch)
+        copy_shared_rows(args, entry, q, part, False)
+    else:
+        heads = args.num_heads
+        split = ints(args.row_splits)[3 * row] + entry[5]
+        q = floats(dtype, args.q) + row * heads * round_up_to_simd(args.dim)
+        width = round_up_to_simd(args.vdim) + 2
+        part = floats(dtype, args.partial_outputs) + split * heads * width
+        block_args = args
+    scores, factors, _ = score_buffers(dtype, block_args, scratch)
+    if entry[6]:
+        init_partial_output(block_args, part)
     while num_remaining > 0:
         count = min(num_remaining, KV_BLOCK_SIZE)
-        n, slot = fill_block_addresses(args, row, n, slot, scratch, count)
+        n, slot = fill_block_addresses(args, row, n, slot, lists, count)
         num_remaining -= count
         if num_remaining > 0:
             next_count = min(num_remaining, KV_BLOCK_SIZE)
-            fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, next_count)
+            fill_block_addresses(args, row, n, slot, lists + NEXT_BLOCK, next_count)
         else:
-            next_count = prepare_next_block(args, next_entry, scratch)
-        qk_shared_block(dtype, shared_args, q, scratch, count)
-        if k_scale:
-            apply_kv_scale(dtype, shared_args, k_scale, scratch, count)
-        if args.softcap != 0:
-            apply_softcap(dtype, shared_args, scratch, count)
-        if args.bias:
-            add_bias_shared(dtype, shared_args, shared, scratch, count)
-        online_softmax(dtype, shared_args, scratch, part, count)
-        if v_scale:
-            apply_kv_scale(dtype, shared_args, v_scale, scratch, count)
-        pv_shared_block(dtype, shared_args, scratch, part, count, next_count)
-    store_shared_rows(dtype, args, entry_address, part)
-
-
-# --- Splits of one row, their combination, and the entry point ------------------------------------
-
-
-@njit
-def attend_split(dtype, args, entry, next_entry, scratch):
-    """Run one plan entry for one row, block by block, while the next block is prefetched."""
-    heads = args.num_heads
-    entry_address = args.plan + PLAN_ENTRY_BYTES * entry
-    n = load_int64(entry_address + 16)
-    slot = load_int64(entry_address + 24)
-    num_remaining = load_int64(entry_address + 32)
-    row = load_int64(args.row_order + 24 * load_int64(entry_address))
-    step = compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2)
-    split = load_int64(args.row_splits + 24 * row) + load_int64(entry_address + 40)
-    part = args.partial_outputs + split * heads * step
-    q = args.q + row * heads * compute_itemsize(dtype) * round_up_to_simd(args.dim)
-    k_scale = args.k_scale
-    v_scale = args.v_scale
-    if load_int64(entry_address + 48):
-        init_partial_output(dtype, args, part)
-    while num_remaining > 0:
-        count = min(num_remaining, KV_BLOCK_SIZE)
-        n, slot = fill_block_addresses(args, row, n, slot, scratch, count)
-        num_remaining -= count
-        if num_remaining > 0:
-            next_count = min(num_remaining, KV_BLOCK_SIZE)
-            fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, next_count)
+            next_count = prepare_next_block(args, next_entry, lists)
+        if is_shared:
+            qk_shared_block(dtype, block_args, q, scratch, count)
         else:
-            next_count = prepare_next_block(args, next_entry, scratch)
-        qk_block(dtype, args, q, scratch, count)
-        if k_scale:
-            apply_kv_scale(dtype, args, k_scale, scratch, count)
+            qk_block(dtype, block_args, q, scratch, count)
+        if args.k_scale:
+            apply_kv_scale(block_args, args.k_scale, scores, lists, count)
         if args.softcap != 0:
-            apply_softcap(dtype, args, scratch, count)
+            apply_softcap(block_args, scores, count)
         if args.bias:
-            add_bias(dtype, args, row, scratch, count)
-        online_softmax(dtype, args, scratch, part, count)
-        if v_scale:
-            apply_kv_scale(dtype, args, v_scale, scratch, count)
-        pv_block(dtype, args, scratch, part, count, next_count)
+            add_bias(args, block_args, entry, scores, lists + COLUMNS, count)
+        online_softmax(block_args, scores, factors, part, count)
+        if args.v_scale:
+            apply_kv_scale(block_args, args.v_scale, scores, lists, count)
+        if is_shared:
+            pv_shared_block(dtype, block_args, scratch, part, count, next_count)
+        else:
+            pv_block(dtype, block_args, scratch, part, count, next_count)
+    if is_shared:
+        copy_shared_rows(args, entry, q, part, True)
 
 
 @njit
-def finite_max(dtype, row_max):
-    """Return the maximum to subtract from scores, or 0 if all of them are -inf."""
-    return (
-        row_max if row_max > as_compute_scalar(dtype, -math.inf) else as_compute_scalar(dtype, 0.0)
-    )
+def finite_max(like, row_max):
+    """Return a maximum, or zero for -inf."""
+    return row_max if row_max > number(like, -math.inf) else number(like, 0.0)
 
 
 @njit
-def combine_channels(dtype, part, splits, factor):
-    """Combine 16 channels of all splits: sum_n share_n o_n, times `factor`."""
-    (split_stride, count, factor_offset) = splits
-    a = splat(as_compute_scalar(dtype, 0.0))
+def combine_channels(part, splits, factor):
+    """Return 16 channels of a row: the sum over splits times their factors, times a factor."""
+    split_stride, count, factor_offset = splits
+    a = splat(part, 0)
     for n in range(count):
-        a = fma(
-            load_vector(dtype, part + n * split_stride),
-            splat(load_scalar(dtype, part + n * split_stride + factor_offset)),
-            a,
-        )
-    return vec_mul(a, splat(factor))
+        a = fma(vec(part, n * split_stride), part[n * split_stride + factor_offset], a)
+    return a * factor
 
 
 @njit
-def store_channels(dtype, to, a, count, scratch):
-    """Store up to 16 channels; a partial vector goes through `scratch`, whose 16 elements are no
-    longer needed.
-    """
+def store_channels(to, a, count, scratch):
+    """Store up to 16 channels."""
     if count >= SIMD_WIDTH:
-        store_value(to, a)
+        to[0] = a
         return
-    store_value(scratch, a)
+    scratch[0] = a
     for d in range(count):
-        store_value(
-            to + compute_itemsize(dtype) * d,
-            load_scalar(dtype, scratch + compute_itemsize(dtype) * d),
-        )
+        to[d] = scratch[d]
 
 
 @njit
 def combine_splits(dtype, args, row):
-    """Combine the splits of a row into its output and log-sum-exp."""
+    """Write the outputs and the log-sum-exp of a row from those of its splits."""
     heads = args.num_heads
     vdim = args.vdim
-    itemsize = compute_itemsize(dtype)
-    step = itemsize * (round_up_to_simd(vdim) + 2)
-    row_splits = args.row_splits + 24 * row
-    minus_inf = as_compute_scalar(dtype, -math.inf)
-    first = load_int64(row_splits)
-    count = load_int64(row_splits + 8)
-    sink = args.sink
+    step = round_up_to_simd(vdim) + 2
+    split_stride = heads * step
+    first = ints(args.row_splits)[3 * row]
+    count = ints(args.row_splits)[3 * row + 1]
     for h in range(heads):
-        part = args.partial_outputs + (first * heads + h) * step
-        split_stride = heads * step
-        row_max = minus_inf
-        exp_sum = as_compute_scalar(dtype, 0.0)
+        part = floats(dtype, args.partial_outputs) + (first * heads + h) * step
+        sink = floats(dtype, args.sink) + h
+        maxima = part + (step - 2)
+        row_max = number(dtype, -math.inf)
+        exp_sum = number(dtype, 0.0)
         for n in range(count):
-            row_max = max(
-                row_max, load_scalar(dtype, part + n * split_stride + step - 2 * itemsize)
-            )
+            row_max = max(row_max, maxima[n * split_stride])
         for n in range(count):
-            max_and_sum = part + n * split_stride + step - 2 * itemsize
-            exp_sum += load_scalar(dtype, max_and_sum + itemsize) * as_compute_scalar(
-                dtype, math.exp(load_scalar(dtype, max_and_sum) - finite_max(dtype, row_max))
-            )
-        store_value(
-            args.lse + (row * heads + h) * itemsize,
-            as_compute_scalar(dtype, math.log(exp_sum)) + finite_max(dtype, row_max),
-        )
-        row_max = max(row_max, load_scalar(dtype, sink + itemsize * h)) if sink else row_max
+            at = n * split_stride
+            shifted = maxima[at] - finite_max(dtype, row_max)
+            exp_sum += maxima[at + 1] * number(dtype, math.exp(shifted))
+        lse = number(dtype, math.log(exp_sum)) + finite_max(dtype, row_max)
+        floats(dtype, args.lse)[row * heads + h] = lse
+        row_max = max(row_max, sink[0]) if args.sink else row_max
         shift = finite_max(dtype, row_max)
-        weight_sum = (
-            as_compute_scalar(dtype, math.exp(load_scalar(dtype, sink + itemsize * h) - shift))
-            if sink
-            else as_compute_scalar(dtype, 0.0)
-        )
+        weight_sum = number(dtype, 0.0)
+        if args.sink:
+            weight_sum = number(dtype, math.exp(sink[0] - shift))
         for n in range(count):
-            max_and_sum = part + n * split_stride + step - 2 * itemsize
-            factor = as_compute_scalar(dtype, math.exp(load_scalar(dtype, max_and_sum) - shift))
-            weight_sum += load_scalar(dtype, max_and_sum + itemsize) * factor
-            store_value(max_and_sum, factor)
-        normaliser = as_compute_scalar(dtype, 1.0) / (
-            weight_sum if weight_sum != 0 else as_compute_scalar(dtype, 1.0)
-        )  # a row without keys returns zero
-        to = args.out + (row * heads + h) * itemsize * vdim
+            at = n * split_stride
+            factor = number(dtype, math.exp(maxima[at] - shift))
+            weight_sum += maxima[at + 1] * factor
+            maxima[at] = factor
+        # a row without keys returns zero
+        one = number(dtype, 1.0)
+        normaliser = one / (weight_sum if weight_sum != 0 else one)
+        to = floats(dtype, args.out) + (row * heads + h) * vdim
         for c in range(0, vdim, SIMD_WIDTH):
-            store_channels(
-                dtype,
-                to + itemsize * c,
-                combine_channels(
-                    dtype,
-                    part + itemsize * c,
-                    (split_stride, count, step - 2 * itemsize - itemsize * c),
-                    normaliser,
-                ),
-                vdim - c,
-                part,
-            )
+            a = combine_channels(part + c, (split_stride, count, step - 2 - c), normaliser)
+            store_channels(to + c, a, vdim - c, part)
 
 
 @njit
 def first_plan_entry(args, item):
-    """Return the first plan entry of a work item, or -1 after the last item."""
-    return load_int64(args.work_items + 8 * item) if item < args.num_items else -1
+    """Return the first entry of a work item, or -1 if there is no such item."""
+    return ints(args.work_items)[item] if item < args.num_items else -1
 
 
 @extending.register_jitable
 def run_work_items(dtype, args):
-    """Kernel `attend`, run by every thread: process work items until none remains, and combine
-    complete rows.
-    """
-    scratch = (
-        args.scratch
-        + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
-    )
-    row_splits = args.row_splits
-    order = args.row_order
+    """Run work items until none is left; the thread that completes a row combines its splits."""
+    thread = fetch_and_increment(args_field_address(args, "next_thread"))
+    scratch = args.scratch + thread * args.scratch_bytes
+    order = ints(args.row_order)
+    row_splits = ints(args.row_splits)
     item = fetch_and_increment(args_field_address(args, "next_item"))
     while item < args.num_items:
         next_item = fetch_and_increment(args_field_address(args, "next_item"))
         entry = first_plan_entry(args, item)
-        end = load_int64(args.work_items + 8 * item + 8)
-        begin = args.plan + PLAN_ENTRY_BYTES * entry
+        end = ints(args.work_items)[item + 1]
+        begin = ints(args.plan) + PLAN_ENTRY_FIELDS * entry
         while entry < end:
             next_entry = entry + 1 if entry + 1 < end else first_plan_entry(args, next_item)
-            if load_int64(args.plan + PLAN_ENTRY_BYTES * entry + 8) > 1:
-                attend_shared_prefix(dtype, args, entry, next_entry, scratch)
-            else:
-                attend_split(dtype, args, entry, next_entry, scratch)
+            attend_entry(dtype, args, entry, next_entry, scratch)
             entry += 1
-        for order_index in range(load_int64(begin), load_int64(begin) + load_int64(begin + 8)):
-            row = load_int64(order + 24 * order_index)
-            if fetch_and_increment(row_splits + 24 * row + 16) + 1 == load_int64(
-                row_splits + 24 * row + 8
-            ):
+        for order_index in range(begin[0], begin[0] + begin[1]):
+            row = order[3 * order_index]
+            done = fetch_and_increment(address_of(row_splits + (3 * row + 2))) + 1
+            if done == row_splits[3 * row + 1]:
                 combine_splits(dtype, args, row)
         item = next_item

@@ -28,238 +28,188 @@ import math
 
 from numba import extending, njit
 
-from . import simd
 from .launch import SIMD_WIDTH
 from .row_normalisers import ROW_STATE_SIZE, ROWS_PER_ITEM
 from .simd import (
+    address_of,
     compress_store,
+    floats,
     fma,
+    ints,
     is_byte_set,
-    load_int32,
-    load_int64,
     load_masked,
-    load_scalar,
-    load_vector,
+    number,
     reduce_max,
     reduce_sum,
     round_up_to_simd,
     select_below,
+    short_ints,
     splat,
-    store_value,
-    vec_add,
-    vec_div,
+    vec,
     vec_exp,
     vec_log,
     vec_max,
-    vec_mul,
-    vec_sub,
 )
 
 
 @njit
-def load_row(dtype, args, row, scratch):
-    """Copy a row of scores to the scratch buffer, -inf at masked keys and after the end; return its
-    maximum or NaN.
-
-    The result is NaN if an allowed score is NaN or +inf.
-    """
-    size = simd.compute_itemsize(dtype)
+def load_row(args, row, scratch):
+    """Copy a row of scores, -inf where it is masked, and return its maximum; NaN if one is NaN."""
     S = args.num_keys
     T = args.num_queries
-    minus_inf = simd.as_compute_scalar(dtype, -math.inf)
-    inf = splat(simd.as_compute_scalar(dtype, math.inf))
-    zero = splat(simd.as_compute_scalar(dtype, 0))
-    nan_sum = zero
-    nan = splat(simd.as_compute_scalar(dtype, math.nan))
-    source = args.scores + size * row * S
-    maxima = splat(minus_inf)
+    source = floats(scratch, args.scores) + row * S
+    nan_sum = splat(scratch, 0)
+    maxima = splat(scratch, -math.inf)
     end = S // SIMD_WIDTH * SIMD_WIDTH
     mask = args.mask
     if mask:
         batch = row // (args.num_heads * T)
         mask += batch * args.mask_row_stride + row % T * args.mask_query_stride
     for c in range(0, end, SIMD_WIDTH):
-        x = load_vector(dtype, source + size * c)
+        x = vec(source, c)
         if mask:
-            x = load_masked(dtype, mask + c, x, splat(minus_inf))
-        store_value(scratch + size * c, x)
+            x = load_masked(mask + c, x, -math.inf)
+        scratch[c] = x
         maxima = vec_max(maxima, x)
-        nan_sum = vec_add(nan_sum, select_below(x, inf, zero, nan))
+        nan_sum = nan_sum + select_below(x, math.inf, 0, math.nan)
     if end < S:
-        store_value(scratch + size * end, splat(minus_inf))
+        scratch[end] = splat(scratch, -math.inf)
         for c in range(end, S):
             if mask == 0 or is_byte_set(mask + c):
-                store_value(scratch + size * c, load_scalar(dtype, source + size * c))
-        x = load_vector(dtype, scratch + size * end)
+                scratch[c] = source[c]
+        x = vec(scratch, end)
         maxima = vec_max(maxima, x)
-        nan_sum = vec_add(nan_sum, select_below(x, inf, zero, nan))
+        nan_sum = nan_sum + select_below(x, math.inf, 0, math.nan)
     return reduce_max(maxima) + reduce_sum(nan_sum)
 
 
 @njit
-def store_row_scaled(dtype, args, row, scratch, factor):
-    """Copy a row from the scratch buffer to the output, times a factor."""
-    size = simd.compute_itemsize(dtype)
-    S = args.num_keys
-    to = args.output + size * row * S
+def store_row_scaled(to, scratch, S, factor):
+    """Write a row times a factor."""
     end = S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
-        store_value(to + size * c, vec_mul(load_vector(dtype, scratch + size * c), splat(factor)))
+        to[c] = vec(scratch, c) * factor
     for c in range(end, S):
-        store_value(to + size * c, load_scalar(dtype, scratch + size * c) * factor)
+        to[c] = scratch[c] * factor
 
 
 @njit
-def softmax_of_row(dtype, args, row, scratch):
-    """Compute exp(s - max) / sum of one row; zeros if no key is allowed."""
-    size = simd.compute_itemsize(dtype)
+def softmax_of_row(args, row, scratch):
+    """Compute the softmax of a row; zeros if all its keys are masked."""
     S = args.num_keys
-    row_max = load_row(dtype, args, row, scratch)
-    zero = simd.as_compute_scalar(dtype, 0)
-    one = simd.as_compute_scalar(dtype, 1)
-    if row_max == simd.as_compute_scalar(dtype, -math.inf):
+    to = floats(scratch, args.output) + row * S
+    row_max = load_row(args, row, scratch)
+    one = number(scratch, 1)
+    if row_max == number(scratch, -math.inf):
         for c in range(0, S, SIMD_WIDTH):
-            store_value(scratch + size * c, splat(zero))
-        store_row_scaled(dtype, args, row, scratch, one)
+            scratch[c] = splat(scratch, 0)
+        store_row_scaled(to, scratch, S, one)
         return
-    sums = splat(zero)
+    sums = splat(scratch, 0)
     for c in range(0, S, SIMD_WIDTH):
-        e = vec_exp(vec_sub(load_vector(dtype, scratch + size * c), splat(row_max)))
-        store_value(scratch + size * c, e)
-        sums = vec_add(sums, e)
-    store_row_scaled(dtype, args, row, scratch, one / reduce_sum(sums))
+        e = vec_exp(vec(scratch, c) - row_max)
+        scratch[c] = e
+        sums = sums + e
+    store_row_scaled(to, scratch, S, one / reduce_sum(sums))
+
+
+@njit
+def rows_of_item(args, item):
+    """Return the first row of a work item and the end of its rows."""
+    return item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, args.num_rows)
 
 
 @extending.register_jitable
 def softmax_kernel(dtype, args, item, scratch):
-    """Softmax of the rows of one work item."""
-    for row in range(
-        item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)
-    ):
-        softmax_of_row(dtype, args, row, scratch)
+    """Compute the softmax of a few rows."""
+    begin, end = rows_of_item(args, item)
+    for row in range(begin, end):
+        softmax_of_row(args, row, floats(dtype, scratch))
 
 
 # --- Entmax: candidates of a row, tau and weights -------------------------------------------------
 
 MAX_SOLVER_STEPS = 200  # Newton takes 5 to 12 steps, bisection as many as the dtype has bits
-SUM_BLOCK_SIZE = (
-    16 * SIMD_WIDTH
-)  # partial sums of this size limit rounding errors when many values are equal
+# Partial sums of this size limit rounding errors when many values are equal.
+SUM_BLOCK_SIZE = 16 * SIMD_WIDTH
 
 
 @njit
-def row_list_addresses(dtype, args, scratch):
-    """Return the addresses of the scratch lists: row, candidates, slopes,
-    gradients, key indices.
-    """
-    list_bytes = simd.compute_itemsize(dtype) * (round_up_to_simd(args.num_keys) + SIMD_WIDTH)
-    return (
-        scratch,
-        scratch + list_bytes,
-        scratch + 2 * list_bytes,
-        scratch + 3 * list_bytes,
-        scratch + 4 * list_bytes,
-    )
+def row_lists(dtype, args, scratch):
+    """Return the lists of a scratch buffer: row, candidates, slopes, gradients, key indices."""
+    row = floats(dtype, scratch)
+    size = round_up_to_simd(args.num_keys) + SIMD_WIDTH
+    grads = row + 3 * size
+    return row, row + size, row + 2 * size, grads, short_ints(address_of(grads + size))
 
 
 @njit
-def collect_candidates(dtype, source_list, count, bound, target_list):
-    """Compact the values above `bound` into a list, followed by -inf; return how many there are.
-
-    `source_list` and `target_list` are pairs of addresses: of the values and of their key indices.
-    """
-    (source, source_indices) = source_list
-    (candidates, indices) = target_list
-    size = simd.compute_itemsize(dtype)
+def collect_candidates(source, source_indices, count, bound, candidates, indices):
+    """Write the values above a bound and their indices, padded with -inf; return how many."""
     num_found = 0
     for c in range(0, count, SIMD_WIDTH):
-        x = load_vector(dtype, source + size * c)
         num_found += compress_store(
-            x,
-            splat(bound),
-            source_indices + 4 * c,
-            candidates + size * num_found,
-            indices + 4 * num_found,
+            vec(source, c), bound, source_indices + c, candidates + num_found, indices + num_found
         )
-    num_found = min(
-        num_found, count
-    )  # if values are NaN, the padding passes the comparison as well
-    store_value(candidates + size * num_found, splat(simd.as_compute_scalar(dtype, -math.inf)))
+    # if values are NaN, the padding passes the comparison as well
+    num_found = min(num_found, count)
+    candidates[num_found] = splat(candidates, -math.inf)
     return num_found
 
 
 @njit
-def entmax_power(dtype, r, alpha):
-    """Return r^(1 / (alpha - 1)) and that divided by r; both are 0 where r is 0."""
-    zero = splat(simd.as_compute_scalar(dtype, 0))
-    one = simd.as_compute_scalar(dtype, 1)
-    if alpha == simd.as_compute_scalar(dtype, 1.5):
-        return vec_mul(r, r), r
-    if alpha == simd.as_compute_scalar(dtype, 2):
-        return r, select_below(zero, r, splat(one), zero)
-    w = select_below(zero, r, vec_exp(vec_mul(vec_log(r), splat(one / (alpha - one)))), zero)
-    return w, select_below(zero, r, vec_div(w, r), zero)
+def entmax_power(like, r, alpha):
+    """Return the weights r^(1 / (alpha - 1)) and their slopes, the weights to the power 2 - alpha."""
+    if alpha == number(like, 1.5):
+        return r * r, r
+    if alpha == number(like, 2):
+        return r, select_below(splat(like, 0), r, 1, 0)
+    one = number(like, 1)
+    zero = splat(like, 0)
+    w = select_below(zero, r, vec_exp(vec_log(r) * (one / (alpha - one))), 0)
+    return w, select_below(zero, r, w / r, 0)
 
 
 @njit
-def entmax_sum_and_slope(dtype, candidates, count, tau, alpha):
-    """Return the sum of max(x - tau, 0)^(1 / (alpha - 1)), and the sum of its terms divided by x -
-    tau.
-
-    The second is (1 - alpha) times the derivative of the first in tau.
-    """
-    size = simd.compute_itemsize(dtype)
-    zero = splat(simd.as_compute_scalar(dtype, 0))
+def entmax_sum_and_slope(candidates, count, tau, alpha):
+    """Return the sum of the weights for tau, and its slope."""
+    zero = splat(candidates, 0)
     slope_sums = zero
     weight_sums = zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
         block_slopes = zero
         block_weights = zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
-            w, slope = entmax_power(
-                dtype,
-                vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero),
-                alpha,
-            )
-            block_slopes = vec_add(block_slopes, slope)
-            block_weights = vec_add(block_weights, w)
-        slope_sums = vec_add(slope_sums, block_slopes)
-        weight_sums = vec_add(weight_sums, block_weights)
+            w, slope = entmax_power(candidates, vec_max(vec(candidates, c) - tau, zero), alpha)
+            block_slopes = block_slopes + slope
+            block_weights = block_weights + w
+        slope_sums = slope_sums + block_slopes
+        weight_sums = weight_sums + block_weights
     return reduce_sum(weight_sums), reduce_sum(slope_sums)
 
 
 @njit
-def solve_tau(dtype, candidates, count, alpha):
-    """Return the tau for which the sum is 1, by Newton's method on the norm of order 1 / (alpha -
-    1), from tau = -1.
-
-    Up to alpha = 2 the norm is convex, and the steps approach from below. Beyond, a step may leave
-    the bracket between the largest tau known to be too low and the smallest too high. In that case,
-    or if a step is more than half as long as the one before, the bracket is halved.
-    """
-    one = simd.as_compute_scalar(dtype, 1)
-    half = simd.as_compute_scalar(dtype, 0.5)
+def solve_tau(candidates, count, alpha):
+    """Return tau, for which the weights sum to one: Newton steps between bounds."""
+    one = number(candidates, 1)
+    half = number(candidates, 0.5)
     low = -one
-    high = simd.as_compute_scalar(dtype, 0)
+    high = number(candidates, 0)
     tau = -one
     last_step = one
     for _ in range(MAX_SOLVER_STEPS):
-        weight_sum, slope = entmax_sum_and_slope(dtype, candidates, count, tau, alpha)
+        weight_sum, slope = entmax_sum_and_slope(candidates, count, tau, alpha)
         if weight_sum >= one:
             low = tau
         else:
             high = tau
         previous_tau = tau
-        tau = (
-            tau
-            + (weight_sum - simd.as_compute_scalar(dtype, weight_sum ** (one + one - alpha)))
-            / slope
-        )
+        power = number(candidates, weight_sum ** (one + one - alpha))
+        tau = tau + (weight_sum - power) / slope
         if tau == previous_tau:
             break
-        if not low < tau < high or (
-            alpha > one + one and abs(tau - previous_tau) > half * last_step
-        ):
+        is_slow = alpha > one + one and abs(tau - previous_tau) > half * last_step
+        if is_slow or not low < tau < high:
             tau = low + half * (high - low)
             if not low < tau < high:
                 break
@@ -268,46 +218,31 @@ def solve_tau(dtype, candidates, count, alpha):
 
 
 @njit
-def compute_entmax_weights(dtype, lists, count, tau, alpha):
-    """Replace candidates by their weights, normalised to sum 1, and write their slopes; a NaN tau
-    gives NaN weights.
-    """
-    size = simd.compute_itemsize(dtype)
-    zero = splat(simd.as_compute_scalar(dtype, 0))
-    candidates, slopes = lists
+def compute_entmax_weights(candidates, slopes, count, tau, alpha):
+    """Replace candidates by their weights, and write the slopes; both are NaN if tau is."""
+    zero = splat(candidates, 0)
     weight_sums = zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
         block_weights = zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
-            w, slope = entmax_power(
-                dtype,
-                vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero),
-                alpha,
-            )
+            w, slope = entmax_power(candidates, vec_max(vec(candidates, c) - tau, zero), alpha)
             if tau != tau:
-                w = splat(tau)
-                slope = splat(tau)
-            store_value(candidates + size * c, w)
-            store_value(slopes + size * c, slope)
-            block_weights = vec_add(block_weights, w)
-        weight_sums = vec_add(weight_sums, block_weights)
-    weight_sum = splat(reduce_sum(weight_sums))
+                w = slope = splat(candidates, tau)
+            candidates[c] = w
+            slopes[c] = slope
+            block_weights = block_weights + w
+        weight_sums = weight_sums + block_weights
+    weight_sum = reduce_sum(weight_sums)
     for c in range(0, count, SIMD_WIDTH):
-        store_value(
-            candidates + size * c, vec_div(load_vector(dtype, candidates + size * c), weight_sum)
-        )
+        candidates[c] = vec(candidates, c) / weight_sum
 
 
 @njit
-def scale_scores(dtype, scratch, S, row_max, alpha):
-    """Replace scores by (alpha - 1)(s - max)."""
-    size = simd.compute_itemsize(dtype)
-    factor = alpha - simd.as_compute_scalar(dtype, 1)
+def scale_scores(scratch, S, row_max, alpha):
+    """Replace scores s by (alpha - 1) (s - max s)."""
+    factor = alpha - number(scratch, 1)
     for c in range(0, S, SIMD_WIDTH):
-        store_value(
-            scratch + size * c,
-            vec_mul(vec_sub(load_vector(dtype, scratch + size * c), splat(row_max)), splat(factor)),
-        )
+        scratch[c] = (vec(scratch, c) - row_max) * factor
 
 
 # --- Entmax of rows, forward and backward ---------------------------------------------------------
@@ -316,233 +251,179 @@ VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value per tile
 
 
 @njit
-def scatter_row(dtype, to, S, entries, count):
-    """Write a row of zeros with the list's values at their key indices."""
-    size = simd.compute_itemsize(dtype)
-    zero = simd.as_compute_scalar(dtype, 0)
-    (candidates, indices) = entries
+def scatter_row(to, S, values, indices, count):
+    """Write a row: the values at their indices, zeros elsewhere."""
     end = S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
-        store_value(to + size * c, splat(zero))
+        to[c] = splat(to, 0)
     for c in range(end, S):
-        store_value(to + size * c, zero)
+        to[c] = 0
     for n in range(count):
-        store_value(
-            to + size * load_int32(indices + 4 * n), load_scalar(dtype, candidates + size * n)
-        )
+        to[indices[n]] = values[n]
 
 
 @njit
-def gather_weighted_values(dtype, values, width, to, entries, count):
-    """Write the sum of the listed values, times their weights."""
-    size = simd.compute_itemsize(dtype)
-    zero = splat(simd.as_compute_scalar(dtype, 0))
-    (candidates, indices) = entries
-    vector_bytes = size * SIMD_WIDTH
-    for c in range(0, width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, VALUE_STRIP_WIDTH):
-        a0 = zero
-        a1 = zero
-        a2 = zero
-        a3 = zero
+def gather_weighted_values(values, width, to, weights, indices, count):
+    """Write the weighted sum of the values at these indices; widths are whole vectors."""
+    full = width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH
+    for c in range(0, full, VALUE_STRIP_WIDTH):
+        a0 = a1 = a2 = a3 = splat(to, 0)
         for n in range(count):
-            w = splat(load_scalar(dtype, candidates + size * n))
-            v = values + size * (load_int32(indices + 4 * n) * width + c)
-            a0 = fma(w, load_vector(dtype, v), a0)
-            a1 = fma(w, load_vector(dtype, v + vector_bytes), a1)
-            a2 = fma(w, load_vector(dtype, v + 2 * vector_bytes), a2)
-            a3 = fma(w, load_vector(dtype, v + 3 * vector_bytes), a3)
-        store_value(to + size * c, a0)
-        store_value(to + size * c + vector_bytes, a1)
-        store_value(to + size * c + 2 * vector_bytes, a2)
-        store_value(to + size * c + 3 * vector_bytes, a3)
-    for c in range(width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, width, SIMD_WIDTH):
-        a = zero
+            w = splat(to, weights[n])
+            v = values + (indices[n] * width + c)
+            a0 = fma(w, vec(v, 0), a0)
+            a1 = fma(w, vec(v, SIMD_WIDTH), a1)
+            a2 = fma(w, vec(v, 2 * SIMD_WIDTH), a2)
+            a3 = fma(w, vec(v, 3 * SIMD_WIDTH), a3)
+        to[c] = a0
+        to[c + SIMD_WIDTH] = a1
+        to[c + 2 * SIMD_WIDTH] = a2
+        to[c + 3 * SIMD_WIDTH] = a3
+    for c in range(full, width, SIMD_WIDTH):
+        a = splat(to, 0)
         for n in range(count):
-            v = values + size * (load_int32(indices + 4 * n) * width + c)
-            a = fma(splat(load_scalar(dtype, candidates + size * n)), load_vector(dtype, v), a)
-        store_value(to + size * c, a)
+            a = fma(splat(to, weights[n]), vec(values, indices[n] * width + c), a)
+        to[c] = a
 
 
 @njit
 def head_of_row(args, row):
-    """Return the head of a row."""
+    """Return the head of a row of scores."""
     return row // args.num_queries % args.num_heads
 
 
 @njit
-def value_address(dtype, args, row, values):
-    """Return the address of the value head that a row reads, among all values
-    or their gradients.
-    """
+def value_offset(args, row):
+    """Return where the values that a row reads begin among all values."""
     batch = row // (args.num_heads * args.num_queries)
-    head = batch * args.num_value_heads + load_int64(
-        args.value_head_of_head + 8 * head_of_row(args, row)
-    )
-    return values + simd.compute_itemsize(dtype) * head * args.num_keys * args.value_dim
+    own = ints(args.value_head_of_head)[head_of_row(args, row)]
+    return (batch * args.num_value_heads + own) * args.num_keys * args.value_dim
 
 
 @njit
 def entmax_forward_row(dtype, args, row, scratch):
-    """Compute the entmax weights of a row, or its weighted values."""
-    size = simd.compute_itemsize(dtype)
+    """Compute the entmax of a row, or the values weighted by it; keep its maximum and tau."""
     S = args.num_keys
     V = args.value_dim
-    row_scores, candidates, slopes, _, indices = row_list_addresses(dtype, args, scratch)
-    row_max = load_row(dtype, args, row, row_scores)
-    alpha = load_scalar(dtype, args.alpha + size * head_of_row(args, row))
-    zero = simd.as_compute_scalar(dtype, 0)
-    one = simd.as_compute_scalar(dtype, 1)
-    tau = zero
+    row_scores, candidates, slopes, _, indices = row_lists(dtype, args, scratch)
+    row_max = load_row(args, row, row_scores)
+    alpha = floats(dtype, args.alpha)[head_of_row(args, row)]
+    tau = number(dtype, 0)
     count = 0
-    if row_max != simd.as_compute_scalar(dtype, -math.inf):
-        scale_scores(dtype, row_scores, S, row_max, alpha)
-        count = collect_candidates(
-            dtype, (row_scores, args.key_indices), S, -one, (candidates, indices)
-        )
-        tau = solve_tau(dtype, candidates, count, alpha) if row_max == row_max else row_max
-        count = collect_candidates(dtype, (candidates, indices), count, tau, (candidates, indices))
-        compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
-    row_state = args.row_state + size * ROW_STATE_SIZE * row
-    store_value(row_state, row_max)
-    store_value(row_state + size, tau)
+    if row_max != number(dtype, -math.inf):
+        scale_scores(row_scores, S, row_max, alpha)
+        keys = short_ints(args.key_indices)
+        count = collect_candidates(row_scores, keys, S, number(dtype, -1), candidates, indices)
+        tau = solve_tau(candidates, count, alpha) if row_max == row_max else row_max
+        count = collect_candidates(candidates, indices, count, tau, candidates, indices)
+        compute_entmax_weights(candidates, slopes, count, tau, alpha)
+    row_state = floats(dtype, args.row_state) + ROW_STATE_SIZE * row
+    row_state[0] = row_max
+    row_state[1] = tau
+    output = floats(dtype, args.output)
     if args.values:
-        values = value_address(dtype, args, row, args.values)
-        gather_weighted_values(
-            dtype, values, V, args.output + size * V * row, (candidates, indices), count
-        )
+        values = floats(dtype, args.values) + value_offset(args, row)
+        gather_weighted_values(values, V, output + V * row, candidates, indices, count)
     else:
-        scatter_row(dtype, args.output + size * S * row, S, (candidates, indices), count)
+        scatter_row(output + S * row, S, candidates, indices, count)
 
 
 @njit
-def grad_of_weights(dtype, args, row, lists, count):
-    """Write the gradients of the listed weights; with values, also add to the values' gradients."""
-    size = simd.compute_itemsize(dtype)
-    (candidates, grads, indices) = lists
-    store_value(
-        grads + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(dtype, 0))
-    )
+def grad_of_weights(args, row, weights, grads, indices, count):
+    """Write the gradients of a row's weights, and add those of the values that it reads."""
+    grads[count // SIMD_WIDTH * SIMD_WIDTH] = splat(grads, 0)
+    grad = floats(grads, args.grad)
     if args.values == 0:
-        grad = args.grad + size * args.num_keys * row
         for n in range(count):
-            store_value(
-                grads + size * n, load_scalar(dtype, grad + size * load_int32(indices + 4 * n))
-            )
+            grads[n] = grad[args.num_keys * row + indices[n]]
         return
     width = args.value_dim
-    grad = args.grad + size * width * row
-    values = value_address(dtype, args, row, args.values)
-    d_values = value_address(dtype, args, row, args.d_values)
+    grad = grad + width * row
+    values = floats(grads, args.values) + value_offset(args, row)
+    d_values = floats(grads, args.d_values) + value_offset(args, row)
     for n in range(count):
-        offset = size * load_int32(indices + 4 * n) * width
-        w = splat(load_scalar(dtype, candidates + size * n))
-        products = splat(simd.as_compute_scalar(dtype, 0))
-        for c in range(0, size * width, size * SIMD_WIDTH):
-            g = load_vector(dtype, grad + c)
-            products = fma(g, load_vector(dtype, values + offset + c), products)
-            store_value(d_values + offset + c, fma(w, g, load_vector(dtype, d_values + offset + c)))
-        store_value(grads + size * n, reduce_sum(products))
+        offset = indices[n] * width
+        w = splat(grads, weights[n])
+        products = splat(grads, 0)
+        for c in range(0, width, SIMD_WIDTH):
+            g = vec(grad, c)
+            products = fma(g, vec(values, offset + c), products)
+            d_values[offset + c] = fma(w, g, vec(d_values, offset + c))
+        grads[n] = reduce_sum(products)
 
 
 @njit
 def entmax_backward_row(dtype, args, row, scratch):
-    """Compute the gradient of a row of scores, u * (g - sum(u * g) / sum(u)), and the row's part of
-    d alpha.
-    """
-    size = simd.compute_itemsize(dtype)
+    """Compute the gradients of a row's scores, of its values and of alpha."""
     S = args.num_keys
-    row_scores, candidates, slopes, grads, indices = row_list_addresses(dtype, args, scratch)
-    row_state = args.row_state + size * ROW_STATE_SIZE * row
-    alpha = args.alpha + size * head_of_row(args, row)
-    alpha = load_scalar(dtype, alpha)
-    row_max = load_scalar(dtype, row_state)
-    tau = load_scalar(dtype, row_state + size)
-    zero = splat(simd.as_compute_scalar(dtype, 0))
+    row_scores, candidates, slopes, grads, indices = row_lists(dtype, args, scratch)
+    row_state = floats(dtype, args.row_state) + ROW_STATE_SIZE * row
+    alpha = floats(dtype, args.alpha)[head_of_row(args, row)]
+    row_max = row_state[0]
+    tau = row_state[1]
     count = 0
-    mean = simd.as_compute_scalar(dtype, 0)
-    d_alpha = simd.as_compute_scalar(dtype, 0)
-    if row_max != simd.as_compute_scalar(dtype, -math.inf):
-        load_row(dtype, args, row, row_scores)
-        scale_scores(dtype, row_scores, S, row_max, alpha)
-        count = collect_candidates(
-            dtype, (row_scores, args.key_indices), S, tau, (candidates, indices)
-        )
-        compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
-        grad_of_weights(dtype, args, row, (candidates, grads, indices), count)
-        slope_sums = zero
-        grad_sums = zero
+    mean = number(dtype, 0)
+    d_alpha = number(dtype, 0)
+    if row_max != number(dtype, -math.inf):
+        load_row(args, row, row_scores)
+        scale_scores(row_scores, S, row_max, alpha)
+        keys = short_ints(args.key_indices)
+        count = collect_candidates(row_scores, keys, S, tau, candidates, indices)
+        compute_entmax_weights(candidates, slopes, count, tau, alpha)
+        grad_of_weights(args, row, candidates, grads, indices, count)
+        slope_sums = splat(grads, 0)
+        grad_sums = splat(grads, 0)
         for c in range(0, count, SIMD_WIDTH):
-            slope = load_vector(dtype, slopes + size * c)
-            slope_sums = vec_add(slope_sums, slope)
-            grad_sums = fma(slope, load_vector(dtype, grads + size * c), grad_sums)
-        slope_sum = reduce_sum(slope_sums)
-        mean = reduce_sum(grad_sums) / slope_sum
-        d_alpha = grad_alpha_of_row(dtype, (candidates, grads), count, alpha, mean)
+            slope = vec(slopes, c)
+            slope_sums = slope_sums + slope
+            grad_sums = fma(slope, vec(grads, c), grad_sums)
+        mean = reduce_sum(grad_sums) / reduce_sum(slope_sums)
+        d_alpha = grad_alpha_of_row(candidates, grads, count, alpha, mean)
     for c in range(0, count, SIMD_WIDTH):
-        store_value(
-            grads + size * c,
-            vec_mul(
-                load_vector(dtype, slopes + size * c),
-                vec_sub(load_vector(dtype, grads + size * c), splat(mean)),
-            ),
-        )
-    scatter_row(dtype, args.output + size * S * row, S, (grads, indices), count)
-    store_value(args.d_alpha + size * row, d_alpha)
+        grads[c] = vec(slopes, c) * (vec(grads, c) - mean)
+    scatter_row(floats(dtype, args.output) + S * row, S, grads, indices, count)
+    floats(dtype, args.d_alpha)[row] = d_alpha
 
 
 @njit
-def grad_alpha_of_row(dtype, lists, count, alpha, mean):
-    """Return one row's part of the gradient of alpha (1909.00015, proposition 1)."""
-    size = simd.compute_itemsize(dtype)
-    zero = simd.as_compute_scalar(dtype, 0)
-    one = simd.as_compute_scalar(dtype, 1)
-    (candidates, grads) = lists
-    grad_sum = splat(zero)
-    log_grad_sum = splat(zero)
-    log_sum = splat(zero)
+def grad_alpha_of_row(weights, grads, count, alpha, mean):
+    """Return the gradient of alpha from one row."""
+    zero = splat(grads, 0)
+    one = number(grads, 1)
+    grad_sums = log_grad_sums = log_sums = zero
     for c in range(0, count, SIMD_WIDTH):
-        w = load_vector(dtype, candidates + size * c)
-        g = load_vector(dtype, grads + size * c)
-        w_log_w = select_below(splat(zero), w, vec_mul(w, vec_log(w)), splat(zero))
-        grad_sum = fma(w, g, grad_sum)
-        log_grad_sum = fma(w_log_w, g, log_grad_sum)
-        log_sum = vec_add(log_sum, w_log_w)
-    grad_sum = reduce_sum(grad_sum)
-    log_grad_sum = reduce_sum(log_grad_sum)
-    log_sum = reduce_sum(log_sum)
-    return ((grad_sum - mean) / (alpha - one) - log_grad_sum + mean * log_sum) / (alpha - one)
+        w = vec(weights, c)
+        g = vec(grads, c)
+        w_log_w = select_below(zero, w, w * vec_log(w), 0)
+        grad_sums = fma(w, g, grad_sums)
+        log_grad_sums = fma(w_log_w, g, log_grad_sums)
+        log_sums = log_sums + w_log_w
+    log_part = reduce_sum(log_grad_sums)
+    total = (reduce_sum(grad_sums) - mean) / (alpha - one) - log_part + mean * reduce_sum(log_sums)
+    return total / (alpha - one)
 
 
 @extending.register_jitable
 def entmax_forward_kernel(dtype, args, item, scratch):
-    """Entmax of the rows of one work item."""
-    for row in range(
-        item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)
-    ):
+    """Compute the entmax of a few rows."""
+    begin, end = rows_of_item(args, item)
+    for row in range(begin, end):
         entmax_forward_row(dtype, args, row, scratch)
-
-
-@njit
-def entmax_backward_head(dtype, args, item, scratch):
-    """Backward pass of all rows that read one value head, so that only this thread adds to its
-    gradients.
-    """
-    H = args.num_heads
-    T = args.num_queries
-    G = args.num_value_heads
-    for h in range(H):
-        if load_int64(args.value_head_of_head + 8 * h) == item % G:
-            for t in range(T):
-                entmax_backward_row(dtype, args, (item // G * H + h) * T + t, scratch)
 
 
 @extending.register_jitable
 def entmax_backward_kernel(dtype, args, item, scratch):
-    """Backward pass of the rows of one work item, or with values of all rows of one value head."""
-    if args.values:
-        entmax_backward_head(dtype, args, item, scratch)
-    else:
-        for row in range(
-            item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)
-        ):
+    """Compute the gradients of a few rows, or of all rows that read one value head."""
+    if not args.values:
+        begin, end = rows_of_item(args, item)
+        for row in range(begin, end):
             entmax_backward_row(dtype, args, row, scratch)
+        return
+    H = args.num_heads
+    T = args.num_queries
+    G = args.num_value_heads
+    value_heads = ints(args.value_head_of_head)
+    for h in range(H):
+        if value_heads[h] == item % G:
+            for t in range(T):
+                entmax_backward_row(dtype, args, (item // G * H + h) * T + t, scratch)

@@ -5,6 +5,11 @@ may be reordered. With explicit vectors nothing has to be proved, `fastmath` is 
 infinities and NaN keep their semantics. On machines with wider or narrower registers LLVM combines
 or splits the vectors.
 
+Kernels read and write memory through a `Pointer`, as C does: `p + n` is n numbers further, `p[n]` a
+number, `vec(p, n)` the 16 numbers from there on, and `p[n] = x` writes a number or a vector.
+Vectors have the operators + - * /; where a function takes vectors, a number stands for 16 equal
+ones.
+
 Most functions are one LLVM instruction. Their equivalents on PyTorch tensors of 16 elements:
 `fma(a, b, c)` is `torch.addcmul(c, a, b)`, `vec_max` is `torch.fmax`, `reduce_sum` is `x.sum()`,
 `select_below` is `torch.where(a < bound, low, high)`. There are no loops. A kernel's first argument
@@ -15,6 +20,7 @@ they are stored in float64, else in float32.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -22,6 +28,8 @@ from llvmlite import ir
 from numba import extending, njit, types
 from numba.core import cgutils
 from numba.core.datamodel import models
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import AbstractTemplate, builtin_registry, signature as typed
 
 from .launch import SIMD_WIDTH, round_up_to_simd
 from .memory_guard import DEBUG_KERNELS
@@ -58,6 +66,7 @@ class SimdVectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, kind.llvm_type)
 
 
+types_of: Any = builtin_registry.register_global  # numba annotates no result of it
 SIMD_FLOAT32 = SimdVector(types.float32)
 SIMD_FLOAT64 = SimdVector(types.float64)
 
@@ -74,30 +83,31 @@ def _build_splat(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) ->
     )
 
 
-@intrinsic
-def splat(typing: Any, value: Any) -> Any:
-    """Broadcast one number to a vector."""
-    vector_type = SIMD_FLOAT64 if value == types.float64 else SIMD_FLOAT32
+def _as_vector(builder: ir.IRBuilder, value: Any, kind: SimdVector) -> Any:
+    is_vector = isinstance(value.type, ir.VectorType)
+    return value if is_vector else _build_splat(builder, value, kind.llvm_type)
+
+
+def _elementwise_signature(args: Any) -> Any:
+    """The vector type of an operation, with its operands: vectors, or numbers of the same type."""
+    vectors = [kind for kind in args if isinstance(kind, SimdVector)]
+    if not vectors:
+        return None
+    kind = vectors[0]
+    return kind(*(a if isinstance(a, SimdVector) else kind.scalar_type for a in args))
+
+
+def _llvm_elementwise(name: str) -> Any:
+    """Return the code generator of the LLVM intrinsic `name` on vectors."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _build_splat(builder, args[0], vector_type.llvm_type)
-
-    return vector_type(value), code
-
-
-def llvm_elementwise(name: str, count: int) -> Any:
-    """Return the code generator of the LLVM intrinsic `name` on `count` vectors."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = signature.return_type.llvm_type
-        suffix = "f64" if signature.return_type == SIMD_FLOAT64 else "f32"
-        function_type = ir.FunctionType(kind, [kind] * count)
-        return builder.call(
-            cgutils.get_or_insert_function(
-                builder.module, function_type, f"llvm.{name}.v{SIMD_WIDTH}{suffix}"
-            ),
-            list(args),
-        )
+        kind = signature.return_type
+        vectors = [_as_vector(builder, value, kind) for value in args]
+        suffix = "f64" if kind == SIMD_FLOAT64 else "f32"
+        function_type = ir.FunctionType(kind.llvm_type, [kind.llvm_type] * len(vectors))
+        name_of_type = f"llvm.{name}.v{SIMD_WIDTH}{suffix}"
+        function = cgutils.get_or_insert_function(builder.module, function_type, name_of_type)
+        return builder.call(function, vectors)
 
     return code
 
@@ -122,13 +132,13 @@ def _llvm_reduction(name: str, start: bool) -> Any:
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c."""
-    return a(a, b, c), llvm_elementwise("fma", 3)
+    return _elementwise_signature((a, b, c)), _llvm_elementwise("fma")
 
 
 @intrinsic
 def vec_max(typing: Any, a: Any, b: Any) -> Any:
     """Return the elementwise maximum; where one number is NaN, the other one."""
-    return a(a, b), llvm_elementwise("maxnum", 2)
+    return _elementwise_signature((a, b)), _llvm_elementwise("maxnum")
 
 
 @intrinsic
@@ -185,28 +195,35 @@ def reduce_max(typing: Any, a: Any) -> Any:
     return a.scalar_type(a), _llvm_reduction("fmax", start=False)
 
 
-@intrinsic
-def vec_add(typing: Any, a: Any, b: Any) -> Any:
-    """Return a + b."""
-    return a(a, b), lambda context, builder, signature, args: builder.fadd(*args)
+_OPERATIONS = {
+    operator.add: ir.IRBuilder.fadd,
+    operator.sub: ir.IRBuilder.fsub,
+    operator.mul: ir.IRBuilder.fmul,
+    operator.truediv: ir.IRBuilder.fdiv,
+}
 
 
-@intrinsic
-def vec_sub(typing: Any, a: Any, b: Any) -> Any:
-    """Return a - b."""
-    return a(a, b), lambda context, builder, signature, args: builder.fsub(*args)
+def _register_operator(function: Any) -> None:
+    """Let an operator take vectors, or a vector and a number."""
+
+    @types_of(function)
+    class VectorOperator(AbstractTemplate):
+        """Types of the operator."""
+
+        def generic(self, args: Any, kws: Any) -> Any:
+            """Return the signature for these operands, if any."""
+            return _elementwise_signature(args)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors = (_as_vector(builder, value, signature.return_type) for value in args)
+        return _OPERATIONS[function](builder, *vectors)
+
+    for kinds in ((SimdVector, SimdVector), (SimdVector, types.Float), (types.Float, SimdVector)):
+        lower_builtin(function, *kinds)(code)
 
 
-@intrinsic
-def vec_mul(typing: Any, a: Any, b: Any) -> Any:
-    """Return a * b."""
-    return a(a, b), lambda context, builder, signature, args: builder.fmul(*args)
-
-
-@intrinsic
-def vec_div(typing: Any, a: Any, b: Any) -> Any:
-    """Return a / b."""
-    return a(a, b), lambda context, builder, signature, args: builder.fdiv(*args)
+for _operator in _OPERATIONS:
+    _register_operator(_operator)
 
 
 @intrinsic
@@ -214,9 +231,10 @@ def select_below(typing: Any, a: Any, bound: Any, low: Any, high: Any) -> Any:
     """Return `low` where a < bound, else `high`, also where a is NaN."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
+        a, b, c, d = (_as_vector(builder, value, signature.return_type) for value in args)
+        return builder.select(builder.fcmp_ordered("<", a, b), c, d)
 
-    return a(a, a, a, a), code
+    return _elementwise_signature((a, bound, low, high)), code
 
 
 @intrinsic
@@ -263,12 +281,12 @@ _exponent = _split_float(mantissa=False)
 
 @intrinsic
 def _exp_elementwise(typing: Any, a: Any) -> Any:
-    return a(a), llvm_elementwise("exp", 1)
+    return a(a), _llvm_elementwise("exp")
 
 
 @intrinsic
 def _log_elementwise(typing: Any, a: Any) -> Any:
-    return a(a), llvm_elementwise("log", 1)
+    return a(a), _llvm_elementwise("log")
 
 
 _LOG2E = np.float32(1 / math.log(2))
@@ -288,15 +306,13 @@ def _exp_float32(x):
     x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7 / 7!, whose
     remainder is below 1e-8.
     """
-    shifted = fma(x, splat(_LOG2E), splat(_SHIFT))
-    n = vec_sub(shifted, splat(_SHIFT))
-    r = fma(n, splat(_LN2_LOW), fma(n, splat(_LN2_HIGH), x))
-    e = splat(_EXP_COEFFICIENTS[0])
-    for term in _EXP_COEFFICIENTS[1:]:
-        e = fma(e, r, splat(term))
-    return select_below(
-        x, splat(_EXP_UNDERFLOW), splat(np.float32(0.0)), vec_mul(e, exp2_from_shifted(shifted))
-    )
+    shifted = fma(x, _LOG2E, _SHIFT)
+    n = shifted - _SHIFT
+    r = fma(n, _LN2_LOW, fma(n, _LN2_HIGH, x))
+    e = fma(r, _EXP_COEFFICIENTS[0], _EXP_COEFFICIENTS[1])
+    for term in _EXP_COEFFICIENTS[2:]:
+        e = fma(e, r, term)
+    return select_below(x, _EXP_UNDERFLOW, 0.0, e * exp2_from_shifted(shifted))
 
 
 def vec_exp(x):
@@ -323,13 +339,12 @@ def _log_float32(x):
     """
     m = _mantissa(x)
     n = _exponent(x)
-    one = splat(np.float32(1.0))
-    z = vec_div(vec_sub(m, one), vec_add(m, one))
-    square = vec_mul(z, z)
-    sums = splat(_LOG_COEFFICIENTS[0])
-    for term in _LOG_COEFFICIENTS[1:]:
-        sums = fma(sums, square, splat(term))
-    return fma(n, splat(-_LN2_HIGH), fma(n, splat(-_LN2_LOW), vec_mul(sums, z)))
+    z = (m - np.float32(1.0)) / (m + np.float32(1.0))
+    square = z * z
+    sums = fma(square, _LOG_COEFFICIENTS[0], _LOG_COEFFICIENTS[1])
+    for term in _LOG_COEFFICIENTS[2:]:
+        sums = fma(sums, square, term)
+    return fma(n, -_LN2_HIGH, fma(n, -_LN2_LOW, sums * z))
 
 
 def vec_log(x):
@@ -344,32 +359,39 @@ def _overload_log(x):
     return lambda x: _log_elementwise(x)
 
 
-# --- Loads and stores -----------------------------------------------------------------------------
+# --- Pointers -------------------------------------------------------------------------------------
 
 INT8 = ir.IntType(8)
-STORAGE_LLVM_TYPES = {
-    "float32": ir.FloatType(),
-    "float64": ir.DoubleType(),
-    "bfloat16": ir.IntType(16),
-    "int8": INT8,
+# LLVM type of a number in memory, its bytes, and the type of its value.
+MEMORY_TYPES = {
+    "float32": (ir.FloatType(), 4, types.float32),
+    "float64": (ir.DoubleType(), 8, types.float64),
+    "bfloat16": (ir.IntType(16), 2, types.float32),
+    "int8": (INT8, 1, types.float32),
+    "int32": (INT32, 4, types.int64),
+    "int64": (INT64, 8, types.int64),
 }
-STORAGE_ITEMSIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int8": 1}
 
 
-def _widen(builder: ir.IRBuilder, raw: Any, kind: str, target: ir.Type) -> Any:
-    """Convert a number, or a vector, from its dtype in memory to the dtype for
-    computing, `target`.
-    """
-    if kind in ("float32", "float64"):
-        return raw
-    if kind == "int8":
-        return builder.sitofp(raw, target)
-    is_vector = isinstance(target, ir.VectorType)
-    wide, shift = (
-        (ir.VectorType(INT32, SIMD_WIDTH), [16] * SIMD_WIDTH) if is_vector else (INT32, 16)
-    )
-    # bfloat16 is the upper half of float32
-    return builder.bitcast(builder.shl(builder.zext(raw, wide), ir.Constant(wide, shift)), target)
+class Pointer(types.Type):
+    """Numba type of the address of numbers of one type in memory."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(name=f"pointer to {kind}")
+        self.kind = kind
+        self.memory_type, self.itemsize, self.scalar_type = MEMORY_TYPES[kind]
+        self.vector_type = SIMD_FLOAT64 if kind == "float64" else SIMD_FLOAT32
+
+
+@extending.register_model(Pointer)
+class PointerModel(models.PrimitiveModel):
+    """Numba data model of `Pointer`: an address."""
+
+    def __init__(self, manager: Any, pointer: Pointer) -> None:
+        super().__init__(manager, pointer, INT64)
+
+
+POINTERS = {kind: Pointer(kind) for kind in MEMORY_TYPES}
 
 
 class StorageType(types.Type):
@@ -398,100 +420,192 @@ def _storage_type(typing: Any, kind: Any) -> Any:
 storage_type: Any = _storage_type  # typed Any: it is called without its first parameter
 
 
-@intrinsic
-def storage_itemsize(typing: Any, dtype: Any) -> Any:
-    """Return the bytes per element in memory."""
-    return types.int64(dtype), lambda context, builder, signature, args: INT64(
-        STORAGE_ITEMSIZES[dtype.kind]
-    )
-
-
-@intrinsic
-def compute_itemsize(typing: Any, dtype: Any) -> Any:
-    """Return the bytes per element in computations."""
-    return types.int64(dtype), lambda context, builder, signature, args: INT64(
-        8 if dtype.vector_type == SIMD_FLOAT64 else 4
-    )
-
-
-@intrinsic
-def as_compute_scalar(typing: Any, dtype: Any, value: Any) -> Any:
-    """Convert a number to the dtype for computing."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return context.cast(builder, args[1], value, dtype.vector_type.scalar_type)
-
-    return dtype.vector_type.scalar_type(dtype, value), code
-
-
-def _make_load(is_vector: bool, is_stored: bool) -> Any:
-    """Return an intrinsic that loads 16 elements or one, in the storage dtype (`is_stored`) or that
-    for computing.
+def _make_pointer_intrinsic(pointer_of: Any) -> Any:
+    """Return an intrinsic that takes an address for a pointer of a kind given by its first
+    argument.
     """
 
     @intrinsic
-    def load(typing: Any, dtype: Any, address: Any) -> Any:
-        vector_type = dtype.vector_type
-        kind = dtype.kind if is_stored else "float64" if vector_type == SIMD_FLOAT64 else "float32"
-        target = vector_type.llvm_type if is_vector else llvm_scalar_type(vector_type.scalar_type)
-        raw = (
-            ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH)
-            if is_vector
-            else STORAGE_LLVM_TYPES[kind]
-        )
+    def make(typing: Any, like: Any, address: Any) -> Any:
+        return pointer_of(like)(like, types.int64), lambda context, builder, signature, args: args[
+            1
+        ]
 
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value = builder.load(
-                memory_pointer(builder, args[1], raw), align=STORAGE_ITEMSIZES[kind]
-            )
-            return _widen(builder, value, kind, target)
-
-        return (vector_type if is_vector else vector_type.scalar_type)(dtype, types.int64), code
-
-    return load
+    return make
 
 
-load_storage = _make_load(True, True)
-load_storage_scalar = _make_load(False, True)
-load_vector = _make_load(True, False)
-load_scalar = _make_load(False, False)
+# A pointer to numbers in the dtype for computing, or in the storage dtype; the first argument is
+# a `StorageType` or another pointer.
+floats = _make_pointer_intrinsic(
+    lambda like: POINTERS["float64" if like.vector_type == SIMD_FLOAT64 else "float32"]
+)
+stored = _make_pointer_intrinsic(lambda like: POINTERS[like.kind])
+
+
+@intrinsic
+def ints(typing: Any, address: Any) -> Any:
+    """Return a pointer to int64."""
+    return POINTERS["int64"](types.int64), lambda context, builder, signature, args: args[0]
+
+
+@intrinsic
+def short_ints(typing: Any, address: Any) -> Any:
+    """Return a pointer to int32."""
+    return POINTERS["int32"](types.int64), lambda context, builder, signature, args: args[0]
+
+
+@intrinsic
+def address_of(typing: Any, pointer: Any) -> Any:
+    """Return the address that a pointer holds."""
+    return types.int64(pointer), lambda context, builder, signature, args: args[0]
+
+
+@intrinsic
+def itemsize(typing: Any, pointer: Any) -> Any:
+    """Return the bytes of a number in memory."""
+    return types.int64(pointer), lambda context, builder, signature, args: INT64(pointer.itemsize)
+
+
+def _advance(builder: Any, pointer: Pointer, address: Any, index: Any) -> Any:
+    return builder.add(address, builder.mul(index, INT64(pointer.itemsize)))
+
+
+def _widen(builder: ir.IRBuilder, raw: Any, kind: str, target: ir.Type) -> Any:
+    """Convert a loaded number or vector to the LLVM type of its value."""
+    if kind in ("float32", "float64", "int64"):
+        return raw
+    if kind == "int32":
+        return builder.sext(raw, target)
+    if kind == "int8":
+        return builder.sitofp(raw, target)
+    is_vector = isinstance(target, ir.VectorType)
+    wide = ir.VectorType(INT32, SIMD_WIDTH) if is_vector else INT32
+    shift = ir.Constant(wide, [16] * SIMD_WIDTH if is_vector else 16)
+    # bfloat16 is the upper half of float32
+    return builder.bitcast(builder.shl(builder.zext(raw, wide), shift), target)
+
+
+def _load(builder: Any, pointer: Pointer, address: Any, is_vector: bool) -> Any:
+    raw = pointer.memory_type
+    target = llvm_scalar_type(pointer.scalar_type)
+    if is_vector:
+        raw = ir.VectorType(raw, SIMD_WIDTH)
+        target = pointer.vector_type.llvm_type
+    value = builder.load(memory_pointer(builder, address, raw), align=pointer.itemsize)
+    return _widen(builder, value, pointer.kind, target)
+
+
+@intrinsic
+def vec(typing: Any, pointer: Any, index: Any) -> Any:
+    """Return the 16 numbers from index on."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load(builder, pointer, _advance(builder, pointer, *args), is_vector=True)
+
+    return pointer.vector_type(pointer, types.int64), code
+
+
+@types_of(operator.add)
+class PointerAdd(AbstractTemplate):
+    """Types of `pointer + n`."""
+
+    def generic(self, args: Any, kws: Any) -> Any:
+        """Return the signature for these operands, if any."""
+        if isinstance(args[0], Pointer) and isinstance(args[1], types.Integer):
+            return typed(args[0], args[0], types.int64)
+        return None
+
+
+@types_of(operator.getitem)
+class PointerGetItem(AbstractTemplate):
+    """Types of `pointer[n]`."""
+
+    def generic(self, args: Any, kws: Any) -> Any:
+        """Return the signature for these operands, if any."""
+        if isinstance(args[0], Pointer) and isinstance(args[1], types.Integer):
+            return typed(args[0].scalar_type, args[0], types.int64)
+        return None
+
+
+@types_of(operator.setitem)
+class PointerSetItem(AbstractTemplate):
+    """Types of `pointer[n] = number or vector`."""
+
+    def generic(self, args: Any, kws: Any) -> Any:
+        """Return the signature for these operands, if any."""
+        if not isinstance(args[0], Pointer):
+            return None
+        value = args[2] if isinstance(args[2], SimdVector) else args[0].scalar_type
+        return typed(types.none, args[0], types.int64, value)
+
+
+@lower_builtin(operator.add, Pointer, types.Integer)
+def _pointer_add(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return _advance(builder, signature.args[0], *args)
+
+
+@lower_builtin(operator.getitem, Pointer, types.Integer)
+def _pointer_getitem(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    pointer = signature.args[0]
+    return _load(builder, pointer, _advance(builder, pointer, *args), is_vector=False)
+
+
+@lower_builtin(operator.setitem, Pointer, types.Integer, types.Any)
+def _pointer_setitem(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    pointer = signature.args[0]
+    is_vector = isinstance(signature.args[2], SimdVector)
+    raw = ir.VectorType(pointer.memory_type, SIMD_WIDTH) if is_vector else pointer.memory_type
+    is_rounded = pointer.kind == "bfloat16"
+    value = _round_to_bfloat16(builder, args[2], is_vector) if is_rounded else args[2]
+    address = _advance(builder, pointer, *args[:2])
+    builder.store(value, memory_pointer(builder, address, raw, "writes"), align=pointer.itemsize)
+
+
+@intrinsic
+def number(typing: Any, like: Any, value: Any) -> Any:
+    """Convert a number to the dtype for computing."""
+    scalar_type = like.vector_type.scalar_type
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.cast(builder, args[1], value, scalar_type)
+
+    return scalar_type(like, value), code
+
+
+@intrinsic
+def splat(typing: Any, like: Any, value: Any) -> Any:
+    """Return a vector with 16 copies of a number, in the dtype for computing."""
+    kind = like.vector_type
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _build_splat(builder, args[1], kind.llvm_type)
+
+    return kind(like, kind.scalar_type), code
 
 
 def _make_bf16_load(odd: int) -> Any:
-    """Return an intrinsic that loads 16 of 32 adjacent elements.
+    """Return an intrinsic that loads one half of the 32 numbers of a step.
 
-    For bfloat16 these are the even or the odd elements, as the lower and upper halves of 32-bit
-    words: this needs no shuffle. For other dtypes they are the first or the last 16.
+    Of bfloat16 these are the even (0) or odd (1) ones: one instruction widens 16 of 32 numbers if
+    they are not adjacent. Of other dtypes these are the first or last 16.
     """
 
     @intrinsic
-    def load_half(typing: Any, dtype: Any, address: Any) -> Any:
-        vector_type = dtype.vector_type
-        kind = dtype.kind
+    def load_half(typing: Any, pointer: Any) -> Any:
         words = ir.VectorType(INT32, SIMD_WIDTH)
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            if kind != "bfloat16":
-                begin = builder.add(args[1], INT64(odd * SIMD_WIDTH * STORAGE_ITEMSIZES[kind]))
-                value = builder.load(
-                    memory_pointer(
-                        builder, begin, ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH)
-                    ),
-                    align=STORAGE_ITEMSIZES[kind],
-                )
-                return _widen(builder, value, kind, vector_type.llvm_type)
-            value = builder.load(
-                memory_pointer(builder, args[1], words), align=STORAGE_ITEMSIZES[kind]
-            )
-            upper = ir.Constant(words, [0xFFFF0000] * SIMD_WIDTH)
-            bits = (
-                builder.and_(value, upper)
-                if odd
-                else builder.shl(value, ir.Constant(words, [16] * SIMD_WIDTH))
-            )
-            return builder.bitcast(bits, vector_type.llvm_type)
+            if pointer.kind != "bfloat16":
+                begin = _advance(builder, pointer, args[0], INT64(odd * SIMD_WIDTH))
+                return _load(builder, pointer, begin, is_vector=True)
+            value = builder.load(memory_pointer(builder, args[0], words), align=2)
+            if odd:
+                bits = builder.and_(value, ir.Constant(words, [0xFFFF0000] * SIMD_WIDTH))
+            else:
+                bits = builder.shl(value, ir.Constant(words, [16] * SIMD_WIDTH))
+            return builder.bitcast(bits, pointer.vector_type.llvm_type)
 
-        return vector_type(dtype, types.int64), code
+        return pointer.vector_type(pointer), code
 
     return load_half
 
@@ -500,31 +614,8 @@ load_bf16_even = _make_bf16_load(0)
 load_bf16_odd = _make_bf16_load(1)
 
 
-@intrinsic
-def load_int64(typing: Any, address: Any) -> Any:
-    """Load an int64."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(memory_pointer(builder, args[0], INT64))
-
-    return types.int64(types.int64), code
-
-
-@intrinsic
-def store_value(typing: Any, address: Any, value: Any) -> Any:
-    """Store one number or a vector, in the dtype for computing."""
-    kind = value.llvm_type if isinstance(value, SimdVector) else llvm_scalar_type(value)
-    align = 4 if value in (SIMD_FLOAT32, types.float32) else 8
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], memory_pointer(builder, args[0], kind, "writes"), align=align)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, value), code
-
-
 @extending.intrinsic(prefer_literal=True)
-def _store_quarter(typing: Any, address: Any, value: Any, quarter: Any) -> Any:
+def _store_quarter(typing: Any, pointer: Any, value: Any, quarter: Any) -> Any:
     """Store four elements of a vector: those of quarter `quarter`."""
     count = SIMD_WIDTH // 4
     first = count * quarter.literal_value
@@ -536,7 +627,7 @@ def _store_quarter(typing: Any, address: Any, value: Any, quarter: Any) -> Any:
         builder.store(elements, memory_pointer(builder, args[0], kind, "writes"), align=4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, value, quarter), code
+    return types.void(pointer, value, quarter), code
 
 
 store_quarter: Any = _store_quarter
@@ -561,34 +652,8 @@ def _round_to_bfloat16(builder: Any, value: Any, is_vector: bool) -> Any:
     rounded = builder.select(
         builder.fcmp_unordered("uno", value, value), constant(INT32, 0x7FC0), rounded
     )
-    raw = STORAGE_LLVM_TYPES["bfloat16"]
+    raw = MEMORY_TYPES["bfloat16"][0]
     return builder.trunc(rounded, ir.VectorType(raw, SIMD_WIDTH) if is_vector else raw)
-
-
-@intrinsic
-def store_storage(typing: Any, dtype: Any, address: Any, value: Any) -> Any:
-    """Store one number or a vector in the storage dtype."""
-    is_vector = isinstance(value, SimdVector)
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        raw_value = (
-            _round_to_bfloat16(builder, args[2], is_vector) if dtype.kind == "bfloat16" else args[2]
-        )
-        raw = (
-            ir.VectorType(STORAGE_LLVM_TYPES[dtype.kind], SIMD_WIDTH)
-            if is_vector
-            else STORAGE_LLVM_TYPES[dtype.kind]
-        )
-        builder.store(
-            raw_value,
-            memory_pointer(builder, args[1], raw, "writes"),
-            align=STORAGE_ITEMSIZES[dtype.kind],
-        )
-        return context.get_dummy_value()
-
-    return types.void(
-        dtype, types.int64, value if is_vector else dtype.vector_type.scalar_type
-    ), code
 
 
 @intrinsic
@@ -637,17 +702,16 @@ prefetch_nontemporal = _make_prefetch(0)
 
 
 @intrinsic
-def load_masked(typing: Any, dtype: Any, address: Any, x: Any, low: Any) -> Any:
-    """Return x where the mask byte at `address` is set, else `low`."""
+def load_masked(typing: Any, address: Any, x: Any, low: Any) -> Any:
+    """Return x where the mask byte at `address` is set, else the number `low`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(ir.IntType(8), SIMD_WIDTH)
-        mask = builder.load(memory_pointer(builder, args[1], kind), align=1)
-        return builder.select(
-            builder.icmp_unsigned("!=", mask, ir.Constant(kind, [0] * SIMD_WIDTH)), args[2], args[3]
-        )
+        kind = ir.VectorType(INT8, SIMD_WIDTH)
+        mask = builder.load(memory_pointer(builder, args[0], kind), align=1)
+        is_set = builder.icmp_unsigned("!=", mask, ir.Constant(kind, [0] * SIMD_WIDTH))
+        return builder.select(is_set, args[1], _as_vector(builder, args[2], x))
 
-    return x(dtype, address, x, low), code
+    return x(types.int64, x, x.scalar_type), code
 
 
 @intrinsic
@@ -672,8 +736,8 @@ def compress_store(
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         index_vector = ir.VectorType(INT32, SIMD_WIDTH)
-        selected = builder.fcmp_unordered(">", args[0], args[1])
-        suffix = "f64" if signature.args[0] == SIMD_FLOAT64 else "f32"
+        selected = builder.fcmp_unordered(">", args[0], _as_vector(builder, args[1], x))
+        suffix = "f64" if x == SIMD_FLOAT64 else "f32"
         num_stored = builder.zext(
             builder.ctpop(builder.bitcast(selected, ir.IntType(SIMD_WIDTH))), INT64
         )
@@ -688,14 +752,4 @@ def compress_store(
             builder.call(store, [vector, target, selected])
         return num_stored
 
-    return types.int64(x, x, types.int64, types.int64, types.int64), code
-
-
-@intrinsic
-def load_int32(typing: Any, address: Any) -> Any:
-    """Load an int32 as an int64."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(builder.load(memory_pointer(builder, args[0], INT32), align=4), INT64)
-
-    return types.int64(types.int64), code
+    return types.int64(x, x.scalar_type, source_indices, target, target_indices), code

@@ -24,13 +24,7 @@ from __future__ import annotations
 from numba import extending, njit
 
 from .jit import store_arg
-from .kv_block_attention import (
-    COLUMNS_OFFSET,
-    KEYS_OFFSET,
-    NEXT_BLOCK_OFFSET,
-    SCALES_OFFSET,
-    VALUES_OFFSET,
-)
+from .kv_block_attention import COLUMNS, KEYS, NEXT_BLOCK, SCALES, VALUES
 from .paged_decode import (
     KV_BLOCK_SIZE,
     KV_SPLIT_SIZE,
@@ -38,203 +32,177 @@ from .paged_decode import (
     PLAN_ENTRY_FIELDS,
     hash_table_size,
 )
-from .simd import load_int64, store_value
+from .simd import ints
 
-PLAN_ENTRY_BYTES = (
-    8 * PLAN_ENTRY_FIELDS
-)  # fields: index in the order, rows, span, slot, keys, split number, whether it begins the split
+# Fields of an entry of the plan: index in the order, rows, span, slot, keys, split number, whether it
+# begins the split.
 
 
 @njit
 def count_shared_spans(args, row, other_row, n):
-    """Return the number of leading spans that two rows share; the first n are known to be equal."""
-    count = args.num_spans
-    spans = args.spans + 24 * row * count
-    other_spans = args.spans + 24 * other_row * count
+    """Return the number of first spans that two rows share, given that they share n."""
+    count = 3 * args.num_spans
+    spans = ints(args.spans) + row * count
+    other_spans = ints(args.spans) + other_row * count
+    n *= 3
     while (
         n < count
-        and load_int64(spans + 24 * n) == load_int64(other_spans + 24 * n)
-        and load_int64(spans + 24 * n + 8) == load_int64(other_spans + 24 * n + 8)
-        and load_int64(spans + 24 * n + 16) == load_int64(other_spans + 24 * n + 16)
+        and spans[n] == other_spans[n]
+        and spans[n + 1] == other_spans[n + 1]
+        and spans[n + 2] == other_spans[n + 2]
     ):
-        n += 1
-    return n
+        n += 3
+    return n // 3
 
 
 @njit
 def find_row_with_page(args, row):
-    """Return True if an earlier row begins with the same page; otherwise add this row to the hash
-    table.
-    """
-    hash_table = args.page_hash_table
+    """True if an earlier row begins with the same page; otherwise add the row to the hash table."""
+    hash_table = ints(args.page_hash_table)
     last = hash_table_size(args.batch) - 1
-    step = 24 * args.num_spans
-    page = load_int64(args.spans + step * row)
+    step = 3 * args.num_spans
+    spans = ints(args.spans)
+    page = spans[step * row]
     n = page & last
-    while load_int64(hash_table + 8 * n) >= 0:
-        if load_int64(args.spans + step * load_int64(hash_table + 8 * n)) == page:
+    while hash_table[n] >= 0:
+        if spans[step * hash_table[n]] == page:
             return True
         n = (n + 1) & last
-    store_value(hash_table + 8 * n, row)
+    hash_table[n] = row
     return False
 
 
 @njit
 def order_rows_by_prefix(args):
-    """Insert each row after one with which it shares the most spans, and store the number of shared
-    spans.
+    """Order the rows so that those with a common prefix are neighbours: insertion sort, which keeps
+    the order of equal rows.
     """
-    order = args.row_order
+    order = ints(args.row_order)
+    hash_table = ints(args.page_hash_table)
     for n in range(hash_table_size(args.batch)):
-        store_value(args.page_hash_table + 8 * n, -1)
+        hash_table[n] = -1
     for row in range(args.batch):
         order_index = row
         num_shared = 0
         if args.num_spans and find_row_with_page(args, row):
             order_index = 1
-            num_shared = count_shared_spans(args, row, load_int64(order), 0)
-        while order_index < row and load_int64(order + 24 * order_index + 8) >= num_shared:
-            if load_int64(order + 24 * order_index + 8) == num_shared:
-                num_shared = count_shared_spans(
-                    args, row, load_int64(order + 24 * order_index), num_shared
-                )
+            num_shared = count_shared_spans(args, row, order[0], 0)
+        while order_index < row and order[3 * order_index + 1] >= num_shared:
+            if order[3 * order_index + 1] == num_shared:
+                num_shared = count_shared_spans(args, row, order[3 * order_index], num_shared)
             order_index += 1
         for n in range(row, order_index, -1):
-            store_value(order + 24 * n, load_int64(order + 24 * n - 24))
-            store_value(order + 24 * n + 8, load_int64(order + 24 * n - 16))
-        store_value(order + 24 * order_index, row)
-        store_value(order + 24 * order_index + 8, num_shared)
+            order[3 * n] = order[3 * n - 3]
+            order[3 * n + 1] = order[3 * n - 2]
+        order[3 * order_index] = row
+        order[3 * order_index + 1] = num_shared
 
 
 @njit
 def split_row(args, order_index, n):
-    """Write where each split of the row at `order_index` begins, from split number n on.
-
-    Also replaces the row's count of shared spans by its shared keys, and stores its number of keys.
-    Returns the next split number; a row without keys has one split.
+    """Write where the splits of a row begin, from split n on, and how many keys it has and shares;
+    return the end of its splits.
     """
-    entry = args.row_order + 24 * order_index
-    starts = args.split_starts
+    entry = ints(args.row_order) + 3 * order_index
+    starts = ints(args.split_starts)
     num_keys = 0
     num_shared = 0
     count = args.num_spans
-    spans = load_int64(entry + 8)
-    span = args.spans + 24 * load_int64(entry) * count
-    store_value(starts + 24 * n + 16, 0)
+    num_shared_spans = entry[1]
+    span = ints(args.spans) + 3 * entry[0] * count
+    starts[3 * n + 2] = 0
     for index in range(count):
-        slot = load_int64(span + 24 * index + 8)
-        end = load_int64(span + 24 * index + 16)
+        slot = span[3 * index + 1]
+        end = span[3 * index + 2]
         while slot < end:
             if num_keys % KV_SPLIT_SIZE == 0:
-                start = starts + 24 * (n + num_keys // KV_SPLIT_SIZE)
-                store_value(start, index)
-                store_value(start + 8, slot)
-                store_value(start + 16, 0)
+                start = starts + 3 * (n + num_keys // KV_SPLIT_SIZE)
+                start[0] = index
+                start[1] = slot
+                start[2] = 0
             step = min(end - slot, KV_SPLIT_SIZE - num_keys % KV_SPLIT_SIZE)
             slot = slot + step
             num_keys = num_keys + step
-        num_shared = num_keys if index < spans else num_shared
-    store_value(entry + 8, num_shared)
-    store_value(entry + 16, num_keys)
+        num_shared = num_keys if index < num_shared_spans else num_shared
+    entry[1] = num_shared
+    entry[2] = num_keys
     return n + max(1, (num_keys + KV_SPLIT_SIZE - 1) // KV_SPLIT_SIZE)
 
 
 @njit
 def shares_block_with_previous(args, order_index, begin):
-    """Return True if the row at `order_index` has the same block of keys from `begin` on as the row
-    before it.
-    """
-    entry = args.row_order + 24 * order_index
-    end = min(begin + KV_BLOCK_SIZE, load_int64(entry + 16))
-    return begin < end <= load_int64(entry + 8) and end == min(
-        begin + KV_BLOCK_SIZE, load_int64(entry - 8)
-    )
+    """True if a row shares its block of keys from `begin` with the previous row in the order."""
+    entry = ints(args.row_order) + 3 * order_index
+    end = min(begin + KV_BLOCK_SIZE, entry[2])
+    return begin < end <= entry[1] and end == min(begin + KV_BLOCK_SIZE, entry[-1])
 
 
 @njit
 def append_plan_entry(args, entry, row_range, position, split_position):
-    """Write a plan entry: the rows that read it, its first key and number of keys, its split.
-    Return the next index.
-    """
-    (order_index, rows) = row_range
-    (n, slot, count) = position
-    (split, is_first_block) = split_position
-    address = args.plan + PLAN_ENTRY_BYTES * entry
-    store_value(address, order_index)
-    store_value(address + 8, rows)
-    store_value(address + 16, n)
-    store_value(address + 24, slot)
-    store_value(address + 32, count)
-    store_value(address + 40, split)
-    store_value(address + 48, is_first_block)
+    """Write an entry of the plan, and return the index of the next."""
+    fields = ints(args.plan) + PLAN_ENTRY_FIELDS * entry
+    fields[0], fields[1] = row_range
+    fields[2], fields[3], fields[4] = position
+    fields[5], fields[6] = split_position
     return entry + 1
 
 
 @njit
 def shares_whole_split(args, order_index, rows, begin):
-    """Return True if `rows` rows from `order_index` on share the whole split that begins at key
-    `begin`.
-    """
-    order = args.row_order
-    end = min(begin + KV_SPLIT_SIZE, load_int64(order + 24 * order_index + 16))
+    """True if these rows share all keys of the split that begins at `begin`."""
+    order = ints(args.row_order)
+    end = min(begin + KV_SPLIT_SIZE, order[3 * order_index + 2])
     for other_index in range(order_index + 1, order_index + rows):
-        if (
-            min(begin + KV_SPLIT_SIZE, load_int64(order + 24 * other_index + 16)) != end
-            or load_int64(order + 24 * other_index + 8) < end
-        ):
+        own_end = min(begin + KV_SPLIT_SIZE, order[3 * other_index + 2])
+        if own_end != end or order[3 * other_index + 1] < end:
             return False
     return True
 
 
 @njit
 def advance_position(args, row, position, count):
-    """Return the span and slot of the key `count` keys after a position of a row."""
-    (n, slot) = position
-    spans = args.spans + 24 * row * args.num_spans
+    """Return the span and slot that are `count` keys further."""
+    n, slot = position
+    spans = ints(args.spans) + 3 * row * args.num_spans
     while count > 0:
-        step = max(0, min(count, load_int64(spans + 24 * n + 16) - slot))
+        step = max(0, min(count, spans[3 * n + 2] - slot))
         slot = slot + step
         count = count - step
         if count > 0:
             n += 1
-            slot = load_int64(spans + 24 * n + 8)
+            slot = spans[3 * n + 1]
     return n, slot
 
 
 @njit
 def split_start(args, row, split):
     """Return the span and slot at which a split of a row begins."""
-    start = args.split_starts + 24 * (load_int64(args.row_splits + 24 * row) + split)
-    return load_int64(start), load_int64(start + 8)
+    start = ints(args.split_starts) + 3 * (ints(args.row_splits)[3 * row] + split)
+    return start[0], start[1]
 
 
 @njit
 def plan_split_by_sharing(args, entry, order_index, rows, split):
-    """Write one plan entry for each block of a split and each run of rows that share the block."""
-    order = args.row_order
-    for begin in range(KV_SPLIT_SIZE * split, KV_SPLIT_SIZE * (split + 1), KV_BLOCK_SIZE):
-        first = 0
-        while first < rows:
-            first_index = order_index + first
+    """Write entries for a split that only some of these rows share, block by block."""
+    order = ints(args.row_order)
+    split_begin = KV_SPLIT_SIZE * split
+    for begin in range(split_begin, split_begin + KV_SPLIT_SIZE, KV_BLOCK_SIZE):
+        first = order_index
+        while first < order_index + rows:
             num_rows = 1
-            num_keys = load_int64(order + 24 * (order_index + first) + 16)
-            while first + num_rows < rows and shares_block_with_previous(
-                args, first_index + num_rows, begin
+            num_keys = order[3 * first + 2]
+            while first + num_rows < order_index + rows and shares_block_with_previous(
+                args, first + num_rows, begin
             ):
                 num_rows += 1
             if begin < num_keys:
-                row = load_int64(order + 24 * first_index)
-                n, slot = advance_position(
-                    args, row, split_start(args, row, split), begin - KV_SPLIT_SIZE * split
-                )
+                row = order[3 * first]
+                start = split_start(args, row, split)
+                n, slot = advance_position(args, row, start, begin - split_begin)
                 position = n, slot, min(KV_BLOCK_SIZE, num_keys - begin)
-                entry = append_plan_entry(
-                    args,
-                    entry,
-                    (first_index, num_rows),
-                    position,
-                    (split, 1 if begin == KV_SPLIT_SIZE * split else 0),
-                )
+                is_first = 1 if begin == split_begin else 0
+                row_range = (first, num_rows)
+                entry = append_plan_entry(args, entry, row_range, position, (split, is_first))
             first += num_rows
     return entry
 
@@ -272,22 +240,19 @@ def count_rows_sharing_block(args, order_index, begin, max_rows):
 
 @njit
 def plan_shared_split(args, entry, order_index, split, max_rows):
-    """Write the plan entries of one split for a row and the following rows that share its first
-    block.
-    """
-    order = args.row_order
-    rows = count_rows_sharing_block(args, order_index, KV_SPLIT_SIZE * split, max_rows)
+    """Write the entries of a split of a row, and of the rows that share it."""
+    order = ints(args.row_order)
+    begin = KV_SPLIT_SIZE * split
+    rows = count_rows_sharing_block(args, order_index, begin, max_rows)
     for other_index in range(order_index + 1, order_index + rows):
-        first = load_int64(args.row_splits + 24 * load_int64(order + 24 * other_index))
-        store_value(args.split_starts + 24 * (first + split) + 16, 1)
-    if not shares_whole_split(args, order_index, rows, KV_SPLIT_SIZE * split):
+        first = ints(args.row_splits)[3 * order[3 * other_index]]
+        ints(args.split_starts)[3 * (first + split) + 2] = 1
+    if not shares_whole_split(args, order_index, rows, begin):
         entry = plan_split_by_sharing(args, entry, order_index, rows, split)
     else:
-        n, slot = split_start(args, load_int64(order + 24 * order_index), split)
-        count = min(
-            KV_SPLIT_SIZE, load_int64(order + 24 * order_index + 16) - KV_SPLIT_SIZE * split
-        )
-        entry = append_plan_entry(args, entry, (order_index, rows), (n, slot, count), (split, 1))
+        n, slot = split_start(args, order[3 * order_index], split)
+        position = n, slot, min(KV_SPLIT_SIZE, order[3 * order_index + 2] - begin)
+        entry = append_plan_entry(args, entry, (order_index, rows), position, (split, 1))
     store_arg(args, "max_splits", max(args.max_splits, rows))
     return entry
 
@@ -300,7 +265,7 @@ def lay_out_plan_tables(args):
     max_splits = args.max_splits
     batch = args.batch
     begin = args.plan
-    store_arg(args, "work_items", begin + PLAN_ENTRY_BYTES * 4 * max_splits)
+    store_arg(args, "work_items", begin + 8 * PLAN_ENTRY_FIELDS * 4 * max_splits)
     store_arg(args, "split_starts", args.work_items + 8 * (max_splits + 1))
     store_arg(args, "row_splits", args.split_starts + 24 * max_splits)
     store_arg(args, "row_order", args.row_splits + 24 * batch)
@@ -310,82 +275,62 @@ def lay_out_plan_tables(args):
 
 @extending.register_jitable
 def plan_split_kv(args):
-    """Kernel `plan`: cut the keys of every row into splits and make the work items that threads
-    take.
-    """
+    """Order the rows, split their keys, and write the plan and its work items."""
     lay_out_plan_tables(args)
-    order = args.row_order
+    order = ints(args.row_order)
+    row_splits = ints(args.row_splits)
+    work_items = ints(args.work_items)
     n = 0
     entry = 0
     item = 0
     order_rows_by_prefix(args)
     for order_index in range(args.batch):
-        row_split = args.row_splits + 24 * load_int64(order + 24 * order_index)
+        own = row_splits + 3 * order[3 * order_index]
         end = split_row(args, order_index, n)
-        store_value(row_split, n)
-        store_value(row_split + 8, end - n)
-        store_value(row_split + 16, 0)
+        own[0] = n
+        own[1] = end - n
+        own[2] = 0
         n = end
     max_rows = max_rows_together(args, n)
     for order_index in range(args.batch):
-        row_split = args.row_splits + 24 * load_int64(order + 24 * order_index)
-        for split in range(load_int64(row_split + 8)):
-            if not load_int64(args.split_starts + 24 * (load_int64(row_split) + split) + 16):
-                store_value(args.work_items + 8 * item, entry)
+        own = row_splits + 3 * order[3 * order_index]
+        for split in range(own[1]):
+            if not ints(args.split_starts)[3 * (own[0] + split) + 2]:
+                work_items[item] = entry
                 entry = plan_shared_split(args, entry, order_index, split, max_rows)
                 item = item + 1
-    store_value(args.work_items + 8 * item, entry)
+    work_items[item] = entry
     store_arg(args, "num_items", item)
 
 
 @njit
-def fill_block_addresses(args, row, n, slot, scratch, count):
-    """Write the addresses of `count` keys of a row, of their values and scales, and their columns.
-
-    Returns the span and slot after the last of them.
+def fill_block_addresses(args, row, n, slot, lists, count):
+    """Write the addresses of the next keys and values of a row, the offsets of their scales, and
+    their columns of the bias; return the span and slot behind them.
     """
-    spans = args.spans + 24 * row * args.num_spans
-    page = args.page_size
-    k = args.k
-    v = args.v
-    k_page = args.k_page_stride
-    v_page = args.v_page_stride
-    s_page = args.scale_page_stride
-    k_slot = args.k_slot_stride
-    v_slot = args.v_slot_stride
-    s_slot = args.scale_slot_stride
+    spans = ints(args.spans) + 3 * row * args.num_spans
     for i in range(count):
-        while slot >= load_int64(spans + 24 * n + 16):
+        while slot >= spans[3 * n + 2]:
             n += 1
-            slot = load_int64(spans + 24 * n + 8)
-        page_index = load_int64(spans + 24 * n)
-        to = scratch + 8 * i
-        store_value(to + KEYS_OFFSET, k + page_index * k_page + slot * k_slot)
-        store_value(to + VALUES_OFFSET, v + page_index * v_page + slot * v_slot)
-        store_value(to + SCALES_OFFSET, page_index * s_page + slot * s_slot)
-        store_value(to + COLUMNS_OFFSET, n * page + slot)
+            slot = spans[3 * n + 1]
+        page = spans[3 * n]
+        lists[KEYS + i] = args.k + page * args.k_page_stride + slot * args.k_slot_stride
+        lists[VALUES + i] = args.v + page * args.v_page_stride + slot * args.v_slot_stride
+        lists[SCALES + i] = page * args.scale_page_stride + slot * args.scale_slot_stride
+        lists[COLUMNS + i] = n * args.page_size + slot
         slot += 1
     return n, slot
 
 
 @njit
-def prepare_next_block(args, entry, scratch):
-    """Write the addresses of the first block of the next plan entry, for prefetching; return its
-    number of keys.
-    """
+def prepare_next_block(args, entry, lists):
+    """Write the addresses of the first block of an entry, to be prefetched; return its keys."""
     if entry < 0:
         return 0
-    entry_address = args.plan + PLAN_ENTRY_BYTES * entry
-    row = load_int64(args.row_order + 24 * load_int64(entry_address))
-    count = min(load_int64(entry_address + 32), KV_BLOCK_SIZE)
-    fill_block_addresses(
-        args,
-        row,
-        load_int64(entry_address + 16),
-        load_int64(entry_address + 24),
-        scratch + NEXT_BLOCK_OFFSET,
-        count,
-    )
+    fields = ints(args.plan) + PLAN_ENTRY_FIELDS * entry
+    row = ints(args.row_order)[3 * fields[0]]
+    count = min(fields[4], KV_BLOCK_SIZE)
+    fill_block_addresses(args, row, fields[2], fields[3], lists + NEXT_BLOCK, count)
     return count
 
 
@@ -394,15 +339,11 @@ def prepare_next_block(args, entry, scratch):
 
 @extending.register_jitable
 def search_invalid_span(args):
-    """Kernel of `find_invalid_span`: goes from the last span to the first, so that the first
-    invalid one remains.
-    """
+    """Write the index of the first span outside its page, if any."""
     for n in range(args.num_spans - 1, -1, -1):
-        span = args.spans + 24 * n
-        page = load_int64(span)
-        begin = load_int64(span + 8)
-        end = load_int64(span + 16)
-        if begin < end and (
-            begin < 0 or end > args.page_size or page < 0 or page >= args.num_pages
-        ):
+        span = ints(args.spans) + 3 * n
+        begin = span[1]
+        end = span[2]
+        is_page = 0 <= span[0] < args.num_pages
+        if begin < end and (begin < 0 or end > args.page_size or not is_page):
             store_arg(args, "first_invalid", n)
