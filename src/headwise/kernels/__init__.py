@@ -5,8 +5,7 @@
 - `kernel_args`: argument records, the interface between an operation and its kernel
 - `launch`, `jit`, `compilation`: sets of kernels, threads and work items; compilation, and when it
   happens
-- `simd`, `memory_pointer`: vectors of 16 numbers, loads and stores
-- `memory_guard`: the debug build, which checks every load and store
+- `simd`: vectors of 16 numbers, loads and stores
 - `operand_checks`: the axes and dtypes of an operation's tensors, checked before their addresses
   are taken
 - `gemm_kernel`: the micro-kernel of all matrix products

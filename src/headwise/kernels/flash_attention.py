@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
-from .kernel_args import ParallelKernelArgs, StridedArg, TableArg, TensorArg
+from .kernel_args import ParallelKernelArgs, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, round_up_to_simd
 from .operand_checks import check_flash_operands, check_gathered_operands
 
@@ -129,22 +129,22 @@ QUERY_TILE_ROWS = 4 * SIMD_WIDTH  # queries per tile, which are the columns of a
 FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values are read
 
 
-class FlashAttentionArgs(ParallelKernelArgs, is_checked=False):
+class FlashAttentionArgs(ParallelKernelArgs):
     """Kernel arguments; strides count bytes. `make_contiguous` and `make_args` check the tensors.
 
     A work item lists its row x num_kv_heads + key head, first query row, number of query rows,
     first key, end of keys and part of the keys.
     """
 
-    work_items: TableArg = None  # [items, 6]
-    query_rows: TableArg = (
+    work_items: TensorArg = None  # [items, 6]
+    query_rows: TensorArg = (
         None  # indices among all (b, t, h) of the queries, sorted by row and key head
     )
-    key_ranges: TableArg = None  # [1 or B, T, 2]: first key of a token and the end of its keys
+    key_ranges: TensorArg = None  # [1 or B, T, 2]: first key of a token and the end of its keys
     num_key_range_rows: int = 0  # size of their first axis
     q: TensorArg = None  # [B, T, H, dim]
-    k: StridedArg = None  # [B, S, num_kv_heads, dim]
-    v: StridedArg = None  # [B, S, num_kv_heads, vdim]
+    k: TensorArg = None  # [B, S, num_kv_heads, dim]
+    v: TensorArg = None  # [B, S, num_kv_heads, vdim]
     scale: float = 0.0
     num_queries: int = 0  # T
     num_heads: int = 0  # H

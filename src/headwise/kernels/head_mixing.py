@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
-from .kernel_args import Int64Arg, ParallelKernelArgs, TensorArg
+from .kernel_args import ParallelKernelArgs, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet
 from .operand_checks import FLOAT, OperandChecks, check_indices, refuse_operands
 
@@ -45,7 +45,7 @@ class HeadMixingArgs(ParallelKernelArgs):
     k_target: TensorArg = None  # [B, R O, S]
     k_gate: TensorArg = None  # [B, O, S]
     input: TensorArg = None  # [B, H, T, S]
-    head_of_output: Int64Arg = None  # [O]
+    head_of_output: TensorArg = None  # [O]
     num_heads: int = 0  # H
     num_output_heads: int = 0  # O
     num_queries: int = 0  # T

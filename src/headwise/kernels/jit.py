@@ -30,9 +30,7 @@ from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from .capabilities import user_cache_folder
 from .compilation import STATE
 from .kernel_args import WORD_BYTES, KernelArgs
-from .memory_guard import DEBUG_KERNELS
-from .memory_pointer import INT64, memory_pointer
-from .simd import fetch_and_increment, intrinsic, ints, storage_type
+from .simd import INT64, fetch_and_increment, intrinsic, ints, memory_pointer, storage_type
 
 # --- Pointers to argument records -----------------------------------------------------------------
 
@@ -105,9 +103,7 @@ def _store_arg(typing: Any, args: Any, name: Any, value: Any) -> Any:
         word = context.cast(builder, values[2], value, types.int64)
         builder.store(
             word,
-            memory_pointer(
-                builder, _build_field_address(builder, values[0], index), INT64, "writes"
-            ),
+            memory_pointer(builder, _build_field_address(builder, values[0], index), INT64),
         )
         return context.get_dummy_value()
 
@@ -263,14 +259,28 @@ def compile_kernel(
     record_name: str,
     name: str,
     dtype_name: str,
-    only_from_disk: bool = False,
+    has_work_items: bool,
+    only_from_disk: bool,
 ) -> Any:
     """Compile a kernel; with the name of a dtype, its first argument is that storage type.
 
-    With `only_from_disk`, return None unless it was compiled before.
+    With work items, compile what every thread runs: take a scratch buffer, then call the kernel for
+    work items until none is left. With `only_from_disk`, return None unless it was compiled before.
     """
     source_hash = KERNEL_SOURCE_HASH
-    if dtype_name:
+    if has_work_items:
+
+        def entry(address):
+            if source_hash:
+                args = args_from_address(record_name, address)
+                thread = fetch_and_increment(args_field_address(args, "next_thread"))
+                scratch = args.scratch + args.scratch_bytes * thread
+                item = fetch_and_increment(args_field_address(args, "next_item"))
+                while item < args.num_items:
+                    function(storage_type(dtype_name), args, item, scratch)
+                    item = fetch_and_increment(args_field_address(args, "next_item"))
+
+    elif dtype_name:
 
         def entry(address):
             if source_hash:
@@ -281,31 +291,6 @@ def compile_kernel(
         def entry(address):
             if source_hash:
                 function(args_from_address(record_name, address))
-
-    return _compile_entry_point(entry, f"{function.__module__}.{name}.{dtype_name}", only_from_disk)
-
-
-def compile_work_items(
-    function: Callable[..., None],
-    record_name: str,
-    name: str,
-    dtype_name: str,
-    only_from_disk: bool = False,
-) -> Any:
-    """Compile what every thread runs: take a scratch buffer, then call the kernel for work items
-    until none is left.
-    """
-    source_hash = KERNEL_SOURCE_HASH
-
-    def entry(address):
-        if source_hash:
-            args = args_from_address(record_name, address)
-            thread = fetch_and_increment(args_field_address(args, "next_thread"))
-            scratch = args.scratch + args.scratch_bytes * thread
-            item = fetch_and_increment(args_field_address(args, "next_item"))
-            while item < args.num_items:
-                function(storage_type(dtype_name), args, item, scratch)
-                item = fetch_and_increment(args_field_address(args, "next_item"))
 
     return _compile_entry_point(entry, f"{function.__module__}.{name}.{dtype_name}", only_from_disk)
 
@@ -325,9 +310,8 @@ def _compile_entry_point(entry: Any, name: str, only_from_disk: bool) -> Any:
     # Numba numbers the cache entries of one function name, and two processes may give two kernels
     # one number: a name of its own for every kernel avoids that.
     entry.__qualname__ = name
-    # Debug builds contain addresses of this process, and the hash does not cover the sources of
-    # other packages.
-    is_cached = name.startswith(f"{__package__}.") and not DEBUG_KERNELS
+    # The hash does not cover the sources of other packages.
+    is_cached = name.startswith(f"{__package__}.")
     kernel: Any = (_KernelOnDisk if only_from_disk else CFunc)(entry, ENTRY_SIGNATURE, {}, {})
     try:
         if is_cached:

@@ -30,7 +30,6 @@ import torch
 
 from .compilation import STATE
 from .kernel_args import KernelArgs, ParallelKernelArgs
-from .memory_guard import DEBUG_KERNELS, run_checked
 
 SIMD_WIDTH = 16  # elements per vector
 CACHE_LINE_BYTES = 64
@@ -122,19 +121,6 @@ def max_threads() -> int:
     return torch.get_num_threads() if OPENMP_RUNTIME is not None else 1
 
 
-def run_in_threads(compiled: Any, args_address: int, threads: int) -> None:
-    """Call a compiled kernel in `threads` threads at once, each with the same argument address."""
-    if threads > 1 and OPENMP_RUNTIME is not None:
-        OPENMP_RUNTIME.GOMP_parallel(compiled.address, args_address, threads, 0)
-    else:
-        compiled.ctypes(args_address)
-
-
-def num_threads_for(num_items: int) -> int:
-    """Return the number of threads to run `num_items` work items with."""
-    return max(1, min(num_items, max_threads()))
-
-
 # --- Kernels by name ------------------------------------------------------------------------------
 
 
@@ -196,12 +182,7 @@ class KernelSet:
             )  # later calls skip this check; `run` compiles missing kernels
         elif STATE.is_running(task):
             return False
-        elif (
-            STATE.policy == "auto"
-            and not DEBUG_KERNELS
-            and task not in STATE.failed
-            and not self._load_all(dtype)
-        ):
+        elif STATE.policy == "auto" and task not in STATE.failed and not self._load_all(dtype):
             STATE.start(task)
             return task in STATE.failed
         return True
@@ -227,16 +208,8 @@ class KernelSet:
     def run(self, name: str, dtype: torch.dtype | None, args: KernelArgs, threads: int = 1) -> None:
         """Run a kernel in some threads; with a dtype, the storage type is its first argument."""
         compiled = self.compiled_functions.get((name, dtype)) or self.compiled_function(name, dtype)
-        if DEBUG_KERNELS:
-            kernel = f"{name} of {self.module}"
-            run_checked(
-                kernel, dtype, args, lambda: run_in_threads(compiled, args.address, threads)
-            )
-            return
-        if args.is_checked and dtype is not None:
-            args.check_tensors(dtype)
-        if threads > 1:
-            run_in_threads(compiled, args.address, threads)
+        if threads > 1 and OPENMP_RUNTIME is not None:
+            OPENMP_RUNTIME.GOMP_parallel(compiled.address, args.address, threads, 0)
         else:
             compiled.ctypes(args.address)
 
@@ -263,8 +236,10 @@ class KernelSet:
         """
         jit = import_module(f"{__package__}.jit")
         record_name = self.functions[name][1].record_name()
+        function = self.load_function(name)
+        is_parallel = isinstance(self, ParallelKernelSet)
         return jit.compile_kernel(
-            self.load_function(name), record_name, name, dtype_name, only_from_disk
+            function, record_name, name, dtype_name, is_parallel, only_from_disk
         )
 
 
@@ -277,14 +252,6 @@ class ParallelKernelSet(KernelSet):
         """Run the `args.num_items` work items, with a scratch buffer of `args.scratch_bytes` for
         each thread.
         """
-        threads = num_threads_for(args.num_items)
+        threads = max(1, min(args.num_items, max_threads()))
         args.allocate_scratch(threads)
         self.run(name, dtype, args, threads)
-
-    def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
-        """Return the compiled function that every thread runs."""
-        jit = import_module(f"{__package__}.jit")
-        record_name = self.functions[name][1].record_name()
-        return jit.compile_work_items(
-            self.load_function(name), record_name, name, dtype_name, only_from_disk
-        )

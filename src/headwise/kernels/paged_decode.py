@@ -28,17 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import launch
 from .autograd_guards import can_skip_dispatcher, is_under_functorch
-from .kernel_args import (
-    WORD_BYTES,
-    ComputeArg,
-    Int64Arg,
-    KernelArgs,
-    ParallelKernelArgs,
-    StridedArg,
-    StridedComputeArg,
-    StridedFloat32Arg,
-    TableArg,
-)
+from .kernel_args import WORD_BYTES, KernelArgs, ParallelKernelArgs, TensorArg
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, round_up_to_simd
 from .operand_checks import OperandChecks, check_groups, refuse_operands
 
@@ -60,19 +50,19 @@ class PagedDecodeArgs(ParallelKernelArgs):
     # before planning the maximum number of splits, afterwards the maximum number of rows that share
     # a prefix
     max_splits: int = 0
-    q: ComputeArg = None  # [B, H, dim padded], already scaled
-    k: StridedArg = None
-    v: StridedArg = None
-    spans: TableArg = None  # [B, N, 3]: page, first slot, end
-    bias: StridedComputeArg = None
-    sink: ComputeArg = None  # [H]
-    k_scale: StridedFloat32Arg = None
-    v_scale: StridedFloat32Arg = None
+    q: TensorArg = None  # [B, H, dim padded], already scaled
+    k: TensorArg = None
+    v: TensorArg = None
+    spans: TensorArg = None  # [B, N, 3]: page, first slot, end
+    bias: TensorArg = None
+    sink: TensorArg = None  # [H]
+    k_scale: TensorArg = None
+    v_scale: TensorArg = None
     softcap: float = 0.0
-    out: ComputeArg = None  # [B, H, V]
-    lse: ComputeArg = None  # [B, H]
+    out: TensorArg = None  # [B, H, V]
+    lse: TensorArg = None  # [B, H]
     # plan entries (see `split_kv_schedule`), at most 4 per split, then the five tables below
-    plan: Int64Arg = None
+    plan: TensorArg = None
     work_items: int = 0  # address of [items + 1]: first plan entry of each work item
     split_starts: int = (
         0  # address of [splits, 3]: span, slot, whether an earlier row's work item reads it too
@@ -82,7 +72,7 @@ class PagedDecodeArgs(ParallelKernelArgs):
         0  # address of [B, 3]: row, keys shared with the previous row in this order, keys
     )
     page_hash_table: int = 0  # address of a hash table from first page to row, -1 if empty
-    partial_outputs: ComputeArg = (
+    partial_outputs: TensorArg = (
         None  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
     )
     batch: int = 0
@@ -109,7 +99,7 @@ class PagedDecodeArgs(ParallelKernelArgs):
 class SpanSearchArgs(KernelArgs):
     """Arguments of the kernel `search`."""
 
-    spans: Int64Arg = None  # [spans, 3]: page, first slot, end
+    spans: TensorArg = None  # [spans, 3]: page, first slot, end
     num_spans: int = 0
     num_pages: int = 0
     page_size: int = 0

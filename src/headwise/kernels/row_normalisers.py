@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
-from .kernel_args import BoolArg, Int32Arg, Int64Arg, ParallelKernelArgs, TensorArg
+from .kernel_args import ParallelKernelArgs, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, KernelSet, ParallelKernelSet
 from .operand_checks import FLOAT, OperandChecks, refuse_operands
 
@@ -37,14 +37,14 @@ class RowNormaliserArgs(ParallelKernelArgs):
     output: TensorArg = (
         None  # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
     )
-    mask: BoolArg = None  # [1 or B, 1, 1 or T, S]; None if every key is allowed
+    mask: TensorArg = None  # [1 or B, 1, 1 or T, S]; None if every key is allowed
     mask_row_stride: int = 0  # to the next row of the batch, and to the next query
     mask_query_stride: int = 0
     num_heads: int = 0  # H
     num_queries: int = 0  # T
     num_keys: int = 0  # S
     num_rows: int = 0  # B H T
-    key_indices: Int32Arg = (
+    key_indices: TensorArg = (
         None  # 0, 1, 2, ... for each key; this field and the following ones are used by entmax only
     )
     alpha: TensorArg = None  # [H]
@@ -52,7 +52,7 @@ class RowNormaliserArgs(ParallelKernelArgs):
     values: TensorArg = (
         None  # [B, G, S, V], V padded to whole vectors; None to return the weights themselves
     )
-    value_head_of_head: Int64Arg = None  # [H]: the value head that each head reads
+    value_head_of_head: TensorArg = None  # [H]: the value head that each head reads
     num_value_heads: int = 0  # G
     value_dim: int = 0  # V
     grad: TensorArg = None  # backward: gradient of the output

@@ -32,10 +32,8 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import AbstractTemplate, builtin_registry, signature as typed
 
 from .launch import SIMD_WIDTH, round_up_to_simd
-from .memory_guard import DEBUG_KERNELS
-from .memory_pointer import INT64, llvm_itemsize, memory_pointer, prefetch_pointer
 
-INT32 = ir.IntType(32)
+INT8, INT32, INT64 = (ir.IntType(bits) for bits in (8, 32, 64))
 LANE_MASK = ir.VectorType(INT32, SIMD_WIDTH)
 intrinsic: Any = (
     extending.intrinsic
@@ -43,6 +41,11 @@ intrinsic: Any = (
 
 
 extending.register_jitable(round_up_to_simd)
+
+
+def memory_pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> Any:
+    """Return a pointer to a value of type `kind` at an address."""
+    return builder.inttoptr(address, kind.as_pointer())
 
 
 class SimdVector(types.Type):
@@ -361,7 +364,6 @@ def _overload_log(x):
 
 # --- Pointers -------------------------------------------------------------------------------------
 
-INT8 = ir.IntType(8)
 # LLVM type of a number in memory, its bytes, and the type of its value.
 MEMORY_TYPES = {
     "float32": (ir.FloatType(), 4, types.float32),
@@ -558,7 +560,7 @@ def _pointer_setitem(context: Any, builder: Any, signature: Any, args: Any) -> A
     is_rounded = pointer.kind == "bfloat16"
     value = _round_to_bfloat16(builder, args[2], is_vector) if is_rounded else args[2]
     address = _advance(builder, pointer, *args[:2])
-    builder.store(value, memory_pointer(builder, address, raw, "writes"), align=pointer.itemsize)
+    builder.store(value, memory_pointer(builder, address, raw), align=pointer.itemsize)
 
 
 @intrinsic
@@ -624,7 +626,7 @@ def _store_quarter(typing: Any, pointer: Any, value: Any, quarter: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         indices = ir.Constant(ir.VectorType(INT32, count), list(range(first, first + count)))
         elements = builder.shuffle_vector(args[1], args[1], indices)
-        builder.store(elements, memory_pointer(builder, args[0], kind, "writes"), align=4)
+        builder.store(elements, memory_pointer(builder, args[0], kind), align=4)
         return context.get_dummy_value()
 
     return types.void(pointer, value, quarter), code
@@ -664,7 +666,7 @@ def fetch_and_increment(typing: Any, address: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw(
-            "add", memory_pointer(builder, args[0], INT64, "updates"), INT64(1), "acq_rel"
+            "add", memory_pointer(builder, args[0], INT64), INT64(1), "acq_rel"
         )
 
     return types.int64(types.int64), code
@@ -680,7 +682,7 @@ def _make_prefetch(level: int) -> Any:
     @intrinsic
     def prefetch(typing: Any, address: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            byte = prefetch_pointer(builder, args[0])
+            byte = memory_pointer(builder, args[0], INT8)
             function_type = ir.FunctionType(ir.VoidType(), [byte.type, INT32, INT32, INT32])
             function = cgutils.get_or_insert_function(
                 builder.module, function_type, "llvm.prefetch.p0"
@@ -743,9 +745,7 @@ def compress_store(
         )
         indices = builder.load(memory_pointer(builder, args[2], index_vector), align=4)
         for vector, kind, address in ((args[0], suffix, args[3]), (indices, "i32", args[4])):
-            element = vector.type.element
-            size = builder.mul(num_stored, INT64(llvm_itemsize(element))) if DEBUG_KERNELS else None
-            target = memory_pointer(builder, address, element, "writes", size)
+            target = memory_pointer(builder, address, vector.type.element)
             store_type = ir.FunctionType(ir.VoidType(), [vector.type, target.type, selected.type])
             name = f"llvm.masked.compressstore.v{SIMD_WIDTH}{kind}"
             store = cgutils.get_or_insert_function(builder.module, store_type, name)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import launch
 from .autograd_guards import can_skip_dispatcher
 from .capabilities import this_machine
-from .kernel_args import ParallelKernelArgs, TableArg, TensorArg, matrix_table
+from .kernel_args import ParallelKernelArgs, TensorArg, matrix_table
 from .launch import SIMD_WIDTH, KernelSet
 from .operand_checks import OperandChecks, refuse_operands
 
@@ -27,7 +27,7 @@ GEMV_TILE_SIZE = 4  # rows, and tokens, of one tile of products
 GEMV_STEP = 2 * SIMD_WIDTH  # channels of a row that one step reads
 
 
-class GemvArgs(ParallelKernelArgs, is_checked=False):
+class GemvArgs(ParallelKernelArgs):
     """Arguments of the GEMV; a work item is a block of rows of one matrix, the scratch buffer holds
     packed tokens.
     """
@@ -38,7 +38,7 @@ class GemvArgs(ParallelKernelArgs, is_checked=False):
     num_tokens: int = 0  # M
     width: int = 0  # K
     num_rows: int = 0  # N of all matrices together
-    matrices: TableArg = None  # pairs: address and number of rows of each matrix
+    matrices: TensorArg = None  # pairs: address and number of rows of each matrix
 
 
 GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", GemvArgs))
