@@ -71,9 +71,9 @@ def test_keys_outside_the_mask_have_no_gradient_even_if_nan():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"v": torch.float32}, "values torch.float32"),
-        ({"k": torch.float16, "v": torch.float16}, "keys are torch.float16"),
-        ({"k": torch.int8, "v": torch.int8}, "int8 with scales"),
+        ({"v": torch.float32}, "k, v are torch.float64, torch.float32; give one dtype"),
+        ({"k": torch.float16, "v": torch.float16}, "k is torch.float16"),
+        ({"k": torch.int8, "v": torch.int8}, "give both scales for int8"),
         ({"spans": torch.int32}, "spans are torch.int32"),
     ],
 )
@@ -87,9 +87,9 @@ def test_numbers_that_would_be_read_as_others_are_refused(changed, message):
 
 def test_shapes_that_do_not_meet_are_refused():
     q, k, v = handed()
-    with pytest.raises(ValueError, match="H a multiple of G"):
+    with pytest.raises(ValueError, match="give a multiple of the key heads"):
         attend_paged(q[:, :3], k, v, TABLE, scale=0.3)
-    with pytest.raises(ValueError, match=r"give int64 \[3, N, 3\]"):
+    with pytest.raises(ValueError, match=r"give torch.int64 \[3, N, 3\]"):
         attend_paged(*handed(), TABLE[:2], scale=0.3)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -75,27 +73,27 @@ def keys_of_row(table: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
     return [(page, slot, n) for n, (page, begin, end) in each for slot in range(begin, end)]
 
 
-def planned(
-    table: torch.Tensor, page: int, threads: int = 1
-) -> list[list[tuple[tuple[int, ...], int]]]:
-    """The jobs that a table makes: which rows read how many keys, one after the other."""
+def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[tuple[tuple[int, ...], int]]:
+    """The jobs that a table makes: which rows read how many keys."""
     batch, count, _ = table.shape
     most = batch * num_kv_splits(count * page)
     notes = torch.full((plan_size(batch, most),), -(10**6))
     args = PagedDecodeArgs.make(
-        num_items=threads, max_splits=most, spans=table, plan=notes, batch=batch, num_spans=count
+        num_items=threads,
+        max_splits=most,
+        spans=table,
+        plan=notes,
+        batch=batch,
+        num_spans=count,
+        num_pages=2**40,
+        page_size=page,
     )
     SCHEDULE_KERNELS.run("plan", None, args)
     listed = notes.tolist()
-    jobs, order = ((address - args.plan) // 8 for address in (args.work_items, args.row_order))
+    order = (args.row_order - args.plan) // 8
     row = listed[order : order + 3 * batch : 3]
-    entries = [
-        listed[n : n + PLAN_ENTRY_FIELDS]
-        for n in range(0, 4 * most * PLAN_ENTRY_FIELDS, PLAN_ENTRY_FIELDS)
-    ]
-    ends = listed[jobs : jobs + args.num_items + 1]
-    read = [(tuple(row[e[0] : e[0] + e[1]]), e[4]) for e in entries[: ends[-1]]]
-    return [read[begin:end] for begin, end in pairwise(ends)]
+    starts = range(0, args.num_items * PLAN_ENTRY_FIELDS, PLAN_ENTRY_FIELDS)
+    return [(tuple(row[listed[n] : listed[n] + listed[n + 1]]), listed[n + 4]) for n in starts]
 
 
 def numbers(
@@ -170,24 +168,22 @@ def test_each_row_reads_as_it_does_alone(page_table, seed, kind, beside, heads, 
 
 @given(page_table=trees())
 @settings(max_examples=25, deadline=None)
-def test_no_block_is_read_twice(page_table):
-    """A block of keys with all before it is one and the same for every row that has it, and read
+def test_no_split_is_read_twice(page_table):
+    """A split of keys with all before it is one and the same for every row that has it, and read
     once.
     """
     page, table = page_table
-    blocks = set()
+    splits = set()
     for row in range(len(table)):
         keys = keys_of_row(table, row)
-        blocks |= {
-            tuple(keys[: begin + KV_BLOCK_SIZE]) for begin in range(0, len(keys), KV_BLOCK_SIZE)
+        splits |= {
+            tuple(keys[: begin + KV_SPLIT_SIZE]) for begin in range(0, len(keys), KV_SPLIT_SIZE)
         }
     jobs = planned(table, page)
-    ours = sum(count for job in jobs for _, count in job)
-    assert ours == sum((len(block) - 1) % KV_BLOCK_SIZE + 1 for block in blocks)
-    each = [
-        sum(count for job in jobs for rows, count in job if row in rows)
-        for row in range(len(table))
-    ]
+    assert sum(count for _, count in jobs) == sum(
+        (len(split) - 1) % KV_SPLIT_SIZE + 1 for split in splits
+    )
+    each = [sum(count for rows, count in jobs if row in rows) for row in range(len(table))]
     assert each == [len(keys_of_row(table, row)) for row in range(len(table))]
 
 
@@ -205,26 +201,18 @@ def tailed(rows: int, shared: int, own: int, page: int = 16) -> torch.Tensor:
 def test_a_plan_reads_whole_pieces_together_and_then_each_row_by_itself():
     jobs = planned(tailed(3, 2 * KV_SPLIT_SIZE, 40), 16)
     assert jobs == [
-        [((0, 1, 2), KV_SPLIT_SIZE)],
-        [((0, 1, 2), KV_SPLIT_SIZE)],
-        [((0,), 40)],
-        [((1,), 40)],
-        [((2,), 40)],
+        ((0, 1, 2), KV_SPLIT_SIZE),
+        ((0, 1, 2), KV_SPLIT_SIZE),
+        ((0,), 40),
+        ((1,), 40),
+        ((2,), 40),
     ]
-
-
-def test_a_piece_that_rows_begin_together_is_one_job():
-    """The rows part within it: whole blocks are read together, then each reads its own."""
-    jobs = planned(tailed(2, KV_BLOCK_SIZE + 16, 100), 16)
-    assert jobs[0][0] == ((0, 1), KV_BLOCK_SIZE)
-    assert sorted(rows for rows, _ in jobs[0][1:]) == [(0,), (0,), (1,), (1,)]
-    assert len(jobs) == 1
 
 
 def test_rows_without_a_shared_prefix_are_planned_in_order():
     jobs = planned(tailed(3, 0, KV_SPLIT_SIZE + 7), 16)
-    assert jobs == [[((row,), count)] for row in range(3) for count in (KV_SPLIT_SIZE, 7)]
-    assert planned(torch.zeros(2, 0, 3, dtype=torch.int64), 16) == [[((0,), 0)], [((1,), 0)]]
+    assert jobs == [((row,), count) for row in range(3) for count in (KV_SPLIT_SIZE, 7)]
+    assert planned(torch.zeros(2, 0, 3, dtype=torch.int64), 16) == [((0,), 0), ((1,), 0)]
 
 
 def test_rows_with_longer_shared_prefixes_are_adjacent():
@@ -235,8 +223,7 @@ def test_rows_with_longer_shared_prefixes_are_adjacent():
     table = torch.tensor(
         [[(n, 0, 16) for n in row] + [(0, 0, 0)] * (most - len(row)) for row in rows]
     )
-    read = [entry for job in planned(table, 16) for entry in job]
-    assert [entry for entry in read if len(entry[0]) > 1] == [
+    assert [job for job in planned(table, 16) if len(job[0]) > 1] == [
         ((0, 3, 2, 5), 256),
         ((0, 3), 256),
         ((2, 5), 256),
@@ -247,8 +234,8 @@ def test_rows_with_longer_shared_prefixes_are_adjacent():
 def test_many_rows_read_in_teams():
     count = 2 * MAX_ROWS_TOGETHER + 3
     table = tailed(count, KV_SPLIT_SIZE, 5)
-    shared = [job[0] for job in planned(table, 16) if job[0][1] == KV_SPLIT_SIZE]
-    assert [len(rows) for rows, _ in shared] == [MAX_ROWS_TOGETHER, 6, 5]
+    shared = [rows for rows, count in planned(table, 16) if count == KV_SPLIT_SIZE]
+    assert [len(rows) for rows in shared] == [MAX_ROWS_TOGETHER, 6, 5]
     q, k, v, _ = numbers(table, 16, torch.float32, 6, 2, (16, 16))
     o, _ = attend_paged(q, k, v, table, scale=0.25)
     for row in range(count):
@@ -260,12 +247,12 @@ def test_many_rows_read_in_teams():
 def test_teams_are_smaller_where_threads_would_wait():
     """Eight rows of two pieces; and of many, enough for all threads as they are."""
     sizes = {
-        threads: {len(job[0][0]) for job in planned(tailed(8, KV_SPLIT_SIZE, 9), 16, threads)}
+        threads: {len(rows) for rows, _ in planned(tailed(8, KV_SPLIT_SIZE, 9), 16, threads)}
         for threads in (1, 2, 3, 8)
     }
     assert {threads: max(value) for threads, value in sizes.items()} == {1: 8, 2: 4, 3: 2, 8: 1}
     assert (
-        max(len(job[0][0]) for job in planned(tailed(8, 8 * KV_SPLIT_SIZE, 9), 16, 2))
+        max(len(rows) for rows, _ in planned(tailed(8, 8 * KV_SPLIT_SIZE, 9), 16, 2))
         == MAX_ROWS_TOGETHER
     )
 
@@ -275,37 +262,35 @@ def test_the_same_page_cut_otherwise_is_not_the_same():
     page, share nothing.
     """
     table = torch.tensor(
-        [[[0, 0, 64], [1, 0, 64]], [[0, 1, 64], [1, 0, 64]], [[0, 0, 63], [1, 0, 64]]]
+        [[[0, 0, 256], [1, 0, 256]], [[0, 1, 256], [1, 0, 256]], [[0, 0, 255], [1, 0, 256]]]
     )
-    assert all(len(rows) == 1 for job in planned(table, 64) for rows, _ in job)
-    table = torch.tensor([[[0, 0, 64], [1, 0, 64]], [[0, 0, 64], [1, 0, 63]]])
-    assert planned(table, 64) == [[((0, 1), 64), ((0,), 64), ((1,), 63)]]
+    assert all(len(rows) == 1 for rows, _ in planned(table, 256))
+    table = torch.tensor([[[0, 0, 256], [1, 0, 256]], [[0, 0, 256], [1, 0, 255]]])
+    assert planned(table, 256) == [((0, 1), 256), ((0,), 256), ((1,), 255)]
 
 
-def test_a_row_that_ends_within_a_block_reads_it_alone():
-    """Another has all of its keys, and more behind them in the same block."""
-    table = torch.tensor([[[0, 0, 50], [1, 0, 50]], [[0, 0, 50], [9, 0, 0]]])
-    assert planned(table, 50) == [[((0,), 100)], [((1,), 50)]]
-    q, k, v, _ = numbers(table, 50, torch.float64, 4, 2, (16, 16))
+def test_a_row_that_ends_within_a_split_reads_it_alone():
+    """Another has all of its keys, and more behind them in the same split."""
+    table = torch.tensor([[[0, 0, 200], [1, 0, 200]], [[0, 0, 200], [9, 0, 0]]])
+    assert planned(table, 200) == [((0,), 256), ((0,), 144), ((1,), 200)]
+    q, k, v, _ = numbers(table, 200, torch.float64, 4, 2, (16, 16))
     o, _ = attend_paged(q, k, v, table, scale=0.25)
     check_close(o[1], reference_decode(q[1], k[0].transpose(0, 1), v[0].transpose(0, 1), 0.25)[0])
 
 
 def test_a_longer_row_reads_the_keys_after_the_prefix():
-    """It has all blocks of another, whose text ends with one, and one block more."""
-    table = torch.tensor([[[0, 0, 64], [9, 0, 0]], [[0, 0, 64], [1, 0, 64]]])
-    assert planned(table, 64) == [[((0, 1), 64), ((1,), 64)]]
+    """It has all splits of another, whose text ends with one, and one split more."""
+    table = torch.tensor([[[0, 0, 256], [9, 0, 0]], [[0, 0, 256], [1, 0, 256]]])
+    assert planned(table, 256) == [((0, 1), 256), ((1,), 256)]
 
 
-def test_rows_that_diverge_twice_in_a_block_read_their_own_keys():
-    """All four read a block together, then two and two, then each its own: one job, one piece of
-    each.
-    """
+def test_rows_that_diverge_twice_read_their_own_keys():
+    """All four read a split together, then two and two, then each its own."""
     spans = [[0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 6]]
-    table = torch.tensor([[(page, 0, 64) for page in row] for row in spans])
-    (job,) = planned(table, 64)
-    assert job[:3] == [((0, 1, 2, 3), 64), ((0, 1), 64), ((2, 3), 64)]
-    q, k, v, _ = numbers(table, 64, torch.float64, 4, 2, (16, 16))
+    table = torch.tensor([[(page, 0, 256) for page in row] for row in spans])
+    together = [job for job in planned(table, 256) if len(job[0]) > 1]
+    assert together == [((0, 1, 2, 3), 256), ((0, 1), 256), ((2, 3), 256)]
+    q, k, v, _ = numbers(table, 256, torch.float64, 4, 2, (16, 16))
     o, _ = attend_paged(q, k, v, table, scale=0.25)
     check_close(o, attend_paged_reference(q, k, v, table, scale=0.25)[0])
 
@@ -373,24 +358,6 @@ def test_large_scores_and_nan_stay_with_whom_they_belong_to(dtype):
     assert o[2, 3:].isfinite().all()
 
 
-def test_gradients_are_those_of_rows_apart():
-    table = tailed(2, KV_BLOCK_SIZE, 3, page=8)
-    q, k, v, _ = numbers(table, 8, torch.float64, 4, 2, (5, 3))
-    values = [t.requires_grad_() for t in (q, k, v)]
-    together = torch.autograd.grad(
-        attend_paged(q, k, v, table, scale=0.5)[0].square().sum(), values
-    )
-    separate = [torch.zeros_like(t) for t in values]
-    for row in range(2):
-        o, _ = attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.5)
-        separate = [
-            a + g
-            for a, g in zip(separate, torch.autograd.grad(o.square().sum(), values), strict=True)
-        ]
-    for ours, theirs in zip(together, separate, strict=True):
-        check_close(ours, theirs)
-
-
 def test_products_are_counted_for_every_row():
     table = tailed(3, KV_SPLIT_SIZE, 16)
     q, k, v, _ = numbers(table, 16, torch.float32, 6, 2, (16, 24))
@@ -405,17 +372,14 @@ def test_products_are_counted_for_every_row():
 def together(pool: PagePool, cache: hw.KVCache) -> int:
     """How many rows read something together, in the last step of a cache."""
     _placed = cache._paged_batch.accesses[0].row_pages._placed
-    return max(
-        len(rows)
-        for job in planned(_placed.table.contiguous(), pool.paging.groups[0].page)
-        for rows, _ in job
-    )
+    jobs = planned(_placed.table.contiguous(), pool.paging.groups[0].page)
+    return max(len(rows) for rows, _ in jobs)
 
 
 @pytest.mark.parametrize("name", SPECS)
 @FEW
 @given(
-    first=st.integers(3, 220),
+    first=st.integers(3, 320),
     more=st.lists(st.integers(1, 90), min_size=2, max_size=2),
     page=st.sampled_from([1, 4, 7, 16]),
     order=st.integers(0, 9),
@@ -425,7 +389,7 @@ def test_rows_that_fork_read_as_one_pass_reads(name, first, more, page, order):
     what they share.
     """
     layer = build_layer(name)
-    pool = make_pool(layer.spec, torch.float64, page, 5 * (-(-400 // page) + 2), order)
+    pool = make_pool(layer.spec, torch.float64, page, 5 * (-(-510 // page) + 2), order)
     texts = [torch.randn(first, MODEL, dtype=torch.float64)]
     cache = prefilled_cache(layer, pool, texts[0][None], [first])
     for parents, count in zip(([0, 0, 0], [0, 0, 2, 1, 1]), more, strict=True):
@@ -440,7 +404,7 @@ def test_rows_that_fork_read_as_one_pass_reads(name, first, more, page, order):
             ours = decode_step(layer, cache, new, "paged")
             for row, text in zip(ours, texts, strict=True):
                 check_close(row, last_output_in_one_pass(layer, text))
-    if layer.spec.pattern.retention == (0, None) and first // page * page >= KV_BLOCK_SIZE:
+    if layer.spec.pattern.retention == (0, None) and first // page * page >= KV_SPLIT_SIZE:
         assert together(pool, cache) == 5
 
 
@@ -449,29 +413,29 @@ def test_rows_that_adopt_a_beginning_read_it_together(name):
     """Texts that are known to begin alike, of different lengths behind it."""
     layer = build_layer(name)
     pool = make_pool(layer.spec, torch.float64, 4, 400, 1)
-    ids = [n % 11 for n in range(230)]
-    x = torch.randn(4, 260, MODEL, dtype=torch.float64)
-    x[:, :200] = x[:1, :200]
+    ids = [n % 11 for n in range(310)]
+    x = torch.randn(4, 340, MODEL, dtype=torch.float64)
+    x[:, :280] = x[:1, :280]
     rows = [pool.block_tables.new_sequence()]
     cache = pool.caches(pool.batch_of(rows))[0]
     with torch.no_grad():
-        layer(x[:1, :200], cache=cache)
-    pool.block_tables.publish_prefix(rows[0], ids[:200])
+        layer(x[:1, :280], cache=cache)
+    pool.block_tables.publish_prefix(rows[0], ids[:280])
     for own in range(3):
         rows.append(pool.block_tables.new_sequence())
         pool.block_tables.reuse_prefix(
-            rows[-1], pool.block_tables.find_prefix(rows[-1], [*ids[:200], 90 + own])
+            rows[-1], pool.block_tables.find_prefix(rows[-1], [*ids[:280], 90 + own])
         )
     cache = pool.caches(pool.batch_of(rows))[0]
     lengths = [21, 1, 14, 30]
-    at = hw.SequenceInfo.from_batch(x[:, 200:230], lengths=lengths)
-    at = hw.SequenceInfo(at.position + 200, at.segment)
+    at = hw.SequenceInfo.from_batch(x[:, 280:310], lengths=lengths)
+    at = hw.SequenceInfo(at.position + 280, at.segment)
     with torch.no_grad():
-        layer(x[:, 200:230], cache=cache, sequence=at)
+        layer(x[:, 280:310], cache=cache, sequence=at)
     new = torch.randn(4, 1, MODEL, dtype=torch.float64)
     ours = decode_step(layer, cache, new, "paged")
     for row, length in enumerate(lengths):
         check_close(
-            ours[row], last_output_in_one_pass(layer, torch.cat([x[row, : 200 + length], new[row]]))
+            ours[row], last_output_in_one_pass(layer, torch.cat([x[row, : 280 + length], new[row]]))
         )
     assert together(pool, cache) == (4 if name != "window" else 1)

@@ -161,20 +161,20 @@ def _paged_decode() -> Iterator[Call]:
     empty = torch.empty(0)
     yield Call(
         lambda q, k, v, spans, bias, sink: OPS.paged_decode(
-            q, k, v, spans, [bias, sink, empty, empty], 0.0
+            q, k, v, spans, [bias, sink, empty, empty], 0.5, 0.0
         ),
         tensors | spans | more,
-        ("v.3", "bias.dtype", "sink.dtype"),
+        ("v.3", "q.dtype", "bias.dtype", "sink.dtype"),
         ("spans",),
     )
     pages = {name: (40 * t).to(torch.int8) for name, t in list(tensors.items())[1:]}
     scales = {"k_scale": torch.rand(5, 2, 4), "v_scale": torch.rand(5, 2, 4)}
     yield Call(
         lambda q, k, v, spans, k_scale, v_scale: OPS.paged_decode(
-            q, k, v, spans, [empty, empty, k_scale, v_scale], 0.0
+            q, k, v, spans, [empty, empty, k_scale, v_scale], 0.5, 0.0
         ),
         {"q": tensors["q"]} | pages | spans | scales,
-        ("v.3", "spans.1"),
+        ("v.3", "q.dtype", "spans.1"),
         ("spans",),
     )
 

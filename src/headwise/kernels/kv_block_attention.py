@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import math
 
-from numba import extending, njit
+from numba import njit
 
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
-from .paged_decode import KV_BLOCK_SIZE, hash_table_size
+from .paged_decode import KV_BLOCK_SIZE
 from .simd import (
     floats,
     fma,
@@ -44,8 +44,6 @@ from .simd import (
     vec_exp,
     vec_max,
 )
-
-extending.register_jitable(hash_table_size)
 
 # --- Scores and weighted values of a block --------------------------------------------------------
 

@@ -1,16 +1,16 @@
-"""Attention of one query per row over a paged KV cache, as a torch operation with gradients.
+"""Attention of one query per row over a paged KV cache, as a torch operation.
 
 For row b and head h, with g = h // (H / G) and the keys j that the spans of row b list in pages:
 
     s[j] = scale * q[b, h] . k[j, g]                  (* key scale, then softcap, then + bias)
     o[b, h] = sum_j softmax(s)[j] v[j, g]             lse[b, h] = log sum_j exp(s[j])
 
-`attend_paged_reference` computes this in plain PyTorch: it gathers the pages and keeps all scores.
-The kernel reads pages in place. One call runs two kernels: `plan` (see `split_kv_schedule`) splits
-the keys of every row into chunks of 256 and groups rows that share a prefix, then all threads of
-the pool run `attend` (see `paged_decode_kernel`): for each work item, for each block of 64 keys:
-scores, online softmax, weighted values. The last thread to finish a row combines its splits
-(Flash-Decoding).
+`attend_paged_reference` computes this in plain PyTorch: it gathers the pages and keeps all scores,
+and runs where a gradient is needed. The kernel reads pages in place. One call runs two kernels:
+`plan` (see `split_kv_schedule`) splits the keys of every row into chunks of 256 and groups rows that
+share a prefix, then all threads of the pool run `attend` (see `paged_decode_kernel`): for each work
+item, for each block of 64 keys: scores, online softmax, weighted values. The last thread to finish a
+row combines its splits (Flash-Decoding).
 
 Kernels read memory by address, so shapes, dtypes and spans are checked here first.
 """
@@ -28,13 +28,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import launch
 from .autograd_guards import can_skip_dispatcher, is_under_functorch
-from .kernel_args import WORD_BYTES, KernelArgs, ParallelKernelArgs, TensorArg
+from .kernel_args import WORD_BYTES, ParallelKernelArgs, TensorArg
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, round_up_to_simd
 from .operand_checks import OperandChecks, check_groups, refuse_operands
 
 KV_BLOCK_SIZE = 64
 KV_SPLIT_SIZE = 256  # keys per block; keys per split, the unit of work of a thread
-PLAN_ENTRY_FIELDS = 7  # int64 per entry of the plan
+PLAN_ENTRY_FIELDS = 6  # int64 per entry of the plan
 MAX_ROWS_TOGETHER = 8  # maximum number of rows that read a shared prefix together
 
 
@@ -61,9 +61,8 @@ class PagedDecodeArgs(ParallelKernelArgs):
     softcap: float = 0.0
     out: TensorArg = None  # [B, H, V]
     lse: TensorArg = None  # [B, H]
-    # plan entries (see `split_kv_schedule`), at most 4 per split, then the five tables below
+    # plan entries (see `split_kv_schedule`), one per work item, then the three tables below
     plan: TensorArg = None
-    work_items: int = 0  # address of [items + 1]: first plan entry of each work item
     split_starts: int = (
         0  # address of [splits, 3]: span, slot, whether an earlier row's work item reads it too
     )
@@ -71,7 +70,6 @@ class PagedDecodeArgs(ParallelKernelArgs):
     row_order: int = (
         0  # address of [B, 3]: row, keys shared with the previous row in this order, keys
     )
-    page_hash_table: int = 0  # address of a hash table from first page to row, -1 if empty
     partial_outputs: TensorArg = (
         None  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
     )
@@ -81,7 +79,9 @@ class PagedDecodeArgs(ParallelKernelArgs):
     dim: int = 0
     vdim: int = 0
     num_spans: int = 0  # N
+    num_pages: int = 0
     page_size: int = 0
+    first_invalid: int = 0  # output: index of the first span outside its page, or -1
     k_page_stride: int = 0
     k_head_stride: int = 0
     k_slot_stride: int = 0
@@ -94,16 +94,6 @@ class PagedDecodeArgs(ParallelKernelArgs):
     scale_page_stride: int = 0
     scale_head_stride: int = 0
     scale_slot_stride: int = 0
-
-
-class SpanSearchArgs(KernelArgs):
-    """Arguments of the kernel `search`."""
-
-    spans: TensorArg = None  # [spans, 3]: page, first slot, end
-    num_spans: int = 0
-    num_pages: int = 0
-    page_size: int = 0
-    first_invalid: int = -1  # output: index of the first invalid span
 
 
 def decode_scratch_bytes(heads: int, itemsize: int, rows: int = 1, qv_width: int = 0) -> int:
@@ -136,15 +126,7 @@ def num_kv_splits(keys: int) -> int:
 
 def plan_size(batch: int, max_splits: int) -> int:
     """Return the maximum number of int64 of a plan for `batch` rows and `max_splits` splits."""
-    return (4 * PLAN_ENTRY_FIELDS + 4) * max_splits + 1 + 6 * batch + hash_table_size(batch)
-
-
-def hash_table_size(batch: int) -> int:
-    """Return the smallest power of two that is at least 2 x batch."""
-    count = 1
-    while count < 2 * batch:
-        count *= 2
-    return count
+    return (PLAN_ENTRY_FIELDS + 3) * max_splits + 6 * batch
 
 
 KV_STORAGE_DTYPES = {
@@ -156,33 +138,7 @@ KV_STORAGE_DTYPES = {
 PAGED_DECODE_KERNELS = KernelSet(
     "paged_decode_kernel", KV_STORAGE_DTYPES, attend=("run_work_items", PagedDecodeArgs)
 )
-SCHEDULE_KERNELS = KernelSet(
-    "split_kv_schedule",
-    {},
-    plan=("plan_split_kv", PagedDecodeArgs),
-    search=("search_invalid_span", SpanSearchArgs),
-)
-
-
-def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
-    """Return the index of the first nonempty span that exceeds the pages or their slots; -1 if all
-    are valid.
-
-    >>> import torch
-    >>> find_invalid_span(torch.tensor([[[1, 0, 4], [9, 2, 2], [1, 0, 5]]]), pages=2, slots=4)
-    2
-    """
-    spans = spans_BN3.contiguous()
-    args = SpanSearchArgs.make(
-        spans=spans,
-        num_spans=spans.numel() // 3,
-        num_pages=pages,
-        page_size=slots,
-        first_invalid=-1,
-    )
-    SCHEDULE_KERNELS.run("search", None, args)
-    return args.first_invalid
-
+SCHEDULE_KERNELS = KernelSet("split_kv_schedule", {}, plan=("plan_split_kv", PagedDecodeArgs))
 
 # --- The operation `headwise::paged_decode` -------------------------------------------------------
 
@@ -206,20 +162,17 @@ class PagedDecodeOptions(NamedTuple):
 
 DEFAULT_OPTIONS = PagedDecodeOptions()
 EMPTY_TENSOR = torch.empty(0)
-KV_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8)
+FLOATS = "float32 float64 bfloat16 float16: "
 CHECKS = OperandChecks(
     "paged_decode",
-    q="float32 float64: B H K",
+    q=FLOATS + "B H K",
     k="float32 float64 bfloat16 int8: P G S K",
     v="float32 float64 bfloat16 int8: P G S V",
     spans="int64: B N 3?",
-)
-OPTION_CHECKS = OperandChecks(
-    "paged_decode",
-    bias="float32 float64 bfloat16 float16: * * *?",
-    sink="float32 float64 bfloat16 float16: *?",
-    k_scale="float32 float64 bfloat16 float16: * * *?",
-    v_scale="float32 float64 bfloat16 float16: * * *?",
+    bias=FLOATS + "1|B 1|H *?",
+    sink=FLOATS + "H?",
+    k_scale="float32: P G S?",
+    v_scale="float32: P G S?",
 )
 
 
@@ -245,13 +198,13 @@ def attend_paged(
     - 1 of that page. A page may occur in several rows. A span with begin >= end is empty, and a row
       with only empty
     spans returns zeros. Spans are read in order, and the column of a key in `bias` is n x S + its
-    slot. Keys of a prefix that several rows share are read once for all of them, in blocks. Without
-    a table, row b attends to all of page b.
+    slot. Keys of a prefix that several rows share are read once for all of them, 256 at a time.
+    Without a table, row b attends to all of page b.
 
     The query has the dtype of the pages (float32 or bfloat16 for int8 pages), and so has the
     output. Sums are float32, or float64 for float64 pages. The result of a row depends neither on
-    the number of threads nor on other rows, bit for bit. Gradients for the query, pages, bias and
-    sink come from a second pass in plain operations, which stores all scores.
+    the number of threads nor on other rows, bit for bit. Where a gradient is needed, plain operations
+    run, which store all scores.
 
     >>> import torch
     >>> k, v = (
@@ -265,78 +218,20 @@ def attend_paged(
     >>> o.shape, lse.shape
     (torch.Size([2, 6, 16]), torch.Size([2, 6]))
     """
-    reason = _unsupported_reasons(q_BHK, k_PGSK, v_PGSV, spans_BN3, options)
-    if reason:
-        raise ValueError(reason)
-    if is_under_functorch():
+    tensors = _options_to_tensors(options)
+    operands = (q_BHK, k_PGSK, v_PGSV, *tensors)
+    if (
+        (torch.is_grad_enabled() and any(t.requires_grad for t in operands))
+        or is_under_functorch()
+        or k_PGSK.dtype not in KV_STORAGE_DTYPES
+        or not (SCHEDULE_KERNELS.is_usable() and PAGED_DECODE_KERNELS.is_usable(k_PGSK.dtype))
+    ):
         return attend_paged_reference(
             q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, options=options
         )
-    if not (SCHEDULE_KERNELS.is_usable() and PAGED_DECODE_KERNELS.is_usable(k_PGSK.dtype)):
-        valid_spans = None if spans_BN3 is None else _check_spans(spans_BN3, k_PGSK)
-        _check_bounds(
-            q_BHK,
-            k_PGSK,
-            1 if valid_spans is None else valid_spans.shape[1],
-            _options_to_tensors(options),
-        )
-        return attend_paged_reference(
-            q_BHK, k_PGSK, v_PGSV, valid_spans, scale=scale, options=options
-        )
-    compute_dtype = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
-    option_tensors = _options_to_tensors(options)
     table = () if spans_BN3 is None else (spans_BN3,)
-    run = (
-        _launch_paged_decode
-        if can_skip_dispatcher(q_BHK, k_PGSK, v_PGSV, *option_tensors, *table)
-        else _attend_paged_op
-    )
-    if run is _launch_paged_decode:
-        CHECKS.check_memory("q", q_BHK)  # torch's product would read behind it
-    q = q_BHK.to(compute_dtype) * scale
-    o, lse = run(q, k_PGSK, v_PGSV, spans_BN3, option_tensors, options.softcap)
-    return o.to(q_BHK.dtype), lse
-
-
-def _unsupported_reasons(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, options: PagedDecodeOptions
-) -> str:
-    """Return why the inputs do not fit the kernel, or an empty string; the kernel itself checks no
-    bounds.
-    """
-    if (q.dim(), k.dim(), v.dim()) != (3, 4, 4):
-        return (
-            f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} axes; give [B, H, K], [P, G, S, K], "
-            "[P, G, S, V]"
-        )
-    (rows, heads, dim) = q.shape
-    page_shape = k.shape
-    if heads % page_shape[1] or dim != page_shape[3] or page_shape[:3] != v.shape[:3]:
-        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
-        return (
-            f"q, k, v are {shapes}; give [B, H, K], [P, G, S, K], [P, G, S, V] with H a "
-            "multiple of G"
-        )
-    if not q.is_floating_point():
-        return f"the queries are {q.dtype}; give floating-point numbers"
-    if (
-        k.dtype not in KV_DTYPES
-        or k.dtype != v.dtype
-        or (k.dtype == torch.int8) == (options.k_scale is None)
-    ):
-        return (
-            f"keys are {k.dtype}, values {v.dtype}; give both in one of {KV_DTYPES}, int8 with "
-            "scales"
-        )
-    if spans is None:
-        return (
-            ""
-            if rows == page_shape[0]
-            else f"there are {rows} rows and {page_shape[0]} pages; give spans"
-        )
-    if spans.dtype != torch.int64 or spans.shape[::2] != (rows, 3):
-        return f"spans are {spans.dtype} {list(spans.shape)}; give int64 [{rows}, N, 3]"
-    return ""
+    run = _launch_paged_decode if can_skip_dispatcher(*operands, *table) else _attend_paged_op
+    return run(q_BHK, k_PGSK, v_PGSV, spans_BN3, tensors, scale, options.softcap)
 
 
 def _options_to_tensors(options: PagedDecodeOptions) -> list[Tensor]:
@@ -353,9 +248,10 @@ def _attend_paged_op(
     v: Tensor,
     spans: Tensor | None,
     option_tensors: Sequence[Tensor],
+    scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    return _launch_paged_decode(q, k, v, spans, option_tensors, softcap)
+    return _launch_paged_decode(q, k, v, spans, option_tensors, scale, softcap)
 
 
 def _launch_paged_decode(
@@ -364,39 +260,40 @@ def _launch_paged_decode(
     v: Tensor,
     spans: Tensor | None,
     option_tensors: Sequence[Tensor],
+    scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     _check_operands(q, k, v, spans, option_tensors)
-    (batch, heads, dim) = q.shape
-    (_, num_kv_heads, page_size, vdim) = v.shape
-    itemsize = q.itemsize
-    out = q.new_empty(batch, heads, vdim)
-    lse = q.new_empty(batch, heads)
+    batch, heads, dim = q.shape
+    pages, num_kv_heads, page_size, vdim = v.shape
+    dtype = _compute_dtype(k)
+    out = q.new_empty(batch, heads, vdim, dtype=dtype)
+    lse = q.new_empty(batch, heads, dtype=dtype)
     if not out.numel():
-        return out, lse.fill_(-torch.inf)
-    table, num_spans = _block_table(spans, batch, k)
-    _check_bounds(q, k, num_spans, option_tensors)
-    q = _pad_channels(q).contiguous()
+        return out.to(q.dtype), lse.fill_(-torch.inf)
+    num_spans = 1 if spans is None else spans.shape[1]
+    padded_q = _pad_channels(q.to(dtype) * scale).contiguous()
     k = _contiguous_channels(k)
     v = _contiguous_channels(v)
     max_splits = batch * num_kv_splits(num_spans * page_size)
     args = PagedDecodeArgs.make(
         num_items=launch.max_threads(),
         max_splits=max_splits,
-        q=q,
+        q=padded_q,
         k=k,
         v=v,
-        spans=table,
+        spans=_row_table(batch, page_size) if spans is None else spans.contiguous(),
         out=out,
         lse=lse,
         plan=torch.empty(plan_size(batch, max_splits), dtype=torch.int64),
-        partial_outputs=q.new_empty(max_splits * heads * (round_up_to_simd(vdim) + 2)),
+        partial_outputs=out.new_empty(max_splits * heads * (round_up_to_simd(vdim) + 2)),
         batch=batch,
         num_heads=heads,
         num_kv_heads=num_kv_heads,
         dim=dim,
         vdim=vdim,
         num_spans=num_spans,
+        num_pages=pages,
         page_size=page_size,
         k_page_stride=k.stride(0) * k.itemsize,
         k_head_stride=k.stride(1) * k.itemsize,
@@ -406,104 +303,70 @@ def _launch_paged_decode(
         v_slot_stride=v.stride(2) * v.itemsize,
         softcap=softcap,
     )
-    _set_options(args, option_tensors, q.dtype)
+    _set_options(args, option_tensors, dtype)
     SCHEDULE_KERNELS.run("plan", None, args)
+    if spans is not None and args.first_invalid >= 0:
+        raise ValueError(_invalid_span_message(spans.reshape(-1, 3)[args.first_invalid], k))
     threads = min(launch.max_threads(), args.num_items)
     args.scratch_bytes = decode_scratch_bytes(
-        heads, itemsize, args.max_splits, round_up_to_simd(dim) + round_up_to_simd(vdim) + 2
+        heads, dtype.itemsize, args.max_splits, round_up_to_simd(dim) + round_up_to_simd(vdim) + 2
     )
     args.allocate_scratch(threads)
     PAGED_DECODE_KERNELS.run("attend", k.dtype, args, threads)
-    return out, lse
+    return out.to(q.dtype), lse
+
+
+def _compute_dtype(k: Tensor) -> torch.dtype:
+    return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
 def _check_operands(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError for tensors that do not fit each other; `_block_table` and `_check_bounds`
-    check the numbers.
-    """
-    CHECKS.check(q, k, v, spans)
+    """Raise ValueError for tensors that do not fit each other."""
+    CHECKS.check(q, k, v, spans, *(t if t.numel() else None for t in option_tensors))
     check_groups("paged_decode", q.shape[1], k.shape[1])
-    if k.dtype != v.dtype or q.dtype != (
-        torch.float64 if k.dtype == torch.float64 else torch.float32
-    ):
-        fact = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
-        refuse_operands(
-            "paged_decode", fact, "give k and v in one dtype and q in float32, or all in float64"
-        )
+    if k.dtype != v.dtype:
+        refuse_operands("paged_decode", f"k, v are {k.dtype}, {v.dtype}", "give one dtype")
     if spans is None and len(q) != len(k):
         refuse_operands("paged_decode", f"there are {len(q)} rows and {len(k)} pages", "give spans")
-    if any(t.numel() for t in option_tensors) or k.dtype == torch.int8:
-        OPTION_CHECKS.check(*(t if t.numel() else None for t in option_tensors))
-        if len({k.dtype == torch.int8, *(t.numel() > 0 for t in option_tensors[2:])}) > 1:
-            fact = (
-                f"k and v are {k.dtype} and have "
-                f"{sum(t.numel() > 0 for t in option_tensors[2:])} scales"
-            )
-            refuse_operands(
-                "paged_decode", fact, "give both scales for int8, none for other dtypes"
-            )
+    bias, _, *scales = option_tensors
+    columns = (1 if spans is None else spans.shape[1]) * k.shape[2]
+    if bias.numel() and bias.shape[2] not in (1, columns):
+        fact = f"the bias is {list(bias.shape)}"
+        refuse_operands("paged_decode", fact, f"give [B, H, N x S] with N x S = {columns}")
+    num_scales = sum(t.numel() > 0 for t in scales)
+    if k.numel() and num_scales != 2 * (k.dtype == torch.int8):
+        fact = f"k and v are {k.dtype} and have {num_scales} scales"
+        refuse_operands("paged_decode", fact, "give both scales for int8, none for other dtypes")
 
 
-def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | array[int], int]:
-    """Return the block table and its spans per row; raise ValueError if a span exceeds the pages.
+def _row_table(rows: int, slots: int) -> array[int]:
+    """Return the block table of rows that each attend to all of their own page.
 
-    Without spans the table is an array: allocating a tensor takes longer than reading the table.
+    It is an array: allocating a tensor takes longer than reading the table.
     """
-    pages, _, slots, _ = k.shape
-    if spans is None:
-        table = array("q")
-        for row in range(rows):
-            table.extend((row, 0, slots))
-        return table, 1
-    n = find_invalid_span(spans, pages, slots)
-    if n >= 0:
-        raise ValueError(_invalid_span_message(spans.reshape(-1, 3)[n].tolist(), k))
-    return spans.contiguous(), spans.shape[1]
+    table = array("q")
+    for row in range(rows):
+        table.extend((row, 0, slots))
+    return table
 
 
-def _invalid_span_message(span: list[int], k: Tensor) -> str:
+def _invalid_span_message(span: Tensor, k: Tensor) -> str:
     return (
-        f"spans hold {span}; give page, begin, end within {k.shape[0]} pages of {k.shape[2]} slots"
+        f"spans hold {span.tolist()}; give page, begin, end within {k.shape[0]} pages of "
+        f"{k.shape[2]} slots"
     )
 
 
 def _check_spans(spans: Tensor, k: Tensor) -> Tensor:
-    """Return the spans with page 0 for empty ones; raise ValueError if one exceeds the pages. Uses
-    torch operations.
-    """
+    """Return the spans with page 0 for empty ones; raise ValueError if one exceeds the pages."""
     page, begin, end = spans.unbind(-1)
     is_empty = begin >= end
     is_valid = is_empty | ((begin >= 0) & (end <= k.shape[2]) & (page >= 0) & (page < k.shape[0]))
     if not bool(is_valid.all()):
-        raise ValueError(_invalid_span_message(spans[~is_valid][0].tolist(), k))
+        raise ValueError(_invalid_span_message(spans[~is_valid][0], k))
     return spans.masked_fill(is_empty[..., None], 0)
-
-
-def _check_bounds(q: Tensor, k: Tensor, num_spans: int, option_tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError for options that do not fit; at run time, as a compiled graph only knows the
-    sizes then.
-    """
-    (rows, heads, _) = q.shape
-    (pages, groups, slots, _) = k.shape
-    (bias, sink, *scales) = option_tensors
-    full_shape = rows, heads, num_spans * slots
-    if bias.numel() and any(
-        n not in (1, size) for n, size in zip(bias.shape, full_shape, strict=True)
-    ):
-        raise ValueError(
-            f"the bias is {list(bias.shape)}; give [B, H, N x S] as {list(full_shape)}; axes of "
-            "size 1 broadcast"
-        )
-    if sink.numel() not in (0, heads):
-        raise ValueError(f"there are {sink.numel()} sinks; give one for each of {heads} heads")
-    if any(
-        t.numel() and (t.shape != (pages, groups, slots) or t.dtype != torch.float32)
-        for t in scales
-    ):
-        descriptions = ", ".join(f"{t.dtype} {list(t.shape)}" for t in scales)
-        raise ValueError(f"scales are {descriptions}; give float32 [{pages}, {groups}, {slots}]")
 
 
 def _set_options(
@@ -565,26 +428,13 @@ def attend_paged_reference(
     """Compute `attend_paged` in plain PyTorch: gathers every slot of the table and keeps all
     scores.
     """
-    compute_dtype = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
-    o, lse = _attend_paged_reference(
-        q_BHK.to(compute_dtype) * scale,
-        k_PGSK,
-        v_PGSV,
-        spans_BN3,
-        _options_to_tensors(options),
-        options.softcap,
-    )
-    return o.to(q_BHK.dtype), lse
-
-
-def _attend_paged_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Tensor | None,
-    option_tensors: Sequence[Tensor],
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+    option_tensors = _options_to_tensors(options)
+    k, v, spans = k_PGSK, v_PGSV, spans_BN3
+    if not is_under_functorch():
+        _check_operands(q_BHK, k, v, spans, option_tensors)
+        spans = None if spans is None else _check_spans(spans, k)
+    q = q_BHK.to(_compute_dtype(k)) * scale
+    softcap = options.softcap
     if spans is None:
         row = torch.arange(len(q), device=k.device)
         spans = torch.stack([row, torch.zeros_like(row), torch.full_like(row, k.shape[2])], -1)[
@@ -613,51 +463,11 @@ def _attend_paged_reference(
     )
     log_sums = scores_and_sink.logsumexp(-1)
     w_BHS = (s_BHS - log_sums.masked_fill(log_sums == -torch.inf, 0.0)[..., None]).exp()
-    return (w_BHS.unflatten(1, (-1, group_size)) @ values).flatten(1, 2), s_BHS.logsumexp(-1)
+    o = (w_BHS.unflatten(1, (-1, group_size)) @ values).flatten(1, 2)
+    return o.to(q_BHK.dtype), s_BHS.logsumexp(-1)
 
 
 def _gather_pages(t: Tensor, scale: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the pages of each row concatenated, [B, G, N x S, K], in the dtype for computing."""
     numbers = t.to(dtype) if not scale.numel() else t.to(dtype) * scale[..., None]
     return numbers[pages].transpose(1, 2).flatten(2, 3)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, spans, option_tensors, ctx.softcap = inputs
-    ctx.save_for_backward(q, k, v, spans, *option_tensors)
-
-
-def _attend_paged_backward(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
-    """Differentiate the plain PyTorch form, which is computed again."""
-    q, k, v, spans, *option_tensors = ctx.saved_tensors
-    needs_grad = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]]
-    create_graph = torch.is_grad_enabled()
-    leaves = [
-        t.view_as(t)
-        if create_graph and needs
-        else t.detach().requires_grad_(needs)  # a view does not share hooks
-        for t, needs in zip([q, k, v, *option_tensors], needs_grad, strict=True)
-    ]
-    with torch.enable_grad():
-        outputs = _attend_paged_reference(
-            leaves[0], leaves[1], leaves[2], spans, leaves[3:], ctx.softcap
-        )
-    differentiable_leaves = [t for t in leaves if t.requires_grad]
-    output_grads = zip(outputs, (o_grad, lse_grad), strict=True)
-    differentiable_outputs, grads = zip(
-        *((t, grad) for t, grad in output_grads if t.requires_grad), strict=True
-    )  # lse ignores values
-    leaf_grads = iter(
-        torch.autograd.grad(
-            differentiable_outputs,
-            differentiable_leaves,
-            grads,
-            allow_unused=True,
-            create_graph=create_graph,
-        )
-    )
-    input_grads = [next(leaf_grads) if t.requires_grad else None for t in leaves]
-    return *input_grads[:3], None, input_grads[3:], None
-
-
-_attend_paged_op.register_autograd(_attend_paged_backward, setup_context=_save_for_backward)

@@ -164,7 +164,7 @@ def copy_vector(to, source, count):
 
 @njit
 def copy_shared_rows(args, entry, q, part, is_stored):
-    """Copy queries and partial outputs of rows to those of one row with their heads; or back."""
+    """Copy the queries of rows to those of one row with their heads; or its partial outputs back."""
     heads = args.num_heads
     groups = args.num_kv_heads
     dim = round_up_to_simd(args.dim)
@@ -185,8 +185,6 @@ def copy_shared_rows(args, entry, q, part, is_stored):
                 continue
             row_q = floats(q, args.q) + (row * heads + g * group_size) * dim
             copy_vector(q + at * dim, row_q, group_size * dim)
-            if not entry[6]:
-                copy_vector(own_part, row_part, group_size * width)
 
 
 @njit
@@ -252,8 +250,7 @@ def attend_entry(dtype, args, entry_index, next_entry, scratch):
         part = floats(dtype, args.partial_outputs) + split * heads * width
         block_args = args
     scores, factors, _ = score_buffers(dtype, block_args, scratch)
-    if entry[6]:
-        init_partial_output(block_args, part)
+    init_partial_output(block_args, part)
     while num_remaining > 0:
         count = min(num_remaining, KV_BLOCK_SIZE)
         n, slot = fill_block_addresses(args, row, n, slot, lists, count)
@@ -353,12 +350,6 @@ def combine_splits(dtype, args, row):
             store_channels(to + c, a, vdim - c, part)
 
 
-@njit
-def first_plan_entry(args, item):
-    """Return the first entry of a work item, or -1 if there is no such item."""
-    return ints(args.work_items)[item] if item < args.num_items else -1
-
-
 @extending.register_jitable
 def run_work_items(dtype, args):
     """Run work items until none is left; the thread that completes a row combines its splits."""
@@ -369,14 +360,9 @@ def run_work_items(dtype, args):
     item = fetch_and_increment(args_field_address(args, "next_item"))
     while item < args.num_items:
         next_item = fetch_and_increment(args_field_address(args, "next_item"))
-        entry = first_plan_entry(args, item)
-        end = ints(args.work_items)[item + 1]
-        begin = ints(args.plan) + PLAN_ENTRY_FIELDS * entry
-        while entry < end:
-            next_entry = entry + 1 if entry + 1 < end else first_plan_entry(args, next_item)
-            attend_entry(dtype, args, entry, next_entry, scratch)
-            entry += 1
-        for order_index in range(begin[0], begin[0] + begin[1]):
+        entry = ints(args.plan) + PLAN_ENTRY_FIELDS * item
+        attend_entry(dtype, args, item, next_item, scratch)
+        for order_index in range(entry[0], entry[0] + entry[1]):
             row = order[3 * order_index]
             done = fetch_and_increment(address_of(row_splits + (3 * row + 2))) + 1
             if done == row_splits[3 * row + 1]:

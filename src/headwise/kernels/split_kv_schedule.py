@@ -3,19 +3,18 @@
 The keys of a row are cut into splits of 256 (`KV_SPLIT_SIZE`), as in Flash-Decoding. Rows whose
 block tables begin with equal spans share these keys, which are read once for all rows (Hydragen,
 2402.05099; ChunkAttention, 2402.15220). For this, rows are ordered so that each follows one with
-which it shares the longest prefix, as in a traversal of a prefix tree. Rows that read a block of
-keys together are then adjacent, whatever they share with other rows.
+which it shares the longest prefix, as in a traversal of a prefix tree. Rows that read a split
+together are then adjacent, whatever they share with other rows.
 
-Where a row's splits and blocks end does not depend on other rows, and so neither does its result.
-For row b with n[b] keys, split i and the block of 64 keys at position p of its keys:
+Where a row's splits end does not depend on other rows, and so neither does its result.
+For row b with n[b] keys and split i:
 
     splits of b = ceil(n[b] / 256),   split i = keys 256 i to min(256 (i + 1), n[b])
-    rows b and c read the block together if spans[b] and spans[c] are equal up to the end of the
-    block
+    rows b and c read split i together if spans[b] and spans[c] are equal up to the end of the split
 
-Loop order of the `plan` kernel, which runs in one thread: order the rows, cut each row, then for
-each row and split make one work item: the plan entries of this split for all rows that read it
-together. It computes no tensor. In plain PyTorch, the keys that a row's entries name, in order, are
+Loop order of the `plan` kernel, which runs in one thread: check the spans, order the rows, cut each
+row, then for each row and split make one work item: the plan entry of this split for all rows that
+read it together. It computes no tensor. In plain PyTorch, the keys that a row's entries name, in order, are
 `torch.cat([k[page, :, begin:end] for page, begin, end in spans[b]], 1)`.
 """
 
@@ -25,17 +24,23 @@ from numba import extending, njit
 
 from .jit import store_arg
 from .kv_block_attention import COLUMNS, KEYS, NEXT_BLOCK, SCALES, VALUES
-from .paged_decode import (
-    KV_BLOCK_SIZE,
-    KV_SPLIT_SIZE,
-    MAX_ROWS_TOGETHER,
-    PLAN_ENTRY_FIELDS,
-    hash_table_size,
-)
+from .paged_decode import KV_BLOCK_SIZE, KV_SPLIT_SIZE, MAX_ROWS_TOGETHER, PLAN_ENTRY_FIELDS
 from .simd import ints
 
-# Fields of an entry of the plan: index in the order, rows, span, slot, keys, split number, whether it
-# begins the split.
+# Fields of an entry of the plan: index in the order, rows, span, slot, keys, split number.
+
+
+@njit
+def find_invalid_span(args):
+    """Return the index of the first span outside its page, or -1."""
+    for n in range(args.batch * args.num_spans):
+        span = ints(args.spans) + 3 * n
+        begin = span[1]
+        end = span[2]
+        is_page = 0 <= span[0] < args.num_pages
+        if begin < end and (begin < 0 or end > args.page_size or not is_page):
+            return n
+    return -1
 
 
 @njit
@@ -56,20 +61,14 @@ def count_shared_spans(args, row, other_row, n):
 
 
 @njit
-def find_row_with_page(args, row):
-    """True if an earlier row begins with the same page; otherwise add the row to the hash table."""
-    hash_table = ints(args.page_hash_table)
-    last = hash_table_size(args.batch) - 1
+def begins_as_earlier_row(args, row):
+    """True if an earlier row begins with the same page."""
     step = 3 * args.num_spans
     spans = ints(args.spans)
-    page = spans[step * row]
-    n = page & last
-    while hash_table[n] >= 0:
-        if spans[step * hash_table[n]] == page:
-            return True
-        n = (n + 1) & last
-    hash_table[n] = row
-    return False
+    earlier = 0 if step else row
+    while earlier < row and spans[step * earlier] != spans[step * row]:
+        earlier += 1
+    return earlier < row
 
 
 @njit
@@ -78,13 +77,10 @@ def order_rows_by_prefix(args):
     the order of equal rows.
     """
     order = ints(args.row_order)
-    hash_table = ints(args.page_hash_table)
-    for n in range(hash_table_size(args.batch)):
-        hash_table[n] = -1
     for row in range(args.batch):
         order_index = row
         num_shared = 0
-        if args.num_spans and find_row_with_page(args, row):
+        if begins_as_earlier_row(args, row):
             order_index = 1
             num_shared = count_shared_spans(args, row, order[0], 0)
         while order_index < row and order[3 * order_index + 1] >= num_shared:
@@ -130,81 +126,11 @@ def split_row(args, order_index, n):
 
 
 @njit
-def shares_block_with_previous(args, order_index, begin):
-    """True if a row shares its block of keys from `begin` with the previous row in the order."""
+def shares_split_with_previous(args, order_index, begin):
+    """True if a row shares its split from `begin` with the previous row in the order."""
     entry = ints(args.row_order) + 3 * order_index
-    end = min(begin + KV_BLOCK_SIZE, entry[2])
-    return begin < end <= entry[1] and end == min(begin + KV_BLOCK_SIZE, entry[-1])
-
-
-@njit
-def append_plan_entry(args, entry, row_range, position, split_position):
-    """Write an entry of the plan, and return the index of the next."""
-    fields = ints(args.plan) + PLAN_ENTRY_FIELDS * entry
-    fields[0], fields[1] = row_range
-    fields[2], fields[3], fields[4] = position
-    fields[5], fields[6] = split_position
-    return entry + 1
-
-
-@njit
-def shares_whole_split(args, order_index, rows, begin):
-    """True if these rows share all keys of the split that begins at `begin`."""
-    order = ints(args.row_order)
-    end = min(begin + KV_SPLIT_SIZE, order[3 * order_index + 2])
-    for other_index in range(order_index + 1, order_index + rows):
-        own_end = min(begin + KV_SPLIT_SIZE, order[3 * other_index + 2])
-        if own_end != end or order[3 * other_index + 1] < end:
-            return False
-    return True
-
-
-@njit
-def advance_position(args, row, position, count):
-    """Return the span and slot that are `count` keys further."""
-    n, slot = position
-    spans = ints(args.spans) + 3 * row * args.num_spans
-    while count > 0:
-        step = max(0, min(count, spans[3 * n + 2] - slot))
-        slot = slot + step
-        count = count - step
-        if count > 0:
-            n += 1
-            slot = spans[3 * n + 1]
-    return n, slot
-
-
-@njit
-def split_start(args, row, split):
-    """Return the span and slot at which a split of a row begins."""
-    start = ints(args.split_starts) + 3 * (ints(args.row_splits)[3 * row] + split)
-    return start[0], start[1]
-
-
-@njit
-def plan_split_by_sharing(args, entry, order_index, rows, split):
-    """Write entries for a split that only some of these rows share, block by block."""
-    order = ints(args.row_order)
-    split_begin = KV_SPLIT_SIZE * split
-    for begin in range(split_begin, split_begin + KV_SPLIT_SIZE, KV_BLOCK_SIZE):
-        first = order_index
-        while first < order_index + rows:
-            num_rows = 1
-            num_keys = order[3 * first + 2]
-            while first + num_rows < order_index + rows and shares_block_with_previous(
-                args, first + num_rows, begin
-            ):
-                num_rows += 1
-            if begin < num_keys:
-                row = order[3 * first]
-                start = split_start(args, row, split)
-                n, slot = advance_position(args, row, start, begin - split_begin)
-                position = n, slot, min(KV_BLOCK_SIZE, num_keys - begin)
-                is_first = 1 if begin == split_begin else 0
-                row_range = (first, num_rows)
-                entry = append_plan_entry(args, entry, row_range, position, (split, is_first))
-            first += num_rows
-    return entry
+    end = min(begin + KV_SPLIT_SIZE, entry[2])
+    return begin < end <= entry[1] and end == min(begin + KV_SPLIT_SIZE, entry[-1])
 
 
 @njit
@@ -221,8 +147,8 @@ def max_rows_together(args, num_splits):
 
 
 @njit
-def count_rows_sharing_block(args, order_index, begin, max_rows):
-    """Return the number of rows from `order_index` on that read the block at `begin` together, at
+def count_rows_sharing_split(args, order_index, begin, max_rows):
+    """Return the number of rows from `order_index` on that read the split at `begin` together, at
     most `max_rows`.
 
     The last rows are divided evenly rather than leaving a small remainder.
@@ -232,29 +158,28 @@ def count_rows_sharing_block(args, order_index, begin, max_rows):
     while (
         rows < 2 * max_rows
         and order_index + rows < batch
-        and shares_block_with_previous(args, order_index + rows, begin)
+        and shares_split_with_previous(args, order_index + rows, begin)
     ):
         rows += 1
     return rows if rows <= max_rows else min(max_rows, (rows + 1) // 2)
 
 
 @njit
-def plan_shared_split(args, entry, order_index, split, max_rows):
-    """Write the entries of a split of a row, and of the rows that share it."""
+def plan_split(args, fields, order_index, split, max_rows):
+    """Write the entry of a split of a row, and of the rows that share it."""
     order = ints(args.row_order)
     begin = KV_SPLIT_SIZE * split
-    rows = count_rows_sharing_block(args, order_index, begin, max_rows)
+    rows = count_rows_sharing_split(args, order_index, begin, max_rows)
     for other_index in range(order_index + 1, order_index + rows):
         first = ints(args.row_splits)[3 * order[3 * other_index]]
         ints(args.split_starts)[3 * (first + split) + 2] = 1
-    if not shares_whole_split(args, order_index, rows, begin):
-        entry = plan_split_by_sharing(args, entry, order_index, rows, split)
-    else:
-        n, slot = split_start(args, order[3 * order_index], split)
-        position = n, slot, min(KV_SPLIT_SIZE, order[3 * order_index + 2] - begin)
-        entry = append_plan_entry(args, entry, (order_index, rows), position, (split, 1))
+    own = ints(args.row_splits)[3 * order[3 * order_index]]
+    start = ints(args.split_starts) + 3 * (own + split)
+    fields[0], fields[1] = order_index, rows
+    fields[2], fields[3] = start[0], start[1]
+    fields[4] = min(KV_SPLIT_SIZE, order[3 * order_index + 2] - begin)
+    fields[5] = split
     store_arg(args, "max_splits", max(args.max_splits, rows))
-    return entry
 
 
 @njit
@@ -264,24 +189,26 @@ def lay_out_plan_tables(args):
     """
     max_splits = args.max_splits
     batch = args.batch
-    begin = args.plan
-    store_arg(args, "work_items", begin + 8 * PLAN_ENTRY_FIELDS * 4 * max_splits)
-    store_arg(args, "split_starts", args.work_items + 8 * (max_splits + 1))
+    store_arg(args, "split_starts", args.plan + 8 * PLAN_ENTRY_FIELDS * max_splits)
     store_arg(args, "row_splits", args.split_starts + 24 * max_splits)
     store_arg(args, "row_order", args.row_splits + 24 * batch)
-    store_arg(args, "page_hash_table", args.row_order + 24 * batch)
     store_arg(args, "max_splits", 1)
 
 
 @extending.register_jitable
 def plan_split_kv(args):
-    """Order the rows, split their keys, and write the plan and its work items."""
+    """Order the rows, split their keys, and write the plan and its work items; or no work items if
+    a span is invalid.
+    """
+    store_arg(args, "first_invalid", find_invalid_span(args))
+    if args.first_invalid >= 0:
+        store_arg(args, "num_items", 0)
+        return
     lay_out_plan_tables(args)
     order = ints(args.row_order)
     row_splits = ints(args.row_splits)
-    work_items = ints(args.work_items)
+    plan = ints(args.plan)
     n = 0
-    entry = 0
     item = 0
     order_rows_by_prefix(args)
     for order_index in range(args.batch):
@@ -296,10 +223,8 @@ def plan_split_kv(args):
         own = row_splits + 3 * order[3 * order_index]
         for split in range(own[1]):
             if not ints(args.split_starts)[3 * (own[0] + split) + 2]:
-                work_items[item] = entry
-                entry = plan_shared_split(args, entry, order_index, split, max_rows)
+                plan_split(args, plan + PLAN_ENTRY_FIELDS * item, order_index, split, max_rows)
                 item = item + 1
-    work_items[item] = entry
     store_arg(args, "num_items", item)
 
 
@@ -325,25 +250,10 @@ def fill_block_addresses(args, row, n, slot, lists, count):
 @njit
 def prepare_next_block(args, entry, lists):
     """Write the addresses of the first block of an entry, to be prefetched; return its keys."""
-    if entry < 0:
+    if entry >= args.num_items:
         return 0
     fields = ints(args.plan) + PLAN_ENTRY_FIELDS * entry
     row = ints(args.row_order)[3 * fields[0]]
     count = min(fields[4], KV_BLOCK_SIZE)
     fill_block_addresses(args, row, fields[2], fields[3], lists + NEXT_BLOCK, count)
     return count
-
-
-# --- Check of the block table ---------------------------------------------------------------------
-
-
-@extending.register_jitable
-def search_invalid_span(args):
-    """Write the index of the first span outside its page, if any."""
-    for n in range(args.num_spans - 1, -1, -1):
-        span = ints(args.spans) + 3 * n
-        begin = span[1]
-        end = span[2]
-        is_page = 0 <= span[0] < args.num_pages
-        if begin < end and (begin < 0 or end > args.page_size or not is_page):
-            store_arg(args, "first_invalid", n)

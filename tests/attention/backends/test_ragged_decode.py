@@ -235,7 +235,7 @@ def test_the_operation_passes_opcheck():
     nothing = [torch.empty(0)] * 4
     checks = torch.library.opcheck(
         torch.ops.headwise.paged_decode.default,
-        (q, k.transpose(1, 2), v.transpose(1, 2), table, nothing, 0.0),
+        (q, k.transpose(1, 2), v.transpose(1, 2), table, nothing, 1.0, 0.0),
     )
     assert set(checks.values()) == {"SUCCESS"}
 
