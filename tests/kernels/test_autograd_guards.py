@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.attention.backends.routed_heads import RoutedWorkItems
 from headwise.kernels import (
     PagedDecodeOptions,
     attend_paged,
@@ -20,7 +19,7 @@ from headwise.kernels import (
     multiply_small_batch,
 )
 from headwise.kernels.autograd_guards import can_skip_dispatcher
-from headwise.kernels.flash_attention import gathered_attention
+from headwise.kernels.flash_attention import WorkItems, gathered_attention
 from support.layer_cases import check_close
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
@@ -124,8 +123,6 @@ def test_shapes_alone_run_through_blocks(preset):
     [
         "flash_attention",
         "flash_attention_backward",
-        "gathered_attention",
-        "gathered_attention_backward",
         "masked_softmax",
         "masked_softmax_backward",
         "masked_entmax",
@@ -204,23 +201,23 @@ def test_more_keys_than_the_index_type_holds_are_refused():
     assert torch.tensor(float(most - 1)) + 1 == most
     assert torch.tensor(float(most)) + 1 == most
     q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1).expand(1, most + 1, 1, 1)
-    work_items = RoutedWorkItems.from_open_heads(
+    work_items = WorkItems.from_open_heads(
         torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[most - 3, most + 1]]]), most + 1
     )
     with pytest.raises(
         ValueError, match=r"16,777,217 keys are more than 16,777,216 in torch.float32"
     ):
-        gathered_attention(q, k, k, work_items.kernel_args, 1.0, work_items.num_pairs)
+        gathered_attention(q, k, k, work_items, 1.0)
 
 
 def test_numbers_of_two_kinds_are_refused():
     q = torch.zeros(1, 1, 1, 4)
-    work_items = RoutedWorkItems.from_open_heads(
+    work_items = WorkItems.from_open_heads(
         torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[0, 1]]]), 1
     )
     for k, v in ((q.double(), q), (q, q.double())):
         with pytest.raises(ValueError, match=r"is torch.float64 .*; give torch.float32"):
-            gathered_attention(q, k, v, work_items.kernel_args, 1.0, work_items.num_pairs)
+            gathered_attention(q, k, v, work_items, 1.0)
 
 
 def test_spans_that_lie_apart_are_looked_at_alone():

@@ -274,7 +274,7 @@ def test_the_operation_passes_opcheck(between):
     if between:
         call.between(0, False)
     looks, qkv = ("test_schema", "test_faketensor"), [t.detach() for t in (call.q, call.k, call.v)]
-    how = (call.ends, None if between else 0, SCALE)
+    how = (call.ends, None if between else 0, [], SCALE, None)
     assert set(
         torch.library.opcheck(
             flash_attention.FLASH_FORWARD_OP, (*qkv, *how), test_utils=looks

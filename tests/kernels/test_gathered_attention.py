@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from headwise.attention.backends import routed_heads
-from headwise.attention.backends.routed_heads import RoutedWorkItems
-from headwise.kernels.flash_attention import gathered_attention
+from headwise.kernels import flash_attention
+from headwise.kernels.flash_attention import FLASH_FORWARD_OP, WorkItems, gathered_attention
 from support.layer_cases import check_close
 
 SCALE = 0.4
@@ -41,12 +40,10 @@ class Some:
         self.ends = ends[:1] if seed % 2 else ends
 
     def read(self) -> torch.Tensor:
-        work_items = RoutedWorkItems.from_open_heads(
+        work_items = WorkItems.from_open_heads(
             self.unmerged_shape, self.k.shape[2], self.ends, self.k.shape[1]
         )
-        return gathered_attention(
-            self.q, self.k, self.v, work_items.kernel_args, SCALE, work_items.num_pairs
-        )[0]
+        return gathered_attention(self.q, self.k, self.v, work_items, SCALE)
 
     def expected(self) -> torch.Tensor:
         each, key = self.q.shape[2] // self.k.shape[2], torch.arange(self.k.shape[1])
@@ -74,7 +71,7 @@ class Some:
 @pytest.fixture
 def parts(monkeypatch):
     """Keys in parts of their own, be there few or many."""
-    monkeypatch.setattr(routed_heads, "MIN_KEYS_PER_PART", 16)
+    monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 16)
 
 
 @pytest.mark.parametrize("dim", [1, 15, 16, 17, 64, 67])
@@ -92,10 +89,8 @@ def test_units_and_blocks_of_keys_end_where_they_should(queries, keys, parts):
 @pytest.mark.parametrize("keep", [1, 2, 7, 14])
 def test_parts_of_keys_are_added_up(keep, parts):
     some = Some((1, 80, 201), (14, keep, 5, 3))
-    kernel_args = RoutedWorkItems.from_open_heads(
-        some.unmerged_shape, keep, some.ends, 201
-    ).kernel_args
-    assert len(kernel_args[3]) == keep * {1: 4, 2: 4, 7: 2, 14: 1}[keep]
+    items = WorkItems.from_open_heads(some.unmerged_shape, keep, some.ends, 201)
+    assert len(items.backward) == keep * {1: 4, 2: 4, 7: 2, 14: 1}[keep]
     some.check_reading()
 
 
@@ -109,7 +104,7 @@ def test_parts_of_keys_are_added_up(keep, parts):
 )
 def test_any_call(sizes, groups, widths, rate, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routed_heads, "MIN_KEYS_PER_PART", 48)
+        patch.setattr(flash_attention, "MIN_KEYS_PER_PART", 48)
         Some(sizes, (*groups, *widths), seed, rate=rate).check_reading()
 
 
@@ -155,8 +150,8 @@ def test_memory_that_lies_otherwise_is_read_where_it_is():
 def test_those_with_most_keys_begin():
     opened = torch.rand(1, 500, 3, generator=torch.Generator().manual_seed(0)) < 0.5
     ends = torch.stack([torch.zeros(500, dtype=torch.int64), torch.arange(1, 501)], -1)[None]
-    lined = RoutedWorkItems.from_open_heads(opened, 3, ends, 500)
-    places, _, forth, back = lined.kernel_args
+    lined = WorkItems.from_open_heads(opened, 3, ends, 500)
+    places, _, forth, back, _ = lined
     last = places[forth[:, 1] + forth[:, 2] - 1] // 3 % 500
     assert (last.diff() <= 0).all()
     assert forth[:, 2].sum() == opened.sum() == len(places)
@@ -166,9 +161,11 @@ def test_those_with_most_keys_begin():
 
 def test_the_operation_passes_opcheck():
     some = Some((1, 20, 20), (2, 2, 4, 4))
-    work_items = RoutedWorkItems.from_open_heads(some.unmerged_shape, 2, some.ends, 20)
-    arguments = (some.q, some.k, some.v, work_items.kernel_args, SCALE, work_items.num_pairs)
-    looks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    assert set(torch.library.opcheck(gathered_attention, arguments, test_utils=looks).values()) == {
+    items = WorkItems.from_open_heads(some.unmerged_shape, 2, some.ends, 20)
+    tables = [items.query_rows, items.forward, items.backward]
+    qkv = [t.detach() for t in (some.q, some.k, some.v)]
+    arguments = (*qkv, items.key_ranges, None, tables, SCALE, items.num_pairs)
+    looks = ("test_schema", "test_faketensor")
+    assert set(torch.library.opcheck(FLASH_FORWARD_OP, arguments, test_utils=looks).values()) == {
         "SUCCESS"
     }

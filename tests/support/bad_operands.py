@@ -115,30 +115,32 @@ def _flash_attention() -> Iterator[Call]:
     ends = torch.stack([torch.zeros(2, 5).long(), torch.full((2, 5), 7)], -1)
     qkv, saved = {"q": q, "k": k, "v": v}, {"o": _random(2, 5, 4, 13), "lse": _random(2, 5, 4)}
     grad = {"grad": _random(2, 5, 4, 13)}
-    yield Call(lambda q, k, v: OPS.flash_attention(q, k, v, None, 2, 0.4), qkv, ("q.1", "v.3"))
     yield Call(
-        lambda q, k, v, ends: OPS.flash_attention(q, k, v, ends, None, 0.4),
+        lambda q, k, v: OPS.flash_attention(q, k, v, None, 2, [], 0.4, None), qkv, ("q.1", "v.3")
+    )
+    yield Call(
+        lambda q, k, v, ends: OPS.flash_attention(q, k, v, ends, None, [], 0.4, None),
         qkv | {"ends": ends},
         ("v.3",),
         ("ends",),
     )
     yield Call(
         lambda grad, q, k, v, o, lse, ends: OPS.flash_attention_backward(
-            grad, [q, k, v, o, lse], ends, None, 0.4
+            grad, [q, k, v, o, lse], ends, None, [], 0.4, None
         ),
         grad | qkv | saved | {"ends": ends},
         (),
         ("ends",),
     )
     rows = {"rows": _ints(0, 4, 8, 12), "ranges": ends[:1].clone()}
-    forward = {"items": _ints([0, 0, 2, 0, 7, 0], [0, 2, 2, 0, 7, 0])}
-    backward = {"items": _ints(*[[n, n, 1, 0, 7, 0] for n in range(4)])}
+    forward = _ints([0, 0, 2, 0, 7, 0], [0, 2, 2, 0, 7, 0])
+    backward = _ints(*[[n, n, 1, 0, 7, 0] for n in range(4)])
     tables = ("rows", "ranges", "items")
     yield Call(
-        lambda q, k, v, rows, ranges, items: OPS.gathered_attention(
-            q, k, v, [rows, ranges, items, items], 0.5, 1
+        lambda q, k, v, rows, ranges, items: OPS.flash_attention(
+            q, k, v, ranges, None, [rows, items, backward], 0.5, 1
         ),
-        qkv | rows | forward,
+        qkv | rows | {"items": forward},
         ("v.3", "ranges.0", "items.0"),
         tables,
     )
@@ -147,11 +149,12 @@ def _flash_attention() -> Iterator[Call]:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **tables: Tensor
     ) -> Any:
         rows, ranges, items = tables.values()
-        return OPS.gathered_attention_backward(
-            grad, [q, k, v, o, lse], [rows, ranges, items, items], 0.5, 1
+        return OPS.flash_attention_backward(
+            grad, [q, k, v, o, lse], ranges, None, [rows, forward, items], 0.5, 1
         )
 
-    yield Call(run_backward, grad | qkv | saved | rows | backward, ("ranges.0",), tables)
+    items = {"items": backward}
+    yield Call(run_backward, grad | qkv | saved | rows | items, ("ranges.0",), tables)
 
 
 def _paged_decode() -> Iterator[Call]:

@@ -27,11 +27,7 @@ from headwise.kernels import (
     row_normalisers,
     small_batch_ops,
 )
-from headwise.kernels.flash_attention import (
-    attend_key_ranges,
-    gathered_attention,
-    gathered_attention_backward,
-)
+from headwise.kernels.flash_attention import attend_key_ranges
 from headwise.kernels.kernel_args import matrix_table
 
 # --- Guard pages ----------------------------------------------------------------------------------
@@ -206,21 +202,16 @@ def call_flash_attention(place: Place, dtype: torch.dtype) -> None:
             (place(torch.stack([first, end], -1)), None),
         ):
             attend_key_ranges(q, k, v, ranges, ahead, 0.4)
-            o, lse = ops.flash_attention(q, k, v, ranges, ahead, 0.4)
-            ops.flash_attention_backward(o, [q, k, v, o, lse], ranges, ahead, 0.4)
+            options = ranges, ahead, [], 0.4, None
+            o, lse = ops.flash_attention(q, k, v, *options)
+            ops.flash_attention_backward(o, [q, k, v, o, lse], *options)
     rows = torch.tensor([0, 2, 3, 7])  # four of the five queries with two heads each
-    tables = [
-        place(t)
-        for t in (
-            rows,
-            torch.tensor([[[0, 3], [1, 4], [0, 0], [2, 5], [0, 5]]]),
-            torch.tensor([[0, 0, 4, 0, 5, 0]]),
-            torch.tensor([[0, 0, 4, 0, 5, 0]]),
-        )
-    ]
+    items = torch.tensor([[0, 0, 4, 0, 5, 0]])
+    tables = [place(t) for t in (rows, items, items)]
+    ends = place(torch.tensor([[[0, 3], [1, 4], [0, 0], [2, 5], [0, 5]]]))
     q, k, v = (sample(place, 1, n, heads, 9, dtype=dtype) for n, heads in ((5, 2), (5, 1), (5, 1)))
-    o, lse = gathered_attention(q, k, v, tables, 0.5, 1)
-    gathered_attention_backward(o, [q, k, v, o, lse], tables, 0.5, 1)
+    o, lse = ops.flash_attention(q, k, v, ends, None, tables, 0.5, 1)
+    ops.flash_attention_backward(o, [q, k, v, o, lse], ends, None, tables, 0.5, 1)
 
 
 def call_paged_decode(place: Place, dtype: torch.dtype) -> None:

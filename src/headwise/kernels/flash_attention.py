@@ -12,20 +12,18 @@ scale=scale, enable_gqa=True)` on transposed tensors; queries without keys retur
 backward pass recomputes the scores from lse (FlashAttention, 2205.14135). `flash_attention_kernel`
 holds the kernels and their loop order.
 
-- `gathered_attention`: only some queries attend, given as work items by the caller
-- `attend_key_ranges`: all queries attend, by key ranges or causally; the work items are made here
-  and cached
+- `attend_key_ranges`: all queries attend, by key ranges or causally; the work items are cached
+- `gathered_attention`: only some queries attend, those of the caller's work items
 
-Both run the same kernels.
+Both are the operation `headwise::flash_attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -33,7 +31,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from .kernel_args import ParallelKernelArgs, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, round_up_to_simd
-from .operand_checks import check_flash_operands, check_gathered_operands
+from .operand_checks import check_flash_operands
 
 QUERIES_PER_CHUNK = 128
 
@@ -194,88 +192,6 @@ MAX_INDEX_BY_DTYPE = {
 }  # largest key index that the dtype represents exactly
 
 
-@torch.library.custom_op("headwise::gathered_attention", mutates_args=(), device_types="cpu")
-def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, num_pairs: int
-) -> list[Tensor]:
-    """Return the attention of selected queries, [B, T, H, vdim], zeros for the others, and the
-    log-sum-exp [B, T, H].
-
-    The queries are q [B, T, H, dim]; keys and values are k and v [B, S, G, dim or vdim]. `tables`
-    holds four int64 tensors: the indices of the selected queries among all (b, t, h), sorted by row
-    and key head; the key ranges [1 or B, T, 2], each the first key of a token and the end of its
-    keys; the work items of the forward pass and those of the backward pass, as `FlashAttentionArgs`
-    describes them. `num_pairs` is the number of query-key pairs computed, which only the FLOP
-    counter uses.
-    """
-    check_gathered_operands((q, k, v), tables[:3], QUERY_TILE_ROWS)
-    return [*run_forward(q, k, v, tables, scale, q.new_zeros)]
-
-
-@torch.library.custom_op(
-    "headwise::gathered_attention_backward", mutates_args=(), device_types="cpu"
-)
-def gathered_attention_backward(
-    grad: Tensor, tensors: list[Tensor], tables: list[Tensor], scale: float, num_pairs: int
-) -> list[Tensor]:
-    """Return the gradients of q, k and v; `tensors` holds q, k, v, the output
-    and the log-sum-exp.
-    """
-    check_gathered_operands((*tensors, grad), [*tables[:2], tables[3]])
-    return [*run_backward(grad, tensors, tables, scale, tensors[0].new_zeros)]
-
-
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: list[Tensor],
-    scale: float,
-    allocate: Callable[..., Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the selected queries; `allocate` allocates both
-    tensors.
-    """
-    q, k, v = make_contiguous(q, k, v)
-    o = allocate(*q.shape[:3], v.shape[-1])
-    lse = allocate(q.shape[:3])
-    query_rows, key_ranges, items, _ = tables
-    args = make_args(q, k, v, (items, query_rows, key_ranges), scale).replace(
-        q=q, k=k, v=v, out=o, lse=lse
-    )
-    FLASH_ATTENTION_KERNELS.launch("forward", q.dtype, args)
-    return o, lse
-
-
-def run_backward(
-    grad: Tensor,
-    tensors: list[Tensor],
-    tables: list[Tensor],
-    scale: float,
-    allocate: Callable[..., Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; `allocate` allocates that of q."""
-    q, k, v, o, lse = tensors
-    q, k, v = make_contiguous(q, k, v)
-    query_rows, key_ranges, _, items = tables
-    grads = d_q, d_k, d_v = allocate_gradients(
-        q, k, v, len(items) // (len(k) * k.shape[2]), allocate
-    )
-    args = make_args(q, k, v, (items, query_rows, key_ranges), scale).replace(
-        q=q,
-        k=k,
-        v=v,
-        out=o.contiguous(),
-        lse=lse.contiguous(),
-        grad=grad.contiguous(),
-        d_q=d_q,
-        d_k=d_k,
-        d_v=d_v,
-    )
-    FLASH_ATTENTION_KERNELS.launch("backward", q.dtype, args)
-    return reduce_gradients(grads, k, v)
-
-
 def make_contiguous(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q contiguous, and k and v with stride 1 along their channels."""
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
@@ -289,8 +205,6 @@ def make_args(
 
     `tables` holds the work items, the query rows and the key ranges.
     """
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all in one")
     if k.shape[1] > MAX_INDEX_BY_DTYPE[q.dtype]:
         raise ValueError(
             f"{k.shape[1]:,} keys are more than {MAX_INDEX_BY_DTYPE[q.dtype]:,} in {q.dtype}; use "
@@ -324,13 +238,14 @@ def make_args(
 
 
 def allocate_gradients(
-    q: Tensor, k: Tensor, v: Tensor, num_parts: int, allocate: Callable[..., Tensor]
+    q: Tensor, k: Tensor, v: Tensor, num_parts: int, is_written: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the gradients: that of q once per part of the keys, those of k and v with rows of
     whole vectors.
     """
     batch, keys, groups, _ = k.shape
     d_k, d_v = (t.new_empty(batch, groups, keys, round_up_to_simd(t.shape[3])) for t in (k, v))
+    allocate = q.new_empty if is_written else q.new_zeros
     return allocate(num_parts, *q.shape), d_k, d_v
 
 
@@ -348,64 +263,71 @@ def reduce_gradients(
     return d_q.sum(0) if len(d_q) > 1 else d_q[0], d_k, d_v
 
 
-@gathered_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, num_pairs: int
-) -> list[Tensor]:
-    return [q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])]
+# --- Work items -----------------------------------------------------------------------------------
 
-
-@gathered_attention_backward.register_fake
-def _(
-    grad: Tensor, tensors: list[Tensor], tables: list[Tensor], scale: float, num_pairs: int
-) -> list[Tensor]:
-    q, k, v, *_ = tensors
-    return [*reduce_gradients(allocate_gradients(q, k, v, 1, q.new_empty), k, v)]
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, tables, ctx.scale, ctx.num_pairs = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, *tables)
-
-
-def _gathered_attention_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-    tensors = list(
-        ctx.saved_tensors
-    )  # read once: activation checkpointing unpacks saved tensors only once
-    tables = tensors[5:]
-    d_q, d_k, d_v = gathered_attention_backward(
-        grads[0], tensors[:5], tables, ctx.scale, ctx.num_pairs
-    )
-    return d_q, d_k, d_v, [None] * len(tables), None, None
-
-
-gathered_attention.register_autograd(_gathered_attention_backward, setup_context=_save_for_backward)
-
-
-@register_flop_formula(torch.ops.headwise.gathered_attention)
-def _gathered_attention_flops(
-    q: Any, k: Any, v: Any, tables: Any, scale: float, num_pairs: int, **kwargs: Any
-) -> int:
-    return 2 * num_pairs * (q[3] + v[3])
-
-
-@register_flop_formula(torch.ops.headwise.gathered_attention_backward)
-def _gathered_attention_backward_flops(
-    grad: Any, tensors: Any, tables: Any, scale: float, num_pairs: int, **kwargs: Any
-) -> int:
-    """Count the recomputed scores, and two gradients for each of the two products."""
-    q, _, v, *_ = tensors
-    return 2 * num_pairs * (3 * q[3] + 2 * v[3])
-
-
-# --- Attention of all queries: plans, work items and the operations -------------------------------
-
-MIN_KEYS_PER_PART = 512  # minimum number of keys in a part of the backward pass
+# The backward pass splits the keys into parts of at least this size, so that there are enough work
+# items.
+MIN_KEYS_PER_PART = 512
 MAX_KEY_PARTS = 4
-TARGET_WORK_ITEMS = 16  # maximum number of parts, made to reach this many work items
+TARGET_WORK_ITEMS = 16
 MAX_CACHED_PLANS = 16  # the cache is cleared when it holds this many plans
+
+
+class WorkItems(NamedTuple):
+    """Tables of the kernel arguments for the queries that attend, and the number of scores computed
+    in whole tiles.
+    """
+
+    query_rows: Tensor
+    key_ranges: Tensor
+    forward: Tensor
+    backward: Tensor
+    num_pairs: int
+
+    @staticmethod
+    def from_open_heads(open_BTH: Tensor, num_kv_heads: int, ends: Tensor, keys: int) -> WorkItems:
+        """Return the work items of the open queries; those with most keys come first, so that
+        threads end together.
+
+        `ends` [1 or B, T, 2] holds the first key of each token and the end of its keys.
+        """
+        batch, queries, heads = open_BTH.shape
+        group_size = heads // num_kv_heads
+        by_key = open_BTH.view(batch, queries, num_kv_heads, group_size).transpose(1, 2)
+        b, g, t, h = by_key.nonzero(as_tuple=True)
+        counts = by_key.sum((2, 3)).flatten()
+        tiles = (counts + QUERY_TILE_ROWS - 1).div(QUERY_TILE_ROWS, rounding_mode="floor")
+        kv_row = torch.arange(len(counts), device=counts.device).repeat_interleave(tiles)
+        number = torch.arange(len(kv_row), device=counts.device) - (tiles.cumsum(0) - tiles)[kv_row]
+        begins = counts.cumsum(0) - counts
+        first = begins[kv_row] + QUERY_TILE_ROWS * number
+        rows = (counts[kv_row] - QUERY_TILE_ROWS * number).clamp(max=QUERY_TILE_ROWS)
+        token = b % len(ends) * queries + t
+        low = ends.view(-1, 2)[token[first], 0]
+        high = ends.view(-1, 2)[token[first + rows - 1], 1]
+        none = torch.zeros_like(rows)
+        forward = torch.stack([kv_row, first, rows, none, none + keys, none], 1)
+        return WorkItems(
+            (b * queries + t) * heads + g * group_size + h,
+            ends.contiguous(),
+            forward[torch.argsort(high - low, descending=True, stable=True)].contiguous(),
+            _backward_work_items(counts, begins, keys),
+            QUERY_TILE_ROWS * int((high - low).sum()),
+        )
+
+
+def _backward_work_items(counts: Tensor, begins: Tensor, keys: int) -> Tensor:
+    """Return work items of all rows of a KV head with a part of its keys."""
+    parts = max(1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(counts), keys // MIN_KEYS_PER_PART))
+    # Parts begin at multiples of four keys, which the kernel writes together.
+    cuts = [*(keys * part // parts // 4 * 4 for part in range(parts)), keys]
+    order = torch.argsort(counts, descending=True, stable=True)
+    of_part = torch.stack([order, begins[order], counts[order]], 1)
+    items = [
+        torch.cat([of_part, of_part.new_tensor([[*cuts[n : n + 2], n]]).expand(len(order), 3)], 1)
+        for n in range(parts)
+    ]
+    return torch.cat(items).contiguous()
 
 
 class FlashAttentionShape(NamedTuple):
@@ -429,13 +351,25 @@ class FlashAttentionShape(NamedTuple):
 
 
 class FlashAttentionPlan(NamedTuple):
-    """Kernel arguments for one call signature, forward and backward, without
-    the tensors of a call.
+    """Kernel arguments for one call signature, forward and backward, without the tensors of a call;
+    and the number of parts of the keys in the backward pass.
     """
 
     forward_args: FlashAttentionArgs
     backward_args: FlashAttentionArgs
     num_key_parts: int
+
+    @staticmethod
+    def from_tables(
+        q: Tensor, k: Tensor, v: Tensor, tables: Sequence[Tensor], scale: float
+    ) -> FlashAttentionPlan:
+        """Return the plan of a call with these query rows, key ranges and work items."""
+        query_rows, key_ranges, *items_per_pass = tables
+        forward_args, backward_args = (
+            make_args(q, k, v, (items, query_rows, key_ranges), scale) for items in items_per_pass
+        )
+        num_key_parts = len(items_per_pass[1]) // max(1, len(k) * k.shape[2])
+        return FlashAttentionPlan(forward_args, backward_args, num_key_parts)
 
     @staticmethod
     def from_tensors(
@@ -452,97 +386,31 @@ class FlashAttentionPlan(NamedTuple):
         if plan is None:
             if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
                 _PLAN_CACHE.clear()
-            shape = FlashAttentionShape.from_tensors(q, k)
-            tables = [
-                torch.from_numpy(np.ascontiguousarray(t)) for t in _make_work_items(shape, ahead)
-            ]
-            query_rows, key_ranges, *items_per_pass = tables
-            forward_args, backward_args = (
-                make_args(q, k, v, (items, query_rows, key_ranges), scale)
-                for items in items_per_pass
-            )
-            num_key_parts = len(items_per_pass[1]) // (shape.batch * shape.num_kv_heads)
-            plan = _PLAN_CACHE[key] = FlashAttentionPlan(forward_args, backward_args, num_key_parts)
+            keys = k.shape[1]
+            all_heads = torch.ones(q.shape[:3], dtype=torch.bool, device="cpu")
+            last = torch.arange(q.shape[1], device="cpu") + (keys if ahead is None else ahead)
+            key_ends = (last + 1).clamp(max=keys)
+            ends = torch.stack([0 * key_ends, key_ends], 1)[None]
+            tables = WorkItems.from_open_heads(all_heads, k.shape[2], ends, keys)[:4]
+            plan = FlashAttentionPlan.from_tables(q, k, v, tables, scale)
+            _PLAN_CACHE[key] = plan
         return plan
-
-
-def _with_key_ranges(args: FlashAttentionArgs, key_ranges: Tensor | None) -> FlashAttentionArgs:
-    """Write the caller's key ranges into the kernel arguments, if there are any."""
-    if key_ranges is not None:
-        args.key_ranges = key_ranges.contiguous()
-        args.num_key_range_rows = len(key_ranges)
-    return args
 
 
 _PLAN_CACHE: dict[tuple[Any, ...], FlashAttentionPlan] = {}
 
-
-def _make_work_items(shape: FlashAttentionShape, ahead: int | None) -> list[Any]:
-    batch, queries, heads, keys, num_kv_heads = shape
-    query_rows = (
-        np.arange(batch * queries * heads)
-        .reshape(batch, queries, num_kv_heads, shape.group_size)
-        .swapaxes(1, 2)
-        .ravel()
-    )
-    key_ends = np.minimum(np.arange(queries) + (keys if ahead is None else ahead) + 1, keys)
-    return [
-        query_rows,
-        np.stack([0 * key_ends, key_ends], 1)[None],
-        _forward_work_items(shape),
-        _backward_work_items(shape),
-    ]
-
-
-def _forward_work_items(shape: FlashAttentionShape) -> Any:
-    """Return work items of up to 64 queries each; the last queries, which read the most keys, come
-    first.
-    """
-    rows = shape.queries * shape.group_size
-    kv_rows = np.arange(shape.batch * shape.num_kv_heads)
-    first_rows = np.arange(0, rows, QUERY_TILE_ROWS)[::-1]
-    work_items = np.zeros((len(first_rows), len(kv_rows), 6), np.int64)
-    work_items[..., 0], work_items[..., 1] = kv_rows, kv_rows * rows + first_rows[:, None]
-    work_items[..., 2] = np.minimum(rows - first_rows, QUERY_TILE_ROWS)[:, None]
-    work_items[..., 4] = shape.keys
-    return work_items.reshape(-1, 6)
-
-
-def _backward_work_items(shape: FlashAttentionShape) -> Any:
-    """Return work items of all queries of a key head with one part of its keys; the first keys have
-    the most work.
-    """
-    rows = shape.queries * shape.group_size
-    kv_rows = np.arange(shape.batch * shape.num_kv_heads)
-    num_parts = max(
-        1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(kv_rows), shape.keys // MIN_KEYS_PER_PART)
-    )
-    part_bounds = np.array(
-        [*(shape.keys * part // num_parts // 4 * 4 for part in range(num_parts)), shape.keys]
-    )  # multiples of the kernel's four-row tiles
-    work_items = np.zeros((num_parts, len(kv_rows), 6), np.int64)
-    work_items[..., 0] = kv_rows
-    work_items[..., 1] = kv_rows * rows
-    work_items[..., 2] = rows
-    work_items[..., 3], work_items[..., 4], work_items[..., 5] = (
-        part_bounds[:-1, None],
-        part_bounds[1:, None],
-        np.arange(num_parts)[:, None],
-    )
-    return work_items.reshape(-1, 6)
-
+# --- The operation --------------------------------------------------------------------------------
 
 # Defined without `custom_op`, whose two Python wrappers per call take as long as a short call
 # itself.
 _LIBRARY = torch.library.Library("headwise", "FRAGMENT")
+OPTIONS_SCHEMA = "Tensor? ends, SymInt? ahead, Tensor[] tables, float scale, SymInt? num_pairs"
 _LIBRARY.define(
-    "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? ends, SymInt? ahead, float scale) -> "
-    "(Tensor, Tensor)",
+    f"flash_attention(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.define(
-    "flash_attention_backward(Tensor grad, Tensor[] tensors, Tensor? ends, SymInt? ahead, float "
-    "scale)"
+    f"flash_attention_backward(Tensor grad, Tensor[] tensors, {OPTIONS_SCHEMA})"
     " -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
@@ -562,10 +430,20 @@ def attend_key_ranges(
     >>> attend_key_ranges(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0).flatten().tolist()
     [0.0, 0.5, 1.0]
     """
+    return _attend(q, k, v, ends, ahead, [], scale, None)
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, items: WorkItems, scale: float) -> Tensor:
+    """Return the attention of the queries of these work items, and zeros for the others."""
+    tables = [items.query_rows, items.forward, items.backward]
+    return _attend(q, k, v, items.key_ranges, None, tables, scale, items.num_pairs)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        output: Tensor = _FlashAttention.apply(q, k, v, ends, ahead, scale)
+        output: Tensor = _FlashAttention.apply(q, k, v, *options)
         return output
-    return FLASH_FORWARD_OP(q, k, v, ends, ahead, scale)[0]
+    return FLASH_FORWARD_OP(q, k, v, *options)[0]
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -576,50 +454,91 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
         o, lse = FLASH_FORWARD_OP(q, k, v, *options)
-        ctx.save_for_backward(q, k, v, o, lse, options[0])
-        ctx.options = options[1:]
+        ends, ahead, tables, *ctx.options = options
+        ctx.ahead = ahead
+        ctx.save_for_backward(q, k, v, o, lse, ends, *tables)
         return o
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-        *tensors, ends = ctx.saved_tensors
-        return *FLASH_BACKWARD_OP(grads[0], tensors, ends, *ctx.options), None, None, None
+        q, k, v, o, lse, ends, *tables = ctx.saved_tensors
+        options = ends, ctx.ahead, tables, *ctx.options
+        return *FLASH_BACKWARD_OP(grads[0], [q, k, v, o, lse], *options), *[None] * len(options)
+
+
+def _make_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor | None,
+    ahead: int | None,
+    tables: Sequence[Tensor],
+    scale: float,
+) -> FlashAttentionPlan:
+    if tables and ends is not None:
+        return FlashAttentionPlan.from_tables(q, k, v, (tables[0], ends, *tables[1:]), scale)
+    plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
+    if ends is None:
+        return plan
+    ranges = {"key_ranges": ends.contiguous(), "num_key_range_rows": len(ends)}
+    forward_args, backward_args = (args.replace(**ranges) for args in plan[:2])
+    return FlashAttentionPlan(forward_args, backward_args, plan.num_key_parts)
 
 
 @torch.library.impl(_LIBRARY, "flash_attention", "CPU")
 def _flash_forward_op(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor | None,
+    ahead: int | None,
+    tables: list[Tensor],
+    scale: float,
+    num_pairs: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the scores, [B, T, H]."""
-    check_flash_operands((q, k, v), ends)
-    if not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):
+    """Return the output and the log-sum-exp of the scores, [B, T, H].
+
+    `tables` is empty, or holds the query rows and the work items of both passes, as
+    `FlashAttentionArgs` describes them; then `ends` are its key ranges. Queries without a work item
+    return zeros. Only the FLOP counter uses `num_pairs`.
+    """
+    check_flash_operands((q, k, v), ends, tables, QUERY_TILE_ROWS)
+    if not tables and not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):
         return attend_key_ranges_reference(q, k, v, ends, ahead, scale)
     q, k, v = make_contiguous(q, k, v)
-    o = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3])
-    plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
-    args = _with_key_ranges(plan.forward_args.replace(q=q, k=k, v=v, out=o, lse=lse), ends)
+    allocate = q.new_zeros if tables else q.new_empty
+    o = allocate(*q.shape[:3], v.shape[3])
+    lse = allocate(q.shape[:3])
+    plan = _make_plan(q, k, v, ends, ahead, tables, scale)
+    args = plan.forward_args.replace(q=q, k=k, v=v, out=o, lse=lse)
     FLASH_ATTENTION_KERNELS.launch("forward", q.dtype, args)
     return o, lse
 
 
 @torch.library.impl(_LIBRARY, "flash_attention_backward", "CPU")
 def _flash_backward_op(
-    grad: Tensor, tensors: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
+    grad: Tensor,
+    tensors: list[Tensor],
+    ends: Tensor | None,
+    ahead: int | None,
+    tables: list[Tensor],
+    scale: float,
+    num_pairs: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `tensors` holds q, k, v, the output
     and the log-sum-exp.
     """
-    check_flash_operands((*tensors, grad), ends)
-    if not FLASH_ATTENTION_KERNELS.is_usable(grad.dtype):
+    check_flash_operands((*tensors, grad), ends, tables, QUERY_TILE_ROWS)
+    if not tables and not FLASH_ATTENTION_KERNELS.is_usable(grad.dtype):
         return attend_key_ranges_backward_reference(grad, tensors, ends, ahead, scale)
     q, k, v, o, lse = tensors
     q, k, v = make_contiguous(q, k, v)
-    plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
+    plan = _make_plan(q, k, v, ends, ahead, tables, scale)
     # A tile that reads no key of a part does not write its gradients for that part.
-    allocate = q.new_empty if ends is None and plan.num_key_parts == 1 else q.new_zeros
-    grads = d_q, d_k, d_v = allocate_gradients(q, k, v, plan.num_key_parts, allocate)
+    grads = d_q, d_k, d_v = allocate_gradients(
+        q, k, v, plan.num_key_parts, ends is None and plan.num_key_parts == 1
+    )
     args = plan.backward_args.replace(
         q=q,
         k=k,
@@ -631,23 +550,19 @@ def _flash_backward_op(
         d_k=d_k,
         d_v=d_v,
     )
-    FLASH_ATTENTION_KERNELS.launch("backward", q.dtype, _with_key_ranges(args, ends))
+    FLASH_ATTENTION_KERNELS.launch("backward", q.dtype, args)
     return reduce_gradients(grads, k, v)
 
 
 @torch.library.register_fake("headwise::flash_attention")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: Any, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])
 
 
 @torch.library.register_fake("headwise::flash_attention_backward")
-def _(
-    grad: Tensor, tensors: list[Tensor], ends: Any, ahead: Any, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, tensors: list[Tensor], *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, *_ = tensors
-    return reduce_gradients(allocate_gradients(q, k, v, 1, q.new_empty), k, v)
+    return reduce_gradients(allocate_gradients(q, k, v, 1, True), k, v)
 
 
 def count_executed_pairs(shape: FlashAttentionShape, ends: Tensor | None, ahead: int | None) -> int:
@@ -713,25 +628,21 @@ def _count_pairs_in_ranges(shape: FlashAttentionShape, ends: Tensor) -> int:
     return QUERY_TILE_ROWS * shape.num_kv_heads * int(keys) * (shape.batch // len(ends))
 
 
-@register_flop_formula(torch.ops.headwise.flash_attention, get_raw=True)
-def _flash_attention_flops(
-    q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: Any, scale: float, **kwargs: Any
+def _count_call_pairs(
+    q: Tensor, k: Tensor, ends: Any, ahead: Any, tables: Any, scale: float, num_pairs: Any
 ) -> int:
-    return (
-        2
-        * count_executed_pairs(FlashAttentionShape.from_tensors(q, k), ends, ahead)
-        * (q.shape[3] + v.shape[3])
-    )
+    if num_pairs is not None:
+        return num_pairs
+    return count_executed_pairs(FlashAttentionShape.from_tensors(q, k), ends, ahead)
+
+
+@register_flop_formula(torch.ops.headwise.flash_attention, get_raw=True)
+def _flash_attention_flops(q: Tensor, k: Tensor, v: Tensor, *options: Any, **kwargs: Any) -> int:
+    return 2 * _count_call_pairs(q, k, *options) * (q.shape[3] + v.shape[3])
 
 
 @register_flop_formula(torch.ops.headwise.flash_attention_backward, get_raw=True)
-def _flash_attention_backward_flops(
-    grad: Any, tensors: Any, ends: Any, ahead: Any, scale: float, **kwargs: Any
-) -> int:
+def _flash_attention_backward_flops(grad: Any, tensors: Any, *options: Any, **kwargs: Any) -> int:
     """Count the recomputed scores, and two gradients for each of the two products."""
     q, k, v, *_ = tensors
-    return (
-        2
-        * count_executed_pairs(FlashAttentionShape.from_tensors(q, k), ends, ahead)
-        * (3 * q.shape[3] + 2 * v.shape[3])
-    )
+    return 2 * _count_call_pairs(q, k, *options) * (3 * q.shape[3] + 2 * v.shape[3])

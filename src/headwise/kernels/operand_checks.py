@@ -264,71 +264,57 @@ def check_ranges(operation: str, name: str, begin: Tensor, count: Tensor, end: i
 
 # --- Operations of `flash_attention` --------------------------------------------------------------
 
-TENSOR_FORMS = {
-    "q": FLOAT + "B T H K",
-    "k": "B S G K",
-    "v": "B S G V",
-    "out": "B T H V?",
-    "lse": "B T H?",
-}
-GRAD_FORM = "B T H V?"
-GATHERED_CHECKS = OperandChecks(
-    "gathered_attention",
-    **TENSOR_FORMS,
-    grad=GRAD_FORM,
-    query_rows="int64: R",
-    key_ranges="int64: 1|B T 2",
-    work_items="int64: * 6",
-)
 FLASH_CHECKS = OperandChecks(
-    "flash_attention", **TENSOR_FORMS, grad=GRAD_FORM, ends="int64: 1|B T 2?"
+    "flash_attention",
+    q=FLOAT + "B T H K",
+    k="B S G K",
+    v="B S G V",
+    out="B T H V?",
+    lse="B T H?",
+    grad="B T H V?",
+    ends="int64: 1|B T 2?",
+    query_rows="int64: R?",
+    forward_items="int64: * 6?",
+    backward_items="int64: * 6?",
 )
 
 
-def _with_saved(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return q, k, v, output, log-sum-exp and gradient; a forward pass has only the first three."""
-    return (*tensors, None, None, None) if len(tensors) == 3 else tuple(tensors)
-
-
-def check_flash_operands(tensors: Sequence[Tensor], ends: Tensor | None) -> None:
-    """Raise ValueError for tensors that do not fit each other, or key ranges outside the keys.
-
-    `tensors` holds q, k, v and, in a backward pass, output, log-sum-exp and gradient.
-    """
-    FLASH_CHECKS.check(*_with_saved(tensors), ends)
-    check_groups("flash_attention", tensors[0].shape[2], tensors[1].shape[2])
-    if ends is not None:
-        check_indices("flash_attention", "ends", ends, tensors[1].shape[1] + 1)
-
-
-def check_gathered_operands(
-    tensors: Sequence[Tensor], tables: Sequence[Tensor], max_rows: int | None = None
+def check_flash_operands(
+    tensors: Sequence[Tensor], ends: Tensor | None, tables: Sequence[Tensor], tile_rows: int
 ) -> None:
     """Raise ValueError for tensors that do not fit each other, or tables that point outside them.
 
-    `tables` holds query rows, key ranges and work items; an item of a forward pass has at most
-    `max_rows` rows.
+    `tensors` holds q, k, v and, in a backward pass, output, log-sum-exp and gradient. `tables` is
+    empty or holds query rows and the work items of both passes; an item of the forward pass has at
+    most `tile_rows` rows.
     """
-    name = GATHERED_CHECKS.operation
-    GATHERED_CHECKS.check(*_with_saved(tensors), *tables)
+    name = FLASH_CHECKS.operation
     q, k, *_ = tensors
-    query_rows, key_ranges, items = tables
+    saved = (None,) * 3 if len(tensors) == 3 else ()
+    FLASH_CHECKS.check(*tensors, *saved, ends, *(tables or (None,) * 3))
     check_groups(name, q.shape[2], k.shape[2])
-    check_indices(name, "query_rows", query_rows, q.shape[:3].numel())
-    check_indices(name, "key_ranges", key_ranges, k.shape[1] + 1)
-    kv_rows = len(k) * k.shape[2]
-    kv_row, first, rows, begin, end, part = items.unbind(1)
-    check_indices(name, "column 0 of work_items", kv_row, kv_rows)
-    check_ranges(name, "work_items", first, rows, len(query_rows))
-    check_ranges(name, "the keys of work_items", begin, end - begin, k.shape[1])
-    if max_rows is not None:
-        check_indices(name, "column 2 of work_items", rows, max_rows + 1)
+    if ends is not None:
+        check_indices(name, "ends", ends, k.shape[1] + 1)
+    if not tables:
         return
-    num_parts, remainder = divmod(len(items), max(1, kv_rows))
+    query_rows, *items = tables
+    if ends is None:
+        refuse_operands(name, "there are query rows without key ranges", "give ends")
+    check_indices(name, "query_rows", query_rows, q.shape[:3].numel())
+    kv_rows = len(k) * k.shape[2]
+    num_parts, remainder = divmod(len(items[1]), max(1, kv_rows))
     if num_parts < 1 or remainder:
         refuse_operands(
             name,
-            f"there are {len(items)} work items",
+            f"there are {len(items[1])} backward_items",
             f"give a multiple of {kv_rows} key heads of rows",
         )
-    check_indices(name, "column 5 of work_items", part, num_parts)
+    for n, table in enumerate(items):
+        kv_row, first, rows, begin, end, part = table.unbind(1)
+        check_indices(name, "column 0 of the items", kv_row, kv_rows)
+        check_ranges(name, "the items", first, rows, len(query_rows))
+        check_ranges(name, "the keys of the items", begin, end - begin, k.shape[1])
+        check_indices(
+            name, "column 2 of the items", rows, len(query_rows) + 1 if n else tile_rows + 1
+        )
+        check_indices(name, "column 5 of the items", part, num_parts if n else 2**62)

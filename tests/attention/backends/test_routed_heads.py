@@ -22,6 +22,7 @@ from headwise.attention.backends import (
 )
 from headwise.attention.interfaces.core_types import CallSize, QueryContext
 from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
+from headwise.kernels.flash_attention import WorkItems
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 from support.layer_checks import torch_flops
@@ -374,7 +375,7 @@ def test_expected_flops_are_near_those_of_sampled_gates(routing):
     mask = AttentionMask(at, at, spec.pattern)
     ends = flash_cpu.key_range_table(mask, torch.empty(1, 2048))
     assert ends is not None
-    formed = routed_heads.RoutedWorkItems.from_open_heads(opened, 6, ends, 2048).num_pairs
+    formed = WorkItems.from_open_heads(opened, 6, ends, 2048).num_pairs
     built = spec.core.flops(formed) // 6
     assert 0.99 * expected <= built <= 1.2 * expected
     every = Fraction(2 * always, 6) + Fraction(

@@ -6,93 +6,22 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels.flash_attention import FLASH_ATTENTION_KERNELS, QUERY_TILE_ROWS, gathered_attention
+from ...kernels.flash_attention import (
+    FLASH_ATTENTION_KERNELS,
+    QUERY_TILE_ROWS,
+    WorkItems,
+    gathered_attention,
+)
 from ..interfaces import Gate, OutputStep
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
 from . import flash_cpu
 from .core_interface import CallSignature, CoreInputs, CoreSteps
-
-# The backward pass splits the keys into parts of at least this size, so that there are enough work
-# items.
-MIN_KEYS_PER_PART = 512
-MAX_KEY_PARTS = 4
-TARGET_WORK_ITEMS = 16
-
-
-class RoutedWorkItems(NamedTuple):
-    """Arguments of `gathered_attention` (query rows, key ranges, work items) and the number of
-    scores it computes.
-    """
-
-    kernel_args: list[Tensor]
-    num_pairs: int
-
-    @staticmethod
-    def from_open_heads(
-        open_BTH: Tensor, num_open: int, ends: Tensor, keys: int
-    ) -> RoutedWorkItems:
-        """Work items for the open queries; the items with most keys come first, so that threads end
-        together.
-        """
-        batch, queries, heads = open_BTH.shape
-        by_key = open_BTH.view(batch, queries, num_open, heads // num_open).transpose(1, 2)
-        b, g, t, h = by_key.nonzero(as_tuple=True)
-        lines = (b * queries + t) * heads + g * (heads // num_open) + h
-        counts = by_key.sum((2, 3)).flatten()
-        whose, first, rows = _make_forward_items(counts)
-        last = first + rows - 1
-        token = b % len(ends) * queries + t
-        low, high = (ends.view(-1, 2)[token[n], side] for n, side in ((first, 0), (last, 1)))
-        forth = torch.stack([whose, first, rows, 0 * rows, 0 * rows + keys, 0 * rows], 1)
-        forth = forth[torch.argsort(high - low, descending=True)]
-        formed = QUERY_TILE_ROWS * int((high - low).sum())
-        return RoutedWorkItems(
-            [lines, ends.contiguous(), forth.contiguous(), _make_backward_items(counts, keys)],
-            formed,
-        )
-
-
-def _make_forward_items(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tiles of consecutive query rows: the KV head of each, its first row, and
-    its number of rows.
-    """
-    units = (counts + QUERY_TILE_ROWS - 1).div(QUERY_TILE_ROWS, rounding_mode="floor")
-    whose = torch.arange(len(counts), device=counts.device).repeat_interleave(units)
-    number = torch.arange(len(whose), device=counts.device) - (units.cumsum(0) - units)[whose]
-    first = (counts.cumsum(0) - counts)[whose] + QUERY_TILE_ROWS * number
-    return whose, first, (counts[whose] - QUERY_TILE_ROWS * number).clamp(max=QUERY_TILE_ROWS)
-
-
-def _make_backward_items(counts: Tensor, keys: int) -> Tensor:
-    """Work items of the backward pass: all rows of a KV head with a part of its keys."""
-    parts = max(1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(counts), keys // MIN_KEYS_PER_PART))
-    # Parts begin at multiples of four keys, which the kernel writes together.
-    cuts = [*(keys * part // parts // 4 * 4 for part in range(parts)), keys]
-    order = torch.argsort(counts, descending=True)
-    first = (counts.cumsum(0) - counts)[order]
-    some = [
-        torch.stack(
-            [
-                order,
-                first,
-                counts[order],
-                *(torch.full_like(order, n) for n in (cuts[p], cuts[p + 1], p)),
-            ],
-            1,
-        )
-        for p in range(parts)
-    ]
-    return torch.cat(some).contiguous()
-
-
-# --- The backend ----------------------------------------------------------------------------------
 
 boundary_lengths = flash_cpu.boundary_lengths
 tensor_conflicts = flash_cpu.tensor_conflicts
@@ -175,9 +104,8 @@ def attend(
     with torch.no_grad():
         ends = flash_cpu.key_range_table(attention_mask, q)
         assert ends is not None, "tensor_conflicts refuses such a mask"
-        items = RoutedWorkItems.from_open_heads(opened, k.shape[2], ends, k.shape[1])
-    scale = inputs.query_context.scale
-    return gathered_attention(q, k, v, items.kernel_args, scale, items.num_pairs)[0]
+        items = WorkItems.from_open_heads(opened, k.shape[2], ends, k.shape[1])
+    return gathered_attention(q, k, v, items, inputs.query_context.scale)
 
 
 def _open_heads(call: CallSignature, inputs: CoreInputs) -> Tensor:
