@@ -13,12 +13,13 @@ without memory; `autograd_guards.can_skip_dispatcher` sends such tensors there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+MAX_ACCEPTED = 1024  # accepted signatures of an operation; then they are cleared
 FLOAT = (
     "float32 float64: "  # dtypes of the first operand of most operations; the others have the same
 )
@@ -94,22 +95,36 @@ class OperandChecks:
     def __init__(self, operation: str, **forms: str) -> None:
         self.operation = operation
         self.operands = [Operand.parse(name, form) for name, form in forms.items()]
-        self.check = _generate_check(self.operands, self._refuse)
+        self.accepted: set[tuple[Any, ...]] = set()
 
-    def _refuse(self, *tensors: Tensor | None) -> NoReturn:
-        """Raise ValueError for the first tensor whose dtype, shape or memory does not fit."""
+    def check(self, *tensors: Tensor | None) -> None:
+        """Raise ValueError for the first tensor whose dtype, shape, device or memory does not fit.
+
+        Shapes, dtypes and devices that were accepted before are not compared again: this runs before
+        every call of a kernel.
+        """
+        signature = tuple([t if t is None else (t.shape, t.dtype, t.is_cpu) for t in tensors])
+        if signature not in self.accepted:
+            self._check_signature(tensors)
+            if len(self.accepted) >= MAX_ACCEPTED:
+                self.accepted.clear()
+            self.accepted.add(signature)
+        for number, tensor in enumerate(tensors):
+            if tensor is not None:
+                is_whole = tensor.is_contiguous() and not tensor.storage_offset()
+                if not is_whole or tensor.untyped_storage().nbytes() < tensor.nbytes:
+                    self.check_memory(
+                        self.operands[min(number, len(self.operands) - 1)].name, tensor
+                    )
+
+    def _check_signature(self, tensors: Sequence[Tensor | None]) -> None:
         operands = self.operands
         if operands[-1].count == "+":
-            operands = operands + [operands[-1]] * (len(tensors) - len(operands))
+            operands = operands[:-1] + [operands[-1]] * (len(tensors) - len(operands) + 1)
         if len(tensors) != len(operands):
             refuse_operands(
                 self.operation, f"there are {len(tensors)} tensors", f"give {len(operands)}"
             )
-        self._check_shapes(operands, tensors)
-        self._check_memory(operands, tensors)
-        raise AssertionError("every tensor fits")
-
-    def _check_shapes(self, operands: Sequence[Operand], tensors: Sequence[Tensor | None]) -> None:
         sizes: dict[str, int] = {}
         for operand, tensor in zip(operands, tensors, strict=True):
             if tensor is None:
@@ -121,15 +136,9 @@ class OperandChecks:
             if tensor.dtype not in dtypes or not operand.matches_shape(tensor.shape, sizes):
                 fact = f"{operand.name} is {tensor.dtype} {list(tensor.shape)}"
                 refuse_operands(self.operation, fact, f"give {operand.expected(dtypes, sizes)}")
-
-    def _check_memory(self, operands: Sequence[Operand], tensors: Sequence[Tensor | None]) -> None:
-        for operand, tensor in zip(operands, tensors, strict=True):
-            if tensor is None:
-                continue
             if not tensor.is_cpu:
                 fact = f"{operand.name} {list(tensor.shape)} is on {tensor.device}"
                 refuse_operands(self.operation, fact, "give a tensor on the CPU")
-            self.check_memory(operand.name, tensor)
 
     def check_memory(self, name: str, tensor: Tensor) -> None:
         """Raise ValueError if the storage of a tensor is too small for it."""
@@ -138,77 +147,6 @@ class OperandChecks:
         if size < needed:
             fact = f"{name} {list(tensor.shape)} needs {needed} bytes of a storage of {size}"
             refuse_operands(self.operation, fact, "give a tensor whose storage was not resized")
-
-
-def _generate_check(
-    operands: Sequence[Operand], refuse: Callable[..., NoReturn]
-) -> Callable[..., None]:
-    """Return the function `OperandChecks.check`, generated like the methods of dataclasses; it
-    calls `refuse`.
-
-    It runs before every call of a kernel. A loop over operands and axes takes longer than a small
-    kernel. For `x=FLOAT + "R C", factors="R?"` it is:
-
-        def check(*tensors):
-            try:
-                x, factors, = tensors
-                R, C, = x.shape
-                fits = x.dtype in x_dtypes and x.is_cpu and x.untyped_storage().nbytes() >= ...
-                if factors is not None:
-                    axis0, = factors.shape
-                    fits = fits and axis0 == R and factors.dtype is x.dtype and ...
-            except (AttributeError, ValueError):
-                fits = False
-            if not fits:
-                refuse(*tensors)
-    """
-    names = ", ".join(
-        f"*{operand.name}s" if operand.count == "+" else operand.name for operand in operands
-    )
-    lines = []
-    letters = set[str]()
-    for operand in operands:
-        lines += _operand_lines(operand, operands[0].name, letters)
-    body = "\n".join(f"        {line}" for line in lines)
-    source = (
-        f"def check(*tensors):\n    try:\n        {names}, = tensors\n        fits = True\n{body}\n"
-        "    except (AttributeError, ValueError):\n        fits = False\n"
-        "    if not fits:\n        refuse(*tensors)\n"
-    )
-    namespace: dict[str, Any] = {f"{operand.name}_dtypes": operand.dtypes for operand in operands}
-    namespace |= {"refuse": refuse, "end_in_storage": _end_in_storage}
-    exec(source, namespace)
-    check: Callable[..., None] = namespace["check"]
-    return check
-
-
-def _operand_lines(operand: Operand, first: str, letters: set[str]) -> Iterator[str]:
-    """Yield the statements that check one operand; adds its letters, which are variables of the
-    statements.
-    """
-    name = operand.name
-    indent = "    " if operand.count else ""
-    names = []
-    conditions = list[str]()
-    for n, axis in enumerate(operand.axes):
-        is_new = axis.isalpha() and axis not in letters
-        names.append(axis if is_new else f"axis{n}")
-        if is_new:
-            letters.add(axis)
-        elif axis != "*" and not is_new:
-            conditions.append(
-                "(" + " or ".join(f"axis{n} == {choice}" for choice in axis.split("|")) + ")"
-            )
-    conditions.append(
-        f"{name}.dtype in {name}_dtypes" if operand.dtypes else f"{name}.dtype is {first}.dtype"
-    )
-    contiguous = f"{name}.is_contiguous() and not {name}.storage_offset()"
-    end = f"({name}.nbytes if {contiguous} else end_in_storage({name}))"
-    conditions += [f"{name}.is_cpu", f"{name}.untyped_storage().nbytes() >= {end}"]
-    if operand.count:
-        yield f"if {name} is not None:" if operand.count == "?" else f"for {name} in {name}s:"
-    yield f"{indent}{', '.join(names)}, = {name}.shape"
-    yield f"{indent}fits = fits and {' and '.join(conditions)}"
 
 
 def _end_in_storage(tensor: Tensor) -> int:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ...kernels.autograd_guards import is_under_functorch
 from ..interfaces import ScoreStep
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full, parse_pattern
@@ -33,8 +32,8 @@ from .query_blocks import (
     KeyRanges,
     TokenAxis,
     count_batch_pairs,
-    gather_slices,
     plan_block_batches,
+    slice_inputs,
 )
 
 MIN_RUN_LENGTH = (
@@ -578,7 +577,7 @@ def attend(
     probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
-    if not _has_cpu_kernel(call) or is_under_functorch():
+    if not _has_cpu_kernel(call):
         return _attend_per_block(call, attention_mask, inputs, steps)
     queries = attention_mask.queries
     keys = attention_mask.keys
@@ -626,37 +625,9 @@ def _position_ranges(call: CallSignature, size: CallSize) -> tuple[range, range]
 def _attend_per_block(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
 ) -> Tensor:
-    blocks = CallBlocks(attention_mask, inputs)
-    if len(blocks.all) == 1:
-        return sdpa.fused_attention(call, attention_mask, inputs, steps, None)
-    query_ranges = [(block.queries,) for block in blocks.all]
-    key_ranges = [block.keys for block in blocks.all]
-    context = inputs.query_context
-    slices = zip(
-        gather_slices(inputs.q, query_ranges),
-        gather_slices(inputs.k, key_ranges),
-        gather_slices(inputs.v, key_ranges),
-        gather_slices(context.x_BTD, query_ranges),
-        gather_slices(context.q_BTHK, query_ranges),
-        strict=True,
-    )
+    blocks = CallBlocks(attention_mask)
     outputs = [
-        sdpa.fused_attention(
-            call,
-            blocks.mask_of(block),
-            _block_inputs(blocks.inputs_of(block), *tensors),
-            steps,
-            None,
-        )
-        for block, tensors in zip(blocks.all, slices, strict=True)
+        sdpa.fused_attention(call, blocks.mask_of(block), slice_inputs(inputs, block), steps, None)
+        for block in blocks.all
     ]
     return torch.cat(outputs, 1)
-
-
-def _block_inputs(
-    inputs: CoreInputs, q: Tensor, k: Tensor, v: Tensor, x_BTD: Tensor, q_BTHK: Tensor
-) -> CoreInputs:
-    """The inputs of a block with these slices of the tensors that need gradients."""
-    return inputs._replace(
-        q=q, k=k, v=v, query_context=inputs.query_context._replace(x_BTD=x_BTD, q_BTHK=q_BTHK)
-    )

@@ -2,8 +2,8 @@
 may attend to.
 
 In reading order: dilated patterns as r patterns without gaps (`ResiduePattern`), blocks of
-consecutive queries (`split_queries`, `CallBlocks`), gradients of slices (`gather_slices`), and
-batches of equally shaped blocks (`plan_block_batches`).
+consecutive queries (`split_queries`, `CallBlocks`), and batches of equally shaped blocks
+(`plan_block_batches`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.autograd_guards import is_under_functorch
 from ..interfaces.core_types import CallSize
 from ..masking.key_intervals import BoundaryLines, boundary_rows, spans_covered
 from ..masking.patterns import And, Dilated, Or, Pattern
@@ -219,11 +218,10 @@ def sum_series(
 
 
 class CallBlocks:
-    """The blocks of one call, with the mask and the inputs of each."""
+    """The blocks of one call, with the mask of each."""
 
-    def __init__(self, attention_mask: AttentionMask, inputs: CoreInputs) -> None:
+    def __init__(self, attention_mask: AttentionMask) -> None:
         self.attention_mask = attention_mask
-        self.inputs = inputs
         self.all = list(self._plan_blocks())
 
     def _plan_blocks(self) -> Iterator[QueryBlock]:
@@ -241,10 +239,6 @@ class CallBlocks:
         queries = slice_sequence(mask.queries, (block.queries,))
         keys = slice_sequence(mask.keys, block.keys)
         return AttentionMask(queries, keys, mask.pattern)
-
-    def inputs_of(self, block: QueryBlock) -> CoreInputs:
-        """The inputs of one block."""
-        return slice_inputs(self.inputs, block)
 
 
 def slice_inputs(inputs: CoreInputs, block: QueryBlock) -> CoreInputs:
@@ -278,48 +272,6 @@ def slice_rows(t: Tensor, ranges: Sequence[range]) -> Tensor:
         return t[:, ranges[0].start : ranges[0].stop]
     index = [torch.arange(r.start, r.stop, device=t.device) for r in ranges]
     return t.index_select(1, torch.cat(index) if index else torch.arange(0, device=t.device))
-
-
-# --- Slices whose gradients are added in place, where autograd would allocate a full tensor per sli
-
-SliceRanges = tuple[range, ...]
-
-
-def gather_slices(x: Tensor, range_lists: Sequence[SliceRanges]) -> Sequence[Tensor]:
-    """For each list of ranges, the rows of dimension 1; a view if they are one range."""
-    if torch.is_grad_enabled() and x.requires_grad and not is_under_functorch():
-        return _GatherSlices.apply(x, list(map(_range_bounds, range_lists)))
-    return [_concat_ranges(x, _range_bounds(ranges)) for ranges in range_lists]
-
-
-def _range_bounds(ranges: SliceRanges) -> list[tuple[int, int]]:
-    return [(rows.start, rows.stop) for rows in ranges]
-
-
-class _GatherSlices(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, range_lists: list[list[tuple[int, int]]]
-    ) -> tuple[Tensor, ...]:
-        ctx.range_lists = range_lists
-        ctx.shape = x.shape
-        return tuple(_concat_ranges(x, ranges) for ranges in range_lists)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        x_grad = grads[0].new_zeros(ctx.shape)
-        for ranges, grad in zip(ctx.range_lists, grads, strict=True):
-            begin = 0
-            for start, stop in ranges:
-                x_grad[:, start:stop] += grad[:, begin : begin + stop - start]
-                begin += stop - start
-        return x_grad, None
-
-
-def _concat_ranges(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    if len(ranges) == 1:
-        return x[:, ranges[0][0] : ranges[0][1]]
-    return torch.cat([x[:, start:stop] for start, stop in ranges], 1) if ranges else x[:, :0]
 
 
 # --- Batches of equally shaped blocks -------------------------------------------------------------
