@@ -74,7 +74,7 @@ def test_a_nan_that_a_ring_has_forgotten_is_gone():
 
 
 EVERYWHERE = [("dense", normaliser) for normaliser in slot_values("normaliser")]
-EVERYWHERE += [("sdpa", hw.Softmax()), ("sdpa", hw.SinkSoftmax()), ("grouped", hw.Softmax())]
+EVERYWHERE += [("sdpa", hw.Softmax()), ("sdpa", hw.SinkSoftmax())]
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["padding", "mask"])
@@ -92,7 +92,7 @@ def test_a_query_without_allowed_keys_gives_zero(backend: str, normaliser: objec
     similarity = hw.FeatureMap() if isinstance(normaliser, hw.Sum) else hw.Dot()
     used = layer(backend, normaliser=normaliser, similarity=similarity, bias="qkvo", kv=2)
     z = numbers(2, 7, 10)
-    x = numbers(2, 1, 10) if backend == "grouped" else z
+    x = z
     hidden = (
         torch.tensor([True, False])[:, None, None, None].expand(2, 1, x.shape[1], 7)
         if mask

@@ -126,29 +126,6 @@ def test_the_compiler_keeps_the_numbers(name):
     check_close(torch.compile(layer, fullgraph=True)(x, source=z), expected)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_fused_kernels_show_the_lse_that_dense_shows(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
-    tokens = cases.sequence_infos(x)["right"]
-    for count in (cases.TOKENS, 1):
-        at = hw.SequenceInfo(tokens.position[:, :count], tokens.segment[:, :count])
-        recorded = {}
-        with torch.no_grad():
-            for backend in cases.supporting_backends(
-                spec, single_query=count == 1, probed_tensors=frozenset({"lse"})
-            ):
-                layer.backend_name, probe = backend, hw.Probe("lse", "heads")
-                layer(x[:, :count], source=z, sequence=at, probe=probe)
-                recorded[backend] = probe.tensors
-        for other in recorded.values():
-            check_close(other["lse"], recorded["dense"]["lse"])
-            check_close(other["heads"], recorded["dense"]["heads"])
-    if name in ("Direct0", "Direct2", "Alibi1", "Rotary0"):
-        assert len(recorded) > 1, "no fused kernel showed it"
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize("tokens", BACKENDS["flex"].FLEX_BLOCK_LENGTHS)
 def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):

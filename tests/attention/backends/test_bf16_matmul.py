@@ -281,7 +281,7 @@ def test_an_autocast_layer_is_as_good_as_plain():
         ({"pattern": "window(3)"}, {}, "computes every score, also those that window(3) hides"),
         ({}, {"single_query": True}, "needs more than one query per row"),
         ({}, {"is_compiling": True}, "torch.compile is not supported"),
-        ({}, {"probed_tensors": frozenset({"lse"})}, "does not return the log-sum-exp"),
+        ({}, {"probed_tensors": frozenset({"lse"})}, "cannot show lse"),
         ({}, {"has_caller_mask": True}, "does not support a mask given by the caller; dense does"),
     ],
 )

@@ -35,10 +35,10 @@ WHOLE = dict.fromkeys(SPECS, "sdpa") | dict.fromkeys(
 WHOLE |= dict.fromkeys(("dcmha", "talking", "entmax"), "chunked") | {"linear": "linear"}
 STEP = {
     "causal": "sdpa",
-    "gqa": "grouped",
-    "mla": "grouped",
+    "gqa": "sdpa",
+    "mla": "sdpa",
     "moh": "sdpa",
-    "diff2": "grouped",
+    "diff2": "sdpa",
     "window": "sdpa",
     "dilated": "sdpa",
     "alibi": "sdpa",

@@ -314,7 +314,7 @@ def test_the_faster_backend_runs_a_decode_step():
     with takeover.sizes(ragged_float32=2 * 2 * 4 * 8 * 5):
         assert ragged_decode.slower_reasons(job, hw.CallSize(1, 1, 1, 4 // 2), "any")
         assert not ragged_decode.slower_reasons(job, hw.CallSize(5, 1, 1, 4), "any")
-        assert hw.backends.choose_backend(job, hw.CallSize(1, 1, 1, 2)) is BACKENDS["grouped"]
+        assert hw.backends.choose_backend(job, hw.CallSize(1, 1, 1, 2)) is BACKENDS["sdpa"]
         assert hw.backends.choose_backend(job, hw.CallSize(5, 1, 1, 4)) is ragged_decode
 
 
@@ -335,7 +335,7 @@ def test_unsupported_calls_have_reasons(monkeypatch):
         ragged_decode, "kernel_problem", lambda: "needs Numba, which is not installed"
     )
     assert BACKENDS["ragged"].unsupported_reasons(job) == ["needs Numba, which is not installed"]
-    assert hw.backends.choose_backend(job) is BACKENDS["grouped"]
+    assert hw.backends.choose_backend(job) is BACKENDS["sdpa"]
 
 
 # --- caches of 8 bits -----------------------------------------------------------------------------

@@ -62,8 +62,6 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append(
             "rows without allowed keys are found at run time, so torch.compile is not supported"
         )
-    if "lse" in call.probed_tensors:
-        reasons.append("does not return the log-sum-exp")
     return reasons
 
 

@@ -533,8 +533,6 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("full() hides no keys, so there is nothing to skip")
     if call.pattern == Causal():
         reasons.append("one fused call already skips every block of keys that causal() hides")
-    if "lse" in call.probed_tensors:
-        reasons.append("returns a log-sum-exp for each block only")
     return reasons
 
 

@@ -38,8 +38,6 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         )
     if call.single_query:
         reasons.append("needs more than one query per row")
-    if "lse" in call.probed_tensors:
-        reasons.append("does not return the log-sum-exp; sdpa does")
     problem = kernel_problem()
     if problem:
         reasons.append(problem)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..interfaces.core_types import Probe
 from ..masking.sequence_info import AttentionMask, SequenceInfo
-from ..parts.softmax import SinkSoftmax
 from . import ragged_decode
 from .core_interface import (
     CallSignature,
@@ -34,8 +33,6 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     unseen = sorted(call.probed_tensors & {"k", "v"})
     if unseen:
         reasons.append(f"cannot show {', '.join(unseen)}: it reads keys and values in their pages")
-    if "lse" in call.probed_tensors and isinstance(call.spec.normaliser, SinkSoftmax):
-        reasons.append("its lse includes the sinks")
     return reasons
 
 
@@ -55,9 +52,7 @@ def attend(
     spans = attention_mask.keys.block_table
     assert spans is not None, "the paged backend needs the block table of a paged cache"
     hidden = None if spans.all_visible else ~attention_mask.allowed[:, :, 0]
-    return ragged_decode.attend_spans(
-        call, attention_mask, inputs, steps, probe, (spans.table, hidden)
-    )
+    return ragged_decode.attend_spans(call, attention_mask, inputs, steps, (spans.table, hidden))
 
 
 def gather_pages(

@@ -40,8 +40,7 @@ POINT_BY_DTYPE = {
 def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     cap = leading_softcap(call.spec)
-    core = sdpa.fused_call_conflicts(replace(call, probed_tensors=call.probed_tensors - {"lse"}))
-    reasons = list(core)
+    reasons = sdpa.fused_call_conflicts(call)
     if (
         cap is not None
     ):  # the kernel applies a soft cap before all other score steps, but none after them
@@ -117,11 +116,7 @@ def bytes_per_token(call: CallSignature) -> int:
     """Bytes of the keys and values of one token; 0 if no other backend can read the cache in its
     storage format.
     """
-    if (
-        reads_quantized_cache(call)
-        or "lse" in call.probed_tensors
-        or call.dtype not in POINT_BY_DTYPE
-    ):
+    if reads_quantized_cache(call) or call.dtype not in POINT_BY_DTYPE:
         return 0
     return (
         (call.core.dim + call.core.vdim)
@@ -138,9 +133,8 @@ def attend(
     probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_B1HV."""
-    return attend_spans(
-        call, attention_mask, inputs, steps, probe, key_spans(attention_mask, len(inputs.q))
-    )
+    spans = key_spans(attention_mask, len(inputs.q))
+    return attend_spans(call, attention_mask, inputs, steps, spans)
 
 
 def attend_spans(
@@ -148,7 +142,6 @@ def attend_spans(
     attention_mask: AttentionMask,
     inputs: CoreInputs,
     steps: CoreSteps,
-    probe: Probe | None,
     span_args: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """Per-head outputs o_B1HV of keys in spans of slots. `span_args` is (spans, hidden).
@@ -182,11 +175,9 @@ def attend_spans(
     options = PagedDecodeOptions(bias, sink, *scales, softcap=0.0 if cap is None else cap.limit)
     k = inputs.k.transpose(1, 2)
     v = inputs.v.transpose(1, 2)
-    o_BHV, lse_BH = attend_paged(
+    o_BHV, _ = attend_paged(
         inputs.q[:, 0], k, v, spans_BN3, scale=inputs.query_context.scale, options=options
     )
-    if probe is not None and "lse" in probe.points:
-        probe("lse", lse_BH[..., None])
     return o_BHV[:, None]
 
 

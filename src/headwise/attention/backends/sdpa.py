@@ -21,7 +21,10 @@ from .core_interface import (
     CoreInputs,
     CoreSteps,
     expand_kv_heads,
+    heads_to_rows,
+    never_slower,
     no_tensor_conflicts,
+    rows_to_heads,
 )
 
 
@@ -30,11 +33,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     return fused_call_conflicts(call)
 
 
-def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """Why another backend is preferred at this size."""
-    if call.single_query and call.group_size > 1:
-        return ["the `grouped` backend is faster for a single query of grouped heads"]
-    return []
+slower_reasons = never_slower
 
 
 def fused_call_conflicts(call: CallSignature) -> list[str]:
@@ -67,11 +66,9 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
         reasons.append("does not support torch.func and forward-mode derivatives")
     if call.has_caller_mask:
         reasons.append("does not support a mask given by the caller; dense does")
-    unseen = sorted(call.probed_tensors & {"scores", "weights"})
+    unseen = sorted(call.probed_tensors & {"scores", "weights", "lse"})
     if unseen:
         reasons.append(f"cannot show {', '.join(unseen)}")
-    if "lse" in call.probed_tensors and not _can_return_lse(call):
-        reasons.append("shows lse only on the CPU, without gradients or sinks, with dim = vdim")
     if not call.heads_in_order:
         reasons.append("needs one output head per query head, in order")
     return reasons
@@ -90,14 +87,6 @@ def plain_softmax_conflicts(call: CallSignature) -> list[str]:
     if call.pattern not in (Full(), Causal()):
         reasons.append(f"computes every score, also those that {call.pattern.text} hides")
     return reasons
-
-
-def _can_return_lse(call: CallSignature) -> bool:
-    """Whether the fused call can return the log-sum-exp: on the CPU, without its gradient and
-    without a sink in it.
-    """
-    plain = not call.needs_grad and not isinstance(call.spec.normaliser, SinkSoftmax)
-    return plain and call.device == "cpu" and call.core.dim == call.core.vdim
 
 
 tensor_conflicts = no_tensor_conflicts
@@ -142,34 +131,22 @@ def fused_attention(
         k = F.pad(k, (0, 0, 0, 1))
         v = F.pad(v, (0, 0, 0, 1))
     scale = inputs.query_context.scale
-    if probe is not None and "lse" in probe.points:
-        o_BHTV, lse_BHT = attend_with_lse(q_BHTK, k, v, (bias, triangle, scale))
-        probe("lse", lse_BHT)
-    else:
-        o_BHTV = F.scaled_dot_product_attention(
-            q_BHTK, k, v, bias, is_causal=triangle, scale=scale, enable_gqa=call.group_size > 1
-        )
+    group_size = call.group_size
+    if call.single_query and group_size > 1:
+        # Query heads that share a key head become rows of one call, which reads it once.
+        q_BGRK = heads_to_rows(q_BHTK, group_size)
+        if bias is not None and bias.shape[1] > 1:
+            bias = heads_to_rows(bias, group_size)
+        o_BGRV = F.scaled_dot_product_attention(q_BGRK, k, v, bias, scale=scale)
+        return rows_to_heads(o_BGRV, group_size).transpose(1, 2)
+    o_BHTV = F.scaled_dot_product_attention(
+        q_BHTK, k, v, bias, is_causal=triangle, scale=scale, enable_gqa=group_size > 1
+    )
     return o_BHTV.transpose(1, 2)
 
 
 # only dispatch calls `attend`; other backends call `fused_attention` for their blocks
 attend = fused_attention
-
-
-def attend_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, mask_args: tuple[Tensor | None, bool, float]
-) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exp of torch's fused CPU kernel; the log-sum-exp is -inf for queries
-    without allowed keys.
-    """
-    bias, triangle, scale = mask_args
-    if bias is not None and bias.dtype == torch.bool:
-        bias = q.new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    o, lse = kernel(q, k, v, 0.0, triangle, attn_mask=bias, scale=scale)
-    if bias is not None:
-        lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
-    return o, lse
 
 
 def mask_or_bias(
