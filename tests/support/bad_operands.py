@@ -87,9 +87,6 @@ def _row_normalisers() -> Iterator[Call]:
     yield Call(
         lambda s, allowed: OPS.masked_softmax(s, allowed), {"s": s, "allowed": allowed}, ("s.1",)
     )
-    yield Call(
-        lambda grad, w: OPS.masked_softmax_backward(grad, w), {"grad": s, "w": s.softmax(-1)}
-    )
     tensors = {"s": s, "allowed": allowed, "alpha": alpha}
     yield Call(lambda s, allowed, alpha: OPS.masked_entmax(s, allowed, alpha, None, []), tensors)
     yield Call(

@@ -20,13 +20,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
+from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from .kernel_args import ParallelKernelArgs, TensorArg
-from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet
+from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, pad_to_simd, unpad
 from .operand_checks import FLOAT, OperandChecks, check_indices, refuse_operands
 
 KEY_TILE_SIZE = 64
@@ -96,15 +95,6 @@ CHECKS = OperandChecks(
 )
 
 
-def can_use_kernels(a_BHTS: Tensor) -> bool:
-    """Return True if the kernels may run on these scores: float32 or float64 on the CPU, outside
-    torch.func.
-    """
-    if a_BHTS.device.type != "cpu" or a_BHTS.dtype not in COMPUTE_DTYPES or is_under_functorch():
-        return False
-    return HEAD_MIXING_KERNELS.is_usable(a_BHTS.dtype)
-
-
 @torch.library.custom_op("headwise::head_mixing", mutates_args=(), device_types="cpu")
 def mix_heads_by_factors(
     a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]
@@ -120,7 +110,7 @@ def mix_heads_by_factors(
     args = _make_args(a, head_of_output, heads_per_group, factors)
     output = a.new_empty(a.shape[0], head_of_output.shape[0], a.shape[2], args.num_keys)
     HEAD_MIXING_KERNELS.launch("forward", a.dtype, args.replace(output=output))
-    return _unpad_keys(output, a.shape[3])
+    return unpad(output, a.shape[3])
 
 
 @torch.library.custom_op("headwise::head_mixing_backward", mutates_args=(), device_types="cpu")
@@ -137,7 +127,7 @@ def mix_heads_by_factors_backward(
     d_keys = [t.new_empty(*t.shape[:-1], padded_keys) for t in factors[3:]]
     args = args.replace(
         output=d_a,
-        grad=_pad_keys(grad),
+        grad=pad_to_simd(grad),
         d_q_source=d_queries[0],
         d_q_target=d_queries[1],
         d_q_gate=d_queries[2],
@@ -148,9 +138,9 @@ def mix_heads_by_factors_backward(
     HEAD_MIXING_KERNELS.launch("backward", a.dtype, args)
     keys = a.shape[3]
     return [
-        _unpad_keys(d_a, keys),
+        unpad(d_a, keys),
         *(t.sum(1) for t in d_queries),
-        *(_unpad_keys(t, keys) for t in d_keys),
+        *(unpad(t, keys) for t in d_keys),
     ]
 
 
@@ -187,7 +177,7 @@ def _make_args(
     padded.
     """
     qs, qt, qg = (t.contiguous() for t in factors[:3])
-    a, ks, kt, kg = map(_pad_keys, (a, *factors[3:]))
+    a, ks, kt, kg = map(pad_to_simd, (a, *factors[3:]))
     (batch, heads, queries, keys) = a.shape
     num_output_heads = head_of_output.shape[0]
     q_ranks = qs.shape[2]
@@ -213,18 +203,6 @@ def _make_args(
         num_key_gates=kg.shape[1] * num_output_heads,
         heads_per_group=heads_per_group,
     )
-
-
-def _pad_keys(t: Tensor) -> Tensor:
-    """Return t contiguous, with its keys padded to whole vectors."""
-    padding = -t.shape[-1] % SIMD_WIDTH
-    return (
-        F.pad(t, (0, padding)) if padding else t
-    ).contiguous()  # F.pad may return permuted strides
-
-
-def _unpad_keys(t: Tensor, keys: int) -> Tensor:
-    return t if t.shape[-1] == keys else t[..., :keys].contiguous()
 
 
 @mix_heads_by_factors.register_fake

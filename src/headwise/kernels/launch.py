@@ -27,7 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from .autograd_guards import is_under_functorch
 from .compilation import STATE
 from .kernel_args import KernelArgs, ParallelKernelArgs
 
@@ -42,6 +45,18 @@ COMPUTE_DTYPES = {
 def round_up_to_simd(count: int) -> int:
     """Return the smallest multiple of 16 that is at least `count`."""
     return (count + SIMD_WIDTH - 1) // SIMD_WIDTH * SIMD_WIDTH
+
+
+def pad_to_simd(t: Tensor) -> Tensor:
+    """Return t contiguous, with its last axis padded to whole vectors."""
+    padding = -t.shape[-1] % SIMD_WIDTH
+    # F.pad may return permuted strides
+    return (F.pad(t, (0, padding)) if padding else t).contiguous()
+
+
+def unpad(t: Tensor, size: int) -> Tensor:
+    """Return t contiguous, without the padding of its last axis."""
+    return t if t.shape[-1] == size else t[..., :size].contiguous()
 
 
 # --- Availability ---------------------------------------------------------------------------------
@@ -247,6 +262,13 @@ class ParallelKernelSet(KernelSet):
     """Kernels that compute one work item: they get their record, the item's number and a scratch
     buffer.
     """
+
+    def can_run(self, x: Tensor) -> bool:
+        """Return True if these kernels may run on a tensor: float32 or float64 on the CPU, outside
+        torch.func.
+        """
+        is_plain = x.device.type == "cpu" and x.dtype in COMPUTE_DTYPES
+        return is_plain and not is_under_functorch() and self.is_usable(x.dtype)
 
     def launch(self, name: str, dtype: torch.dtype, args: ParallelKernelArgs) -> None:
         """Run the `args.num_items` work items, with a scratch buffer of `args.scratch_bytes` for

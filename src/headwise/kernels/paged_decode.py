@@ -22,14 +22,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import launch
 from .autograd_guards import can_skip_dispatcher, is_under_functorch
 from .kernel_args import WORD_BYTES, ParallelKernelArgs, TensorArg
-from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, round_up_to_simd
+from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, pad_to_simd, round_up_to_simd
 from .operand_checks import OperandChecks, check_groups, refuse_operands
 
 KV_BLOCK_SIZE = 64
@@ -272,7 +271,7 @@ def _launch_paged_decode(
     if not out.numel():
         return out.to(q.dtype), lse.fill_(-torch.inf)
     num_spans = 1 if spans is None else spans.shape[1]
-    padded_q = _pad_channels(q.to(dtype) * scale).contiguous()
+    padded_q = pad_to_simd(q.to(dtype) * scale)
     k = _contiguous_channels(k)
     v = _contiguous_channels(v)
     max_splits = batch * num_kv_splits(num_spans * page_size)
@@ -388,12 +387,6 @@ def _set_options(
         args.k_scale = k_scale
         args.v_scale = v_scale
         args.scale_page_stride, args.scale_head_stride, args.scale_slot_stride = k_scale.stride()
-
-
-def _pad_channels(q: Tensor) -> Tensor:
-    """Return q with its channels padded to whole vectors."""
-    padding = -q.shape[-1] % SIMD_WIDTH
-    return F.pad(q, (0, padding)) if padding else q
 
 
 def _contiguous_channels(t: Tensor) -> Tensor:

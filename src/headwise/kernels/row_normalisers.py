@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
+from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from .kernel_args import ParallelKernelArgs, TensorArg
-from .launch import COMPUTE_DTYPES, SIMD_WIDTH, KernelSet, ParallelKernelSet
+from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, pad_to_simd, unpad
 from .operand_checks import FLOAT, OperandChecks, refuse_operands
 
 ROWS_PER_ITEM = 8  # rows per work item
@@ -71,9 +70,6 @@ ENTMAX_KERNELS = ParallelKernelSet(
 )
 MASK_FORM = "bool: 1|B 1 1|T 1|S"
 SOFTMAX_CHECKS = OperandChecks("masked_softmax", s=FLOAT + "B H T S", allowed=MASK_FORM)
-SOFTMAX_BACKWARD_CHECKS = OperandChecks(
-    "masked_softmax_backward", w=FLOAT + "B H T S", grad="B H T S"
-)
 ENTMAX_CHECKS = OperandChecks(
     "masked_entmax",
     s=FLOAT + "B H T S",
@@ -83,15 +79,6 @@ ENTMAX_CHECKS = OperandChecks(
     row_state="B H T 2?",
     grad="B H T *?",
 )
-
-
-def can_use_kernels(s_BHTS: Tensor, kernels: KernelSet) -> bool:
-    """Return True if these kernels may run on the scores: float32 or float64 on the CPU, outside
-    torch.func.
-    """
-    if s_BHTS.device.type != "cpu" or s_BHTS.dtype not in COMPUTE_DTYPES or is_under_functorch():
-        return False
-    return kernels.is_usable(s_BHTS.dtype)
 
 
 @torch.library.custom_op("headwise::masked_softmax", mutates_args=(), device_types="cpu")
@@ -106,15 +93,6 @@ def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
         "softmax", s.dtype, _score_args(s, allowed, num_lists=1).replace(output=w)
     )
     return w
-
-
-@torch.library.custom_op("headwise::masked_softmax_backward", mutates_args=(), device_types="cpu")
-def masked_softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
-    """Return the gradient of the scores; it is zero for rows without allowed keys, as their weights
-    are.
-    """
-    SOFTMAX_BACKWARD_CHECKS.check(w, grad)
-    return torch.ops.aten._softmax_backward_data(grad, w, -1, w.dtype)
 
 
 @torch.library.custom_op("headwise::masked_entmax", mutates_args=(), device_types="cpu")
@@ -136,7 +114,7 @@ def masked_entmax(
     if not s.shape[3]:
         output.zero_()  # values without keys have no memory, which the kernel takes for no values
     ENTMAX_KERNELS.launch("forward", s.dtype, args.replace(output=output, row_state=row_state))
-    return output if v is None else _unpad_channels(output, v), row_state
+    return output if v is None else unpad(output, v.shape[-1]), row_state
 
 
 @torch.library.custom_op("headwise::masked_entmax_backward", mutates_args=(), device_types="cpu")
@@ -164,10 +142,10 @@ def masked_entmax_backward(
     # A work item is all rows that read one value head, so that only one thread adds to its
     # gradients.
     args = args.replace(
-        num_items=len(s) * args.num_value_heads, grad=_pad_channels(grad), d_values=d_values
+        num_items=len(s) * args.num_value_heads, grad=pad_to_simd(grad), d_values=d_values
     )
     ENTMAX_KERNELS.launch("backward", s.dtype, args)
-    return [d_scores, d_alpha.sum((0, 2)), _unpad_channels(d_values, values[0])]
+    return [d_scores, d_alpha.sum((0, 2)), unpad(d_values, values[0].shape[-1])]
 
 
 def _check_entmax_operands(
@@ -224,25 +202,13 @@ def _entmax_args(
     args = args.replace(key_indices=indices, alpha=alpha.contiguous())
     if v is None:
         return args
-    values = _pad_channels(v)
+    values = pad_to_simd(v)
     return args.replace(
         values=values,
         value_head_of_head=torch.tensor(value_heads),
         num_value_heads=values.shape[1],
         value_dim=values.shape[3],
     )
-
-
-def _pad_channels(v: Tensor) -> Tensor:
-    """Return v contiguous, with its channels padded to whole vectors."""
-    padding = -v.shape[-1] % SIMD_WIDTH
-    return (
-        F.pad(v, (0, padding)) if padding else v
-    ).contiguous()  # F.pad may return permuted strides
-
-
-def _unpad_channels(t: Tensor, v: Tensor) -> Tensor:
-    return t if t.shape[-1] == v.shape[-1] else t[..., : v.shape[-1]].contiguous()
 
 
 @masked_softmax.register_fake
@@ -256,11 +222,6 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     width = s.shape[3] if v is None else v.shape[3]
     return s.new_empty(*s.shape[:3], width), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
-
-
-@masked_softmax_backward.register_fake
-def _(grad: Tensor, w: Tensor) -> Tensor:
-    return torch.empty_like(w, memory_format=torch.contiguous_format)
 
 
 @masked_entmax_backward.register_fake
@@ -277,7 +238,8 @@ def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _softmax_autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-    return masked_softmax_backward(grad, ctx.saved_tensors[0]), None
+    w = ctx.saved_tensors[0]
+    return torch.ops.aten._softmax_backward_data(grad, w, -1, w.dtype), None
 
 
 def _save_entmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

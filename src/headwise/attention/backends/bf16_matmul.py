@@ -83,7 +83,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
         return []
     faster = "torch's fused call takes less time"
     if call.needs_grad:
-        return call.slower_above("bf16_matmul_gradients", size, faster)
+        return call.slower_below("bf16_matmul_gradients", size, faster, is_upper=True)
     return call.slower_below("bf16_matmul", size, faster)
 
 

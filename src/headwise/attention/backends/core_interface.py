@@ -119,34 +119,23 @@ class CallSignature:
         computed = frozenset(self.score_heads)
         return tuple(head for head in self.spec.score_head_of_row if head in computed)
 
-    def slower_below(self, point: str, size: CallSize, faster: str) -> list[str]:
+    def slower_below(
+        self, point: str, size: CallSize, faster: str, is_upper: bool = False
+    ) -> list[str]:
         """Why another backend runs a call with few keys: `faster` takes less time below the
-        take-over point.
+        take-over point; or, with `is_upper`, why one runs a call with many keys, above it.
 
         This is a preference and not a limit. It holds on the CPU, where it was measured, for more
         than one query.
         """
-        if self.device != "cpu" or self.single_query:
+        bound = takeover_size(point)
+        is_preferred = size.keys <= bound if is_upper else size.keys >= bound
+        if self.device != "cpu" or self.single_query or is_preferred:
             return []
-        least = takeover_size(point)
-        if size.keys >= least:
-            return []
-        limit = (
-            f"{faster} below {int(least):,} keys; this call has {size.keys:,}"
-            if math.isfinite(least)
-            else ""
-        )
-        return [limit or slower_at_every_size(point, faster)]
-
-    def slower_above(self, point: str, size: CallSize, faster: str) -> list[str]:
-        """Why another backend runs a call with many keys, as `slower_below`."""
-        if self.device != "cpu" or self.single_query:
-            return []
-        most = takeover_size(point)
-        if size.keys <= most:
-            return []
-        limit = f"{faster} above {int(most):,} keys; this call has {size.keys:,}" if most else ""
-        return [limit or slower_at_every_size(point, faster)]
+        if not bound or math.isinf(bound):
+            return [slower_at_every_size(point, faster)]
+        side = "above" if is_upper else "below"
+        return [f"{faster} {side} {int(bound):,} keys; this call has {size.keys:,}"]
 
 
 class HeadsKV(NamedTuple):
@@ -442,24 +431,8 @@ def _make_transform(spec: AttentionSpec, name: str, part: Part, p: PartParams) -
 
 
 def _use_fused_kernel(act: ScoreTransform) -> ScoreTransform:
-    return (
-        partial(_apply_mix_fused, *act.args)
-        if isinstance(act, partial) and act.func is _apply_mix
-        else act
-    )
-
-
-def _apply_mix_fused(
-    part: Mix,
-    p: PartParams,
-    names: Mapping[str, str],
-    a: Tensor,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-) -> Tensor:
-    key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
-    mixed = part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
-    return _add_pair_bias(part, p, mixed, attention_mask)
+    is_mix = isinstance(act, partial) and act.func is _apply_mix
+    return partial(act, is_fused=True) if is_mix else act
 
 
 def _apply_mix(
@@ -469,9 +442,11 @@ def _apply_mix(
     a: Tensor,
     attention_mask: AttentionMask,
     inputs: CoreInputs,
+    is_fused: bool = False,
 ) -> Tensor:
     key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
-    mixed = part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    mix = part.fused_mix if is_fused else part.mix
+    mixed = mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
     return _add_pair_bias(part, p, mixed, attention_mask)
 
 

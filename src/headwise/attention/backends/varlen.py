@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ PROBED_TENSORS = frozenset(
 # Plans kept per SequenceInfo: for self-attention and for a source.
 MAX_PLANS_PER_SEQUENCE = 4
 IntArray = NDArray[np.int64]
-SlotMap = tuple[Tensor, Tensor, Tensor | None, int]
 
 
 class TokenSlots(NamedTuple):
@@ -48,53 +47,18 @@ class TokenSlots(NamedTuple):
 
     def gather_groups(self, x: Tensor) -> list[Tensor]:
         """Gather x [B, T, ...] into one tensor [sequences, tokens, ...] per group."""
-        slots = cast(Tensor, _GatherTokens.apply(x.flatten(0, 1), *self[:4]))
+        slots = x.flatten(0, 1).index_select(0, self.token_of_slot)
         parts = slots.split([sequences * tokens for sequences, tokens in self.shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def scatter_groups(self, groups: Sequence[Tensor]) -> Tensor:
         """Put the groups back into one tensor [B x T, ...] with zeros at padding tokens."""
-        return cast(
-            Tensor,
-            _ScatterTokens.apply(torch.cat([group.flatten(0, 1) for group in groups]), *self[:4]),
-        )
-
-
-class _GatherTokens(torch.autograd.Function):
-    """Copy each slot's token into it. The gradient of a token is that of its own slot; padding
-    slots have none.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *places: *SlotMap) -> Tensor:
-        ctx.places = places
-        return x.index_select(0, places[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return cast(Tensor, _ScatterTokens.apply(grads[0], *ctx.places)), None, None, None, None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    """Copy each token from its slot. Padding slots get a zero gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, slots: Tensor, *places: *SlotMap) -> Tensor:
-        _, slot_of_token, live_tokens, num_tokens = places
-        ctx.places = places
-        ctx.slots = slots.shape
-        tokens = slots.index_select(0, slot_of_token)
-        return (
-            tokens
-            if live_tokens is None
-            else tokens.new_zeros(num_tokens, *tokens.shape[1:]).index_copy_(0, live_tokens, tokens)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _, slot_of_token, live_tokens, _ = ctx.places
-        grad = grads[0] if live_tokens is None else grads[0].index_select(0, live_tokens)
-        return grad.new_zeros(ctx.slots).index_copy_(0, slot_of_token, grad), None, None, None, None
+        slots = torch.cat([group.flatten(0, 1) for group in groups])
+        tokens = slots.index_select(0, self.slot_of_token)
+        if self.live_tokens is None:
+            return tokens
+        zeros = tokens.new_zeros(self.num_tokens, *tokens.shape[1:])
+        return zeros.index_copy(0, self.live_tokens, tokens)
 
 
 class VarlenPlan(NamedTuple):

@@ -257,7 +257,7 @@ class Dynamic(Mix):
         from_key: Mapping[str, Tensor],
         p: PartParams,
     ) -> Tensor:
-        if not composing.can_use_kernels(a_BHTS):
+        if not composing.HEAD_MIXING_KERNELS.can_run(a_BHTS):
             return self.mix(a_BHTS, from_query, from_key, p)
         heads = a_BHTS.shape[1]
         on_weights = self.on == "weights"

@@ -103,7 +103,7 @@ class Entmax(Normaliser):
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        if not row_normalisers.can_use_kernels(exact, row_normalisers.ENTMAX_KERNELS):
+        if not row_normalisers.ENTMAX_KERNELS.can_run(exact):
             return self.normalise(s_BHTS, allowed, p)
         return row_normalisers.masked_entmax(exact, allowed, self._alphas(exact, p), None, [])[
             0
@@ -126,7 +126,7 @@ class Entmax(Normaliser):
     ) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
         v_BGSV = v_BSGV.transpose(1, 2).to(exact.dtype)
-        if not row_normalisers.can_use_kernels(exact, row_normalisers.ENTMAX_KERNELS):
+        if not row_normalisers.ENTMAX_KERNELS.can_run(exact):
             return (self.normalise(exact, allowed, p) @ v_BGSV[:, list(value_heads)]).to(
                 v_BSGV.dtype
             )

@@ -42,7 +42,7 @@ class Softmax(Normaliser):
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         return (
             row_normalisers.masked_softmax(s_BHTS, allowed)
-            if row_normalisers.can_use_kernels(s_BHTS, row_normalisers.SOFTMAX_KERNELS)
+            if row_normalisers.SOFTMAX_KERNELS.can_run(s_BHTS)
             else self.normalise(s_BHTS, allowed, p)
         )
 
