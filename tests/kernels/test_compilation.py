@@ -109,20 +109,18 @@ def test_everything_works_without_numba(tmp_path, kernel_results):
     check_results(tmp_path / "results.pt", kernel_results)
 
 
-def test_everything_works_with_a_broken_numba(tmp_path, kernel_results):
+def test_a_broken_numba_is_named(tmp_path):
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text(
         "raise ImportError('Numba needs NumPy 1.0 or less')"
     )
-    first = [name.split()[0] for name in kernel_results][:2]
-    run = run_python(COMPUTE + WHY, tmp_path / "results.pt", *first, first_on_path=str(tmp_path))
+    run = run_python("import headwise as hw\n" + WHY, first_on_path=str(tmp_path))
     assert not run.returncode, run.stderr
     text = " ".join(run.stdout.split())
     assert (
         "needs Numba, which cannot be imported (ImportError: Numba needs NumPy 1.0 or less)" in text
     )
     assert "CPU kernels are off: flash_cpu, ragged and paged do not run" in text
-    check_results(tmp_path / "results.pt", kernel_results)
 
 
 def test_kernels_can_be_switched_off(monkeypatch):

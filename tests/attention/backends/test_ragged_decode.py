@@ -332,7 +332,7 @@ def test_unsupported_calls_have_reasons(monkeypatch):
         "supports one query per row only"
     ]
     monkeypatch.setattr(
-        ragged_decode, "kernel_problem", lambda: "needs Numba, which is not installed"
+        core_interface, "kernel_problem", lambda: "needs Numba, which is not installed"
     )
     assert BACKENDS["ragged"].unsupported_reasons(job) == ["needs Numba, which is not installed"]
     assert hw.backends.choose_backend(job) is BACKENDS["sdpa"]

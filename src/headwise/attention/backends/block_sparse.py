@@ -16,13 +16,12 @@ from ..interfaces import ScoreStep
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full, parse_pattern
 from ..masking.sequence_info import AttentionMask
-from ..parts.softmax import SinkSoftmax
 from . import query_blocks, sdpa
 from .core_interface import (
     CallSignature,
     CoreInputs,
     CoreSteps,
-    expand_kv_heads,
+    kv_of_even_groups,
     no_tensor_conflicts,
 )
 from .query_blocks import (
@@ -579,28 +578,17 @@ def attend(
         return _attend_per_block(call, attention_mask, inputs, steps)
     queries = attention_mask.queries
     keys = attention_mask.keys
-    k = inputs.k
-    v = inputs.v
-    if not call.group_size:
-        k, v = (
-            expand_kv_heads(x, by).transpose(1, 2)
-            for x, by in ((k, call.core.key_head_of_query), (v, call.core.value_head_of_row))
-        )
+    k, v = kv_of_even_groups(call, inputs)
     is_contiguous = queries.start is not None and keys.start is not None
     tokens = (
         [] if is_contiguous else [queries.position, queries.segment, keys.position, keys.segment]
-    )
-    sinks = (
-        steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
-        if isinstance(steps.normaliser, SinkSoftmax)
-        else None
     )
     first_positions = [queries.start, keys.start] if is_contiguous else []
     return block_sparse_attention(
         inputs.q,
         k,
         v,
-        sinks,
+        steps.sinks,
         tokens,
         first_positions,
         steps.pattern_text,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ...kernels.launch import kernel_problem
 from ...kernels.takeover_points import current_points, takeover_size
 from ..interfaces import (
     Mix,
@@ -27,6 +28,7 @@ from ..interfaces import (
 from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, QueryContext
 from ..masking.patterns import Pattern, PerHead
 from ..masking.sequence_info import AttentionMask, SequenceInfo
+from ..parts.softmax import SinkSoftmax
 from ..spec.attention_spec import AttentionSpec
 
 
@@ -180,6 +182,15 @@ def no_tensor_conflicts(
     return []
 
 
+def cpu_kernel_conflicts(call: CallSignature) -> list[str]:
+    """Why kernels of the CPU cannot run a call."""
+    problem = kernel_problem()
+    reasons = [problem] if problem else []
+    if call.device != "cpu":
+        reasons.append(f"has a kernel for the CPU only, not {call.device}")
+    return reasons
+
+
 def slower_at_every_size(point: str, faster: str) -> str:
     """Why the path of a take-over point runs no call on this class of machine."""
     points = current_points()
@@ -313,6 +324,13 @@ class CoreSteps:
         for p in self.part_weights:
             parameters += p.trainable()
         return parameters
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """The score [H] of the sink of each head, if the normaliser has sinks."""
+        if not isinstance(self.normaliser, SinkSoftmax):
+            return None
+        return self.normaliser_p.broadcast_over_scores()["sink"].flatten()
 
     def additive_bias(self, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
         """The sum of all additive score steps, [B or 1, H or 1, T, S]: their result for scores of
@@ -488,6 +506,15 @@ def expand_kv_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
     if x_BGSK.shape[1] == 1:
         return x_BGSK.expand(-1, len(heads), -1, -1)
     return x_BGSK.index_select(1, torch.tensor(heads, device=x_BGSK.device))
+
+
+def kv_of_even_groups(call: CallSignature, inputs: CoreInputs) -> tuple[Tensor, Tensor]:
+    """k and v, with heads of unequal groups repeated for each query head."""
+    if call.group_size:
+        return inputs.k, inputs.v
+    keys = expand_kv_heads(inputs.k, call.core.key_head_of_query)
+    values = expand_kv_heads(inputs.v, call.core.value_head_of_row)
+    return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 def heads_to_rows(x_BHTK: Tensor, group_size: int) -> Tensor:

@@ -13,12 +13,18 @@ from ...kernels.flash_attention import (
     attend_key_ranges,
     count_executed_pairs,
 )
-from ...kernels.launch import COMPUTE_DTYPES, kernel_problem
+from ...kernels.launch import COMPUTE_DTYPES
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
 from . import sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    cpu_kernel_conflicts,
+    kv_of_even_groups,
+)
 
 
 def boundary_lengths() -> tuple[int, ...]:
@@ -29,8 +35,7 @@ def boundary_lengths() -> tuple[int, ...]:
 def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     reasons = sdpa.plain_softmax_conflicts(call)
-    if call.device != "cpu":
-        reasons.append(f"has a kernel for the CPU only, not {call.device}")
+    reasons += cpu_kernel_conflicts(call)
     if call.dtype not in COMPUTE_DTYPES:
         reasons.append(
             f"computes in float32 and float64 only; sdpa multiplies {_dtype_name(call.dtype)} "
@@ -38,9 +43,6 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         )
     if call.single_query:
         reasons.append("needs more than one query per row")
-    problem = kernel_problem()
-    if problem:
-        reasons.append(problem)
     return reasons
 
 
@@ -101,16 +103,10 @@ def attend(
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
     q = inputs.q
-    k = inputs.k
-    v = inputs.v
     ranges = _key_ranges(attention_mask, q)
     assert ranges is not None, "tensor_conflicts refuses such a mask"
     ends, ahead = ranges
-    if not call.group_size:
-        k, v = (
-            expand_kv_heads(x, by).transpose(1, 2)
-            for x, by in ((k, call.core.key_head_of_query), (v, call.core.value_head_of_row))
-        )
+    k, v = kv_of_even_groups(call, inputs)
     return attend_key_ranges(q, k, v, ends, ahead, inputs.query_context.scale)
 
 

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from ...kernels import PagedDecodeOptions, attend_paged
-from ...kernels.launch import kernel_problem
 from ...kernels.takeover_points import takeover_size
 from ..interfaces import ScoreStep
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.sequence_info import AttentionMask
 from ..parts.linear_projection import Direct
 from ..parts.softcap import Softcap
-from ..parts.softmax import SinkSoftmax
 from ..spec.attention_spec import AttentionSpec
 from . import sdpa
 from .core_interface import (
     CallSignature,
     CoreInputs,
     CoreSteps,
+    cpu_kernel_conflicts,
     flops_of_all_pairs,
     no_tensor_conflicts,
     slower_at_every_size,
@@ -49,13 +48,9 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("supports one query per row only")
     if not call.group_size:
         reasons.append("needs equal groups of query heads that share a key head")
-    if call.device != "cpu":
-        reasons.append(f"has a kernel for the CPU only, not {call.device}")
+    reasons += cpu_kernel_conflicts(call)
     if call.dtype not in RAGGED_DTYPES:
         reasons.append(f"does not support {call.dtype}")
-    problem = kernel_problem()
-    if problem:
-        reasons.append(problem)
     return reasons
 
 
@@ -162,17 +157,14 @@ def attend_spans(
     if hidden is not None:
         zero = inputs.q.new_zeros(()) if bias is None else bias
         bias = torch.where(hidden, -torch.inf, zero)
-    sink = (
-        steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
-        if isinstance(steps.normaliser, SinkSoftmax)
-        else None
-    )
     scales = (
         [inputs.kv_entry[f"{side}.scale"].transpose(1, 2) for side in "kv"]
         if reads_quantized_cache(call)
         else [None, None]
     )
-    options = PagedDecodeOptions(bias, sink, *scales, softcap=0.0 if cap is None else cap.limit)
+    options = PagedDecodeOptions(
+        bias, steps.sinks, *scales, softcap=0.0 if cap is None else cap.limit
+    )
     k = inputs.k.transpose(1, 2)
     v = inputs.v.transpose(1, 2)
     o_BHV, _ = attend_paged(

@@ -189,17 +189,12 @@ def softmax_args(
     attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
 ) -> SoftmaxArgs:
     """Mask, causal flag, bias and sinks of a plain softmax call."""
-    sinks = (
-        steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
-        if isinstance(steps.normaliser, SinkSoftmax)
-        else None
-    )
     bias = steps.additive_bias(attention_mask, inputs) if steps.scores else None
     return SoftmaxArgs(
         attention_mask.allowed if attention_mask.shape == "any" else None,
         attention_mask.shape == "triangle",
         bias,
-        sinks,
+        steps.sinks,
     )
 
 
