@@ -409,7 +409,7 @@ def test_plain_heads_are_supported(job, words):
         ({}, {"single_query": True}, "more than one query per row"),
         ({}, {"device": "cuda"}, "not cuda"),
         ({}, {"dtype": torch.bfloat16}, "bfloat16"),
-        ({}, {"probed_tensors": frozenset({"lse"})}, "log-sum-exp"),
+        ({}, {"probed_tensors": frozenset({"lse"})}, "cannot show lse"),
         ({}, {"probed_tensors": frozenset({"weights"})}, "cannot show weights"),
         ({}, {"is_transformed": True}, "does not support torch.func"),
     ],

@@ -306,7 +306,7 @@ def test_supported_calls():
         (HALF, {"pattern": "window(9)"}, "hides"),
         (HALF, {"device": "cuda"}, "for the CPU only"),
         (HALF, {"is_compiling": True}, "torch.compile is not supported"),
-        (HALF, {"probed_tensors": frozenset({"lse"})}, "does not return the log-sum-exp"),
+        (HALF, {"probed_tensors": frozenset({"lse"})}, "cannot show lse"),
         ((hw.TalkingHeads(), *HALF), {}, "mixes heads"),
         ((hw.WeightDropout(0.1), *HALF), {"training": True}, "needs dropout on weights"),
     ],

@@ -28,6 +28,7 @@ from .query_blocks import (
     QUERY_BLOCK_SIZE,
     BlockBatch,
     CallBlocks,
+    GatherSlices,
     KeyRanges,
     TokenAxis,
     count_batch_pairs,
@@ -612,8 +613,16 @@ def _attend_per_block(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
 ) -> Tensor:
     blocks = CallBlocks(attention_mask)
-    outputs = [
-        sdpa.fused_attention(call, blocks.mask_of(block), slice_inputs(inputs, block), steps, None)
-        for block in blocks.all
-    ]
+    query_ranges = [(block.queries,) for block in blocks.all]
+    key_ranges = [block.keys for block in blocks.all]
+    context = inputs.query_context
+    by_queries = inputs.q, context.x_BTD, context.q_BTHK
+    slices: list[Any] = [GatherSlices.apply(x, query_ranges) for x in by_queries]
+    slices += [GatherSlices.apply(x, key_ranges) for x in (inputs.k, inputs.v)]
+    outputs = []
+    for block, q, x_BTD, raw_q_BTHK, k, v in zip(blocks.all, *slices, strict=True):
+        part = slice_inputs(inputs, block)
+        context = part.query_context._replace(x_BTD=x_BTD, q_BTHK=raw_q_BTHK)
+        part = part._replace(q=q, k=k, v=v, query_context=context)
+        outputs.append(sdpa.fused_attention(call, blocks.mask_of(block), part, steps, None))
     return torch.cat(outputs, 1)

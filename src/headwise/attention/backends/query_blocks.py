@@ -274,6 +274,34 @@ def slice_rows(t: Tensor, ranges: Sequence[range]) -> Tensor:
     return t.index_select(1, torch.cat(index) if index else torch.arange(0, device=t.device))
 
 
+# --- Slices whose gradients are added in place ----------------------------------------------------
+
+
+class GatherSlices(torch.autograd.Function):
+    """For each list of ranges, the rows of dimension 1 of a tensor.
+
+    Autograd would allocate a gradient of the full length for every slice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, range_lists: Sequence[tuple[range, ...]]
+    ) -> tuple[Tensor, ...]:
+        ctx.range_lists = range_lists
+        ctx.shape = x.shape
+        return tuple(slice_rows(x, ranges) for ranges in range_lists)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        x_grad = grads[0].new_zeros(ctx.shape)
+        for ranges, grad in zip(ctx.range_lists, grads, strict=True):
+            begin = 0
+            for rows in ranges:
+                x_grad[:, rows.start : rows.stop] += grad[:, begin : begin + len(rows)]
+                begin += len(rows)
+        return x_grad, None
+
+
 # --- Batches of equally shaped blocks -------------------------------------------------------------
 
 # Time per score in blocks of this many queries, forward and backward, relative to blocks of 64.
