@@ -287,12 +287,14 @@ class GatherSlices(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, range_lists: Sequence[tuple[range, ...]]
     ) -> tuple[Tensor, ...]:
+        """Return the slices."""
         ctx.range_lists = range_lists
         ctx.shape = x.shape
         return tuple(slice_rows(x, ranges) for ranges in range_lists)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the tensor."""
         x_grad = grads[0].new_zeros(ctx.shape)
         for ranges, grad in zip(ctx.range_lists, grads, strict=True):
             begin = 0
