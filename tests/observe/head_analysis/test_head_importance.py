@@ -276,7 +276,8 @@ def test_a_zero_head_scores_zero_and_the_only_active_head_most(method: str):
         for layer in range(2):
             o = net.get_parameter(f"decoder.{layer}.attention.output.o")
             o[:, : 8 if layer else 12] = 0
-    result = estimate_importance(net, make_examples(net, 16), method=method)
+    texts = make_examples(net, 16 if method == "michel-bertology" else 5)
+    result = estimate_importance(net, texts, method=method)
     for rated in result.heads:
         alone = (rated.layer, rated.head) == (1, 2)
         if (
