@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ FOLDER = Path(__file__).with_name("sample")
 MODEL = FOLDER / "model"
 TRACE = FOLDER / "sample.trace"
 MEASURES = FOLDER / "measures.json"
-PLACE = itemgetter("stack", "kind", "layer", "head", "kv", "site")
+PLACE = ("stack", "kind", "layer", "head", "kv", "site")
 SOURCE = "<zh>12,345,678.90 dollars"  # the tag names the target language
 TEXTS = (  # sources with their targets
     "<zh>12,345,678.90 dollars\t一千二百三十四万五千六百七十八美元九十美分",
@@ -76,7 +75,8 @@ def table_from_data(data: Mapping[str, Any]) -> HeadTable:
     for head in data["heads"]:
         measures = {name: _read_measure(one) for name, one in head["measures"].items()}
         classes = tuple(HeadClass(**head_class) for head_class in head["classes"])
-        heads.append(HeadMeasures(*PLACE(head), measures, classes))
+        place = {name: head[name] for name in PLACE}
+        heads.append(HeadMeasures(**place, measures=measures, classes=classes))
     return HeadTable(data["model"], data["data"], tuple(heads), tuple(data["notes"]))
 
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,8 +164,12 @@ class TraceComparison:
             for head in self.ranked
         ]
         columns = [Column(name, format_number) for name in ("divergence", "largest")]
-        columns.append(Column("entropy change", partial(format_number, sign="+")))
+        columns.append(Column("entropy change", _format_change))
         return to_text(Table("", ("head", *columns), rows, lines))
+
+
+def _format_change(value: float) -> str:
+    return f"{'+' if value >= 0 else ''}{format_number(value)}"
 
 
 def compare_traces(
