@@ -113,7 +113,7 @@ class Result:
         return self.reason_zh if language == "zh" else self.reason_en
 
 
-def judge(holds: bool, *, figure: Figure | None = None, **numbers: Number) -> Outcome:
+def judge(holds: bool, *, figure: Any = None, **numbers: Number) -> Outcome:
     """An outcome that holds or is wrong, with a figure if there is one.
 
     >>> judge(2 + 2 == 4, total=4).verdict
@@ -123,7 +123,7 @@ def judge(holds: bool, *, figure: Figure | None = None, **numbers: Number) -> Ou
 
 
 def judge_condition(
-    holds: bool, holds_without: bool, *, figure: Figure | None = None, **numbers: Number
+    holds: bool, holds_without: bool, *, figure: Any = None, **numbers: Number
 ) -> Outcome:
     """An outcome for a statement that needs a condition: it must hold with the condition.
 

@@ -355,6 +355,7 @@ class SelectedHeadParams:
         self.every = every
         self.heads = heads
         self.sizes: Mapping[str, int] = {**every.sizes, "q": len(heads)}
+        self.cached: dict[Any, Any] = {}
         layouts = {name: param.layout for name, param in part.params(spec).items()}
         # Shapes are found here, because compiled graphs call the other methods and cannot trace
         # layouts.

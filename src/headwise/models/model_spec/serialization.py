@@ -128,7 +128,7 @@ def compare_trees(where: str, one: Any, other: Any, missing: str) -> Iterator[Di
         if len(items) != len(others):
             yield f"the number of {where}", str(len(items)), str(len(others))
     elif one != other:
-        yield where, repr(one), repr(other)
+        yield where, f"{one!r}", f"{other!r}"
 
 
 # --- The manifest of a saved model ----------------------------------------------------------------
