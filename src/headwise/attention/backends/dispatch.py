@@ -147,7 +147,7 @@ class CoreDispatch:
             if not BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs):
                 return name
         name = self._select(attention_mask, inputs)
-        if keys and self._decides_by_size(key, name):
+        if batch and queries and keys and self._decides_by_size(key, name):
             if len(self._by_size) >= MAX_KEPT_SIZES:
                 self._by_size.clear()
             self._by_size[key] = (name, points)
