@@ -64,6 +64,7 @@ def test_an_average_of_latent_values_is_no_sum_of_them(rank):
     ("words", "message"),
     [
         ({"modifiers": (hw.TalkingHeads(heads=2), hw.Shaw(reach=2))}, "Shaw has parameters for"),
+        ({"modifiers": (hw.TalkingHeads(heads=3),) * 2}, "must be the only mix on the scores"),
         (
             {"modifiers": (hw.Dynamic(groups=3), hw.TalkingHeads(heads=2))},
             "does not divide 4 heads",

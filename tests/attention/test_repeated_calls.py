@@ -111,6 +111,7 @@ def count_calls(run: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.compile  # without the checks of shapes, which are calls too
 def test_a_steady_call_enters_few_functions(layer: hw.Attention):
     """A budget: what a plain call does not use, it does not run."""
     layer = layer.float()

@@ -124,7 +124,7 @@ def test_the_command_that_looks_at_heads_takes_it(tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["heads"]) == 8
 
 
-def test_examples_are_shown_in_words_and_a_long_text_is_split():
+def test_a_long_text_is_split():
     described = make_model_spec("decoder", words=256)
     first = replace(
         described.stacks[0],
@@ -141,11 +141,6 @@ def test_examples_are_shown_in_words_and_a_long_text_is_split():
         sources.examples_with_frequencies(),
         ProofOptions("Nothing.", timing=QUICK, notes=sources.notes),
     )
-    assert {one.read + one.target for one in proof.examples} == {
-        "The cat sat.",
-        "A dog ran",
-        "over all there.",
-    }
     assert proof.notes == ("lines split because they are longer than the model takes: 1",)
     assert proof.savings.length == 20
 

@@ -74,7 +74,7 @@ def test_keys_outside_the_mask_have_no_gradient_even_if_nan():
         ({"v": torch.float32}, "k, v are torch.float64, torch.float32; give one dtype"),
         ({"k": torch.float16, "v": torch.float16}, "k is torch.float16"),
         ({"k": torch.int8, "v": torch.int8}, "give both scales for int8"),
-        ({"spans": torch.int32}, "spans are torch.int32"),
+        ({"spans": torch.int32}, "spans is torch.int32"),
     ],
 )
 def test_numbers_that_would_be_read_as_others_are_refused(changed, message):

@@ -22,7 +22,6 @@ from .core_interface import (
     CoreSteps,
     expand_kv_heads,
     heads_to_rows,
-    never_slower,
     no_tensor_conflicts,
     rows_to_heads,
 )
@@ -33,7 +32,11 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     return fused_call_conflicts(call)
 
 
-slower_reasons = never_slower
+def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """Why another backend is preferred at this size."""
+    if call.single_query and call.group_size > 1 and isinstance(call.spec.normaliser, SinkSoftmax):
+        return ["would copy all keys and values to add the column of the sink"]
+    return []
 
 
 def fused_call_conflicts(call: CallSignature) -> list[str]:

@@ -67,7 +67,8 @@ class TalkingHeads(Mix):
         """Conflicts with later parts that have parameters per score head, whose number this mix
         changes.
         """
-        mixes = [mix for _, mix in spec.parts_of(Mix) if mix is not self]
+        mixes = [mix for _, mix in spec.parts_of(Mix)]
+        mixes.remove(self)  # one of them: a spec may hold the same part twice
         scores = [step for _, step in spec.parts_of(ScoreStep)][
             self._num_earlier_score_steps(spec) :
         ]

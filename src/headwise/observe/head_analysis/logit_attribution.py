@@ -109,9 +109,9 @@ def attribute_logit(
     """
     prepared = prepare_inputs(model, inputs, 0)
     rows = prepared.token_rows.get("text", ())
-    given = [one for one in rows[0].ids if one >= 0] if rows else []  # padding is negative
-    ids = torch.tensor([given])
-    if not given:
+    token_ids = [one for one in rows[0].ids if one >= 0] if rows else []  # padding is negative
+    ids = torch.tensor([token_ids])
+    if not token_ids:
         raise ValueError("the inputs hold no token ids; give ids [1, tokens] or a text")
     net = as_native_model(model).eval()
     stack = _check_residual_stream(net)

@@ -334,11 +334,11 @@ def _layer_states(
     if not isinstance(model, Transformer):
         with torch.inference_mode():
             outputs: Any = model(*inputs.args, **inputs.kwargs, output_hidden_states=True)
-        found: dict[str, list[Tensor]] = {}
+        states_by_name: dict[str, list[Tensor]] = {}
         for key, name in HIDDEN_STATE_FIELDS.items():
             if key in outputs:
-                found[name] = [states[0] for states in outputs[key]]
-        return found
+                states_by_name[name] = [states[0] for states in outputs[key]]
+        return states_by_name
     layers = {name: list(dict.fromkeys(stack.blocks)) for name, stack in model.stacks.items()}
     states_of_stack: dict[str, list[Tensor]] = {}
     with torch.inference_mode(), record_modules(chain(*layers.values())) as calls:
