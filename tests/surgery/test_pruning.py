@@ -32,7 +32,7 @@ from support.refusals import check_refused, refused_calls
 
 @pytest.mark.parametrize(
     "by",
-    [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("taylor")],
+    [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")],
     ids=lambda by: by.method,
 )
 def test_heads_without_effect_go_first(by):
