@@ -423,7 +423,10 @@ def attend_paged_reference(
     """
     option_tensors = _options_to_tensors(options)
     k, v, spans = k_PGSK, v_PGSV, spans_BN3
-    if not is_under_functorch():
+    if torch.compiler.is_compiling():  # a graph reads no value, so it only empties unused spans
+        if spans is not None:
+            spans = spans.masked_fill(spans[..., 1:2] >= spans[..., 2:3], 0)
+    elif not is_under_functorch():
         _check_operands(q_BHK, k, v, spans, option_tensors)
         spans = None if spans is None else _check_spans(spans, k)
     q = q_BHK.to(_compute_dtype(k)) * scale
