@@ -302,7 +302,7 @@ class Attention(HasParallelContext, nn.Module):
         """Keys and values of another sequence, projected once; pass them as `source` to any number
         of calls.
         """
-        check_source(self.spec, z, sequence, self.weight)
+        check_source(self.spec, z, sequence, self.first_parameter)
         sequence = sequence or SequenceInfo.contiguous(0, z.shape[1], z.device)
         self.planner.check_positions(sequence)
         transforms = self.parts.qk_transforms(sequence, None)
@@ -315,7 +315,7 @@ class Attention(HasParallelContext, nn.Module):
         """An empty cache for this layer, in its dtype and on its device; storage_format="int8"
         stores 8-bit keys and values.
         """
-        weight = self.weight
+        weight = self.first_parameter
         return make_cache(
             self.spec,
             batch=batch,
@@ -361,8 +361,8 @@ class Attention(HasParallelContext, nn.Module):
         return self.parts.core_steps
 
     @property
-    def weight(self) -> Tensor:
-        """A parameter of the projection, for its dtype and device."""
+    def first_parameter(self) -> Tensor:
+        """The first parameter of the projection, from which callers read dtype and device."""
         return self.parts.weights["project"].first_parameter
 
     def _update_recurrent_state(

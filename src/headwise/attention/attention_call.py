@@ -47,7 +47,7 @@ class PlannedLayer(Protocol):
     parallel: ParallelContext
 
     @property
-    def weight(self) -> Tensor: ...
+    def first_parameter(self) -> Tensor: ...
 
 
 class ExecutionPlan(NamedTuple):
@@ -116,7 +116,7 @@ class CallPlanner:
         cache changes.
         """
         x, source, cache, sequence, mask, probe = arguments
-        check_call(self.spec, x, source, cache, sequence, layer.weight)
+        check_call(self.spec, x, source, cache, sequence, layer.first_parameter)
         if mask is not None:
             check_mask(self.spec, mask, x, source, cache, layer.parallel.num_token_shards)
         probe = NO_PROBE if probe is None else check_probe(probe)
@@ -130,8 +130,7 @@ class CallPlanner:
             arguments, sequence, layer
         )
         plan = self._plan(arguments, layer, is_compiling, is_packed)
-        if self._position_limit is not None:
-            check_positions(self._position_limit, sequence)
+        self.check_positions(sequence)
         return PlannedCall(x, source, cache, sequence, mask, probe, plan)
 
     def _contiguous_sequence(self, x: Tensor, is_compiling: bool) -> SequenceInfo:
@@ -140,9 +139,11 @@ class CallPlanner:
             return SequenceInfo.contiguous(0, x.shape[1], x.device)
         # A tensor made in inference mode cannot be saved for a backward pass.
         key = (x.shape[1], x.device, torch.is_inference_mode_enabled())
-        if self._last_sequence is None or self._last_sequence[0] != key:
-            self._last_sequence = (key, SequenceInfo.contiguous(0, x.shape[1], x.device))
-        return self._last_sequence[1]
+        last = self._last_sequence  # read once: another thread may replace it
+        if last is None or last[0] != key:
+            last = (key, SequenceInfo.contiguous(0, x.shape[1], x.device))
+            self._last_sequence = last
+        return last[1]
 
     def check_positions(self, sequence: SequenceInfo) -> None:
         """Raise ValueError for positions beyond those that the parts support."""

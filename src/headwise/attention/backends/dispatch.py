@@ -155,18 +155,23 @@ class CoreDispatch:
 
     def _decides_by_size(self, key: tuple[int, int, int, str], name: str) -> bool:
         """True if calls of this key run on this backend whatever their tensors are."""
+        if self.is_named_by_caller:
+            return True
         batch, queries, keys, shape = key
         ends = [keys]
         if self.signature.single_query:
             ends = [max(1, keys * LENGTHS_TOGETHER), (keys + 1) * LENGTHS_TOGETHER - 1]
         for end in ends:
-            size = self._decisive_size(CallSize(batch, queries, 0, end))
-            shape = "any" if size is LONGEST else shape
-            for other in self.backend_names[: self.backend_names.index(name) + 1]:
-                is_slower = bool(BACKENDS[other].slower_reasons(self.signature, size, shape))
-                if is_slower != (other != name) and not self.is_named_by_caller:
-                    return False
-        return name in self.backend_names
+            size = CallSize(batch, queries, 0, end)
+            # the first backend that is not slower, so that no conflict of tensors excluded another
+            names = (
+                other
+                for other in self.backend_names
+                if not BACKENDS[other].slower_reasons(self.signature, size, shape)
+            )
+            if next(names, None) != name:
+                return False
+        return True
 
     def _select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
         if _is_empty(attention_mask, inputs) and not dense.unsupported_reasons(self.signature):
