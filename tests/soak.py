@@ -32,9 +32,10 @@ import torch
 import headwise
 from headwise import cli
 from headwise.util.files import write_atomically
-from support import bad_operands, hostile_requests
-from support.hostile_documents import PARSERS
-from support.hostile_runs import MANY, count_inputs, try_input
+from hostile import hostile_requests
+from hostile.hostile_documents import PARSERS
+from hostile.hostile_runs import MANY, count_inputs, try_input
+from kernels import bad_operands
 
 Round = Callable[[int, int], Counter[str]]  # (inputs, seed) -> how many of each outcome
 
@@ -117,7 +118,7 @@ def bad_operand_faults() -> tuple[int, list[str]]:
     """Call every kernel operation with operands that do not fit, in a process of its own; return
     calls and failures.
     """
-    command = [sys.executable, "-m", "support.bad_operands"]
+    command = [sys.executable, "-m", "kernels.bad_operands"]
     run = subprocess.run(
         command, env=os.environ | {"HEADWISE_KERNELS": "wait"}, stdout=subprocess.PIPE, text=True
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from support import hostile_requests
+from hostile import hostile_requests
 
 SOURCES = Path(hw.__file__).parent
 HOURS = 6 * 3600.0

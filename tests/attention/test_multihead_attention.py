@@ -214,7 +214,7 @@ def test_the_drawn_arguments_cover_every_choice():
 
 @pytest.mark.slow
 def test_inputs_of_the_own_tests_of_torch_give_its_results():
-    script = Path(__file__).parents[1] / "support" / "torch_module_inputs.py"
+    script = Path(__file__).parent / "torch_module_inputs.py"
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, check=False
     )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import soak
-from support.hostile_documents import PARSERS
-from support.hostile_runs import FEW, MANY, count_inputs, try_input
+from hostile.hostile_documents import PARSERS
+from hostile.hostile_runs import FEW, MANY, count_inputs, try_input
 
 
 @pytest.mark.lengthy

@@ -9,8 +9,8 @@ import pytest
 
 from headwise import cli
 from headwise.viewer.server import ViewServer
-from support import hostile_requests
-from support.hostile_runs import FEW, MANY, count_inputs
+from hostile import hostile_requests
+from hostile.hostile_runs import FEW, MANY, count_inputs
 
 RUNS = [pytest.param(FEW, marks=pytest.mark.lengthy), pytest.param(MANY, marks=pytest.mark.slow)]
 

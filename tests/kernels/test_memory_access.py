@@ -22,10 +22,10 @@ PLANTED = ["read_behind_end", "write_behind_end"]
 
 
 def run_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run support/memory_checks.py in a process of its own."""
+    """Run kernels/memory_checks.py in a process of its own."""
     path = os.pathsep.join([str(SOURCES.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, "-m", "support.memory_checks", *arguments],
+        [sys.executable, "-m", "kernels.memory_checks", *arguments],
         env=os.environ | {"HEADWISE_KERNELS": "wait", "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ import torch
 
 import headwise
 from headwise.kernels.operand_checks import FLOAT, OperandChecks, check_indices, check_ranges
-from support import bad_operands
+from kernels import bad_operands
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -25,7 +25,7 @@ def run_calls(skip: int) -> tuple[list[str], int]:
         [str(Path(headwise.__file__).parent.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     )
     run = subprocess.run(
-        [sys.executable, "-m", "support.bad_operands", "--skip", str(skip)],
+        [sys.executable, "-m", "kernels.bad_operands", "--skip", str(skip)],
         env=os.environ | {"HEADWISE_KERNELS": "wait", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         text=True,

@@ -17,8 +17,8 @@ from headwise.learn.measured_layers import make_layer, sample
 from headwise.observe.bundled_sample import load_sample_trace
 from headwise.studies.cells import resize_model
 from headwise.training.data import make_task
-from support import learn_entries as learn
-from support.learn_entries import array, attention, layer_output, softmax
+from learn import learn_entries as learn
+from learn.learn_entries import array, attention, layer_output, softmax
 
 ENTRIES = learn.entries_of("003")
 

@@ -16,8 +16,8 @@ import headwise as hw
 from headwise.attention.initialisation import depth_scaled_init
 from headwise.learn import cited_papers
 from headwise.learn.measured_layers import make_layer, sample
-from support import learn_entries as learn
-from support.learn_entries import array, layer_output, layer_parts
+from learn import learn_entries as learn
+from learn.learn_entries import array, layer_output, layer_parts
 
 ENTRIES = {id: entry for id, entry in learn.entries_of("002").items() if id.startswith("002-FF")}
 NET, INPUTS = cited_papers.read_translator()

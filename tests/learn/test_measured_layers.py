@@ -24,8 +24,8 @@ from headwise.attention.presets import design
 from headwise.costs.layer_reach import LAYERS
 from headwise.learn import measured_layers
 from headwise.learn.measured_layers import make_layer, sample
-from support import learn_entries as learn
-from support.learn_entries import array, layer_output
+from learn import learn_entries as learn
+from learn.learn_entries import array, layer_output
 
 ENTRIES = learn.entries_of("000") | learn.entries_of("003")
 # Other test modules check that every other run has a test.

@@ -13,8 +13,8 @@ import torch
 import headwise as hw
 from headwise.learn.measured_layers import make_layer, sample
 from headwise.observe.bundled_sample import load_sample_model
-from support import learn_entries as learn
-from support.learn_entries import array, entropy, layer_output, layer_parts, softmax
+from learn import learn_entries as learn
+from learn.learn_entries import array, entropy, layer_output, layer_parts, softmax
 
 ENTRIES = learn.entries_of("003")
 

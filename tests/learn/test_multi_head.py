@@ -18,8 +18,8 @@ from headwise.learn.measured_layers import make_layer, sample
 from headwise.learn.multi_head_analysis import STORED_HEADS
 from headwise.observe import bundled_sample
 from headwise.observe.head_analysis.random_baseline import make_random_baseline
-from support import learn_entries as learn
-from support.learn_entries import array, attention, entropy, layer_parts, softmax
+from learn import learn_entries as learn
+from learn.learn_entries import array, attention, entropy, layer_parts, softmax
 
 ENTRIES = learn.entries_of("002")
 STORED = json.loads(STORED_HEADS.read_text())

@@ -16,8 +16,8 @@ import headwise as hw
 from headwise.learn import head_variants, multi_head_code
 from headwise.learn.measured_layers import make_layer, sample
 from headwise.observe import bundled_sample
-from support import learn_entries as learn
-from support.learn_entries import array, layer_output, softmax
+from learn import learn_entries as learn
+from learn.learn_entries import array, layer_output, softmax
 
 ENTRIES = learn.entries_of("002")
 SAMPLE = json.loads(Path(bundled_sample.MEASURES).read_text())

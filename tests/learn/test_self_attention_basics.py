@@ -10,8 +10,8 @@ import torch
 
 import headwise as hw
 from headwise.learn.measured_layers import make_layer, sample
-from support import learn_entries as learn
-from support.learn_entries import array, layer_parts, softmax
+from learn import learn_entries as learn
+from learn.learn_entries import array, layer_parts, softmax
 
 ENTRIES = learn.entries_of("000")
 N, D = 4096, 512

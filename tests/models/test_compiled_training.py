@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import headwise as hw
-from support.decoding_models import decoder_spec
+from models.decoding_models import decoder_spec
 
 
 @pytest.mark.compile

@@ -31,7 +31,7 @@ from headwise.studies.study_file import Study, parse_study
 from headwise.studies.study_runner import RESULTS_FILE, run_study
 from headwise.training.data import make_task
 from headwise.util.errors import SpecError
-from support import dying_cells
+from studies import dying_cells
 
 TABLE = {
     "hypothesis": "The engine does not matter.",

@@ -27,7 +27,7 @@ from headwise.studies.study_report import StudyReport, write_report
 from headwise.studies.study_runner import RESULTS_FILE, StudyResults, plan_study, run_study
 from headwise.util.errors import SpecError
 from headwise.util.files import FolderLock
-from support import dying_cells
+from studies import dying_cells
 
 FILE = """
 hypothesis = "A window of 3 recalls less than full attention; <script>alert(1)</script>"

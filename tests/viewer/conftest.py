@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.page_browser import require_browser
+from viewer.page_browser import require_browser
 
 
 @pytest.fixture(scope="session")

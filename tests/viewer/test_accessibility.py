@@ -10,7 +10,7 @@ import pytest
 import headwise as hw
 from headwise.observe import bundled_sample
 from headwise.viewer.open_model import OpenModel
-from support.page_browser import MUST_RUN, served, wait_until
+from viewer.page_browser import MUST_RUN, served, wait_until
 
 AXE = Path(hw.__file__).parent / "viewer" / "web" / "node_modules" / "axe-core" / "axe.min.js"
 VARIANTS = (  # of screens, beside those that the rail names

@@ -15,7 +15,7 @@ from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_at
 from headwise.viewer.answers import ask
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.lab_runs import find_token_decoder, id_inputs
-from support.page_browser import sample_model, served, settled_box, wait_until
+from viewer.page_browser import sample_model, served, settled_box, wait_until
 
 
 def open_screen(page: Any, url: str, address: str) -> None:

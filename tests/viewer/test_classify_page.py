@@ -13,7 +13,7 @@ import pytest
 
 from headwise.observe.traces.trace_file import load_trace
 from headwise.viewer.open_model import OpenModel
-from support.page_browser import sample_model, served, wait_until
+from viewer.page_browser import sample_model, served, wait_until
 
 
 def open_classes(page: Any, url: str) -> None:

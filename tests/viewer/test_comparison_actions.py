@@ -21,7 +21,7 @@ from headwise.viewer.comparison_actions import compare_attention, exact_pair, po
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_target
-from support.page_models import GPT
+from viewer.page_models import GPT
 
 
 def compare(opened: OpenModel, **arguments: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

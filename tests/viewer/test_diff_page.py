@@ -14,8 +14,8 @@ import torch
 import headwise as hw
 from headwise.observe.traces import save_trace
 from headwise.viewer.open_model import OpenModel
-from support.page_browser import sample_model, served, wait_until
 from support.tiny_configs import model_config
+from viewer.page_browser import sample_model, served, wait_until
 
 
 def open_diff(page: Any, url: str, kind: str) -> None:

@@ -23,7 +23,7 @@ from headwise.viewer.open_model import OpenModel, TileRange
 from headwise.viewer.server import ViewServer
 from headwise.viewer.view import render_export
 from headwise.viewer.view_document import make_file_stem
-from support.page_browser import sample_model, served, wait_until
+from viewer.page_browser import sample_model, served, wait_until
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
 

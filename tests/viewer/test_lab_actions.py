@@ -17,7 +17,7 @@ from headwise.viewer import lab_actions
 from headwise.viewer.lab_actions import compute_effect, sweep_heads
 from headwise.viewer.model_worker import JobCancelled
 from headwise.viewer.open_model import AblatedHead, OpenModel
-from support.page_models import GPT, progress
+from viewer.page_models import GPT, progress
 
 BERT = {
     "model_type": "bert",

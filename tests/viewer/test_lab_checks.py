@@ -24,8 +24,8 @@ from headwise.viewer.lab_actions import (
 )
 from headwise.viewer.lab_runs import Ablation, LabRuns
 from headwise.viewer.open_model import AblatedHead, OpenModel
-from support.page_browser import sample_model
-from support.page_models import GPT, progress
+from viewer.page_browser import sample_model
+from viewer.page_models import GPT, progress
 
 SITE = "decoder.1.attention"
 

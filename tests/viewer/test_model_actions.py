@@ -10,7 +10,7 @@ import headwise as hw
 from headwise.observe import bundled_sample
 from headwise.viewer.model_actions import compute_cost
 from headwise.viewer.open_model import OpenModel
-from support.page_models import progress
+from viewer.page_models import progress
 
 
 @pytest.fixture(scope="module")

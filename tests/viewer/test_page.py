@@ -21,8 +21,8 @@ from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import render_export
-from support.page_browser import sample_model, served, settled_box, wait_until
-from support.page_models import GPT
+from viewer.page_browser import sample_model, served, settled_box, wait_until
+from viewer.page_models import GPT
 
 HOSTILE = [
     "<img src=x onerror=alert(1)>",

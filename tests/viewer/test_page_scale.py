@@ -17,8 +17,8 @@ from headwise.observe import bundled_sample
 from headwise.viewer.lab_actions import sweep_heads
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
-from support.large_traces import make_large_trace, make_table
-from support.page_browser import served, settled_box, wait_until
+from viewer.large_traces import make_large_trace, make_table
+from viewer.page_browser import served, settled_box, wait_until
 
 FRAMES = """async (kind) => {
   const cells = [...document.querySelectorAll('[role=gridcell]')], scroller = document.querySelector('.grid-scroll');

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from headwise.observe import bundled_sample
-from support.page_browser import sample_model, served
+from viewer.page_browser import sample_model, served
 
 # An address with every field that a screen writes, and the values that it must show.
 ADDRESSES = [

@@ -15,7 +15,7 @@ from headwise.hub.pretrained_models import load
 from headwise.observe import bundled_sample
 from headwise.viewer import surgery_actions
 from headwise.viewer.view import Target, open_target
-from support.page_browser import served
+from viewer.page_browser import served
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,9 @@ from headwise.viewer.http_security import MAX_BODY_BYTES, SecurityMiddleware, al
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer, serve
-from support.hostile_requests import HOST, STATIC, TOKEN
-from support.page_browser import examples_of_ids
-from support.page_models import GPT
+from hostile.hostile_requests import HOST, STATIC, TOKEN
+from viewer.page_browser import examples_of_ids
+from viewer.page_models import GPT
 
 
 @pytest.fixture

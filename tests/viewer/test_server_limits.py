@@ -30,8 +30,8 @@ from headwise.viewer.model_actions import TextTooLong, capture_trace
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS, ModelWorker
 from headwise.viewer.open_model import OpenModel, TileRange
 from headwise.viewer.server import ViewServer, open_socket
-from support.hostile_requests import HOST, STATIC, TOKEN, page_client
-from support.page_models import GPT
+from hostile.hostile_requests import HOST, STATIC, TOKEN, page_client
+from viewer.page_models import GPT
 
 
 def make_net(**changes: Any) -> Any:

@@ -24,8 +24,8 @@ from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_worker import Job, JobProgress, ModelWorker
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS, ServerAddress, ViewServer, serve
-from support.hostile_requests import HOST, STATIC, TOKEN
-from support.page_models import GPT
+from hostile.hostile_requests import HOST, STATIC, TOKEN
+from viewer.page_models import GPT
 
 STRANGERS = [
     ({"Host": "evil.example:8000"}, 421),

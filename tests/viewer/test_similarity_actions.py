@@ -15,8 +15,8 @@ from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.head_actions import HeadGroups, compute_similarity
 from headwise.viewer.model_actions import make_examples
 from headwise.viewer.open_model import OpenModel
-from support.page_browser import sample_model, served, wait_until
-from support.page_models import progress
+from viewer.page_browser import sample_model, served, wait_until
+from viewer.page_models import progress
 
 TEXTS = ["<zh>12,345 dollars", "<zh>7 dollars", "<zh>809.50 dollars"]
 

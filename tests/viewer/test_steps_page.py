@@ -13,7 +13,7 @@ from headwise.observe import bundled_sample
 from headwise.observe.traces.head_steps import HeadPlace, HeadSteps
 from headwise.viewer.binary_answers import find_steps
 from headwise.viewer.open_model import OpenModel
-from support.page_browser import served
+from viewer.page_browser import served
 
 SITE, HEAD, QUERY = 7, 2, 9
 ADDRESS = f"#/steps?site={SITE}&head={HEAD}&position={QUERY}"

@@ -29,8 +29,8 @@ from headwise.viewer.model_worker import Job, JobCancelled, JobProgress, ModelWo
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS
 from headwise.viewer.view import Target, open_target
-from support.page_models import progress
 from support.saved_models import save_models
+from viewer.page_models import progress
 
 HEADS = [[0, 1], [4, 3], [4, 5]]  # numbers of sites, as the page names heads
 NAMED_HEADS = (("encoder.0.attention", 1), ("decoder.0.cross", 3), ("decoder.0.cross", 5))

@@ -15,8 +15,8 @@ import headwise as hw
 from headwise.viewer.lab_actions import generate_text
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
-from support.page_browser import sample_model, served, wait_until
-from support.page_models import GPT
+from viewer.page_browser import sample_model, served, wait_until
+from viewer.page_models import GPT
 
 
 def open_text(page: Any, url: str, fields: str) -> None:

@@ -17,8 +17,8 @@ from headwise.observe.traces.query_key_map import map_queries_and_keys
 from headwise.viewer.model_actions import group_shown_tokens
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
-from support.page_browser import sample_model, served, wait_until
-from support.page_models import GPT
+from viewer.page_browser import sample_model, served, wait_until
+from viewer.page_models import GPT
 
 
 def open_head(page: Any, url: str, fields: str) -> None:

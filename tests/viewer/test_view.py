@@ -29,8 +29,8 @@ from headwise.viewer.export_files import PageAssets, render_html
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ServerAddress
 from headwise.viewer.view_document import describe_measures, estimate_memory, stack_measures
-from support.page_browser import require_browser
-from support.page_models import GPT
+from viewer.page_browser import require_browser
+from viewer.page_models import GPT
 
 LOAD_ASSETS = export_files.load_assets
 

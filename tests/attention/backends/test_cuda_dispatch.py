@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import headwise as hw
+from attention.backends.fake_cuda import calls_on_cuda, meta_input
 from headwise.attention.backends import BACKENDS, block_sparse, flex
 from headwise.attention.masking.patterns import parse_pattern
 from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
-from support.fake_cuda import calls_on_cuda, meta_input
 
 SIZES = {"model": 128, "heads": 4}
 SPECS = {

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.attention.cache import ContiguousCache, RecurrentStateCache, RingCache
-from support.cache_streams import (
+from attention.cache.cache_streams import (
     EVEN,
     KINDS,
     MODEL,
@@ -21,6 +20,7 @@ from support.cache_streams import (
     check_stream,
     random_tensor,
 )
+from headwise.attention.cache import ContiguousCache, RecurrentStateCache, RingCache
 
 TYPES = {
     "ring": RingCache,

@@ -10,9 +10,10 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import headwise as hw
+from attention.cache import cache_streams as streams
 from headwise.attention.cache import BlockTables, PageAllocator, PagePool
 from headwise.attention.cache.block_table import PageLayout, RetentionGroup
-from support import cache_streams as streams, layer_cases as cases
+from support import layer_cases as cases
 
 # --- whose page it is -----------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support import context_parallel_checks as context_cases
-from support.parallel_models import PRESET_KINDS
-from support.rank_checks import check_no_failure, requested_checks, run_checks_on_ranks
+from models.distributed import context_parallel_checks as context_cases
+from models.distributed.parallel_models import PRESET_KINDS
+from models.distributed.rank_checks import check_no_failure, requested_checks, run_checks_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What both ranks found, by name."""
     return run_checks_on_ranks(
         2,
-        "support.context_parallel_checks",
+        "models.distributed.context_parallel_checks",
         requested_checks(request),
         tmp_path_factory.mktemp("context"),
     )

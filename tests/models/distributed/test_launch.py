@@ -19,7 +19,7 @@ import torch
 from headwise.models.distributed import join_process_group, parallelism
 from headwise.training import CheckpointFolder
 from headwise.util.files import read_lines
-from support.rank_processes import (
+from models.distributed.rank_processes import (
     free_port,
     rank_environment,
     run_ranks,
@@ -200,7 +200,9 @@ def test_torchrun_restarts_a_killed_group_and_training_resumes(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_silent_rank_times_out(tmp_path: Path):
-    entry = run_ranks(2, "support.data_parallel_checks.wait_for_silent_rank", tmp_path / "stuck")[0]
+    entry = run_ranks(
+        2, "models.distributed.data_parallel_checks.wait_for_silent_rank", tmp_path / "stuck"
+    )[0]
     assert entry.startswith(
         "rank 0 waited for another rank, which did not answer for 0:00:02; saved checkpoints are "
         "intact"

@@ -12,8 +12,8 @@ import pytest
 from headwise.models.distributed import Parallelism, ProcessInfo
 from headwise.training import train
 from headwise.util.files import read_lines
-from support.data_parallel_checks import run_until
-from support.parallel_training_checks import (
+from models.distributed.data_parallel_checks import run_until
+from models.distributed.parallel_training_checks import (
     BALANCED,
     CASES,
     FOUR_RANKS,
@@ -21,17 +21,23 @@ from support.parallel_training_checks import (
     Balanced,
     steps_of_any_case,
 )
-from support.rank_checks import check_no_failure, run_checks_on_ranks
-from support.rank_processes import run_ranks
+from models.distributed.rank_checks import check_no_failure, run_checks_on_ranks
+from models.distributed.rank_processes import run_ranks
+from models.distributed.training_comparison import (
+    check_equal_steps,
+    check_similar_runs,
+    logged_results,
+)
 from support.small_training import short_recipe
-from support.training_comparison import check_equal_steps, check_similar_runs, logged_results
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What two ranks left behind, and what each of them found."""
     folder = tmp_path_factory.mktemp("worlds") / "two"
-    return folder, run_ranks(2, "support.parallel_training_checks.run_everything", folder)
+    return folder, run_ranks(
+        2, "models.distributed.parallel_training_checks.run_everything", folder
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four found."""
     return run_ranks(
         4,
-        "support.parallel_training_checks.run_everything",
+        "models.distributed.parallel_training_checks.run_everything",
         tmp_path_factory.mktemp("worlds") / "four",
     )
 
@@ -86,7 +92,7 @@ def test_four_ranks_divide_heads_of_fewer_keys(tmp_path: Path):
     ]
     for found in run_checks_on_ranks(
         4,
-        "support.tensor_parallel_checks",
+        "models.distributed.tensor_parallel_checks",
         [*names, "single_precision", "one_file_whatever_the_split"],
         tmp_path,
     ).values():

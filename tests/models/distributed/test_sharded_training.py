@@ -17,15 +17,15 @@ from headwise.training import train
 from headwise.training.data import IGNORE_INDEX
 from headwise.util.errors import SpecError
 from headwise.util.files import read_lines
-from support.data_parallel_checks import PLAIN, STEPPED, run_until, steps_of_case
-from support.rank_processes import run_ranks
-from support.small_training import Echo, short_recipe
-from support.training_comparison import (
+from models.distributed.data_parallel_checks import PLAIN, STEPPED, run_until, steps_of_case
+from models.distributed.rank_processes import run_ranks
+from models.distributed.training_comparison import (
     check_equal_steps,
     check_similar_runs,
     logged_results,
     newest_checkpoint,
 )
+from support.small_training import Echo, short_recipe
 
 ALONE = ProcessInfo()
 
@@ -85,7 +85,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     folder = tmp_path_factory.mktemp("worlds") / "two"
     folder.mkdir()
     run_until(3, short_recipe(**PLAIN), folder / "one, two, one")
-    return folder, run_ranks(2, "support.data_parallel_checks.run_two_ranks", folder)
+    return folder, run_ranks(2, "models.distributed.data_parallel_checks.run_two_ranks", folder)
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_the_first_gradient_is_that_of_the_mean_over_all_labels(
 def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFactory, way: str):
     folder = tmp_path_factory.getbasetemp() / "four"
     if not folder.exists():
-        run_ranks(4, "support.data_parallel_checks.steps", folder)
+        run_ranks(4, "models.distributed.data_parallel_checks.steps", folder)
     for case in STEPPED:
         expected = alone(case, 4)
         for rank in range(4):

@@ -8,9 +8,9 @@ import pytest
 
 import headwise as hw
 from headwise.models.distributed.head_partition import partition_model
-from support import tensor_parallel_checks as tensor_cases
-from support.parallel_models import PRESET_KINDS, make_model_spec
-from support.rank_checks import check_no_failure, requested_checks, run_checks_on_ranks
+from models.distributed import tensor_parallel_checks as tensor_cases
+from models.distributed.parallel_models import PRESET_KINDS, make_model_spec
+from models.distributed.rank_checks import check_no_failure, requested_checks, run_checks_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         name for name in requested_checks(request) if name.split()[0] not in tensor_cases.MIXED
     ]
     return run_checks_on_ranks(
-        2, "support.tensor_parallel_checks", names, tmp_path_factory.mktemp("tensor")
+        2, "models.distributed.tensor_parallel_checks", names, tmp_path_factory.mktemp("tensor")
     )
 
 

@@ -22,7 +22,7 @@ from headwise.models.generation import DecodingState, eval_mode
 from headwise.models.generation.decoding_config import MIN_TEMPERATURE
 from headwise.models.generation.decoding_state import filter_logits, sample_tokens
 from headwise.models.generation.decoding_strategies import BeamSearch, run_beam_search
-from support.decoding_models import (
+from models.decoding_models import (
     CAUSAL,
     MODEL,
     WORDS,

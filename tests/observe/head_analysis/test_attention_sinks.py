@@ -22,7 +22,7 @@ from headwise.observe.head_analysis.attention_sinks import (
 from headwise.observe.head_analysis.head_measurement import measure_heads
 from headwise.observe.head_analysis.resampling import excess_p_values
 from headwise.observe.inspect.attention_sites import require_ability
-from support import handset_heads as handmade
+from observe.head_analysis import handset_heads as handmade
 from support.number_examples import make_example, make_examples, small_gpt2
 
 FIRST = "decoder.0.attention"

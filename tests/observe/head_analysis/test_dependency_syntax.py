@@ -18,7 +18,7 @@ from headwise.observe.head_analysis.dependency_syntax import (
     is_relation_measure,
 )
 from headwise.observe.head_analysis.weight_bands import WeightBand, WordBandMerger
-from support import attention_maps as maps
+from observe.head_analysis import attention_maps as maps
 
 RELATIONS = ("nsubj", "obj", "poss")
 SITE = "encoder.0.attention"

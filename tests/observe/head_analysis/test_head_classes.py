@@ -24,7 +24,7 @@ from headwise.observe.head_analysis.head_measurement import MeasureOptions, meas
 from headwise.observe.head_analysis.head_metrics import HEAD_METRICS
 from headwise.observe.head_analysis.head_table import HeadMeasures, HeadTable, Measure
 from headwise.observe.head_analysis.word_alignment import AlignmentScores
-from support import handset_heads as handmade
+from observe.head_analysis import handset_heads as handmade
 
 FIRST, SECOND, CROSS = "decoder.0.attention", "decoder.1.attention", "decoder.0.cross"
 PLANTED = {

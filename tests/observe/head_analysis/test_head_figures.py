@@ -43,7 +43,7 @@ from headwise.observe.inspect.trace_capture import trace
 from headwise.observe.traces import save_trace
 from headwise.report.data import Figure
 from headwise.report.plots import THEMES, draw, figure_style
-from support import handset_heads as handmade
+from observe.head_analysis import handset_heads as handmade
 from support.number_examples import make_examples, small_gpt2
 
 MODEL = "organisation/a-model-with-a-rather-long-name-finetuned-v2"

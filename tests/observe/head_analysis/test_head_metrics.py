@@ -38,7 +38,7 @@ from headwise.observe.head_analysis.weight_bands import (
     merge_annotations,
     number_words,
 )
-from support import attention_maps as maps
+from observe.head_analysis import attention_maps as maps
 
 KINDS = ("full", "causal", "holes", "each")
 CASES = [(kind, seed) for kind in KINDS for seed in range(2)]

@@ -23,7 +23,7 @@ from headwise.observe.head_analysis.head_measurement import MeasureOptions, meas
 from headwise.observe.head_analysis.head_redundancy import measure_redundancy
 from headwise.observe.head_analysis.resampling import Jackknife, correct_p_values, excess_p_values
 from headwise.surgery.verification.quality_metrics import measure_quality
-from support import handset_heads as handmade
+from observe.head_analysis import handset_heads as handmade
 from support.pruned_models import build_model, make_examples, make_model_spec
 
 COVERAGE_TOOL = Path(__file__).resolve().parents[3] / "tools" / "measured_pages.py"

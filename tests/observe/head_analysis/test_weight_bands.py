@@ -19,7 +19,8 @@ from headwise.observe.head_analysis.weight_bands import (
     WeightBandHook,
 )
 from headwise.observe.inspect.observed_call import AttentionInputs
-from support import attention_maps as maps, handset_heads as handmade, layer_cases as cases
+from observe.head_analysis import attention_maps as maps, handset_heads as handmade
+from support import layer_cases as cases
 from support.layer_cases import check_close
 from support.site_recording import record_sites
 

@@ -11,7 +11,7 @@ import torch
 from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.observe.head_analysis.weight_bands import WeightBand
 from headwise.observe.head_analysis.word_alignment import AlignmentScores
-from support import attention_maps as maps
+from observe.head_analysis import attention_maps as maps
 
 SITE = "decoder.0.cross"
 Links = list[tuple[int, int, bool]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from support.attention_forms import (
+from observe.inspect.attention_forms import (
     DIM,
     FORMS,
     HEADS,
@@ -23,7 +23,7 @@ from support.attention_forms import (
     expected_weights,
     scores,
 )
-from support.module_state import read_state
+from observe.inspect.module_state import read_state
 from support.site_recording import record_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.observe.inspect.attention_sites import ADAPTERS
-from support.module_state import read_state
+from observe.inspect.module_state import read_state
 from support.vision_attentions import CASES, HEADS, EvaAttention
 
 EXAMPLES = ("without", "with", "twice")

@@ -21,7 +21,7 @@ import headwise
 from headwise.training import loop
 from support.small_training import save_small_curves
 
-TESTS, SOURCE = Path(__file__).parents[1], Path(headwise.__file__).parents[1]
+TESTS, SOURCE = Path(__file__).parents[2], Path(headwise.__file__).parents[1]
 MAX_SECONDS = 300  # of one function on all ranks
 
 
@@ -92,7 +92,14 @@ def run_ranks(ranks: int, function: str, folder: Path) -> list[Any]:
     missing in them.
     """
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "support.rank_processes", str(ranks), function, str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "models.distributed.rank_processes",
+        str(ranks),
+        function,
+        str(folder),
+    ]
     ended = subprocess.run(
         command, env=child_environment(), capture_output=True, text=True, check=False
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headwise.models.distributed import join_process_group
-from support.rank_processes import run_ranks
+from models.distributed.rank_processes import run_ranks
 
 
 def requested_checks(request: pytest.FixtureRequest) -> list[str]:

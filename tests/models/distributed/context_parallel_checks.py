@@ -24,9 +24,7 @@ from headwise.models.distributed.parallel_attention import (
     use_whole_rows,
 )
 from headwise.training.data import IGNORE_INDEX, Batch
-from support import layer_cases as cases
-from support.layer_cases import check_close
-from support.parallel_models import (
+from models.distributed.parallel_models import (
     HEADS,
     MODEL,
     STEPS,
@@ -42,7 +40,9 @@ from support.parallel_models import (
     small_spec,
     summed_loss,
 )
-from support.rank_checks import run_checks
+from models.distributed.rank_checks import run_checks
+from support import layer_cases as cases
+from support.layer_cases import check_close
 
 CASES: dict[str, Callable[[], None]] = {}
 

@@ -20,9 +20,7 @@ from headwise.models.distributed.parallel_attention import (
     set_parallel_context,
 )
 from headwise.models.distributed.tensor_parallel import TensorParallelModel
-from support import layer_cases as cases
-from support.layer_cases import check_close
-from support.parallel_models import (
+from models.distributed.parallel_models import (
     HEADS,
     MODEL,
     STEPS,
@@ -37,7 +35,9 @@ from support.parallel_models import (
     small_spec,
     summed_loss,
 )
-from support.rank_checks import run_checks
+from models.distributed.rank_checks import run_checks
+from support import layer_cases as cases
+from support.layer_cases import check_close
 
 CASES: dict[str, Callable[[], None]] = {}
 

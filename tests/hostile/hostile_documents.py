@@ -29,11 +29,10 @@ from headwise.observe.traces import trace_file
 from headwise.studies.study_file import read_study
 from headwise.training import recipe
 from headwise.training.data import images, open_data, text_files
+from hostile.hostile_values import damaged_bytes, hostile_trees, texts_of, to_toml_text
 from support.tiny_configs import model_config
 
-from .hostile_values import damaged_bytes, hostile_trees, texts_of, to_toml_text
-
-SEEDS = Path(__file__).resolve().parent.parent / "hostile" / "seeds"
+SEEDS = Path(__file__).resolve().parent / "seeds"
 GPT2 = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=40, n_positions=64)
 
 

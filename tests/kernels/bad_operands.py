@@ -1,7 +1,7 @@
 """Calls of every registered operation of the kernels with operands that do not fit, run as a script
 in its own process.
 
-    python -m support.bad_operands [--skip N]   prints the name of each call before it, and what it raised after it
+    python -m kernels.bad_operands [--skip N]   prints the name of each call before it, and what it raised after it
 
 An operand that reaches a kernel unchecked may end the process, so the caller of the script reads
 how far it came.

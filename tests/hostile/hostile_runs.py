@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed as seeded, settings, strategies as st
 
-from .hostile_documents import Parser
-from .hostile_values import REFUSALS, check_refusal, time_limit
+from hostile.hostile_documents import Parser
+from hostile.hostile_values import REFUSALS, check_refusal, time_limit
 
 FEW, MANY = 50, 1000  # inputs of each parser in `make test` and in `make slow`
 

@@ -24,9 +24,8 @@ from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS, ViewServer
+from hostile.hostile_values import NUMBERS, TEXTS, texts_of, time_limit
 from support.tiny_configs import model_config
-
-from .hostile_values import NUMBERS, TEXTS, texts_of, time_limit
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
 STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}

@@ -15,7 +15,7 @@ from headwise.models.distributed import ProcessInfo, join_process_group
 from headwise.training import train
 from headwise.training.data import Batch, Task
 from headwise.training.train_step import StepOptions
-from support.data_parallel_checks import (
+from models.distributed.data_parallel_checks import (
     STEPPED,
     Interrupted,
     run_until,
