@@ -18,14 +18,20 @@ from ...models import families
 from ...models.families import get_weight_names
 from ...models.model_spec import ModelSpec
 from ...util.errors import SpecError
-from .adapters.example_run import UNCLEAR_TRACE, find_traced_attention, trace_example
-from .adapters.native_attention import find_headwise_attention, find_torch_attention
+from .adapters.example_run import (
+    UNCLEAR_TRACE,
+    find_torch_attention,
+    find_traced_attention,
+    trace_example,
+)
+from .adapters.native_attention import find_headwise_attention
 from .adapters.output_path import edit_place, measure_edit_places
 from .adapters.output_projection import (
     UNCLEAR_PROJECTION,
     UNKNOWN_STACK,
     find_projected_attention,
     is_within,
+    overlaps,
     read_positive_int,
 )
 from .adapters.transformers_interface import find_interface_attention
@@ -116,7 +122,7 @@ def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[S
     modules = dict(model.named_modules(remove_duplicate=False))
     for site_module in sites:
         site = site_module.site
-        parts = [modules[site.path], site_module.module]
+        parts = [site_module.module, *(override.module for override in site_module.overrides)]
         reason = unhookable_reason(model, parts) or compiled_part_reason(modules, site.path)
         able = [name for name in ("observe", "ablate") if getattr(site, name).possible]
         if reason:
@@ -184,7 +190,7 @@ def compiled_part_reason(modules: Mapping[str, nn.Module], path: str) -> str:
     contains one; or "".
     """
     for other, module in modules.items():
-        if (is_within(path, other) or is_within(other, path)) and is_compiled(module):
+        if overlaps(path, other) and is_compiled(module):
             part = "it" if other == path else f"{other} ({type(module).__name__})"
             return (
                 f"{part} is compiled, and compiled modules cannot be observed; compile it "
@@ -413,8 +419,8 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
         if new.adapter != adapter or adapter == UNCLEAR_PROJECTION:
             adapter = new.adapter
             paths = [site_module.site.path for site_module in site_modules]
-        overlaps = is_within if adapter == UNCLEAR_TRACE else _contains
-        if not any(overlaps(new.site.path, path) for path in paths):
+        is_known = is_within if adapter == UNCLEAR_TRACE else overlaps
+        if not any(is_known(new.site.path, path) for path in paths):
             site_modules.append(new)
     modules = model.named_modules(remove_duplicate=False)
     order = {path: number for number, (path, _) in enumerate(modules)}
@@ -473,11 +479,6 @@ def left_out_notes(
         if reason:
             left_out.setdefault(reason, []).append(name)
     return [f"left out {', '.join(names)}: {reason}" for reason, names in left_out.items()]
-
-
-def _contains(path: str, other: str) -> bool:
-    """True if one of two modules contains the other."""
-    return is_within(path, other) or is_within(other, path)
 
 
 # --- Unique names of sites ------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class SiteHooks:
         }
         # module -> hooked modules inside it
         self.modules_below: dict[nn.Module, set[nn.Module]] = {
-            hook.site: set() for hook in self.hook_of_module.values()
+            module: set() for module in self.hook_of_module
         }
         for path, module in self.module_of_path.items():
             parts = path.split(".") if path else []
@@ -229,7 +229,7 @@ class SiteHooks:
         self.last_queries = None
         for module in self.modules_below[root]:
             hook = self.hook_of_module[module]
-            count = calls[hook.site]
+            count = calls[module]
             hook.num_forwards += 1
             hook.num_site_calls += count
             if hook.calls_per_forward > 1 and count not in (0, hook.calls_per_forward):
@@ -240,10 +240,10 @@ class SiteHooks:
 
     def check_all_ran(self) -> None:
         """Raise if a hooked module never ran although a forward call that contains it did."""
-        for module, hook in self.hook_of_module.items():
+        for hook in self.hook_of_module.values():
             if not hook.num_forwards or hook.num_calls:
                 continue
-            if hook.num_site_calls and hook.site is not module:
+            if hook.num_site_calls:
                 raise ValueError(
                     f"{hook.name} ran, but its output projection never ran as a module, so its "
                     "hook did nothing; call hw.sites(model, example), which finds attention "
@@ -257,7 +257,7 @@ class SiteHooks:
 
 class SiteHook(AttentionHook):
     """Hook on one module that passes each call to the hook of the depth that it belongs to, and
-    counts calls of the module, of `site`, whose projection it may be, and forward calls.
+    counts calls with head outputs, calls of the module, and forward calls.
     """
 
     num_calls = 0
@@ -266,7 +266,7 @@ class SiteHook(AttentionHook):
 
     def __init__(self, site_hooks: SiteHooks, site_module: SiteModule) -> None:
         self.site_hooks = site_hooks
-        self.site = site_hooks.model.get_submodule(site_module.site.path)
+        self.module = site_module.module
         self.calls_per_forward = site_module.calls_per_forward
         self.name = site_module.site.name
         self.hook_of_call: dict[int, AttentionHook] = {}
@@ -286,7 +286,7 @@ class SiteHook(AttentionHook):
         inputs = call.attention_inputs
         if forward is not None and inputs is not None:
             last = self.site_hooks.last_queries
-            queries = (forward, forward[self.site], self.site, inputs.q_BTHK)
+            queries = (forward, forward[self.module], self.module, inputs.q_BTHK)
             self.site_hooks.last_queries = queries
             is_same_call = last is not None and last[0] is forward and last[1:3] == queries[1:3]
             if last is not None and is_same_call and queries[3].is_set_to(last[3]):
@@ -306,7 +306,7 @@ class SiteHook(AttentionHook):
     def _call_index(self) -> int:
         """Number of this call among the calls of the module in the running forward call."""
         forward = _RUNNING_FORWARDS.get().get(self.site_hooks)
-        index = 0 if forward is None else forward[self.site] - 1
+        index = 0 if forward is None else forward[self.module] - 1
         if self.calls_per_forward > 1 and (forward is None or index < 0):
             raise ValueError(
                 f"{self.name} was called outside a forward call of its model; call the model itself"

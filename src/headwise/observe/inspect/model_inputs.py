@@ -7,7 +7,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from ...models.generation import (
     get_decoder_start_ids,
     load_tokenizers,
     max_positions,
-    pad_left,
 )
 from ...models.vocabulary import decode_tokens, encode_tokens
 from ...util.errors import SequenceTooLong, SpecError
@@ -270,9 +270,7 @@ def prepare_inputs(
             return prepare_inputs(reader, inputs, max_new_tokens)
     if isinstance(inputs, str) or _is_texts(inputs):
         texts = [inputs] if isinstance(inputs, str) else list(inputs)
-        if isinstance(model, Transformer):
-            return _from_texts_headwise(model, texts, max_new_tokens)
-        return _from_texts_transformers(model, texts, max_new_tokens)
+        return _from_texts(model, texts, max_new_tokens)
     if isinstance(inputs, Mapping):
         if inputs and all(isinstance(value, str) for value in inputs.values()):
             return _from_source_and_text(model, dict(inputs))
@@ -420,75 +418,103 @@ def _check_length(model: nn.Module, count: int) -> None:
 # --- Texts ----------------------------------------------------------------------------------------
 
 
-def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> ModelInputs:
-    """Inputs from texts for a headwise model, with the special tokens that its usage defines around
-    them.
+class TextReader(NamedTuple):
+    """How a model reads texts: its source, or its only text; the text of its decoder; and the
+    string of an id.
     """
-    _check_has_tokenizer(net)
-    encoder_tokenizer, decoder_tokenizer = load_tokenizers(net)
-    usage = net.usage
-    rows: list[TokenRow] = []
-    for text in texts:
-        row = _make_surrounded_row(encoder_tokenizer, usage.before, text, usage.behind)
-        if list(row.ids) != encode_text(net, text):
+
+    read_source: Callable[[str], TokenRow]
+    read_target: Callable[[str], TokenRow]
+    decode_token: TokenDecoder
+
+
+def _make_reader(model: nn.Module) -> TextReader:
+    """The tokenizers of a model, with the special tokens around texts; raises if it has none."""
+    if not isinstance(model, Transformer):
+        tokenizer = find_tokenizer(model)
+        if tokenizer is None:
+            raise ValueError(
+                f"{type(model).__name__} comes with no tokenizer; {TOKENIZER_REMEDY}, or give "
+                "token ids"
+            )
+        encode = partial(_encode, tokenizer)
+        decode = make_token_decoder(tokenizer)
+        start = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
+        return TextReader(encode, lambda text: _surround(encode(text), decode, (start,)), decode)
+    usage = model.usage
+    if usage.tokenizer is None:
+        raise SpecError(
+            f"{model.spec.name} has no tokenizer, so it only takes ids; {TOKENIZER_REMEDY}, or "
+            "give ids"
+        )
+    encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
+
+    def read(tokenizer: ModelTokenizer, text: str) -> TokenRow:
+        ids = tokenizer.ids(text)
+        offsets = tokenizer.places(text)
+        words = tuple(
+            text[start:stop] or tokenizer.token_text(token)
+            for token, (start, stop) in zip(ids, offsets, strict=True)
+        )
+        return TokenRow(tuple(ids), words, tuple(offsets), text)
+
+    def read_source(text: str) -> TokenRow:
+        token_text = encoder_tokenizer.token_text
+        row = _surround(read(encoder_tokenizer, text), token_text, usage.before, usage.behind)
+        if list(row.ids) != encode_text(model, text):
             raise SpecError(
                 f"the tokens of {text[:40]!r} do not match those of encode_text; give ids"
             )
-        rows.append(row)
-    ids, tokens = pad_left([row.ids for row in rows], next(net.parameters()).device)
-    padded = tuple(_pad_row(row, ids.shape[1], left=True) for row in rows)
-    has_source = is_encoder_decoder(net)
-    kwargs: dict[str, Any] = {}
-    token_rows = {"source" if has_source else "text": padded}
-    counts = {"text": ids.shape[1], "source": ids.shape[1]}
-    if has_source:
-        if not steps:
-            raise ValueError(SOURCE_ALONE)
-        start = get_decoder_start_ids(net)
-        row = TokenRow(start, tuple(map(decoder_tokenizer.token_text, start)))
-        token_rows["text"] = (row,) * len(rows)
-        counts["text"] = len(start)
-    else:
-        if steps and len({len(row.ids) for row in rows}) > 1:
-            raise ValueError(
-                "texts of several lengths cannot be traced together while they go on; trace one "
-                "at a time"
-            )
-        kwargs = {"x": ids} | ({} if tokens is None else {"sequence": tokens})
-    prompts = [list(row.ids) for row in rows]
-    decode = decoder_tokenizer.token_text
-    return ModelInputs((), kwargs, token_rows, counts, len(rows), has_source, prompts, decode)
+        return row
+
+    def read_target(text: str) -> TokenRow:
+        start = get_decoder_start_ids(model)
+        return _surround(read(decoder_tokenizer, text), decoder_tokenizer.token_text, start)
+
+    return TextReader(read_source, read_target, decoder_tokenizer.token_text)
 
 
-def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
-    """Inputs from texts for a transformers model, with the tokenizer.json next to its weights."""
-    tokenizer = _load_tokenizer(model)
-    rows = [_encode(tokenizer, text) for text in texts]
+def _from_texts(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
+    """Inputs from texts, which are the source of an encoder-decoder model."""
+    reader = _make_reader(model)
+    is_headwise = isinstance(model, Transformer)
     has_source = is_encoder_decoder(model)
-    longest = max(len(row.ids) for row in rows)
+    rows = [reader.read_source(text) for text in texts]
+    lengths = [len(row.ids) for row in rows]
+    longest = max(lengths)
     if not longest:
         raise ValueError("the text is empty; give at least one token")
     _check_length(model, longest + (0 if has_source else steps))
     if has_source and not steps:
         raise ValueError(SOURCE_ALONE)
-    left = bool(steps) and not has_source  # generated tokens must follow the text directly
+    if is_headwise and not has_source and steps and min(lengths) < longest:
+        raise ValueError(
+            "texts of several lengths cannot be traced together while they go on; trace one "
+            "at a time"
+        )
+    # generated tokens must follow the text directly
+    left = is_headwise or (bool(steps) and not has_source)
     padded = tuple(_pad_row(row, longest, left) for row in rows)
-    ids = torch.tensor([row.ids for row in padded])
-    pad = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
-    named = {IDS: ids.masked_fill(ids == PAD_ID, pad), "attention_mask": (ids != PAD_ID).long()}
-    arguments = list_arguments(model)
-    if IDS in arguments and "attention_mask" not in arguments and not bool((ids == PAD_ID).any()):
-        del named["attention_mask"]
-    names = _to_device(get_device(model), to_named_tensors(model, named))
-    return ModelInputs(
-        *bind_arguments(model, names),
-        {"source" if has_source else "text": padded},
-        {"text": 1 if has_source else longest, "source": longest},
-        len(rows),
-        has_source,
-        [],
-        make_token_decoder(tokenizer),
-    )
+    token_rows = {"source" if has_source else "text": padded}
+    counts = {"text": 1 if has_source else longest, "source": longest}
+    call: CallArguments = ((), {})
+    if is_headwise and has_source:  # `generate` encodes the prompts
+        start = get_decoder_start_ids(model)
+        words = tuple(map(reader.decode_token, start))
+        token_rows["text"] = (TokenRow(start, words),) * len(rows)
+        counts["text"] = len(start)
+    else:
+        ids = torch.tensor([row.ids for row in padded])
+        is_pad = ids == PAD_ID
+        pad = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
+        named = {IDS: ids.masked_fill(is_pad, pad), "attention_mask": (~is_pad).long()}
+        arguments = list_arguments(model)
+        if IDS in arguments and "attention_mask" not in arguments and not bool(is_pad.any()):
+            del named["attention_mask"]
+        call = bind_arguments(model, _to_device(get_device(model), to_named_tensors(model, named)))
+    prompts = [list(row.ids) for row in rows] if is_headwise else []
+    decode = reader.decode_token
+    return ModelInputs(*call, token_rows, counts, len(rows), has_source, prompts, decode)
 
 
 def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelInputs:
@@ -496,60 +522,29 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
     if set(texts) != {"source", "text"} or not is_encoder_decoder(model):
         fact = f"{type(model).__name__} does not take the texts {', '.join(texts)}"
         raise ValueError(f"{fact}; give a text, or source and text to an encoder-decoder model")
-    if isinstance(model, Transformer):
-        _check_has_tokenizer(model)
-        encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
-        before = model.usage.before
-        behind = model.usage.behind
-        start = get_decoder_start_ids(model)
-        source = _make_surrounded_row(encoder_tokenizer, before, texts["source"], behind)
-        text = _make_surrounded_row(decoder_tokenizer, start, texts["text"], ())
-        source_key = "source"
-        text_key = "x"
-    else:
-        tokenizer = _load_tokenizer(model)
-        start_id = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
-        source = _encode(tokenizer, texts["source"])
-        text = _encode(tokenizer, texts["text"])
-        text = TokenRow(
-            (start_id, *text.ids),
-            (make_token_decoder(tokenizer)(start_id), *text.words),
-            ((0, 0), *text.offsets),
-            text.text,
-        )
-        source_key = IDS
-        text_key = DECODER_IDS
-    names = {source_key: torch.tensor([source.ids]), text_key: torch.tensor([text.ids])}
-    counts = {"source": len(source.ids), "text": len(text.ids)}
+    reader = _make_reader(model)
+    rows = {
+        "source": reader.read_source(texts["source"]),
+        "text": reader.read_target(texts["text"]),
+    }
+    counts = {stream: len(row.ids) for stream, row in rows.items()}
     _check_length(model, max(counts.values()))
-    rows = {"source": (source,), "text": (text,)}
-    return ModelInputs((), _to_device(get_device(model), names), rows, counts, 1, True)
+    ids = {stream: torch.tensor([row.ids]) for stream, row in rows.items()}
+    names = to_named_tensors(model, {IDS: ids["source"], DECODER_IDS: ids["text"]})
+    token_rows = {stream: (row,) for stream, row in rows.items()}
+    return ModelInputs((), _to_device(get_device(model), names), token_rows, counts, 1, True)
 
 
-def _check_has_tokenizer(net: Transformer) -> None:
-    if net.usage.tokenizer is None:
-        raise SpecError(
-            f"{net.spec.name} has no tokenizer, so it only takes ids; {TOKENIZER_REMEDY}, or give "
-            "ids"
-        )
-
-
-def _make_surrounded_row(
-    tokenizer: ModelTokenizer, before: Sequence[int], text: str, behind: Sequence[int]
+def _surround(
+    row: TokenRow, decode_token: TokenDecoder, before: Sequence[int], behind: Sequence[int] = ()
 ) -> TokenRow:
-    """Token row of a text with special ids before and behind it."""
-    ids = tokenizer.ids(text)
-    offsets = tokenizer.places(text)
-    words = [
-        text[start:stop] or tokenizer.token_text(token)
-        for token, (start, stop) in zip(ids, offsets, strict=True)
-    ]
-    end = len(text)
+    """A token row with special ids before and behind it."""
+    end = len(row.text)
     return TokenRow(
-        (*before, *ids, *behind),
-        (*map(tokenizer.token_text, before), *words, *map(tokenizer.token_text, behind)),
-        (*[(0, 0)] * len(before), *offsets, *[(end, end)] * len(behind)),
-        text,
+        (*before, *row.ids, *behind),
+        (*map(decode_token, before), *row.words, *map(decode_token, behind)),
+        (*[(0, 0)] * len(before), *row.offsets, *[(end, end)] * len(behind)),
+        row.text,
     )
 
 
@@ -575,16 +570,6 @@ def get_tokenizer_documents(model: nn.Module) -> list[str]:
         ]
     tokenizer = find_tokenizer(model)
     return [] if tokenizer is None else [tokenizer.to_str()]
-
-
-def _load_tokenizer(model: nn.Module) -> Tokenizer:
-    """Return the tokenizer of a model that is not of headwise; raise if it has none."""
-    tokenizer = find_tokenizer(model)
-    if tokenizer is None:
-        raise ValueError(
-            f"{type(model).__name__} comes with no tokenizer; {TOKENIZER_REMEDY}, or give token ids"
-        )
-    return tokenizer
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,12 +22,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..hooks import SiteModule, get_hooks, install_hooks, run_call_hooks
-from ..method_patches import ForwardOverride, Function
+from ..method_patches import ForwardOverride, Function, SharedPatch
 from ..observed_call import AttentionInputs, ObservedCall, WeightsOnlyCall
 from ..site import Ability
-from . import module_tracer
 from .declarations import get_declaration
-from .module_tracer import BATCH_FIRST, AttentionTracer, JointAxis, TracedAttention, find_joint_axis
+from .module_tracer import (
+    BATCH_FIRST,
+    AttentionTracer,
+    JointAxis,
+    TracedAttention,
+    find_joint_axis,
+    hook_ability,
+)
 from .output_path import (
     edit_behind_function,
     edit_place,
@@ -38,8 +44,8 @@ from .output_projection import (
     NUM_HEADS_NAMES,
     UNKNOWN_PATTERN,
     HeadSizes,
-    is_within,
     make_site,
+    overlaps,
     read_positive_int,
 )
 
@@ -67,9 +73,9 @@ class AttentionLayout(NamedTuple):
     """
 
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    pattern: str
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    pattern: str = UNKNOWN_PATTERN
     reason: str = ""
     joint: int = 0
     joint_axis: JointAxis | None = None
@@ -80,40 +86,56 @@ UNCLEAR_TRACE = "unclear trace"
 _LAYOUTS: WeakKeyDictionary[nn.Module, AttentionLayout] = WeakKeyDictionary()
 
 
+def find_torch_attention(model: nn.Module) -> Iterator[SiteModule]:
+    """Yield the site of every nn.MultiheadAttention."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.MultiheadAttention):
+            sizes = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
+            observe = hook_ability(module)
+            site = make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, observe=observe)
+            run = ForwardOverride(module, run_traced, (AttentionLayout(module.num_heads),))
+            yield SiteModule(site, module, "torch", patches=(SLOW_PATH,), overrides=(run,))
+
+
+@contextmanager
+def _slow_path() -> Iterator[None]:
+    """Context without torch's fast path for whole encoder layers, which calls no forward of theirs."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+SLOW_PATH = SharedPatch(_slow_path)
+
+
 def find_traced_attention(model: nn.Module) -> Iterator[SiteModule]:
     """Yield the sites of modules with traced attention; those whose attention is not understood
     have no abilities.
     """
-    for path, module, layout in _known_layouts(model):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    declared = [path for path, module in modules.items() if get_declaration(module) is not None]
+    for path, module in modules.items():
+        layout = _LAYOUTS.get(module)
+        if layout is None or any(overlaps(path, other) for other in declared):
+            continue
         sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
         if layout.reason:
             impossible = Ability(False, layout.reason)
             site = make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, observe=impossible)
             yield SiteModule(site, module, UNCLEAR_TRACE)
             continue
-        observe = module_tracer.hook_ability(module)
+        observe = hook_ability(module)
         reason = edit_place(module).reason
         ablate = Ability(False, reason) if reason else observe
-        function = run_separate_heads if layout.separate_heads else run_traced
-        projections = projection_overrides(module, layout.num_heads)
-        overrides = (ForwardOverride(module, function, (layout,)), *projections)
+        run = ForwardOverride(module, run_traced, (layout,))
         site = make_site(
             path, module, sizes, pattern=layout.pattern, observe=observe, ablate=ablate
         )
+        overrides = (run, *projection_overrides(module, layout.num_heads))
         yield SiteModule(site, module, "traced", overrides=overrides)
-
-
-def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:
-    """Traced layouts of the modules of a model; declared modules take
-    precedence and are skipped.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    declared = [path for path, module in modules.items() if get_declaration(module) is not None]
-    for path, module in modules.items():
-        if module in _LAYOUTS and not any(
-            is_within(path, other) or is_within(other, path) for other in declared
-        ):
-            yield path, module, _LAYOUTS[module]
 
 
 def run_traced(
@@ -130,43 +152,14 @@ def run_traced(
     def on_attention(traced: TracedAttention) -> Tensor | None:
         nonlocal num_traced
         num_traced += 1
-        call = traced.call
-        z_BTHV = traced.z_BTHV
-        if call is None or z_BTHV is None or z_BTHV.shape[2] != layout.num_heads or num_traced > 1:
+        if traced.reason or traced.z_BTHV.shape[2] != layout.num_heads or num_traced > 1:
             raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
-        run_call_hooks(hooks, lambda: call)
-        return edit_behind_function(module, hooks, z_BTHV)
+        run_call_hooks(hooks, lambda: traced.call)
+        return edit_behind_function(module, hooks, traced.z_BTHV)
 
-    with AttentionTracer(on_attention, layout.joint_axis):
+    with AttentionTracer(on_attention, layout.joint_axis, joins_heads=layout.separate_heads):
         result = run(*args, **kwargs)
     if not num_traced:
-        raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
-    return result
-
-
-def run_separate_heads(
-    module: nn.Module, run: Function, args: Any, kwargs: Any, layout: AttentionLayout
-) -> Any:
-    """Run a hooked module that computes one head at a time; the hooks run where the head outputs
-    are concatenated.
-    """
-    hooks = get_hooks(module)
-    if not hooks:
-        return run(*args, **kwargs)
-    num_joined = 0
-
-    def on_heads(heads: Sequence[TracedAttention], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        nonlocal num_joined
-        num_joined += 1
-        if len(heads) != layout.num_heads or num_joined > 1:
-            raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
-        weights = [head.call.all_weights() for head in heads if head.call is not None]
-        run_call_hooks(hooks, lambda: WeightsOnlyCall(torch.cat(weights, 1)))
-        return edit_behind_function(module, hooks, torch.stack(list(outputs), 2)).unbind(2)
-
-    with trace_separate_heads(on_heads):
-        result = run(*args, **kwargs)
-    if not num_joined:
         raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
     return result
 
@@ -185,12 +178,11 @@ def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         raise ValueError(
             "the model is in train mode, where a run changes its state; call model.eval() first"
         )
-    example_trace = ExampleTrace()
-    layouts = example_trace.layouts
+    layouts: dict[nn.Module, AttentionLayout] = {}
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
-            with example_trace.tracing() as tracer:
+            with _tracing(layouts) as tracer:
                 model(*args, **kwargs)
             joint = [
                 module for module, layout in layouts.items() if layout.joint and not layout.reason
@@ -204,18 +196,12 @@ def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
                 f"{type(model).__name__} cannot run on this example: {message}"
             ) from error
     for softmax_call in tracer.softmax_calls:
-        owners = [
-            module
-            for module in softmax_call.running_modules
-            if not type(module).__module__.startswith("torch.nn.")
-        ]
-        if (
-            owners
-            and not softmax_call.has_output
-            and softmax_call.num_axes == 4
-            and owners[-1] not in layouts
-        ):
-            layouts[owners[-1]] = AttentionLayout(0, 0, 0, UNKNOWN_PATTERN, UNUSED_WEIGHTS)
+        if softmax_call.has_output or softmax_call.num_axes != 4:
+            continue
+        for module in reversed(softmax_call.running_modules):
+            if not type(module).__module__.startswith("torch.nn."):
+                layouts.setdefault(module, AttentionLayout(0, reason=UNUSED_WEIGHTS))
+                break
     for module in model.modules():
         _LAYOUTS.pop(module, None)
     _LAYOUTS.update(layouts)
@@ -227,45 +213,27 @@ class ModuleFrame:
     modules within it.
     """
 
-    module: nn.Module
-    layouts: list[AttentionLayout]
+    layouts: list[AttentionLayout] = field(default_factory=list[AttentionLayout])
     num_nested: int = 0
 
 
-class ExampleTrace:
-    """Traces which modules compute attention during one run of a model."""
+@contextmanager
+def _tracing(layouts: dict[nn.Module, AttentionLayout]) -> Iterator[AttentionTracer]:
+    """Context in which the attention that modules compute in this thread is added to `layouts`."""
+    frames: list[ModuleFrame] = []
+    running_modules: list[nn.Module] = []
+    thread = get_ident()
 
-    def __init__(self) -> None:
-        self.frames: list[ModuleFrame] = []
-        self.running_modules: list[nn.Module] = []
-        self.layouts: dict[nn.Module, AttentionLayout] = {}
-        self.thread = get_ident()
+    def enter(module: nn.Module, _: Any) -> None:
+        if get_ident() == thread:
+            frames.append(ModuleFrame())
+            running_modules.append(module)
 
-    @contextmanager
-    def tracing(self) -> Iterator[AttentionTracer]:
-        """Context in which module calls of this thread are traced."""
-        handles = [register_module_forward_pre_hook(self.enter)]
-        tracer = AttentionTracer(self.record, running_modules=self.running_modules)
-        try:
-            handles.append(register_module_forward_hook(self.leave, always_call=True))
-            with without_compile_warning(), tracer:
-                yield tracer
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def enter(self, module: nn.Module, _: Any) -> None:
-        """Forward pre-hook: a module call begins."""
-        if get_ident() == self.thread:
-            self.frames.append(ModuleFrame(module, []))
-            self.running_modules.append(module)
-
-    def leave(self, module: nn.Module, _: Any, result: Any) -> None:
-        """Forward hook: a module call ends or raises."""
-        if get_ident() != self.thread or module is not self.running_modules[-1]:
+    def leave(module: nn.Module, _: Any, result: Any) -> None:
+        if get_ident() != thread or module is not running_modules[-1]:
             return
-        frame = self.frames.pop()
-        self.running_modules.pop()
+        frame = frames.pop()
+        running_modules.pop()
         if not frame.layouts:
             return
         layout = frame.layouts[0]
@@ -273,29 +241,34 @@ class ExampleTrace:
             layout = layout._replace(reason=SEVERAL_ATTENTIONS)
         elif frame.num_nested:
             layout = layout._replace(reason=NESTED_ATTENTION)
-        self.layouts[module] = _merge_layouts(self.layouts.get(module, layout), layout)
+        layouts[module] = _merge_layouts(layouts.get(module, layout), layout)
 
-    def record(self, traced: TracedAttention) -> None:
-        """Store a traced attention with the module that computed it."""
+    def record(traced: TracedAttention) -> None:
         if not traced.depth:
             return
-        frame = self.frames[traced.depth - 1]
-        frame.layouts.append(_layout_of(frame.module, traced))
-        for outer in self.frames[: traced.depth - 1]:
-            outer.num_nested += 1
+        *outer, frame = frames[: traced.depth]
+        frame.layouts.append(_layout_of(running_modules[traced.depth - 1], traced))
+        for other in outer:
+            other.num_nested += 1
+
+    handles = [register_module_forward_pre_hook(enter)]
+    tracer = AttentionTracer(record, running_modules=running_modules)
+    try:
+        handles.append(register_module_forward_hook(leave, always_call=True))
+        with without_compile_warning(), tracer:
+            yield tracer
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _layout_of(module: nn.Module, traced: TracedAttention) -> AttentionLayout:
-    if traced.call is None or traced.z_BTHV is None:
-        return AttentionLayout(
-            read_positive_int(module, NUM_HEADS_NAMES), 0, 0, UNKNOWN_PATTERN, traced.reason
-        )
+    if traced.reason:
+        return AttentionLayout(read_positive_int(module, NUM_HEADS_NAMES), reason=traced.reason)
     heads = traced.z_BTHV.shape[2]
-    pattern = _pattern_of_call(traced.call)
-    kv = traced.num_kv_heads or heads
-    dim = traced.head_dim or traced.z_BTHV.shape[3]
+    kv, dim = traced.kv_shape or (heads, traced.z_BTHV.shape[3])
     reason = "" if traced.joint else _undeclared_heads_reason(module, heads)
-    return AttentionLayout(heads, kv, dim, pattern, reason, traced.joint)
+    return AttentionLayout(heads, kv, dim, _pattern_of_call(traced.call), reason, traced.joint)
 
 
 def _undeclared_heads_reason(module: nn.Module, heads: int) -> str:
@@ -338,24 +311,25 @@ def _merge_layouts(first: AttentionLayout, second: AttentionLayout) -> Attention
 # --- Axes that join batch and heads, and heads that are computed one by one -----------------------
 
 
-class JointAxisProbe:
-    """The joint axis of a module, and how often it computes attention."""
+def resolve_joint_axes(
+    layouts: dict[nn.Module, AttentionLayout], modules: Sequence[nn.Module], run: Callable[[], None]
+) -> None:
+    """Decide how the joint axes of these modules are split, by another run of the model; edits
+    `layouts`.
 
-    num_attentions = 0
-    joint_axis: JointAxis | None = None
+    Each module runs as it is, then again with slice 1 of its joint axis changed, and the outputs are
+    compared.
+    """
 
-    def run(self, module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
-        """Run the module as it is, then again with slice 1 of its joint axis changed, and compare
-        the outputs.
-        """
+    def probe(module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
         # a cache among the arguments is changed by each run
         other_args, other_kwargs = copy.deepcopy((args, kwargs))
         result = run(*args, **kwargs)
-        sizes = list[int]()
+        sizes: list[int] = []
 
         def change_slice(traced: TracedAttention) -> Tensor | None:
             sizes.append(traced.joint)
-            if traced.z_BTHV is None or len(sizes) > 1 or traced.joint < 2:
+            if len(sizes) > 1 or traced.joint < 2:
                 return None
             changed = traced.z_BTHV.clone()
             changed[1] += 1
@@ -363,70 +337,32 @@ class JointAxisProbe:
 
         with AttentionTracer(change_slice):
             other = run(*other_args, **other_kwargs)
-        self.num_attentions = len(sizes)
         before = _first_tensor(result)
         after = _first_tensor(other)
+        axis = None
         if sizes and before is not None and after is not None and before.shape == after.shape:
-            self.joint_axis = find_joint_axis(sizes[0], before, after)
+            axis = find_joint_axis(sizes[0], before, after)
+        layout = layouts[module]._replace(joint_axis=axis)
+        if axis is None:
+            layout = layout._replace(num_heads=0, num_kv_heads=0, reason=UNKNOWN_JOINT_AXIS)
+        else:
+            heads = axis.num_heads
+            reason = _undeclared_heads_reason(module, heads)
+            layout = layout._replace(num_heads=heads, num_kv_heads=heads, reason=reason)
+            if len(sizes) > 1:
+                layout = layout._replace(reason=SEVERAL_ATTENTIONS, separate_heads=heads == 1)
+        layouts[module] = layout
         return result
+
+    with install_hooks({}, overrides=[ForwardOverride(module, probe) for module in modules]):
+        run()
 
 
 def _first_tensor(result: Any) -> Tensor | None:
     """The first tensor of a module's output."""
-    values: Any = [result]
-    if isinstance(result, Mapping):
-        values = result.values()
-    elif isinstance(result, (tuple, list)):
-        values = result
+    values: Any = result.values() if isinstance(result, Mapping) else result
+    values = values if isinstance(result, (Mapping, tuple, list)) else [result]
     return next((value for value in values if isinstance(value, Tensor)), None)
-
-
-def resolve_joint_axes(
-    layouts: dict[nn.Module, AttentionLayout], modules: Sequence[nn.Module], run: Callable[[], None]
-) -> None:
-    """Decide how the joint axes of these modules are split, by another run of the model; edits
-    `layouts`.
-    """
-    probes = {module: JointAxisProbe() for module in modules}
-    overrides = [ForwardOverride(module, probe.run) for module, probe in probes.items()]
-    with install_hooks({}, overrides=overrides):
-        run()
-    for module, probe in probes.items():
-        axis = probe.joint_axis
-        is_repeated = probe.num_attentions > 1
-        if axis is None:
-            changes = {"num_heads": 0, "num_kv_heads": 0, "reason": UNKNOWN_JOINT_AXIS}
-        else:
-            heads = axis.num_heads
-            reason = _undeclared_heads_reason(module, heads)
-            changes = {
-                "num_heads": heads,
-                "num_kv_heads": heads,
-                "joint_axis": axis,
-                "reason": SEVERAL_ATTENTIONS if is_repeated else reason,
-                "separate_heads": is_repeated and heads == 1,
-            }
-        layouts[module] = layouts[module]._replace(**changes)
-
-
-HeadsCallback = Callable[[Sequence[TracedAttention], Sequence[Tensor]], Sequence[Tensor] | None]
-
-
-def trace_separate_heads(on_heads: HeadsCallback) -> AttentionTracer:
-    """Tracer of heads that are computed one by one; `on_heads` gets them, and the outputs, where
-    these are joined.
-    """
-    heads: list[TracedAttention] = []
-
-    def on_concatenation(tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        outputs = [head.z_BTHV[:, :, 0] for head in heads if head.z_BTHV is not None]
-        is_joined = len(tensors) == len(outputs) > 1 and all(
-            tensor.shape == output.shape and torch.equal(tensor, output)
-            for tensor, output in zip(tensors, outputs, strict=True)
-        )
-        return on_heads(heads, outputs) if is_joined else None
-
-    return AttentionTracer(heads.append, on_concatenation=on_concatenation)
 
 
 def join_separate_heads(
@@ -450,11 +386,13 @@ def join_separate_heads(
     counts: dict[nn.Module, set[int]] = {owner: set() for owner in owners}
 
     def count_heads(owner: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
-        with trace_separate_heads(lambda heads, _: counts[owner].add(len(heads))):
+        def count(traced: TracedAttention) -> None:
+            counts[owner].add(traced.z_BTHV.shape[2])
+
+        with AttentionTracer(count, joins_heads=True):
             return run(*args, **kwargs)
 
-    overrides = [ForwardOverride(owner, count_heads) for owner in owners]
-    with install_hooks({}, overrides=overrides):
+    with install_hooks({}, overrides=[ForwardOverride(owner, count_heads) for owner in owners]):
         run()
     for owner, parts in owners.items():
         if len(counts[owner]) != 1 or len({layouts[part][1:4] for part in parts}) != 1:

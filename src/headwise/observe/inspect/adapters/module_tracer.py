@@ -7,16 +7,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from itertools import takewhile
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..method_patches import EAGER_STANCE
-from ..observed_call import AttentionInputs, ObservedCall, WeightsOnlyCall
+from ..observed_call import AttentionInputs, ObservedCall, UnreadableCall, WeightsOnlyCall
 from ..site import POSSIBLE, Ability
 
 BATCH_FIRST = "batch first"
@@ -48,26 +51,6 @@ class JointAxis(NamedTuple):
         if self.order == BATCH_FIRST:
             return tensor.unflatten(0, (-1, self.num_heads))
         return tensor.unflatten(0, (self.num_heads, -1)).transpose(0, 1)
-
-    def join(self, tensor: Tensor) -> Tensor:
-        """Join [batch, heads, ...] as [batch * heads, ...]."""
-        return (tensor if self.order == BATCH_FIRST else tensor.transpose(0, 1)).flatten(0, 1)
-
-    def split_call(self, call: ObservedCall) -> ObservedCall:
-        """Split the inputs or weights of a call whose batch axis is the joint axis, and which has
-        one head.
-        """
-        if isinstance(call, WeightsOnlyCall):
-            return WeightsOnlyCall(self.split(call.weights[:, 0]))
-        assert isinstance(call, AttentionInputs)
-        q, k, v = (
-            self.split(side[:, :, 0]).transpose(1, 2)
-            for side in (call.q_BTHK, call.k_BSGK, call.v_BSGV)
-        )
-        mask = call.mask
-        if mask is not None and mask.shape[0] > 1:
-            mask = self.split(mask[:, 0])
-        return replace(call, q_BTHK=q, k_BSGK=k, v_BSGV=v, mask=mask)
 
 
 def find_joint_axis(size: int, before: Tensor, after: Tensor) -> JointAxis | None:
@@ -116,18 +99,22 @@ class TracedAttention(NamedTuple):
     """One traced attention computation: its inputs (`call`) and head outputs.
 
     `depth` is the number of enclosing modules that were running both when the weights were computed
-    and when the values were multiplied. `joint` is the size of an axis that joins batch and heads,
-    if it could not be split; it is the batch axis of `z_BTHV` then. `reason` is set if the
-    computation is not understood.
+    and when the values were multiplied. `kv_shape` is the number and width of key heads where the
+    function gets them. `joint` is the size of an axis that joins batch and heads, if it could not be
+    split; it is the batch axis of `z_BTHV` then. Of a computation that is not understood, `call` is
+    an `UnreadableCall` with the reason.
     """
 
-    call: ObservedCall | None = None
-    z_BTHV: Tensor | None = None
-    num_kv_heads: int = 0
-    head_dim: int = 0
+    call: ObservedCall
+    z_BTHV: Tensor
     depth: int = 0
+    kv_shape: tuple[int, ...] = ()
     joint: int = 0
-    reason: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why the computation is not understood; "" if it is."""
+        return self.call.reason if isinstance(self.call, UnreadableCall) else ""
 
 
 @dataclass
@@ -149,21 +136,8 @@ class OpenWeights(NamedTuple):
     softmax: SoftmaxCall
 
 
-class OutputAxes(NamedTuple):
-    """How the output of a product is laid out: the permutation to [batch, heads, T, V], or to
-    [batch * heads, T, V].
-    """
-
-    to_heads: tuple[int, ...]
-
-    @property
-    def from_heads(self) -> tuple[int, ...]:
-        """The inverse permutation."""
-        return tuple(self.to_heads.index(axis) for axis in range(len(self.to_heads)))
-
-
 TraceCallback = Callable[[TracedAttention], Tensor | None]
-ConcatenationCallback = Callable[[Sequence[Tensor]], Sequence[Tensor] | None]
+View = Callable[[Tensor], Tensor]  # returns a view of a tensor with its axes split or reordered
 
 
 class AttentionTracer(TorchFunctionMode):
@@ -171,8 +145,8 @@ class AttentionTracer(TorchFunctionMode):
     outputs.
 
     `joint_axis` splits an axis that joins batch and heads. `running_modules` is the stack of
-    running modules, which the caller maintains. `on_concatenation` gets the tensors of each `cat`
-    or `stack`, and may return others for them.
+    running modules, which the caller maintains. With `joins_heads`, heads are computed one by one,
+    and `callback` gets all of them where their outputs are concatenated.
     """
 
     def __init__(
@@ -180,13 +154,15 @@ class AttentionTracer(TorchFunctionMode):
         callback: TraceCallback,
         joint_axis: JointAxis | None = None,
         running_modules: Sequence[nn.Module] = (),
-        on_concatenation: ConcatenationCallback | None = None,
+        *,
+        joins_heads: bool = False,
     ) -> None:
         super().__init__()
         self.callback = callback
         self.joint_axis = joint_axis
         self.running_modules = running_modules
-        self.on_concatenation = on_concatenation
+        self.joins_heads = joins_heads
+        self.separate_heads: list[TracedAttention] = []
         self.open_weights: deque[OpenWeights] = deque(maxlen=MAX_OPEN_WEIGHTS)
         self.softmax_calls: list[SoftmaxCall] = []
         self.contexts = ExitStack()
@@ -204,44 +180,80 @@ class AttentionTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in CONCATENATIONS and self.on_concatenation is not None:
-            pieces = self.on_concatenation(args[0] if args else kwargs["tensors"])
-            args, kwargs = (
-                (args, kwargs)
-                if pieces is None
-                else ((pieces, *args[1:]), _without(kwargs, "tensors"))
-            )
+        if name == "multi_head_attention_forward":
+            return self.run_multihead(func, signature(func).bind(*args, **kwargs).arguments)
+        if name in CONCATENATIONS and self.joins_heads:
+            args, kwargs = self.join_heads(args, kwargs)
         result = func(*args, **kwargs)
         handler = TRACED_FUNCTIONS.get(name)
         return result if handler is None else handler(self, args, kwargs, result)
+
+    def run_multihead(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The function of `nn.MultiheadAttention`, which projects head outputs itself: it runs with
+        an identity matrix in place of the output projection, which is applied afterwards.
+        """
+        query = arguments["query"]
+        changed = {
+            "out_proj_weight": torch.eye(query.shape[-1], dtype=query.dtype, device=query.device),
+            "out_proj_bias": None,
+            "need_weights": True,
+            "average_attn_weights": False,
+        }
+        z, weights = function(**{**arguments, **changed})
+
+        def by_head(z: Tensor) -> Tensor:
+            z = z if z.dim() == 3 else z[:, None]  # [T, B, channels]
+            return z.unflatten(-1, (arguments["num_heads"], -1)).permute(1, 2, 0, 3)
+
+        weights_BHTS = weights if weights.dim() == 4 else weights[None]
+        depth = len(self.running_modules)
+        z = self._report(z, weights_BHTS, by_head, lambda _: WeightsOnlyCall(weights_BHTS), depth)
+        y = F.linear(z, arguments["out_proj_weight"], arguments["out_proj_bias"])
+        if not arguments.get("need_weights", True):
+            return y, None
+        return y, weights.mean(-3) if arguments.get("average_attn_weights", True) else weights
+
+    def join_heads(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Arguments of a concatenation, in which the outputs of separate heads are replaced."""
+        tensors = args[0] if args else kwargs["tensors"]
+        outputs = [head.z_BTHV[:, :, 0] for head in self.separate_heads]
+        is_joined = len(tensors) == len(outputs) > 1 and all(
+            tensor.shape == output.shape and torch.equal(tensor, output)
+            for tensor, output in zip(tensors, outputs, strict=True)
+        )
+        if not is_joined:
+            return args, kwargs
+        weights = torch.cat([head.call.all_weights() for head in self.separate_heads], 1)
+        z_BTHV = torch.stack(outputs, 2)
+        replaced = self.callback(TracedAttention(WeightsOnlyCall(weights), z_BTHV))
+        if replaced is None:
+            return args, kwargs
+        others = {name: value for name, value in kwargs.items() if name != "tensors"}
+        return (replaced.unbind(2), *args[1:]), others
 
     def on_sdpa(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
         """Fused attention: its arguments are the inputs."""
         arguments = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)
         depth = len(self.running_modules)
-        num_axes = arguments["query"].dim()
-        if num_axes not in (3, 4):
-            return self._report_unclear(depth, _axes_reason(arguments["query"]), o)
-        if num_axes == 3:
-            traced = TracedAttention(
-                inputs_of_sdpa(_add_head_axis(arguments)), o[:, :, None], depth=depth
-            )
-            return self._report_joint(traced, o, OutputAxes((0, 1, 2)))
-        _, kv, _, dim = arguments["key"].shape
-        traced = TracedAttention(inputs_of_sdpa(arguments), o.transpose(1, 2), kv, dim, depth)
-        return self._report(traced, o, IN_ORDER)
+        key = arguments["key"]
+        if key.dim() not in (3, 4):
+            return self._report_unclear(depth, _axes_reason(key), o)
+        make_call = partial(inputs_of_sdpa, arguments)
+        kv_shape = (key.shape[1], key.shape[3]) if key.dim() == 4 else ()
+        return self._report(o, arguments["query"], _unchanged, make_call, depth, kv_shape)
 
     def on_flex(
         self, args: Any, kwargs: Mapping[str, Any], outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """`flex_attention`: its functions give the scores and the mask of each pair."""
         q, k, _, score_function, block_mask, scale, *_ = args
-        o = outputs[0]
-        weights = weights_of_flex(q, k, scale, FlexFunctions(score_function, block_mask[-1]))
-        call = WeightsOnlyCall(weights)
+        call = WeightsOnlyCall(weights_of_flex(q, k, scale, score_function, block_mask[-1]))
         depth = len(self.running_modules)
-        traced = TracedAttention(call, o.transpose(1, 2), k.shape[1], k.shape[3], depth)
-        return (self._report(traced, o, IN_ORDER), *outputs[1:])
+        kv_shape = (k.shape[1], k.shape[3])
+        o = self._report(outputs[0], q, _unchanged, lambda _: call, depth, kv_shape)
+        return (o, *outputs[1:])
 
     def on_softmax(self, args: Any, kwargs: Mapping[str, Any], weights: Tensor) -> Tensor:
         """Remember a possible tensor of weights; it is one if values are
@@ -278,13 +290,11 @@ class AttentionTracer(TorchFunctionMode):
         second = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("mat2"))
         for factor, is_transposed in ((first, False), (second, True)):
             if isinstance(factor, Tensor) and factor.dim() >= 3:
-                weights = self._find_weights(factor.transpose(-2, -1) if is_transposed else factor)
-                if weights is not None:
-                    order = tuple(range(o.dim()))
-                    axes = OutputAxes(
-                        (*order[:-2], o.dim() - 1, o.dim() - 2) if is_transposed else order
+                entry = self._find_weights(factor.transpose(-2, -1) if is_transposed else factor)
+                if entry is not None:
+                    return self._report_product(
+                        entry, o, _transpose if is_transposed else _unchanged
                     )
-                    return self._report_product(weights, o, axes)
         return o
 
     def on_einsum(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
@@ -295,30 +305,31 @@ class AttentionTracer(TorchFunctionMode):
         for number, operand in enumerate(operands):
             entry = self._find_weights(operand) if operand.dim() >= 3 else None
             if entry is not None:
-                axes = axes_of_einsum(equation, number, operand.dim())
-                if axes is not None:
-                    return self._report_product(entry, o, axes)
+                order = order_of_einsum(equation, number, operand.dim())
+                if order is not None and len(order) == o.dim():
+                    return self._report_product(entry, o, partial(Tensor.permute, dims=order))
                 reason = f"it applies its weights to values by einsum {equation!r}"
                 return self._report_unclear(self._common_depth(entry), reason, o)
         return o
 
-    def _report_product(self, entry: OpenWeights, o: Tensor, axes: OutputAxes) -> Tensor:
-        """Report the product `o` of weights and values."""
+    def _report_product(self, entry: OpenWeights, o: Tensor, view: View) -> Tensor:
+        """Report the product `o` of weights and values, which `view` lays out as [..., T, V]."""
         weights = entry.weights
         depth = self._common_depth(entry)
-        if weights.dim() not in (3, 4) or len(axes.to_heads) != o.dim():
+        if weights.dim() not in (3, 4) or o.dim() not in (3, weights.dim()):
             return self._report_unclear(depth, _axes_reason(weights), o)
-        ordered = o.permute(axes.to_heads)
-        if weights.dim() == 4 and ordered.dim() == 3:  # values of a batch of one, without its axis
-            ordered = ordered.reshape(*weights.shape[:3], -1)
-            axes = OutputAxes(tuple(range(4)))
-        if weights.dim() == 3:
-            traced = TracedAttention(
-                WeightsOnlyCall(weights[:, None]), ordered[:, :, None], depth=depth
-            )
-            return self._report_joint(traced, o, axes)
-        traced = TracedAttention(WeightsOnlyCall(weights), ordered.transpose(1, 2), depth=depth)
-        return self._report(traced, o, axes)
+
+        def by_head(o: Tensor) -> Tensor:
+            ordered = view(o)
+            if ordered.dim() == weights.dim():
+                return ordered
+            return ordered.unflatten(
+                0, weights.shape[:2]
+            )  # values without the axis of a batch of one
+
+        return self._report(
+            o, weights, by_head, lambda split: WeightsOnlyCall(split(weights)), depth
+        )
 
     def _common_depth(self, entry: OpenWeights) -> int:
         """Number of enclosing modules that were running when these weights were computed and still
@@ -336,39 +347,62 @@ class AttentionTracer(TorchFunctionMode):
         )
 
     def _report_unclear(self, depth: int, reason: str, o: Tensor) -> Tensor:
-        self.callback(TracedAttention(depth=depth, reason=reason))
+        self.callback(TracedAttention(UnreadableCall(reason), o, depth))
         return o
 
-    def _report(self, traced: TracedAttention, o: Tensor, axes: OutputAxes) -> Tensor:
-        """Report attention whose output is laid out along `axes`; returns the output, or its
-        replacement.
+    def _report(
+        self,
+        o: Tensor,
+        operand: Tensor,
+        view: View,
+        make_call: Callable[[View], ObservedCall],
+        depth: int,
+        kv_shape: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Report attention; returns its output `o`, or its replacement.
+
+        `view` lays out the output as [batch, heads, T, V], or as [batch * heads, T, V] if `operand`
+        has three axes; `make_call` gets the function that splits these.
         """
-        z_BTHV = self.callback(traced)
-        return (
-            o
-            if z_BTHV is None
-            else z_BTHV.transpose(1, 2).permute(axes.from_heads).reshape(o.shape)
-        )
-
-    def _report_joint(self, traced: TracedAttention, o: Tensor, axes: OutputAxes) -> Tensor:
-        """Report attention on tensors [batch * heads, T, V], split if their joint axis is known."""
-        assert traced.z_BTHV is not None
-        assert traced.call is not None
-        size = len(traced.z_BTHV)
-        if self.joint_axis is None or size % self.joint_axis.num_heads:
-            z_BTHV = self.callback(traced._replace(joint=size))
-            return o if z_BTHV is None else z_BTHV[:, :, 0].permute(axes.from_heads)
-        for axis in self.joint_axis.candidates:
-            split = axis.split(traced.z_BTHV[:, :, 0]).transpose(1, 2)
-            call = axis.split_call(traced.call)
-            z_BTHV = self.callback(traced._replace(call=call, z_BTHV=split))
+        for split, joint in self._splits(operand):
+            by_head = partial(_view_heads, view, split)
+            traced = TracedAttention(make_call(split), by_head(o), depth, kv_shape, joint)
+            if self.joins_heads:
+                self.separate_heads.append(traced)
+                return o
+            z_BTHV = self.callback(traced)
             if z_BTHV is not None:
-                return axis.join(z_BTHV.transpose(1, 2)).permute(axes.from_heads)
+                edited = o.clone()
+                by_head(edited).copy_(z_BTHV)
+                return edited
         return o
 
+    def _splits(self, operand: Tensor) -> list[tuple[View, int]]:
+        """How the axes of an operand may be split as [batch, heads, ...], and the size of an axis
+        that joins both if this is unknown.
+        """
+        if operand.dim() == 4:
+            return [(_unchanged, 0)]
+        if self.joint_axis is None or len(operand) % self.joint_axis.num_heads:
+            return [(ONE_HEAD.split, len(operand))]
+        return [(axis.split, 0) for axis in self.joint_axis.candidates]
 
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _transpose(tensor: Tensor) -> Tensor:
+    return tensor.transpose(-2, -1)
+
+
+def _view_heads(view: View, split: View, o: Tensor) -> Tensor:
+    """Head outputs [B, T, H, V] as a view of the output of a function."""
+    return split(view(o)).transpose(1, 2)
+
+
+ONE_HEAD = JointAxis(1, BATCH_FIRST)
 CONCATENATIONS = ("cat", "concat", "concatenate", "stack")
-IN_ORDER = OutputAxes((0, 1, 2, 3))
 TRACED_FUNCTIONS: dict[str, Callable[[AttentionTracer, Any, Mapping[str, Any], Any], Any]] = {
     "scaled_dot_product_attention": AttentionTracer.on_sdpa,
     "flex_attention": AttentionTracer.on_flex,
@@ -388,10 +422,6 @@ TRACED_FUNCTIONS |= dict.fromkeys(
 )
 
 
-def _without(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in arguments.items() if key != name}
-
-
 def _sums_to_one(weights: Tensor) -> bool:
     """Whether every row of a floating-point tensor is zero, or not negative with a sum of one."""
     if (
@@ -407,13 +437,13 @@ def _sums_to_one(weights: Tensor) -> bool:
     return bool(is_one.any()) and bool((is_one | (sums == 0)).all()) and bool((weights >= 0).all())
 
 
-def axes_of_einsum(equation: str, number: int, num_axes: int) -> OutputAxes | None:
-    """Layout of the output of an einsum whose operand `number` are weights [..., T, S]; None if it
-    is another product.
+def order_of_einsum(equation: str, number: int, num_axes: int) -> tuple[int, ...] | None:
+    """The order of axes in which the output of an einsum is [..., T, V], if its operand `number`
+    are weights [..., T, S]; None if it is another product.
 
-    >>> axes_of_einsum("bhts,bshd->bthd", 0, 4)
-    OutputAxes(to_heads=(0, 2, 1, 3))
-    >>> axes_of_einsum("bhts,hg->bgts", 0, 4) is None
+    >>> order_of_einsum("bhts,bshd->bthd", 0, 4)
+    (0, 2, 1, 3)
+    >>> order_of_einsum("bhts,hg->bgts", 0, 4) is None
     True
     """
     inputs, _, output = equation.replace(" ", "").partition("->")
@@ -433,23 +463,18 @@ def axes_of_einsum(equation: str, number: int, num_axes: int) -> OutputAxes | No
         and weights[-2] not in values
         and sorted(output) == sorted([*weights[:-1], *channels])
     )
-    return (
-        OutputAxes(tuple(output.index(axis) for axis in (*weights[:-1], *channels)))
-        if is_weighted_sum
-        else None
-    )
+    if not is_weighted_sum:
+        return None
+    return tuple(output.index(axis) for axis in (*weights[:-1], *channels))
 
 
-class FlexFunctions(NamedTuple):
-    """The two functions of `flex_attention`, of a score and its batch, head, query and key, or of
-    these four alone.
-    """
-
-    score: Callable[..., Tensor]
-    mask: Callable[..., Tensor]
-
-
-def weights_of_flex(q: Tensor, k: Tensor, scale: float, functions: FlexFunctions) -> Tensor:
+def weights_of_flex(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    score_function: Callable[..., Tensor],
+    mask_function: Callable[..., Tensor],
+) -> Tensor:
     """Attention weights [B, H, T, S] of `flex_attention`; a query without any key has weights of
     zero.
     """
@@ -458,7 +483,6 @@ def weights_of_flex(q: Tensor, k: Tensor, scale: float, functions: FlexFunctions
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1) * scale
     indices = [torch.arange(size, device=q.device) for size in (batch, heads, queries, k.shape[2])]
-    score_function, mask_function = functions
     for axis in (3, 2, 1, 0):  # the last index varies fastest
         of_index = [0 if number == axis else None for number in range(4)]
         score_function = torch.vmap(score_function, in_dims=(0, *of_index))
@@ -471,35 +495,27 @@ def weights_of_flex(q: Tensor, k: Tensor, scale: float, functions: FlexFunctions
     )
 
 
-def inputs_of_sdpa(arguments: Mapping[str, Any]) -> AttentionInputs:
-    """Attention inputs from the arguments of F.scaled_dot_product_attention."""
-    q, k, v = (arguments[side].transpose(1, 2) for side in ("query", "key", "value"))
+def inputs_of_sdpa(arguments: Mapping[str, Any], split: View) -> AttentionInputs:
+    """Attention inputs from the arguments of F.scaled_dot_product_attention, whose axes `split`
+    makes [batch, heads, ...].
+    """
+    query = arguments["query"]
+    rows = len(query)
+    sides = [arguments[side] for side in ("query", "key", "value")]
+    q, k, v = (split(side.expand(rows, *side.shape[1:])).transpose(1, 2) for side in sides)
     scale = arguments.get("scale")
     mask = arguments.get("attn_mask")
     if mask is not None:
+        mask = split(mask) if mask.shape[:-2] == query.shape[:-2] else mask
         mask = mask[(None,) * (4 - mask.dim())]
-    batch = q.shape[0]
     return AttentionInputs(
         q,
-        k.expand(batch, -1, -1, -1),
-        v.expand(batch, -1, -1, -1),
+        k,
+        v,
         q.shape[-1] ** -0.5 if scale is None else scale,
         mask,
         bool(arguments.get("is_causal", False)),
     )
-
-
-def _add_head_axis(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call without a head axis, as a call with one head."""
-    q, k, v = (arguments[side][:, None] for side in ("query", "key", "value"))
-    mask = arguments.get("attn_mask")
-    return {
-        **arguments,
-        "query": q,
-        "key": k,
-        "value": v,
-        "attn_mask": mask if mask is None else mask[..., None, :, :],
-    }
 
 
 def _axes_reason(tensor: Tensor) -> str:

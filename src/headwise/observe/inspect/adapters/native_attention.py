@@ -1,22 +1,13 @@
-"""Adapters for `nn.MultiheadAttention` and `hw.Attention`, anywhere in a model.
-
-The forward of `nn.MultiheadAttention` passes the weight of the output projection to a function, so
-a hook on that projection never runs; and a whole encoder layer may use a fast path that calls no
-forward at all. While hooks are active, the function gets an identity matrix in place of the
-projection, the hooks run on the head outputs, and these are then projected. The fast path is
-disabled meanwhile. `hw.Attention` is hooked by its probe and its method `attend`.
-"""
+"""Adapter for `hw.Attention` anywhere in a model, by its probe and its method `attend`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....attention import backends
@@ -27,107 +18,9 @@ from ....attention.interfaces.core_types import Probe
 from ....attention.masking.sequence_info import AttentionMask, SequenceInfo
 from ....models import Transformer
 from ..hooks import AttentionHook, SiteModule, get_hooks, run_call_hooks, run_output_hooks
-from ..method_patches import Function, SharedPatch, patch_method
-from ..observed_call import ALL, AttentionInputs, HeadValues, ObservedCall, WeightsOnlyCall
+from ..method_patches import Function, patch_method
+from ..observed_call import ALL, AttentionInputs, HeadValues, ObservedCall
 from ..site import POSSIBLE, Site
-from .module_tracer import hook_ability
-from .output_projection import UNKNOWN_PATTERN, HeadSizes, make_site
-
-# --- `nn.MultiheadAttention` ----------------------------------------------------------------------
-
-
-def find_torch_attention(model: nn.Module) -> Iterator[SiteModule]:
-    """Yield the site of every nn.MultiheadAttention."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.MultiheadAttention):
-            sizes = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
-            site = make_site(
-                path, module, sizes, pattern=UNKNOWN_PATTERN, observe=hook_ability(module)
-            )
-            yield SiteModule(site, module, "torch", patches=(TORCH_FORWARD, SLOW_PATH))
-
-
-@contextmanager
-def _slow_path() -> Iterator[None]:
-    """Context without torch's fast path for whole encoder layers."""
-    was_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_enabled)
-
-
-SLOW_PATH = SharedPatch(_slow_path)
-INPUT_NAMES = ("query", "key", "value")
-OPTION_NAMES = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights")
-SEPARATE_WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-
-def _wrap_torch_forward(original: Function) -> Function:
-    def forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
-        hooks = get_hooks(self)
-        if not hooks:
-            return original(self, *args, **kwargs)
-        names = (*INPUT_NAMES, *OPTION_NAMES, "is_causal")
-        return _run_torch_attention(self, hooks, dict(zip(names, args, strict=False)) | kwargs)
-
-    return forward
-
-
-TORCH_FORWARD = patch_method(nn.MultiheadAttention, "forward", _wrap_torch_forward)
-
-
-def _run_torch_attention(
-    module: nn.MultiheadAttention, hooks: tuple[AttentionHook, ...], options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """Run a module with hooks on its head outputs; returns what its forward returns."""
-    is_transposed = module.batch_first and options["query"].dim() == 3
-    query, key, value = (options[name] for name in INPUT_NAMES)
-    if is_transposed:
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    separate: dict[str, Any] = {}
-    if not module._qkv_same_embed_dim:
-        weights_of = {name: getattr(module, name) for name in SEPARATE_WEIGHTS}
-        separate = {"use_separate_proj_weight": True, **weights_of}
-    z, weights = F.multi_head_attention_forward(
-        query,
-        key,
-        value,
-        module.embed_dim,
-        module.num_heads,
-        cast(Tensor, module.in_proj_weight),
-        module.in_proj_bias,
-        module.bias_k,
-        module.bias_v,
-        module.add_zero_attn,
-        module.dropout,
-        torch.eye(module.embed_dim, dtype=query.dtype, device=query.device),
-        None,
-        training=module.training,
-        key_padding_mask=options.get("key_padding_mask"),
-        need_weights=True,
-        attn_mask=options.get("attn_mask"),
-        average_attn_weights=False,
-        is_causal=options.get("is_causal", False),
-        **separate,
-    )
-    weights = cast(Tensor, weights)
-    run_call_hooks(hooks, lambda: WeightsOnlyCall(weights if weights.dim() == 4 else weights[None]))
-    # hooks get head outputs as [B, T, heads, head_dim]; torch returns [T, B, ...] or [T, ...]
-    by_head = z.unflatten(-1, (module.num_heads, module.head_dim))
-    if z.dim() == 2:
-        z = run_output_hooks(hooks, by_head[None])[0].flatten(-2)
-    else:
-        z = run_output_hooks(hooks, by_head.transpose(0, 1)).flatten(-2)
-        z = z if module.batch_first else z.transpose(0, 1)
-    y = F.linear(z, module.out_proj.weight, module.out_proj.bias)
-    if not options.get("need_weights", True):
-        return y, None
-    return y, weights.mean(-3) if options.get("average_attn_weights", True) else weights
-
-
-# --- `hw.Attention` -------------------------------------------------------------------------------
 
 
 def find_headwise_attention(model: nn.Module) -> Iterator[SiteModule]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from inspect import signature, unwrap
 from typing import Any, NamedTuple
@@ -19,12 +18,17 @@ from torch import Tensor, nn
 
 from ....attention.masking.patterns import Blocks, Causal, Window
 from ..hooks import SiteModule, get_hooks, run_call_hooks, run_output_hooks
-from ..method_patches import ForwardOverride, Function
+from ..method_patches import ForwardOverride, Function, override_forwards
 from ..observed_call import BY_A_RUN, ObservedCall, UnreadableCall, WeightsOnlyCall
 from ..site import POSSIBLE, Ability, Site
-from . import module_tracer
 from .declarations import AttentionDeclaration, get_declaration, get_input_width
-from .module_tracer import UNKNOWN_ORDER, AttentionTracer, JointAxis, TracedAttention
+from .module_tracer import (
+    UNKNOWN_ORDER,
+    AttentionTracer,
+    JointAxis,
+    TracedAttention,
+    hook_ability,
+)
 
 # --- Properties of a third-party module -----------------------------------------------------------
 
@@ -168,6 +172,11 @@ def make_site(
 def is_within(path: str, other: str) -> bool:
     """Whether the module at `path` is the module at `other` or inside it."""
     return path == other or path.startswith(f"{other}.") or not other
+
+
+def overlaps(path: str, other: str) -> bool:
+    """True if one of two modules contains the other."""
+    return is_within(path, other) or is_within(other, path)
 
 
 def _stack_name(path_parts: list[str], module: nn.Module) -> str:
@@ -323,16 +332,16 @@ def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
             path,
             module,
             sizes,
-            observe=module_tracer.hook_ability(module) if is_visible else WEIGHTS_NOT_VISIBLE,
-            ablate=module_tracer.hook_ability(projection),
+            observe=hook_ability(module) if is_visible else WEIGHTS_NOT_VISIBLE,
+            ablate=hook_ability(projection),
         )
         if declared is not None:
             site = replace(site, prune=POSSIBLE)
         overrides = (
-            ForwardOverride(projection, run_projection, (heads, projection)),
+            ForwardOverride(projection, run_projection, (heads, module)),
             ForwardOverride(module, run_attention, (projection, heads)),
         )
-        yield SiteModule(site, projection, "output projection", overrides=overrides)
+        yield SiteModule(site, module, "output projection", overrides=overrides)
 
 
 class ProjectionGuess(NamedTuple):
@@ -400,36 +409,6 @@ def _names_softmax(module: nn.Module) -> bool:
     return False
 
 
-class TraceSession:
-    """Attention traced during one call of a module; publishes the one whose head outputs enter the
-    projection.
-    """
-
-    def __init__(self, projection: nn.Module) -> None:
-        self.projection = projection
-        self.traced = list[TracedAttention]()
-        self.is_published = False
-
-    def publish(self, z_BTHV: Tensor) -> None:
-        """Given the head outputs, send the matching attention call to the observers, once."""
-        if self.is_published:
-            return
-        self.is_published = True
-        reasons = [traced.reason for traced in self.traced if traced.reason]
-        reason = reasons[0] if reasons else MISMATCH_REASON
-        call: ObservedCall = UnreadableCall(reason)
-        for traced in self.traced:
-            other = traced.z_BTHV
-            if traced.call is None or other is None or other.shape != z_BTHV.shape:
-                continue
-            if torch.equal(other.to(z_BTHV.dtype), z_BTHV):
-                call = traced.call
-        run_call_hooks(get_hooks(self.projection), lambda: call)
-
-
-_TRACE_SESSION: ContextVar[TraceSession | None] = ContextVar("trace_session", default=None)
-
-
 def run_attention(
     module: nn.Module,
     run: Function,
@@ -438,25 +417,48 @@ def run_attention(
     projection: nn.Module,
     heads: int,
 ) -> Any:
-    """Run an attention module, and trace its attention if a hook on its projection needs it."""
-    hooks = get_hooks(projection)
+    """Run an attention module; if a hook needs it, trace its attention, of which the one whose head
+    outputs enter the projection is observed.
+    """
+    hooks = get_hooks(module)
     if not any(hook.needs_call for hook in hooks):
         return run(*args, **kwargs)
     if is_banded(module):
         result, call = run_banded(module, run, args, kwargs)
         run_call_hooks(hooks, lambda: call)
         return result
-    session = TraceSession(projection)
-    token = _TRACE_SESSION.set(session)
-    try:
-        with AttentionTracer(session.traced.append, JointAxis(heads, UNKNOWN_ORDER)):
-            result = run(*args, **kwargs)
-    finally:
-        _TRACE_SESSION.reset(token)
+    traced: list[TracedAttention] = []
+    inputs: list[Tensor] = []
+
+    def observe(z: Tensor) -> None:
+        """Observe the attention with these outputs, at the first call of the projection."""
+        inputs.append(z)
+        if len(inputs) == 1:
+            run_call_hooks(hooks, lambda: _find_call(traced, _split_heads(z, heads)))
+
+    def read_input(_: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
+        observe(args[0])
+        return run(*args, **kwargs)
+
+    tracer = AttentionTracer(traced.append, JointAxis(heads, UNKNOWN_ORDER))
+    with tracer, override_forwards([ForwardOverride(projection, read_input)]):
+        result = run(*args, **kwargs)
     z = result[0] if isinstance(result, tuple) else result
     if isinstance(z, Tensor) and z.shape[-1] == get_input_width(projection):
-        session.publish(_split_heads(z, heads))  # the projection is a sibling
+        observe(z)  # the projection is a sibling
     return result
+
+
+def _find_call(traced: Sequence[TracedAttention], z_BTHV: Tensor) -> ObservedCall:
+    """The call with these head outputs, or one that cannot be read."""
+    found: ObservedCall = UnreadableCall(MISMATCH_REASON)
+    for attention in reversed(traced):
+        other = attention.z_BTHV
+        if attention.reason:
+            found = attention.call
+        elif other.shape == z_BTHV.shape and torch.equal(other.to(z_BTHV.dtype), z_BTHV):
+            return attention.call
+    return found
 
 
 def run_projection(
@@ -467,17 +469,12 @@ def run_projection(
     heads: int,
     hooked: nn.Module,
 ) -> Any:
-    """Run an output projection on the head outputs that the hooks of `hooked` return, which is the
-    projection itself or the attention module.
-    """
+    """Run an output projection on the head outputs that the hooks of an attention module return."""
     hooks = get_hooks(hooked)
     if not hooks:
         return run(*args, **kwargs)
-    z_BTHV = _split_heads(args[0], heads)
-    session = _TRACE_SESSION.get()
-    if session is not None and session.projection is module:
-        session.publish(z_BTHV)
-    return run(run_output_hooks(hooks, z_BTHV).reshape(args[0].shape), *args[1:], **kwargs)
+    z_BTHV = run_output_hooks(hooks, _split_heads(args[0], heads))
+    return run(z_BTHV.reshape(args[0].shape), *args[1:], **kwargs)
 
 
 def _split_heads(z: Tensor, heads: int) -> Tensor:
