@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save as tensor_bytes
@@ -246,20 +245,12 @@ def copy_live_model(model: nn.Module) -> Transformer:
     config_fields: dict[str, Any] = config.to_dict() | {"architectures": [name]}
     model_spec = described_by(config_fields)
     names = get_weight_names(model_spec.name)
+    from transformers.core_model_loading import revert_weight_conversion
+
     with torch.no_grad():
-        source = wrap_tensors(name, _named_as_in_files(model))
-        return build_from_weights(model_spec, names, source, 0.0)
-
-
-def _named_as_in_files(model: Any) -> Mapping[str, Tensor]:
-    """State dict with the names used in checkpoints, which for some models differ from those in
-    memory.
-    """
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before its fifth version, files and memory used the same names
-        return model.state_dict()
-    return revert_weight_conversion(model, model.state_dict())
+        # Names of checkpoints, which for some models differ from those in memory.
+        tensors = revert_weight_conversion(cast(Any, model), model.state_dict())
+        return build_from_weights(model_spec, names, wrap_tensors(name, tensors), 0.0)
 
 
 # --- Export ---------------------------------------------------------------------------------------

@@ -167,11 +167,8 @@ def without_hub_kernels() -> Iterator[None]:
     """Context in which transformers does not find the package `kernels`, through which models fetch
     code of the Hub.
     """
-    try:
-        from transformers.integrations import hub_kernels
-    except ImportError:  # a version that has none
-        yield
-        return
+    from transformers.integrations import hub_kernels
+
     module: Any = hub_kernels
     before = module.is_kernels_available
     module.is_kernels_available = lambda *_, **__: False
