@@ -177,7 +177,12 @@ def save(
         if (text := getattr(usage, name)) is not None
     }
     folder = check_output(folder, MODEL_FOLDER, "continue")
-    _create_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(
+            f"cannot create folder {folder}: {error.strerror}; give another path"
+        ) from None
     _back_up_files(folder)
     for name, data in new.items():
         write_atomically(folder / name, data)
@@ -228,15 +233,6 @@ def _backup_path(folder: Path, name: str) -> Path:
     return folder / f".{name}.before"
 
 
-def _create_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SpecError(
-            f"cannot create folder {folder}: {error.strerror}; give another path"
-        ) from None
-
-
 def _back_up_files(folder: Path) -> None:
     """Link every file in the manifest to its backup path, so that overwriting the file loses
     nothing.
@@ -250,14 +246,10 @@ def _back_up_files(folder: Path) -> None:
             continue  # an earlier save failed half-way, so this backup is still needed
         if path.is_file():
             backup.unlink(missing_ok=True)
-            _hard_link(path, backup)
-
-
-def _hard_link(path: Path, link: Path) -> None:
-    try:
-        os.link(path, link)
-    except OSError:  # not every file system supports hard links
-        write_atomically(link, path.read_bytes())
+            try:
+                os.link(path, backup)
+            except OSError:  # not every file system supports hard links
+                write_atomically(backup, path.read_bytes())
 
 
 # --- Reading --------------------------------------------------------------------------------------

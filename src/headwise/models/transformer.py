@@ -102,7 +102,9 @@ class EncoderOutput(NamedTuple):
 
     def rows(self, index: Tensor) -> EncoderOutput:
         """Return these rows of the batch, in this order; a row may occur more than once."""
-        tokens = _select_sequence_rows(self.tokens, index)
+        tokens = self.tokens
+        if tokens.position.shape[0] > 1:
+            tokens = SequenceInfo(tokens.position[index], tokens.segment[index], checked=True)
         layers = list[ProjectedSource | None]()
         for layer in self.layers:
             if layer is not None:
@@ -110,12 +112,6 @@ class EncoderOutput(NamedTuple):
                 layer = ProjectedSource(entry, tokens, layer.spec)
             layers.append(layer)
         return EncoderOutput(self.states[index], tokens, tuple(layers))
-
-
-def _select_sequence_rows(tokens: SequenceInfo, index: Tensor) -> SequenceInfo:
-    if tokens.position.shape[0] == 1:
-        return tokens
-    return SequenceInfo(tokens.position[index], tokens.segment[index], checked=True)
 
 
 # --- Transformer ----------------------------------------------------------------------------------

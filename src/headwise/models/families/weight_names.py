@@ -235,8 +235,13 @@ class CheckpointPlan:
                 "hw.save"
             )
         pieces: dict[str, list[TensorPiece]] = {}
-        for piece in _make_pieces(model_spec, names, prefix):
-            pieces.setdefault(piece.path, []).append(piece)
+        for weight in model_spec.weights():
+            location = names.find_location(weight.name)
+            layer = LAYER.match(weight.name)
+            if location is not None:
+                location = location._replace(path=_add_prefix(prefix, location.path))
+                for piece in make_pieces(location, weight, {"layer": layer[2]} if layer else {}):
+                    pieces.setdefault(piece.path, []).append(piece)
         tied_names = {
             _add_prefix(prefix, second): _add_prefix(prefix, first)
             for second, first in names.tied_names.items()
@@ -256,17 +261,6 @@ def find_unnamed_weight(model_spec: ModelSpec, names: WeightNames) -> str:
     """
     weights = (weight for weight in model_spec.weights() if weight.trainable)
     return next((weight.name for weight in weights if names.find_location(weight.name) is None), "")
-
-
-def _make_pieces(model_spec: ModelSpec, names: WeightNames, prefix: str) -> Iterator[TensorPiece]:
-    for weight in model_spec.weights():
-        location = names.find_location(weight.name)
-        layer = LAYER.match(weight.name)
-        if location is not None:
-            path_args = {"layer": layer[2]} if layer else {}
-            yield from make_pieces(
-                location._replace(path=_add_prefix(prefix, location.path)), weight, path_args
-            )
 
 
 def _add_prefix(prefix: str, path: str) -> str:

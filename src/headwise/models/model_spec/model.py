@@ -491,7 +491,8 @@ class ModelSpec(SpecNode):
                 yield f"head.{head.name}.weight", head.table, head.outputs, width
 
     def _check_table(self, reader: str, table: str, expected: tuple[int, int]) -> None:
-        owners = {stack.name: stack for stack in self.stacks if _owns_table(stack.embedding)}
+        own = [stack for stack in self.stacks if stack.embedding and not stack.embedding.table]
+        owners = {stack.name: stack for stack in own if stack.embedding and stack.embedding.tokens}
         if table not in owners:
             remedy = (
                 f"name one of {', '.join(owners)}"
@@ -591,7 +592,3 @@ class ModelSpec(SpecNode):
 
     def __str__(self) -> str:
         return dump_toml(to_plain(self))
-
-
-def _owns_table(embedding: EmbeddingSpec | None) -> bool:
-    return embedding is not None and bool(embedding.tokens) and not embedding.table

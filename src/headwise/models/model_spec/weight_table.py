@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from ...attention.spec.attention_spec import AttentionSpec
 from ...report.data import Column, Table, Value
 from ...report.render import to_text
-from .components import WeightSpec
 from .model import ApproximateAttention, BlockSpec, ModelSpec, StackSpec, find_repeats
 
 MAX_WIDTH = 120  # columns of the table as text
@@ -48,7 +46,8 @@ class ModelTable:
         rows: RowsByPlace = defaultdict(list)
         for w in weights:
             first, second, rest = w.name.split(".", 2)
-            rows[f"{first}.{second}"].append(_make_row(rest, w))
+            row = {"name": rest, "axes": str(w.layout), "shape": list(w.shape)}
+            rows[f"{first}.{second}"].append(row | {"learned": w.trainable})
         heads = [{"name": head.name, "tensors": rows[f"head.{head.name}"]} for head in model.heads]
         return {
             "name": model.name,
@@ -60,11 +59,6 @@ class ModelTable:
             "ties": model.tied_weights(),
             "notes": [*(part.reason for part in model.beyond), *model.notes],
         }
-
-
-def _make_row(name: str, weight: WeightSpec) -> WeightRow:
-    shape = list(weight.shape)
-    return {"name": name, "axes": str(weight.layout), "shape": shape, "learned": weight.trainable}
 
 
 def _stack_to_dict(stack: StackSpec, places: RowsByPlace) -> dict[str, Any]:
@@ -89,19 +83,16 @@ def _stack_to_dict(stack: StackSpec, places: RowsByPlace) -> dict[str, Any]:
 def _describe_block(block: BlockSpec) -> str:
     """Describe a layer in one line."""
     phrases = [block.mixer.text] if block.mixer else []
-    phrases += [f"{name} {_describe_heads(spec)}" for name, spec in block.attention_specs.items()]
+    for name, spec in block.attention_specs.items():
+        heads = spec.heads
+        kv = "" if heads.kv == heads.q else f" on {heads.kv}"
+        phrases.append(f"{name} {heads.q} x {heads.dim}{kv}, {spec.pattern.text}")
     if isinstance(block.attention, ApproximateAttention):
         phrases.append(f"approximately: {block.attention.reason}")
     phrases += [f"{name} one vector" for name in block.constant_sublayers]
     if block.form == "merged":
         phrases.append("merged with the mean over past tokens")
     return "; ".join([*phrases, f"{block.norm.kind} norm, {block.placement}"])
-
-
-def _describe_heads(spec: AttentionSpec) -> str:
-    heads = spec.heads
-    kv = "" if heads.kv == heads.q else f" on {heads.kv}"
-    return f"{heads.q} x {heads.dim}{kv}, {spec.pattern.text}"
 
 
 # --- As text --------------------------------------------------------------------------------------
