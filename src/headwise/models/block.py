@@ -200,15 +200,12 @@ class TransformerLayer(nn.Module):
         if name in self.constant_sublayers:
             return cast(ConstantSublayer, self._modules[name]).constant
         if name == "mixer":
-            y = self._mixer_output(z, inputs)
+            cache = inputs.caches and cast(HiddenStateCache, inputs.caches["mixer"])
+            y = self.mixer(z, inputs.sequence, cache or None, inputs.source_state)
         else:
             y = self.feed(z) if name == "feed" else self._attention_output(name, z, inputs)
         y = y if self.scale == 1 else y * self.scale
         return dropout(y, self.dropout, self.training)
-
-    def _mixer_output(self, z: Tensor, inputs: LayerInputs) -> Tensor:
-        cache = inputs.caches and cast(HiddenStateCache, inputs.caches["mixer"])
-        return self.mixer(z, inputs.sequence, cache or None, inputs.source_state)
 
     def _attention_output(self, name: str, z: Tensor, inputs: LayerInputs) -> Tensor:
         attention = cast(Attention, self._modules[name])

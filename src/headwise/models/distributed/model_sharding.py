@@ -142,10 +142,12 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
         for name, p in net.named_parameters()
         if name in trainable and name not in unsharded
     }
-    own = {
-        name: unsharded[name] if name in unsharded else _local_parameter(slices[name])
-        for name in trainable
-    }
+    own = dict[str, nn.Parameter]()
+    for name in trainable:
+        if name in unsharded:
+            own[name] = unsharded[name]
+        else:  # this rank's slice, which shares the memory of the DTensor
+            own[name] = nn.Parameter(cast("DTensor", slices[name].detach()).to_local())
     summed = [p for name, p in unsharded.items() if name in trainable]
     return ShardedModel(
         batch_forward,
@@ -156,11 +158,6 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
         {name: FSDPSharding(param) for name, param in slices.items()},
         collect_gradients=lambda: _collect_gradients(own, slices),
     )
-
-
-def _local_parameter(param: DTensor) -> nn.Parameter:
-    """Return this rank's slice as a plain parameter that shares the memory of the DTensor."""
-    return nn.Parameter(cast("DTensor", param.detach()).to_local())
 
 
 def _collect_gradients(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:

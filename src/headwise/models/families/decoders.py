@@ -148,7 +148,12 @@ def build_decoder(config: TransformersConfig, task: str, family: Decoder) -> Mod
     sizes = _read_sizes(config, family, keys)
     extras = family.extras(config, sizes) if family.extras else Extras()
     act = config.read_activation(keys["act"][0], family.act) if keys["act"] else family.act
-    hidden = _read_hidden(config, family, keys["hidden"]) or 4 * sizes.model
+    hidden: int | None = None
+    if keys["hidden"] and family.hidden is None:
+        hidden = config.read_optional_int(*keys["hidden"])
+    elif keys["hidden"]:
+        hidden = config.read_int(*keys["hidden"], default=family.hidden or 0)
+    hidden = hidden or 4 * sizes.model
     feed = FeedForwardSpec(hidden, act, family.form, read_switch(config, family.feed_bias))
     feeds: Sequence[LayerFeed] = [feed] * sizes.layers
     if family.feeds_of:
@@ -194,12 +199,6 @@ def _read_sizes(
     length = config.read_int(*keys["length"], default=family.length) if keys["length"] else 0
     eps = config.read_float(*keys["eps"], default=family.eps) if keys["eps"] else family.eps
     return Sizes(model, heads, kv, dim, layers, length, NormSpec(family.norm, eps))
-
-
-def _read_hidden(config: TransformersConfig, family: Decoder, keys: list[str]) -> int | None:
-    if not keys or family.hidden is None:
-        return config.read_optional_int(*keys) if keys else None
-    return config.read_int(*keys, default=family.hidden)
 
 
 def _make_attentions(

@@ -51,7 +51,11 @@ def classify(
         sequence = sequence.to(device)
     with eval_mode(net):
         shares = net(inputs.to(device), sequence=sequence).float().softmax(-1)
-    return [_rank_predictions(names, row) for row in shares]
+    ranked = list[list[Prediction]]()
+    for row in shares.tolist():
+        predictions = [Prediction(*pair) for pair in zip(names, row, strict=True)]
+        ranked.append(sorted(predictions, key=lambda one: -one.share))
+    return ranked
 
 
 def require_class_names(net: Transformer) -> tuple[str, ...]:
@@ -105,8 +109,3 @@ def scale_inputs(net: Transformer, values: Any) -> Tensor:
         )
     scaled = torch.from_numpy(((values - mean) / deviation).astype(np.float32))
     return scaled.movedim(-1, 1).contiguous() if scaled.dim() == 4 else scaled
-
-
-def _rank_predictions(names: tuple[str, ...], shares: Tensor) -> list[Prediction]:
-    order: list[int] = shares.argsort(descending=True, stable=True).tolist()
-    return [Prediction(names[n], float(shares[n])) for n in order]
