@@ -19,7 +19,7 @@ from headwise.training import Recipe
 from headwise.training.data import IGNORE_INDEX, Batch
 from headwise.training.data.example_order import IndexArray, make_rng
 from headwise.training.data.synthetic_task import ModelShape, make_small_translator
-from headwise.training.data.task import pack_batch, real_token_share
+from headwise.training.data.task import pack_batch
 from headwise.training.optimisers import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep, count_labels, cross_entropy
 
@@ -68,19 +68,28 @@ def ragged_batches_cases(quick: bool) -> Iterator[BenchmarkCase]:
     yield _case("forward pass with loss, fp32", runs, (random_batches, bucketed), 1e-2)
 
 
+def _sides(batch: Batch) -> tuple[int, int]:
+    """Return the number of real tokens of source and target, and the number of positions."""
+    real = size = 0
+    for x, tokens in ((batch.x, batch.tokens), (batch.source, batch.source_tokens)):
+        if x is not None:
+            size += x.shape[0] * x.shape[1]
+            real += x.numel() if tokens is None else int(tokens.is_real.expand(x.shape).sum())
+    return real, size
+
+
 def _case(
     name: str, runs: dict[str, TimedCall], both: tuple[Batches, Batches], tolerance: float | None
 ) -> BenchmarkCase:
     ours = runs.pop("ours")
-    shares = {
-        name: f"{np.mean([real_token_share(batch) for batch in batches]):.0%}"
-        for name, batches in zip(runs, both, strict=False)
-    }
-    notes = {"share of real tokens": ", ".join(f"{share} {name}" for name, share in shares.items())}
-    sequences = [
-        t for batch in both[0] for t in (batch.tokens, batch.source_tokens) if t is not None
-    ]
-    notes["tokens"] = f"{sum(int(t.is_real.sum()) for t in sequences)}, source and target"
+    shares = list[str]()
+    num_tokens = sum(_sides(batch)[0] for batch in both[0])
+    for run, batches in zip(runs, both, strict=False):
+        sides = [_sides(batch) for batch in batches]
+        share = np.mean([real / size for real, size in sides])
+        shares.append(f"{share:.0%} {run}")
+    notes = {"share of real tokens": ", ".join(shares)}
+    notes["tokens"] = f"{num_tokens}, source and target"
     peers: dict[str, TimedCall | MissingPeer] = {**runs}
     return BenchmarkCase(
         name,

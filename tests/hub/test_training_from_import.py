@@ -157,7 +157,7 @@ def test_a_table_may_be_wider_than_its_own_tokenizer_alone(text: Path, tmp_path:
     (tmp_path / "t.json").write_text(WORDS.document)
     task = TextTask(str(text), tokens=str(tmp_path / "t.json"), length=8, test=0.0)
     recipe = hw.Recipe(
-        steps=1, batch=4, precision="fp32", compile="off", attention="auto", evaluate_batches=1
+        steps=1, batch=4, precision="fp32", compile="off", attention="fused", evaluate_batches=1
     )
     net = model(WORDS.size + 7)
     net.usage = ProcessorSpec(

@@ -14,10 +14,10 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 import headwise as hw
 from headwise.hub.checkpoint_weights import build_from_weights, wrap_tensors
-from transformers.core_model_loading import revert_weight_conversion
 from headwise.models.families import get_weight_names
 from headwise.models.families.config_writer import find_differences
 from support.transformers_models import (
@@ -538,7 +538,9 @@ class FamilyComparison:
         spec = hw.families.read_model_spec(keys)
         name = repr(replace(spec, notes=()))
         if name not in self.outputs:
-            weights = wrap_tensors(self.base.model_class, revert_weight_conversion(model, model.state_dict()))
+            weights = wrap_tensors(
+                self.base.model_class, revert_weight_conversion(model, model.state_dict())
+            )
             ours = build_from_weights(spec, get_weight_names(spec.name), weights, 0.0)
             inputs = make_inputs(self.base, model.config)
             x = inputs.get("decoder_input_ids", inputs.get("input_ids", inputs.get("pixel_values")))

@@ -13,8 +13,7 @@ from headwise.attention.masking.sequence_info import SequenceInfo
 from headwise.models.distributed import Parallelism, ProcessInfo
 from headwise.models.distributed.ranks import ProcessMesh, shard_batch
 from headwise.models.distributed.sharded_model import BatchForward, wrap_single_process
-from headwise.training import Recipe, autotune, train
-from headwise.training.autotune import Autotuner
+from headwise.training import Recipe, train
 from headwise.training.data import IGNORE_INDEX, Batch
 from headwise.training.data.synthetic_task import ModelShape, make_small_translator
 from headwise.training.data.task import UnpackableBatch, iter_texts, pack_batch
@@ -158,62 +157,6 @@ def test_unpackable_batches_give_reasons():
     for message, batch in cases.items():
         with pytest.raises(UnpackableBatch, match=message):
             pack_batch(batch)
-
-
-def trial(monkeypatch, seconds, task=None, **options):
-    """What is chosen when steps take these seconds, by rows and attention."""
-    task = task or Echo()
-    batches = [task.batch(0, 8)]
-    step_trial = Autotuner(
-        hw.build(task.model(), seed=0),
-        short_recipe(**({"rows": "auto"} | options)),
-        torch.device("cpu"),
-        batches,
-    )
-    monkeypatch.setattr(
-        Autotuner,
-        "_time_step",
-        lambda self, stepper: seconds[stepper.options.rows, stepper.options.attention],
-    )
-    return step_trial.choose_options()
-
-
-def test_rows_are_packed_where_that_is_faster(monkeypatch):
-    fast = {("padded", "fused"): 0.2, ("packed", "fused"): 0.1}
-    chosen = trial(monkeypatch, fast)
-    assert chosen.rows == "packed"
-    assert "fp32, packed rows: 0.1000 s per step, fp32 0.2000" in chosen.reasons
-    slow = trial(monkeypatch, {("padded", "fused"): 0.2, ("packed", "fused"): 0.199})
-    assert slow.rows == "padded"
-    assert "fp32: 0.2000 s per step, fp32, packed rows 0.1990" in slow.reasons
-    both = fast | {("padded", "plain"): 0.19, ("packed", "plain"): 0.05}
-    assert (both := trial(monkeypatch, both, attention="auto")).rows == "packed"
-    assert both.attention == "plain"
-
-
-def test_rows_without_padding_are_not_tried(monkeypatch):
-    monkeypatch.setattr(autotune, "MAX_FILL_RATIO", 0.1)
-    assert trial(monkeypatch, {}, compile="off").rows == "padded"
-
-
-def test_the_requested_row_layout_is_used(monkeypatch):
-    assert trial(monkeypatch, {("packed", "fused"): 0.1}, rows="packed").rows == "packed"
-    assert trial(monkeypatch, {}, rows="padded").rows == "padded"
-    assert trial(monkeypatch, {}, compile="on").rows == "padded"
-
-
-def test_a_failing_step_is_never_chosen(monkeypatch):
-    def fail_if_packed(self, stepper):
-        if stepper.options.rows == "packed":
-            raise RuntimeError("no kernel")
-        return 0.2
-
-    monkeypatch.setattr(Autotuner, "_time_step", fail_if_packed)
-    net = hw.build(Echo().model(), seed=0)
-    tuner = Autotuner(net, short_recipe(rows="auto"), torch.device("cpu"), [Echo().batch(0, 8)])
-    chosen = tuner.choose_options()
-    assert chosen.rows == "padded"
-    assert any("fails" in reason for reason in chosen.reasons)
 
 
 def test_a_packed_run_goes_on_with_the_same_bits(tmp_path):

@@ -61,11 +61,10 @@ class TrainOptions(Options):
 
     execution and logging:
     --schedule NAME  constant, cosine, inverse-sqrt, one-cycle or wsd (default: one-cycle)
-    --precision NAME  fp32, bf16, or auto, which measures which is faster (default: auto)
-    --compile WHEN  torch.compile: on, off, or auto, which tries it where it may help (default:
-        auto)
-    --rows KIND  padded, packed (several texts per row), or auto, which measures both (default:
-        auto)
+    --precision NAME  fp32, bf16, or auto, which is bf16 where it was measured to be faster
+        (default: auto)
+    --compile WHEN  torch.compile: on or off (default: off)
+    --rows KIND  padded, or packed, with several texts per row (default: padded)
     --parallelism AXES  work per rank, as in data=2,shards=2; auto is data parallelism (default:
         auto)
     --logger NAME  also log to tensorboard

@@ -8,7 +8,6 @@ CPU).
   a run and its checkpoints. The recipe may change on the way.
 - `train_step`: one optimisation step: its batch, loss and gradients; `optimisers`: AdamW, Muon and
   SGD.
-- `autotune`: measures which precision, attention, row layout and compilation is fastest.
 - `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers;
   sample texts.
 - `data`: tasks and corpora.

@@ -260,7 +260,7 @@ def _start_or_resume(setup: TrainingSetup, resume: str) -> tuple[TrainingRun, li
         run.count_earlier_seconds(_read_final_seconds(setup.folder, checkpoint.step))
         notes = [*notes, *setup.notes, f"resuming from step {checkpoint.step}"]
         notes += [describe_change(change)] if change else []
-    return run, [*notes, *run.train_step.options.reasons]
+    return run, notes
 
 
 def _read_final_seconds(folder: Path, step: int) -> float:

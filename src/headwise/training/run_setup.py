@@ -17,6 +17,7 @@ import torch
 from ..attention.masking.patterns import Causal, Full
 from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
+from ..kernels.takeover_points import takeover_size
 from ..models import Transformer, build
 from ..models.distributed import Parallelism, ProcessInfo
 from ..models.distributed.model_sharding import check_partition, shard_model
@@ -33,7 +34,6 @@ from ..models.model_spec import (
     to_dict as spec_to_dict,
 )
 from ..util.errors import SpecError, pluralise
-from .autotune import Autotuner
 from .data import Batch, Task
 from .recipe import CHANGEABLE_FIELDS, FIELDS_WITHOUT_EFFECT, Recipe, from_dict, to_dict
 from .train_step import StepOptions, TrainStep, check_batch, check_model, has_same_vocabulary
@@ -232,8 +232,6 @@ def _fit_head(own: OutputHeadSpec, like: OutputHeadSpec, last: StackSpec) -> Out
 
 # --- Starting and resuming a run ------------------------------------------------------------------
 
-TRIAL_BATCHES = 3  # for the trial steps of autotuning; several, because their shapes may differ
-
 
 @dataclass(frozen=True, eq=False)
 class TrainingSetup:
@@ -326,20 +324,20 @@ class TrainingSetup:
         return [note]
 
     def start_run(self) -> TrainingRun:
-        """A new run before its first step, with its step options chosen and saved, so that resuming
-        keeps them.
+        """A new run before its first step, with its step options saved, so that resuming keeps
+        them.
         """
         net = self._make_model()
-        world = self.ranks
-        torch.manual_seed(derive_worker_seed(self.recipe.seed, world.worker_index))
-        size = self.recipe.batch
-        batches = [self.first_batch]
-        batches += [self.task.batch(index, size) for index in range(1, TRIAL_BATCHES)]
-        for index, batch in enumerate(batches):
-            check_batch(batch, self.model_spec, f"batch {index}")
-        shards = [world.shard(batch).batch for batch in batches]
-        tuner = Autotuner(net, self._trial_recipe, world.device, shards)
-        run = self._make_run(net, world.run_on_leader(tuner.choose_options))
+        recipe = self.recipe
+        torch.manual_seed(derive_worker_seed(recipe.seed, self.ranks.worker_index))
+        precision = recipe.precision
+        if precision == "auto":
+            num_parameters = sum(parameter.numel() for parameter in net.parameters())
+            is_slow = self.ranks.device.type == "cpu"
+            is_slow &= num_parameters < takeover_size("bf16_training")
+            precision = "fp32" if is_slow else "bf16"
+        options = StepOptions(precision, recipe.compile, recipe.attention, recipe.rows)
+        run = self._make_run(net, self.ranks.run_on_leader(lambda: options))
         run.save_checkpoint(self.config)
         return run
 
@@ -363,27 +361,9 @@ class TrainingSetup:
         return run, change
 
     def _make_run(self, net: Transformer, options: StepOptions) -> TrainingRun:
-        """A run with the part of the model that belongs to this rank; options that its layout
-        excludes are changed.
-        """
-        if self.ranks.parallelism.shards > 1:
-            options = replace(options, compile="off")
-        if self.ranks.parallelism.context > 1:
-            options = replace(options, rows="padded")
+        """A run with the part of the model that belongs to this rank."""
         train_step = TrainStep(shard_model(net, self.ranks), self.recipe, options)
         return TrainingRun(self.task, train_step, self.folder, self.started_at)
-
-    @property
-    def _trial_recipe(self) -> Recipe:
-        """The recipe for trial steps, without compilation and packing if the ranks or the model
-        exclude them.
-        """
-        recipe = self.recipe
-        if _has_layer_collectives(self.ranks.parallelism):
-            recipe = replace(recipe, compile="off")
-        if self.ranks.parallelism.context > 1 or self.model_spec.has_mixer:
-            recipe = replace(recipe, rows="padded")
-        return recipe
 
     def _make_model(self) -> Transformer:
         recipe = self.recipe
@@ -446,10 +426,10 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
     """Raise SpecError if a part of a batch has fewer rows than there are data shards, or an option
     is unsupported.
     """
-    if _has_layer_collectives(ranks.parallelism) and recipe.compile == "on":
+    split = ranks.parallelism
+    if recipe.compile == "on" and max(split.context, split.shards, split.tensor) > 1:
         raise SpecError(
-            f"compile='on' does not support collectives inside layers ({ranks.parallelism}); use "
-            "compile='off'"
+            f"compile='on' does not support collectives inside layers ({split}); use compile='off'"
         )
     if ranks.parallelism.context > 1 and recipe.rows == "packed":
         raise SpecError(
@@ -463,11 +443,6 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
             f"batch={recipe.batch}{part} has fewer rows than the {ranks.num_data_shards} data "
             f"shards; use batch={ranks.num_data_shards * recipe.accumulate} or more, or fewer ranks"
         )
-
-
-def _has_layer_collectives(parallelism: Parallelism) -> bool:
-    """Whether ranks communicate inside layers."""
-    return max(parallelism.context, parallelism.shards, parallelism.tensor) > 1
 
 
 def resolve_device(name: str) -> torch.device:

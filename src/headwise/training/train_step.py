@@ -213,7 +213,7 @@ def _vocabulary_size(stack: StackSpec) -> int:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a training step is computed, and the reasons for these choices.
+    """How a training step is computed.
 
     `precision` is "fp32" or "bf16", `compile` "on" or "off". attention="fused" lets each layer
     choose a backend; "plain" runs the operations one by one, which is often faster for short rows
@@ -222,7 +222,6 @@ class StepOptions:
 
     precision: str
     compile: str
-    reasons: tuple[str, ...] = ()
     attention: str = "fused"
     rows: str = "padded"
 

@@ -27,7 +27,6 @@ from ..models.distributed.sharded_model import ShardedModel
 from ..models.model_spec import ModelSpec, StackSpec
 from ..util.errors import SpecError, TrainingDiverged, pluralise
 from ..util.files import write_atomically
-from .autotune import measure_peak_flops
 from .data import Batch, Task
 from .data.task import iter_texts, pack_batch
 from .evaluation import TaskEvaluator
@@ -246,6 +245,39 @@ def count_batch_tokens(model_spec: ModelSpec, batch: Batch) -> int:
         elif tokens is not None:
             count += int(tokens.is_real.sum()) * (rows if len(tokens.is_real) == 1 else 1)
     return count
+
+
+PEAK_SECONDS = 0.1  # time of the products of one size
+# By device, precision and number of threads.
+_PEAK_FLOPS: dict[tuple[torch.device, torch.dtype, int], float] = {}
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs per second of the fastest of several matrix products: the reference for the MFU of a
+    training step.
+
+    It is measured once per process. Other processes on the machine may still disturb it, so a run
+    that reaches more raises its own reference.
+    """
+    key = (device, dtype, torch.get_num_threads())
+    if key not in _PEAK_FLOPS:
+        rates = list[float]()
+        seconds = 0.0
+        for size in (4096, 8192) if device.type == "cuda" else (384, 768, 1536):
+            # Without drawing random numbers.
+            left, right = torch.ones(2, size, size, device=device, dtype=dtype)
+            torch.mm(left, right)
+            end = time.perf_counter() + PEAK_SECONDS
+            while (start := time.perf_counter()) < end:
+                torch.mm(left, right)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                seconds = time.perf_counter() - start
+                rates.append(2 * size**3 / seconds)
+            if seconds > PEAK_SECONDS:  # larger ones would take seconds
+                break
+        _PEAK_FLOPS[key] = max(rates)
+    return _PEAK_FLOPS[key]
 
 
 # --- Finding the first NaN or inf -----------------------------------------------------------------

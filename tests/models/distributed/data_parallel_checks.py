@@ -23,7 +23,6 @@ from headwise.models.distributed.model_sharding import shard_model
 from headwise.models.distributed.parallelism import ProcessInfo
 from headwise.models.distributed.ranks import ProcessMesh, fingerprint_code
 from headwise.training import Recipe, run_setup, train
-from headwise.training.autotune import Autotuner
 from headwise.training.data import IGNORE_INDEX, Batch, Task
 from headwise.training.optimisers import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep
@@ -307,20 +306,4 @@ def runs(folder: Path) -> dict[str, Any]:
     run_until(3, short_recipe(**PLAIN, parallelism="data=2"), folder / "other ways")
     run_until(-1, short_recipe(**PLAIN, parallelism="shards=2"), folder / "other ways")
     run_until(4, short_recipe(**PLAIN), folder / "one, two, one")
-    run_compiled_then_sharded(folder / "compiled")
     return messages | refusals(folder)
-
-
-def run_compiled_then_sharded(folder: Path) -> None:
-    """A compiled run that is resumed with shards, which must not compile."""
-    compiling, choosing = torch.compile, Autotuner.choose_options
-    try:
-        Autotuner.choose_options = lambda self: StepOptions("fp32", "on")
-        torch.compile = lambda hidden: hidden
-        run_until(1, short_recipe(**{**PLAIN, "compile": "auto"}), folder)
-        torch.compile = None
-        run_until(
-            -1, short_recipe(**{**PLAIN, "compile": "auto", "parallelism": "shards=2"}), folder
-        )
-    finally:
-        torch.compile, Autotuner.choose_options = compiling, choosing

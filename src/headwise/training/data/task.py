@@ -184,24 +184,6 @@ def pack_batch(batch: Batch) -> PackedBatch:
     return PackedBatch(row, places, (batch.x.shape[0], batch.x.shape[1]))
 
 
-def real_token_share(batch: Batch) -> float:
-    """Share of the positions of `x` and `source` that are not padding.
-
-    >>> real_token_share(
-    ...     Batch(torch.zeros(2, 4), torch.zeros(2, 4), SequenceInfo.packed([[4], [1, 1]]))
-    ... )
-    0.75
-    """
-    num_real = 0.0
-    num_positions = 0
-    for x, tokens in ((batch.x, batch.tokens), (batch.source, batch.source_tokens)):
-        if x is not None:
-            size = x.shape[0] * x.shape[1]
-            num_positions += size
-            num_real += size if tokens is None else float(tokens.is_real.float().mean()) * size
-    return num_real / max(1, num_positions)
-
-
 def iter_texts(row: Batch) -> Iterator[Batch]:
     """Each non-empty text of a packed row as a batch of one row, with positions from 0."""
     inputs = _split_texts(row.x, row.tokens)
