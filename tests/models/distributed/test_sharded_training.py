@@ -203,13 +203,6 @@ def test_one_rank_writes_a_run_down_once(ran: tuple[Path, list[dict[str, Any]]])
     assert read_lines(ran[0] / "whole" / "metrics.jsonl")[0]["ranks"] == 2
 
 
-def test_sharded_runs_resume_without_compiled_modules(
-    ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path
-):
-    run_until(-1, short_recipe(**PLAIN), tmp_path / "one")
-    check_similar_runs(ran[0] / "compiled", tmp_path / "one")
-
-
 def test_unequal_shares_are_reported(ran: tuple[Path, list[dict[str, Any]]]):
     def notes(run: str) -> list[str]:
         return [
