@@ -259,7 +259,7 @@ def steady(value: Any, name: str = "") -> Any:
 
 def page_answers() -> dict[str, Any]:
     """Return what every route of the page answers about a small model."""
-    from support import hostile_requests
+    from hostile import hostile_requests
 
     view = hostile_requests.open_page()
     client = hostile_requests.page_client(view)

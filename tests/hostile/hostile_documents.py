@@ -29,10 +29,16 @@ from headwise.observe.traces import trace_file
 from headwise.studies.study_file import read_study
 from headwise.training import recipe
 from headwise.training.data import images, open_data, text_files
-from hostile.hostile_values import damaged_bytes, hostile_trees, texts_of, to_toml_text
+from hostile.hostile_values import (
+    DOCUMENTS,
+    SEEDS,
+    damaged_bytes,
+    hostile_trees,
+    texts_of,
+    to_toml_text,
+)
 from support.tiny_configs import model_config
 
-SEEDS = Path(__file__).resolve().parent / "seeds"
 GPT2 = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=40, n_positions=64)
 
 
@@ -80,82 +86,11 @@ SPECS = [
     spec_to_dict(hw.design(preset="dcmha", model=8, heads=2)),
     spec_to_dict(hw.design(preset="entmax", model=8, heads=2)),
 ]
-PATTERNS = [
-    "causal() & window(3)",
-    "full() | first(2)",
-    "~segments(4)",
-    "bigbird(3, 2, 1)",
-    "dilated(2, 3)",
-    "blocks(7)",
-]
 RECIPES = [
     recipe.to_dict(recipe.Recipe()),
     {"steps": 5, "batch": 8, "accumulate": 2, "aux_losses": {"l0": 0.5}},
 ]
 MODELS = [model_spec.to_dict(families.read_model_spec(GPT2))]
-CONFIGS = [
-    GPT2,
-    {
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "vocab_size": 31,
-        "rope_theta": 1e4,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    {
-        "model_type": "bert",
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "id2label": {"0": "a"},
-    },
-    model_config("t5", d_model=16, num_heads=2, d_kv=8, d_ff=24, num_layers=2, vocab_size=31),
-    {
-        "model_type": "vit",
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "image_size": 32,
-    },
-    {
-        "model_type": "falcon",
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "alibi": True,
-    },
-    {
-        "model_type": "deepseek_v3",
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-    },
-    {
-        "model_type": "gemma2",
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-    },
-]
 
 
 def _manifest_seeds() -> list[Any]:
@@ -202,58 +137,6 @@ def read_trace_document(text: str) -> object:
 
 
 # --- Texts, tokenizers, data ----------------------------------------------------------------------
-
-CONLLU = (
-    "# text = Dogs don't "
-    "bark\n1\tDogs\t_\t_\t_\t_\t3\tnsubj:pass\t_\t_\n2-3\tdon't\t_\t_\t_\t_\t_\t_\t_\t_\n"
-    "2\tdo\t_\t_\t_\t_\t3\taux\t_\t_\n3\tn't\t_\t_\t_\t_\t0\troot\t_\t_\n3.1\tx\t_\t_\t_\t_\t_\t_\t_\t_\n"
-    "4\tbark\t_\t_\t_\t_\t3\tobj\t_\t_\n\n"
-)
-NAMES = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-TOKENIZERS = [
-    {
-        "version": "1.0",
-        "added_tokens": [],
-        **dict.fromkeys(NAMES),
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]},
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": "a+|b"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
-        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
-    },
-    {
-        "version": "1.0",
-        **dict.fromkeys(NAMES),
-        "pre_tokenizer": {"type": "Whitespace"},
-        "added_tokens": [
-            {
-                "id": 0,
-                "content": "[UNK]",
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
-        "model": {
-            "type": "WordPiece",
-            "vocab": {"[UNK]": 0, "a": 1, "##b": 2},
-            "unk_token": "[UNK]",
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100,
-        },
-    },
-]
 
 
 def _read_tokenizer(text: str) -> object:
@@ -327,27 +210,7 @@ def _read_pairs(text: str) -> object:
     return open_data(str(write_file("texts.tsv", valid + text)), {"vocab": 300})
 
 
-STUDIES = [
-    {
-        "hypothesis": "a",
-        "baseline": "mha",
-        "match": "none",
-        "seeds": [1, 2],
-        "recipe": {"steps": 4},
-        "model": {"layers": 1},
-        "variants": {"mha": {}, "small": {"preset": "gqa", "options": {"kv": 2}, "lr": [0.01]}},
-        "tasks": {"copy": {"threshold": 0.5, "symbols": 5, "block": 4, "gap": 2}},
-    }
-]
 RECORDS = [json.loads((SEEDS / f"{name}.heads.json").read_text()) for name in ("pruned", "latent")]
-PROCESSORS = [
-    {
-        "do_normalize": True,
-        "image_mean": [0.5],
-        "image_std": [0.5],
-        "size": {"height": 4, "width": 4},
-    }
-]
 
 
 def _decoded(seed: str) -> st.SearchStrategy[str]:
@@ -357,14 +220,14 @@ def _decoded(seed: str) -> st.SearchStrategy[str]:
 PARSERS: dict[str, Parser] = {
     "spec TOML": Parser(texts_of(SPECS, to_toml_text), hw.from_toml),
     "spec JSON": Parser(texts_of(SPECS), hw.from_json),
-    "pattern": Parser(st.one_of([_decoded(text) for text in PATTERNS]), parse_pattern),
+    "pattern": Parser(st.one_of([_decoded(text) for text in DOCUMENTS["patterns"]]), parse_pattern),
     "recipe TOML": Parser(texts_of(RECIPES, to_toml_text), recipe.from_toml),
     "model TOML": Parser(texts_of(MODELS, to_toml_text), model_spec.from_toml),
     "model JSON": Parser(texts_of(MODELS), model_spec.from_json),
     "headwise.toml": Parser(
         texts_of(_manifest_seeds(), to_toml_text), lambda text: ModelManifest.from_toml(text, "it")
     ),
-    "config.json": Parser(hostile_trees(CONFIGS), _read_config),
+    "config.json": Parser(hostile_trees(DOCUMENTS["configs"]), _read_config),
     "trace document": Parser(
         st.deferred(lambda: texts_of([_trace_parts()[0]])), read_trace_document
     ),
@@ -372,10 +235,14 @@ PARSERS: dict[str, Parser] = {
         st.deferred(lambda: damaged_bytes(TRACE.read_bytes())), reads_file("b.trace", hw.load_trace)
     ),
     "heads.json": Parser(texts_of(RECORDS), reads_file("heads.json", SurgeryRecord.from_file)),
-    "CoNLL-U": Parser(_decoded(CONLLU), lambda text: list(read_conllu(text.split("\n")))),
+    "CoNLL-U": Parser(
+        _decoded(DOCUMENTS["conllu"]), lambda text: list(read_conllu(text.split("\n")))
+    ),
     "word alignments": Parser(_decoded("0-0 1-2 2?1"), lambda text: parse_alignment_links(text, 1)),
-    "tokenizer.json": Parser(texts_of(TOKENIZERS), _read_tokenizer),
-    "study TOML": Parser(texts_of(STUDIES, to_toml_text), reads_file("study.toml", read_study)),
+    "tokenizer.json": Parser(texts_of(DOCUMENTS["tokenizers"]), _read_tokenizer),
+    "study TOML": Parser(
+        texts_of(DOCUMENTS["studies"], to_toml_text), reads_file("study.toml", read_study)
+    ),
     "safetensors": Parser(damaged_bytes(_safetensors_bytes()), _read_safetensors_folder),
     "safetensors index": Parser(
         texts_of(
@@ -384,7 +251,7 @@ PARSERS: dict[str, Parser] = {
         _read_index,
     ),
     "preprocessor_config.json": Parser(
-        texts_of(PROCESSORS), reads_file("a.json", tokenizer_files.read_json)
+        texts_of(DOCUMENTS["processors"]), reads_file("a.json", tokenizer_files.read_json)
     ),
     "sentence pairs": Parser(st.text(), _read_pairs),
     "npz": Parser(

@@ -24,7 +24,7 @@ from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS, ViewServer
-from hostile.hostile_values import NUMBERS, TEXTS, texts_of, time_limit
+from hostile.hostile_values import DOCUMENTS, NUMBERS, TEXTS, texts_of, time_limit
 from support.tiny_configs import model_config
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
@@ -35,50 +35,7 @@ Request = dict[str, Any]
 
 # --- The page -------------------------------------------------------------------------------------
 
-PARAMETERS = {
-    "site": (0, 1),
-    "head": (0, 2),
-    "row": (0,),
-    "query": (0, 5),
-    "key": (0, 5),
-    "q0": (0,),
-    "q1": (3,),
-    "k0": (0,),
-    "k1": (3,),
-    "rows": (4,),
-    "cols": (4,),
-    "lens": ("weights", "model"),
-    "stream": ("text",),
-    "how": ("mean", "max"),
-    "scope": ("layer", "model"),
-    "kind": ("npz", "csv", "json"),
-    "min_weight": (0, 0.5),
-    "cells": (8,),
-    "revision": (0, 1),
-}
-JOB_ARGUMENTS = {
-    "text": "abc",
-    "site": 0,
-    "head": 1,
-    "heads": [[0, 1]],
-    "query": 1,
-    "key": 0,
-    "row": 0,
-    "by": "random",
-    "keep": 0.5,
-    "per": "layer",
-    "fold": "none",
-    "max_new_tokens": 2,
-    "temperature": 0.5,
-    "seed": 1,
-    "form": "kv",
-    "kv": 1,
-    "fills": ["zero"],
-    "name": "small",
-    "texts": ["ab", "cd"],
-    "context": 8,
-    "batch": 1,
-}
+PARAMETERS, JOB_ARGUMENTS = DOCUMENTS["page_parameters"], DOCUMENTS["job_arguments"]
 QUERY_VALUES = st.one_of(
     st.sampled_from(NUMBERS).map(str), st.sampled_from(TEXTS), st.text(max_size=6)
 )

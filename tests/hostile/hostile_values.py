@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -19,83 +19,9 @@ from headwise.util.escaping import shorten_message
 
 # --- Values ---------------------------------------------------------------------------------------
 
-NUMBERS = (
-    0,
-    1,
-    -1,
-    2,
-    3,
-    7,
-    64,
-    255,
-    65536,
-    65537,
-    10**6,
-    2**24,
-    2**24 + 1,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**53,
-    2**61 - 1,
-    2**63 - 1,
-    2**63,
-    10**30,
-    10**400,
-    -(2**63),
-    -(2**31),
-    0.0,
-    -0.0,
-    0.5,
-    1e-9,
-    1e18,
-    1e308,
-    5e-324,
-    -1.5,
-    math.inf,
-    -math.inf,
-    math.nan,
-)
-TEXTS = (
-    "",
-    " ",
-    "a",
-    "causal()",
-    "full()",
-    "Direct",
-    "Softmax",
-    "Latent",
-    "gpt2",
-    "\n",
-    "\t",
-    "\x00",
-    "\x1b[2J",
-    "\u202e",
-    "\u200b",
-    "\ufeff",
-    "é",
-    "日本",
-    "😀",
-    "\ud800",
-    "../../etc/passwd",
-    "/dev/zero",
-    "%s%n",
-    "{}",
-    "[]",
-    "{{7*7}}",
-    "<script>",
-    "1e999",
-    "0x10",
-    "-",
-    "--help",
-    "true",
-    "null",
-    "a" * 5000,
-    "(" * 200,
-    "a.b.c",
-    "__class__",
-    "(a|aa)+$",
-)
+SEEDS = Path(__file__).resolve().parent / "seeds"
+DOCUMENTS: dict[str, Any] = json.loads((SEEDS / "documents.json").read_text())
+NUMBERS, TEXTS = DOCUMENTS["numbers"], DOCUMENTS["texts"]
 SCALARS = st.one_of(
     st.sampled_from(NUMBERS),
     st.sampled_from(TEXTS),
@@ -104,9 +30,7 @@ SCALARS = st.one_of(
     st.text(max_size=8),
     st.integers(),
 )
-KEYS = st.sampled_from(
-    ("a", "model", "heads", "part", "name", "", "__class__", "self", "kind", "times", "0")
-)
+KEYS = st.sampled_from(DOCUMENTS["keys"])
 SMALL_TREES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
@@ -132,10 +56,10 @@ VALUES = st.one_of(
 
 # --- Documents ------------------------------------------------------------------------------------
 
-Path = tuple[Any, ...]
+Keys = tuple[Any, ...]
 
 
-def list_paths(tree: Any, path: Path = ()) -> list[Path]:
+def list_paths(tree: Any, path: Keys = ()) -> list[Keys]:
     """Return the paths of all values in a document."""
     items = (
         tree.items()
@@ -147,7 +71,7 @@ def list_paths(tree: Any, path: Path = ()) -> list[Path]:
     return [path, *(inner for key, value in items for inner in list_paths(value, (*path, key)))]
 
 
-def change(tree: Any, path: Path, operation: str, value: Any) -> Any:
+def change(tree: Any, path: Keys, operation: str, value: Any) -> Any:
     """Return a document with the value at a path replaced, removed, doubled, renamed, or with
     another one beside it.
     """

@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -179,202 +180,16 @@ EXPERT_FAMILIES = (
 
 # --- Values of fields -----------------------------------------------------------------------------
 
-ACTIVATIONS = [
-    "relu",
-    "gelu",
-    "gelu_new",
-    "silu",
-    "tanh",
-    "quick_gelu",
-    "gelu_fast",
-    "sigmoid",
-    "laplace",
-]
-LAYER_KINDS = ("sliding_attention", "full_attention")
-ROPE = {"rope_type": "default", "rope_theta": 300.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 300.0,
-}
-LONG = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.1] * 4, "long_factor": [2.0] * 4}
-ROPES: list[Any] = [
-    None,
-    ROPE,
-    ROPE | {"partial_rotary_factor": 0.5},
-    ROPE | {"factor": 8.0},
-    {"rope_theta": 300.0},
-    {"type": "linear", "factor": 4.0},
-    {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5},
-    {"rope_type": "dynamic", "factor": 2.0},
-    LLAMA3 | {"original_max_position_embeddings": 16},
-    LLAMA3,
-    YARN,
-    YARN | {"beta_fast": 4.0, "beta_slow": 2.0},
-    YARN | {"attention_factor": 1.7},
-    YARN | {"truncate": False},
-    YARN | {"mscale": 2.0, "mscale_all_dim": 0.5},
-    YARN | {"mscale_all_dim": 1.5},
-    YARN | {"mscale": 1.5},
-    LONG,
-    YARN | {"partial_rotary_factor": 0.5},
-    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
-    {"full_attention": ROPE, "sliding_attention": ROPE | {"rope_theta": 50.0}},
-    {"full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": ROPE},
-    {"full_attention": ROPE},
-    {"full_attention": ROPE | {"partial_rotary_factor": 0.5}, "sliding_attention": YARN},
-]
-RATES = [0.4]
-IDS: list[Any] = [None, 0, 7, WORDS - 1]
+TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+# Values to try, by the fields that take them; sizes are those of the tiny models.
 FIELD_VALUES: dict[str, list[Any]] = {
-    "hidden_act": ACTIVATIONS,
-    "hidden_activation": ACTIVATIONS,
-    "activation_function": ACTIVATIONS,
-    "pooler_act": ACTIVATIONS,
-    "rope_parameters": ROPES,
-    "rope_scaling": ROPES,
-    "pad_token_id": IDS,
-    "bos_token_id": IDS,
-    "eos_token_id": IDS,
-    "decoder_start_token_id": IDS,
-    "forced_eos_token_id": IDS,
-    "rope_theta": [300.0],
-    "partial_rotary_factor": [0.5, 1.0],
-    "rotary_pct": [0.25, 1.0],
-    "rotary_emb_base": [300.0],
-    "rope_local_base_freq": [50.0],
-    "rotary_dim": [None, 2, 8, 16],
-    "original_max_position_embeddings": [16, 4096],
-    "layer_types": [
-        ["full_attention"],
-        ["sliding_attention"],
-        list(LAYER_KINDS),
-        ["chunked_attention"],
-    ],
-    "sliding_window": [None, 3, 0, 4096],
-    "use_sliding_window": [True, False],
-    "max_window_layers": [0, 1, 9],
-    "sliding_window_pattern": [2, 3],
-    "no_rope_layers": [[0], [1], [1, 0], []],
-    "no_rope_layer_interval": [1, 2, 3],
-    "feed_forward_proj": ["relu", "gated-gelu", "gated-silu", "gelu", "gated-relu", "silu"],
-    "topk_method": ["greedy", "group_limited_greedy", "noaux_tc", None],
-    "scoring_func": ["softmax", "sigmoid"],
-    "n_group": [None, 1, 2, 3, 4, 8],
-    "topk_group": [None, 1, 2, 3],
-    "num_experts_per_tok": [1, 3, 4, 99],
-    "norm_topk_prob": [True, False, None],
-    "mlp_only_layers": [[], [0], [0, 1]],
-    "decoder_sparse_step": [1, 2, 3],
-    "moe_layer_freq": [2],
-    "first_k_dense_replace": [0, 2],
-    "n_shared_experts": [0, 1, 2, None],
-    "q_lora_rank": [None, 8],
-    "position_embedding_type": ["absolute", "relative_key", "relative_key_query"],
-    "head_dim": [None, 16, 4],
-    "num_key_value_heads": [None, 1, 2, 3, HEADS],
-    "num_attention_heads": [2, 3, 8],
-    "attention_window": [4],
-    "image_size": [24, [16, 24]],
-    "patch_size": [8, [4, 8]],
-    "num_channels": [1],
-    "tie_word_embeddings": [True, False],
-    "per_layer_config": [{"0": {"intermediate_size": 24}}],
-    "pruned_heads": [{"0": [1]}],
-    "id2label": [{"0": "a", "1": "b", "2": "c"}],
-    "num_labels": [1, 5],
-    "label2id": [{"a": 0}],
-    "problem_type": ["regression"],
-    "dtype": ["float32"],
-    "summary_activation": ["tanh"],
-    "summary_type": ["last"],
-    "chunk_size_feed_forward": [1, 4],
-    "is_encoder_decoder": [True, False],
-    "vocab_size": [80],
-    "clip_qkv": [0.1, None],
-    "logit_scale": [0.5, None, 1.0],
-    "attention_multiplier": [0.3],
-    "attn_logit_softcapping": [None, 2.0],
-    "final_logit_softcapping": [None, 2.0],
-    "router_jitter_noise": [0.3],
-    "hidden_size": [64, 24],
-    "n_embd": [64, 24],
-    "d_model": [64, 24],
-    "max_position_embeddings": [32, 8],
-    "type_vocab_size": [1, 3],
-    "relative_attention_num_buckets": [4, 32],
-    "relative_attention_max_distance": [5, 200],
-    "word_embed_proj_dim": [None, WIDE, 16],
-    "embedding_size": [None, WIDE, 16],
-    "rope_interleave": [True, False, None],
-    "use_bidirectional_attention": [True, False, None],
-    "num_hidden_layers": [1, 3],
-    "output_hidden_states": [True],
-    "decoder_vocab_size": [None, 40],
-    "num_mtp_layers": [0, 2],
-    "num_nextn_predict_layers": [1],
-    "pooler_output_size": [None, 7],
-    "v_head_dim": [4, 16],
-    "query_pre_attn_scalar": [3, 64, 2.5],
-    "num_experts": [2, 8],
-    "num_local_experts": [2, 8],
-    "n_embed": [64],
-    "scale_decoder_outputs": [True, False],
-    "swiglu_limit": [0.5, 7.0],
-    "swiglu_alpha": [0.5],
-    "n_inner": [None, 24],
-    "pretraining_tp": [2],
+    name: values for names, values in TABLE["values"].items() for name in names.split()
 }
+ROPES, RATES = FIELD_VALUES["rope_parameters"], [0.4]
 # Keys that some family of headwise or an older version of transformers reads, tried in every
 # family.
-FOREIGN_FIELDS = (
-    "rope_scaling",
-    "rope_parameters",
-    "rope_theta",
-    "partial_rotary_factor",
-    "sliding_window",
-    "use_sliding_window",
-    "layer_types",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "head_dim",
-    "num_key_value_heads",
-    "clip_qkv",
-    "logit_scale",
-    "hidden_act",
-    "hidden_activation",
-    "position_embedding_type",
-    "embedding_size",
-    "per_layer_config",
-    "scoring_func",
-    "moe_layer_freq",
-    "num_labels",
-    "tie_word_embeddings",
-    "is_decoder",
-    "add_cross_attention",
-    "attention_bias",
-    "mlp_bias",
-    "qk_layernorm",
-    "use_qk_norm",
-    "norm_topk_prob",
-    "n_group",
-    "pruned_heads",
-    "original_max_position_embeddings",
-    "use_bidirectional_attention",
-    "qkv_bias",
-    "scale_embedding",
-    "torch_dtype",
-)
-NOT_FIELDS = (
-    "transformers_version",
-    "architectures",
-    "return_dict",
-    "model_type",
-    "quantization_config",
-)
-NOT_FIELDS += ("auto_map", "trust_remote_code", "custom_pipelines")
+FOREIGN_FIELDS: list[str] = TABLE["foreign"]
+NOT_FIELDS: list[str] = TABLE["ignored"]
 
 
 def list_fields(model_type: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import headwise as hw
+from support.tiny_configs import model_config
 
 WORDS = ["[UNK]", "[CLS]", "[SEP]", "the", "dog", "don", "'", "t", "bark", "##s", ".", "a", "b"]
 
@@ -38,15 +39,15 @@ def build_encoder() -> hw.Transformer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $0 [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
-    config = {
-        "model_type": "bert",
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "intermediate_size": 8,
-        "vocab_size": len(WORDS),
-        "max_position_embeddings": 12,
-    }
+    config = model_config(
+        "bert",
+        hidden_size=8,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        vocab_size=len(WORDS),
+        max_position_embeddings=12,
+    )
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     net.usage = hw.ProcessorSpec(tokenizer=tokenizer.to_str(), before=(1,), behind=(2,))
     return net

@@ -14,26 +14,26 @@ from support.tiny_configs import model_config
 
 WORDS = 13
 GPT2 = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=WORDS, n_positions=32)
-BERT = {
-    "model_type": "bert",
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "intermediate_size": 20,
-    "vocab_size": WORDS,
-    "max_position_embeddings": 32,
-    "architectures": ["BertForMaskedLM"],
-}
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "num_hidden_layers": 2,
-    "intermediate_size": 20,
-    "vocab_size": WORDS,
-}
+BERT = model_config(
+    "bert",
+    hidden_size=12,
+    num_attention_heads=3,
+    num_hidden_layers=2,
+    intermediate_size=20,
+    vocab_size=WORDS,
+    max_position_embeddings=32,
+    architectures=["BertForMaskedLM"],
+)
+LLAMA = model_config(
+    "llama",
+    hidden_size=12,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=4,
+    num_hidden_layers=2,
+    intermediate_size=20,
+    vocab_size=WORDS,
+)
 
 
 def with_uneven_attention(net: nn.Module, by: float = 3.0) -> Any:
@@ -112,17 +112,17 @@ def model_output(net: Transformer, number: int = 0) -> torch.Tensor:
         return net(**make_examples(net)[number].inputs)
 
 
-T5 = {
-    "model_type": "t5",
-    "d_model": 12,
-    "d_kv": 5,
-    "num_heads": 3,
-    "num_layers": 2,
-    "d_ff": 20,
-    "vocab_size": WORDS,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-}
+T5 = model_config(
+    "t5",
+    d_model=12,
+    d_kv=5,
+    num_heads=3,
+    num_layers=2,
+    d_ff=20,
+    vocab_size=WORDS,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
 
 
 def classifier(at: str) -> Transformer:

@@ -8,17 +8,18 @@ from headwise.models import Transformer
 from headwise.surgery import HeadRanking
 from headwise.surgery.attention_replacement import get_attention
 from support.importance_examples import WORDS
+from support.tiny_configs import model_config
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 12,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 4,
-    "num_hidden_layers": 2,
-    "intermediate_size": 20,
-    "vocab_size": WORDS,
-}
+LLAMA = model_config(
+    "llama",
+    hidden_size=12,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=4,
+    num_hidden_layers=2,
+    intermediate_size=20,
+    vocab_size=WORDS,
+)
 
 
 RANDOM_RANKING = HeadRanking("random", seed=3)

@@ -15,6 +15,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
+from support.tiny_configs import model_config
+
 SPECIALS = ("<unk>", "<s>", "</s>")
 LAYER_NAMES = {
     "attention_norm": "input_layernorm",
@@ -69,22 +71,22 @@ def write_stories_folder(data: Path, folder: Path) -> Path:
     of q and k change their order.
     """
     sizes: dict[str, Any] = json.loads((data / "golden.json").read_text())["config"]
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": sizes["dim"],
-        "intermediate_size": sizes["hidden_dim"],
-        "num_hidden_layers": sizes["n_layers"],
-        "num_attention_heads": sizes["n_heads"],
-        "num_key_value_heads": sizes["n_kv_heads"],
-        "vocab_size": sizes["vocab_size"],
-        "max_position_embeddings": sizes["seq_len"],
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-    }
+    config = model_config(
+        "llama",
+        architectures=["LlamaForCausalLM"],
+        hidden_size=sizes["dim"],
+        intermediate_size=sizes["hidden_dim"],
+        num_hidden_layers=sizes["n_layers"],
+        num_attention_heads=sizes["n_heads"],
+        num_key_value_heads=sizes["n_kv_heads"],
+        vocab_size=sizes["vocab_size"],
+        max_position_embeddings=sizes["seq_len"],
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
     stored = np.load(data / "weights.npz")
     tensors = {
         "model.embed_tokens.weight": stored["tok_embeddings"],
