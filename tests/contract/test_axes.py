@@ -21,10 +21,7 @@ def rebuilt(spec, weights):
 
 
 @pytest.mark.parametrize("name", EVERY_CASE)
-def test_cutting_is_silencing(name):
-    spec = EVERY[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_cutting_is_silencing(spec, layer, x, z):
     outs = len(spec.score_head_of_output)
     for keep in {tuple(sorted(o for o in keep if o < outs)) for keep in KEEP_CASES}:
         loud = torch.zeros(outs, 1, dtype=x.dtype)
@@ -64,10 +61,7 @@ def test_a_cut_layer_decodes_and_round_trips(name):
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if not EVERY[name].heads.value_heads])
-def test_sharing_equal_heads_changes_nothing(name):
-    spec = EVERY[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_sharing_equal_heads_changes_nothing(spec, layer, x, z):
     try:
         wide, weights = head_axis_ops.split_kv_heads(spec, layer.state_dict())
     except hw.SpecError as reason:
@@ -84,10 +78,7 @@ def test_sharing_equal_heads_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", EVERY_CASE)
-def test_permuting_outputs_changes_nothing(name):
-    spec = EVERY[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_permuting_outputs_changes_nothing(spec, layer, x, z):
     o = layer.head_outputs(x, source=z)
     y = layer.merge_heads(o)
     check_close(y, layer(x, source=z))

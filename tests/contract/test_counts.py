@@ -90,9 +90,7 @@ def test_a_step_is_counted_as_torch_counts_it(name):
 
 
 @pytest.mark.parametrize("name", ONE_SEQUENCE)
-def test_counted_pairs_equal_allowed_pairs(name):
-    spec = EVERY[name]
-    x, _ = cases.tensors(spec)
+def test_counted_pairs_equal_allowed_pairs(spec, x):
     attention_mask = hw.AttentionMask(
         hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern
     )

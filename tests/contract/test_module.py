@@ -16,10 +16,7 @@ from support.layer_cases import EXAMPLES, check_close
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_probe_sees_every_place(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_a_probe_sees_every_place(spec, layer, x, z):
     probe = hw.Probe("q", "k", "v", "scores", "weights", "lse", "heads")
     y = layer(x, source=z, probe=probe)
     check_close(y, layer(x, source=z))
@@ -40,10 +37,7 @@ def test_a_probe_sees_every_place(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_weights_stay_within_the_pattern(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_weights_stay_within_the_pattern(spec, layer, x, z):
     probe = hw.Probe("weights")
     layer(x, source=z, probe=probe)
     sequence = hw.SequenceInfo.from_batch(x if z is None else z)
@@ -57,10 +51,7 @@ def test_weights_stay_within_the_pattern(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_copies_saves_and_moves(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_copies_saves_and_moves(spec, layer, x, z):
     y = layer(x, source=z)
     copied = copy.deepcopy(layer)
     with torch.no_grad():
@@ -79,10 +70,7 @@ def test_copies_saves_and_moves(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_odd_inputs_work(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_odd_inputs_work(spec, layer, x, z):
     y = layer(x, source=z)
     check_close(layer(x.transpose(0, 1).contiguous().transpose(0, 1), source=z), y)
     assert layer(x[:0], source=None if z is None else z[:0]).shape == (0, cases.TOKENS, spec.model)
@@ -95,10 +83,7 @@ def test_odd_inputs_work(name):
 # planned.
 @pytest.mark.compile
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if not name.endswith("1")])
-def test_one_graph_holds_the_first_call_of_a_layer(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_one_graph_holds_the_first_call_of_a_layer(spec, layer, x, z):
     torch._dynamo.reset()
     traced = torch.compile(layer, fullgraph=True, backend="eager")
     check_close(traced(x, source=z), layer(x, source=z))
@@ -106,10 +91,7 @@ def test_one_graph_holds_the_first_call_of_a_layer(name):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name.endswith("1")])
-def test_one_graph_holds_a_layer_that_has_planned_its_calls(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_one_graph_holds_a_layer_that_has_planned_its_calls(spec, layer, x, z):
     expected = layer(x, source=z)
     torch._dynamo.reset()
     check_close(torch.compile(layer, fullgraph=True, backend="eager")(x, source=z), expected)
@@ -117,10 +99,7 @@ def test_one_graph_holds_a_layer_that_has_planned_its_calls(name):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", ["Rotary0", "Alibi1", "Dynamic0"])
-def test_the_compiler_keeps_the_numbers(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_the_compiler_keeps_the_numbers(spec, layer, x, z):
     expected = layer(x, source=z)
     torch._dynamo.reset()
     check_close(torch.compile(layer, fullgraph=True)(x, source=z), expected)

@@ -20,10 +20,7 @@ from support.layer_checks import check_comparisons, layer_gradients
 
 
 @pytest.mark.parametrize("name", EVERY_CASE)
-def test_output_is_the_references(name):
-    spec = EVERY[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_output_is_the_references(name, spec, layer, x, z):
     modes = (
         cases.sequence_infos(x)
         if name in EXAMPLES
@@ -60,10 +57,7 @@ def test_gradients_are_the_references(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_mask_of_the_callers_own_is_obeyed(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_a_mask_of_the_callers_own_is_obeyed(spec, layer, x, z):
     mask = (
         torch.rand(cases.BATCH, 1, cases.TOKENS, cases.TOKENS if z is None else cases.SOURCE) < 0.6
     )
@@ -105,10 +99,7 @@ def knows_places(spec) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if not knows_places(EXAMPLES[name])])
-def test_only_distances_matter(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_only_distances_matter(spec, layer, x, z):
     place = torch.arange(cases.TOKENS)[None]
     moved = hw.SequenceInfo(place + 1000, torch.zeros_like(place))
     if z is None:
@@ -120,10 +111,7 @@ def test_only_distances_matter(name):
 
 
 @pytest.mark.parametrize("name", ONE_SEQUENCE)
-def test_packed_documents_do_not_meet(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, _ = cases.tensors(spec)
+def test_packed_documents_do_not_meet(spec, layer, x):
     together = layer(
         x,
         sequence=hw.SequenceInfo.from_batch(
@@ -135,10 +123,7 @@ def test_packed_documents_do_not_meet(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_query_with_nothing_to_read_reads_zero(name):
-    spec = EXAMPLES[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
+def test_a_query_with_nothing_to_read_reads_zero(spec, layer, x, z):
     x.requires_grad_()
     keys = cases.TOKENS if z is None else cases.SOURCE
     probe = hw.Probe("heads")
