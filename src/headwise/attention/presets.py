@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 from ..util.errors import SpecError, suggest
@@ -204,67 +205,60 @@ def _with_biases(bias: object, project: Project, merge: Merge) -> dict[str, Part
 
 
 DIFF_KEYS = ("own", "repeated")  # key heads of a pair of score heads in the preset diff
+CAUSAL: dict[str, Any] = {"pattern": "causal()"}
+NEIGHBOURS = "window(513, after=256) | global((0,))"
+DILATED = "dilated(513, 2, after=256) | global((0,))"
 
 
-def mha(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Multi-head attention as first published: every head has its own keys and
-    values (1706.03762).
+def _build(options: Mapping[str, Any], **choices: Any) -> AttentionSpec:
+    """The spec of a preset's choices, overridden by the caller's options; a function among them
+    takes the number of heads.
     """
-    return _filled(options, model=model, heads=heads)
+    chosen = {"model": 512, "heads": 8} | choices | dict(options)
+    for name, choice in chosen.items():
+        if isinstance(choice, FunctionType):
+            chosen[name] = choice(chosen["heads"])
+    return design(**chosen)
 
 
-def gqa(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Grouped-query attention: four query heads share a key-value head; causal, with RoPE
-    (2305.13245).
-    """
-    return _filled(
-        options,
-        model=model,
-        heads=heads,
-        kv=_quarter(heads),
-        pattern="causal()",
-        modifiers=(Rotary(),),
-    )
+def _preset(text: str, **choices: Any) -> Callable[..., AttentionSpec]:
+    """A preset of these choices, described by `text`."""
+
+    def make(**options: Any) -> AttentionSpec:
+        return _build(options, **choices)
+
+    make.__doc__ = text
+    return make
 
 
-def mqa(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Multi-query attention: all query heads share one key-value head; causal, with RoPE
-    (1911.02150).
-    """
-    return _filled(
-        options, model=model, heads=heads, kv=1, pattern="causal()", modifiers=(Rotary(),)
-    )
+def _quarter(heads: int) -> int:
+    """The largest divisor of `heads` that is at most a quarter of it (at least 1)."""
+    return max(kv for kv in range(1, max(1, heads // 4) + 1) if heads % kv == 0)
 
 
-def mla(*, model: int = 2048, heads: int = 16, **options: Any) -> AttentionSpec:
-    """Latent attention (MLA) sized as DeepSeek-V2-Lite: rank 512, 64 RoPE and 128 other channels
-    (2405.04434).
-    """
-    rope = (Rotary(pairs="interleaved"),)
-    latent = Latent(rank=512, rope=64)
-    return _filled(
-        options,
-        model=model,
-        heads=heads,
-        dim=128,
-        pattern="causal()",
-        project=latent,
-        modifiers=rope,
-    )
-
-
-def moh(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Mixture of heads: a quarter of all heads are always active, and each token chooses another
-    half (2410.11842).
-    """
+def _routed(heads: int) -> Routed:
+    """A quarter of all heads is always active, and each token chooses another half."""
     always = max(1, heads // 4)
-    routed = Routed(always=always, active=min(heads // 2, heads - always))
-    return _filled(
-        options, model=model, heads=heads, pattern="causal()", modifiers=(Rotary(), routed)
-    )
+    return Routed(always=always, active=min(heads // 2, heads - always))
 
 
-def moh_vit(
+def _patterns_of_heads(num_first: int, first: str, second: str, heads: int) -> PerHead:
+    """The first pattern for this many heads, and the second for the others."""
+    patterns = parse_pattern(first), parse_pattern(second)
+    return PerHead(patterns, tuple(int(head >= num_first) for head in range(heads)))
+
+
+def _rotary(pairs: str, options: Mapping[str, Any]) -> Rotary:
+    """The rotary embedding of a preset with an option `pairs`."""
+    if pairs != "interleaved" and "modifiers" in options:
+        raise SpecError(
+            f"pairs={pairs!r} and modifiers exclude each other; give "
+            f"modifiers=(Rotary(pairs={pairs!r}), ...)"
+        )
+    return Rotary(pairs=pairs)
+
+
+def _moh_vit(
     *, model: int = 512, heads: int = 8, rows: int = 7, columns: int = 7, **options: Any
 ) -> AttentionSpec:
     """Mixture of heads for images (MoH-ViT): cosine attention with a continuous position bias
@@ -274,13 +268,12 @@ def moh_vit(
     whose attention layers with all tokens these are. A quarter of the heads is always active, and
     each token chooses another half.
     """
-    always = max(1, heads // 4)
     modifiers = (
         QKNorm(kind="l2-embedding", temperature=math.log(max(rows * columns, 2)) / 0.24),
         ContinuousBias(rows=rows, columns=columns, output="linear"),
-        Routed(always=always, active=min(heads // 2, heads - always)),
+        _routed(heads),
     )
-    return _filled(
+    return _build(
         options,
         model=model,
         heads=heads,
@@ -290,39 +283,15 @@ def moh_vit(
     )
 
 
-def dcmha(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Dynamically composable heads (DCMHA): mixes scores and weights, each with rank 2
-    (2405.08553).
-    """
-    composed = (QKNorm(), Rotary(), Dynamic(), Dynamic(on="weights"))
-    return _filled(options, model=model, heads=heads, pattern="causal()", modifiers=composed)
-
-
-def mohsa(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Overlapping heads (MOHSA): layer l uses l + 1 channels of each of the two neighbouring heads
-    (2410.14874).
-    """
-    return _filled(
-        options, model=model, heads=heads, project=Overlapping(overlap=1, schedule="l+1")
-    )
-
-
-def collaborative(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+def _collaborative(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
     """Collaborative attention: heads share a query-key space half as wide as all heads together
     (2006.16362).
     """
     width = max(1, heads * (options.get("dim") or model // heads) // 2)
-    return _filled(options, model=model, heads=heads, project=Collaborative(width=width))
+    return _build(options, model=model, heads=heads, project=Collaborative(width=width))
 
 
-def talking(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Talking-heads attention: mixes heads before and after the softmax (2003.02436)."""
-    return _filled(
-        options, model=model, heads=heads, modifiers=(TalkingHeads(), TalkingHeads(on="weights"))
-    )
-
-
-def diff(
+def _diff(
     *,
     model: int = 512,
     heads: int = 8,
@@ -340,7 +309,7 @@ def diff(
     """
     modifiers = (_rotary(pairs, options), Differential())
     dim = max(1, model // heads // 2)
-    spec = _filled(
+    spec = _build(
         options, model=model, heads=heads, dim=dim, pattern="causal()", modifiers=modifiers
     )
     if keys not in DIFF_KEYS:
@@ -348,7 +317,7 @@ def diff(
     return spec if keys == "own" else replace(spec, heads=replace(spec.heads, kv_head_of_query=()))
 
 
-def diff2(
+def _diff2(
     *, model: int = 512, heads: int = 8, pairs: str = "interleaved", **options: Any
 ) -> AttentionSpec:
     """Differential attention, version 2: twice as many query heads on shared key-value heads
@@ -357,119 +326,137 @@ def diff2(
     `pairs` are those of `Rotary`: "interleaved" as in the released code, or "half".
     """
     modifiers = (_rotary(pairs, options), DifferentialV2())
-    kv = _quarter(heads)
-    return _filled(
-        options, model=model, heads=heads, kv=kv, pattern="causal()", modifiers=modifiers
+    return _build(
+        options, model=model, heads=heads, kv=_quarter, pattern="causal()", modifiers=modifiers
     )
 
 
-def entmax(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Sparse attention with 1.5-entmax: most weights are exactly zero (1909.00015)."""
-    return _filled(options, model=model, heads=heads, normaliser=Entmax(alpha=1.5))
-
-
-def linear(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Linear attention with features elu(x) + 1: decodes from a state of constant size
-    (2006.16236).
-    """
-    return _filled(
-        options,
-        model=model,
-        heads=heads,
-        pattern="causal()",
+PRESETS: dict[str, Callable[..., AttentionSpec]] = {
+    "mha": _preset(
+        "Multi-head attention as first published: every head has its own keys and values "
+        "(1706.03762)."
+    ),
+    "gqa": _preset(
+        "Grouped-query attention: four query heads share a key-value head; causal, with RoPE "
+        "(2305.13245).",
+        **CAUSAL,
+        kv=_quarter,
+        modifiers=(Rotary(),),
+    ),
+    "mqa": _preset(
+        "Multi-query attention: all query heads share one key-value head; causal, with RoPE "
+        "(1911.02150).",
+        **CAUSAL,
+        kv=1,
+        modifiers=(Rotary(),),
+    ),
+    "mla": _preset(
+        "Latent attention (MLA) sized as DeepSeek-V2-Lite: rank 512, 64 RoPE and 128 other "
+        "channels (2405.04434).",
+        **CAUSAL,
+        model=2048,
+        heads=16,
+        dim=128,
+        project=Latent(rank=512, rope=64),
+        modifiers=(Rotary(pairs="interleaved"),),
+    ),
+    "moh": _preset(
+        "Mixture of heads: a quarter of all heads are always active, and each token chooses "
+        "another half (2410.11842).",
+        **CAUSAL,
+        modifiers=lambda heads: (Rotary(), _routed(heads)),
+    ),
+    "moh_vit": _moh_vit,
+    "dcmha": _preset(
+        "Dynamically composable heads (DCMHA): mixes scores and weights, each with rank 2 "
+        "(2405.08553).",
+        **CAUSAL,
+        modifiers=(QKNorm(), Rotary(), Dynamic(), Dynamic(on="weights")),
+    ),
+    "mohsa": _preset(
+        "Overlapping heads (MOHSA): layer l uses l + 1 channels of each of the two "
+        "neighbouring heads (2410.14874).",
+        project=Overlapping(overlap=1, schedule="l+1"),
+    ),
+    "collaborative": _collaborative,
+    "talking": _preset(
+        "Talking-heads attention: mixes heads before and after the softmax (2003.02436).",
+        modifiers=(TalkingHeads(), TalkingHeads(on="weights")),
+    ),
+    "diff": _diff,
+    "diff2": _diff2,
+    "entmax": _preset(
+        "Sparse attention with 1.5-entmax: most weights are exactly zero (1909.00015).",
+        normaliser=Entmax(alpha=1.5),
+    ),
+    "linear": _preset(
+        "Linear attention with features elu(x) + 1: decodes from a state of constant size "
+        "(2006.16236).",
+        **CAUSAL,
         similarity=FeatureMap(),
         normaliser=Sum(),
-    )
-
-
-def performer(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Performer: positive random features, an unbiased estimate of softmax
-    attention (2009.14794).
-    """
-    features = FeatureMap(kind="favor")
-    return _filled(
-        options, model=model, heads=heads, pattern="causal()", similarity=features, normaliser=Sum()
-    )
-
-
-def longformer(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Longformer: 256 neighbours on either side, and a global first token (2004.05150).
-
-    The paper gives global tokens projections of their own; hw.LongformerAttention takes this spec
-    and adds them.
-    """
-    return _filled(
-        options,
-        model=model,
-        heads=heads,
-        pattern="window(513, after=256) | global((0,))",
+    ),
+    "performer": _preset(
+        "Performer: positive random features, an unbiased estimate of softmax attention "
+        "(2009.14794).",
+        **CAUSAL,
+        similarity=FeatureMap(kind="favor"),
+        normaliser=Sum(),
+    ),
+    "longformer": _preset(
+        "Longformer: 256 neighbours on either side, and a global first token (2004.05150).\n\n"
+        "The paper gives global tokens projections of their own; hw.LongformerAttention takes "
+        "this spec and adds them.",
+        pattern=NEIGHBOURS,
         bias="qkvo",
-    )
-
-
-def longformer_dilated(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Longformer with two dilated heads, which attend to every second of 1,025 tokens (2004.05150).
-
-    The paper dilates the windows of two heads by a small amount, and only in higher layers (section
-    4.1); its windows grow from 32 to 512 tokens with the layer. Its released checkpoints have
-    windows of 512 and dilate none.
-    """
-    near = "window(513, after=256) | global((0,))"
-    far = "dilated(513, 2, after=256) | global((0,))"
-    num_dilated = min(2, heads // 2)
-    pattern = _patterns_of_heads(heads - num_dilated, (near, far), heads)
-    return _filled(options, model=model, heads=heads, pattern=pattern, bias="qkvo")
-
-
-def streaming_retrieval(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Retrieval heads read all tokens, streaming heads 64 first tokens and the latest 256: half of
-    each (2410.10819).
-
-    The paper learns which key-value heads of a trained model retrieve; here they are the first. The
-    released scripts stream half of the heads of Llama-3-8B (GQA) and three quarters of Llama-2-7B
-    (MHA), with 64 first and 256 latest tokens; they learn with 128 first ones. As there, the cache
-    keeps all tokens for retrieval heads only.
-    """
-    pattern = _patterns_of_heads(heads - heads // 2, ("causal()", "window(256) | first(64)"), heads)
-    kv = _quarter(heads)
-    return _filled(options, model=model, heads=heads, kv=kv, pattern=pattern, modifiers=(Rotary(),))
-
-
-def _patterns_of_heads(num_first: int, patterns: tuple[str, str], heads: int) -> PerHead:
-    """The first pattern for this many heads, and the second for the others."""
-    first, second = map(parse_pattern, patterns)
-    return PerHead((first, second), tuple(int(head >= num_first) for head in range(heads)))
-
-
-def bigbird(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """BigBird: blocks of 64; three neighbours, two global and three random blocks, up to 4,096
-    tokens (2007.14062).
-
-    All heads have the same random blocks. For those of each head, as in the released code, give
-    pattern=PerHead.from_heads(BigBird(4096, seed=head) for head in range(heads)).
-    """
-    return _filled(options, model=model, heads=heads, pattern="bigbird(4096)", bias="qkvo")
-
-
-def kha(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Knocking-heads attention: one small gated map of values, shared by all heads (2510.23052)."""
-    return _filled(
-        options, model=model, heads=heads, pattern="causal()", modifiers=(Knocking("mlp"), Rotary())
-    )
-
-
-def average(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Causal average of the values, in constant memory: the averaging branch of merged attention
-    (1908.11365).
-    """
-    return _filled(
-        options,
-        model=model,
-        heads=heads,
+    ),
+    "longformer_dilated": _preset(
+        "Longformer with two dilated heads, which attend to every second of 1,025 tokens "
+        "(2004.05150).\n\n"
+        "The paper dilates the windows of two heads by a small amount, and only in higher "
+        "layers (section 4.1); its windows grow from 32 to 512 tokens with the layer. Its "
+        "released checkpoints have windows of 512 and dilate none.",
+        pattern=lambda heads: _patterns_of_heads(
+            heads - min(2, heads // 2), NEIGHBOURS, DILATED, heads
+        ),
+        bias="qkvo",
+    ),
+    "streaming_retrieval": _preset(
+        "Retrieval heads read all tokens, streaming heads 64 first tokens and the latest 256: "
+        "half of each (2410.10819).\n\n"
+        "The paper learns which key-value heads of a trained model retrieve; here they are "
+        "the first. The released scripts stream half of the heads of Llama-3-8B (GQA) and "
+        "three quarters of Llama-2-7B (MHA), with 64 first and 256 latest tokens; they learn "
+        "with 128 first ones. As there, the cache keeps all tokens for retrieval heads only.",
+        kv=_quarter,
+        pattern=lambda heads: _patterns_of_heads(
+            heads - heads // 2, "causal()", "window(256) | first(64)", heads
+        ),
+        modifiers=(Rotary(),),
+    ),
+    "bigbird": _preset(
+        "BigBird: blocks of 64; three neighbours, two global and three random blocks, up to "
+        "4,096 tokens (2007.14062).\n\n"
+        "All heads have the same random blocks. For those of each head, as in the released "
+        "code, give pattern=PerHead.from_heads(BigBird(4096, seed=head) for head in "
+        "range(heads)).",
+        pattern="bigbird(4096)",
+        bias="qkvo",
+    ),
+    "kha": _preset(
+        "Knocking-heads attention: one small gated map of values, shared by all heads "
+        "(2510.23052).",
+        **CAUSAL,
+        modifiers=(Knocking("mlp"), Rotary()),
+    ),
+    "average": _preset(
+        "Causal average of the values, in constant memory: the averaging branch of merged "
+        "attention (1908.11365).",
+        **CAUSAL,
         project=Values(),
         normaliser=Average(),
-        pattern="causal()",
-    )
+    ),
+}
 
 
 def with_gates(spec: AttentionSpec, *, per: str = "head", start: float = 2.0) -> AttentionSpec:
@@ -478,7 +465,7 @@ def with_gates(spec: AttentionSpec, *, per: str = "head", start: float = 2.0) ->
 
     `start` is the initial log_a; with 2, a gate is open with probability 0.94.
 
-    >>> with_gates(mha(model=8, heads=2)).modifiers
+    >>> with_gates(design(preset="mha", model=8, heads=2)).modifiers
     (Concrete(start=2.0, evaluation='hard'),)
     """
     if any(isinstance(modifier, Concrete) for modifier in spec.modifiers):
@@ -486,47 +473,6 @@ def with_gates(spec: AttentionSpec, *, per: str = "head", start: float = 2.0) ->
     return replace(
         spec, modifiers=(*spec.modifiers, Concrete(start=start, evaluation="hard", per=per))
     )
-
-
-def _filled(options: dict[str, Any], **defaults: Any) -> AttentionSpec:
-    """The spec of a preset's defaults, overridden by the caller's options."""
-    return design(**(defaults | options))
-
-
-def _rotary(pairs: str, options: Mapping[str, Any]) -> Rotary:
-    """The rotary embedding of a preset with an option `pairs`."""
-    if pairs != "interleaved" and "modifiers" in options:
-        raise SpecError(
-            f"pairs={pairs!r} and modifiers exclude each other; give "
-            f"modifiers=(Rotary(pairs={pairs!r}), ...)"
-        )
-    return Rotary(pairs=pairs)
-
-
-def _quarter(heads: int) -> int:
-    """The largest divisor of `heads` that is at most a quarter of it (at least 1)."""
-    return max(kv for kv in range(1, max(1, heads // 4) + 1) if heads % kv == 0)
-
-
-_ALL = (
-    mha,
-    gqa,
-    mqa,
-    mla,
-    moh,
-    moh_vit,
-    dcmha,
-    mohsa,
-    collaborative,
-    talking,
-    diff,
-    diff2,
-    entmax,
-    linear,
-    performer,
-)
-_ALL += (longformer, longformer_dilated, streaming_retrieval, bigbird, kha, average)
-PRESETS: dict[str, Callable[..., AttentionSpec]] = {make.__name__: make for make in _ALL}
 
 
 def from_toml(text: str) -> AttentionSpec:

@@ -31,8 +31,10 @@ from .query_blocks import (
     GatherSlices,
     KeyRanges,
     TokenAxis,
+    add_to_ranges,
     count_batch_pairs,
     plan_block_batches,
+    range_to_slice,
     slice_inputs,
 )
 
@@ -117,10 +119,10 @@ class BatchedBlocks(NamedTuple):
             return self._view(x_BSGD, [key_range for (key_range,) in self.keys]).transpose(1, 2)
         if self.batch_row is None:
             return torch.cat(
-                [x_BSGD[:, _range_to_slice(keys)] for keys in self.keys[0]], 1
+                [x_BSGD[:, range_to_slice(keys)] for keys in self.keys[0]], 1
             ).transpose(1, 2)
         parts = [
-            x_BSGD[self.batch_row, _range_to_slice(keys)] for keys in chain.from_iterable(self.keys)
+            x_BSGD[self.batch_row, range_to_slice(keys)] for keys in chain.from_iterable(self.keys)
         ]
         return torch.cat(parts).unflatten(0, (len(self.keys), -1)).transpose(1, 2)
 
@@ -132,12 +134,12 @@ class BatchedBlocks(NamedTuple):
         """Add the gradients of each block's keys to their positions."""
         x_NWGD = x_NGWD.transpose(1, 2)
         if self.batch_row is None:
-            _add_to_ranges(into_BSGD.transpose(0, 1), x_NWGD.transpose(0, 1), self.keys[0])
+            add_to_ranges(into_BSGD.transpose(0, 1), x_NWGD.transpose(0, 1), self.keys[0])
         elif len(self.keys[0]) == 1 and len(self.keys) > 1:
             self._overlap(into_BSGD, x_NWGD, [key_range for (key_range,) in self.keys])
         else:
             for ranges, x_WGD in zip(self.keys, x_NWGD, strict=True):
-                _add_to_ranges(into_BSGD[self.batch_row], x_WGD, ranges)
+                add_to_ranges(into_BSGD[self.batch_row], x_WGD, ranges)
 
     def _overlap(self, into_BSGD: Tensor, x_NWGD: Tensor, ranges: Sequence[range]) -> None:
         """Add gradients of overlapping key ranges, in slices of columns that no
@@ -147,7 +149,7 @@ class BatchedBlocks(NamedTuple):
         step = ranges[0].step
         width = len(ranges[0])
         if gap == 0:
-            into_BSGD[self.batch_row, _range_to_slice(ranges[0])] += x_NWGD.sum(0)
+            into_BSGD[self.batch_row, range_to_slice(ranges[0])] += x_NWGD.sum(0)
             return
         is_interleaved = (
             len(ranges) * gap <= step
@@ -159,7 +161,7 @@ class BatchedBlocks(NamedTuple):
 
     def _view(self, x_BTHD: Tensor, ranges: Sequence[range]) -> Tensor:
         if self.batch_row is None:
-            return x_BTHD[:, _range_to_slice(ranges[0])]
+            return x_BTHD[:, range_to_slice(ranges[0])]
         _, token, head, channel = x_BTHD.stride()
         start = ranges[0].start
         step = ranges[0].step
@@ -225,16 +227,6 @@ def _block_distance(
     (next_queries, next_keys) = next_block
     distance = next_queries.start - queries.start
     return (distance, next_keys[0].start - keys[0].start) if len(keys) == 1 else (distance,)
-
-
-def _add_to_ranges(total: Tensor, x: Tensor, ranges: KeyRanges) -> None:
-    """Add x, whose first axis has the tokens of all ranges, to these ranges of `total`."""
-    for tokens, part in zip(ranges, x.split(list(map(len, ranges))), strict=True):
-        total[_range_to_slice(tokens)] += part
-
-
-def _range_to_slice(tokens: range) -> slice:
-    return slice(tokens.start, tokens.stop, tokens.step)
 
 
 # --- The operation: torch's fused CPU kernel over all blocks, forward and backward ----------------

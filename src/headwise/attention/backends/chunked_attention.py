@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ...kernels.autograd_guards import is_under_functorch
-from ...kernels.compilation import compile_when_called
+from ...kernels.autograd_guards import (
+    NO_DOUBLE_BACKWARD_REMEDY,
+    forbid_double_backward,
+    is_under_functorch,
+)
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.sequence_info import AttentionMask
 from . import dense
@@ -26,10 +31,13 @@ from .query_blocks import (
     QUERY_BLOCK_LENGTHS,
     CallBlocks,
     QueryBlock,
+    add_to_ranges,
     count_formed_pairs,
     count_query_blocks,
     slice_inputs,
 )
+
+NUM_QUERY_TENSORS = 3  # of `_tensors_of`: one row per query; the others have one row per key
 
 
 def boundary_lengths() -> tuple[int, ...]:
@@ -78,8 +86,6 @@ def attend(
     saved.
     """
     blocks = CallBlocks(attention_mask)
-    context = inputs.query_context
-    kv_entry = inputs.kv_entry
     # Fused kernels read one mask for all heads.
     fused_steps = steps if attention_mask.differs_by_head else steps.with_fused_kernels()
     if (
@@ -89,20 +95,21 @@ def attend(
         return dense.attend_all_pairs(
             call, attention_mask, inputs, steps if plain else fused_steps, None
         )
-    # A tensor of its own for each argument, because checkpoints save those and no nested ones.
-    tensors = [inputs.q, context.x_BTD, context.q_BTHK, inputs.k, inputs.v, *kv_entry.values()]
-    run = partial(_attend_block, call, blocks, fused_steps, inputs)
-    # Tensors on the meta device need no memory.
-    if not torch.is_grad_enabled() or is_under_functorch() or inputs.q.is_meta:
-        return torch.cat([run(block, *tensors) for block in blocks.all], 1)
-    is_compiling = torch.compiler.is_compiling()
-    # The backward pass must find the kernels of the forward pass, so these do not change in between.
-    with nullcontext() if is_compiling else compile_when_called():
-        outputs = [
-            checkpoint(run, block, *tensors, use_reentrant=False, preserve_rng_state=call.training)
-            for block in blocks.all
-        ]
-    return torch.cat(outputs, 1)
+
+    def run(block: QueryBlock, part: CoreInputs) -> Tensor:
+        return dense.attend_all_pairs(call, blocks.mask_of(block), part, fused_steps, None)
+
+    tensors = _tensors_of(inputs)
+    learned = steps.trainable_parameters
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *learned))
+    if torch.compiler.is_compiling() and needs_grad:
+        # The compiler does not trace a gradient within a gradient, but checkpoints.
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=call.training)
+    elif needs_grad and not _must_keep_graph(inputs, learned):
+        fields = run, blocks.all, inputs._replace(gates=()), call.training
+        o_BTRV: Tensor = _RecomputedBlocks.apply(*fields, *tensors, *learned)
+        return o_BTRV
+    return torch.cat([run(block, slice_inputs(inputs, block)) for block in blocks.all], 1)
 
 
 def _can_gather_values(call: CallSignature) -> bool:
@@ -111,17 +118,113 @@ def _can_gather_values(call: CallSignature) -> bool:
     )
 
 
-def _attend_block(
-    call: CallSignature,
-    blocks: CallBlocks,
-    steps: CoreSteps,
-    inputs: CoreInputs,
-    block: QueryBlock,
-    *tensors: Tensor,
-) -> Tensor:
+def _must_keep_graph(inputs: CoreInputs, learned: Sequence[Tensor]) -> bool:
+    """True under functorch, for meta tensors, which need no memory, and for parameters with hooks,
+    which recomputation would call once per block.
+    """
+    return is_under_functorch() or inputs.q.is_meta or any(t._backward_hooks for t in learned)
+
+
+def _tensors_of(inputs: CoreInputs) -> list[Tensor]:
+    """The tensors that may have a gradient; those of queries before those of keys."""
+    context = inputs.query_context
+    kv = (inputs.k, inputs.v, *inputs.kv_entry.values())
+    return [inputs.q, context.x_BTD, context.q_BTHK, *kv]
+
+
+def _with_tensors(inputs: CoreInputs, tensors: Sequence[Tensor]) -> CoreInputs:
     q, x_BTD, raw_q_BTHK, k, v, *entries = tensors
     context = inputs.query_context._replace(x_BTD=x_BTD, q_BTHK=raw_q_BTHK)
     kv_entry = dict(zip(inputs.kv_entry, entries, strict=True))
-    inputs = inputs._replace(q=q, k=k, v=v, query_context=context, kv_entry=kv_entry)
-    part = slice_inputs(inputs, block)
-    return dense.attend_all_pairs(call, blocks.mask_of(block), part, steps, None)
+    return inputs._replace(q=q, k=k, v=v, query_context=context, kv_entry=kv_entry)
+
+
+class _RecomputedBlocks(torch.autograd.Function):
+    """Forward without a graph; backward block by block, with a graph that is freed before the next.
+
+    The gradients of keys are summed in one tensor for all blocks. Checkpoints of autograd would
+    build a graph twice, and allocate zeros of the full length for the slice of every block.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[QueryBlock, CoreInputs], Tensor],
+        blocks: Sequence[QueryBlock],
+        inputs: CoreInputs,
+        draws_random_numbers: bool,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.run, ctx.blocks = run, blocks
+        ctx.count = len(_tensors_of(inputs))
+        # Keeps no tensor beside the saved ones.
+        ctx.inputs = _with_tensors(inputs, [tensors[0].detach()[:0]] * ctx.count)
+        ctx.save_for_backward(*tensors)
+        device = tensors[0].device.type
+        ctx.autocast = partial(
+            torch.autocast,
+            device,
+            torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device),
+        )
+        ctx.rng_states = []
+        outputs = []
+        for block in blocks:
+            ctx.rng_states.append(_rng_states(tensors[0]) if draws_random_numbers else ())
+            outputs.append(run(block, slice_inputs(inputs, block)))
+        return torch.cat(outputs, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
+        saved = ctx.saved_tensors  # read once: a checkpoint hands out each tensor only once
+        inputs = _with_tensors(ctx.inputs, [t.detach() for t in saved[: ctx.count]])
+        needed = ctx.needs_input_grad[4:]
+        sums = [
+            torch.zeros_like(t) if need else None for t, need in zip(saved, needed, strict=True)
+        ]
+        for block, rng_states in zip(ctx.blocks, ctx.rng_states, strict=True):
+            part = slice_inputs(inputs, block)
+            with torch.enable_grad(), ctx.autocast(), _restored_rng(saved[0], rng_states):
+                leaves = [
+                    t.detach().requires_grad_(need)
+                    for t, need in zip(_tensors_of(part), needed, strict=False)
+                ]
+                o_BTRV = ctx.run(block, _with_tensors(part, leaves))
+            sources = [*leaves, *saved[ctx.count :]]
+            wanted = [n for n, need in enumerate(needed) if need]
+            own_grad = grads[0][:, block.queries.start : block.queries.stop]
+            block_grads = torch.autograd.grad(
+                o_BTRV, [sources[n] for n in wanted], own_grad, allow_unused=True
+            )
+            for n, grad in zip(wanted, block_grads, strict=True):
+                if grad is not None:
+                    ranges = (block.queries,) if n < NUM_QUERY_TENSORS else block.keys
+                    total = sums[n]
+                    if n < ctx.count:
+                        add_to_ranges(total.transpose(0, 1), grad.transpose(0, 1), ranges)
+                    else:
+                        total += grad
+        return None, None, None, None, *sums
+
+
+def _rng_states(like: Tensor) -> tuple[Tensor, ...]:
+    """States of the generators that a block may use: of the CPU, and of its device."""
+    if like.is_cpu:
+        return (torch.get_rng_state(),)
+    return torch.get_rng_state(), torch.get_device_module(like.device).get_rng_state(like.device)
+
+
+@contextmanager
+def _restored_rng(like: Tensor, states: tuple[Tensor, ...]) -> Iterator[None]:
+    """Repeat the random numbers drawn from these states; then the generators are as before."""
+    if not states:
+        yield
+        return
+    devices = [] if like.is_cpu else [like.device]
+    device_type = "cuda" if like.is_cpu else like.device.type
+    with torch.random.fork_rng(devices, device_type=device_type):
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.get_device_module(like.device).set_rng_state(state, like.device)
+        yield

@@ -297,11 +297,19 @@ class GatherSlices(torch.autograd.Function):
         """Return the gradient of the tensor."""
         x_grad = grads[0].new_zeros(ctx.shape)
         for ranges, grad in zip(ctx.range_lists, grads, strict=True):
-            begin = 0
-            for rows in ranges:
-                x_grad[:, rows.start : rows.stop] += grad[:, begin : begin + len(rows)]
-                begin += len(rows)
+            add_to_ranges(x_grad.transpose(0, 1), grad.transpose(0, 1), ranges)
         return x_grad, None
+
+
+def add_to_ranges(total: Tensor, x: Tensor, ranges: Sequence[range]) -> None:
+    """Add x, whose first axis has the tokens of all ranges, to these ranges of `total`."""
+    for tokens, part in zip(ranges, x.split(list(map(len, ranges))), strict=True):
+        total[range_to_slice(tokens)] += part
+
+
+def range_to_slice(tokens: range) -> slice:
+    """The slice that selects the same indices."""
+    return slice(tokens.start, tokens.stop, tokens.step)
 
 
 # --- Batches of equally shaped blocks -------------------------------------------------------------
