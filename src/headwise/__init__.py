@@ -42,32 +42,29 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .attention.op_trace import walk
     from .attention.parts import REGISTRY
     from .attention.parts.collaborative import Collaborative, convert_to_collaborative
-    from .attention.parts.continuous_bias import ContinuousBias
     from .attention.parts.differential import Differential, DifferentialV2
-    from .attention.parts.dot_product import Dot
+    from .attention.parts.dot_product import Additive, Dot, Gaussian, Softcap
     from .attention.parts.dynamic_composition import Dynamic
     from .attention.parts.entmax import Entmax
     from .attention.parts.feature_map import FeatureMap, Sum
-    from .attention.parts.gated_attention import HeadGate, OutputGate
-    from .attention.parts.hard_concrete_gate import Concrete
-    from .attention.parts.knocking_heads import Knocking
+    from .attention.parts.gated_attention import Concrete, HeadGate, OutputGate
     from .attention.parts.latent_attention import Latent, convert_to_latent
     from .attention.parts.linear_projection import Direct, Values
-    from .attention.parts.mean_attention import Average
     from .attention.parts.merges import Concat, SumHeads
     from .attention.parts.mixture_of_heads import Routed, convert_to_mixture_of_heads
     from .attention.parts.overlapping_heads import Overlapping
-    from .attention.parts.pairwise_similarity import Additive, Gaussian
-    from .attention.parts.relative_position_bias import Alibi, T5Bias
+    from .attention.parts.relative_position_bias import (
+        Alibi,
+        ContinuousBias,
+        Shaw,
+        ShawValues,
+        T5Bias,
+    )
     from .attention.parts.rms_norms import HeadNorm, QKNorm
     from .attention.parts.rotary_embedding import NTK, PI, Llama3, Plain, Rotary, YaRN
-    from .attention.parts.shaw_relative_position import Shaw, ShawValues
-    from .attention.parts.sigmoid import Sigmoid
-    from .attention.parts.softcap import Softcap
-    from .attention.parts.softmax import SinkSoftmax, Softmax
-    from .attention.parts.synthesizer import Learned
-    from .attention.parts.talking_heads import TalkingHeads
-    from .attention.parts.weight_dropout import WeightDropout
+    from .attention.parts.softmax import Sigmoid, SinkSoftmax, Softmax, WeightDropout
+    from .attention.parts.synthesizer import Average, Learned
+    from .attention.parts.talking_heads import Knocking, TalkingHeads
     from .attention.position_embeddings import LearnedPositions, SinusoidalPositions
     from .attention.presets import PRESETS, design, from_json, from_toml
     from .attention.spec.attention_spec import AttentionSpec

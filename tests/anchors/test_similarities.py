@@ -13,7 +13,7 @@ from torch import nn
 
 import headwise as hw
 from headwise import costs
-from headwise.attention.parts import pairwise_similarity
+from headwise.attention.parts import dot_product
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 
@@ -148,7 +148,7 @@ def test_blocks_of_additive_queries_are_one_pass(numbers, monkeypatch):
     layer = cases.layer(base(similarity=hw.Additive(), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
-    monkeypatch.setattr(pairwise_similarity, "MAX_PAIR_NUMEL", numbers)
+    monkeypatch.setattr(dot_product, "MAX_PAIR_NUMEL", numbers)
     check_close(layer(x), expected)
 
 
@@ -267,7 +267,7 @@ def test_blocks_of_gaussian_queries_are_one_pass(numbers, monkeypatch):
     layer = cases.layer(base(similarity=hw.Gaussian(width=1.3), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
-    monkeypatch.setattr(pairwise_similarity, "MAX_PAIR_NUMEL", numbers)
+    monkeypatch.setattr(dot_product, "MAX_PAIR_NUMEL", numbers)
     check_close(layer(x), expected)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import headwise as hw
 from headwise.attention import reference
-from headwise.kernels.takeover_points import assume_points, current_points
+from headwise.kernels.capabilities import assume_points, current_points
 
 SPEC = hw.design(model=24, heads=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
 

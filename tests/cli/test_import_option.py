@@ -13,7 +13,7 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.attention.interfaces import external_parts
+from headwise.attention.interfaces import part
 from headwise.attention.interfaces.part import find_class
 from headwise.models.model_spec import (
     BlockSpec,
@@ -73,7 +73,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     base = tmp_path_factory.mktemp("own")
     with forget_parts():
-        external_parts.import_part_file(write_part(base))
+        part.import_part_file(write_part(base))
         net = hw.build(own_model(), seed=0)
         net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
         hw.save(net, base / "model")
@@ -120,7 +120,7 @@ def test_every_command_imports_each_file_before_it_works(
         if len(imported) == 2:
             raise hw.SpecError("imported")
 
-    monkeypatch.setattr(external_parts, "import_part_file", stop_at_the_second)
+    monkeypatch.setattr(part, "import_part_file", stop_at_the_second)
     code, out, err = run(capsys, *minimal(verb), "--import", "a.py", "--import", "b.py")
     assert (code, out, err) == (2, "", "headwise: imported\n")
     assert imported == ["a.py", "b.py"]

@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 import headwise as hw
-from headwise.attention.interfaces.axis_layout import AxisLayout
+from headwise.attention.interfaces.core_types import AxisLayout
 from headwise.models import model_spec as bp
 from headwise.models.families import WEIGHT_NAMES, WRITERS, get_weight_names, write_config
 from headwise.models.families.weight_names import CheckpointPlan, TensorLocation, make_pieces

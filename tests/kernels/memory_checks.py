@@ -23,12 +23,12 @@ from headwise.kernels import (
     PagedDecodeOptions,
     attend_paged,
     head_mixing,
+    linear,
     multiply_small_batch,
     row_normalisers,
-    small_batch_ops,
 )
 from headwise.kernels.flash_attention import attend_key_ranges
-from headwise.kernels.kernel_args import matrix_table
+from headwise.kernels.launch import matrix_table
 
 # --- Guard pages ----------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ CALLS: list[tuple[Callable[[Place, torch.dtype], None], tuple[torch.dtype, ...]]
 def multiply_tokens(num_tokens: int, x: Tensor, y: Tensor) -> None:
     """Multiply a number of tokens with a row of ones, whatever the shapes of `x` and `y` are."""
     matrix = torch.ones(1, 16)
-    args = small_batch_ops.GemvArgs.make(
+    args = linear.GemvArgs.make(
         num_items=1,
         scratch=torch.empty(20 * 16 * 4, dtype=torch.uint8),
         scratch_bytes=20 * 16 * 4,
@@ -289,7 +289,7 @@ def multiply_tokens(num_tokens: int, x: Tensor, y: Tensor) -> None:
         matrices=matrix_table([matrix]),
     )
     args.tensors += [matrix]
-    small_batch_ops.GEMV_KERNELS.run("gemv", x.dtype, args, 1)
+    linear.GEMV_KERNELS.run("gemv", x.dtype, args, 1)
 
 
 def read_behind_end(place: Place) -> None:

@@ -18,8 +18,8 @@ from headwise.kernels import (
     flash_attention,
     multiply_small_batch,
 )
-from headwise.kernels.autograd_guards import can_skip_dispatcher
 from headwise.kernels.flash_attention import WorkItems, gathered_attention
+from headwise.kernels.operand_checks import can_skip_dispatcher
 from support.layer_cases import check_close
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])

@@ -205,7 +205,7 @@ from types import SimpleNamespace
 os.environ["HEADWISE_KERNELS"] = "auto"
 import torch
 from headwise.kernels.compilation import STATE
-from headwise.kernels.small_batch_ops import GEMV_KERNELS, multiply_small_batch
+from headwise.kernels.linear import GEMV_KERNELS, multiply_small_batch
 def check():
     assert multiply_small_batch(torch.ones(1, 16), [torch.ones(1, 16)]).tolist() == [[16.0]]
     assert [str(w.message) for w in caught] == [{NO_CACHE_WARNING!r}], [str(w.message) for w in caught]
@@ -263,7 +263,7 @@ import os, sys
 from pathlib import Path
 import numba
 import torch
-from headwise.kernels.small_batch_ops import GEMV_KERNELS, multiply_small_batch
+from headwise.kernels.linear import GEMV_KERNELS, multiply_small_batch
 
 def scale():  # in a fork that has imported everything but kernels
     child = os.fork()

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.kernels import linear as linear_ops, multiply_small_batch, small_batch_ops
-from headwise.kernels.linear import linear, linear_many, uses_gemv_kernel
-from headwise.kernels.small_batch_ops import GEMV_STEP
+from headwise.kernels import linear as linear_ops, multiply_small_batch
+from headwise.kernels.linear import GEMV_STEP, linear, linear_many, uses_gemv_kernel
 from headwise.models.feed_forward import FeedForward
 from headwise.models.model_spec import FeedForwardSpec
 from support import takeover
@@ -76,7 +75,7 @@ def test_tokens_are_multiplied_in_passes_that_leave_no_trace():
     """Packed tokens fill half of the second-level cache; more of them are multiplied in several
     passes.
     """
-    count = 2 * small_batch_ops._tokens_per_pass(4096) + 3
+    count = 2 * linear_ops._tokens_per_pass(4096) + 3
     x, w = random_tensor(0, count, 4096), random_tensor(1, 9, 4096)
     together = multiply_small_batch(x, [w])
     check_product(together, x, [w], EPS[torch.float32])

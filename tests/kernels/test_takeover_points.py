@@ -10,14 +10,14 @@ import torch
 
 import headwise as hw
 from headwise.attention.backends import CallSignature, CoreDispatch, make_dispatch
-from headwise.kernels.capabilities import MACHINE_CLASSES
-from headwise.kernels.linear import linear, uses_gemv_kernel
-from headwise.kernels.takeover_points import (
+from headwise.kernels.capabilities import (
     FROM_ANY_CLASS,
+    MACHINE_CLASSES,
     MEASURED_ON,
     assume_points,
     points_of_class,
 )
+from headwise.kernels.linear import linear, uses_gemv_kernel
 from support.layer_cases import check_close
 
 PLAIN = hw.design(model=64, heads=4, pattern="causal")

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import headwise as hw
-from headwise.attention.interfaces import external_parts
+from headwise.attention.interfaces import part
 from headwise.attention.interfaces.part import REGISTRY
 
 TEMPERATURE = '''
 """A temperature for every head."""
 
 from headwise.attention.interfaces import ScoreStep
-from headwise.attention.interfaces.axis_layout import AxisLayout
+from headwise.attention.interfaces.core_types import AxisLayout
 from headwise.attention.interfaces.core_types import Param
 from headwise.attention.interfaces.part import part
 from headwise.attention.parts.initialisers import zeros_init
@@ -58,4 +58,4 @@ def forget_parts() -> Iterator[None]:
         for name in added:
             vars(hw).pop(name, None)
         sys.path[:] = paths
-        external_parts.IMPORTED_FILES.clear()
+        part.IMPORTED_FILES.clear()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headwise.kernels.takeover_points import assume_points, current_points
+from headwise.kernels.capabilities import assume_points, current_points
 
 
 def least(name: str) -> int:

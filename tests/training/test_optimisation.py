@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.attention.interfaces.axis_layout import AxisLayout
-from headwise.attention.interfaces.core_types import AuxLosses
+from headwise.attention.interfaces.core_types import AuxLosses, AxisLayout
 from headwise.models.model_spec import WeightSpec
 from headwise.training import Recipe, optimisers, recipe as recipes, train_step
 from headwise.training.data import IGNORE_INDEX, Batch

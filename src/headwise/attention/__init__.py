@@ -7,7 +7,6 @@ core. In reading order:
 - `attention`: the layer; it owns the parameters of a spec and runs the steps of attention in order.
 - `attention_call`: checks, completes and plans one call, and asks `backends` which one runs.
 - `bound_parts`: the parts of a layer with their weights.
-- `parallel_context`: the hook for tensor and context parallelism.
 - `composite_attention`: layers that combine several; `multihead_attention`: layers that are called
   as torch's and other
   well-known ones; `tensor_attention`: attention over tensors in hand.

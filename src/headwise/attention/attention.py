@@ -62,9 +62,15 @@ from .cache import (
     make_cache,
 )
 from .interfaces import Mix
-from .interfaces.core_types import PartParams, Probe, QueryContext
+from .interfaces.core_types import (
+    NO_CONTEXT,
+    SINGLE_PROCESS,
+    HasParallelContext,
+    PartParams,
+    Probe,
+    QueryContext,
+)
 from .masking.sequence_info import AttentionMask, SequenceInfo
-from .parallel_context import NO_CONTEXT, SINGLE_PROCESS, HasParallelContext
 from .spec.attention_spec import AttentionSpec
 
 NO_STATE: Mapping[str, Tensor] = {}

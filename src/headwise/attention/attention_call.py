@@ -13,15 +13,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.autograd_guards import is_under_functorch
+from ..kernels.operand_checks import is_under_functorch
 from . import backends
 from .backends import CallSignature, CoreDispatch, HeadGroupDispatch, PackedDispatch, varlen
 from .cache import HeadGroupCache, KVCache, PagedCache, ProjectedSource
 from .interfaces import Project
-from .interfaces.core_types import Phase, Probe
+from .interfaces.core_types import ParallelContext, Phase, Probe
 from .masking.patterns import Full
 from .masking.sequence_info import SequenceInfo
-from .parallel_context import ParallelContext
 from .spec.attention_spec import AttentionSpec
 
 NO_PROBE = Probe()

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..util.errors import SpecError
-from .interfaces.axis_layout import AxisLayout
-from .interfaces.core_types import Phase
+from .interfaces.core_types import AxisLayout, Phase
 from .masking.patterns import Pattern, select_heads as select_pattern_heads
 from .spec.attention_spec import SLOTS, AttentionSpec
 from .spec.heads import Heads

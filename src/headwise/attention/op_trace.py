@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..kernels.takeover_points import assume_points, points_of_class
+from ..kernels.capabilities import assume_points, points_of_class
 from ..util.errors import pluralise
 from .attention import Attention
 from .bound_parts import BoundParts, QKTransforms

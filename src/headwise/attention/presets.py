@@ -14,28 +14,25 @@ from .interfaces import Merge, Modifier, Part, Project
 from .interfaces.part import field_defaults
 from .masking.patterns import Full, PerHead, parse_pattern
 from .parts.collaborative import Collaborative
-from .parts.continuous_bias import ContinuousBias
 from .parts.differential import Differential, DifferentialV2
 from .parts.dot_product import Dot
 from .parts.dynamic_composition import Dynamic
 from .parts.entmax import Entmax
 from .parts.feature_map import FeatureMap, Sum
-from .parts.hard_concrete_gate import Concrete
-from .parts.knocking_heads import Knocking
+from .parts.gated_attention import Concrete
 from .parts.latent_attention import Latent
 from .parts.linear_projection import Direct, Values
-from .parts.mean_attention import Average
 from .parts.merges import Concat
 from .parts.mixture_of_heads import Routed
 from .parts.overlapping_heads import Overlapping
+from .parts.relative_position_bias import ContinuousBias
 from .parts.rms_norms import QKNorm
 from .parts.rotary_embedding import Rotary
-from .parts.softmax import Softmax
-from .parts.talking_heads import TalkingHeads
-from .parts.weight_dropout import WeightDropout
-from .spec.attention_spec import AttentionSpec
+from .parts.softmax import Softmax, WeightDropout
+from .parts.synthesizer import Average
+from .parts.talking_heads import Knocking, TalkingHeads
+from .spec.attention_spec import AttentionSpec, from_json as _from_json, from_toml as _from_toml
 from .spec.heads import Heads
-from .spec.reader import from_json as _from_json, from_toml as _from_toml
 
 # The parts of a spec that does not choose others.
 DEFAULT_CHOICES: dict[str, Any] = {

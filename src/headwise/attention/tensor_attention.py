@@ -11,7 +11,7 @@ from typing import NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..kernels.autograd_guards import is_under_functorch
+from ..kernels.operand_checks import is_under_functorch
 from ..util.errors import suggest
 from . import backends
 from .backends import CallSignature, CoreDispatch, CoreInputs, CoreSteps

@@ -158,7 +158,7 @@ def resolve_target(
 
     `sizes` apply to presets only. `changes` apply to the spec or model as plain values.
     """
-    from ..attention.spec import reader, serialization
+    from ..attention.spec import attention_spec, serialization
     from ..attention.spec.attention_spec import AttentionSpec
     from ..models import model_spec
 
@@ -170,7 +170,7 @@ def resolve_target(
     table = serialization.to_dict(target) if is_layer else model_spec.to_dict(target)
     for change in changes:
         _apply_change(table, change)
-    return reader.from_dict(table) if is_layer else model_spec.from_dict(table)
+    return attention_spec.from_dict(table) if is_layer else model_spec.from_dict(table)
 
 
 def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSpec:

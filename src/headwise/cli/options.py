@@ -362,7 +362,7 @@ class CommandParser(argparse.ArgumentParser):
                 setattr(parsed, name, tuple(value))
         for name in vars(parsed).pop(PART_FILES, []):
             from ..attention import parts  # noqa: F401 - registers headwise's own parts first, so that their names are taken
-            from ..attention.interfaces.external_parts import import_part_file
+            from ..attention.interfaces.part import import_part_file
 
             import_part_file(name)
         return parsed, unknown

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ..attention.interfaces import Mix, Modifier, Part
-from ..attention.interfaces.axis_layout import AxisLayout
-from ..attention.interfaces.core_types import CallSize, CoreShape, Phase
+from ..attention.interfaces.core_types import AxisLayout, CallSize, CoreShape, Phase
 from ..attention.masking.patterns import Pattern, PerHead, head_pattern
 from ..attention.spec.attention_spec import AttentionSpec
 from .symbolic_int import SymbolicInt, formula, formula_as_factor, name_size, name_sizes

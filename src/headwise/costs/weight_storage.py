@@ -36,7 +36,7 @@ FP8 = "fp8"
 class WeightStorage:
     """Formats of weights: `dtype`, and that of the matrices which `quantization` covers.
 
-    >>> from headwise.attention.interfaces.axis_layout import AxisLayout
+    >>> from headwise.attention.interfaces.core_types import AxisLayout
     >>> up = WeightSpec(
     ...     "decoder.0.feed.up", AxisLayout.parse("hidden model"), {"hidden": 256, "model": 128}
     ... )

@@ -2,14 +2,11 @@
 
 `docs/backends.md` explains how a kernel is written, with a complete example. The foundation:
 
-- `kernel_args`: argument records, the interface between an operation and its kernel
-- `launch`, `jit`, `compilation`: sets of kernels, threads and work items; compilation, and when it
-  happens
+- `launch`, `jit`, `compilation`: argument records, the interface between an operation and its
+  kernel; sets of kernels, threads and work items; compilation, and when it happens
 - `simd`: vectors of 16 numbers, loads and stores
 - `operand_checks`: the axes and dtypes of an operation's tensors, checked before their addresses
-  are taken
-- `gemm_kernel`: the micro-kernel of all matrix products
-- `autograd_guards`: checks for autograd, torch.func and torch.compile
+  are taken, and whether autograd, torch.func or torch.compile watch the call
 
 The operations and their kernels:
 
@@ -20,15 +17,14 @@ The operations and their kernels:
   paged KV cache, with shared prefixes read once
 - `row_normalisers`, `row_normaliser_kernels`: masked softmax and entmax over rows of scores
 - `head_mixing`, `head_mixing_kernel`: dynamically composed attention heads (2405.08553)
-- `small_batch_ops`, `small_batch_kernels`: products of a few tokens with matrices; `linear` chooses
-  between them and torch
+- `linear`, `small_batch_kernels`: products of a few tokens with matrices, or torch's
 - `counter_rng`: random numbers addressed by seed and counter, the same on every machine
 
-The processor: `capabilities`, its class, usable cores and memory; `takeover_points`, the sizes from
-which each path is faster.
+The processor: `capabilities`, its class, usable cores and memory, and the sizes from which each
+path is faster.
 """
 
+from .linear import multiply_small_batch
 from .paged_decode import PagedDecodeOptions, attend_paged, attend_paged_reference
-from .small_batch_ops import multiply_small_batch
 
 __all__ = ["PagedDecodeOptions", "attend_paged", "attend_paged_reference", "multiply_small_batch"]

@@ -1,4 +1,10 @@
-"""The processor of this machine, its class, the cores that may be used, and its memory."""
+"""The processor of this machine, its class, the cores that may be used, and its memory.
+
+Take-over points are sizes from which (or up to which) headwise's path is faster than torch's. They
+were measured on one processor of each class. On a class without a size, torch's path runs at every
+size: a kernel that was not timed there is not preferred. Paths that run torch's own operations on
+fewer numbers have one size for all classes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,3 +105,143 @@ def _read_text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+NEVER = math.inf  # of a size from which
+ALWAYS = math.inf  # of a size up to which
+MEASURED_ON = {
+    "x86-avx512-bf16": "AMD EPYC (Zen 5), 2 cores, 32 MiB of L3 cache, AVX-512 bf16",
+    "x86-avx512": "Intel Xeon with AVX-512 and VNNI without bf16, 2 cores",
+    "x86-amx": "Intel Xeon (Emerald Rapids), 2 cores, 2 MiB of L2 cache each, AMX",
+}
+# Sizes on these three classes; None was not measured. They count keys, bytes of weights (gemv: one
+# token, gemm: several), bytes of keys and values (ragged), and parameters (bf16_training).
+FROM: dict[str, tuple[float | None, ...]] = {
+    "block_sparse": (370, 370, 460),
+    "linear": (266, 266, 136),
+    "flash_cpu": (64, None, 128),
+    "flash_cpu_full": (64, None, NEVER),  # where no pair is masked
+    "routed": (1024, None, 750),
+    "bf16_matmul": (0, NEVER, NEVER),
+    "ragged_float32": (8388608, None, 12582912),
+    "ragged_bfloat16": (2097152, None, 8388608),
+    "gemv_float32": (1572864, NEVER, NEVER),
+    "gemv_bfloat16": (65536, NEVER, 65536),
+    "gemm_float32": (262144, NEVER, 4194304),
+    "gemm_bfloat16": (65536, NEVER, 65536),
+    "bf16_training": (0, NEVER, 0),
+}
+UP_TO: dict[str, tuple[float | None, ...]] = {  # keys, and tokens of a product (gemm_tokens)
+    "bf16_matmul_gradients": (ALWAYS, 0, 327),
+    "gemm_tokens_float32": (32768, 0, 64),
+    "gemm_tokens_bfloat16": (4, 0, 4),
+}
+FROM_ANY_CLASS = {"block_sparse": 370.0, "linear": 266.0}
+ONE_THREAD: dict[str, dict[str, float]] = {  # where one thread has another size
+    "x86-avx512-bf16": {"gemv_float32": 4194304},
+    "x86-amx": {
+        "block_sparse": 344,
+        "routed": 539,
+        "bf16_matmul_gradients": 604,
+        "ragged_float32": 7672592,
+        "ragged_bfloat16": 4960784,
+    },
+}
+UP_TO_POINTS = tuple(UP_TO)
+
+
+@dataclass(frozen=True)
+class TakeoverPoints:
+    """The sizes that apply; those that were not measured on this class keep torch's path."""
+
+    machine_class: str
+    sizes: Mapping[str, float]
+    measured: frozenset[str]
+
+    def with_sizes(self, **sizes: float) -> TakeoverPoints:
+        """The points with other sizes, as if they had been measured."""
+        measured = self.measured | frozenset(sizes)
+        return replace(self, sizes=dict(self.sizes) | sizes, measured=measured)
+
+    @property
+    def data(self) -> dict[str, object]:
+        """Class, processor and sizes as plain values; null is infinity."""
+        sizes = {name: None if size == math.inf else size for name, size in self.sizes.items()}
+        measured_on = MEASURED_ON.get(self.machine_class)
+        return {"class": self.machine_class, "measured_on": measured_on, "sizes": sizes}
+
+
+def points_of_class(machine_class: str, threads: int | None = None) -> TakeoverPoints:
+    """The points of a class of processors.
+
+    >>> points_of_class("other").sizes["flash_cpu"], points_of_class("x86-amx").sizes["flash_cpu"]
+    (inf, 128)
+    """
+    measured = dict(FROM_ANY_CLASS)
+    if machine_class in MEASURED_ON:
+        column = list(MEASURED_ON).index(machine_class)
+        for name, by_class in (FROM | UP_TO).items():
+            size = by_class[column]
+            if size is not None:
+                measured[name] = size
+    if threads == 1:
+        measured |= ONE_THREAD.get(machine_class, {})
+    unmeasured = dict.fromkeys(FROM, NEVER) | dict.fromkeys(UP_TO, 0.0)
+    return TakeoverPoints(machine_class, unmeasured | measured, frozenset(measured))
+
+
+class _CurrentPoints:
+    """The points of this process by torch's number of threads, or those that a context assumes."""
+
+    def __init__(self) -> None:
+        self.by_threads: dict[int, TakeoverPoints] = {}
+        self.assumed: TakeoverPoints | None = None
+
+
+_CURRENT = _CurrentPoints()
+
+
+def current_points() -> TakeoverPoints:
+    """The points that apply now."""
+    if _CURRENT.assumed is not None:
+        return _CURRENT.assumed
+    threads = torch.get_num_threads()
+    if threads not in _CURRENT.by_threads:
+        named = os.environ.get("HEADWISE_MACHINE_CLASS")  # tests choose alike on every machine
+        points = points_of_class(named or this_machine().machine_class, None if named else threads)
+        _CURRENT.by_threads[threads] = points
+    return _CURRENT.by_threads[threads]
+
+
+def takeover_size(name: str) -> float:
+    """The size of one point. A compiled graph keeps the sizes that it was traced with."""
+    return current_points().sizes[name]
+
+
+takeover_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
+
+
+@contextmanager
+def assume_points(points: TakeoverPoints) -> Iterator[None]:
+    """Let choices go by these points inside the context, in all threads.
+
+    >>> with assume_points(points_of_class("x86-avx2")):
+    ...     takeover_size("bf16_matmul")
+    inf
+    """
+    previous = _CURRENT.assumed
+    _CURRENT.assumed = points
+    try:
+        yield
+    finally:
+        _CURRENT.assumed = previous
+
+
+def machine_notes() -> list[str]:
+    """The processor and its class, and where the take-over points come from."""
+    machine = this_machine()
+    points = current_points()
+    source = MEASURED_ON.get(points.machine_class)
+    text = f"take-over points of {points.machine_class}: "
+    text += f"measured on {source}" if source else "not measured; torch's path runs"
+    return [f"machine: {machine.processor} ({machine.machine_class})", text]

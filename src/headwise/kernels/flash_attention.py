@@ -28,10 +28,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
-from .kernel_args import ParallelKernelArgs, TensorArg
-from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, round_up_to_simd
-from .operand_checks import check_flash_operands
+from .launch import (
+    COMPUTE_DTYPES,
+    SIMD_WIDTH,
+    ParallelKernelArgs,
+    ParallelKernelSet,
+    TensorArg,
+    round_up_to_simd,
+)
+from .operand_checks import NO_DOUBLE_BACKWARD_REMEDY, check_flash_operands, forbid_double_backward
 
 QUERIES_PER_CHUNK = 128
 

@@ -23,10 +23,23 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
-from .kernel_args import ParallelKernelArgs, TensorArg
-from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, pad_to_simd, unpad
-from .operand_checks import FLOAT, OperandChecks, check_indices, refuse_operands
+from .launch import (
+    COMPUTE_DTYPES,
+    SIMD_WIDTH,
+    ParallelKernelArgs,
+    ParallelKernelSet,
+    TensorArg,
+    pad_to_simd,
+    unpad,
+)
+from .operand_checks import (
+    FLOAT,
+    NO_DOUBLE_BACKWARD_REMEDY,
+    OperandChecks,
+    check_indices,
+    forbid_double_backward,
+    refuse_operands,
+)
 
 KEY_TILE_SIZE = 64
 

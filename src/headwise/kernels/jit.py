@@ -29,7 +29,7 @@ from numba.core.typing.templates import AttributeTemplate, infer_getattr
 
 from .capabilities import user_cache_folder
 from .compilation import STATE
-from .kernel_args import WORD_BYTES, KernelArgs
+from .launch import WORD_BYTES, KernelArgs
 from .simd import INT64, fetch_and_increment, intrinsic, ints, memory_pointer, storage_type
 
 # --- Pointers to argument records -----------------------------------------------------------------

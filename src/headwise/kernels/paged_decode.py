@@ -26,10 +26,23 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import launch
-from .autograd_guards import can_skip_dispatcher, is_under_functorch
-from .kernel_args import WORD_BYTES, ParallelKernelArgs, TensorArg
-from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, pad_to_simd, round_up_to_simd
-from .operand_checks import OperandChecks, check_groups, refuse_operands
+from .launch import (
+    CACHE_LINE_BYTES,
+    SIMD_WIDTH,
+    WORD_BYTES,
+    KernelSet,
+    ParallelKernelArgs,
+    TensorArg,
+    pad_to_simd,
+    round_up_to_simd,
+)
+from .operand_checks import (
+    OperandChecks,
+    can_skip_dispatcher,
+    check_groups,
+    is_under_functorch,
+    refuse_operands,
+)
 
 KV_BLOCK_SIZE = 64
 KV_SPLIT_SIZE = 256  # keys per block; keys per split, the unit of work of a thread

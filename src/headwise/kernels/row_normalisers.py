@@ -19,10 +19,22 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
-from .kernel_args import ParallelKernelArgs, TensorArg
-from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, pad_to_simd, unpad
-from .operand_checks import FLOAT, OperandChecks, refuse_operands
+from .launch import (
+    COMPUTE_DTYPES,
+    SIMD_WIDTH,
+    ParallelKernelArgs,
+    ParallelKernelSet,
+    TensorArg,
+    pad_to_simd,
+    unpad,
+)
+from .operand_checks import (
+    FLOAT,
+    NO_DOUBLE_BACKWARD_REMEDY,
+    OperandChecks,
+    forbid_double_backward,
+    refuse_operands,
+)
 
 ROWS_PER_ITEM = 8  # rows per work item
 NUM_ROW_LISTS = 5  # lists in a scratch buffer: row, candidates, slopes, gradients, key indices

@@ -1,4 +1,4 @@
-"""Kernel of `small_batch_ops`: products of a few tokens with matrices.
+"""Kernel of `linear`: products of a few tokens with matrices.
 
     run_gemv                    y[m, n] = sum_k x[m, k] W[n, k]
 
@@ -18,6 +18,7 @@ from numba import extending, njit
 from .capabilities import this_machine
 from .jit import args_field_address
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
+from .linear import GEMV_STEP, GEMV_TILE_SIZE
 from .simd import (
     address_of,
     fetch_and_increment,
@@ -34,7 +35,6 @@ from .simd import (
     stored,
     vec,
 )
-from .small_batch_ops import GEMV_STEP, GEMV_TILE_SIZE
 
 GEMV_PREFETCH_BYTES = 8192  # prefetch distance ahead of the current tile
 # Each matrix is read once a pass, so that on AMD's processors its lines need not pass through the

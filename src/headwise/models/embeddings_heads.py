@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attention.interfaces.core_types import HasParallelContext
 from ..attention.masking.sequence_info import SequenceInfo
-from ..attention.parallel_context import HasParallelContext
 from ..attention.position_embeddings import sinusoidal_table
 from ..kernels.counter_rng import dropout
 from ..kernels.linear import linear

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.parallel_context import HasParallelContext
+from ..attention.interfaces.core_types import HasParallelContext
 from ..attention.parts.initialisers import (
     normal_with_std,
     uniform_within,

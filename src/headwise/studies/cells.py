@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..attention.interfaces.part_types import Modifier
 from ..attention.presets import design
-from ..attention.spec import reader, serialization
+from ..attention.spec import attention_spec, serialization
 from ..attention.spec.attention_spec import SLOTS, AttentionSpec
 from ..costs import cache_bytes, count_parameters
 from ..costs.size_matching import SizeMatch, list_sizes, match_size
@@ -426,7 +426,7 @@ def _set_fields(spec: AttentionSpec, fields: Mapping[str, Any], name: str) -> At
                 f"the variant {name!r} sets {path}, but its spec has no {'.'.join(parents)}"
             )
         target[last] = value
-    return reader.from_dict(table)
+    return attention_spec.from_dict(table)
 
 
 def _read_spec(path: Path) -> AttentionSpec:

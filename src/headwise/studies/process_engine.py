@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 from torch import nn
 
-from ..attention.interfaces.external_parts import import_part_file, imported_part_files
+from ..attention.interfaces.part import import_part_file, imported_part_files
 from ..kernels.capabilities import this_machine
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.head_measurement import (

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.attention.interfaces.external_parts import (
+from headwise.attention.interfaces.part import (
+    REGISTRY,
+    find_class,
     find_external_parts,
     import_part_file,
     imported_part_files,
 )
-from headwise.attention.interfaces.part import REGISTRY, find_class
 from headwise.models.model_spec import (
     BlockSpec,
     EmbeddingSpec,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import headwise as hw
-from headwise.attention.spec import attention_spec, reader, serialization
+from headwise.attention.spec import attention_spec, serialization
 from support.spec_strategies import base, examples, heads, modifier_lists, patterns, specs
 
 EXAMPLES = examples()
@@ -24,7 +24,7 @@ def check_comes_back(spec: hw.AttentionSpec) -> None:
     and JSON are two spellings of one dictionary, made of plain values only.
     """
     result, toml, text = serialization.to_dict(spec), hw.to_toml(spec), hw.to_json(spec)
-    assert reader.from_dict(result) == hw.from_toml(toml) == hw.from_json(text) == spec
+    assert attention_spec.from_dict(result) == hw.from_toml(toml) == hw.from_json(text) == spec
     assert tomllib.loads(toml) == json.loads(text) == result
     assert hw.to_toml(hw.from_toml(toml)) == toml
     evaluated = eval(repr(spec), vars(hw))
@@ -145,7 +145,7 @@ def test_without_defaults_every_slot_is_required():
     with pytest.raises(
         hw.SpecError, match="the spec lacks project, similarity, pattern, normaliser, merge"
     ):
-        reader.from_dict(options)
+        attention_spec.from_dict(options)
 
 
 def test_values_that_look_alike_stay_apart():

@@ -13,8 +13,7 @@ import torch
 import headwise as hw
 from headwise.attention.backends import BACKENDS
 from headwise.attention.interfaces import Part, ScoreStep
-from headwise.attention.interfaces.axis_layout import AxisLayout
-from headwise.attention.interfaces.core_types import Param
+from headwise.attention.interfaces.core_types import AxisLayout, Param
 from headwise.attention.interfaces.part import part
 from headwise.attention.parts.initialisers import zeros_init
 from headwise.costs.part_checks.contract import CHECKS, CheckResult, measure_error

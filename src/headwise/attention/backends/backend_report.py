@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from ...kernels.capabilities import this_machine
+from ...kernels.capabilities import current_points, machine_notes, this_machine
 from ...kernels.launch import kernel_problem
-from ...kernels.takeover_points import current_points, machine_notes
 from ...report.text import pad, text_width, wrap
 from ...util.errors import suggest
 from .. import backends

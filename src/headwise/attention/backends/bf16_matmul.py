@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
+from ...kernels.operand_checks import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ...kernels.autograd_guards import (
+from ...kernels.operand_checks import (
     NO_DOUBLE_BACKWARD_REMEDY,
     forbid_double_backward,
     is_under_functorch,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ...kernels.capabilities import current_points, takeover_size
 from ...kernels.launch import kernel_problem
-from ...kernels.takeover_points import current_points, takeover_size
 from ..interfaces import (
     Mix,
     Normaliser,

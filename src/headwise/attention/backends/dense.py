@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.autograd_guards import is_under_functorch
+from ...kernels.operand_checks import is_under_functorch
 from ..interfaces.core_types import Probe
 from ..masking.sequence_info import AttentionMask
 from .core_interface import (

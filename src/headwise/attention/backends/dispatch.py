@@ -26,7 +26,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...kernels.takeover_points import UP_TO_POINTS, TakeoverPoints, current_points, takeover_size
+from ...kernels.capabilities import UP_TO_POINTS, TakeoverPoints, current_points, takeover_size
 from ...util.errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize, CoreShape, Probe
 from ..masking.patterns import Causal, Full, Pattern, PerHead, count_pairs_by_head

@@ -16,8 +16,7 @@ from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.dot_product import Dot
-from ..parts.softmax import Softmax
-from ..parts.weight_dropout import WeightDropout
+from ..parts.softmax import Softmax, WeightDropout
 from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
 
 FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block size of its kernels, for tests

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...kernels import PagedDecodeOptions, attend_paged
-from ...kernels.takeover_points import takeover_size
+from ...kernels.capabilities import takeover_size
 from ..interfaces import ScoreStep
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.sequence_info import AttentionMask
+from ..parts.dot_product import Softcap
 from ..parts.linear_projection import Direct
-from ..parts.softcap import Softcap
 from ..spec.attention_spec import AttentionSpec
 from . import sdpa
 from .core_interface import (

@@ -14,8 +14,7 @@ from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full, PerHead
 from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import Dot
-from ..parts.softmax import SinkSoftmax, Softmax
-from ..parts.weight_dropout import WeightDropout
+from ..parts.softmax import SinkSoftmax, Softmax, WeightDropout
 from .core_interface import (
     CallSignature,
     CoreInputs,

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.autograd_guards import is_under_functorch
+from ...kernels.operand_checks import is_under_functorch
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from .core_interface import CoreInputs, CoreSteps
 

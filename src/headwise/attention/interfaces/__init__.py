@@ -2,15 +2,13 @@
 
 In reading order:
 
-- `part`: `Part`, the base class with the methods that every part may override, and the registry of
-  parts by class name, so that specs can be written as text;
-- `external_parts`: import files with parts of the user, and record which of them a saved model
-  needs;
+- `part`: `Part`, the base class with the methods that every part may override, the registry of
+  parts by class name, so that specs can be written as text, and parts in files of the user;
 - `part_types`: the base classes of the slots that a spec fills once (project, similarity,
   normaliser, merge; patterns
   live in `headwise.attention.masking`), and of the optional modifiers, one per phase of the computation;
-- `core_types`: the values that parts, the layer, probes and backends exchange;
-- `axis_layout`: names for the axes of a tensor, such as ``"(q dim) model"``.
+- `core_types`: the values that parts, the layer, probes and backends exchange; names for the axes
+  of a tensor, such as ``"(q dim) model"``; the division of a layer over processes.
 """
 
 from .part import Part, RecurrentPart

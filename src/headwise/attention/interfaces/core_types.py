@@ -10,17 +10,28 @@ computes one score per (query, key) pair. A row of weights (R) is one head's att
 any mixing of heads; it is multiplied with one value head. An output head (O) is what the merge
 receives; some output steps combine several rows into one output head, as differential attention
 does with two.
+
+An `AxisLayout` names every axis of a tensor. ``"(q dim) model"`` is a matrix whose rows are q heads
+of dim channels each; ``"q [nope|rope] rank"`` concatenates two axes into one. Code that prunes,
+groups, counts, shards or checks weights reads their layouts, so it needs no knowledge of particular
+layers.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from ...util.errors import suggest
-from .axis_layout import AxisLayout
+from torch import Tensor
+
+from ...util.errors import SpecError, suggest
+from ..masking.sequence_info import SequenceInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -348,3 +359,157 @@ class Probe:
             return tensor
         changed = self.callback(point, tensor)
         return tensor if changed is None else changed
+
+
+_TOKEN_PATTERN = re.compile(r"\(|\)|\[[a-z_0-9|]+\]|[a-z_][a-z_0-9]*|\S")
+_AXIS_PATTERN = re.compile(r"[a-z_][a-z_0-9]*(\|[a-z_][a-z_0-9]*)*")
+
+
+@dataclass(frozen=True)
+class AxisLayout:
+    """The axes of each dimension of a tensor; one dimension may hold several axes.
+
+    >>> layout = AxisLayout.parse("(q dim) model")
+    >>> (
+    ...     layout.shape({"q": 2, "dim": 3, "model": 5}),
+    ...     layout.unmerged_shape({"q": 2, "dim": 3, "model": 5}),
+    ... )
+    ((6, 5), (2, 3, 5))
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def parse(text: str) -> AxisLayout:
+        """Parse a layout such as ``"(q dim) model"``; ``[a|b]`` concatenates the axes a and b."""
+        dims: list[tuple[str, ...]] = []
+        group: list[str] | None = None
+        for token in _TOKEN_PATTERN.findall(text):
+            name = token[1:-1] if token.startswith("[") else token
+            if token == "(" and group is None:
+                group = []
+            elif token == ")" and group:
+                dims.append(tuple(group))
+                group = None
+            elif _AXIS_PATTERN.fullmatch(name) and group is not None:
+                group.append(name)
+            elif _AXIS_PATTERN.fullmatch(name):
+                dims.append((name,))
+            else:
+                raise SpecError(
+                    f"cannot parse layout {text!r} at {token!r}; write axes such as '(q dim) model'"
+                )
+        if group is not None:
+            raise SpecError(
+                f"layout {text!r} has an unclosed '('; write axes such as '(q dim) model'"
+            )
+        layout = AxisLayout(tuple(dims))
+        if len(set(layout.axes)) != len(layout.axes):
+            raise SpecError(
+                f"layout {text!r} uses an axis name twice; give every axis a different name"
+            )
+        return layout
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axis names in order, ignoring how they are grouped into dimensions."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    def unmerged_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The tensor's shape with one dimension per axis."""
+        return tuple(_axis_size(axis, sizes) for axis in self.axes)
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The tensor's shape as stored."""
+        return tuple(math.prod(_axis_size(axis, sizes) for axis in dim) for dim in self.dims)
+
+    def numel(self, sizes: Mapping[str, int]) -> int:
+        """The number of elements of the tensor."""
+        return math.prod(self.unmerged_shape(sizes))
+
+    def __str__(self) -> str:
+        named_dims = [[f"[{axis}]" if "|" in axis else axis for axis in dim] for dim in self.dims]
+        return " ".join(f"({' '.join(dim)})" if len(dim) > 1 else dim[0] for dim in named_dims)
+
+
+def _axis_size(axis: str, sizes: Mapping[str, int]) -> int:
+    missing = [name for name in axis.split("|") if name not in sizes]
+    if missing:
+        raise SpecError(f"axis {missing[0]!r} has no size; {suggest(missing[0], sizes)}")
+    return sum(sizes[name] for name in axis.split("|"))
+
+
+class ParallelContext(ABC):
+    """The ranks that hold the other heads of a layer, or the other tokens of its rows.
+
+    Each rank computes a partial output and the partial outputs are summed, so the gradient of
+    anything that several ranks hold is the sum of their gradients. `adds_output_bias` is true on
+    one rank; `num_token_shards` is the number of ranks that share the tokens of a row.
+    """
+
+    adds_output_bias: bool = True
+    num_token_shards: int = 1
+
+    @abstractmethod
+    def copy_to_heads(self, x: Tensor) -> Tensor:
+        """x unchanged; its gradient is summed over the ranks that hold other heads."""
+
+    @abstractmethod
+    def reduce_from_heads(self, y: Tensor) -> Tensor:
+        """The sum over ranks of their partial outputs."""
+
+    @abstractmethod
+    def gather_tokens(
+        self, entry: dict[str, Tensor], at: SequenceInfo
+    ) -> tuple[dict[str, Tensor], SequenceInfo]:
+        """The kv entry [B, tokens, ...] and positions of the tokens of all ranks, from those of
+        this rank.
+        """
+
+    @abstractmethod
+    def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
+        """A context in which random numbers are drawn for the heads of this rank."""
+
+    @abstractmethod
+    def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
+        """Where parts that see only some heads or tokens add their auxiliary losses; None to
+        collect none.
+        """
+
+    @abstractmethod
+    def without_token_shards(self) -> ParallelContext:
+        """The context without context parallelism."""
+
+
+class SingleProcess(ParallelContext):
+    """One process: every head and every token is here."""
+
+    def copy_to_heads(self, x: Tensor) -> Tensor:
+        return x
+
+    def reduce_from_heads(self, y: Tensor) -> Tensor:
+        return y
+
+    def gather_tokens(
+        self, entry: dict[str, Tensor], at: SequenceInfo
+    ) -> tuple[dict[str, Tensor], SequenceInfo]:
+        return entry, at
+
+    def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
+        return NO_CONTEXT
+
+    def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
+        return losses
+
+    def without_token_shards(self) -> ParallelContext:
+        return self
+
+
+NO_CONTEXT = nullcontext()
+SINGLE_PROCESS = SingleProcess()
+
+
+class HasParallelContext:
+    """A layer that can be divided over ranks; `parallel` is set when a model is parallelised."""
+
+    parallel: ParallelContext = SINGLE_PROCESS

@@ -2,12 +2,12 @@
 registers them all.
 
 Projections: `linear_projection`, `latent_attention`, `overlapping_heads`, `collaborative`. Queries
-and keys: `rotary_embedding`, `rms_norms`, `knocking_heads`. Similarity: `dot_product`,
-`pairwise_similarity`, `feature_map` with its normaliser. Scores: `relative_position_bias`,
-`continuous_bias`, `shaw_relative_position`, `softcap`, `talking_heads`, `dynamic_composition`,
-`synthesizer`. Normalisers: `softmax`, `sigmoid`, `entmax`, `mean_attention`. Outputs and gates:
-`differential`, `gated_attention`, `mixture_of_heads`, `hard_concrete_gate`. Dropout:
-`weight_dropout`. Merges: `merges`. Shared by parts: `initialisers` of parameters.
+and keys: `rotary_embedding`, `rms_norms`. Similarity: `dot_product` with additive and Gaussian ones
+and the soft cap, `feature_map` with its normaliser. Scores: `relative_position_bias` (tables, Shaw,
+continuous), `talking_heads` (and knocking heads), `dynamic_composition`, `synthesizer` (and average
+attention). Normalisers: `softmax` (and sigmoid, dropout on weights), `entmax`. Outputs and gates:
+`differential`, `gated_attention` (and hard-concrete gates), `mixture_of_heads`. Merges: `merges`.
+Shared by parts: `initialisers` of parameters.
 """
 
 from importlib import import_module

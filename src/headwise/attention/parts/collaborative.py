@@ -20,8 +20,14 @@ from torch import Tensor
 
 from ...util.errors import SpecError
 from ..interfaces import Project, QKTransform
-from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
+from ..interfaces.core_types import (
+    AxisLayout,
+    CoreShape,
+    Param,
+    PartParams,
+    SpecFactory,
+    TransformsQK,
+)
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import normal_with_std, ones_init, weight, xavier_uniform, zeros_init

@@ -15,8 +15,15 @@ from torch import Tensor
 
 from ...kernels import head_mixing as composing
 from ..interfaces import Mix
-from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import AppliedTo, CallSize, Param, PartParams, Phase, SpecFactory
+from ..interfaces.core_types import (
+    AppliedTo,
+    AxisLayout,
+    CallSize,
+    Param,
+    PartParams,
+    Phase,
+    SpecFactory,
+)
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant, normal_with_std, weight, zeros_init

@@ -17,8 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import Normaliser, Similarity
-from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import CallSize, CoreShape, Param, PartParams, Phase, SpecFactory
+from ..interfaces.core_types import (
+    AxisLayout,
+    CallSize,
+    CoreShape,
+    Param,
+    PartParams,
+    Phase,
+    SpecFactory,
+)
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import fixed_values

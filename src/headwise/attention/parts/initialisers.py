@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import AppliedTo, Param
+from ..interfaces.core_types import AppliedTo, AxisLayout, Param
 
 Initialiser = Callable[[tuple[int, ...]], Tensor]
 

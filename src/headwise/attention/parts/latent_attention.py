@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...util.errors import SpecError
 from ..interfaces import Project, QKTransform, SingleVectorTransform
-from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import (
+    AxisLayout,
     CallSize,
     CoreShape,
     Param,

@@ -15,12 +15,18 @@ from torch import Tensor
 
 from ...kernels.linear import linear, linear_many
 from ..interfaces import Project, QKTransform
-from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
+from ..interfaces.core_types import (
+    AxisLayout,
+    CoreShape,
+    Param,
+    PartParams,
+    SpecFactory,
+    TransformsQK,
+)
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import weight, xavier_uniform, zeros_init
-from .mean_attention import Average
+from .synthesizer import Average
 
 
 @part

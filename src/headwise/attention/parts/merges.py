@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...kernels.linear import linear
 from ..interfaces import Merge
-from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import Param, PartParams, SpecFactory
+from ..interfaces.core_types import AxisLayout, Param, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import weight, xavier_uniform, zeros_init

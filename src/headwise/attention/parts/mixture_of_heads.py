@@ -13,8 +13,14 @@ from torch import Tensor
 
 from ...util.errors import SpecError
 from ..interfaces import Gate, QKTransform
-from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import AuxLosses, Param, PartParams, QueryContext, SpecFactory
+from ..interfaces.core_types import (
+    AuxLosses,
+    AxisLayout,
+    Param,
+    PartParams,
+    QueryContext,
+    SpecFactory,
+)
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant, fixed_values, weight, xavier_uniform

@@ -11,8 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import Project
-from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
+from ..interfaces.core_types import (
+    AxisLayout,
+    CoreShape,
+    Param,
+    PartParams,
+    SpecFactory,
+    TransformsQK,
+)
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads

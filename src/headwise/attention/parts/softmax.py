@@ -1,17 +1,19 @@
 """Softmax over the allowed keys of each query, and softmax with an attention sink: a learned score
-per head.
+per head. Sigmoid attention, whose rows are not normalised, and dropout on weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...kernels import row_normalisers
-from ..interfaces import Normaliser
+from ...kernels.counter_rng import dropout
+from ..interfaces import Normaliser, WeightStep
 from ..interfaces.core_types import Param, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
@@ -82,3 +84,56 @@ class SinkSoftmax(Normaliser):
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(normaliser=cls(), pattern="window(4)", kv=2)
+
+
+@part
+class Sigmoid(Normaliser):
+    """w_j = sigmoid(s_j - log n), where n is the number of allowed keys of the query (2409.04431).
+
+    n counts the allowed keys of each query, not the length of the batch, so that decoding with a
+    cache equals one forward pass. Two keys with score 0 get a weight of 1/3 each:
+
+    >>> Sigmoid().normalise_row(torch.zeros(2), {}).tolist() == [torch.tensor(1 / 3).item()] * 2
+    True
+    """
+
+    paper = "2409.04431"
+
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+        return torch.sigmoid(s_S - math.log(len(s_S)))
+
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
+        count = allowed.expand(*allowed.shape[:-1], s_BHTS.shape[-1]).sum(-1, keepdim=True)
+        bias = count.clamp(min=1).to(s_BHTS.dtype).log()
+        return torch.sigmoid(s_BHTS - bias).masked_fill(~allowed, 0.0)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(normaliser=cls(), pattern="causal")
+
+
+@part
+class WeightDropout(WeightStep):
+    """Each weight is dropped with probability `rate` while training, and the others grow by 1/(1 -
+    rate).
+
+    >>> import headwise as hw, torch
+    >>> layer = hw.Attention(hw.design(model=8, heads=2, modifiers=(WeightDropout(0.5),))).eval()
+    >>> x = torch.randn(1, 3, 8)
+    >>> torch.equal(layer(x), layer(x))
+    True
+    """
+
+    paper = "1706.03762"
+    rate: float = 0.1
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if not 0 <= self.rate < 1:
+            yield f"WeightDropout(rate={self.rate!r}) must lie in [0, 1); 0.1 is usual"
+
+    def transform_weights(self, w_BHTS: Tensor, p: PartParams) -> Tensor:
+        return dropout(w_BHTS, self.rate, p.training)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(rate=0.3),), pattern="causal")

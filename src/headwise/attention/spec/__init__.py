@@ -4,7 +4,7 @@
 - `attention_spec`: `AttentionSpec`, one part per slot (project, similarity, pattern, normaliser,
   merge), the heads,
   and a list of modifiers;
-- `serialization`, `reader`: specs as TOML or JSON, and back.
+- `serialization`: specs as TOML or JSON; `attention_spec` reads them back.
 
 No module of this package imports torch itself.
 """

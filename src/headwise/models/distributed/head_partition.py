@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...attention.head_axis_ops import KeptHeads, select_heads
-from ...attention.interfaces.axis_layout import AxisLayout
+from ...attention.interfaces.core_types import AxisLayout
 from ...attention.spec.attention_spec import AttentionSpec
 from ...util.errors import SpecError, pluralise
 from ..model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, WeightSpec

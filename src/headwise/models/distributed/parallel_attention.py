@@ -13,9 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.interfaces.core_types import AuxLosses
+from ...attention.interfaces.core_types import (
+    SINGLE_PROCESS,
+    AuxLosses,
+    HasParallelContext,
+    ParallelContext,
+)
 from ...attention.masking.sequence_info import SequenceInfo
-from ...attention.parallel_context import SINGLE_PROCESS, HasParallelContext, ParallelContext
 from ...util.errors import SpecError
 from ..batch import IGNORE_INDEX, Batch
 from ..model_spec import ModelSpec

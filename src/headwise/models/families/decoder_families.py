@@ -7,13 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...attention.parts.dot_product import Dot
+from ...attention.parts.dot_product import Dot, Softcap
 from ...attention.parts.dynamic_composition import Dynamic
 from ...attention.parts.latent_attention import Latent
 from ...attention.parts.relative_position_bias import Alibi
 from ...attention.parts.rms_norms import QKNorm
 from ...attention.parts.rotary_embedding import Rotary
-from ...attention.parts.softcap import Softcap
 from ...attention.parts.softmax import SinkSoftmax
 from ...attention.presets import design
 from ..model_spec import (

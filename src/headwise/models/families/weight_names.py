@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from ...attention.interfaces.axis_layout import AxisLayout
+from ...attention.interfaces.core_types import AxisLayout
 from ...util.errors import SpecError
 from ..model_spec import ModelSpec, WeightSpec
 

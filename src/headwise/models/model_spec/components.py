@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
-from ...attention.interfaces.axis_layout import AxisLayout
+from ...attention.interfaces.core_types import AxisLayout
 from ...attention.interfaces.part import CheckedDataclass
 from ...attention.spec.attention_spec import AttentionSpec
 from ...attention.spec.serialization import to_dict as spec_to_dict

@@ -9,7 +9,7 @@ from itertools import chain, product
 from typing import Any, ClassVar, TypeVar
 
 from ...attention.interfaces import Part
-from ...attention.interfaces.axis_layout import AxisLayout
+from ...attention.interfaces.core_types import AxisLayout
 from ...attention.spec.attention_spec import AttentionSpec
 from ...attention.spec.serialization import dump_toml
 from ...util.errors import SpecError

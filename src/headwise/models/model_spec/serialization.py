@@ -13,10 +13,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
-from ...attention.interfaces.external_parts import ExternalPart, find_external_parts
+from ...attention.interfaces.part import ExternalPart, find_external_parts
 from ...attention.spec import serialization
-from ...attention.spec.attention_spec import AttentionSpec
-from ...attention.spec.reader import from_dict as read_attention
+from ...attention.spec.attention_spec import AttentionSpec, from_dict as read_attention
 from ...util.errors import SpecError, suggest
 from ...util.files import read_text_file
 from ...util.size_limits import parse_json, parse_toml

@@ -459,7 +459,7 @@ def as_array(tensor: Tensor) -> Array:
 def describe_part(part: Part) -> str:
     """The rule of a part: the first sentence of its documentation.
 
-    >>> from headwise.attention.parts.softcap import Softcap
+    >>> from headwise.attention.parts.dot_product import Softcap
     >>> describe_part(Softcap(5.0))
     's -> limit tanh(s / limit): limits scores smoothly to (-limit, limit)'
     """
