@@ -1,4 +1,6 @@
-"""The flash attention kernel for the CPU, against the definition in float64, at any size."""
+"""The flash attention kernel for the CPU, of all queries and of gathered ones, against the definition
+in float64, at any size.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from headwise.attention.backends import BACKENDS, CallSignature, flash_cpu
 from headwise.kernels import flash_attention
 from headwise.kernels.flash_attention import (
     FlashAttentionShape,
+    WorkItems,
     attend_key_ranges,
     count_executed_pairs,
+    gathered_attention,
 )
 from support import layer_cases as cases, takeover
 from support.layer_cases import base, check_close
@@ -25,11 +29,16 @@ SCALE = 0.4
 
 class Call:
     """One call: each token reads the keys up to as many behind its own number, all, or between ends
-    of its own.
+    of its own; with a rate, only this share of the queries asks.
     """
 
     def __init__(
-        self, sizes, widths, ahead: int | None = None, dtype: torch.dtype = torch.float64
+        self,
+        sizes,
+        widths,
+        ahead: int | None = None,
+        dtype: torch.dtype = torch.float64,
+        rate: float | None = None,
     ) -> None:
         (batch, queries, keys), (heads, values, dim, vdim) = sizes, widths
         make = torch.Generator().manual_seed(batch + 3 * queries + 5 * keys + 7 * heads)
@@ -49,6 +58,10 @@ class Call:
         )
         self.ahead = ahead
         self.ends: torch.Tensor | None = None
+        self.opened: torch.Tensor | None = None
+        if rate is not None:
+            self.opened = torch.rand(batch, queries, heads, generator=make) < rate
+            self.between(queries, queries % 2 == 1)
 
     def between(self, seed: int, alike: bool) -> None:
         """Ends of each token's own."""
@@ -60,7 +73,12 @@ class Call:
             .values
         )
 
+    def items(self) -> WorkItems:
+        return WorkItems.from_open_heads(self.opened, self.k.shape[2], self.ends, self.k.shape[1])
+
     def read(self) -> torch.Tensor:
+        if self.opened is not None:
+            return gathered_attention(self.q, self.k, self.v, self.items(), SCALE)
         return attend_key_ranges(self.q, self.k, self.v, self.ends, self.ahead, SCALE)
 
     def expected(self) -> torch.Tensor:
@@ -83,7 +101,8 @@ class Call:
         s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
         w = s.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
         w = w.masked_fill(~allowed.any(-1)[:, None, :, None], 0.0)
-        return torch.einsum("bhts,bshv->bthv", w, v)
+        o = torch.einsum("bhts,bshv->bthv", w, v)
+        return o if self.opened is None else o * self.opened[..., None]
 
     def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (o, *torch.autograd.grad((o * self.way.to(o.dtype)).sum(), (self.q, self.k, self.v)))
@@ -99,15 +118,30 @@ def test_units_end_where_they_should(count, ahead):
     Call((2, count, count), (4, 2, 5, 7), ahead).check_reading()
 
 
-@pytest.mark.parametrize("dim", [1, 16, 17, 64])
-@pytest.mark.parametrize("vdim", [3, 16, 33])
-def test_any_width(dim, vdim):
-    Call((2, 70, 75), (4, 2, dim, vdim), 5).check_reading()
+@pytest.fixture
+def parts(monkeypatch):
+    """Keys in parts of their own, be there few or many."""
+    monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 16)
+
+
+@pytest.mark.parametrize("queries", [1, 63, 64, 65, 128, 131])
+@pytest.mark.parametrize("keys", [1, 3, 63, 64, 65, 131])
+def test_units_of_gathered_queries_end_where_they_should(queries, keys, parts):
+    Call((1, queries, keys), (2, 2, 5, 7), rate=1.0).check_reading()
+
+
+@pytest.mark.parametrize("rate", [None, 0.4])
+@pytest.mark.parametrize("dim", [1, 15, 16, 17, 64, 67])
+@pytest.mark.parametrize("vdim", [3, 16, 65])
+def test_any_width(dim, vdim, rate, parts):
+    Call((2, 70, 75), (4, 2, dim, vdim), 5, rate=rate).check_reading()
 
 
 @pytest.mark.parametrize("keep", [1, 2, 7, 14])
-def test_parts_of_keys_are_added_up(keep, monkeypatch):
-    monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 16)
+def test_parts_of_keys_are_added_up(keep, parts):
+    some = Call((1, 80, 201), (14, keep, 5, 3), rate=0.4)
+    assert len(some.items().backward) == keep * {1: 4, 2: 4, 7: 2, 14: 1}[keep]
+    some.check_reading()
     call = Call((1, 80, 201), (14, keep, 5, 3), 121)
     flash_attention._PLAN_CACHE.clear()
     call.check_reading()
@@ -121,17 +155,23 @@ def test_parts_of_keys_are_added_up(keep, monkeypatch):
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 200), st.integers(0, 150)),
     groups=st.sampled_from([(1, 1), (6, 1), (6, 2), (6, 6)]),
     widths=st.tuples(st.integers(1, 20), st.integers(1, 20)),
-    way=st.sampled_from(["causal", "full", "between", "between alike"]),
+    way=st.sampled_from(["causal", "full", "between", "between alike", 0.0, 0.05, 0.5, 1.0]),
     seed=st.integers(0, 99),
 )
 def test_any_call(sizes, groups, widths, way, seed):
     batch, queries, more = sizes
-    call = Call(
-        (batch, queries, queries + more), (*groups, *widths), more if way == "causal" else None
-    )
-    if way.startswith("between"):
-        call.between(seed, way.endswith("alike"))
-    call.check_reading()
+    rate = way if isinstance(way, float) else None
+    keys = queries + more if rate is None else seed + 1
+    ahead = more if way == "causal" else None
+    call = Call((batch, queries, keys), (*groups, *widths), ahead, rate=rate)
+    if way in ("between", "between alike"):
+        call.between(seed, way == "between alike")
+    with pytest.MonkeyPatch.context() as patch:
+        if rate is not None:
+            patch.setattr(flash_attention, "MIN_KEYS_PER_PART", 48)
+        call.check_reading()
+    if rate is not None:
+        return
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         call.read()
     assert counter.get_total_flops() == 2 * formed(call) * sum(widths)
@@ -181,10 +221,10 @@ def test_pairs_are_counted_without_counting(heads):
     assert count_executed_pairs(million, None, 0) == pytest.approx(heads * 10**24 / 2, rel=1e-6)
 
 
-def test_results_are_independent_of_threads(monkeypatch):
-    monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 64)
+@pytest.mark.parametrize("rate", [None, 0.4])
+def test_results_are_independent_of_threads(rate, parts):
     flash_attention._PLAN_CACHE.clear()
-    call, found = Call((1, 300, 300), (6, 3, 20, 20), 0, torch.float32), []
+    call, found = Call((1, 300, 300), (6, 3, 20, 20), 0, torch.float32, rate), []
     before = torch.get_num_threads()
     for count in (1, 2):
         torch.set_num_threads(count)
@@ -194,9 +234,10 @@ def test_results_are_independent_of_threads(monkeypatch):
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("rate", [None, 0.4])
 @pytest.mark.parametrize("size", [1.0, 1e4])
-def test_scores_of_any_size_in_single_precision(size):
-    call = Call((1, 150, 150), (2, 2, 16, 16), 0, torch.float32)
+def test_scores_of_any_size_in_single_precision(size, rate):
+    call = Call((1, 150, 150), (2, 2, 16, 16), 0, torch.float32, rate)
     with torch.no_grad():
         call.q.mul_(size)
     found = call.both(call.read())
@@ -215,8 +256,9 @@ def test_error_is_at_most_twice_that_of_torch():
         assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
 
 
-def test_memory_that_lies_otherwise_is_read_where_it_is():
-    call = Call((2, 70, 80), (4, 2, 6, 6), 10)
+@pytest.mark.parametrize("rate", [None, 0.4])
+def test_memory_that_lies_otherwise_is_read_where_it_is(rate):
+    call = Call((2, 70, 80), (4, 2, 6, 6), 10, rate=rate)
     expected = call.both(call.expected())
     for name in "qkv":
         setattr(
@@ -261,6 +303,18 @@ def test_units_with_most_keys_begin():
     assert units[:, 2].sum() == 2 * 200 * 4
 
 
+def test_gathered_queries_with_most_keys_begin():
+    opened = torch.rand(1, 500, 3, generator=torch.Generator().manual_seed(0)) < 0.5
+    ends = torch.stack([torch.zeros(500, dtype=torch.int64), torch.arange(1, 501)], -1)[None]
+    items = WorkItems.from_open_heads(opened, 3, ends, 500)
+    places, _, forth, back, _ = items
+    last = places[forth[:, 1] + forth[:, 2] - 1] // 3 % 500
+    assert (last.diff() <= 0).all()
+    assert forth[:, 2].sum() == opened.sum() == len(places)
+    assert (back[:, 2].diff() <= 0).all()
+    assert items.num_pairs == 64 * int((last + 1).sum())
+
+
 def test_plans_are_few():
     flash_attention._PLAN_CACHE.clear()
     for count in range(1, 2 * flash_attention.MAX_CACHED_PLANS):
@@ -268,13 +322,17 @@ def test_plans_are_few():
     assert 0 < len(flash_attention._PLAN_CACHE) <= flash_attention.MAX_CACHED_PLANS
 
 
-@pytest.mark.parametrize("between", [False, True])
-def test_the_operation_passes_opcheck(between):
-    call = Call((1, 20, 20), (2, 2, 4, 4), 0)
-    if between:
+@pytest.mark.parametrize("way", ["causal", "between", "gathered"])
+def test_the_operation_passes_opcheck(way):
+    call = Call((1, 20, 20), (2, 2, 4, 4), 0, rate=0.4 if way == "gathered" else None)
+    if way == "between":
         call.between(0, False)
     looks, qkv = ("test_schema", "test_faketensor"), [t.detach() for t in (call.q, call.k, call.v)]
-    how = (call.ends, None if between else 0, [], SCALE, None)
+    how = (call.ends, 0 if way == "causal" else None, [], SCALE, None)
+    if way == "gathered":
+        items = call.items()
+        tables = [items.query_rows, items.forward, items.backward]
+        how = (items.key_ranges, None, tables, SCALE, items.num_pairs)
     assert set(
         torch.library.opcheck(
             flash_attention.FLASH_FORWARD_OP, (*qkv, *how), test_utils=looks

@@ -371,8 +371,8 @@ def test_products_are_counted_for_every_row():
 
 def together(pool: PagePool, cache: hw.KVCache) -> int:
     """How many rows read something together, in the last step of a cache."""
-    _placed = cache._paged_batch.accesses[0].row_pages._placed
-    jobs = planned(_placed.table.contiguous(), pool.paging.groups[0].page)
+    table = cache._paged_batch.accesses[0]._placed[0]
+    jobs = planned(table.contiguous(), pool.paging.groups[0].page)
     return max(len(rows) for rows, _ in jobs)
 
 

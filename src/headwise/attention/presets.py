@@ -211,7 +211,7 @@ def _build(options: Mapping[str, Any], **choices: Any) -> AttentionSpec:
     """The spec of a preset's choices, overridden by the caller's options; a function among them
     takes the number of heads.
     """
-    chosen = {"model": 512, "heads": 8} | choices | dict(options)
+    chosen: dict[str, Any] = {"model": 512, "heads": 8} | choices | dict(options)
     for name, choice in chosen.items():
         if isinstance(choice, FunctionType):
             chosen[name] = choice(chosen["heads"])

@@ -1,11 +1,6 @@
 """Attention patterns against a brute-force oracle that asks for every pair."""
 
-import doctest
-import importlib
 import itertools
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -144,13 +139,6 @@ def assert_prefix_holds(pattern, size=37):
 
 
 # --- one rule: ints, tensors, counts, retention, prefix -------------------------------------------
-
-
-@pytest.mark.parametrize("module", ["key_intervals", "patterns", "pattern_base"])
-def test_doctests(module):
-    result = doctest.testmod(importlib.import_module(f"headwise.attention.masking.{module}"))
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 @pytest.mark.parametrize("pattern", EACH + JOINED, ids=str)
@@ -573,7 +561,7 @@ def test_only_patterns_join():
         Window(4) | 3
 
 
-# --- drawing and the command ----------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------
 
 GOLDEN = """\
 window(4) | first(2)
@@ -606,32 +594,3 @@ def test_a_wide_drawing_shrinks_with_a_note():
 def test_an_empty_pattern_has_no_drawing():
     with pytest.raises(SpecError, match="cannot draw 0 queries and 4 keys; use at least 1"):
         draw_pattern(Full(), 0, 4)
-
-
-def command(*words, encoding="utf-8"):
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
-    call = [sys.executable, "-W", "error", "-m", "headwise.attention.masking.patterns", *words]
-    return subprocess.run(
-        call, capture_output=True, encoding=encoding, env=environment, check=False
-    )
-
-
-def test_the_command_draws():
-    done = command("window(4) | first(2)", "--tokens", "6")
-    assert (done.returncode, done.stdout, done.stderr) == (0, GOLDEN + "\n", "")
-
-
-def test_the_command_falls_back_to_ascii():
-    done = command("window(2)", "--tokens", "2", "--keys", "3", encoding="ascii")
-    assert done.returncode == 0
-    assert done.stdout.splitlines()[2:4] == ["   0 #..", "   1 ##."]
-
-
-@pytest.mark.parametrize(
-    "words", [["windo(4)"], ["window(4)", "--tokens", "x"], ["full", "--tokens", "0"], []]
-)
-def test_the_command_refuses_in_one_line(words):
-    done = command(*words)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1

@@ -257,120 +257,81 @@ def cached_block_batches(
     return plan
 
 
-class BlockSparseArgs(NamedTuple):
-    """The positions, pattern and scale of a call.
+def plan_batches(
+    q: Tensor, k: Tensor, tokens: Sequence[Tensor], first_positions: Sequence[int], pattern: str
+) -> list[tuple[BlockBatch, Sequence[int]]] | None:
+    """The batches of blocks of a call, each with its rows of the batch; None if tokens are in no
+    order.
 
     `first_positions` are those of the first query and the first key if all rows hold consecutive
     tokens of one segment; otherwise `tokens` are position and segment of queries and of keys.
     """
-
-    tokens: Sequence[Tensor]
-    first_positions: Sequence[int]
-    pattern: str
-    scale: float
-
-
-class BlockSparseCall:
-    """The fused calls of one attention; iterating gives each call's blocks and mask."""
-
-    def __init__(self, q: Tensor, k: Tensor, args: BlockSparseArgs) -> None:
-        self.q = q
-        self.k = k
-        self.args = args
-        self.pattern = parse_pattern(args.pattern)
-        self.block_batches = self._plan_batches()
-
-    def _plan_batches(self) -> list[tuple[BlockBatch, Sequence[int]]] | None:
-        """The batches of blocks, each with its rows of the batch; None if
-        tokens are in no order.
-        """
-        (batch, num_queries) = self.q.shape[:2]
-        num_keys = self.k.shape[1]
-        if self.args.first_positions:
-            queries, keys = (
-                TokenAxis(range(first, first + count))
-                for first, count in zip(
-                    self.args.first_positions, (num_queries, num_keys), strict=True
-                )
-            )
-            return [
-                (blocks, range(batch))
-                for blocks in cached_block_batches(self.args.pattern, queries, (keys,))
-            ]
-        runs = find_token_runs(self.args.tokens, batch)
+    batch = q.shape[0]
+    if first_positions:
+        queries, keys = (
+            TokenAxis(range(first, first + x.shape[1]))
+            for first, x in zip(first_positions, (q, k), strict=True)
+        )
+        runs = [(range(batch), queries, (keys,))]
+    else:
+        runs = find_token_runs(tokens, batch)
         if runs is None:
             return None
-        batches: list[tuple[BlockBatch, Sequence[int]]] = []
-        for rows, queries, keys in runs:
-            plan = cached_block_batches(self.args.pattern, queries, keys)
-            batches += [(blocks, rows) for blocks in plan]
-        return batches
+    batches: list[tuple[BlockBatch, Sequence[int]]] = []
+    for rows, queries, key_axes in runs:
+        plan = cached_block_batches(pattern, queries, key_axes)
+        batches += [(blocks, rows) for blocks in plan]
+    return batches
 
-    def __iter__(self) -> Iterator[tuple[BatchedBlocks, Tensor | None]]:
-        """The blocks of each fused call, and its mask (None: all pairs are allowed)."""
-        if self.block_batches is None:
-            yield from self._unordered_blocks()
-            return
-        nbytes = 2 * self.k.shape[2] * self.k.shape[3] * self.k.element_size()
-        for block_batch, rows in self.block_batches:
-            mask = self._block_mask(block_batch)
+
+def iter_calls(
+    q: Tensor, k: Tensor, tokens: Sequence[Tensor], first_positions: Sequence[int], pattern: str
+) -> Iterator[tuple[BatchedBlocks, Tensor | None]]:
+    """The blocks of each fused call, and its additive mask (None: all pairs are allowed)."""
+
+    def additive_mask(allowed: Tensor) -> Tensor:
+        return q.new_zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
+
+    allows = parse_pattern(pattern).allows
+    batches = plan_batches(q, k, tokens, first_positions, pattern)
+    if batches is not None:
+        nbytes = 2 * k.shape[2] * k.shape[3] * k.element_size()
+        for block_batch, rows in batches:
+            mask = None
+            if block_batch.first_block_positions is not None:
+                queries, keys = block_batch.first_block_positions
+                i = torch.arange(queries.start, queries.stop, queries.step)
+                j = torch.cat([torch.arange(part.start, part.stop, part.step) for part in keys])
+                mask = additive_mask(allows(i[:, None], j)[None, None])
             yield from ((blocks, mask) for blocks in batch_blocks(block_batch, rows, nbytes))
-
-    def _block_mask(self, block_batch: BlockBatch) -> Tensor | None:
-        if block_batch.first_block_positions is None:
-            return None
-        queries, keys = block_batch.first_block_positions
-        i = torch.arange(queries.start, queries.stop, queries.step)
-        j = torch.cat([torch.arange(part.start, part.stop, part.step) for part in keys])
-        allowed = self.pattern.allows(i[:, None], j)
-        return self._additive_mask(allowed[None, None])
-
-    def _unordered_blocks(self) -> Iterator[tuple[BatchedBlocks, Tensor]]:
-        """Blocks of queries with all keys, for tokens in no order."""
-        position, segment, key_position, key_segment = (t[:, None, None] for t in self.args.tokens)
-        for start in range(0, self.q.shape[1], QUERY_BLOCK_SIZE):
-            queries = range(start, min(start + QUERY_BLOCK_SIZE, self.q.shape[1]))
-            i, own_segment = (
-                t.transpose(2, 3)[:, :, queries.start : queries.stop] for t in (position, segment)
-            )
-            allowed = (
-                (own_segment == key_segment)
-                & (own_segment >= 0)
-                & self.pattern.allows(i, key_position)
-            )
-            yield (
-                BatchedBlocks(None, [queries], [(range(self.k.shape[1]),)]),
-                self._additive_mask(allowed),
-            )
-
-    def _additive_mask(self, allowed: Tensor) -> Tensor:
-        return self.q.new_zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
-
-    @property
-    def num_pairs(self) -> int:
-        """Number of scores per head, over all rows of the batch."""
-        if self.block_batches is None:
-            return self.q.shape[0] * self.q.shape[1] * self.k.shape[1]
-        return sum(blocks.num_pairs * len(rows) for blocks, rows in self.block_batches)
+        return
+    # Blocks of queries with all keys, for tokens in no order.
+    position, segment, key_position, key_segment = (t[:, None, None] for t in tokens)
+    for queries in query_blocks.split_range(q.shape[1]):
+        i, own_segment = (
+            t.transpose(2, 3)[:, :, queries.start : queries.stop] for t in (position, segment)
+        )
+        allowed = (own_segment == key_segment) & (own_segment >= 0) & allows(i, key_position)
+        yield BatchedBlocks(None, [queries], [(range(k.shape[1]),)]), additive_mask(allowed)
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """Outputs o_BTRV and the log-sum-exp l_BTH of the scores, for q_BTHK, k_BSGK and v_BSGV.
 
-    `sinks` [H] adds one score per head to every row of scores; it has no value. `fields` are those
-    of BlockSparseArgs.
+    `sinks` [H] adds one score per head to every row of scores; it has no value. `options` are the
+    arguments of `plan_batches` and the scale.
     """
-    args = BlockSparseArgs(*fields)
+    *where, scale = options
     q = _contiguous_channels(q)
     k = _contiguous_channels(k)
     v = _contiguous_channels(v)
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for blocks, mask in BlockSparseCall(q, k, args):
+    for blocks, mask in iter_calls(q, k, *where):
         block_qkv = blocks.gather_queries(q), blocks.gather_keys(k), blocks.gather_keys(v)
-        block_o, block_lse = FLASH_FORWARD(*block_qkv, 0.0, False, attn_mask=mask, scale=args.scale)
+        block_o, block_lse = FLASH_FORWARD(*block_qkv, 0.0, False, attn_mask=mask, scale=scale)
         if mask is not None:
             block_lse = block_lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
         blocks.scatter_queries(o, block_o)
@@ -384,9 +345,8 @@ def run_forward(
 def run_backward(
     grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; `rest` is v, the sinks and the fields of BlockSparseArgs."""
-    v = rest[0]
-    args = BlockSparseArgs(*rest[2:])
+    """The gradients of q, k and v; `rest` is v, the sinks and the options of `run_forward`."""
+    v, _, *where, scale = rest
     grad, q, k, v = (_contiguous_channels(x) for x in (grad, q, k, v))
     q_grad, k_grad, v_grad = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
@@ -394,7 +354,7 @@ def run_backward(
     lse = lse.masked_fill(lse == -torch.inf, 0.0)[
         ..., None
     ]  # rows without keys: every weight is exp(-inf - 0)
-    for blocks, mask in BlockSparseCall(q, k, args):
+    for blocks, mask in iter_calls(q, k, *where):
         tensors = (
             blocks.gather_queries(grad),
             blocks.gather_queries(q),
@@ -403,7 +363,7 @@ def run_backward(
             blocks.gather_queries(o),
             blocks.gather_queries(lse)[..., 0],
         )
-        block_grads = FLASH_BACKWARD(*tensors, 0.0, False, attn_mask=mask, scale=args.scale)
+        block_grads = FLASH_BACKWARD(*tensors, 0.0, False, attn_mask=mask, scale=scale)
         blocks.scatter_queries(q_grad, block_grads[0])
         blocks.add_to_keys(k_grad, block_grads[1])
         blocks.add_to_keys(v_grad, block_grads[2])
@@ -445,7 +405,7 @@ def _(grad: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor,
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, tokens, *ctx.fields = inputs
+    q, k, v, sinks, tokens, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, *([] if sinks is None else [sinks]), *tokens)
     ctx.has_sinks = sinks is not None
     ctx.mark_non_differentiable(output[1])
@@ -454,7 +414,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _run_autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, o, lse, *rest = ctx.saved_tensors
     sinks = rest.pop(0) if ctx.has_sinks else None
-    grads = block_sparse_attention_backward(grad, o, lse, q, k, v, sinks, list(rest), *ctx.fields)
+    grads = block_sparse_attention_backward(grad, o, lse, q, k, v, sinks, list(rest), *ctx.options)
     sinks_grad = None
     if sinks is not None:
         # A sink has no value, so the gradient of its score is -weight * (grad . o).
@@ -464,7 +424,7 @@ def _run_autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]
         *grads,
         sinks_grad,
         [None] * len(rest),
-        None if ctx.fields[0] else [],
+        None if ctx.options[0] else [],
         None,
         None,
     )  # the gradient of a list is a list
@@ -474,13 +434,8 @@ block_sparse_attention.register_autograd(_run_autograd_backward, setup_context=_
 
 
 @register_flop_formula(torch.ops.headwise.block_sparse_attention, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, sinks: Any, *fields: Any, **_: Any) -> int:
-    return (
-        2
-        * _count_call_pairs(q, k, BlockSparseArgs(*fields))
-        * q.shape[2]
-        * (q.shape[3] + v.shape[3])
-    )
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, sinks: Any, *options: Any, **_: Any) -> int:
+    return 2 * _count_call_pairs(q, k, *options) * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
 @register_flop_formula(torch.ops.headwise.block_sparse_attention_backward, get_raw=True)
@@ -488,24 +443,30 @@ def _backward_flops(
     grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any, **_: Any
 ) -> int:
     # Products with the head dimension: recomputed scores, gradients of queries and keys; with the
-    # value dimension: gradients of weights and values. `rest` is v, the sinks and the fields of
-    # BlockSparseArgs.
-    return (
-        2
-        * _count_call_pairs(q, k, BlockSparseArgs(*rest[2:]))
-        * q.shape[2]
-        * (3 * q.shape[3] + 2 * o.shape[3])
-    )
+    # value dimension: gradients of weights and values.
+    pairs = _count_call_pairs(q, k, *rest[2:])
+    return 2 * pairs * q.shape[2] * (3 * q.shape[3] + 2 * o.shape[3])
 
 
-def _count_call_pairs(q: Tensor, k: Tensor, args: BlockSparseArgs) -> int:
-    if not args.first_positions:
-        return BlockSparseCall(q, k, args).num_pairs
-    queries, keys = (
-        range(first, first + x.shape[1])
-        for first, x in zip(args.first_positions, (q, k), strict=True)
-    )
-    return q.shape[0] * count_batch_pairs(parse_pattern(args.pattern), queries, keys)
+def _count_call_pairs(
+    q: Tensor,
+    k: Tensor,
+    tokens: Sequence[Tensor],
+    first_positions: Sequence[int],
+    pattern: str,
+    scale: float,
+) -> int:
+    """The number of scores per head, over all rows of the batch."""
+    if first_positions:
+        queries, keys = (
+            range(first, first + x.shape[1])
+            for first, x in zip(first_positions, (q, k), strict=True)
+        )
+        return q.shape[0] * count_batch_pairs(parse_pattern(pattern), queries, keys)
+    batches = plan_batches(q, k, tokens, first_positions, pattern)
+    if batches is None:
+        return q.shape[0] * q.shape[1] * k.shape[1]
+    return sum(blocks.num_pairs * len(rows) for blocks, rows in batches)
 
 
 # --- Fused attention in blocks of queries ---------------------------------------------------------

@@ -180,9 +180,8 @@ class _RecomputedBlocks(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: a checkpoint hands out each tensor only once
         inputs = _with_tensors(ctx.inputs, [t.detach() for t in saved[: ctx.count]])
         needed = ctx.needs_input_grad[4:]
-        sums = [
-            torch.zeros_like(t) if need else None for t, need in zip(saved, needed, strict=True)
-        ]
+        wanted = [n for n, need in enumerate(needed) if need]
+        sums: dict[int, Tensor] = {}
         for block, rng_states in zip(ctx.blocks, ctx.rng_states, strict=True):
             part = slice_inputs(inputs, block)
             with torch.enable_grad(), ctx.autocast(), _restored_rng(saved[0], rng_states):
@@ -191,21 +190,24 @@ class _RecomputedBlocks(torch.autograd.Function):
                     for t, need in zip(_tensors_of(part), needed, strict=False)
                 ]
                 o_BTRV = ctx.run(block, _with_tensors(part, leaves))
+            if not o_BTRV.requires_grad:
+                continue
             sources = [*leaves, *saved[ctx.count :]]
-            wanted = [n for n, need in enumerate(needed) if need]
             own_grad = grads[0][:, block.queries.start : block.queries.stop]
             block_grads = torch.autograd.grad(
                 o_BTRV, [sources[n] for n in wanted], own_grad, allow_unused=True
             )
             for n, grad in zip(wanted, block_grads, strict=True):
-                if grad is not None:
-                    ranges = (block.queries,) if n < NUM_QUERY_TENSORS else block.keys
-                    total = sums[n]
-                    if n < ctx.count:
-                        add_to_ranges(total.transpose(0, 1), grad.transpose(0, 1), ranges)
-                    else:
-                        total += grad
-        return None, None, None, None, *sums
+                if grad is None:
+                    continue
+                if n >= ctx.count:
+                    sums[n] = sums[n].add_(grad) if n in sums else grad
+                    continue
+                if n not in sums:
+                    sums[n] = torch.zeros_like(saved[n])
+                ranges = (block.queries,) if n < NUM_QUERY_TENSORS else block.keys
+                add_to_ranges(sums[n].transpose(0, 1), grad.transpose(0, 1), ranges)
+        return None, None, None, None, *map(sums.get, range(len(saved)))
 
 
 def _rng_states(like: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, pairwise, starmap
 from math import gcd, lcm
 from typing import Any, NamedTuple
 
@@ -141,22 +141,16 @@ class QueryBlock(NamedTuple):
 
 def split_queries(pattern: Pattern, queries: range, keys: range) -> Iterator[QueryBlock]:
     """Split queries at these positions into blocks, each with its keys."""
-    for start, stop in _split_into_blocks(len(queries)):
-        visible = pattern.visible_keys(queries[start:stop], keys)
+    for rows in split_range(len(queries)):
+        visible = pattern.visible_keys(queries[rows.start : rows.stop], keys)
         yield QueryBlock(
-            range(start, stop),
-            tuple(range(s.start - keys.start, s.stop - keys.start) for s in visible),
+            rows, tuple(range(s.start - keys.start, s.stop - keys.start) for s in visible)
         )
 
 
-def _split_into_blocks(count: int) -> Iterator[tuple[int, int]]:
-    return pairwise([*range(0, max(count, 1), QUERY_BLOCK_SIZE), count])
-
-
-def split_unordered_queries(queries: int, keys: int) -> Iterator[QueryBlock]:
-    """Blocks of queries at unknown positions: each has all keys."""
-    for start, stop in _split_into_blocks(queries):
-        yield QueryBlock(range(start, stop), (range(keys),))
+def split_range(count: int) -> Iterator[range]:
+    """The rows of each block, of `count` rows."""
+    return starmap(range, pairwise([*range(0, max(count, 1), QUERY_BLOCK_SIZE), count]))
 
 
 def count_query_blocks(queries: int) -> int:
@@ -222,16 +216,16 @@ class CallBlocks:
 
     def __init__(self, attention_mask: AttentionMask) -> None:
         self.attention_mask = attention_mask
-        self.all = list(self._plan_blocks())
-
-    def _plan_blocks(self) -> Iterator[QueryBlock]:
-        queries = self.attention_mask.queries
-        keys = self.attention_mask.keys
+        queries = attention_mask.queries
+        keys = attention_mask.keys
         if queries.start is None or keys.start is None or queries.count <= QUERY_BLOCK_SIZE:
-            return split_unordered_queries(queries.count, keys.count)
+            # Queries at unknown positions have all keys.
+            every = (range(keys.count),)
+            self.all = [QueryBlock(rows, every) for rows in split_range(queries.count)]
+            return
         query_positions = range(queries.start, queries.start + queries.count)
         key_positions = range(keys.start, keys.start + keys.count)
-        return split_queries(self.attention_mask.pattern, query_positions, key_positions)
+        self.all = [*split_queries(attention_mask.pattern, query_positions, key_positions)]
 
     def mask_of(self, block: QueryBlock) -> AttentionMask:
         """The attention mask of one block."""

@@ -245,13 +245,11 @@ class PagedSequence:
     page.
 
     `reserved_pages` is the number of pages of each group that it may come to hold, for admission
-    control. `namespace` separates sequences whose cached tokens depend on more than their ids, such
-    as on an encoder input.
+    control.
     """
 
     tables: tuple[dict[int, int], ...]
     reserved_pages: tuple[int, ...] = ()
-    namespace: bytes = b""
     length: int = 0
     # Hash of all ids up to the end of each block of `page` tokens, the smallest page size.
     block_hashes: list[bytes] = field(default_factory=list)
@@ -291,11 +289,9 @@ class BlockTables:
         self.groups, self.page, self.pages = paging.groups, paging.page, PageAllocator(count)
         self._unit = lcm(*(group.page for group in paging.groups))
 
-    def new_sequence(
-        self, reserved_pages: tuple[int, ...] = (), namespace: bytes = b""
-    ) -> PagedSequence:
+    def new_sequence(self, reserved_pages: tuple[int, ...] = ()) -> PagedSequence:
         """Return a row without tokens."""
-        return PagedSequence(tuple({} for _ in self.groups), reserved_pages, namespace)
+        return PagedSequence(tuple({} for _ in self.groups), reserved_pages)
 
     def append_slots(self, rows: Sequence[PagedSequence], counts: Sequence[int]) -> PageChanges:
         """Free pages that no later query attends to and allocate pages for `counts` new tokens; all
@@ -347,7 +343,6 @@ class BlockTables:
         return PagedSequence(
             tables,
             row.reserved_pages,
-            row.namespace,
             row.length,
             list(row.block_hashes),
             row.num_published,
@@ -457,7 +452,7 @@ class BlockTables:
 
     def _hash(self, row: PagedSequence, ids: Sequence[int]) -> None:
         for start in range(len(row.block_hashes) * self.page, len(ids) - self.page + 1, self.page):
-            before = row.block_hashes[-1] if row.block_hashes else row.namespace
+            before = row.block_hashes[-1] if row.block_hashes else b""
             row.block_hashes.append(
                 hashlib.sha256(
                     before + array("q", ids[start : start + self.page]).tobytes()

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import gcd, prod
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,43 +23,13 @@ from .slot_caches import HeadGroupCache, split_by_retention
 # --- Rows of one forward call ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class PageAccess:
-    """Page and offset where each real token is written, and the pages to read; None if no token was
-    cached before.
-    """
-
-    page: Tensor
-    offset: Tensor
-    is_real: tuple[Tensor, Tensor] | None  # (row, column) of the real tokens; None if all are real
-    row_pages: RowPages | None
-
-
-class GatheredPages(NamedTuple):
-    """Pages of every row [rows, pages], padded with the empty page, and the positions of their
-    tokens.
-
-    `filled` is the number of slots to read if it is the same for all rows, else None.
-    """
-
-    pages: Tensor
-    filled: int | None
-    sequence: SequenceInfo
-
-
-class PageSpans(NamedTuple):
-    """Block table with slot ranges, and positions and segments of all slots."""
-
-    table: Tensor
-    position: Tensor
-    segment: Tensor
-
-
 @dataclass(eq=False)
 class RowPages:
-    """Pages of each row after a call has appended `counts` tokens; `ends` are the new lengths of
-    the rows.
+    """What one call does to the pages of one retention group: where each real token is written, and
+    the pages of each row after it has appended `counts` tokens.
 
+    `page` and `offset` are those of each real token; `is_real` its (row, column), None if all are
+    real. `ends` are the new lengths of the rows; `reads_past` is True if tokens were cached before.
     Index tensors are computed on first use and reused by all layers of the group.
     """
 
@@ -69,29 +39,21 @@ class RowPages:
     ends: Sequence[int]
     empty: int
     device: torch.device
-    _gathered: GatheredPages | None = None
-    _placed: PageSpans | None = None
+    page: Tensor
+    offset: Tensor
+    is_real: tuple[Tensor, Tensor] | None
+    reads_past: bool
     _indices: dict[tuple[int, int, int], Tensor] = field(
         default_factory=dict[tuple[int, int, int], Tensor]
     )
-
-    @property
-    def gathered(self) -> GatheredPages:
-        """Pages to copy into one contiguous buffer."""
-        self._gathered = self._gathered or self._gather()
-        return self._gathered
 
     def spans(self, whole: bool) -> SequenceInfo:
         """Return key positions and block table for a single-token step; `whole`: every stored token
         is visible.
         """
-        self._placed = self._placed or self._make_spans()
-        return SequenceInfo(
-            self._placed.position,
-            self._placed.segment,
-            checked=True,
-            block_table=BlockTable(self._placed.table, whole),
-        )
+        table, position, segment = self._placed
+        block_table = BlockTable(table, whole)
+        return SequenceInfo(position, segment, checked=True, block_table=block_table)
 
     def index(self, heads: int, pieces: int, stride: int) -> Tensor:
         """Return indices of all pieces in the order rows, heads, pages; `pieces` per head, `stride`
@@ -99,14 +61,19 @@ class RowPages:
         """
         key = heads, pieces, stride
         if key not in self._indices:
-            pages = self.gathered.pages[:, None, :, None] * stride
+            pages = self.gathered[0][:, None, :, None] * stride
             head = torch.arange(heads, device=pages.device)[None, :, None, None] * pieces
             self._indices[key] = (
                 pages + head + torch.arange(pieces, device=pages.device)
             ).flatten()
         return self._indices[key]
 
-    def _gather(self) -> GatheredPages:
+    @cached_property
+    def gathered(self) -> tuple[Tensor, int | None, SequenceInfo]:
+        """Pages of every row [rows, pages] to copy into one contiguous buffer, padded with the empty
+        page; the number of slots to read if it is the same for all rows; the positions of their
+        tokens.
+        """
         page = self.group.page
         tables = self.tables
         ends = self.ends
@@ -125,19 +92,19 @@ class RowPages:
         ):
             start = common_pages[0] * page
             sequence = SequenceInfo.contiguous(start, ends[0] - start, device)
-            return GatheredPages(pages, sequence.count, sequence)
+            return pages, sequence.count, sequence
         starts = self._as_tensor(
             [[*[n * page for n in t], *[-page] * (max_pages - len(t))] for t in tables]
         )
         position = (starts[..., None] + torch.arange(page, device=device)).flatten(1)
         is_real = (position >= 0) & (position < self._as_tensor(ends)[:, None])
-        return GatheredPages(
-            pages, None, SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True)
-        )
+        sequence = SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True)
+        return pages, None, sequence
 
-    def _make_spans(self) -> PageSpans:
-        """Make the spans of the retained first tokens, if any, and of the latest; a page may hold
-        some of both.
+    @cached_property
+    def _placed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Block table with slot ranges, and positions and segments of all slots: spans of the
+        retained first tokens, if any, and of the latest; a page may hold some of both.
         """
         first, last, page = self.group
         begins = [max(first, end - last) if last is not None else 0 for end in self.ends]
@@ -152,7 +119,7 @@ class RowPages:
         )
         slot = torch.arange(page, device=self.device)
         live = (slot >= table[..., 1:2]) & (slot < table[..., 2:3])
-        return PageSpans(table, (start[..., None] + slot).flatten(1), live.flatten(1).long() - 1)
+        return table, (start[..., None] + slot).flatten(1), live.flatten(1).long() - 1
 
     def _span_of_positions(
         self, begins: Sequence[int], ends: Sequence[int]
@@ -196,7 +163,7 @@ class PagedBatch:
         self.storage, self.block_tables, self.rows = storage, block_tables, list(rows)
         self.num_calls = self.num_selections = 0
         self.last = self._last()
-        self._accesses: tuple[PageAccess, ...] = ()
+        self.accesses: tuple[RowPages, ...] = ()  # of the current call, one per retention group
 
     def next_positions(self, counts: Sequence[int]) -> SequenceInfo:
         """Return the positions of the next tokens of each row, padded on the right, and allocate
@@ -228,18 +195,13 @@ class PagedBatch:
         for old, new in changes.copied:
             storage[new] = storage[old]
         groups = enumerate(self.block_tables.groups)
-        self._accesses = tuple(
+        self.accesses = tuple(
             self._access(index, group, columns, new_tokens) for index, group in groups
         )
         for row, live in zip(self.rows, columns, strict=True):
             row.length += len(live)
         self.last = self._last()
         self.num_calls += 1
-
-    @property
-    def accesses(self) -> tuple[PageAccess, ...]:
-        """Accesses of the current call, one per retention group."""
-        return self._accesses
 
     def select_rows(self, index: Tensor) -> None:
         """Keep these rows in this order; a repeated row is forked with shared pages, a row left out
@@ -302,45 +264,36 @@ class PagedBatch:
 
     def _access(
         self, index: int, group: RetentionGroup, columns: list[list[int]], new_tokens: SequenceInfo
-    ) -> PageAccess:
+    ) -> RowPages:
         """Prepare one group's access; called before row lengths are updated."""
-        device = self.storage.device
-        tokens = [
-            (row, n) for row, live in zip(self.rows, columns, strict=True) for n in range(len(live))
-        ]
-        page_offsets = [divmod(row.length + n, group.page) for row, n in tokens]
-        page = [
-            row.tables[index][number]
-            for (row, _), (number, _) in zip(tokens, page_offsets, strict=True)
-        ]
-        all_real = all(len(live) == new_tokens.count for live in columns)
-        live = (
-            None
-            if all_real
-            else _index_tensor([(b, t) for b, own in enumerate(columns) for t in own], device)
-        )
-        page_and_offset = (
-            torch.tensor(page, dtype=torch.int64, device=device),
-            torch.tensor([offset for _, offset in page_offsets], dtype=torch.int64, device=device),
-        )
-        past = new_tokens.count == 1 or any(row.length for row in self.rows)
-        tables = [row.tables[index] for row in self.rows]
+
+        def as_tensor(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.storage.device)
+
+        pages: list[int] = []
+        offsets: list[int] = []
+        rows: list[int] = []
+        flat_columns: list[int] = []
+        for number, (row, live) in enumerate(zip(self.rows, columns, strict=True)):
+            for position in range(row.length, row.length + len(live)):
+                pages.append(row.tables[index][position // group.page])
+                offsets.append(position % group.page)
+            rows += [number] * len(live)
+            flat_columns += live
         counts = [len(live) for live in columns]
-        ends = [row.length + count for row, count in zip(self.rows, counts, strict=True)]
-        return PageAccess(
-            *page_and_offset,
-            live,
-            RowPages(group, tables, counts, ends, self.block_tables.pages.count, device)
-            if past
-            else None,
+        all_real = all(count == new_tokens.count for count in counts)
+        return RowPages(
+            group,
+            [row.tables[index] for row in self.rows],
+            counts,
+            [row.length + count for row, count in zip(self.rows, counts, strict=True)],
+            self.block_tables.pages.count,
+            self.storage.device,
+            as_tensor(pages),
+            as_tensor(offsets),
+            None if all_real else (as_tensor(rows), as_tensor(flat_columns)),
+            new_tokens.count == 1 or any(row.length for row in self.rows),
         )
-
-
-def _index_tensor(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    rows, columns = ([pair[side] for pair in pairs] for side in (0, 1))
-    return torch.tensor(rows, dtype=torch.int64, device=device), torch.tensor(
-        columns, dtype=torch.int64, device=device
-    )
 
 
 # --- Caches ---------------------------------------------------------------------------------------
@@ -471,7 +424,8 @@ class PagePool:
         The tokens of each head are contiguous, as attention reads them. A layer with several groups
         of heads has them one after the other in the buffer.
         """
-        rows, pages = row_pages.gathered.pages.shape
+        page_table, filled, _ = row_pages.gathered
+        rows, pages = page_table.shape
         entry = KVEntry()
         begin = self._buffer_end if head_group else 0
         for name, place in self.paging.layers[layer].items():
@@ -488,7 +442,7 @@ class PagePool:
                 self.storage.view(-1, piece), 0, index + place.start // piece, out=gathered
             )
             slots = gathered.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
-                :, : row_pages.gathered.filled
+                :, :filled
             ]
             entry[name] = slots.reshape(*slots.shape[:2], *place.shape)
             begin = end
@@ -538,7 +492,7 @@ class PagedCache(KVCache):
         pages = self._write_tokens(entry, new_tokens)
         if pages is None:
             return entry, new_tokens
-        return self._pool.gather(self._layer, pages, self._head_group), pages.gathered.sequence
+        return self._pool.gather(self._layer, pages, self._head_group), pages.gathered[2]
 
     def extend_in_place(
         self, entry: KVEntry, new_tokens: SequenceInfo
@@ -572,7 +526,7 @@ class PagedCache(KVCache):
         self.used += new_tokens.count
         self._last = self._paged_batch.last
         self._write(entry, access)
-        return access.row_pages
+        return access if access.reads_past else None
 
     def select_rows(self, index: Tensor) -> None:
         self._select_batch(index)
@@ -587,7 +541,7 @@ class PagedCache(KVCache):
         }
         return len(pages) * sum(view[0].nbytes for view in self._pool.views[self._layer].values())
 
-    def _write(self, entry: KVEntry, access: PageAccess) -> None:
+    def _write(self, entry: KVEntry, access: RowPages) -> None:
         for name, view in self._pool.views[self._layer].items():
             tokens = (
                 entry[name].flatten(0, 1) if access.is_real is None else entry[name][access.is_real]

@@ -75,13 +75,6 @@ class BoundaryLines(NamedTuple):
         return BoundaryLines(*(ours | theirs for ours, theirs in zip(self, other, strict=True)))
 
 
-def all_true(first: Any, *conditions: Any) -> Any:
-    """Whether all conditions hold; elementwise for tensors."""
-    for condition in conditions:
-        first = first & condition
-    return first
-
-
 def any_true(first: Any, *conditions: Any) -> Any:
     """Whether any condition holds; elementwise for tensors."""
     for condition in conditions:
@@ -112,7 +105,10 @@ class KeyBand(NamedTuple):
         if self.ahead is not None:
             conditions.append(j <= i + self.ahead)
         # Without bounds: True in the broadcast shape of i and j.
-        return all_true(*conditions) if conditions else all_true(i * 0 == 0, j * 0 == 0)
+        allowed, *others = conditions or [i * 0 == 0, j * 0 == 0]
+        for condition in others:
+            allowed = allowed & condition
+        return allowed
 
     def span(self, i: int, keys: range) -> range:
         """The keys in `keys` that query i may attend to."""

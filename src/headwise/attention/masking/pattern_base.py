@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import reduce
 from itertools import pairwise, starmap
-from typing import Any, Protocol, cast, final, runtime_checkable
+from typing import Any, cast, final
 
 from ...util.errors import SpecError, suggest
 from .key_intervals import (
@@ -33,7 +33,6 @@ MAX_DRAWN_CELLS = 64  # a mask this wide leaves 16 of a terminal's 80 columns fo
 FULL = "█"
 PART = "▒"
 NONE = "·"
-ASCII = str.maketrans({FULL: "#", PART: "+", NONE: "."})
 
 
 def parse_calls(text: str, functions: Mapping[str, Any]) -> Any:
@@ -99,21 +98,7 @@ def _build_call(
     return functions[name](*bound.args, **bound.kwargs)
 
 
-@runtime_checkable
-class Drawable(Protocol):
-    """The interface that drawing needs from a pattern."""
-
-    @property
-    def text(self) -> str:
-        """The pattern in text form."""
-        ...
-
-    def pairs(self, queries: range, keys: range) -> int:
-        """The number of allowed pairs in the ranges."""
-        ...
-
-
-def draw_pattern(pattern: Drawable, queries: int, keys: int) -> str:
+def draw_pattern(pattern: Pattern, queries: int, keys: int) -> str:
     """The mask as text: one row per query, one column per key, and a legend with the number of
     allowed pairs.
 
@@ -150,12 +135,12 @@ def _cell_ranges(start: int, size: int, end: int) -> range:
     return range(start, min(start + size, end))
 
 
-def _cell_mark(pattern: Drawable, queries: range, keys: range) -> str:
+def _cell_mark(pattern: Pattern, queries: range, keys: range) -> str:
     pairs = pattern.pairs(queries, keys)
     return NONE if not pairs else FULL if pairs == len(queries) * len(keys) else PART
 
 
-def _legend(pattern: Drawable, queries: int, keys: int, side: int) -> str:
+def _legend(pattern: Pattern, queries: int, keys: int, side: int) -> str:
     pairs = pattern.pairs(range(queries), range(keys))
     counts = f"{pairs} of {queries * keys} pairs ({pairs / (queries * keys):.1%})"
     if side == 1:
@@ -272,20 +257,12 @@ class Pattern(ABC):
     def __repr__(self) -> str:
         return _format(self, _code_text)
 
-    @abstractmethod
     def _count(self, queries: range, keys: range) -> int:
         """The number of pairs, given ranges that are not empty."""
-
-
-class LineCountedPattern(Pattern):
-    """Base class of patterns whose pairs are counted with `count_pairs`."""
-
-    @final
-    def _count(self, queries: range, keys: range) -> int:
         return count_pairs(self, queries, keys)
 
 
-class BandedPattern(LineCountedPattern):
+class BandedPattern(Pattern):
     """Base class of patterns that are unions of bands; all other methods follow from the bands."""
 
     @property
@@ -317,7 +294,7 @@ class BandedPattern(LineCountedPattern):
 
 
 @dataclass(frozen=True, repr=False)
-class CombinedPattern(LineCountedPattern):
+class CombinedPattern(Pattern):
     """Base class of `And` and `Or`; chains associate to the left, so that bracketing does not
     affect equality.
     """
@@ -412,7 +389,7 @@ def _combine(kind: type[And] | type[Or], left: Pattern, right: Pattern) -> Patte
 
 
 @dataclass(frozen=True, repr=False)
-class PerHead(LineCountedPattern):
+class PerHead(Pattern):
     """Heads with different patterns: score head h has the pattern ``patterns[pattern_of_head[h]]``.
 
     Examples are dilated heads beside undilated ones (Longformer, 2004.05150), random blocks of each

@@ -1,19 +1,14 @@
 """The attention patterns: causal, windows, sinks, blocks, BigBird and others; `parse_pattern` reads
 them from text.
-
-``python -m headwise.attention.masking.patterns 'window(4) | first(2)'`` draws a mask.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from ...util.errors import SpecError
 from .key_intervals import (
@@ -26,10 +21,8 @@ from .key_intervals import (
     smallest_retention,
 )
 from .pattern_base import (
-    ASCII,
     And,
     BandedPattern,
-    LineCountedPattern,
     Or,
     Pattern,
     PerHead,
@@ -99,7 +92,7 @@ def is_listed(table: tuple[int, ...], value: Any) -> Any:
 
 
 @dataclass(frozen=True, repr=False)
-class Global(LineCountedPattern):
+class Global(Pattern):
     """The tokens at `positions` attend to every key, and every query attends to them (2004.05150).
 
     Positions are sorted and made unique.
@@ -144,7 +137,7 @@ class Global(LineCountedPattern):
 
 
 @dataclass(frozen=True, repr=False)
-class BigBird(LineCountedPattern):
+class BigBird(Pattern):
     """Block-sparse attention (2007.14062): query block r attends to key block c if one of these
     rules applies.
 
@@ -261,7 +254,7 @@ class BigBird(LineCountedPattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Edges(LineCountedPattern):
+class Edges(Pattern):
     """Query i attends to key j if the edge (i, j) is listed, as in message passing on a graph.
 
     Edges are sorted and made unique.
@@ -571,48 +564,3 @@ def parse_pattern(text: str) -> Pattern:
     (0, 1, 1, 1)
     """
     return parse_calls(text, PATTERNS_BY_NAME)
-
-
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}\n")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Draw the mask of a pattern given as text."""
-    parser = _OneLineParser(
-        prog="python -m headwise.attention.masking.patterns", description=main.__doc__
-    )
-    parser.add_argument(
-        "pattern", help="such as 'window(4) | first(2)'; known: " + ", ".join(PATTERNS_BY_NAME)
-    )
-    parser.add_argument("--tokens", type=int, default=12, help="number of queries (default: 12)")
-    parser.add_argument(
-        "--keys", type=int, default=None, help="number of keys (default: the number of queries)"
-    )
-    args = parser.parse_args(argv)
-    try:
-        keys = args.tokens if args.keys is None else args.keys
-        drawing = draw_pattern(parse_pattern(args.pattern), args.tokens, keys)
-    except SpecError as error:
-        parser.error(str(error))
-    try:
-        print(drawing if _can_print(drawing) else drawing.translate(ASCII), flush=True)
-    except (
-        BrokenPipeError
-    ):  # as after `| head`; redirecting stdout keeps Python from reporting the error again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    return 0
-
-
-def _can_print(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -84,10 +84,8 @@ class Entmax(Normaliser):
         return {"a": weight("q", constant_value(math.log((self.alpha - 1) / (2 - self.alpha))))}
 
     def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
-        if self.kind == "learned":
-            return _entmax_by_bisection(s_S, _alpha_of_parameter(p_h["a"]))
-        closed_form = {1.5: _entmax15_by_sorting, 2.0: _sparsemax_by_sorting}.get(self.alpha)
-        return closed_form(s_S) if closed_form else _entmax_by_bisection(s_S, self.alpha)
+        alpha = _alpha_of_parameter(p_h["a"]) if self.kind == "learned" else self.alpha
+        return _entmax_by_bisection(s_S, alpha)
 
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         if s_BHTS.shape[-1] == 0:
@@ -155,34 +153,6 @@ def _alpha_of_parameter(a: Tensor) -> Tensor:
 
 
 # --- Reference for one row ------------------------------------------------------------------------
-
-
-def _sparsemax_by_sorting(s_S: Tensor) -> Tensor:
-    """alpha = 2, sparsemax: the projection onto the simplex (1602.02068)."""
-    x_S = s_S - s_S.max()
-    ordered = x_S.detach().sort(descending=True).values
-    count = torch.ones_like(ordered).cumsum(0)
-    num_nonzero = int((1 + count * ordered > ordered.cumsum(0)).sum())
-    return (x_S - (x_S.topk(num_nonzero).values.sum() - 1) / num_nonzero).relu()
-
-
-def _entmax15_by_sorting(s_S: Tensor) -> Tensor:
-    """alpha = 1.5 (1905.05702): solves a quadratic equation for every possible number of nonzero
-    weights.
-    """
-    x_S = (s_S - s_S.max()) / 2
-    ordered = x_S.detach().sort(descending=True).values
-    count = torch.ones_like(ordered).cumsum(0)
-    mean = ordered.cumsum(0) / count
-    square = ordered.square().cumsum(0) / count
-    tau = mean - (1 / count - square + mean.square()).clamp(min=0).sqrt()
-    num_nonzero = int((tau <= ordered).sum())
-    top = x_S.topk(num_nonzero).values
-    return (
-        (x_S - top.mean() + ((1 - (top - top.mean()).square().sum()) / num_nonzero).sqrt())
-        .relu()
-        .square()
-    )
 
 
 def _entmax_by_bisection(s_S: Tensor, alpha: Tensor | float) -> Tensor:
