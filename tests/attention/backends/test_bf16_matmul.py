@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,11 +20,19 @@ from support.saved_bytes import layer_saved_bytes
 BF16 = torch.bfloat16
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def small_blocks() -> Iterator[None]:
     """Blocks of four queries, and no weights kept beyond nine keys."""
-    monkeypatch.setattr(bf16_matmul, "QUERY_BLOCK_SIZE", 4)
-    monkeypatch.setattr(bf16_matmul, "MAX_SAVED_KEYS", 9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bf16_matmul, "QUERY_BLOCK_SIZE", 4)
+        patch.setattr(bf16_matmul, "MAX_SAVED_KEYS", 9)
+        yield
+
+
+@pytest.fixture
+def small() -> Iterator[None]:
+    with small_blocks():
+        yield
 
 
 def pair(
@@ -63,12 +73,8 @@ def test_any_rows_give_what_plain_operations_give(lengths, kv, pattern, pad):
         if pad == "none"
         else hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
     )
-    was = bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS
-    try:
-        bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = 4, 9
+    with small_blocks():
         built = gradients(ours, x, sequence=sequence)
-    finally:
-        bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = was
     for one, expected in zip(built, gradients(other, x, sequence=sequence), strict=True):
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
@@ -90,14 +96,10 @@ def test_queries_may_stand_anywhere_beside_their_keys(queries, keys, before, pat
     )
     at = hw.SequenceInfo.contiguous(20 + before, queries, "cpu")
     recorded = []
-    was = bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS
-    try:
-        bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = 4, 9
+    with small_blocks():
         for layer in (ours, other):
             source = layer.project_source(z, sequence=hw.SequenceInfo.contiguous(20, keys, "cpu"))
             recorded.append(gradients(layer, x, source=source, sequence=at))
-    finally:
-        bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = was
     for one, expected in zip(*recorded, strict=True):
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 

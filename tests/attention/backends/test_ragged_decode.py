@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 import headwise as hw
 from headwise import costs
@@ -94,77 +92,6 @@ def test_decode_options_count(dtype):
 
 def replace_bias(beside, length):
     return beside._replace(bias=beside.bias[:, :, :length])
-
-
-@st.composite
-def paged(draw):
-    """Rows of some length over shuffled pages, some of which begin with the same; where each key
-    lies.
-    """
-    page = draw(st.integers(1, 19))
-    lengths = draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))
-    each = [math.ceil(length / page) for length in lengths]
-    pool = draw(st.permutations(range(sum(each) + 2)))
-    shared = draw(st.integers(0, min(each)))
-    rows, used = [], shared
-    for count in each:
-        rows.append([*pool[:shared], *pool[used : used + count - shared]])
-        used += count - shared
-    return page, lengths, rows, len(pool)
-
-
-@given(
-    page_table=paged(),
-    seed=st.integers(0, 99),
-    kind=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
-)
-@settings(max_examples=25, deadline=None)
-def test_pages_are_read_as_a_dense_cache_is(page_table, seed, kind):
-    page, lengths, rows, count = page_table
-    torch.manual_seed(seed)
-    k, v = (torch.randn(count, 2, page, width) for width in (16, 21))
-    scales = (None, None)
-    if kind == torch.int8:
-        scales = torch.rand(count, 2, page) / 100, torch.rand(count, 2, page) / 100
-        k, v = ((t * 40).round().clamp(-127, 127) for t in (k, v))
-    k, v = k.to(kind), v.to(kind)
-    q = torch.randn(len(lengths), 6, 16).to(torch.float32 if kind == torch.int8 else kind)
-    most = max(map(len, rows))
-    spans = torch.zeros(len(rows), most, 3, dtype=torch.int64)
-    for row, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
-        for n, number in enumerate(pages):
-            spans[row, n] = torch.tensor([number, 0, min(page, length - n * page)])
-    o, _ = attend_paged(q, k, v, spans, scale=0.25, options=PagedDecodeOptions(None, None, *scales))
-    for row, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
-        full = [
-            t.double() if s is None else t.double() * s[..., None]
-            for t, s in zip((k, v), scales, strict=True)
-        ]
-        keys, values = (
-            t[pages].transpose(0, 1).flatten(1, 2)[:, :length].transpose(0, 1) for t in full
-        )
-        expected = reference_decode(q[row], keys, values, 0.25)[0]
-        check_close(
-            o[row],
-            expected,
-            **(
-                {"rtol": 1e-2, "atol": 1e-2}
-                if kind == torch.bfloat16
-                else {"atol": 2e-5, "rtol": 1e-4}
-            ),
-        )
-
-
-def test_threads_change_no_bit():
-    q, k, v, table = dense([1000, 3, 700], 64, 64, dtype=torch.float32)
-    given_threads = torch.get_num_threads()
-    found = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        found.append(attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.1)[0])
-    torch.set_num_threads(given_threads)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
