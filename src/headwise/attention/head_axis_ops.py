@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -150,12 +151,14 @@ def share_kv_heads(
             f"cannot share heads whose keys and values have different groups ({heads}); leave out "
             "value_heads"
         )
-    if sorted(head for group in groups for head in group) != list(range(heads.kv)):
+    if sorted(chain.from_iterable(groups)) != list(range(heads.kv)):
         raise SpecError(
             f"cannot share heads in groups {groups}; name each of {heads.kv} key-value heads once"
         )
     _check_even(spec, [len(group) for group in groups])
-    owner = {head: n for n, group in enumerate(groups) for head in group}
+    owner: dict[int, int] = {}
+    for n, group in enumerate(groups):
+        owner |= dict.fromkeys(group, n)
     fewer = replace(
         heads, kv=len(groups), kv_head_of_query=tuple(owner[r] for r in heads.kv_head_of_query)
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ def _matrices(modules: Iterable[nn.Module]) -> Iterator[Sequence[Tensor]]:
     """Every matrix to initialise; matrices that multiply one input and may be joined are in one
     list.
     """
-    for module in [part for whole in modules for part in whole.modules()]:
+    for module in chain.from_iterable(whole.modules() for whole in modules):
         if isinstance(module, Attention):
             yield from _grouped(module)
         elif isinstance(module, nn.Linear):

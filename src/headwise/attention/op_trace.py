@@ -94,7 +94,7 @@ class OperationTrace:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Every step as plain values, ready for JSON."""
-        return [{key: _plain(value) for key, value in asdict(step).items()} for step in self.steps]
+        return [asdict(step, dict_factory=_plain_dict) for step in self.steps]
 
     @property
     def to_dict(self) -> dict[str, Any]:
@@ -291,8 +291,8 @@ def _merge_neighbours(steps: Sequence[OperationStep]) -> tuple[OperationStep, ..
 # --- as text --------------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
 
 
 def _sizes(sizes: tuple[int, ...]) -> str:

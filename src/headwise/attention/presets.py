@@ -181,12 +181,10 @@ def _with_biases(bias: object, project: Project, merge: Merge) -> dict[str, Part
         raise SpecError(
             f"bias={bias!r} has the unknown letter {unknown[0]!r}; use letters of 'qkvo'"
         )
-    inner, outer = (
-        "".join(letter for letter in letters if letter in bias) for letters in ("qkv", "o")
-    )
+    inner = "".join(letter for letter in "qkv" if letter in bias)
     letters_of_slot: dict[str, tuple[Part, str]] = {
         "project": (project, inner),
-        "merge": (merge, outer),
+        "merge": (merge, "o" if "o" in bias else ""),
     }
     parts: dict[str, Part] = {}
     for slot, (part, letters) in letters_of_slot.items():

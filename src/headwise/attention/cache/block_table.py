@@ -7,10 +7,12 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import lcm, prod
 from typing import NamedTuple
 
 from ...util.errors import CacheFull, SpecError
+from ..masking.key_intervals import KeyRetention
 from ..spec.attention_spec import AttentionSpec
 
 
@@ -191,15 +193,16 @@ class PageLayout:
     def for_specs(specs: Sequence[AttentionSpec], page: int) -> PageLayout:
         """Return the layout for layers with these specs, in order."""
         check_page(page)
-        retentions = list(dict.fromkeys(spec.pattern.retention for spec in specs))
-        widths = [
-            sum(_width(spec) for spec in specs if spec.pattern.retention == shared)
-            for shared in retentions
-        ]
-        numel = page * max(widths, default=0)
+        widths: dict[KeyRetention, int] = {}
+        for spec in specs:
+            retention = spec.pattern.retention
+            width = sum(map(prod, spec.kv_entry_shapes().values()))
+            widths[retention] = widths.get(retention, 0) + width
+        retentions = list(widths)
+        numel = page * max(widths.values(), default=0)
         groups = [
             RetentionGroup(*retention, numel // (page * width) * page)
-            for retention, width in zip(retentions, widths, strict=True)
+            for retention, width in widths.items()
         ]
         starts = [0] * len(groups)
         layers: list[Mapping[str, TensorPlacement]] = []
@@ -220,11 +223,11 @@ class PageLayout:
         """Largest number of elements of one page that belong to one layer, or to one group of its
         heads.
         """
-        each = (
-            sum(self.groups[p.group].page * p.heads * p.width for p in places.values())
-            for places in self.layers
-        )
-        return max(each, default=0)
+        widest = 0
+        for places in self.layers:
+            sizes = (self.groups[p.group].page * p.heads * p.width for p in places.values())
+            widest = max(widest, sum(sizes))
+        return widest
 
 
 def check_page(page: object) -> None:
@@ -233,10 +236,6 @@ def check_page(page: object) -> None:
         raise SpecError(
             f"page={page!r} is not a number of tokens; give a positive integer such as 16"
         )
-
-
-def _width(spec: AttentionSpec) -> int:
-    return sum(prod(shape) for shape in spec.kv_entry_shapes().values())
 
 
 @dataclass(eq=False)
@@ -299,18 +298,17 @@ class BlockTables:
         """
         for row in rows:
             self._free_unreadable_pages(row)
-        touched = [
-            (row, index, number, row.length + count)
-            for row, count in zip(rows, counts, strict=True)
-            for index, group in enumerate(self.groups)
-            for number in range(row.length // group.page, -(-(row.length + count) // group.page))
-        ]
-        fresh = [spot for spot in touched if spot[2] not in spot[0].tables[spot[1]]]
-        shared = [
-            (row, g, n)
-            for row, g, n, _ in touched
-            if n in row.tables[g] and self._shared(row.tables[g][n])
-        ]
+        fresh: list[tuple[PagedSequence, int, int, int]] = []
+        shared: list[tuple[PagedSequence, int, int]] = []
+        for row, count in zip(rows, counts, strict=True):
+            end = row.length + count
+            for index, group in enumerate(self.groups):
+                for number in range(row.length // group.page, -(-end // group.page)):
+                    page = row.tables[index].get(number)
+                    if page is None:
+                        fresh.append((row, index, number, end))
+                    elif self._shared(page):
+                        shared.append((row, index, number))
         num_needed = len(fresh) + len(shared)
         if num_needed > self.pages.num_free:
             raise CacheFull(
@@ -372,10 +370,10 @@ class BlockTables:
                 )
                 most = next(missing, most // group.page) * group.page // self._unit * self._unit
         ends = range(most, max(min_length, 1) - 1, -self._unit)
-        return next(
-            (end for end in ends if all(p is not None for _, _, p in self._prefix_pages(row, end))),
-            0,
-        )
+        for end in ends:
+            if all(page is not None for _, _, page in self._prefix_pages(row, end)):
+                return end
+        return 0
 
     def reuse_prefix(self, row: PagedSequence, length: int) -> None:
         """Start a row with the `length` prefix tokens that `find_prefix` has found."""
@@ -419,7 +417,8 @@ class BlockTables:
         rows = list(rows)
         total = 0
         for index, group in enumerate(self.groups):
-            references = Counter(page for row in rows for page in row.tables[index].values())
+            held = (row.tables[index].values() for row in rows)
+            references = Counter(chain.from_iterable(held))
             total += sum(row.reserved_pages[index] for row in rows)
             if group.last is None:
                 total += len(references) - references.total()
@@ -461,4 +460,4 @@ class BlockTables:
 
 
 def _all_pages(row: PagedSequence) -> Iterator[int]:
-    return (page for table in row.tables for page in table.values())
+    return chain.from_iterable(table.values() for table in row.tables)

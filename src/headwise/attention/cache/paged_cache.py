@@ -463,11 +463,10 @@ def list_stored_specs(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ..
     """The specs of what pages store: layers, or groups of key-value heads that retain the same
     tokens.
     """
-    return tuple(
-        own
-        for spec in specs
-        for own in [group.spec for group in split_by_retention(spec)] or [spec]
-    )
+    stored: list[AttentionSpec] = []
+    for spec in specs:
+        stored += [group.spec for group in split_by_retention(spec)] or [spec]
+    return tuple(stored)
 
 
 class PagedCache(KVCache):
@@ -536,9 +535,9 @@ class PagedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        pages = {
-            page for row in self._paged_batch.rows for page in row.tables[self._group].values()
-        }
+        pages: set[int] = set()
+        for row in self._paged_batch.rows:
+            pages.update(row.tables[self._group].values())
         return len(pages) * sum(view[0].nbytes for view in self._pool.views[self._layer].values())
 
     def _write(self, entry: KVEntry, access: RowPages) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -451,17 +452,15 @@ def split_by_retention(spec: AttentionSpec) -> tuple[KVHeadGroup, ...]:
         return ()
     if not spec.project.caches_keys_and_values or spec.similarity.params(spec):
         return ()
-    queries = [
-        [head for head in range(heads.q) if heads.kv_head_of_query[head] == kv]
-        for kv in range(heads.kv)
-    ]
-    retentions = [
-        largest_retention(*(head_pattern(pattern, head).retention for head in own))
-        for own in queries
-    ]
+    queries: list[list[int]] = [[] for _ in range(heads.kv)]
+    for head, kv in enumerate(heads.kv_head_of_query):
+        queries[kv].append(head)
     by_retention: dict[KeyRetention, list[int]] = {}
-    for kv, retention in enumerate(retentions):
+    retentions: list[KeyRetention] = []
+    for kv, own in enumerate(queries):
+        retention = largest_retention(*(head_pattern(pattern, head).retention for head in own))
         by_retention.setdefault(retention, []).append(kv)
+        retentions.append(retention)
     ordered = sorted(by_retention, key=lambda retention: -retention.total)
     is_split = any(
         len({retentions[heads.kv_head_of_query[head]] for head in own}) > 1
@@ -475,7 +474,7 @@ def split_by_retention(spec: AttentionSpec) -> tuple[KVHeadGroup, ...]:
 def _make_group(
     spec: AttentionSpec, kv_heads: Sequence[int], queries: Sequence[Sequence[int]]
 ) -> KVHeadGroup:
-    own = sorted(head for kv in kv_heads for head in queries[kv])
+    own = sorted(chain.from_iterable(queries[kv] for kv in kv_heads))
     heads = Heads(
         q=len(own),
         kv=len(kv_heads),

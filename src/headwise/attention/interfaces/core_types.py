@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -243,7 +245,8 @@ class SymmetryGroup(NamedTuple):
         other_planes = [
             plane for plane in other.planes if self._contains(plane) and set(plane) not in planes
         ]
-        blocks = [tuple(sorted(set(a) & set(b))) for a in self.blocks for b in other.blocks]
+        pairs = product(self.blocks, other.blocks)
+        blocks = [tuple(sorted(set(a) & set(b))) for a, b in pairs]
         return SymmetryGroup(
             (*own_planes, *other_planes), tuple(block for block in blocks if block)
         )
@@ -413,7 +416,7 @@ class AxisLayout:
     @property
     def axes(self) -> tuple[str, ...]:
         """All axis names in order, ignoring how they are grouped into dimensions."""
-        return tuple(axis for dim in self.dims for axis in dim)
+        return tuple(chain.from_iterable(self.dims))
 
     def unmerged_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The tensor's shape with one dimension per axis."""
@@ -421,15 +424,19 @@ class AxisLayout:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The tensor's shape as stored."""
-        return tuple(math.prod(_axis_size(axis, sizes) for axis in dim) for dim in self.dims)
+        size_of = partial(_axis_size, sizes=sizes)
+        return tuple(math.prod(map(size_of, dim)) for dim in self.dims)
 
     def numel(self, sizes: Mapping[str, int]) -> int:
         """The number of elements of the tensor."""
         return math.prod(self.unmerged_shape(sizes))
 
     def __str__(self) -> str:
-        named_dims = [[f"[{axis}]" if "|" in axis else axis for axis in dim] for dim in self.dims]
-        return " ".join(f"({' '.join(dim)})" if len(dim) > 1 else dim[0] for dim in named_dims)
+        named = []
+        for dim in self.dims:
+            text = " ".join(f"[{axis}]" if "|" in axis else axis for axis in dim)
+            named.append(f"({text})" if len(dim) > 1 else text)
+        return " ".join(named)
 
 
 def _axis_size(axis: str, sizes: Mapping[str, int]) -> int:

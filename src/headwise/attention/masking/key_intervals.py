@@ -10,7 +10,7 @@ sinks and prefixes does not grow with the sequence length.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ...util.errors import SpecError
@@ -73,6 +73,16 @@ class BoundaryLines(NamedTuple):
     def join(self, other: BoundaryLines) -> BoundaryLines:
         """The union of both sets of lines."""
         return BoundaryLines(*(ours | theirs for ours, theirs in zip(self, other, strict=True)))
+
+
+def one_key_edges(keys: Iterable[int]) -> frozenset[int]:
+    """The ends of ranges of one key each.
+
+    >>> sorted(one_key_edges((3, 7)))
+    [3, 4, 7, 8]
+    """
+    starts = frozenset(keys)
+    return starts | {start + 1 for start in starts}
 
 
 def any_true(first: Any, *conditions: Any) -> Any:
@@ -177,10 +187,13 @@ def spans_covered(spans: Iterable[range], depth: int) -> list[range]:
     """
     # Where one span stops and another starts, -1 sorts first, so the resulting spans are adjacent
     # but not merged.
-    steps = sorted(step for span in spans if span for step in ((span.start, 1), (span.stop, -1)))
+    steps: list[tuple[int, int]] = []
+    for span in spans:
+        if span:
+            steps += (span.start, 1), (span.stop, -1)
     covered: list[range] = []
     level = start = 0
-    for key, step in steps:
+    for key, step in sorted(steps):
         if step == 1 and level == depth - 1:
             start = key
         if step == -1 and level == depth:
@@ -230,12 +243,14 @@ def union_of_spans(pattern: HasKeySpans, queries: range, keys: range) -> list[ra
     """
     spans: list[range] = []
     for top, stop in pairwise(boundary_rows(pattern, queries, keys)):
-        first, last = ([span for span in pattern.spans(i, keys) if span] for i in (top, stop - 1))
+        first = list(filter(None, pattern.spans(top, keys)))
+        last = list(filter(None, pattern.spans(stop - 1, keys)))
         if len(first) == len(last):
             ends = zip(first, last, strict=True)
             spans += [range(min(a.start, b.start), max(a.stop, b.stop)) for a, b in ends]
         else:
-            spans += [span for i in range(top, stop) for span in pattern.spans(i, keys)]
+            for i in range(top, stop):
+                spans += pattern.spans(i, keys)
     return spans_covered(spans, 1)
 
 
@@ -249,7 +264,9 @@ def boundary_rows(pattern: HasKeySpans, queries: range, keys: range) -> Sequence
     )
     columns = pattern.lines(queries, intersect(keys, reachable)).columns | {keys.start, keys.stop}
     if len(rows) + len(columns) * len(diagonals) < len(queries):
-        intersections = rows | {column - diagonal for column in columns for diagonal in diagonals}
+        intersections = rows | {
+            column - diagonal for column, diagonal in product(columns, diagonals)
+        }
         # `|` of sets instead of set.union(generator), whose elements are lost when torch.compile
         # traces it.
         return sorted(

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import reduce
-from itertools import pairwise, starmap
+from itertools import chain, pairwise, starmap
 from typing import Any, cast, final
 
 from ...util.errors import SpecError, suggest
@@ -472,9 +472,8 @@ class PerHead(Pattern):
         return longest_prefix(*(pattern.tokens_before_decode for pattern in self.patterns))
 
     def spans(self, i: int, keys: range) -> list[range]:
-        return spans_covered(
-            (span for pattern in self.patterns for span in pattern.spans(i, keys)), 1
-        )
+        spans = (pattern.spans(i, keys) for pattern in self.patterns)
+        return spans_covered(chain.from_iterable(spans), 1)
 
     @final
     def lines(self, queries: range, keys: range) -> BoundaryLines:

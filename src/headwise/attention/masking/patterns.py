@@ -8,6 +8,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, cast
 
 from ...util.errors import SpecError
@@ -18,6 +19,7 @@ from .key_intervals import (
     any_true,
     block_grid_lines,
     intersect,
+    one_key_edges,
     smallest_retention,
 )
 from .pattern_base import (
@@ -132,7 +134,7 @@ class Global(Pattern):
         )
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        edges = frozenset(at + edge for at in self.positions for edge in (0, 1))
+        edges = one_key_edges(self.positions)
         return BoundaryLines(edges, edges)
 
 
@@ -225,8 +227,9 @@ class BigBird(Pattern):
 
     @property
     def retention(self) -> KeyRetention:
-        past = [c for column in self.sampled_blocks for r, c in enumerate(column) if c < r]
-        first = max([self.globals - 1, *past]) + 1
+        first = self.globals
+        for column in self.sampled_blocks:
+            first = max([first, *(c + 1 for r, c in enumerate(column) if c < r)])
         return KeyRetention(first * self.block, (self.window // 2 + 1) * self.block)
 
     @property
@@ -279,11 +282,7 @@ class Edges(Pattern):
         """All edges between `nodes` nodes, including each node with itself; equals Full on those
         nodes.
         """
-        return cls(
-            tuple(
-                (i, j) for i in range(check_whole_number("nodes", nodes, 0)) for j in range(nodes)
-            )
-        )
+        return cls(tuple(product(range(check_whole_number("nodes", nodes, 0)), repeat=2)))
 
     def allows(self, i: Any, j: Any) -> Any:
         # Without the first condition, the code of a key beyond `width` would be that of another
@@ -308,8 +307,7 @@ class Edges(Pattern):
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
         return BoundaryLines(
-            frozenset(i + edge for i, _ in self.edges for edge in (0, 1)),
-            frozenset(j + edge for _, j in self.edges for edge in (0, 1)),
+            one_key_edges(i for i, _ in self.edges), one_key_edges(j for _, j in self.edges)
         )
 
 
@@ -462,9 +460,7 @@ class Dilated(Pattern):
         return [range(i + offset, i + offset + 1) for offset in self.offsets if i + offset in keys]
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        return BoundaryLines(
-            diagonals=frozenset(offset + edge for offset in self.offsets for edge in (0, 1))
-        )
+        return BoundaryLines(diagonals=one_key_edges(self.offsets))
 
     def _count(self, queries: range, keys: range) -> int:
         shifted = (range(keys.start - offset, keys.stop - offset) for offset in self.offsets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -135,7 +136,8 @@ class SequenceInfo:
             isinstance(row, Sequence) for row in lengths
         )
         rows = tuple(tuple(row) for row in lengths) if is_nested else ()
-        if not rows or any(type(length) is not int or length < 0 for row in rows for length in row):
+        listed = chain.from_iterable(rows)
+        if not rows or any(type(length) is not int or length < 0 for length in listed):
             raise ValueError(
                 f"lengths={lengths!r} must list the text lengths of each row, such as [[5, 3], [8]]"
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar, Self
 
 import torch
@@ -44,10 +45,15 @@ class HeadPairs(OutputStep):
         return heads | {head ^ 1 for head in heads}
 
     def required_rows(self, own_rows: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(row + half for row in own_rows for half in range(2))
+        return _pairs_of(own_rows, 1)
 
     def own_row_of_output(self, rows: int) -> tuple[int, ...]:
         return tuple(range(0, rows, 2))
+
+
+def _pairs_of(numbers: Iterable[int], distance: int) -> tuple[int, ...]:
+    """Each number, followed by the one at this distance."""
+    return tuple(chain.from_iterable((number, number + distance) for number in numbers))
 
 
 @part
@@ -102,10 +108,9 @@ class Differential(HeadPairs):
 
     def fit_heads(self, heads: Heads) -> Heads:
         doubled = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
-        value_heads = tuple(kv_head for kv_head in heads.kv_head_of_query for _ in range(2))
-        kv_head_of_query = tuple(
-            2 * kv_head + half for kv_head in heads.kv_head_of_query for half in range(2)
-        )
+        kv = heads.kv_head_of_query
+        kv_head_of_query = _pairs_of([2 * kv_head for kv_head in kv], 1)
+        value_heads = _pairs_of(kv, 0)
         return replace(
             doubled, vdim=2 * heads.dim, kv_head_of_query=kv_head_of_query, value_heads=value_heads
         )
@@ -183,11 +188,12 @@ class DifferentialV2(HeadPairs):
             )
 
     def fit_heads(self, heads: Heads) -> Heads:
-        head_maps = {
-            name: tuple(kv for kv in getattr(heads, name) for _ in range(2))
-            for name in ("kv_head_of_query", "value_heads")
-        }
-        return replace(heads, q=2 * heads.q, **head_maps)
+        return replace(
+            heads,
+            q=2 * heads.q,
+            kv_head_of_query=_pairs_of(heads.kv_head_of_query, 0),
+            value_heads=_pairs_of(heads.value_heads, 0),
+        )
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         return {"noise": weight("out model", xavier_uniform, "query")}

@@ -339,7 +339,8 @@ def _merged_projection_weights(
     """Weights and biases of the latent projection; queries are multiplied by `query_scale`."""
     heads = spec.heads
     old = {key.removeprefix("project."): tensor.detach() for key, tensor in weights.items()}
-    rotary_head, rotary_channel = ([source[n] for source in rotary_channels] for n in range(2))
+    rotary_head = [head for head, _ in rotary_channels]
+    rotary_channel = [channel for _, channel in rotary_channels]
     kv_head_of_query = list(heads.kv_head_of_query)
     own_channels = (torch.tensor(kv_head_of_query)[:, None] == torch.tensor(rotary_head)[None]).to(
         old["q"]

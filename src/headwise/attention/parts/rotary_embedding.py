@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -297,12 +298,8 @@ class Rotary(QKTransform):
         pairs = self.channel_pairs(dims)
         # With "half", the first channels of all pairs of all heads come first, then the second
         # ones.
-        runs = (
-            [[pair[half] for pair in pairs] for half in range(2)]
-            if self.pairs == "half"
-            else [list(range(dims))]
-        )
-        sources = tuple((head, channel) for run in runs for head in range(heads) for channel in run)
+        runs = list(zip(*pairs, strict=True)) if self.pairs == "half" else [range(dims)]
+        sources = tuple(chain.from_iterable(product(range(heads), run) for run in runs))
         merged = replace(self, dims=None, copies=self.copies * heads)
         return SingleVectorTransform(merged, sources, {"frequency": p["frequency"].repeat(heads)})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 from ...util.errors import SpecError, suggest
@@ -102,7 +103,7 @@ class AttentionSpec:
                 "keep only one of them"
             )
             return
-        reasons = [reason for step in combining for reason in step.conflicts(self)]
+        reasons = [*combining[0].conflicts(self)] if combining else []
         if reasons:
             # the number of rows, which the other checks need, is only defined without conflicts
             yield from reasons
@@ -153,31 +154,29 @@ class AttentionSpec:
 
     def params(self) -> dict[str, Param]:
         """The declaration of every parameter by its full name, such as "project.q"."""
-        return {
-            f"{name}.{key}": param
-            for name, part in self.parts()
-            for key, param in part.params(self).items()
-        }
+        params: dict[str, Param] = {}
+        for name, part in self.parts():
+            params |= {f"{name}.{key}": param for key, param in part.params(self).items()}
+        return params
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter by its full name."""
         common = self.sizes
-        return {
-            f"{name}.{key}": param.layout.shape(sizes)
-            for name, part in self.parts()
-            for sizes in [common | dict(part.sizes(self))]
-            for key, param in part.params(self).items()
-        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, part in self.parts():
+            sizes = common | dict(part.sizes(self))
+            for key, param in part.params(self).items():
+                shapes[f"{name}.{key}"] = param.layout.shape(sizes)
+        return shapes
 
     def kv_entry_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors cached for one token, by name: "k", "v", "dynamic.gate"."""
-        return {
-            key if part is self.project else f"{name}.{key}": layout.unmerged_shape(
-                self.sizes_of(part)
-            )
-            for name, part in self.parts()
-            for key, layout in part.kv_entry_layouts(self).items()
-        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, part in self.parts():
+            prefix = "" if part is self.project else f"{name}."
+            for key, layout in part.kv_entry_layouts(self).items():
+                shapes[prefix + key] = layout.unmerged_shape(self.sizes_of(part))
+        return shapes
 
     def parts_of(self, kind: type[P]) -> list[tuple[str, P]]:
         """The parts that implement one interface, with their names, in order."""
@@ -298,11 +297,10 @@ class AttentionSpec:
 
     @property
     def _makes_scores_from_input(self) -> bool:
-        return any(
-            param.applied
-            for _, step in self.parts_of(ScoreStep)
-            for param in step.params(self).values()
+        params = chain.from_iterable(
+            step.params(self).values() for _, step in self.parts_of(ScoreStep)
         )
+        return any(param.applied for param in params)
 
     @property
     def num_core_heads(self) -> int:
