@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headwise.kernels.takeover_points import assume_points, current_points
+from headwise.kernels.capabilities import assume_points, current_points
 from headwise.report.progress import LINE_INTERVAL, ProgressReporter
 from headwise.training import ConsoleLogger, run_setup, train
 from headwise.training.loggers import JsonlLogger, create_logger, read_records

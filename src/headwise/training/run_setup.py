@@ -17,7 +17,7 @@ import torch
 from ..attention.masking.patterns import Causal, Full
 from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
-from ..kernels.takeover_points import takeover_size
+from ..kernels.capabilities import takeover_size
 from ..models import Transformer, build
 from ..models.distributed import Parallelism, ProcessInfo
 from ..models.distributed.model_sharding import check_partition, shard_model
