@@ -28,7 +28,6 @@ from ..observe.inspect.adapters.declarations import (
     copy_declared,
     declare,
     get_declaration,
-    get_output_width,
     propose_sites,
 )
 from ..observe.inspect.adapters.output_path import edits_at_function
@@ -446,7 +445,7 @@ def _resize(module: nn.Module, change: HeadChange) -> None:
         owner, _, tensor_name = name.rpartition(".")
         _regroup(module.get_submodule(owner), tensor_name, axis, site.heads, change.q)
     out.in_features = out.weight.shape[1]
-    query_rows = 0 if site.is_fused else get_output_width(module.get_submodule(site.q))
+    query_rows = 0 if site.is_fused else len(module.get_submodule(site.q).get_parameter("weight"))
     query_width = query_rows // heads or width
     counts = {"heads": heads, "kv_heads": kv_heads, "q": heads * query_width}
     counts |= {"k": kv_heads * query_width, "v": kv_heads * width, "out": heads * width}

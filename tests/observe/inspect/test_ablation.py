@@ -555,6 +555,20 @@ WRONG = {
     ),
     "all of a name twice": (lambda net: hw.ablate(net, [(0, "all"), (0, 1)]), "named twice"),
     "every": (lambda net: hw.ablate(net, [(0, "every")]), "names no head"),
+    "no pair": (lambda net: hw.ablate(net, [0]), "names no head"),
+    "a number": (lambda net: hw.ablate(net, 5), "names no head"),
+    "one head by two names": (
+        lambda net: hw.patch(net, {(0, 1): VECTOR, ("decoder.0.attention", 1): VECTOR}),
+        "named twice",
+    ),
+    "scale": (lambda net: hw.ablate(net, [(0, 1)], scale=float("nan")), "not a finite number"),
+    "broken column": (lambda net: hw.ablate(net, [(0, 1)], tokens=[1.5]), "torch.bool"),
+    "no vector": (lambda net: hw.patch(net, {(0, 1): 3}), "tensor"),
+    "wide": (lambda net: hw.patch(net, {(0, 1): torch.zeros(7)}), "output 4 channels, not 7"),
+    "vectors of other rows": (
+        lambda net: hw.patch(net, {(0, 1): torch.zeros(5, 3, 4)}),
+        "the same shape",
+    ),
     "two scales": (lambda net: hw.ablate(net, {(0, 1): 0.5}, scale=2), "leave them out"),
     "no scale": (lambda net: hw.ablate(net, {(0, 1): VECTOR}), "is not a finite number"),
     "mode": (

@@ -86,43 +86,6 @@ def test_only_some_tokens():
     assert torch.equal(before, after)
 
 
-VECTOR = torch.zeros(4)
-WRONG = {
-    "no pair": (lambda net: hw.ablate(net, [0]), "names no head"),
-    "no number": (lambda net: hw.ablate(net, [(0, "a")]), "names no head"),
-    "no list": (lambda net: hw.ablate(net, 5), "names no head"),
-    "twice": (
-        lambda net: hw.patch(net, {(0, 1): VECTOR, ("decoder.0.attention", 1): VECTOR}),
-        "named twice",
-    ),
-    "no scale": (
-        lambda net: hw.ablate(net, [(0, 1)], scale=float("nan")),
-        "is not a finite number",
-    ),
-    "no tokens": (lambda net: hw.ablate(net, [(0, 1)], tokens=[1.5]), "torch.bool"),
-    "other tokens": (
-        lambda net: hw.ablate(net, [(0, 1)], tokens=torch.ones(5, 9, dtype=torch.bool)),
-        "the same shape",
-    ),
-    "no vector": (lambda net: hw.patch(net, {(0, 1): 3}), "tensor"),
-    "wide": (lambda net: hw.patch(net, {(0, 1): torch.zeros(7)}), "output 4 channels, not 7"),
-    "other rows": (lambda net: hw.patch(net, {(0, 1): torch.zeros(5, 3, 4)}), "the same shape"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_invalid_arguments_give_one_line(name: str):
-    how, words = WRONG[name]
-    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
-    ids = torch.tensor([[3, 1, 4]])
-    with torch.no_grad():
-        whole = net(ids)
-        with pytest.raises(ValueError, match=words) as excinfo, how(net):
-            net(ids)
-        assert "\n" not in str(excinfo.value)
-        assert torch.equal(net(ids), whole)
-
-
 def run_command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     code = cli.main(argv)
     return code, *capsys.readouterr()

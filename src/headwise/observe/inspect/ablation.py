@@ -460,16 +460,13 @@ def _check_pairs(heads: Any) -> list[HeadRef]:
     """List of `heads`; raises unless each is a pair (layer or site name, head or "all")."""
     refs: list[Any] = list(heads) if isinstance(heads, Iterable) else [heads]
     for ref in refs:
-        if not isinstance(ref, tuple) or len(ref) != 2 or not _is_head_ref(*ref):
+        is_pair = isinstance(ref, tuple) and len(ref) == 2 and type(ref[0]) in (int, str)
+        if not is_pair or not (type(ref[1]) is int or ref[1] == ALL_HEADS):
             raise ValueError(
                 f'{ref!r} names no head; give (layer, head), (site, head) or (layer, "all"), as '
                 "in (3, 5)"
             )
     return refs
-
-
-def _is_head_ref(where: object, head: object) -> bool:
-    return type(where) in (int, str) and (type(head) is int or head == ALL_HEADS)
 
 
 def _make_patch(head: HeadRef, value: object) -> HeadPatch:

@@ -203,26 +203,24 @@ def find_layers_without_attention(model: nn.Module, sites: Sequence[Site]) -> li
     """Describe the layers without attention in stacks where other layers have one, such as in
     hybrid models.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    lists: dict[str, set[str]] = {}
-    for site in sites:
-        parts = site.path.split(".")
-        index = next((n for n, part in enumerate(parts) if part.isdigit()), 0)
-        path = ".".join(parts[:index])
-        if isinstance(modules.get(path), nn.ModuleList):
-            lists.setdefault(path, set()).add(parts[index])
     lines: list[str] = []
-    for path, with_attention in lists.items():
-        layers = dict(modules[path].named_children())
-        lacking = [name for name in layers if name not in with_attention]
-        if not lacking:
+    for path, layers in model.named_modules(remove_duplicate=False):
+        is_inner = any(part.isdigit() for part in path.split("."))
+        if is_inner or not isinstance(layers, nn.ModuleList):
             continue
-        others: set[str] = set()
-        for name in lacking:
-            others.update(type(child).__name__ for child in layers[name].children())
-        for name in with_attention:
-            others -= {type(child).__name__ for child in layers[name].children()}
-        kinds = sorted(kind for kind in others if "Norm" not in kind)
+        lacking: list[str] = []
+        own_kinds: set[str] = set()
+        other_kinds: set[str] = set()
+        for name, layer in layers.named_children():
+            kinds = {type(child).__name__ for child in layer.children()}
+            if any(is_within(site.path, f"{path}.{name}") for site in sites):
+                other_kinds |= kinds
+            else:
+                lacking.append(name)
+                own_kinds |= kinds
+        if not lacking or len(lacking) == len(layers):
+            continue
+        kinds = sorted(kind for kind in own_kinds - other_kinds if "Norm" not in kind)
         instead = f" ({', '.join(kinds)} instead)" if kinds else ""
         lines.append(
             f"{len(lacking)} of {len(layers)} layers have no attention{instead}: "

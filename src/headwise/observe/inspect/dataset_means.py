@@ -70,7 +70,17 @@ def observe_dataset(
     if refs is None:
         refs = [(site_module.site.name, ALL_HEADS) for site_module in site_modules]
     heads_by_site = group_by_site(model, site_modules, refs)
-    _check_batches(model, batches, heads_by_site)
+    if not heads_by_site:
+        raise ValueError("no heads are named; give some, or leave heads out for all")
+    if any(module.training for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is in train mode, where dropout changes head outputs; call "
+            ".eval()"
+        )
+    if not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches are of type {type(batches).__name__}; give {INPUT_KINDS}, or a list of these"
+        )
     numbers = {name: tuple(of_site) for name, of_site in heads_by_site.items()}
     observers = {name: OutputObserver(name, numbers[name], observe) for name in numbers}
     sites = [site_module.site for site_module in site_modules]
@@ -93,20 +103,6 @@ def observe_dataset(
     if not num_batches:
         raise ValueError("no batches given; give at least one")
     return numbers
-
-
-def _check_batches(model: nn.Module, batches: object, heads_by_site: Mapping[str, object]) -> None:
-    if not heads_by_site:
-        raise ValueError("no heads are named; give some, or leave heads out for all")
-    if any(module.training for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} is in train mode, where dropout changes head outputs; call "
-            ".eval()"
-        )
-    if not isinstance(batches, Iterable):
-        raise ValueError(
-            f"batches are of type {type(batches).__name__}; give {INPUT_KINDS}, or a list of these"
-        )
 
 
 def _split_mask(batch: Any) -> tuple[Any, Any]:

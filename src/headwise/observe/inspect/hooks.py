@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -63,11 +63,6 @@ _ACTIVE_HOOKS: ContextVar[HooksByModule] = ContextVar("active_hooks", default=Ma
 def get_hooks(module: nn.Module) -> tuple[AttentionHook, ...]:
     """Hooks on this module in the current context."""
     return _ACTIVE_HOOKS.get().get(module, ())
-
-
-def has_hooks() -> bool:
-    """True if any module has hooks in the current context."""
-    return bool(_ACTIVE_HOOKS.get())
 
 
 def run_call_hooks(hooks: Sequence[AttentionHook], make_call: Callable[[], ObservedCall]) -> None:
@@ -155,20 +150,14 @@ def record_modules(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, lis
     [torch.Size([4, 3])]
     """
     calls: dict[nn.Module, list[ModuleCall]] = {module: [] for module in modules}
-    overrides = [
-        ForwardOverride(module, _record_call, (module_calls.append,))
-        for module, module_calls in calls.items()
-    ]
-    with install_hooks({}, overrides=overrides):
+
+    def record(module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
+        output = run(*args, **kwargs)
+        calls[module].append(ModuleCall(args, kwargs, output))
+        return output
+
+    with install_hooks({}, overrides=[ForwardOverride(module, record) for module in calls]):
         yield calls
-
-
-def _record_call(
-    module: nn.Module, run: Function, args: Any, kwargs: Any, add: Callable[[ModuleCall], None]
-) -> Any:
-    output = run(*args, **kwargs)
-    add(ModuleCall(args, kwargs, output))
-    return output
 
 
 # --- Hooks at the sites of a model ----------------------------------------------------------------
@@ -344,13 +333,9 @@ def hook_sites(
             _RUNNING_FORWARDS.reset(token)
 
 
-_CALL_PATCHES: dict[type, SharedPatch] = {}
-
-
+@cache
 def _call_patch(kind: type) -> SharedPatch:
-    if kind not in _CALL_PATCHES:
-        _CALL_PATCHES[kind] = patch_method(kind, "__call__", partial(_wrap_call, kind))
-    return _CALL_PATCHES[kind]
+    return patch_method(kind, "__call__", partial(_wrap_call, kind))
 
 
 def _wrap_call(kind: type, original: Function) -> Function:

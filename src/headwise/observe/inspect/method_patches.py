@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from threading import Lock
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -128,13 +128,9 @@ def override_forwards(overrides: Sequence[ForwardOverride]) -> Iterator[None]:
             _ACTIVE_OVERRIDES.reset(token)
 
 
-_FORWARD_PATCHES: dict[type, SharedPatch] = {}
-
-
+@cache
 def _forward_patch(owner: type) -> SharedPatch:
-    if owner not in _FORWARD_PATCHES:
-        _FORWARD_PATCHES[owner] = patch_method(owner, "forward", _wrap_forward)
-    return _FORWARD_PATCHES[owner]
+    return patch_method(owner, "forward", _wrap_forward)
 
 
 def _wrap_forward(original: Function) -> Function:

@@ -191,7 +191,8 @@ def encode_weights(
         )  # refuse an unknown head before anything is written
     if suffix == ".npz":
         return _npz_pieces(trace, selection)
-    return _csv_pieces(trace, selection) if suffix == ".csv" else _json_pieces(trace, selection)
+    pairs = _weight_pairs(trace, selection)
+    return _csv_pieces(pairs) if suffix == ".csv" else _json_pieces(pairs, dict(trace.model))
 
 
 def estimate_export_bytes(trace: Trace, suffix: str, selection: WeightSelection) -> int:
@@ -210,8 +211,7 @@ def estimate_export_bytes(trace: Trace, suffix: str, selection: WeightSelection)
                 pairs = _head_pairs(
                     trace, (layer, row, head), selection.min_weight, (query, query + 1)
                 )
-                encode = _encode_csv_rows if suffix == ".csv" else _encode_json_pairs
-                sizes.append(sum(map(len, encode(pairs))))
+                sizes.append(sum(map(len, _encode_pairs(pairs, suffix))))
     return int(sum(sizes) / max(1, len(sizes)) * queries)
 
 
@@ -226,32 +226,30 @@ def _npz_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
     yield buffer.getvalue()
 
 
-def _csv_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
+def _csv_pieces(pairs: Iterator[tuple[Any, ...]]) -> Iterator[bytes]:
     yield ",".join(EXPORT_COLUMNS).encode() + b"\r\n"
-    yield from _encode_csv_rows(_weight_pairs(trace, selection))
+    yield from _encode_pairs(pairs, ".csv")
 
 
-def _encode_csv_rows(pairs: Iterator[tuple[Any, ...]]) -> Iterator[bytes]:
-    while rows := list(islice(pairs, PAIRS_PER_PIECE)):
-        buffer = io.StringIO()
-        csv.writer(buffer).writerows(rows)
-        yield buffer.getvalue().encode(errors="backslashreplace")
-
-
-def _json_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
-    yield b'{"model": ' + json.dumps(dict(trace.model)).encode() + b', "weights": ['
+def _json_pieces(pairs: Iterator[tuple[Any, ...]], model: dict[str, Any]) -> Iterator[bytes]:
+    yield b'{"model": ' + json.dumps(model).encode() + b', "weights": ['
     separator = b""
-    for piece in _encode_json_pairs(_weight_pairs(trace, selection)):
+    for piece in _encode_pairs(pairs, ".json"):
         yield separator + piece
         separator = b", "
     yield b"]}"
 
 
-def _encode_json_pairs(pairs: Iterator[tuple[Any, ...]]) -> Iterator[bytes]:
+def _encode_pairs(pairs: Iterator[tuple[Any, ...]], suffix: str) -> Iterator[bytes]:
+    """Rows of .csv, or elements of a list of .json, in pieces."""
     while rows := list(islice(pairs, PAIRS_PER_PIECE)):
-        yield ", ".join(
-            json.dumps(dict(zip(EXPORT_COLUMNS, row, strict=True))) for row in rows
-        ).encode()
+        if suffix == ".csv":
+            buffer = io.StringIO()
+            csv.writer(buffer).writerows(rows)
+            yield buffer.getvalue().encode(errors="backslashreplace")
+        else:
+            named = [json.dumps(dict(zip(EXPORT_COLUMNS, row, strict=True))) for row in rows]
+            yield ", ".join(named).encode()
 
 
 def _layer_weights(trace: Trace, layer: AttentionRecord, heads: Sequence[int]) -> Array:

@@ -100,7 +100,9 @@ class AttentionSite:
         """Raise unless the channels of the projections are those of the heads; q and k need equal
         head widths.
         """
-        rows = {name: get_output_width(children[name]) for name in (self.q, self.k, self.v)}
+        rows = {
+            name: len(children[name].get_parameter("weight")) for name in (self.q, self.k, self.v)
+        }
         if self.is_fused:
             blocks = self.heads + 2 * self.num_kv_heads
             is_equal = get_input_width(children[self.out]) * blocks == rows[self.q] * self.heads
@@ -215,13 +217,29 @@ def get_input_width(module: nn.Module) -> int:
     )
 
 
-def get_output_width(module: nn.Module) -> int:
-    """Number of output channels of an nn.Linear."""
-    return module.out_features if isinstance(module, nn.Linear) else 0
-
-
 # --- Proposed declarations, by the names that libraries use ---------------------------------------
 
+# Names of output projections, the most common first; "^" starts at the parent of the module.
+OUTPUT_PROJECTION_NAMES = (
+    "out_proj",
+    "o_proj",
+    "c_proj",
+    "dense",
+    "out_lin",
+    "wo",
+    "o",
+    "proj",
+    "to_out",
+    "fc_out",
+    "linear_out",
+    "out",
+    "to_out.0",
+    "output",
+    "^output.dense",
+    "^attention_output.dense",
+    "^output.out_proj",
+    "^output",
+)
 FUSED_NAMES = ("qkv", "to_qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj")
 SEPARATE_NAMES = (
     ("q_proj", "k_proj", "v_proj"),
@@ -229,18 +247,6 @@ SEPARATE_NAMES = (
     ("to_q", "to_k", "to_v"),
     ("q", "k", "v"),
     ("wq", "wk", "wv"),
-)
-OUTPUT_NAMES = (
-    "proj",
-    "out_proj",
-    "o_proj",
-    "to_out",
-    "to_out.0",
-    "dense",
-    "c_proj",
-    "out",
-    "wo",
-    "o",
 )
 PER_HEAD_TENSORS = {
     "relative_position_bias_table": 1,
@@ -275,7 +281,7 @@ def propose_sites(module: nn.Module, heads: int, kv_heads: int) -> Iterator[Atte
         if len(shape) > axis and shape[axis] % heads == 0:
             per_head[name] = axis
     children = dict(module.named_modules())
-    for (q, k, v, layout), out in product(names, OUTPUT_NAMES):
+    for (q, k, v, layout), out in product(names, OUTPUT_PROJECTION_NAMES):
         width = getattr(children.get(out), "in_features", None)
         same = [name for name in WIDTH_NAMES if width and getattr(module, name, None) == width]
         attributes = dict.fromkeys(same, "out")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -207,26 +206,17 @@ def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     _LAYOUTS.update(layouts)
 
 
-@dataclass
-class ModuleFrame:
-    """One running call of a module: attention computed by itself, and the number computed by
-    modules within it.
-    """
-
-    layouts: list[AttentionLayout] = field(default_factory=list[AttentionLayout])
-    num_nested: int = 0
-
-
 @contextmanager
 def _tracing(layouts: dict[nn.Module, AttentionLayout]) -> Iterator[AttentionTracer]:
     """Context in which the attention that modules compute in this thread is added to `layouts`."""
-    frames: list[ModuleFrame] = []
+    # for each running module the attention computed by itself, and None for each within it
+    frames: list[list[AttentionLayout | None]] = []
     running_modules: list[nn.Module] = []
     thread = get_ident()
 
     def enter(module: nn.Module, _: Any) -> None:
         if get_ident() == thread:
-            frames.append(ModuleFrame())
+            frames.append([])
             running_modules.append(module)
 
     def leave(module: nn.Module, _: Any, result: Any) -> None:
@@ -234,12 +224,13 @@ def _tracing(layouts: dict[nn.Module, AttentionLayout]) -> Iterator[AttentionTra
             return
         frame = frames.pop()
         running_modules.pop()
-        if not frame.layouts:
+        own = [layout for layout in frame if layout is not None]
+        if not own:
             return
-        layout = frame.layouts[0]
-        if len(frame.layouts) > 1 and not (layout.joint and len(set(frame.layouts)) == 1):
+        layout = own[0]
+        if len(own) > 1 and not (layout.joint and len(set(own)) == 1):
             layout = layout._replace(reason=SEVERAL_ATTENTIONS)
-        elif frame.num_nested:
+        elif len(own) < len(frame):
             layout = layout._replace(reason=NESTED_ATTENTION)
         layouts[module] = _merge_layouts(layouts.get(module, layout), layout)
 
@@ -247,9 +238,9 @@ def _tracing(layouts: dict[nn.Module, AttentionLayout]) -> Iterator[AttentionTra
         if not traced.depth:
             return
         *outer, frame = frames[: traced.depth]
-        frame.layouts.append(_layout_of(running_modules[traced.depth - 1], traced))
+        frame.append(_layout_of(running_modules[traced.depth - 1], traced))
         for other in outer:
-            other.num_nested += 1
+            other.append(None)
 
     handles = [register_module_forward_pre_hook(enter)]
     tracer = AttentionTracer(record, running_modules=running_modules)

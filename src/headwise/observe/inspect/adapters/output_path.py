@@ -89,15 +89,6 @@ def projection_overrides(module: nn.Module, heads: int) -> tuple[ForwardOverride
 # --- Read from the source of a forward that calls transformers' attention interface ---------------
 
 
-class ForwardSource(NamedTuple):
-    """Calls of the attention function one after the other, and the submodules that its output
-    passes, in order.
-    """
-
-    num_calls: int = 1
-    submodules: tuple[str, ...] = ()
-
-
 SEVERAL_CALLS = (
     "it calls the attention function {} times in one forward call, so its query heads are not its "
     "output heads; call "
@@ -106,11 +97,11 @@ SEVERAL_CALLS = (
 
 
 def _read_edit_place(module: nn.Module) -> EditPlace:
-    source = read_forward(type(module))
-    if source.num_calls > 1:
-        return EditPlace(None, SEVERAL_CALLS.format(source.num_calls))
+    num_calls, submodules = read_forward(type(module))
+    if num_calls > 1:
+        return EditPlace(None, SEVERAL_CALLS.format(num_calls))
     passes_function = False
-    for name in source.submodules:
+    for name in submodules:
         submodule = getattr(module, name, None)
         if isinstance(submodule, nn.Module) and get_input_width(submodule):
             return EditPlace(submodule) if passes_function else AT_FUNCTION
@@ -120,14 +111,14 @@ def _read_edit_place(module: nn.Module) -> EditPlace:
 
 
 @cache
-def read_forward(kind: type[nn.Module]) -> ForwardSource:
-    """Read the forward of a class, and follow the output of the attention function to the output
-    projection.
+def read_forward(kind: type[nn.Module]) -> tuple[int, tuple[str, ...]]:
+    """Read the forward of a class: the number of calls of the attention function one after the
+    other, and the submodules that its output passes on the way to the output projection, in order.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, TypeError, SyntaxError):  # no source, as in frozen programs
-        return ForwardSource()
+        return 1, ()
     functions = set[str]()
     followed = set[str]()
     submodules = list[str]()
@@ -150,7 +141,7 @@ def read_forward(kind: type[nn.Module]) -> ForwardSource:
             followed |= set(_names(statement, ast.Store)[:1])  # the second are the weights
         elif names & followed:
             followed |= set(_names(statement, ast.Store))
-    return ForwardSource(_count_calls(tree, functions), tuple(submodules))
+    return _count_calls(tree, functions), tuple(submodules)
 
 
 def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
@@ -187,11 +178,7 @@ MIXED_HEADS = (
 )
 
 
-class ProjectionInput(NamedTuple):
-    """A linear layer and its input."""
-
-    layer: nn.Module
-    x: Tensor
+ProjectionInput = tuple[nn.Module, Tensor]  # a linear layer and its input
 
 
 class ProjectionRecorder:
@@ -200,14 +187,14 @@ class ProjectionRecorder:
 
     With `expected`, the inputs of an earlier run, each input is compared, and replaced by the
     expected one, so that a change of one module's heads does not reach the next module. `changes`
-    has the first different input of each module.
+    has the first different input of each module: the layer, its input, and the expected one.
     """
 
     def __init__(self, expected: Mapping[nn.Module, list[ProjectionInput]] | None = None) -> None:
         self.expected = expected
         self.thread = get_ident()
         self.inputs: dict[nn.Module, list[ProjectionInput]] = {}
-        self.changes: dict[nn.Module, ProjectionInput] = {}
+        self.changes: dict[nn.Module, tuple[nn.Module, Tensor, Tensor]] = {}
         self.module: nn.Module | None = None
 
     def start(self, module: nn.Module) -> None:
@@ -222,15 +209,15 @@ class ProjectionRecorder:
         inputs = self.inputs[self.module]
         if len(inputs) == MAX_PROJECTIONS or not args or not isinstance(args[0], Tensor):
             return None
-        inputs.append(ProjectionInput(layer, args[0].detach().clone()))
+        inputs.append((layer, args[0].detach().clone()))
         if self.expected is None or len(self.expected[self.module]) < len(inputs):
             return None
-        expected = self.expected[self.module][len(inputs) - 1]
-        if expected.layer is not layer or expected.x.shape != args[0].shape:
+        expected_layer, expected = self.expected[self.module][len(inputs) - 1]
+        if expected_layer is not layer or expected.shape != args[0].shape:
             return None
-        if changed_columns(args[0], expected.x).any():
-            self.changes.setdefault(self.module, inputs[-1])
-        return (expected.x, *args[1:])
+        if changed_columns(args[0], expected).any():
+            self.changes.setdefault(self.module, (*inputs[-1], expected))
+        return (expected, *args[1:])
 
 
 def changed_columns(x: Tensor, expected: Tensor) -> Tensor:
@@ -272,17 +259,21 @@ def measure_edit_places(
     expected = _record_run(modules, run, ProjectionRecorder())
     recorder = _record_run(modules, run, ProjectionRecorder(expected.inputs))
     layer_paths = {layer: path for path, layer in model.named_modules()}
-    for module, change in recorder.changes.items():
+    for module, (layer, x, expected_x) in recorder.changes.items():
         site = modules[module].site
-        x = next(other.x for other in expected.inputs[module] if other.layer is change.layer)
-        changed = changed_columns(change.x, x)
-        if not change.x[..., changed].any():
+        changed = changed_columns(x, expected_x)
+        if not x[..., changed].any():
             continue  # zero columns
-        path = layer_paths.get(change.layer)
-        owner = site.path if _has_projection(module) else site.path.rpartition(".")[0]
+        path = layer_paths.get(layer)
+        has_projection = any(map(get_input_width, module.modules()))
+        owner = site.path if has_projection else site.path.rpartition(".")[0]
         if path is None or not is_within(path, owner):
             continue  # the projection is not a linear layer, and this is a layer behind it
-        _MEASURED[module] = _place_of_change(change.layer, changed, site.heads)
+        width = len(changed)
+        last_head = torch.arange(width, device=changed.device) >= width - width // site.heads
+        is_last_head = torch.equal(changed, last_head)  # a function of each channel
+        is_clear = width % site.heads == 0 and (is_last_head or bool(changed.all()))
+        _MEASURED[module] = EditPlace(layer) if is_clear else EditPlace(None, MIXED_HEADS)
 
 
 def _record_run(
@@ -308,21 +299,3 @@ def without_compile_warning() -> Iterator[None]:
             "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"
         )
         yield
-
-
-def _has_projection(module: nn.Module) -> bool:
-    return any(get_input_width(child) for child in module.modules())
-
-
-def _place_of_change(layer: nn.Module, changed: Tensor, heads: int) -> EditPlace:
-    """Where to edit heads if the last of them changes these columns of the
-    input of a projection.
-    """
-    width = len(changed)
-    last_head = torch.arange(width, device=changed.device) >= width - width // heads
-    is_last_head = torch.equal(changed, last_head)  # a function of each channel
-    return (
-        EditPlace(layer)
-        if width % heads == 0 and (is_last_head or changed.all())
-        else EditPlace(None, MIXED_HEADS)
-    )

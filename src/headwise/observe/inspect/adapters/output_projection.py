@@ -21,7 +21,12 @@ from ..hooks import SiteModule, get_hooks, run_call_hooks, run_output_hooks
 from ..method_patches import ForwardOverride, Function, override_forwards
 from ..observed_call import BY_A_RUN, ObservedCall, UnreadableCall, WeightsOnlyCall
 from ..site import POSSIBLE, Ability, Site
-from .declarations import AttentionDeclaration, get_declaration, get_input_width
+from .declarations import (
+    OUTPUT_PROJECTION_NAMES,
+    AttentionDeclaration,
+    get_declaration,
+    get_input_width,
+)
 from .module_tracer import (
     UNKNOWN_ORDER,
     AttentionTracer,
@@ -276,27 +281,6 @@ def unband_weights(
 
 # --- Attention modules with an output projection --------------------------------------------------
 
-# Names of output projections, the most common first; "^" starts at the parent of the module.
-OUTPUT_PROJECTION_NAMES = (
-    "out_proj",
-    "o_proj",
-    "c_proj",
-    "dense",
-    "out_lin",
-    "wo",
-    "o",
-    "proj",
-    "to_out",
-    "fc_out",
-    "linear_out",
-    "out",
-    "to_out.0",
-    "output",
-    "^output.dense",
-    "^attention_output.dense",
-    "^output.out_proj",
-    "^output",
-)
 SOFTMAX_NAMES = ("softmax", "scaled_dot_product_attention")
 WEIGHTS_NOT_VISIBLE = Ability(
     False, f"its code calls no softmax by name, so its weights cannot be traced; {BY_A_RUN}"
@@ -316,12 +300,12 @@ def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
             guess = _guess_projection(path, module, modules)
             if guess is None:
                 continue
-            if guess.reason:
-                impossible = Ability(False, f"{guess.reason}; {BY_A_RUN}")
+            if isinstance(guess, str):
+                impossible = Ability(False, f"{guess}; {BY_A_RUN}")
                 site = make_site(path, module, read_head_sizes(module), observe=impossible)
                 yield SiteModule(site, module, UNCLEAR_PROJECTION)
                 continue
-            declaration = AttentionDeclaration(guess.heads, guess.name)
+            declaration = guess
         projection = modules[_projection_path(path, declaration.output_name)]
         declared = declaration.projections
         heads = declaration.heads
@@ -344,18 +328,12 @@ def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
         yield SiteModule(site, module, "output projection", overrides=overrides)
 
 
-class ProjectionGuess(NamedTuple):
-    """Number of heads and path of an output projection, or the reason why it is unclear."""
-
-    heads: int
-    name: str
-    reason: str = ""
-
-
 def _guess_projection(
     path: str, module: nn.Module, modules: dict[str, nn.Module]
-) -> ProjectionGuess | None:
-    """Guess heads and projection from names; the projection is a child, or a sibling as in BERT."""
+) -> AttentionDeclaration | str | None:
+    """Guess heads and projection from names, or give the reason why they are unclear; the
+    projection is a child, or a sibling as in BERT.
+    """
     if "Attention" not in type(module).__name__ or isinstance(module, nn.MultiheadAttention):
         return None
     heads = read_positive_int(module, NUM_HEADS_NAMES)
@@ -383,8 +361,8 @@ def _guess_projection(
             and not is_within(other, name)
         ]
         several = f"it has several output projections ({name}, {', '.join(others)})"
-        return ProjectionGuess(heads, name, several if others else "")
-    return ProjectionGuess(heads, "", reason)
+        return several if others else AttentionDeclaration(heads, name)
+    return reason
 
 
 def _projection_path(path: str, name: str) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..hooks import SiteModule, get_hooks, has_hooks, run_call_hooks
+from ..hooks import SiteModule, get_hooks, run_call_hooks
 from ..method_patches import Function, SharedPatch, patch_method
 from ..observed_call import AttentionInputs
 from ..site import Ability
@@ -82,21 +82,16 @@ def uses_interface(kind: type[nn.Module]) -> bool:
     return code is not None and INTERFACE_GETTER in code.co_names
 
 
-_INTERFACE_PATCHES: list[SharedPatch] = []
-
-
+@cache
 def _interface_patch() -> SharedPatch:
-    if not _INTERFACE_PATCHES:
-        from transformers.modeling_utils import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface
 
-        _INTERFACE_PATCHES.append(patch_method(AttentionInterface, INTERFACE_GETTER, _wrap_getter))
-    return _INTERFACE_PATCHES[0]
+    return patch_method(AttentionInterface, INTERFACE_GETTER, _wrap_getter)
 
 
 def _wrap_getter(original: Function) -> Function:
     def get_interface(self: Any, name: str | None, default: Function) -> Function:
-        function = original(self, name, default)
-        return partial(_call_with_hooks, function, str(name)) if has_hooks() else function
+        return partial(_call_with_hooks, original(self, name, default), str(name))
 
     return get_interface
 
