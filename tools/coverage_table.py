@@ -38,10 +38,10 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
-from headwise.observe.inspect.adapters import transformers_interface
+from headwise.observe.inspect.adapters import known_interfaces
 from headwise.observe.inspect.attention_sites import find_attention
 from headwise.observe.inspect.hooks import SiteModule, install_hooks
-from headwise.observe.inspect.observed_call import (
+from headwise.observe.inspect.site import (
     AttentionInputs,
     ObservedCall,
     UnreadableCall,
@@ -372,7 +372,7 @@ def record_own_weights() -> Iterator[dict[int, Tensor]]:
     the module.
     """
     weights: dict[int, Tensor] = {}
-    original = transformers_interface._call_with_hooks
+    original = known_interfaces._call_with_hooks
 
     def call_and_record(
         function: Any, name: str, module: nn.Module, *args: Any, **kwargs: Any
@@ -385,11 +385,11 @@ def record_own_weights() -> Iterator[dict[int, Tensor]]:
 
         return original(recording, name, module, *args, **kwargs)
 
-    transformers_interface._call_with_hooks = call_and_record
+    known_interfaces._call_with_hooks = call_and_record
     try:
         yield weights
     finally:
-        transformers_interface._call_with_hooks = original
+        known_interfaces._call_with_hooks = original
 
 
 def tensors(outputs: Any) -> Iterator[Tensor]:

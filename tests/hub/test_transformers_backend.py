@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.hub import transformers_backend
-from headwise.observe.inspect.adapters import transformers_interface
+from headwise.observe.inspect.adapters import known_interfaces
 from headwise.observe.inspect.attention_sites import find_attention
 from support.site_recording import record_eager_weights, record_sites
 from support.transformers_models import (
@@ -457,7 +457,7 @@ def test_a_model_without_the_attention_interface_equals_eager():
 
 def test_sites_say_that_keys_are_in_a_paged_cache():
     q = torch.zeros(1, 4, 3, 8)
-    call = transformers_interface.inputs_of_call(
+    call = known_interfaces.inputs_of_call(
         "headwise", Layer(), (q, q, q, None), {"cache": object()}
     )
     assert "paged cache" in call.unsupported

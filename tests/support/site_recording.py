@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.observe.inspect.adapters import transformers_interface
+from headwise.observe.inspect.adapters import known_interfaces
 from headwise.observe.inspect.attention_sites import find_attention
 from headwise.observe.inspect.hooks import AttentionHook, install_hooks
-from headwise.observe.inspect.observed_call import AttentionInputs
+from headwise.observe.inspect.site import AttentionInputs
 
 
 class InputRecorder(AttentionHook):
@@ -38,7 +38,7 @@ def record_sites(model):
 def record_eager_weights(monkeypatch: pytest.MonkeyPatch):
     """Record the weights that eager attention functions of transformers return, by module."""
     weights: dict[torch.nn.Module, Tensor] = {}
-    original = transformers_interface._call_with_hooks
+    original = known_interfaces._call_with_hooks
 
     def call_with_recording(function, kind, module, *args, **more):
         def also(*a, **k):
@@ -49,5 +49,5 @@ def record_eager_weights(monkeypatch: pytest.MonkeyPatch):
         return original(also, kind, module, *args, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(transformers_interface, "_call_with_hooks", call_with_recording)
+        patched.setattr(known_interfaces, "_call_with_hooks", call_with_recording)
         yield weights

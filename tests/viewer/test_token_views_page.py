@@ -13,7 +13,7 @@ import torch
 
 import headwise as hw
 from headwise.observe.traces import TokenGrouping, group_tokens, trace_from_weights
-from headwise.observe.traces.query_key_map import map_queries_and_keys
+from headwise.observe.traces.head_steps import map_queries_and_keys
 from headwise.viewer.model_actions import group_shown_tokens
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel

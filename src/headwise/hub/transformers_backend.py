@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from ..attention.backends.core_interface import heads_to_rows, rows_to_heads
 from ..kernels import PagedDecodeOptions, attend_paged
 from ..kernels.launch import has_kernels
-from ..observe.inspect.adapters.transformers_interface import BACKEND_NAME, inputs_of_call
-from ..observe.inspect.observed_call import AttentionInputs
+from ..observe.inspect.adapters.known_interfaces import BACKEND_NAME, inputs_of_call
+from ..observe.inspect.site import AttentionInputs
 
 MIN_TRANSFORMERS = (
     5,

@@ -37,10 +37,10 @@ from ..observe.head_analysis.rank_analysis import (
 )
 from ..observe.head_analysis.weight_bands import WeightBand
 from ..observe.inspect.ablation import ABLATION_MODES, ablate
-from ..observe.inspect.adapters.native_attention import HeadwiseCall
+from ..observe.inspect.adapters.known_interfaces import HeadwiseCall
 from ..observe.inspect.attention_sites import find_attention
 from ..observe.inspect.hooks import AttentionHook, run_observed
-from ..observe.inspect.observed_call import ObservedCall
+from ..observe.inspect.site import ObservedCall
 from ..surgery.conversion import ALIGN_SIDES, Pool, convert
 from ..surgery.head_selection import (
     RANKING_METHODS,

@@ -18,8 +18,7 @@ from ..attention.masking.patterns import select_heads as select_pattern_heads
 from ..attention.masking.sequence_info import SequenceInfo
 from ..attention.spec.attention_spec import AttentionSpec
 from ..observe.inspect.attention_sites import find_attention
-from ..observe.inspect.hooks import AttentionHook, get_hooks, install_hooks
-from ..observe.inspect.method_patches import patch_method
+from ..observe.inspect.hooks import AttentionHook, get_hooks, install_hooks, patch_method
 from ..util.errors import SpecError, suggest
 from .head_alignment import CrossProducts, compute_kv_features
 

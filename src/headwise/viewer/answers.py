@@ -18,8 +18,7 @@ import numpy as np
 from ..observe.traces import map_queries_and_keys
 from ..observe.traces.attention_record import AttentionRecord
 from ..observe.traces.attention_trace import AGGREGATES, aggregate_heads, roll_out_attention
-from ..observe.traces.head_steps import HeadPlace
-from ..observe.traces.query_key_map import multiply_channels
+from ..observe.traces.head_steps import HeadPlace, multiply_channels
 from .action_fields import REQUIRED, Field, choice, integer, number
 from .binary_answers import encode_arrays, encode_steps, find_steps, get_native_copy
 from .comparison_actions import exact_pair, pool_difference

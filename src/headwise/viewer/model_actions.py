@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..observe.traces.token_grouping import TokenGrouping
+from ..observe.traces.attention_trace import TokenGrouping
 from ..util.errors import suggest
 from .action_fields import CLASSES, LINES, Pair, action, flag, integer, text
 from .model_worker import JobProgress

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..observe.traces.attention_trace import THUMBNAIL_SIZE, Trace
-from ..observe.traces.token_grouping import TokenGrouping, group_tokens
+from ..observe.traces.attention_trace import THUMBNAIL_SIZE, TokenGrouping, Trace, group_tokens
 from ..observe.traces.trace_comparison import TraceComparison
 from .view_document import (
     describe_measures,

@@ -19,7 +19,7 @@ from headwise.models import families
 from headwise.models.families import WEIGHT_NAMES
 from headwise.observe.inspect.attention_sites import find_attention
 from headwise.observe.inspect.hooks import hook_sites
-from headwise.observe.inspect.observed_call import ObservedCall
+from headwise.observe.inspect.site import ObservedCall
 from support.saved_bytes import backend_profile, model_saved_bytes
 from support.transformers_models import (
     BART,

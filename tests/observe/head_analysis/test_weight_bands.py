@@ -18,7 +18,7 @@ from headwise.observe.head_analysis.weight_bands import (
     WeightBand,
     WeightBandHook,
 )
-from headwise.observe.inspect.observed_call import AttentionInputs
+from headwise.observe.inspect.site import AttentionInputs
 from observe.head_analysis import attention_maps as maps, handset_heads as handmade
 from support import layer_cases as cases
 from support.layer_cases import check_close

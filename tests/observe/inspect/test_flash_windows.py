@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.observe.head_analysis.head_measurement import MeasureOptions
-from headwise.observe.inspect.adapters.transformers_interface import inputs_of_call
+from headwise.observe.inspect.adapters.known_interfaces import inputs_of_call
 from headwise.observe.inspect.attention_sites import find_attention
 from support.site_recording import record_eager_weights, record_sites
 from support.transformers_models import LLAMA, LOCAL, ZOO, TransformersModel, transformers

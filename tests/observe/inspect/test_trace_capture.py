@@ -24,7 +24,7 @@ from headwise.models.model_spec import (
     OutputHeadSpec,
     StackSpec,
 )
-from headwise.observe.inspect.observed_call import AttentionInputs
+from headwise.observe.inspect.site import AttentionInputs
 from headwise.observe.traces import Trace, save_trace
 from headwise.util.errors import SpecError
 from support import layer_cases as cases

@@ -12,7 +12,7 @@ import headwise as hw
 from headwise.observe.head_analysis.attention_maps import compute_attention_maps
 from headwise.observe.traces import trace_from_weights
 from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_attention
-from headwise.observe.traces.query_key_map import multiply_channels
+from headwise.observe.traces.head_steps import multiply_channels
 
 LLAMA = {
     "model_type": "llama",

@@ -10,7 +10,7 @@ import torch
 
 import headwise as hw
 from headwise.observe.traces import Trace, trace_from_weights
-from headwise.observe.traces.query_key_map import map_queries_and_keys
+from headwise.observe.traces.head_steps import map_queries_and_keys
 from support.tiny_configs import model_config
 
 GPT = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=40, n_positions=64)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headwise.observe.traces import TokenGrouping, TokenRow, Trace, group_tokens, trace_from_weights
-from headwise.observe.traces.token_grouping import find_groups
+from headwise.observe.traces.attention_trace import find_groups
 
 WORDS = ["[CLS]", "play", "##ing", "foot", "##ball", ".", "[SEP]"]
 
@@ -100,7 +100,7 @@ def test_cross_attention_groups_both_streams() -> None:
 def test_what_cannot_be_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no token of the text would be left"):
         group_tokens(make_trace(["[CLS]", "[SEP]"]), TokenGrouping(special=True))
-    monkeypatch.setattr("headwise.observe.traces.token_grouping.MAX_WEIGHT_BYTES", 100)
+    monkeypatch.setattr("headwise.observe.traces.attention_trace.MAX_WEIGHT_BYTES", 100)
     with pytest.raises(ValueError, match="use a shorter text"):
         group_tokens(make_trace(WORDS), TokenGrouping(words=True))
 

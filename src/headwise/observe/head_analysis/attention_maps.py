@@ -21,7 +21,7 @@ from ...util.errors import SpecError, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import AttentionHook, run_observed
 from ..inspect.model_inputs import get_streams, prepare_inputs
-from ..inspect.observed_call import ObservedCall
+from ..inspect.site import ObservedCall
 from ..traces.attention_trace import multiply_rollout
 from .head_circuits import AttentionCircuits, get_circuits
 

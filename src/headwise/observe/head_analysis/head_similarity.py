@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
 from ..inspect.model_inputs import get_device
-from ..inspect.observed_call import ObservedCall
+from ..inspect.site import ObservedCall
 from .annotated_examples import Example, find_sink_tokens
 from .weight_bands import MIN_NON_SINK_WEIGHT
 

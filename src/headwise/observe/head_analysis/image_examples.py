@@ -20,7 +20,7 @@ from ...training.data.text_files import existing_path, list_files, open_npy
 from ...util.errors import SpecError
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import AttentionHook, run_observed
-from ..inspect.observed_call import ObservedCall
+from ..inspect.site import ObservedCall
 from .annotated_examples import Example, TokenAnnotations
 
 MAX_OTHER_TOKENS = 16  # class, distillation and register tokens before the patches

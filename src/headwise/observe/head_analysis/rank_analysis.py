@@ -24,10 +24,10 @@ from ...models.block import LayerInputs, TransformerLayer
 from ...report.data import Table
 from ...report.render import to_plain
 from ...util.errors import SpecError, suggest
-from ..inspect.adapters.native_attention import HeadwiseCall
+from ..inspect.adapters.known_interfaces import HeadwiseCall
 from ..inspect.hooks import record_modules
 from ..inspect.model_inputs import prepare_inputs
-from ..inspect.observed_call import ObservedCall
+from ..inspect.site import ObservedCall
 from .annotated_examples import Example
 from .head_circuits import AttentionCircuits, LowRankMap, get_circuits
 from .head_table import Measure

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
-from ..inspect.observed_call import ObservedCall
+from ..inspect.site import ObservedCall
 from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 
 # columns are gathered if fewer than one key in 32 is selected; else a product over all keys is

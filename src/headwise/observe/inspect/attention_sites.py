@@ -24,7 +24,7 @@ from .adapters.example_run import (
     find_traced_attention,
     trace_example,
 )
-from .adapters.native_attention import find_headwise_attention
+from .adapters.known_interfaces import find_headwise_attention, find_interface_attention
 from .adapters.output_path import edit_place, measure_edit_places
 from .adapters.output_projection import (
     UNCLEAR_PROJECTION,
@@ -34,7 +34,6 @@ from .adapters.output_projection import (
     overlaps,
     read_positive_int,
 )
-from .adapters.transformers_interface import find_interface_attention
 from .hooks import SiteModule
 from .model_inputs import ModelInputs, check_is_module, prepare_inputs
 from .site import POSSIBLE, Ability, Site, Sites

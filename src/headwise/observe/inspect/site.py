@@ -1,11 +1,18 @@
-"""Sites: the attention layers of any model, with their heads and what can be done to them."""
+"""Sites: the attention layers of any model, with their heads and what can be done to them; and one
+attention call of any model: its inputs, and the weights that follow from them.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from ...attention.parts.feature_map import to_at_least_float32
 from ...attention.spec.attention_spec import AttentionSpec
 from ...report.data import Table
 from ...report.render import to_text
@@ -153,3 +160,207 @@ class Sites(list[Site]):
 
 def _cell(value: object) -> Any:
     return str(value) if isinstance(value, Ability) else value
+
+
+# --- One attention call ---------------------------------------------------------------------------
+
+BY_A_RUN = "hw.sites(model, example) finds attention by a run"
+MASK_THRESHOLD = -1e4  # a bias of this or less is treated as a mask
+ALL = slice(None)
+
+
+class HeadValues(NamedTuple):
+    """Inputs of an output head: the row of weights that it uses, and its values."""
+
+    row: int
+    v_BSV: Tensor
+
+
+class ObservedCall(ABC):
+    """Base class of attention calls, which `AttentionHook.on_call` receives.
+
+    A call is valid only while it runs, because caches overwrite tensors. `key_positions` are the
+    positions of the keys in the text, -1 for an empty slot, or None if they are unknown.
+    """
+
+    key_positions: Tensor | None = None
+
+    @abstractmethod
+    def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
+        """Return the attention weights of all heads for a range of queries, [B, H, T, S]. `keys`
+        must include all allowed keys.
+        """
+
+    @abstractmethod
+    def allowed_pairs(self, queries: slice = ALL) -> Tensor:
+        """Return a mask of the keys that a range of queries may attend to, [B, H or 1, T, S]."""
+
+    @abstractmethod
+    def head_values(self, head: int) -> HeadValues:
+        """Return the score head and values of an output head; raise if they are unknown."""
+
+    @property
+    def attention_inputs(self) -> AttentionInputs | None:
+        """The inputs as tensors, if the weights can be recomputed from them, else None."""
+        return None
+
+    def head_weights(self, head: int, queries: slice = ALL) -> Tensor:
+        """Return the attention weights of one head for a range of queries, [B, T, S]."""
+        return self.all_weights(queries)[:, head]
+
+
+class WeightsOnlyCall(ObservedCall):
+    """A call of which only the attention weights [B, H, T, S] are known."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+
+    def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
+        return self.weights[:, :, queries, keys]
+
+    def allowed_pairs(self, queries: slice = ALL) -> Tensor:
+        """Return the pairs where any head has a nonzero weight, because the mask is unknown."""
+        return (self.weights[:, :, queries] != 0).any(1, keepdim=True)
+
+    def head_values(self, head: int) -> HeadValues:
+        raise ValueError(
+            "only the weights of this layer can be observed, not its values; give this head a "
+            "mean instead"
+        )
+
+
+class UnreadableCall(ObservedCall):
+    """A call that was not understood; every question raises with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
+        raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
+
+    def allowed_pairs(self, queries: slice = ALL) -> Tensor:
+        return self.all_weights()
+
+    def head_values(self, head: int) -> Any:
+        return self.all_weights()
+
+
+@dataclass(frozen=True)
+class AttentionInputs(ObservedCall):
+    """Queries, keys and values by head, the mask, and how scores are computed.
+
+    Scores are q k^T times `scale`, soft-capped at `softcap`, plus `bias`. `mask` is boolean (true:
+    attend) or added to scores; with `causal`, keys after the query are masked. `sinks` are
+    additional scores without a value, one per head. `unsupported` names arguments of the layer that
+    this class cannot represent; the weights cannot be recomputed then. `kv_head_of_query[h]` is the
+    KV head of head h (None: equal groups of neighbouring heads).
+
+    >>> q = torch.zeros(1, 2, 1, 3)
+    >>> AttentionInputs(q, q, q, 1.0, causal=True).head_weights(0)
+    tensor([[[1.0000, 0.0000],
+             [0.5000, 0.5000]]])
+    """
+
+    q_BTHK: Tensor
+    k_BSGK: Tensor
+    v_BSGV: Tensor
+    scale: float
+    mask: Tensor | None = None
+    causal: bool = False
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    unsupported: str = ""
+    kv_head_of_query: tuple[int, ...] | None = None
+    key_positions: Tensor | None = None
+
+    @property
+    def attention_inputs(self) -> AttentionInputs | None:
+        return None if self.unsupported else self
+
+    def kv_head_of(self, head: int) -> int:
+        """KV head of a query head."""
+        if self.kv_head_of_query is not None:
+            return self.kv_head_of_query[head]
+        return head * self.k_BSGK.shape[2] // self.q_BTHK.shape[2]
+
+    def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
+        """Return the weights, recomputed in float32 or float64."""
+        if self.unsupported:
+            raise ValueError(
+                f"cannot recompute weights: {self.unsupported}; read the weights that the model "
+                "itself returns"
+            )
+        s_BHTS = self._scaled_products(queries, keys)
+        if self.softcap is not None:
+            s_BHTS = self.softcap * torch.tanh(s_BHTS / self.softcap)
+        for bias in self._score_biases(queries, keys):
+            s_BHTS = s_BHTS + bias
+        for mask in self._masked_pairs(queries, keys):
+            # skip columns that are masked for no query
+            masked = mask.flatten(0, -2).any(0).nonzero()
+            columns = slice(int(masked[0]), int(masked[-1]) + 1) if len(masked) else slice(0)
+            s_BHTS[..., columns].masked_fill_(mask[..., columns], -torch.inf)
+        if self.sinks is None:
+            # a query without any allowed key has weights of zero
+            is_empty = s_BHTS.amax(-1, keepdim=True) == -torch.inf
+            w_BHTS = s_BHTS.softmax(-1)
+            return w_BHTS.masked_fill(is_empty, 0) if bool(is_empty.any()) else w_BHTS
+        sink = self.sinks.flatten().to(s_BHTS.dtype)[:, None, None].expand(*s_BHTS.shape[:3], 1)
+        return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1]
+
+    def allowed_pairs(self, queries: slice = ALL) -> Tensor:
+        q_BTHK = self.q_BTHK[:, queries]
+        shape = (len(q_BTHK), 1, q_BTHK.shape[1], self.k_BSGK.shape[1])
+        allowed = torch.ones(shape, dtype=torch.bool, device=q_BTHK.device)
+        biases = self._score_biases(queries, ALL)
+        if biases:
+            allowed = allowed & (sum(biases[1:], biases[0]) > MASK_THRESHOLD)
+        for excluded in self._masked_pairs(queries, ALL):
+            allowed = allowed & ~excluded
+        return allowed
+
+    def _scaled_products(self, queries: slice, keys: slice) -> Tensor:
+        """Scaled products q k^T; the heads of a KV group are computed in one matrix product."""
+        q_BHTK = to_at_least_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
+        k_BGSK = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2))
+        heads = q_BHTK.shape[1]
+        if self.kv_head_of_query is not None or heads % k_BGSK.shape[1]:
+            k_BGSK = k_BGSK[:, [self.kv_head_of(head) for head in range(heads)]]
+        rows = q_BHTK.unflatten(1, (k_BGSK.shape[1], -1)).flatten(2, 3)
+        return (rows @ k_BGSK.transpose(2, 3)).unflatten(2, (-1, q_BHTK.shape[2])).flatten(1, 2)
+
+    def _score_biases(self, queries: slice, keys: slice) -> list[Tensor]:
+        """Biases and additive masks, which are added to scores."""
+        is_added = self.mask is not None and self.mask.dtype != torch.bool
+        biases = [self.bias, self.mask if is_added else None]
+        slices = [self._slice(bias, queries, keys) for bias in biases if bias is not None]
+        return [to_at_least_float32(bias) for bias in slices]
+
+    def _masked_pairs(self, queries: slice, keys: slice) -> list[Tensor]:
+        """Boolean masks of the pairs to exclude."""
+        masks: list[Tensor] = []
+        if self.causal:
+            device = self.q_BTHK.device
+            query_positions = torch.arange(self.q_BTHK.shape[1], device=device)
+            key_positions = torch.arange(self.k_BSGK.shape[1], device=device)
+            masks.append(key_positions[keys] > query_positions[queries, None])
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            masks.append(~self._slice(self.mask, queries, keys))
+        return masks
+
+    def _slice(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
+        """Slice a mask as [B or 1, heads or 1, T or 1, S or 1]; adds missing axes and drops columns
+        beyond the keys.
+        """
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask[:, :, queries] if mask.shape[2] > 1 else mask
+        return mask[..., : self.k_BSGK.shape[1]][..., keys] if mask.shape[3] > 1 else mask
+
+    def head_values(self, head: int) -> HeadValues:
+        if self.unsupported:
+            raise ValueError(
+                f"values of this layer are unknown: {self.unsupported}; give this head a mean "
+                "instead"
+            )
+        return HeadValues(head, self.v_BSGV[:, :, self.kv_head_of(head)])

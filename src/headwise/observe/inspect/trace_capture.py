@@ -20,8 +20,7 @@ from ..traces.attention_record import Array
 from .attention_sites import find_attention, find_attention_in_run
 from .hooks import AttentionHook, SiteModule, run_observed
 from .model_inputs import ModelInputs, get_streams, prepare_inputs
-from .observed_call import AttentionInputs, ObservedCall
-from .site import Site, Sites
+from .site import AttentionInputs, ObservedCall, Site, Sites
 
 PRECISIONS = ("own", "half")
 EXTRA_TENSORS = ("v", "z")

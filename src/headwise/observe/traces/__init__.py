@@ -7,25 +7,21 @@ In reading order:
   recomputed from it;
   masks in compact form.
 - `attention_trace`: `Trace`, one whole run: weights, head outputs, tiles and thumbnails; the mean
-  or maximum of many
-  heads, and attention rollout through layers.
-- `query_key_map`: the queries and keys of one head, as points on a plane, and their products
-  channel by channel.
-- `head_steps`: the computation of one head for one query, step by step, as far as a trace holds it.
+  or maximum of many heads, and attention rollout through layers; a trace with subwords merged into
+  words, special tokens or the first token left out.
+- `head_steps`: the computation of one head for one query, step by step, as far as a trace holds it;
+  the queries and keys of a head as points on a plane, and their products channel by channel.
 - `trace_comparison`: which heads attend differently in two traces, over tokens aligned with each
   other.
-- `token_grouping`: a trace with subwords merged into words, special tokens or the first token left
-  out.
 - `record_types`: typed readers of the records of a document, which also read pruning plans.
 - `trace_file`: the file format, safetensors with a JSON document and a checksum.
 - `import_export`: traces of weights from elsewhere; weights as CSV, JSON or NPZ.
 """
 
 from .attention_record import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
-from .attention_trace import Trace
+from .attention_trace import TokenGrouping, Trace, group_tokens
+from .head_steps import QueryKeyMap, map_queries_and_keys
 from .import_export import export_weights, trace_from_weights
-from .query_key_map import QueryKeyMap, map_queries_and_keys
-from .token_grouping import TokenGrouping, group_tokens
 from .trace_comparison import TraceComparison, compare_traces
 from .trace_file import load_trace, save_trace
 

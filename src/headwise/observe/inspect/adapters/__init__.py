@@ -3,10 +3,9 @@ module.
 
 In order of precedence (`attention_sites.ADAPTERS`):
 
-- `native_attention`: `hw.Attention` layers, and `nn.MultiheadAttention`.
-- `transformers_interface`: modules that use transformers' attention interface (tried before
-  `nn.MultiheadAttention`).
-- `example_run`: modules that computed attention while the model ran on an example.
+- `known_interfaces`: `hw.Attention` layers, and modules that use transformers' attention interface.
+- `example_run`: `nn.MultiheadAttention`, and modules that computed attention while the model ran on
+  an example.
 - `output_projection`: modules with an output projection that is found by name or declared
   (`declarations`).
 

@@ -20,10 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..hooks import SiteModule, get_hooks, install_hooks, run_call_hooks
-from ..method_patches import ForwardOverride, Function, SharedPatch
-from ..observed_call import AttentionInputs, ObservedCall, WeightsOnlyCall
-from ..site import Ability
+from ..hooks import (
+    ForwardOverride,
+    Function,
+    SharedPatch,
+    SiteModule,
+    get_hooks,
+    install_hooks,
+    run_call_hooks,
+)
+from ..site import Ability, AttentionInputs, ObservedCall, WeightsOnlyCall
 from .declarations import get_declaration
 from .module_tracer import (
     BATCH_FIRST,

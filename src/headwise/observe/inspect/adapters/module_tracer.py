@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..method_patches import EAGER_STANCE
-from ..observed_call import AttentionInputs, ObservedCall, UnreadableCall, WeightsOnlyCall
-from ..site import POSSIBLE, Ability
+from ..hooks import EAGER_STANCE
+from ..site import POSSIBLE, Ability, AttentionInputs, ObservedCall, UnreadableCall, WeightsOnlyCall
 
 BATCH_FIRST = "batch first"
 HEADS_FIRST = "heads first"

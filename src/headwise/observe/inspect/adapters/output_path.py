@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..hooks import AttentionHook, SiteModule, install_hooks, run_output_hooks
-from ..method_patches import ForwardOverride
+from ..hooks import AttentionHook, ForwardOverride, SiteModule, install_hooks, run_output_hooks
 from .declarations import get_input_width
 from .output_projection import is_within, run_projection
 

@@ -17,10 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ....attention.masking.patterns import Blocks, Causal, Window
-from ..hooks import SiteModule, get_hooks, run_call_hooks, run_output_hooks
-from ..method_patches import ForwardOverride, Function, override_forwards
-from ..observed_call import BY_A_RUN, ObservedCall, UnreadableCall, WeightsOnlyCall
-from ..site import POSSIBLE, Ability, Site
+from ..hooks import (
+    ForwardOverride,
+    Function,
+    SiteModule,
+    get_hooks,
+    override_forwards,
+    run_call_hooks,
+    run_output_hooks,
+)
+from ..site import BY_A_RUN, POSSIBLE, Ability, ObservedCall, Site, UnreadableCall, WeightsOnlyCall
 from .declarations import (
     OUTPUT_PROJECTION_NAMES,
     AttentionDeclaration,
