@@ -9,7 +9,6 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.attention import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 
@@ -175,15 +174,6 @@ def test_routing_leaves_padding_out_of_its_balance():
         probe=hw.Probe(aux_losses=padded),
     )
     check_close(padded.total("balance"), short.total("balance"))
-
-
-@pytest.mark.parametrize("kv", [1, 2, 3])
-def test_grouped_heads_are_repeated_ones(kv):
-    layer = cases.layer(base(kv=kv, vdim=5, pattern="causal()", modifiers=(hw.Rotary(),)))
-    wide, weights = head_axis_ops.split_kv_heads(layer.spec, layer.state_dict())
-    other = hw.Attention(wide).double()
-    other.load_state_dict(weights)
-    check_close(other(X), layer(X))
 
 
 def test_latent_forms_are_one_function():

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the points")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="trials at a time"
-    )
-    parser.add_argument(
-        "--state", type=Path, metavar="FILE", help="record every trial here, and go on from it"
     )
     parser.add_argument(
         "--json",
@@ -85,7 +81,7 @@ def _run_with_small_disk(argv: Sequence[str]) -> int:
 
 
 def run_trials(args: argparse.Namespace) -> dict[str, Any]:
-    """Run all trials that the state file does not have yet, and return the figures of all."""
+    """Run all trials, print those that fail, and return the figures."""
     import torch
 
     from crashes import workload
@@ -93,7 +89,6 @@ def run_trials(args: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     base = Path(os.environ[FOLDER_VARIABLE])
-    state = args.state or base / "trials.jsonl"
     workload.import_everything()
     workload.make_inputs(base / "inputs")
     commands = workload.list_commands(base / "inputs")
@@ -101,46 +96,16 @@ def run_trials(args: argparse.Namespace) -> dict[str, Any]:
         commands = {name: commands[name] for name in args.only}
     bench = Bench(base, commands, args.seed)
     planned = plan_trials(commands, {"full_disk": args.full_disks, "kills": args.kills}, args.seed)
-    done = {(trial["kind"], trial["number"], trial["command"]) for trial in _read_state(state)}
-    left = [trial for trial in planned if trial not in done]
-    run_in_processes(
-        sorted({trial.command for trial in left}),
-        args.jobs,
-        lambda worker, name: bench.measure(name),
-    )
-    report = partial(_report, state, planned, args.json)
-    run_in_processes(
-        left, args.jobs, lambda worker, trial: _record(state, bench.run(worker, trial)), report
-    )
-    return report()
-
-
-def _read_state(path: Path) -> list[dict[str, Any]]:
-    """The trials of a state file; a last line that was cut is left out."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _record(state: Path, trial: Mapping[str, Any]) -> None:
-    """Append a trial to the state file in one write, and print what failed."""
-    if trial["problem"]:
-        print("{kind}: {command} {fault}: {problem}".format(**trial), file=sys.stderr, flush=True)
-    handle = os.open(state, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(handle, (json.dumps(trial) + "\n").encode())
-    os.close(handle)
-
-
-def _report(
-    state: Path, planned: Iterable[tuple[str, int, str]], path: Path | None
-) -> dict[str, Any]:
-    """Return the figures of the planned trials that were run, and write them to `path`."""
-    wanted = set(planned)
-    trials = [t for t in _read_state(state) if (t["kind"], t["number"], t["command"]) in wanted]
-    kinds = sorted({trial["kind"] for trial in trials})
-    figures = {kind: _count([trial for trial in trials if trial["kind"] == kind]) for kind in kinds}
-    if path is not None and figures:
-        document = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(document | figures, indent=1) + "\n")
+    list(run_in_processes(sorted({trial.command for trial in planned}), args.jobs, bench.measure))
+    trials: dict[str, list[dict[str, Any]]] = {"full_disk": [], "kills": []}
+    for trial in run_in_processes(planned, args.jobs, bench.run):
+        trials[trial["kind"]].append(trial)
+        if trial["problem"]:
+            print("{kind}: {command} {fault}: {problem}".format(**trial), file=sys.stderr)
+    figures = {kind: _count(found) for kind, found in trials.items() if found}
+    if args.json is not None:
+        document = json.loads(args.json.read_text()) if args.json.exists() else {}
+        args.json.write_text(json.dumps(document | figures, indent=1) + "\n")
     return figures
 
 

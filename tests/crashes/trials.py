@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import shutil
 import signal
 import sys
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,8 +32,8 @@ REPEAT_EVERY = 4  # trials after which a command whose output is replaced whole 
 Files = Mapping[str, bytes]
 
 
-POLL_SECONDS = 1.0
-Task = TypeVar("Task")
+Task, Result = TypeVar("Task"), TypeVar("Result")
+INHERITED: list[Callable[[Any], Any]] = []  # what a fork runs, which cannot be pickled
 
 
 class PlannedTrial(NamedTuple):
@@ -65,46 +64,16 @@ def plan_trials(
 
 
 def run_in_processes(
-    tasks: Sequence[Task],
-    jobs: int,
-    run: Callable[[int, Task], object],
-    poll: Callable[[], object] = lambda: None,
-) -> None:
-    """Run every task, which gets the number of its process, in forked processes; raise RuntimeError
-    if one failed.
-    """
+    tasks: Sequence[Task], jobs: int, run: Callable[[Task], Result]
+) -> Iterator[Result]:
+    """Yield the result of every task, each from a fork of this process."""
     sys.stdout.flush()
-    running, statuses = set[int](), list[int]()
-    for worker in range(jobs):
-        if (child := os.fork()) == 0:
-            _run_worker(partial(run, worker), tasks[worker::jobs])
-        running.add(child)
-    while running:
-        time.sleep(POLL_SECONDS)
-        ended = [
-            child
-            for child in running
-            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ]
-        statuses += [os.waitpid(child, 0)[1] for child in ended]
-        running -= set(ended)
-        poll()
-    if any(statuses):
-        raise RuntimeError("a process of the trials failed; its traceback is above")
+    with multiprocessing.get_context("fork").Pool(jobs, INHERITED.append, (run,)) as pool:
+        yield from pool.imap_unordered(_run_inherited, tasks)
 
 
-def _run_worker(run: Callable[[Task], object], tasks: Sequence[Task]) -> None:
-    """Run tasks and leave the process; never returns."""
-    code = 1
-    try:
-        for task in tasks:
-            run(task)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+def _run_inherited(task: Any) -> Any:
+    return INHERITED[-1](task)
 
 
 class Baseline(NamedTuple):
@@ -154,7 +123,7 @@ class Bench:
         old, new, again = paths
         return Baseline(old, new, again, Run(**json.loads(record.read_text())))
 
-    def run(self, worker: int, trial: PlannedTrial) -> dict[str, Any]:
+    def run(self, trial: PlannedTrial) -> dict[str, Any]:
         """Run a trial at a point that depends on the seed and the trial only.
 
         Returns the trial, its fault, its outcome, and what is wrong, "" if nothing is.
@@ -170,7 +139,7 @@ class Bench:
             fault = Fault(numbers.choice(SIGNALS), operation=numbers.randint(1, run.operations))
         has_old, is_repeated = numbers.random() < 0.5, trial.number % REPEAT_EVERY == 0
         outcome, problem = self._try_fault(
-            self.base / f"work{worker}", trial.command, fault, (has_old, is_repeated)
+            self.base / f"work{os.getpid()}", trial.command, fault, (has_old, is_repeated)
         )
         name = signal.Signals(fault.signal).name if fault.signal else ""
         return trial._asdict() | {

@@ -27,6 +27,7 @@ from support.transformers_models import (
     HEADS,
     LLAMA,
     MLA,
+    T5 as SMALL_T5,
     VIT,
     WIDE,
     WORDS,
@@ -39,34 +40,14 @@ FULL = LLAMA | {"num_hidden_layers": LAYERS}
 FLAT = {key: value for key, value in FULL.items() if key != "head_dim"}
 LOCAL = {"sliding_window": 5}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
-LATENT = (
-    FLAT
-    | MLA
-    | EXPERTS
-    | {"num_key_value_heads": HEADS, "n_routed_experts": 16, "first_k_dense_replace": 1}
-)
-GPT = {"n_embd": WIDE, "n_head": HEADS, "n_layer": LAYERS, "vocab_size": WORDS, "n_positions": 64}
-OPT = {
-    "hidden_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "ffn_dim": 48,
-}
-OPT |= {"vocab_size": WORDS, "max_position_embeddings": 64}
+LATENT = FLAT | MLA | EXPERTS | {"num_key_value_heads": HEADS, "n_routed_experts": 16}
+LATENT |= {"first_k_dense_replace": 1}
+GPT = {"n_embd": WIDE, "n_head": HEADS, "n_layer": LAYERS, "vocab_size": WORDS}
+GPT |= {"n_positions": 64}
+OPT = {"hidden_size": WIDE, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+OPT |= {"ffn_dim": 48, "vocab_size": WORDS, "max_position_embeddings": 64}
 NEOX = BERT | {"rotary_pct": 0.5}
-T5 = {
-    "d_model": WIDE,
-    "d_kv": 8,
-    "num_heads": HEADS,
-    "num_layers": LAYERS,
-    "d_ff": 48,
-    "vocab_size": WORDS,
-}
-T5 |= {
-    "decoder_start_token_id": 0,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 9,
-}
+T5 = SMALL_T5 | {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 9}
 BLOOM = {"hidden_size": WIDE, "vocab_size": WORDS, "n_layer": LAYERS, "n_head": HEADS}
 
 

@@ -11,49 +11,20 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 WIDE, HEADS, DIM, WORDS = 32, 4, 8, 67
-LLAMA: dict[str, Any] = {
-    "hidden_size": WIDE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "head_dim": DIM,
-    "intermediate_size": 48,
-    "vocab_size": WORDS,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-BERT: dict[str, Any] = {
-    "hidden_size": WIDE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-    "vocab_size": WORDS,
-    "max_position_embeddings": 64,
-}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+BERT: dict[str, Any] = SIZES | {"intermediate_size": 48, "vocab_size": WORDS}
+BERT |= {"max_position_embeddings": 64}
+LLAMA: dict[str, Any] = BERT | IDS | {"num_key_value_heads": 2, "head_dim": DIM}
 BART: dict[str, Any] = {
-    "d_model": WIDE,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "vocab_size": WORDS,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 1,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
+    f"{stack}_{name}": size
+    for name, size in (("layers", 2), ("attention_heads", HEADS), ("ffn_dim", 48))
+    for stack in ("encoder", "decoder")
 }
-MLA = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": DIM,
-}
+BART |= {"d_model": WIDE, "vocab_size": WORDS, "max_position_embeddings": 64}
+BART |= IDS | {"decoder_start_token_id": 1}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+MLA |= {"v_head_dim": DIM}
 
 
 class TransformersModel(NamedTuple):
@@ -104,43 +75,15 @@ def _causal(name: str, **more: Any) -> TransformersModel:
 
 
 WHISPER = _with(BART, num_mel_bins=16, max_source_positions=13, max_target_positions=32)
-GPT = {
-    "n_embd": WIDE,
-    "n_head": HEADS,
-    "n_layer": 2,
-    "vocab_size": WORDS,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-T5 = {
-    "d_model": WIDE,
-    "d_kv": DIM,
-    "num_heads": HEADS,
-    "num_layers": 2,
-    "d_ff": 48,
-    "vocab_size": WORDS,
-    "decoder_start_token_id": 0,
-}
+GPT = {"n_embd": WIDE, "n_head": HEADS, "n_layer": 2, "vocab_size": WORDS}
+GPT |= {"bos_token_id": 1, "eos_token_id": 2}
+T5 = {"d_model": WIDE, "d_kv": DIM, "num_heads": HEADS, "num_layers": 2, "d_ff": 48}
+T5 |= {"vocab_size": WORDS, "decoder_start_token_id": 0}
 PICTURES = {"image_size": 16, "patch_size": 4}
-VIT = {
-    "hidden_size": WIDE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-} | PICTURES
-FALCON = {
-    "hidden_size": WIDE,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": 2,
-    "vocab_size": WORDS,
-}
-EXPERTS = {
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+VIT = SIZES | PICTURES | {"intermediate_size": 48}
+FALCON = SIZES | {"vocab_size": WORDS}
+EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LOCAL = ["sliding_attention", "full_attention"]
 
 ZOO = {
