@@ -16,52 +16,26 @@ from anchors.hf import randomised
 
 VOCABULARY = 37
 USUAL = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "attn_implementation": "eager"}
-GATED = USUAL | {
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 29,
-    "hidden_size": 42,
-}
+GATED = USUAL | {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 29}
+GATED |= {"hidden_size": 42}
 GATED |= {"head_dim": 10, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-BERT = USUAL | {
-    "hidden_size": 15,
-    "num_attention_heads": 3,
-    "intermediate_size": 29,
-    "max_position_embeddings": 23,
-}
-T5 = {
-    "d_model": 19,
-    "num_heads": 3,
-    "d_kv": 5,
-    "d_ff": 29,
-    "vocab_size": VOCABULARY,
-    "num_layers": 3,
-}
-T5 |= {
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 11,
-    "decoder_start_token_id": 0,
-}
+BERT = USUAL | {"hidden_size": 15, "num_attention_heads": 3, "intermediate_size": 29}
+BERT |= {"max_position_embeddings": 23}
+T5 = {"d_model": 19, "num_heads": 3, "d_kv": 5, "d_ff": 29, "vocab_size": VOCABULARY}
+T5 |= {"num_layers": 3}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 11}
+T5 |= {"decoder_start_token_id": 0}
 T5 |= {"num_decoder_layers": 2, "attn_implementation": "eager"}
 BART = {
     f"{stack}_{name}": size
     for stack in ("encoder", "decoder")
     for name, size in (("layers", 2), ("ffn_dim", 29))
 }
-BART |= {
-    "encoder_attention_heads": 3,
-    "decoder_attention_heads": 5,
-    "d_model": 15,
-    "vocab_size": VOCABULARY,
-}
+BART |= {"encoder_attention_heads": 3, "decoder_attention_heads": 5, "d_model": 15}
+BART |= {"vocab_size": VOCABULARY}
 BART |= {"max_position_embeddings": 23, "attn_implementation": "eager"}
-VIT = {
-    "hidden_size": 15,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "intermediate_size": 29,
-    "num_labels": 7,
-}
+VIT = {"hidden_size": 15, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 29}
+VIT |= {"num_labels": 7}
 VIT |= {"image_size": (11, 9), "patch_size": 3, "num_channels": 2, "attn_implementation": "sdpa"}
 LOCAL = {
     "sliding_window": 5,
@@ -77,20 +51,10 @@ OSS |= {
     "max_position_embeddings": 256,
     "rope_parameters": YARN | {"original_max_position_embeddings": 64},
 }
-LATENT = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 7,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 6,
-    "qk_nope_head_dim": 5,
-}
-LATENT |= {
-    "v_head_dim": 11,
-    "moe_intermediate_size": 9,
-    "n_routed_experts": 5,
-    "num_experts_per_tok": 2,
-    "head_dim": 6,
-}
+LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 7, "q_lora_rank": 8, "qk_rope_head_dim": 6}
+LATENT |= {"qk_nope_head_dim": 5}
+LATENT |= {"v_head_dim": 11, "moe_intermediate_size": 9, "n_routed_experts": 5}
+LATENT |= {"num_experts_per_tok": 2, "head_dim": 6}
 LATENT |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 2}
 LATENT |= {"experts_implementation": "eager"}
 

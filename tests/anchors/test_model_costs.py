@@ -25,52 +25,21 @@ USUAL = EAGER | {"num_hidden_layers": 2}
 GROUPED = USUAL | {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 29}
 GROUPED |= {"hidden_size": 42, "head_dim": 10}
 SMALL = {"num_attention_heads": 3, "intermediate_size": 29, "hidden_size": 15}
-T5 = EAGER | {
-    "d_model": 15,
-    "d_kv": 4,
-    "num_heads": 3,
-    "d_ff": 29,
-    "num_layers": 2,
-    "decoder_start_token_id": 0,
-}
-BART = EAGER | {
-    "d_model": 15,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "max_position_embeddings": 64,
-}
-BART |= {
-    "encoder_attention_heads": 3,
-    "decoder_attention_heads": 5,
-    "encoder_ffn_dim": 29,
-    "decoder_ffn_dim": 31,
-}
+T5 = EAGER | {"d_model": 15, "d_kv": 4, "num_heads": 3, "d_ff": 29, "num_layers": 2}
+T5 |= {"decoder_start_token_id": 0}
+BART = EAGER | {"d_model": 15, "encoder_layers": 2, "decoder_layers": 3}
+BART |= {"max_position_embeddings": 64}
+BART |= {"encoder_attention_heads": 3, "decoder_attention_heads": 5, "encoder_ffn_dim": 29}
+BART |= {"decoder_ffn_dim": 31}
 VIT = SMALL | {"num_hidden_layers": 2, "image_size": [12, 8], "patch_size": 4, "num_labels": 5}
-LATENT = USUAL | {
-    "hidden_size": 42,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "intermediate_size": 29,
-}
-LATENT |= {
-    "moe_intermediate_size": 13,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-}
-LATENT |= {
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 11,
-    "kv_lora_rank": 12,
-}
-LATENT |= {
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 5,
-    "experts_implementation": "eager",
-}
+LATENT = USUAL | {"hidden_size": 42, "num_attention_heads": 6, "num_key_value_heads": 6}
+LATENT |= {"intermediate_size": 29}
+LATENT |= {"moe_intermediate_size": 13, "first_k_dense_replace": 1, "n_routed_experts": 8}
+LATENT |= {"num_experts_per_tok": 2}
+LATENT |= {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 11}
+LATENT |= {"kv_lora_rank": 12}
+LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+LATENT |= {"experts_implementation": "eager"}
 OSS = GROUPED | {"sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2}
 OSS |= {"experts_implementation": "eager", "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -146,12 +115,8 @@ def test_training_is_counted_as_torch_counts_it(name):
 
 
 ENCODER = USUAL | SMALL | {"embedding_size": 6}
-RELATIVE = {
-    "relative_attention": True,
-    "position_buckets": 8,
-    "norm_rel_ebd": "layer_norm",
-    "conv_kernel_size": 3,
-}
+RELATIVE = {"relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm"}
+RELATIVE |= {"conv_kernel_size": 3}
 SHARED = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 24, "num_experts": 4}
 NOTED: dict[str, tuple[str, str, dict[str, Any]]] = {  # parts that a spec cannot describe
     "qwen2_moe": (
