@@ -115,7 +115,7 @@ class Books(RuleBasedStateMachine):
             return
         before = [dict(table) for table in row.tables]
         try:
-            changes = self.block_tables.append_slots([row], [count])
+            emptied, copied = self.block_tables.append_slots([row], [count])
         except hw.CacheFull:
             assert all(
                 table.items() <= old.items() for table, old in zip(row.tables, before, strict=True)
@@ -125,7 +125,7 @@ class Books(RuleBasedStateMachine):
         for table in row.tables:
             for number in table.values():
                 assert self.block_tables.pages.holders(number) >= 1
-        assert set(changes.emptied).isdisjoint(new for _, new in changes.copied)
+        assert set(emptied).isdisjoint(new for _, new in copied)
         self.block_tables.publish_prefix(row, ids)
 
     @precondition(lambda self: self.rows)

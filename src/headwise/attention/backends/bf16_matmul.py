@@ -36,16 +36,6 @@ class CausalBlock(NamedTuple):
     rows_without_keys: Tensor | None = None  # [B or 1, 1, T, 1]
 
 
-class BlockedMatmulPlan(NamedTuple):
-    """How a call runs: its blocks, the scale, and whether weights are saved for
-    the backward pass.
-    """
-
-    blocks: tuple[CausalBlock, ...]
-    scale: float
-    saves_weights: bool
-
-
 def boundary_lengths() -> tuple[int, ...]:
     """Lengths at which the number of blocks changes, or from which weights are recomputed."""
     return *QUERY_BLOCK_LENGTHS, MAX_SAVED_KEYS + 1
@@ -101,12 +91,10 @@ def attend(
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
     q, k, v = (t.to(call.dtype) for t in inputs[:3])
-    plan = BlockedMatmulPlan(
-        tuple(_make_causal_blocks(attention_mask, q)),
-        inputs.query_context.scale,
-        saves_weights_for_backward(k.shape[1]),
-    )
-    o_BTRV: Tensor = _BlockedMatmulAttention.apply(q, k, v, plan)
+    blocks = tuple(_make_causal_blocks(attention_mask, q))
+    saves_weights = saves_weights_for_backward(k.shape[1])
+    scale = inputs.query_context.scale
+    o_BTRV: Tensor = _BlockedMatmulAttention.apply(q, k, v, blocks, scale, saves_weights)
     return o_BTRV
 
 
@@ -151,19 +139,28 @@ class _BlockedMatmulAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockedMatmulPlan) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        blocks: tuple[CausalBlock, ...],
+        scale: float,
+        saves_weights: bool,
+    ) -> Tensor:
         batch, count, heads, _ = q.shape
         queries = _group_query_heads(q, k.shape[2])
         keys = _flatten_kv_heads(k)
         values = _flatten_kv_heads(v)
         o = v.new_empty(batch, count, heads, v.shape[-1])
         saved_weights = list[Tensor]()
-        for block in plan.blocks:
-            w = _block_weights(queries, keys, block, plan.scale)
+        for block in blocks:
+            w = _block_weights(queries, keys, block, scale)
             block_o = torch.bmm(w, values[:, block.keys])
             o[:, block.queries] = block_o.view(batch, heads, -1, block_o.shape[-1]).transpose(1, 2)
-            saved_weights += [w] * plan.saves_weights
-        ctx.plan = plan
+            saved_weights += [w] * saves_weights
+        ctx.blocks = blocks
+        ctx.scale = scale
         ctx.batch = batch
         ctx.save_for_backward(queries, keys, values, *saved_weights)
         return o
@@ -173,31 +170,26 @@ class _BlockedMatmulAttention(torch.autograd.Function):
         forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
         queries, keys, values, *saved_weights = ctx.saved_tensors
         grad = _group_query_heads(grads[0], len(keys) // ctx.batch)
-        plan = ctx.plan
+        blocks = ctx.blocks
+        scale = ctx.scale
         d_queries = torch.empty_like(queries)
-        d_keys = _Float32Accumulator(keys, plan)
-        d_values = _Float32Accumulator(values, plan)
-        for n, block in enumerate(plan.blocks):
-            w = (
-                saved_weights[n]
-                if saved_weights
-                else _block_weights(queries, keys, block, plan.scale)
-            )
+        d_keys = _Float32Accumulator(keys, blocks)
+        d_values = _Float32Accumulator(values, blocks)
+        for n, block in enumerate(blocks):
+            w = saved_weights[n] if saved_weights else _block_weights(queries, keys, block, scale)
             block_queries = _rows_of_block(queries, block)
             block_grad = _rows_of_block(grad, block)
             d_weights = torch.bmm(block_grad, values[:, block.keys].transpose(1, 2))
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, w, -1, w.dtype)
             d_block_queries = d_queries[:, :, block.queries]
             d_block_queries.copy_(
-                _scaled_matmul(d_scores, keys[:, block.keys], plan.scale).view_as(d_block_queries)
+                _scaled_matmul(d_scores, keys[:, block.keys], scale).view_as(d_block_queries)
             )
-            d_keys.add(
-                block.keys, _scaled_matmul(d_scores.transpose(1, 2), block_queries, plan.scale)
-            )
+            d_keys.add(block.keys, _scaled_matmul(d_scores.transpose(1, 2), block_queries, scale))
             d_values.add(block.keys, torch.bmm(w.transpose(1, 2), block_grad))
         input_grads = d_queries, d_keys.result(), d_values.result()
         dq, dk, dv = (t.view(ctx.batch, -1, *t.shape[-2:]).transpose(1, 2) for t in input_grads)
-        return dq, dk, dv, None
+        return dq, dk, dv, None, None, None
 
 
 class _Float32Accumulator:
@@ -205,9 +197,9 @@ class _Float32Accumulator:
     is rounded only once.
     """
 
-    def __init__(self, like: Tensor, plan: BlockedMatmulPlan) -> None:
+    def __init__(self, like: Tensor, blocks: tuple[CausalBlock, ...]) -> None:
         self.like = like
-        self.is_single = len(plan.blocks) == 1 and plan.blocks[0].keys.stop == like.shape[1]
+        self.is_single = len(blocks) == 1 and blocks[0].keys.stop == like.shape[1]
         exact = torch.promote_types(like.dtype, torch.float32)
         self.total = like if self.is_single else torch.zeros_like(like, dtype=exact)
 

@@ -183,7 +183,10 @@ def batch_blocks(
         return
     max_blocks = max(1, MAX_CALL_BYTES // (nbytes * sum(map(len, blocks[0][1]))))
     runs = min(
-        (_evenly_spaced_runs(order) for order in (blocks, sorted(blocks, key=_block_start))),
+        (
+            _evenly_spaced_runs(order)
+            for order in (blocks, sorted(blocks, key=lambda block: block[0].start))
+        ),
         key=len,
     )
     for row in rows:
@@ -191,10 +194,6 @@ def batch_blocks(
             for begin in range(0, len(run), max_blocks):
                 queries, keys = zip(*run[begin : begin + max_blocks], strict=True)
                 yield BatchedBlocks(row, queries, keys)
-
-
-def _block_start(block: tuple[range, KeyRanges]) -> int:
-    return block[0].start
 
 
 def _evenly_spaced_runs(

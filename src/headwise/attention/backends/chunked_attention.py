@@ -155,7 +155,8 @@ class _RecomputedBlocks(torch.autograd.Function):
         draws_random_numbers: bool,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.run, ctx.blocks = run, blocks
+        ctx.run = run
+        ctx.blocks = blocks
         ctx.count = len(_tensors_of(inputs))
         # Keeps no tensor beside the saved ones.
         ctx.inputs = _with_tensors(inputs, [tensors[0].detach()[:0]] * ctx.count)

@@ -466,18 +466,14 @@ def _apply_mix(
     key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
     mix = part.fused_mix if is_fused else part.mix
     mixed = mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
-    return _add_pair_bias(part, p, mixed, attention_mask)
-
-
-def _add_pair_bias(part: Mix, p: PartParams, a: Tensor, attention_mask: AttentionMask) -> Tensor:
     bias = part.pair_bias(p)
     if bias is None:
-        return a
-    bias_H11 = bias.to(a.dtype)[:, None, None]
+        return mixed
+    bias_H11 = bias.to(mixed.dtype)[:, None, None]
     if part.phase is Phase.SCORES:
-        return a + bias_H11
+        return mixed + bias_H11
     # Mixed weights have the keys of all heads.
-    return a + torch.where(attention_mask.allowed.any(1, keepdim=True), bias_H11, 0.0)
+    return mixed + torch.where(attention_mask.allowed.any(1, keepdim=True), bias_H11, 0.0)
 
 
 def _apply_score_step(

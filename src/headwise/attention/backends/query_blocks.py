@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise, starmap
 from math import gcd, lcm
 from typing import Any, NamedTuple
@@ -423,7 +424,10 @@ def plan_block_batches(
         for block in _make_sparse_blocks(
             own_pattern, queries.positions, [axis.positions for axis in axes], block_size
         ):
-            positions = None if block.is_full else _block_positions(own_pattern, block)
+            positions = None
+            if not block.is_full:
+                places = map(own_pattern.original_positions, chain.from_iterable(block.keys))
+                positions = own_pattern.original_positions(block.queries), tuple(places)
             query_slots, key_slots, _ = batches.setdefault(block.batching_key, ([], [], positions))
             query_slots.append(queries.slots_of(block.queries))
             slots: list[range] = []
@@ -448,12 +452,13 @@ def count_batch_pairs(pattern: Pattern, queries: range, keys: range) -> int:
     modulus = find_dilation(pattern)
     block_size = choose_block_size(pattern)
     tokens = zip(split_by_residue(modulus, queries), split_by_residue(modulus, keys), strict=True)
-    return sum(
-        _sum_batch_pairs(
-            ResiduePattern(pattern, modulus, residue), own_queries, own_keys, block_size
-        )
-        for residue, (own_queries, own_keys) in enumerate(tokens)
-    )
+    total = 0
+    for residue, (own_queries, own_keys) in enumerate(tokens):
+        own_pattern = ResiduePattern(pattern, modulus, residue)
+        pairs_of = partial(_pairs_of_sparse_blocks, own_pattern, keys=own_keys, rows=block_size)
+        turns = boundary_rows(own_pattern, own_queries, own_keys)
+        total += sum_series(turns, own_queries, block_size, 0, pairs_of)
+    return total
 
 
 _BLOCK_SIZES: dict[str, int] = {}
@@ -481,20 +486,6 @@ def _residue_axis(axis: TokenAxis, modulus: int, residue: int) -> TokenAxis:
     return TokenAxis(numbers, first_slot, axis.slot_stride * modulus)
 
 
-def _block_positions(pattern: ResiduePattern, block: SparseBlock) -> tuple[range, KeyRanges]:
-    """The positions of a block's queries and keys in the whole sequence."""
-    keys = map(pattern.original_positions, chain.from_iterable(block.keys))
-    return pattern.original_positions(block.queries), tuple(keys)
-
-
-def _split_at_multiples(queries: range, rows: int) -> Iterator[range]:
-    """Split queries at multiples of `rows`."""
-    inside = range(queries.start // rows * rows + rows, queries.stop, rows)
-    yield from (
-        range(start, stop) for start, stop in pairwise([queries.start, *inside, queries.stop])
-    )
-
-
 def _make_sparse_blocks(
     pattern: ResiduePattern, queries: range, key_positions: Sequence[range], rows: int
 ) -> Iterator[SparseBlock]:
@@ -506,7 +497,8 @@ def _make_sparse_blocks(
             *(boundary_rows(pattern, queries, keys) for keys in key_positions if keys)
         )
     )
-    for block_queries in _split_at_multiples(queries, rows):
+    multiples = range(queries.start // rows * rows + rows, queries.stop, rows)
+    for block_queries in starmap(range, pairwise([queries.start, *multiples, queries.stop])):
         inner_turns = turns[
             bisect_right(turns, block_queries.start) : bisect_left(turns, block_queries.stop)
         ]
@@ -551,13 +543,6 @@ def _merge_ranges(ranges: Sequence[range]) -> KeyRanges:
         else:
             merged.append(span)
     return tuple(merged)
-
-
-def _sum_batch_pairs(pattern: ResiduePattern, queries: range, keys: range, rows: int) -> int:
-    def pairs_of(part: range) -> int:
-        return _pairs_of_sparse_blocks(pattern, part, keys, rows)
-
-    return sum_series(boundary_rows(pattern, queries, keys), queries, rows, 0, pairs_of)
 
 
 def _pairs_of_sparse_blocks(pattern: ResiduePattern, queries: range, keys: range, rows: int) -> int:

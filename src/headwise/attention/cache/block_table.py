@@ -255,15 +255,6 @@ class PagedSequence:
     num_published: int = 0
 
 
-class PageChanges(NamedTuple):
-    """Changes to make before tokens are written: pages to fill with zeros, and pages to copy as
-    (from, to).
-    """
-
-    emptied: list[int]
-    copied: list[tuple[int, int]]
-
-
 class BlockTables:
     """Block tables of all rows: pages are added as tokens arrive, shared for equal prefixes, and
     freed when unreadable.
@@ -292,9 +283,14 @@ class BlockTables:
         """Return a row without tokens."""
         return PagedSequence(tuple({} for _ in self.groups), reserved_pages)
 
-    def append_slots(self, rows: Sequence[PagedSequence], counts: Sequence[int]) -> PageChanges:
+    def append_slots(
+        self, rows: Sequence[PagedSequence], counts: Sequence[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Free pages that no later query attends to and allocate pages for `counts` new tokens; all
         or nothing.
+
+        Return what to do before tokens are written: pages to fill with zeros, and pages to copy as
+        (from, to).
         """
         for row in rows:
             self._free_unreadable_pages(row)
@@ -316,19 +312,18 @@ class BlockTables:
                 f"{self.pages.count:,} are free; "
                 "wait until a sequence is freed, or make a pool with more pages"
             )
-        changes = PageChanges([], [])
+        emptied: list[int] = []
+        copied: list[tuple[int, int]] = []
         for row, index, number, end in fresh:
             row.tables[index][number] = page = self.pages.allocate()
             if (number + 1) * self.groups[index].page > end:
-                changes.emptied.append(
-                    page
-                )  # stale values may be NaN, and NaN times a zero weight is NaN
+                emptied.append(page)  # stale values may be NaN, and NaN times a zero weight is NaN
         for row, index, number in shared:
             if self._shared(old := row.tables[index][number]):  # the last holder keeps the page
                 row.tables[index][number] = new = self.pages.allocate()
                 self.pages.release(old)
-                changes.copied.append((old, new))
-        return changes
+                copied.append((old, new))
+        return emptied, copied
 
     def _shared(self, page: int) -> bool:
         return self.pages.holders(page) > 1

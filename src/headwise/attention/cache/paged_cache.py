@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import gcd, prod
 
 import numpy as np
@@ -43,6 +42,8 @@ class RowPages:
     offset: Tensor
     is_real: tuple[Tensor, Tensor] | None
     reads_past: bool
+    _gathered: tuple[Tensor, int | None, SequenceInfo] | None = None
+    _placed: tuple[Tensor, Tensor, Tensor] | None = None
     _indices: dict[tuple[int, int, int], Tensor] = field(
         default_factory=dict[tuple[int, int, int], Tensor]
     )
@@ -51,6 +52,7 @@ class RowPages:
         """Return key positions and block table for a single-token step; `whole`: every stored token
         is visible.
         """
+        self._placed = self._placed or self._place()
         table, position, segment = self._placed
         block_table = BlockTable(table, whole)
         return SequenceInfo(position, segment, checked=True, block_table=block_table)
@@ -68,12 +70,16 @@ class RowPages:
             ).flatten()
         return self._indices[key]
 
-    @cached_property
+    @property
     def gathered(self) -> tuple[Tensor, int | None, SequenceInfo]:
         """Pages of every row [rows, pages] to copy into one contiguous buffer, padded with the empty
         page; the number of slots to read if it is the same for all rows; the positions of their
         tokens.
         """
+        self._gathered = self._gathered or self._gather()
+        return self._gathered
+
+    def _gather(self) -> tuple[Tensor, int | None, SequenceInfo]:
         page = self.group.page
         tables = self.tables
         ends = self.ends
@@ -101,8 +107,7 @@ class RowPages:
         sequence = SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True)
         return pages, None, sequence
 
-    @cached_property
-    def _placed(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _place(self) -> tuple[Tensor, Tensor, Tensor]:
         """Block table with slot ranges, and positions and segments of all slots: spans of the
         retained first tokens, if any, and of the latest; a page may hold some of both.
         """
@@ -188,11 +193,12 @@ class PagedBatch:
         self._begin(new_tokens, self._columns(new_tokens))
 
     def _begin(self, new_tokens: SequenceInfo, columns: list[list[int]]) -> None:
-        changes = self.block_tables.append_slots(self.rows, [len(live) for live in columns])
+        counts = [len(live) for live in columns]
+        emptied, copied = self.block_tables.append_slots(self.rows, counts)
         storage = self.storage
-        if changes.emptied:
-            storage.index_fill_(0, torch.tensor(changes.emptied, device=storage.device), 0)
-        for old, new in changes.copied:
+        if emptied:
+            storage.index_fill_(0, torch.tensor(emptied, device=storage.device), 0)
+        for old, new in copied:
             storage[new] = storage[old]
         groups = enumerate(self.block_tables.groups)
         self.accesses = tuple(
