@@ -152,29 +152,6 @@ def test_slices_with_padding_merge():
     assert torch.isfinite(lse[1][0]).all()
 
 
-def test_the_order_of_slices_does_not_matter():
-    layer, x, z = (
-        built(modifiers=(hw.Rotary(),)),
-        numbers(BATCH, TOKENS, 10),
-        numbers(BATCH, SOURCE, WIDTH),
-    )
-    parts = [
-        read(layer, x, keep)
-        for keep in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (5, 1, 11))
-    ]
-    torch.testing.assert_close(merged(parts[::-1]), merged(parts), rtol=0, atol=1e-12)
-
-
-def test_the_mean_of_slices_is_not_the_whole():
-    """What the log-sum-exp is for: without it, slices count alike however much weight they hold."""
-    layer, x, z = built(), numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
-    parts = [
-        read(layer, x, keep)[0]
-        for keep in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (8, 9))
-    ]
-    assert (torch.stack(parts).mean(0) - layer.head_outputs(x, source=z)).abs().max() > 1e-2
-
-
 def test_the_log_sum_exp_is_that_of_the_scores_read():
     layer, x = built(source=10, pattern="window(3)", kv=3), numbers(BATCH, TOKENS, 10)
     probe = hw.Probe("scores", "lse")
