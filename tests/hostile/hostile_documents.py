@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import json
-import struct
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
@@ -176,7 +175,6 @@ def _read_image_array(kind: str) -> Callable[[bytes], object]:
     readers: Mapping[str, Callable[[Path], Any]] = {
         "npz": text_files.read_npz,
         "npy": text_files.open_npy,
-        "idx": text_files.read_idx,
     }
     return reads_file(f"array.{kind}", readers[kind])
 
@@ -185,10 +183,8 @@ def _array_bytes(kind: str) -> bytes:
     path = scratch_folder() / f"seed.{kind}"
     if kind == "npz":
         np.savez(path, images=np.zeros((2, 4, 4), np.uint8), labels=np.arange(2))
-    elif kind == "npy":
-        np.save(path, np.arange(12, dtype=np.uint16))
     else:
-        path.write_bytes(struct.pack(">BBBB2I", 0, 0, 8, 2, 2, 3) + bytes(6))
+        np.save(path, np.arange(12, dtype=np.uint16))
     return path.read_bytes()
 
 
@@ -259,9 +255,6 @@ PARSERS: dict[str, Parser] = {
     ),
     "npy": Parser(
         st.deferred(lambda: damaged_bytes(_array_bytes("npy"))), _read_image_array("npy")
-    ),
-    "idx": Parser(
-        st.deferred(lambda: damaged_bytes(_array_bytes("idx"))), _read_image_array("idx")
     ),
     "PNG": Parser(st.deferred(lambda: damaged_bytes(_png_bytes())), _read_picture),
 }

@@ -57,15 +57,12 @@ def make_npz(shape: tuple[int, ...], content: bytes) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "train-images-idx3-ubyte.gz"])
-def test_gzip_bombs_are_refused(tmp_path: Path, name: str):
-    head = b"\0\0\x08\x03" + struct.pack(">3I", 2**10, 2**10, 2**8) if "idx" in name else b""
-    (tmp_path / name).write_bytes(gzip.compress(head + bytes(2**28)))
+def test_gzip_bombs_are_refused(tmp_path: Path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(bytes(2**28)))
     before = peak_kib()
     with pytest.raises(SpecError, match="unpacks to more than 1,048,576 bytes; unpack it"):
-        text_files.read_idx(tmp_path / name) if "idx" in name else list(
-            text_files.read_chunks(tmp_path / name)
-        )
+        list(text_files.read_chunks(path))
     assert peak_kib() - before < GROWTH_KIB
 
 

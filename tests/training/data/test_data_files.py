@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import pickle
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from PIL import Image
 from headwise.models import model_spec
 from headwise.training import data
 from headwise.training.data import IGNORE_INDEX, Batch, Task, open_data
-from headwise.training.data.text_files import read_idx
 
 
 def swept(task: Task, split: str, size: int = 5) -> list[Batch]:
@@ -33,30 +30,6 @@ def swept(task: Task, split: str, size: int = 5) -> list[Batch]:
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (40, 6, 5), dtype=np.uint8)
 IMAGE_LABELS = np.arange(40) % 3
-
-
-def packed(array: np.ndarray, kind: int, code: str) -> bytes:
-    """An idx file by hand."""
-    head = struct.pack(f">BBBB{array.ndim}I", 0, 0, kind, array.ndim, *array.shape)
-    return head + struct.pack(f">{array.size}{code}", *array.flatten().tolist())
-
-
-@pytest.mark.parametrize(
-    ("kind", "code"), [(0x08, "B"), (0x09, "b"), (0x0B, "h"), (0x0C, "i"), (0x0D, "f"), (0x0E, "d")]
-)
-@pytest.mark.parametrize("end", ["", ".gz"])
-def test_idx_files_round_trip(kind: int, code: str, end: str, tmp_path: Path):
-    array = np.arange(2 * 3 * 5).reshape(2, 3, 5) * 4 - (50 if code != "B" else 0)
-    raw = packed(array, kind, code)
-    (path := tmp_path / f"a{end}").write_bytes(gzip.compress(raw) if end else raw)
-    assert (read_idx(path) == array).all()
-
-
-def as_idx(folder: Path) -> str:
-    for name, array in (("images-idx3-ubyte", PICTURES), ("labels-idx1-ubyte", IMAGE_LABELS)):
-        (folder / f"train-{name}").write_bytes(packed(array[:30], 8, "B"))
-        (folder / f"t10k-{name}.gz").write_bytes(gzip.compress(packed(array[30:], 8, "B")))
-    return str(folder)
 
 
 def as_npz(folder: Path) -> str:
@@ -78,7 +51,7 @@ def as_folders(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("write", [as_idx, as_npz, as_folders])
+@pytest.mark.parametrize("write", [as_npz, as_folders])
 def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, tmp_path: Path):
     task = open_data(write(tmp_path), {"valid": 0.2})
     assert type(task).__name__ == "ImageClassification"
@@ -104,7 +77,7 @@ def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, t
 
 
 def test_epochs_of_pictures_differ_and_have_each_once(tmp_path: Path):
-    task = open_data(as_idx(tmp_path))
+    task = open_data(as_npz(tmp_path))
     count = task.examples
     orders = [
         torch.cat([task.batch(n, 7).x.flatten(1) for n in range(4)])[:count] for _ in range(1)
@@ -201,8 +174,11 @@ def test_frames_stay_with_their_labels(each: str, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["images", "frames"])
 def test_file_tasks_keep_the_promises_of_every_task(name: str, tmp_path: Path):
-    path = as_row(tmp_path, [len(one) for one in UTTERANCES])
-    task = open_data(as_idx(tmp_path) if name == "images" else path)
+    images = as_npz(tmp_path)
+    if name == "images":
+        task = open_data(images)
+    else:
+        task = open_data(as_row(tmp_path, [len(one) for one in UTTERANCES]))
     assert task.name == name
     assert data.TASKS[name] is type(task)
     first = task.batch(5, 3)

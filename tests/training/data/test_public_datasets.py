@@ -8,11 +8,11 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from headwise.training.data import IGNORE_INDEX, Task, open_data
-from headwise.training.data.text_files import read_idx
 from headwise.training.data.translation import normalise_sentence, score_translations
 
 pytestmark = pytest.mark.slow
@@ -48,20 +48,25 @@ def test_tiny_shakespeare_is_split_as_nanogpt_splits_it(shared: Path):
     assert nats / count == pytest.approx(math.log(65))  # 4.1744
 
 
-def test_mnist_has_the_mean_and_deviation_that_everybody_writes(shared: Path):
+def test_mnist_has_the_mean_and_deviation_that_everybody_writes(shared: Path, tmp_path: Path):
     path = folder(shared, "mnist")
-    raw = gzip.decompress((path / "t10k-labels-idx1-ubyte.gz").read_bytes())
-    assert (
-        hashlib.md5(raw).hexdigest() == "27ae3e4e09519cfbb04c329615203637"
-    )  # of the original file
-    assert Counter(read_idx(path / "t10k-labels-idx1-ubyte.gz").tolist())[1] == 1135
-    task = open_data(str(path), {"valid": 1 / 12})
+    arrays = {}
+    for split, start in (("train", "train"), ("test", "t10k")):
+        for name, kind, head in (("x", "images-idx3", 16), ("y", "labels-idx1", 8)):
+            raw = gzip.decompress((path / f"{start}-{kind}-ubyte.gz").read_bytes())
+            arrays[f"{name}_{split}"] = np.frombuffer(raw, np.uint8, offset=head)
+    # of the original file
+    assert hashlib.md5(raw).hexdigest() == "27ae3e4e09519cfbb04c329615203637"
+    labels = arrays["y_test"]
+    assert Counter(labels.tolist())[1] == 1135
+    for name in ("x_train", "x_test"):
+        arrays[name] = arrays[name].reshape(-1, 28, 28)
+    np.savez(tmp_path / "mnist.npz", **arrays)
+    task = open_data(str(tmp_path / "mnist.npz"), {"valid": 1 / 12})
     assert task.data.sizes == {"train": 55_000, "valid": 5_000, "test": 10_000}
     assert task.data.inputs.mean[0] == pytest.approx(0.1307, abs=0.002)
     assert task.data.inputs.deviation[0] == pytest.approx(0.3081, abs=0.002)
-    assert (
-        task.batch(0, 10_000, "test").labels.numpy() == read_idx(path / "t10k-labels-idx1-ubyte.gz")
-    ).all()
+    assert (task.batch(0, 10_000, "test").labels.numpy() == labels).all()
     assert task.chance["accuracy"] == pytest.approx(0.1124, abs=0.002)  # ones are the most frequent
 
 

@@ -1,11 +1,11 @@
-"""Classification of images (idx files, an .npz, or a folder per class) and of feature sequences."""
+"""Classification of images (an .npz, or a folder per class) and of feature sequences."""
 
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +32,6 @@ from .text_files import (
     find_splits,
     format_shape,
     list_files,
-    read_idx,
     read_npz,
 )
 
@@ -46,54 +45,9 @@ GREY_MODES = ("1", "L", "LA")
 COLOUR_MODES = ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr", "LAB", "HSV")
 
 
-class ImageStore(ABC):
-    """Base class of `count` images of one `shape` (height, width, channels); `where` names them in
-    error messages.
-    """
-
-    count: int
-    shape: tuple[int, int, int]
-    where: str
-
-    @abstractmethod
-    def take(self, indices: IndexArray) -> NDArray[np.float32]:
-        """Load images as [n, height, width, channels]; integer pixels are scaled to 0..1."""
-
-    @staticmethod
-    def joined(stores: Sequence[ImageStore]) -> ImageStore:
-        """Concatenation of several stores, whose images must have the same shape."""
-        first = stores[0]
-        for other in stores[1:]:
-            if other.shape != first.shape:
-                raise SpecError(
-                    f"{other.where} has images of {format_shape(other.shape)}, {first.where} of "
-                    f"{format_shape(first.shape)}; use one size"
-                )
-        return stores[0] if len(stores) == 1 else ConcatenatedImages(stores)
-
-
-class ConcatenatedImages(ImageStore):
-    """Concatenation of several image stores."""
-
-    def __init__(self, stores: Sequence[ImageStore]) -> None:
-        self.stores = stores
-        self.count = sum(store.count for store in stores)
-        self.shape = stores[0].shape
-        self.where = stores[0].where
-
-    def take(self, indices: IndexArray) -> NDArray[np.float32]:
-        out = np.empty((len(indices), *self.shape), np.float32)
-        first = 0
-        for store in self.stores:
-            in_store = (indices >= first) & (indices < first + store.count)
-            out[in_store] = store.take(indices[in_store] - first)
-            first += store.count
-        return out
-
-
-class ArrayImages(ImageStore):
+class ArrayImages:
     """Images of an array [n, height, width], [n, height, width, channels] or [n, channels, height,
-    width].
+    width]; integer pixels are scaled to 0..1. `description` names them in error messages.
     """
 
     def __init__(self, images: Any, description: str) -> None:
@@ -109,10 +63,11 @@ class ArrayImages(ImageStore):
         self.images = images
         self.count = len(images)
         self.where = description
-        self.shape = images.shape[1:]
+        self.shape: tuple[int, int, int] = images.shape[1:]
         self._scale = np.float32(1 / np.iinfo(images.dtype).max if images.dtype.kind in "ui" else 1)
 
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
+        """Load images as [n, height, width, channels]."""
         pixels = self.images[indices].astype(np.float32) * self._scale
         if not np.isfinite(pixels).all():
             index = int(indices[~np.isfinite(pixels).all((1, 2, 3))][0])
@@ -122,7 +77,7 @@ class ArrayImages(ImageStore):
         return pixels
 
 
-class ImageFiles(ImageStore):
+class ImageFiles:
     """Images with one file each, loaded when a batch needs them; resized to `size` if that is not
     empty.
     """
@@ -143,6 +98,7 @@ class ImageFiles(ImageStore):
         self.shape = (high, wide, 1 if is_grey else 3)
 
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
+        """Load images as [n, height, width, channels], with pixels from 0 to 1."""
         images = [self._load_image(self.paths[n]) for n in indices]
         return np.stack(images) if images else np.empty((0, *self.shape), np.float32)
 
@@ -160,6 +116,9 @@ class ImageFiles(ImageStore):
         if converted.size != (wide, high):
             converted = converted.resize((wide, high), Image.Resampling.BILINEAR)
         return np.asarray(converted, np.float32).reshape(self.shape) / np.float32(255)
+
+
+ImageStore = ArrayImages | ImageFiles
 
 
 def _read_header(path: Path) -> tuple[int, int, str]:
@@ -242,12 +201,11 @@ def make_patches(high: int, wide: int, channels: int) -> PatchSpec:
 
 # --- Image tasks ----------------------------------------------------------------------------------
 
-# Names of files and arrays for each split, and for images and labels: those of MNIST, Keras and
-# plain words.
-SPLIT_PREFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("t10k", "test")}
+# Names of arrays for each split, and for images and labels: those of Keras and plain words.
+SPLIT_PREFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
 ARRAY_NAMES = {"images": ("x", "images", "data"), "labels": ("y", "labels", "target")}
 
-LabelledImages = tuple[ImageStore, Sequence[Any]]  # images and their labels
+LabelledImages = tuple[Any, list[Any]]  # the images of a split, an array or paths, and their labels
 
 
 @dataclass(frozen=True, repr=False)
@@ -255,16 +213,14 @@ class ImageClassification(ClassificationTask):
     """Image classification; each channel is normalised to mean 0 and standard deviation 1 on the
     train split.
 
-    `path` is an idx file of images, with its labels in a file beside it or in `labels`; a folder
-    with the files of MNIST; an .npz with x_train and y_train, or with images and labels; or a
-    folder with one folder per class, optionally inside folders train, valid and test. Missing
+    `path` is an .npz with x_train and y_train, or with images and labels; or a folder with one
+    folder per class, optionally inside folders train, valid and test. Missing
     splits are held out from the train split by the shares `valid` and `test`. `size` = (height,
     width) resizes the images of a folder, which otherwise must have one size.
     """
 
     name: ClassVar[str] = "images"
     path: str
-    labels: str = ""
     size: tuple[int, ...] = ()
     valid: float = DEFAULT_HELD_OUT
     test: float = DEFAULT_HELD_OUT
@@ -279,81 +235,37 @@ class ImageClassification(ClassificationTask):
 
     def files(self) -> Sequence[Path]:
         path = existing_path(self.path)
-        if path.suffix == ".npz":
+        if not path.is_dir():
             return [path]
-        files: list[Path] = []
-        for images in self._idx_files(path).values():
-            files += (images, self._labels_file(images))
-        files = files or list_files(path, IMAGE_SUFFIXES)
+        files = list_files(path, IMAGE_SUFFIXES)
         if not files:
             raise SpecError(
-                f"{path} has no images ({', '.join(IMAGE_SUFFIXES)}) and no idx files; give "
-                "another folder"
+                f"{path} has no images ({', '.join(IMAGE_SUFFIXES)}); give another folder"
             )
         return files
 
-    def _idx_files(self, path: Path) -> dict[str, Path]:
-        if path.suffix == ".npz":
-            return {}
-        return find_idx_files(path) if path.is_dir() else {"train": path}
-
-    def _labels_file(self, images: Path) -> Path:
-        """Path of the labels of an idx file of images."""
-        if self.labels:
-            return existing_file(self.labels)
-        name = images.name.replace("images", "labels").replace("idx3", "idx1")
-        for candidate in (name, name.removesuffix(".gz"), f"{name}.gz"):
-            path = images.with_name(candidate)
-            if path.is_file() and path != images:
-                return path
-        raise SpecError(f"there are no labels for {images}: {name} is missing; give labels=FILE")
-
     def read(self) -> LabelledDataset:
         path = existing_path(self.path)
-        idx_files = self._idx_files(path)
-        if self.labels and (path.is_dir() or not idx_files):
-            raise SpecError(
-                f"labels={self.labels!r} is for a single idx file, not for {path}; leave it out"
-            )
-        if self.size and (idx_files or not path.is_dir()):
+        if self.size and not path.is_dir():
             raise SpecError(
                 f"size={self.size} is for folders of image files, not for {path}; leave it out"
             )
-        if idx_files:
-            splits: dict[str, LabelledImages] = {}
-            for split, images in idx_files.items():
-                labels = read_idx(self._labels_file(images))
-                splits[split] = _check_labelled_images(read_idx(images), labels, str(images))
-        elif path.is_dir():
-            splits = _read_class_folders(path, self.size)
-        else:
-            splits = _read_npz_splits(path)
+        splits = _read_class_folders(path) if path.is_dir() else _read_npz_splits(path)
         if "train" not in splits:
             raise SpecError(
                 f"{path} has no train split; name it train, or remove test from the name of a "
                 "single split"
             )
-        store = ImageStore.joined([images for images, _ in splits.values()])
-        all_labels: list[Any] = []
-        for _, split_labels in splits.values():
-            all_labels += split_labels
+        parts = [images for images, _ in splits.values()]
+        if path.is_dir():
+            store = ImageFiles(list(chain(*parts)), self.size)
+        else:
+            store = ArrayImages(np.concatenate(parts), str(path))
+        all_labels = list(chain(*(split_labels for _, split_labels in splits.values())))
         labels, names = number_labels(all_labels)
         counts = {split: len(split_labels) for split, (_, split_labels) in splits.items()}
         indices = split_examples(counts, list(map(str, range(len(labels)))), self.valid, self.test)
         return LabelledDataset(ImageInputs(store, indices["train"]), labels, names, indices)
-
-
-def find_idx_files(folder: Path) -> dict[str, Path]:
-    """The idx files of images in a folder, by split."""
-    if not folder.is_dir():
-        return {}
-    splits: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if "images" in path.name and "idx" in path.name:
-            for split, words in SPLIT_PREFIXES.items():
-                if path.name.startswith(words):
-                    splits.setdefault(split, path)
-    return {split: splits[split] for split in SPLIT_PREFIXES if split in splits}
 
 
 def _read_npz_splits(path: Path) -> dict[str, LabelledImages]:
@@ -362,14 +274,23 @@ def _read_npz_splits(path: Path) -> dict[str, LabelledImages]:
     """
     arrays = read_npz(path)
     splits: dict[str, LabelledImages] = {}
+    first = ""  # the array of the first split
     for split in SPLIT_PREFIXES:
         images = _find_array(arrays, "images", split)
         labels = _find_array(arrays, "labels", split)
         if images and not labels:
             raise SpecError(f"{path} has {images}, but no labels for it; add y_{split}")
         if images:
-            where = f"{path}: {images}"
-            splits[split] = _check_labelled_images(arrays[images], arrays[labels], where)
+            first = first or images
+            one = arrays[images]
+            other = arrays[first]
+            if (one.shape[1:], one.dtype) != (other.shape[1:], other.dtype):
+                raise SpecError(
+                    f"{path}: {images} has images of {format_shape(one.shape[1:])} as {one.dtype}, "
+                    f"{first} of {format_shape(other.shape[1:])} as {other.dtype}; use one size "
+                    "and one type"
+                )
+            splits[split] = _check_labelled_images(one, arrays[labels], f"{path}: {images}")
     if not splits:
         names = ", ".join(arrays) or "no arrays"
         raise SpecError(
@@ -405,10 +326,10 @@ def _check_labelled_images(images: Any, labels: Any, where: str) -> LabelledImag
         raise SpecError(
             f"{where} has {len(images)} images, but {len(flat)} labels; give one label per image"
         )
-    return ArrayImages(images, where), flat.tolist()
+    return images, flat.tolist()
 
 
-def _read_class_folders(folder: Path, size: tuple[int, ...]) -> dict[str, LabelledImages]:
+def _read_class_folders(folder: Path) -> dict[str, LabelledImages]:
     """Images of each split, labelled with the name of the folder they are in."""
     roots = {split: path for split, path in find_splits(folder).items() if path.is_dir()}
     splits: dict[str, LabelledImages] = {}
@@ -419,7 +340,7 @@ def _read_class_folders(folder: Path, size: tuple[int, ...]) -> dict[str, Labell
                 raise SpecError(f"{path} is not in the folder of a class; move it to {root}/CLASS/")
         if files:
             labels = [path.relative_to(root).parts[0] for path in files]
-            splits[split] = (ImageFiles(files, size), labels)
+            splits[split] = (files, labels)
     return splits
 
 

@@ -109,25 +109,16 @@ def find_adapter(source: str) -> str:
     if isinstance(_split_pair(source), tuple):
         return "parallel"
     path = existing_path(source)
-    if path.is_dir():
-        return _adapter_of_folder(path)
+    if path.is_dir():  # text, unless it has more images than texts
+        files = list_files(path, {*images.IMAGE_SUFFIXES, *TextTask.suffixes})
+        num_images = sum(file.suffix.lower() in images.IMAGE_SUFFIXES for file in files)
+        return "images" if num_images > len(files) - num_images else "text"
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     if suffix == ".npz":
         return "frames" if "frames" in read_npz(path) else "images"
-    if "idx" in path.name and "ubyte" in path.name:
-        return "images"
     if suffix not in ADAPTER_OF_SUFFIX:
         raise SpecError(
             f"the suffix of {source!r} has no adapter; name one in front, as in text:{source} or "
             f"parallel:{source}"
         )
     return ADAPTER_OF_SUFFIX[suffix]
-
-
-def _adapter_of_folder(folder: Path) -> str:
-    """Adapter of a folder: text, unless it has idx files, or more images than texts."""
-    if images.find_idx_files(folder):
-        return "images"
-    files = list_files(folder, {*images.IMAGE_SUFFIXES, *TextTask.suffixes})
-    num_images = sum(path.suffix.lower() in images.IMAGE_SUFFIXES for path in files)
-    return "images" if num_images > len(files) - num_images else "text"

@@ -8,7 +8,6 @@ import codecs
 import difflib
 import gzip
 import os
-import struct
 import tokenize
 import zipfile
 import zlib
@@ -224,42 +223,6 @@ ARRAY_ERRORS = (
     SyntaxError,
     tokenize.TokenError,
 )
-IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-
-
-def read_idx(path: Path) -> Any:
-    """Read an idx file: two zero bytes, a type byte, the number of axes, their lengths, and
-    big-endian data.
-
-    An uncompressed file is memory-mapped.
-    """
-    head = next(read_chunks(path), b"")[:4]
-    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_DTYPES or not head[3]:
-        raise SpecError(
-            f"{path} is not an idx file: it starts with the bytes {head.hex(' ') or '(none)'}; "
-            "give an idx file or .npz"
-        )
-    dtype = np.dtype(IDX_DTYPES[head[2]])
-    start = 4 + 4 * head[3]
-    content = b"".join(read_chunks(path)) if is_gzipped(path) else None  # None: memory-mapped
-    size = path.stat().st_size if content is None else len(content)
-    if size < start:
-        raise SpecError(
-            f"{path} has {size} bytes, fewer than its header of {start}; download it again"
-        )
-    header = (next(read_chunks(path)) if content is None else content)[4:start]
-    shape = struct.unpack(f">{head[3]}I", header)
-    expected_size = start + dtype.itemsize * int(np.prod(shape, dtype=object))
-    if size != expected_size:
-        raise SpecError(
-            f"{path} has {size} bytes, but {format_shape(shape)} numbers of {dtype.itemsize} bytes "
-            f"need {expected_size}; download it again"
-        )
-    if size == start:
-        return np.empty(shape, dtype)
-    if content is None:
-        return np.memmap(path, dtype, "r", offset=start, shape=shape)
-    return np.frombuffer(content, dtype, offset=start).reshape(shape)
 
 
 def format_shape(shape: Iterable[int]) -> str:
