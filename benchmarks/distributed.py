@@ -23,13 +23,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 import headwise as hw
 from benchmarks.reference_models import GPTShape, to_model_spec
 from headwise.models.distributed import Parallelism, ProcessInfo, join_process_group
-from headwise.models.distributed.model_sharding import shard_model
 from headwise.models.distributed.ranks import ProcessMesh
-from headwise.models.distributed.sharded_model import wrap_single_process
+from headwise.models.distributed.sharded_model import shard_model, wrap_single_process
 from headwise.training import Recipe
 from headwise.training.data import Batch
-from headwise.training.optimisers import AdamWOptimiser, group_parameters
-from headwise.training.train_step import StepOptions, TrainStep
+from headwise.training.train_step import AdamWOptimiser, StepOptions, TrainStep, group_parameters
 
 MODES = ("data=2", "shards=2", "tensor=2", "context=2")
 # A model of 0.8 million parameters, and one of 10.8 million; rows of a batch, steps in a row, how

@@ -17,11 +17,17 @@ from headwise.models.distributed.sharded_model import BatchForward, wrap_single_
 from headwise.models.model_spec import ModelSpec
 from headwise.training import Recipe
 from headwise.training.data import IGNORE_INDEX, Batch
-from headwise.training.data.example_order import IndexArray, make_rng
+from headwise.training.data.file_task import IndexArray, make_rng
 from headwise.training.data.synthetic_task import ModelShape, make_small_translator
 from headwise.training.data.task import pack_batch
-from headwise.training.optimisers import AdamWOptimiser, group_parameters
-from headwise.training.train_step import StepOptions, TrainStep, count_labels, cross_entropy
+from headwise.training.train_step import (
+    AdamWOptimiser,
+    StepOptions,
+    TrainStep,
+    count_labels,
+    cross_entropy,
+    group_parameters,
+)
 
 from .harness import BenchmarkCase, CaseKind, MissingPeer, SpeedTarget, TimedCall
 

@@ -82,7 +82,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .models.distributed import Parallelism
     from .models.generation import BatchingConfig, Engine
     from .models.generation.decoding_config import DecodingConfig
-    from .models.generation.decoding_strategies import greedy_decode
+    from .models.generation.decoding_state import greedy_decode
     from .models.generation.generate import generate, stream
     from .models.model_spec import ProcessorSpec
     from .observe.head_analysis.annotated_examples import Example, ExampleReader
@@ -158,7 +158,7 @@ _MODULE_OF_NAME = {
     "ProcessorSpec": "models.model_spec",
     "generate": "models.generation.generate",
     "stream": "models.generation.generate",
-    "greedy_decode": "models.generation.decoding_strategies",
+    "greedy_decode": "models.generation.decoding_state",
     "export": "hub",
     "sites": "observe.inspect.attention_sites",
     "AttentionSite": "observe.inspect.adapters.declarations",

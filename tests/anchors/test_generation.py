@@ -14,8 +14,7 @@ from transformers.generation import logits_process as theirs_
 import headwise as hw
 from anchors.hf_whole import VOCABULARY, build_pair
 from headwise.models.generation.decoding_state import apply_repetition_penalty, filter_logits
-from headwise.models.generation.generate import TextGenerator
-from headwise.models.generation.prompts import parse_prompts
+from headwise.models.generation.generate import TextGenerator, parse_prompts
 
 ROWS, WORDS = 40, 23
 END, START = 2, 3

@@ -23,6 +23,7 @@ from tokenizers.models import WordLevel
 import headwise as hw
 from headwise.cli import main
 from headwise.models import model_spec as bp
+from headwise.models.generation.generate import classify
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.training.data import make_task, synthetic_task
 from support.tiny_configs import model_config
@@ -348,7 +349,7 @@ def test_an_output_for_each_token_is_not_printed(run: Run, tmp_path: Path):
 
 def test_texts_are_classified(run: Run, tmp_path: Path):
     folder = reader(tmp_path, bp.OutputHeadSpec("classes", 3, "mean"), labels=("x", "y", "z"))
-    expected = hw.generation.single_pass.classify(hw.load(folder), ["the cat", "sat ."])
+    expected = classify(hw.load(folder), ["the cat", "sat ."])
     code, out, _ = run(folder, stdin=["the cat", "sat ."])
     assert out.splitlines() == [f"{best.name}\t{best.share:.4f}" for best, *_ in expected]
     code, out, err = run(folder, "the cat", "--beams", 3)

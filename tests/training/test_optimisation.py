@@ -14,7 +14,7 @@ from torch import nn
 import headwise as hw
 from headwise.attention.interfaces.core_types import AuxLosses, AxisLayout
 from headwise.models.model_spec import WeightSpec
-from headwise.training import Recipe, optimisers, recipe as recipes, train_step
+from headwise.training import Recipe, recipe as recipes, train_step
 from headwise.training.data import IGNORE_INDEX, Batch
 from headwise.training.train_step import StepOptions
 from headwise.training.training_run import count_batch_tokens, count_step_flops
@@ -138,7 +138,7 @@ def test_a_recipe_survives_toml():
 def test_decay_reaches_matrices_alone():
     described = Echo().model()
     named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in described.shapes().items()}
-    matrices = optimisers.group_parameters(named, described, "matrices")
+    matrices = train_step.group_parameters(named, described, "matrices")
     assert {name: sorted(group) for name, group in matrices.items() if "decayed" in name} == {
         "embedding, decayed": ["decoder.embedding.positions", "decoder.embedding.tokens"],
         "attention, decayed": [
@@ -146,7 +146,7 @@ def test_decay_reaches_matrices_alone():
         ],
         "feed, decayed": ["decoder.0.feed.down", "decoder.0.feed.up"],
     }
-    assert "embedding, decayed" not in optimisers.group_parameters(
+    assert "embedding, decayed" not in train_step.group_parameters(
         named, described, "non-embeddings"
     )
     assert {name for group in matrices.values() for name in group} == set(named)
@@ -165,7 +165,7 @@ def test_decay_reaches_matrices_alone():
 )
 def test_vectors_do_not_decay_however_many_axes_name_them(name: str, layout: str, role: str):
     sizes = {"expert": 3, "hidden": 5, "q": 7, "dim": 11, "out": 13, "vdim": 17, "model": 19}
-    assert not optimisers.has_weight_decay(
+    assert not train_step.has_weight_decay(
         WeightSpec(name, AxisLayout.parse(layout), sizes, role), "matrices"
     )
 
@@ -177,7 +177,7 @@ def test_adamw_is_its_formula():
     recipe = Recipe(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
     start, kinds = np.random.default_rng(0).normal(size=(2, 5)), ("feed, decayed", "norm, kept")
     named = {kind: nn.Parameter(torch.tensor(row)) for kind, row in zip(kinds, start, strict=True)}
-    adamw = optimisers.AdamWOptimiser({kind: {kind: p} for kind, p in named.items()}, recipe)
+    adamw = train_step.AdamWOptimiser({kind: {kind: p} for kind, p in named.items()}, recipe)
     w, m, v = start.copy(), np.zeros((2, 5)), np.zeros((2, 5))
     for step in range(1, 8):
         rate, g = 0.1 / step, np.random.default_rng(step).normal(size=(2, 5))
@@ -191,11 +191,11 @@ def test_adamw_is_its_formula():
 
 
 def test_adamw_goes_on_from_its_tensors_however_often_and_in_whatever_order():
-    def make_optimiser() -> tuple[dict[str, nn.Parameter], optimisers.AdamWOptimiser]:
+    def make_optimiser() -> tuple[dict[str, nn.Parameter], train_step.AdamWOptimiser]:
         named = {name: nn.Parameter(torch.ones(3)) for name in "cab"}
-        return named, optimisers.AdamWOptimiser({"feed, decayed": named}, Recipe())
+        return named, train_step.AdamWOptimiser({"feed, decayed": named}, Recipe())
 
-    def go(named: dict[str, nn.Parameter], adamw: optimisers.AdamWOptimiser, steps: range) -> None:
+    def go(named: dict[str, nn.Parameter], adamw: train_step.AdamWOptimiser, steps: range) -> None:
         for step in steps:
             for n, parameter in enumerate(named.values()):
                 parameter.grad = torch.full((3,), 10.0**n + step)

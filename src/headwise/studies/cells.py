@@ -23,7 +23,7 @@ from ..costs.size_matching import SizeMatch, list_sizes, match_size
 from ..costs.workload import Workload
 from ..models import build
 from ..models.distributed import join_process_group
-from ..models.distributed.model_sharding import shard_model
+from ..models.distributed.sharded_model import shard_model
 from ..models.model_spec import ModelSpec, serialization as model_serialization
 from ..training.data import Batch, Task
 from ..training.data.synthetic_task import (

@@ -24,10 +24,10 @@ from ..models.model_spec import StackSpec
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.objectives import EvaluationInput, Objective, choose_objective
 from ..training.data import IGNORE_INDEX
-from ..training.data.example_order import EpochOrder, make_rng
+from ..training.data.file_task import EpochOrder, make_rng
 from ..training.loop import InterruptGuard
-from ..training.optimisers import AdamWOptimiser, group_parameters
 from ..training.recipe import SCHEDULES, Recipe
+from ..training.train_step import AdamWOptimiser, group_parameters
 from ..util.errors import SpecError, TrainingDiverged, pluralise
 from .attention_replacement import replace_attentions
 from .verification.model_comparison import is_float_tensor

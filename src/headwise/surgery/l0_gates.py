@@ -17,8 +17,8 @@ from ..attention.spec.attention_spec import AttentionSpec
 from ..models import Transformer
 from ..observe.head_analysis.annotated_examples import Example
 from ..report.progress import CountedMessage
-from ..training.optimisers import AdamWOptimiser
 from ..training.recipe import Recipe
+from ..training.train_step import AdamWOptimiser
 from ..util.errors import SpecError, suggest
 from .attention_replacement import (
     AttentionChange,

@@ -6,8 +6,7 @@ CPU).
 - `run_setup`: checks task, model and recipe, and starts or resumes a run; `training_run` is the
   state of
   a run and its checkpoints. The recipe may change on the way.
-- `train_step`: one optimisation step: its batch, loss and gradients; `optimisers`: AdamW, Muon and
-  SGD.
+- `train_step`: one optimisation step: its batch, loss and gradients; AdamW.
 - `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers;
   sample texts.
 - `data`: tasks and corpora.

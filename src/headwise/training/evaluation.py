@@ -15,7 +15,7 @@ from ..models import Transformer
 from ..models.distributed.parallel_attention import use_whole_rows
 from ..models.distributed.ranks import BatchShard, ProcessMesh
 from ..models.distributed.sharded_model import BatchForward
-from ..models.generation.decoding_strategies import greedy_decode
+from ..models.generation.decoding_state import greedy_decode
 from ..report.data import Column, Table
 from ..report.render import to_text
 from ..util.errors import SpecError

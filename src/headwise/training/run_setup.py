@@ -20,8 +20,8 @@ from ..attention.spec.attention_spec import AttentionSpec
 from ..kernels.capabilities import takeover_size
 from ..models import Transformer, build
 from ..models.distributed import Parallelism, ProcessInfo
-from ..models.distributed.model_sharding import check_partition, shard_model
 from ..models.distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
+from ..models.distributed.sharded_model import check_partition, shard_model
 from ..models.model_spec import (
     ApproximateAttention,
     BlockSpec,

@@ -30,9 +30,16 @@ from ..util.files import write_atomically
 from .data import Batch, Task
 from .data.task import iter_texts, pack_batch
 from .evaluation import TaskEvaluator
-from .optimisers import AdamWOptimiser, ParameterGroups, get_parameter_name, group_parameters
 from .recipe import Recipe
-from .train_step import BatchPrefetcher, TrainStep, check_batch
+from .train_step import (
+    AdamWOptimiser,
+    BatchPrefetcher,
+    ParameterGroups,
+    TrainStep,
+    check_batch,
+    get_parameter_name,
+    group_parameters,
+)
 
 # --- Checkpoints ----------------------------------------------------------------------------------
 

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.models import Transformer, model_spec as bp
 from headwise.models.distributed import Parallelism, join_process_group, parallelism
-from headwise.models.distributed.model_sharding import shard_model
 from headwise.models.distributed.parallelism import ProcessInfo
 from headwise.models.distributed.ranks import ProcessMesh, fingerprint_code
+from headwise.models.distributed.sharded_model import shard_model
 from headwise.training import Recipe, run_setup, train
 from headwise.training.data import IGNORE_INDEX, Batch, Task
-from headwise.training.optimisers import AdamWOptimiser, group_parameters
-from headwise.training.train_step import StepOptions, TrainStep
+from headwise.training.train_step import AdamWOptimiser, StepOptions, TrainStep, group_parameters
 from support.small_training import IDS, Echo, Routed, short_recipe
 
 STEPS, ECHO = 3, Echo()

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.attention.presets import PRESETS
 from headwise.models import model_spec as bp
-from headwise.models.distributed.collectives import CollectiveGroup
 from headwise.models.distributed.parallel_attention import (
+    CollectiveGroup,
     TensorContextParallel,
     join_runs,
     set_parallel_context,
     shard_tokens,
 )
-from headwise.models.distributed.tensor_parallel import TensorParallelModel
+from headwise.models.distributed.sharded_model import TensorParallelModel
 from headwise.training.data import IGNORE_INDEX, Batch
 from support.layer_cases import check_close
 

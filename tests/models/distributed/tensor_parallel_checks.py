@@ -19,7 +19,7 @@ from headwise.models.distributed.parallel_attention import (
     TensorContextParallel,
     set_parallel_context,
 )
-from headwise.models.distributed.tensor_parallel import TensorParallelModel
+from headwise.models.distributed.sharded_model import TensorParallelModel
 from models.distributed.parallel_models import (
     HEADS,
     MODEL,

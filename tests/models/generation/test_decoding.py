@@ -20,8 +20,12 @@ from headwise.kernels.counter_rng import RandomStream
 from headwise.models import model_spec as bp
 from headwise.models.generation import DecodingState, eval_mode
 from headwise.models.generation.decoding_config import MIN_TEMPERATURE
-from headwise.models.generation.decoding_state import filter_logits, sample_tokens
-from headwise.models.generation.decoding_strategies import BeamSearch, run_beam_search
+from headwise.models.generation.decoding_state import (
+    BeamSearch,
+    filter_logits,
+    run_beam_search,
+    sample_tokens,
+)
 from models.decoding_models import (
     CAUSAL,
     MODEL,

@@ -18,7 +18,7 @@ from tokenizers.models import BPE, WordLevel, WordPiece
 import headwise as hw
 from headwise.models import model_spec as bp
 from headwise.models.generation import IncrementalDetokenizer, ModelTokenizer
-from headwise.models.generation.single_pass import classify
+from headwise.models.generation.generate import classify
 from headwise.models.generation.text_output import Completion
 from headwise.models.vocabulary import ByteVocabulary, train_bpe
 from headwise.training.data import make_task

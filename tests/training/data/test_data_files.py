@@ -174,11 +174,12 @@ def test_frames_stay_with_their_labels(each: str, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["images", "frames"])
 def test_file_tasks_keep_the_promises_of_every_task(name: str, tmp_path: Path):
-    images = as_npz(tmp_path)
-    if name == "images":
-        task = open_data(images)
-    else:
-        task = open_data(as_row(tmp_path, [len(one) for one in UTTERANCES]))
+    (tmp_path / "frames").mkdir()
+    paths = {
+        "images": as_npz(tmp_path),
+        "frames": as_row(tmp_path / "frames", [len(one) for one in UTTERANCES]),
+    }
+    task = open_data(paths[name])
     assert task.name == name
     assert data.TASKS[name] is type(task)
     first = task.batch(5, 3)

@@ -15,8 +15,12 @@ from ...kernels.counter_rng import RandomStream
 from ...models import Transformer
 from ...models.generation import PromptBatch, TextGenerator, encode_prompt
 from ...models.generation.decoding_config import DecodingConfig
-from ...models.generation.generate import GenerationOutput
-from ...models.generation.single_pass import Prediction, classify, require_class_names
+from ...models.generation.generate import (
+    GenerationOutput,
+    Prediction,
+    classify,
+    require_class_names,
+)
 from ...util.escaping import escape_page
 from ..arguments import print_page, to_json
 from ..options import UsageError

@@ -19,8 +19,7 @@ from torch import Tensor
 from ...attention.masking.sequence_info import SequenceInfo
 from ...models import Transformer
 from ...models.generation import pad_left
-from ...models.generation.prompts import encode_text
-from ...models.generation.single_pass import scale_inputs
+from ...models.generation.generate import encode_text, scale_inputs
 from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles
 from ...training.data.text_files import existing_file, open_npy
 from ...util.errors import SpecError

@@ -1,10 +1,8 @@
 """Training on several processes: data, FSDP, tensor and context parallelism.
 
 `parallelism` describes how ranks divide the work and joins the processes; `ranks` checks that they
-agree; `collectives` are the messages; `sharded_model` is what one rank holds with fully sharded
-data parallelism, `tensor_parallel` (with `head_partition`) divides heads; `model_sharding` puts
-them together; `parallel_attention` is a
-layer whose heads or tokens are divided.
+agree; `parallel_attention` has the messages, and layers whose heads or tokens are divided;
+`head_partition` divides heads; `sharded_model` is what one rank holds.
 """
 
 from .parallelism import PARALLEL_DIMS, Parallelism, ProcessInfo, join_process_group

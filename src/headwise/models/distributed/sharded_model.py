@@ -1,22 +1,36 @@
-"""The part of a model that one rank holds, how it is gathered, loaded and clipped."""
+"""The part of a model that one rank holds, how it is gathered, loaded and clipped: a part of every
+tensor (FSDP2, 2304.11277), or some heads and hidden units (tensor parallelism).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...util.errors import SpecError
 from .. import Transformer, build
 from ..batch import Batch
 from ..model_spec import ModelSpec
-from .collectives import CollectiveGroup, GradientBuckets
-from .parallel_attention import shard_tokens
+from .head_partition import count_holders, count_replicas, partition_model
+from .parallel_attention import (
+    CollectiveGroup,
+    GradientBuckets,
+    TensorContextParallel,
+    check_context_parallel,
+    set_parallel_context,
+    shard_tokens,
+)
 from .parallelism import Parallelism, ProcessInfo
-from .ranks import BatchShard, ProcessMesh
+from .ranks import GRADIENT_DIMS, BatchShard, ProcessMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class BatchForward(nn.Module):
@@ -208,3 +222,256 @@ def wrap_single_process(net: Transformer, device: torch.device | str = "cpu") ->
         GradientBuckets((), None),
         net.spec,
     )
+
+
+class TensorParallelModel:
+    """How the ranks of a group divide a model, and the shard of this rank.
+
+    Several ranks may hold the same numbers, such as a key that heads of both attend with; each gets
+    a part of the gradient. `sum_replicated_gradients` adds these parts up; call it after the
+    backward pass and before anything that uses the gradients. All ranks must call every method, in
+    the same order.
+    """
+
+    def __init__(self, spec: ModelSpec, group: CollectiveGroup) -> None:
+        self.group = group
+        self.spec = spec
+        shards = partition_model(spec, group.size)
+        self.own = shards[group.rank].spec
+        self.pieces = {name: [shard.pieces[name] for shard in shards] for name in shards[0].pieces}
+        self.copied = count_replicas(spec, shards)
+        for name, pieces in self.pieces.items():
+            if not bool(count_holders(pieces).all()):
+                problem = f"{name} ({pieces[0].layout}) joins heads of several ranks"
+                raise SpecError(f"{problem}; use data= or context= instead of tensor=")
+
+    def shard_model(self, net: Transformer) -> Transformer:
+        """Return this rank's shard of a model that all ranks have built alike; its parameters are
+        new tensors.
+        """
+        with torch.device("meta"):
+            part = build(self.own, dropout=net.dropout)
+        pieces = {
+            name: self.part(name, tensor.detach()) for name, tensor in net.state_dict().items()
+        }
+        part.load_state_dict(pieces, assign=True)
+        for name, tensor in net.named_parameters():
+            part.get_parameter(name).requires_grad_(tensor.requires_grad)
+        part.checkpointing = net.checkpointing
+        set_parallel_context(part, TensorContextParallel(tensor_group=self.group))
+        return part.train(net.training)
+
+    def sum_replicated_gradients(self, local_params: Mapping[str, nn.Parameter]) -> None:
+        """Set the gradient of every number that several ranks hold to the sum over these ranks."""
+        replicated = {name: local_params[name] for name in self.copied if name in local_params}
+        for dtype in dict.fromkeys(p.dtype for p in replicated.values()):
+            params = {name: p for name, p in replicated.items() if p.dtype == dtype}
+            local_grads = [self._local_gradient(name, p) for name, p in params.items()]
+            total = self.group.all_reduce(torch.cat([grad.flatten() for grad in local_grads]))
+            parts = total.split([grad.numel() for grad in local_grads])
+            for (name, p), part in zip(params.items(), parts, strict=True):
+                p.grad = self.part(name, part)
+
+    def _local_gradient(self, name: str, p: Tensor) -> Tensor:
+        """Return the gradient of the full tensor with this rank's contribution, zero elsewhere."""
+        piece = self.pieces[name][self.group.rank]
+        whole = p.new_zeros(piece.layout.shape(piece.sizes))
+        if p.grad is not None:
+            piece.write_into(p.grad, whole)
+        return whole
+
+    def part(self, name: str, full: Tensor) -> Tensor:
+        """Return this rank's piece of a full tensor, which has the shape of parameter `name`."""
+        return self.pieces[name][self.group.rank].of(full)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """Gather the full tensor from the pieces of all ranks, bit for bit; a collective call."""
+        pieces = self.pieces[name]
+        full = part.new_empty(pieces[0].layout.shape(pieces[0].sizes))
+        sizes = [math.prod(piece.shape) for piece in pieces]
+        flat = part.new_zeros(max(sizes))
+        flat[: part.numel()] = part.flatten()
+        for piece, size, stored in zip(pieces, sizes, self.group.all_gather(flat), strict=True):
+            piece.write_into(stored[:size], full)
+        return full
+
+    def num_holders(self, name: str) -> Tensor:
+        """Return the number of ranks that hold each element of this rank's piece of a tensor."""
+        piece = self.pieces[name][self.group.rank]
+        return (
+            self.copied[name][piece.cut_indices].expand(piece.unmerged_shape).reshape(piece.shape)
+        )
+
+    def as_sharded(self, part: ShardedModel) -> ShardedModel:
+        """Return the full model of which `part` holds this rank's heads."""
+        names = [name for name, pieces in self.pieces.items() if pieces[0].indices]
+        return replace(
+            part,
+            spec=self.spec,
+            shardings={name: TensorParallelSharding(self, name) for name in names},
+            collect_gradients=lambda: self.sum_replicated_gradients(part.own),
+        )
+
+
+class TensorParallelSharding:
+    """A tensor divided over the ranks of tensor parallelism."""
+
+    dims = ("tensor",)
+
+    def __init__(self, model: TensorParallelModel, name: str) -> None:
+        self.model = model
+        self.name = name
+        self._num_holders = model.num_holders(name) if name in model.copied else torch.ones(())
+
+    def part(self, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor."""
+        return self.model.part(self.name, full)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Gather the full tensor from the parts of all ranks; a collective call."""
+        return self.model.whole(self.name, part)
+
+    def square(self, part: Tensor) -> Tensor:
+        """Return the sum of squares of a part, each element divided by the number of ranks that
+        hold it.
+        """
+        return (part.square() / self._num_holders.to(part.device)).sum()
+
+
+def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
+    """Return this rank's part of a model that every rank has built in full; the rest is freed."""
+    check_partition(net.spec, mesh.parallelism)
+    groups = {
+        dim: CollectiveGroup(mesh.group(dim))
+        for dim in ("context", "tensor")
+        if getattr(mesh.parallelism, dim) > 1
+    }
+    if "tensor" in groups:
+        divided = TensorParallelModel(net.spec, groups["tensor"])
+        sharded = divided.as_sharded(_shard_parameters(divided.shard_model(net), mesh))
+    else:
+        sharded = _shard_parameters(net, mesh)
+    if groups:
+        set_parallel_context(
+            sharded.net, TensorContextParallel(groups.get("tensor"), groups.get("context"))
+        )
+    return replace(sharded, context=groups.get("context"))
+
+
+def check_partition(spec: ModelSpec, parallelism: Parallelism) -> None:
+    """Raise SpecError if a model cannot be divided this way, before anything is built."""
+    if min(parallelism.data, parallelism.context, parallelism.shards) > 1:
+        raise SpecError(
+            f"{parallelism}: FSDP2 supports one replicated dimension beside shards=; leave out "
+            "data= or context="
+        )
+    if min(parallelism.shards, parallelism.tensor) > 1:
+        raise SpecError(
+            f"{parallelism}: FSDP2 divides whole tensors, and tensor= parts of them; leave out "
+            "shards= or tensor="
+        )
+    if parallelism.context > 1:
+        check_context_parallel(spec)
+    if parallelism.tensor > 1:
+        partition_model(spec, parallelism.tensor)
+
+
+def _shard_parameters(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
+    """Apply FSDP2, or keep all parameters and sum their gradients in buckets."""
+    if mesh.parallelism.shards > 1:
+        return apply_fsdp(net, mesh)
+    params = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    buckets = GradientBuckets(params.values(), _gradient_group(mesh))
+    return ShardedModel(BatchForward(net), mesh, params, buckets, net.spec)
+
+
+def _gradient_group(mesh: ProcessMesh) -> dist.ProcessGroup | None:
+    """Return the group of ranks with different data, whose gradients are summed; None for a single
+    worker.
+    """
+    return mesh.group(*GRADIENT_DIMS) if mesh.num_workers > 1 else None
+
+
+class FSDPSharding:
+    """A tensor whose first axis is divided as that of a parameter of FSDP2."""
+
+    dims = ("shards",)
+
+    def __init__(self, param: DTensor) -> None:
+        self.param = param
+
+    def part(self, full: Tensor) -> Tensor:
+        """Return the slice of this rank, which may be empty."""
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = self.param.device_mesh
+        sliced = distribute_tensor(full, mesh, self.param.placements, src_data_rank=None)
+        return sliced.to_local()
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Gather the full tensor from the slices of all ranks; a collective call."""
+        from torch.distributed.tensor import DTensor
+
+        size = self.param.shape
+        placed = (self.param.device_mesh, self.param.placements)
+        sliced = DTensor.from_local(part, *placed, shape=size, stride=self.param.stride())
+        return sliced.full_tensor()
+
+    def square(self, part: Tensor) -> Tensor:
+        """Return the sum of squares of a slice; no other rank of the group holds its elements."""
+        return part.square().sum()
+
+
+def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
+    """Shard a model with FSDP2: one layer is gathered at a time, embeddings and heads once per
+    step.
+
+    Tied tensors stay whole because they are read outside the layer that owns them; scalars stay
+    whole as well.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    copies = [dim for dim in ("data", "context") if getattr(process_mesh.parallelism, dim) > 1]
+    mesh = process_mesh.device_mesh[(*copies, "shards") if copies else "shards"]
+    trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    tied = {name for name, weight in net.spec.params().items() if weight.tied_to}
+    unsharded = {name: p for name, p in net.named_parameters() if name in tied or not p.dim()}
+    whole = set(unsharded.values())
+    for layers in net.stacks.values():
+        for layer in layers.blocks:
+            fully_shard(layer, mesh=mesh, ignored_params=whole)
+    batch_forward = BatchForward(net)
+    fully_shard(batch_forward, mesh=mesh, ignored_params=whole)
+    for module in batch_forward.modules():
+        if isinstance(module, FSDPModule):
+            # Losses are already parts of one mean, so gradients are summed.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    slices = {
+        name: cast("DTensor", p)
+        for name, p in net.named_parameters()
+        if name in trainable and name not in unsharded
+    }
+    own = dict[str, nn.Parameter]()
+    for name in trainable:
+        if name in unsharded:
+            own[name] = unsharded[name]
+        else:  # this rank's slice, which shares the memory of the DTensor
+            own[name] = nn.Parameter(cast("DTensor", slices[name].detach()).to_local())
+    summed = [p for name, p in unsharded.items() if name in trainable]
+    return ShardedModel(
+        batch_forward,
+        process_mesh,
+        own,
+        GradientBuckets(summed, _gradient_group(process_mesh)),
+        net.spec,
+        {name: FSDPSharding(param) for name, param in slices.items()},
+        collect_gradients=lambda: _collect_gradients(own, slices),
+    )
+
+
+def _collect_gradients(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:
+    """Move the gradients of slices from FSDP2's parameters to those of the optimiser."""
+    for name, param in slices.items():
+        own[name].grad = None if param.grad is None else cast("DTensor", param.grad).to_local()
+        param.grad = None

@@ -6,9 +6,9 @@ In reading order:
 - `config_reader` reads config.json key by key, and has the registry `FAMILIES`; `config_writer`
   writes one.
 - `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
-- `decoders` reads families of decoders from their tables in families.toml, which `family_tables`
-  loads; `decoder_families` has functions for what the tables cannot express.
-- `encoders`, `vision` and `encoder_decoders` do so for other architectures.
+- `decoders` reads families of decoders from their tables in families.toml;
+  `decoder_families` has functions for what the tables cannot express.
+- `encoders` (also of images) and `encoder_decoders` do so for other architectures.
 - `published_models` names a few models of the literature, with the keys of their config.json.
 - `quantization_config` reads the number format of quantised weights, and which weights have it.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files, by the tables of
@@ -29,7 +29,7 @@ from ...util.files import read_text_file
 from ...util.size_limits import parse_json
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
-from . import decoder_families, encoder_decoders, vision
+from . import decoder_families, encoder_decoders
 from .config_reader import FAMILIES, TransformersConfig, read_config
 from .config_writer import WRITERS, write_config
 from .encoders import with_collaborative_heads
@@ -38,7 +38,7 @@ from .quantization_config import with_quantization
 from .weight_names import WeightNames, read_weight_names
 
 # Importing these modules registers their families.
-READERS = (decoder_families, encoder_decoders, vision)
+READERS = (decoder_families, encoder_decoders)
 WEIGHT_NAMES = read_weight_names()
 CONFIG_REMEDY = "give a config.json written by transformers"
 

@@ -38,9 +38,10 @@ from .decoders import (
     LayerKind,
     Sizes,
     build_decoder,
+    family_function,
     make_layer_kinds,
+    register_families,
 )
-from .family_tables import family_function, register_families
 
 EXPERT_KEYS = ("num_experts", "num_local_experts")
 

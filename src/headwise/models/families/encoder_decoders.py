@@ -31,7 +31,7 @@ from .config_reader import (
     register_family,
     select_heads,
 )
-from .family_tables import read_base, register_families
+from .decoders import read_base, register_families
 
 # --- BART (1910.13461) and its relatives ----------------------------------------------------------
 

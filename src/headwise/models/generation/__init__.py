@@ -1,10 +1,10 @@
 """Decoding: continue prompts with a model, one token at a time or several candidates at once.
 
-`decoding_config` describes how tokens are chosen; `prompts` turns text or ids into model inputs;
+`decoding_config` describes how tokens are chosen;
 `decoding_state` holds the rows that are being continued and their caches, and picks the next token;
-`decoding_strategies` has greedy decoding and beam search; `text_output` turns ids into text as they
-arrive; `generate` is the public entry point. `single_pass` answers with one forward pass: classes,
-and masked tokens. `engine` answers many requests together, in cache pages of `kv_memory`.
+`text_output` turns ids into text as they
+arrive; `generate` is the public entry point, which also turns text or ids into model inputs and
+answers with one forward pass: classes. `engine` answers many requests together, in cache pages of `kv_memory`.
 """
 
 from .decoding_config import DecodingConfig
@@ -18,9 +18,19 @@ from .decoding_state import (
     sample_tokens,
 )
 from .engine import Engine, EngineReport, RequestStream
-from .generate import GenerationOutput, TextGenerator, generate, make_random_streams, stream
+from .generate import (
+    GenerationOutput,
+    PromptBatch,
+    TextGenerator,
+    encode_prompt,
+    encode_text,
+    generate,
+    get_decoder_start_ids,
+    make_random_streams,
+    parse_prompts,
+    stream,
+)
 from .kv_memory import BatchingConfig
-from .prompts import PromptBatch, encode_prompt, encode_text, get_decoder_start_ids, parse_prompts
 from .text_output import IncrementalDetokenizer, ModelTokenizer, load_tokenizers
 
 __all__ = [

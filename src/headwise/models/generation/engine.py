@@ -21,9 +21,8 @@ from ...util.errors import SpecError
 from .. import Transformer
 from .decoding_config import DEFAULT_DECODING, DecodingConfig
 from .decoding_state import check_prompt_length, sample_tokens
-from .generate import TextGenerator, make_random_streams
+from .generate import TextGenerator, make_random_streams, parse_prompts
 from .kv_memory import BatchingConfig, KVMemory
-from .prompts import parse_prompts
 from .text_output import Completion
 
 DEFAULT_BATCHING = BatchingConfig()

@@ -1,5 +1,5 @@
 """Generate text or token ids from prompts: complete outputs (`generate`) or as they arrive
-(`stream`).
+(`stream`); and classify by one pass (`classify`).
 """
 
 from __future__ import annotations
@@ -8,25 +8,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...attention.masking.sequence_info import SequenceInfo
 from ...kernels.counter_rng import RandomStream
-from ...util.errors import SpecError, pluralise
+from ...util.errors import SequenceTooLong, SpecError, pluralise
 from ..transformer import Transformer
 from .decoding_config import DEFAULT_DECODING, MIN_TEMPERATURE, DecodingConfig, check_decoding
 from .decoding_state import (
     DecodingState,
     TokenChooser,
     TokenHistory,
+    check_prompt_length,
     eval_mode,
+    max_positions,
     pad_left,
     require_language_model,
+    run_beam_search,
     run_decode_steps,
     sample_tokens,
 )
-from .decoding_strategies import run_beam_search
-from .prompts import PromptBatch, get_decoder_start_ids, parse_prompts
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
 STEPS_FINISHED = object()  # marks the end of the iterator of decode steps
@@ -289,3 +292,220 @@ class TextGenerator:
 
 def _make_output(completion: Completion, kind: str) -> GenerationOutput:
     return GenerationOutput(completion.ids, completion.text if kind == "text" else None)
+
+
+class Prediction(NamedTuple):
+    """A class or token name and its probability."""
+
+    name: str
+    share: float
+
+
+def classify(
+    net: Transformer, inputs: Sequence[str] | Tensor, sequence: SequenceInfo | None = None
+) -> list[list[Prediction]]:
+    """Return the classes of each input, most likely first, from the model's first output head.
+
+    Inputs are texts, or a tensor that the model reads: ids, or pixels or frames prepared by
+    `scale_inputs`.
+
+    >>> import headwise as hw
+    >>> from headwise import model_spec as bp
+    >>> stack = bp.StackSpec.from_blocks("encoder", 3, [], embedding=bp.EmbeddingSpec(5))
+    >>> net = hw.build(
+    ...     bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("classes", 2, "mean"),)),
+    ...     seed=0,
+    ... )
+    >>> net.usage = hw.ProcessorSpec(labels=("cat", "dog"))
+    >>> [likeliest, other] = classify(net, torch.tensor([[3, 1, 4]]))[0]
+    >>> sorted([likeliest.name, other.name]), round(likeliest.share + other.share, 6)
+    (['cat', 'dog'], 1.0)
+    """
+    names = require_class_names(net)
+    device = next(net.parameters()).device
+    if not isinstance(inputs, Tensor):
+        inputs, sequence = pad_left([encode_text(net, text) for text in inputs], device)
+    if sequence is not None:
+        sequence = sequence.to(device)
+    with eval_mode(net):
+        shares = net(inputs.to(device), sequence=sequence).float().softmax(-1)
+    ranked = list[list[Prediction]]()
+    for row in shares.tolist():
+        predictions = [Prediction(*pair) for pair in zip(names, row, strict=True)]
+        ranked.append(sorted(predictions, key=lambda one: -one.share))
+    return ranked
+
+
+def require_class_names(net: Transformer) -> tuple[str, ...]:
+    """Return the class names; raise if the model has none or its first output
+    head is not pooled.
+    """
+    spec = net.spec
+    names = net.usage.labels
+    if not spec.heads or spec.heads[0].at == "each":
+        raise SpecError(
+            f"the first output head of {spec.name} is not pooled over the row; give a classifier"
+        )
+    if not spec.heads[0].outputs:
+        fact = (
+            f"{spec.name} has no classes: it gives one vector for each text, without words or "
+            "labels for it"
+        )
+        raise SpecError(
+            f"{fact}; see its heads with `headwise view` or `headwise heads`, or give a "
+            "fine-tuned model"
+        )
+    if len(names) != spec.heads[0].outputs:
+        fact = f"{spec.name} has {spec.heads[0].outputs} classes but {len(names)} names"
+        raise SpecError(f'{fact}; set net.usage = hw.ProcessorSpec(labels=("cat", "dog"))')
+    return names
+
+
+def scale_inputs(net: Transformer, values: Any) -> Tensor:
+    """Normalise pixels [n, height, width, channels] in 0..1, or frames [n, time, features], as in
+    training.
+
+    >>> import headwise as hw
+    >>> from headwise import model_spec as bp
+    >>> patches = bp.EmbeddingSpec(patches=bp.PatchSpec(1, 1, 2, 2, channels=1))
+    >>> net = hw.build(
+    ...     bp.ModelSpec(
+    ...         "tiny", "vision", (bp.StackSpec.from_blocks("encoder", 3, [], embedding=patches),)
+    ...     )
+    ... )
+    >>> net.usage = hw.ProcessorSpec(mean=(0.5,), deviation=(0.25,))
+    >>> scale_inputs(net, np.array([[[[0.5], [1.0]], [[0.75], [0.0]]]])).tolist()
+    [[[[0.0, 2.0], [1.0, -2.0]]]]
+    """
+    mean, deviation = (np.asarray(statistic) for statistic in (net.usage.mean, net.usage.deviation))
+    num_channels = values.shape[-1]
+    if len(mean) != num_channels:
+        fact = f"{net.spec.name} normalises {len(mean)} channels, but the input has {num_channels}"
+        raise SpecError(
+            f"{fact}; give such an input, or set net.usage = hw.ProcessorSpec(mean=..., "
+            "deviation=...)"
+        )
+    scaled = torch.from_numpy(((values - mean) / deviation).astype(np.float32))
+    return scaled.movedim(-1, 1).contiguous() if scaled.dim() == 4 else scaled
+
+
+# --- Prompts ---------------------------------------------------------------------------------------
+
+PROMPT_HELP = "give text, ids such as [3, 1, 4], or a list of either"
+
+
+class PromptBatch(NamedTuple):
+    """The ids of each prompt; `kind` is "text" or "ids"; `form` is "alone" for one prompt,
+    "together" for a list.
+    """
+
+    rows: list[list[int]]
+    kind: str
+    form: str
+
+
+def parse_prompts(net: Transformer, prompts: Any) -> PromptBatch:
+    """Return the prompts as ids.
+
+    >>> import headwise as hw
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     )
+    ... )
+    >>> parse_prompts(net, [[3, 1, 4], [1]])
+    PromptBatch(rows=[[3, 1, 4], [1]], kind='ids', form='together')
+    """
+    require_language_model(net.spec)
+    if isinstance(prompts, str):
+        return PromptBatch([encode_text(net, prompts)], "text", "alone")
+    items = _to_lists(prompts)
+    if not items:
+        raise ValueError(f"the prompt is empty; {PROMPT_HELP}, with at least one token")
+    if all(isinstance(item, str) for item in items):
+        return PromptBatch([encode_text(net, item) for item in items], "text", "together")
+    form = "alone" if not any(isinstance(item, list) for item in items) else "together"
+    rows = [_check_id_row(row, net) for row in ([items] if form == "alone" else items)]
+    return PromptBatch(rows, "ids", form)
+
+
+def encode_text(net: Transformer, text: str, specials: str | None = None) -> list[int]:
+    """Return the ids of a text, surrounded by `usage.before` and `usage.behind`.
+
+    `specials` overrides that of the model's `ProcessorSpec`.
+    """
+    tokenizer, _ = load_tokenizers(net)
+    usage = net.usage
+    ids = tokenizer.ids(text, specials)
+    return _check_prompt([*usage.before, *ids, *usage.behind], net)
+
+
+def encode_prompt(net: Transformer, text: str, max_new_tokens: int) -> list[int]:
+    """Return the ids of a text; raise if `max_new_tokens` more do not fit into the model's
+    positions.
+    """
+    row = encode_text(net, text)
+    if net.spec.kind != "encoder-decoder":
+        check_prompt_length(net.spec, len(row), max_new_tokens)
+    return row
+
+
+def get_decoder_start_ids(net: Transformer) -> tuple[int, ...]:
+    """Return the ids that start the output of an encoder-decoder."""
+    if not net.usage.begin:
+        fact = f"{net.spec.name} has no decoder start ids"
+        raise SpecError(f"{fact}; set net.usage = hw.ProcessorSpec(begin=(1,), end=(2,))")
+    return net.usage.begin
+
+
+def _check_id_row(row: Any, net: Transformer) -> list[int]:
+    if not isinstance(row, list):
+        raise ValueError(f"{row!r} is not a list of ids; {PROMPT_HELP}")
+    wrong = [item for item in row if not isinstance(item, int) or isinstance(item, bool)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} in a prompt is not an id; {PROMPT_HELP}")
+    return _check_prompt(row, net)
+
+
+def _check_prompt(row: list[int], net: Transformer) -> list[int]:
+    """Raise if the first stack cannot read the prompt."""
+    first = net.spec.stacks[0]
+    vocab_size = first.embedding.tokens if first.embedding else 0
+    if not row:
+        raise ValueError("the prompt is empty; give at least one token")
+    wrong = [token_id for token_id in row if not 0 <= token_id < vocab_size]
+    if wrong:
+        raise ValueError(
+            f"the prompt holds the id {wrong[0]}, but {first.name} knows {vocab_size}; give "
+            f"0..{vocab_size - 1}"
+        )
+    limit = max_positions(first)
+    if limit is not None and len(row) > limit:
+        fact = (
+            f"a prompt of {pluralise(len(row), 'token')} is {len(row) - limit} longer than the "
+            f"{limit} positions"
+        )
+        raise SequenceTooLong(f"{fact} of {net.spec.name}; shorten it")
+    return row
+
+
+def _to_lists(prompts: Any) -> list[Any]:
+    """Convert tensors and sequences to lists, at most two levels deep."""
+    if isinstance(prompts, Tensor):
+        if (
+            prompts.is_floating_point()
+            or prompts.is_complex()
+            or prompts.dtype == torch.bool
+            or prompts.dim() not in (1, 2)
+        ):
+            raise ValueError(
+                f"the prompt is {prompts.dtype} {list(prompts.shape)}; give integer ids, [tokens] "
+                "or [rows, tokens]"
+            )
+        return prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"the prompt is of type {type(prompts).__name__}; {PROMPT_HELP}")
+    return [
+        _to_lists(item) if isinstance(item, (Tensor, list, tuple, range)) else item
+        for item in prompts
+    ]

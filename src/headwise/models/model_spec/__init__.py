@@ -8,9 +8,8 @@ In reading order:
 - `mixers`: recurrences and convolutions
 - `quantization`: the number formats of quantised checkpoints, and which matrices have them
 - `model`: `BlockSpec`, `StackSpec` and `ModelSpec` combine attention specs and components
-- `weight_table`: a table of every tensor with its axes, shape and size
 - `serialization`: specs as dictionaries, TOML and JSON; the manifest of a saved model and the
-  record of surgery
+  record of surgery; a table of every tensor with its axes, shape and size
 """
 
 from .components import (
@@ -37,8 +36,15 @@ from .model import (
     attention_weights,
 )
 from .quantization import WEIGHT_FORMATS, QuantizationSpec, WeightFormat
-from .serialization import from_dict, from_json, from_toml, to_dict, to_json, to_toml
-from .weight_table import ModelTable
+from .serialization import (
+    ModelTable,
+    from_dict,
+    from_json,
+    from_toml,
+    to_dict,
+    to_json,
+    to_toml,
+)
 
 __all__ = [
     "MODEL_KINDS",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...models import Transformer
 from ...models.generation import load_tokenizers, max_positions
-from ...models.generation.decoding_strategies import greedy_decode
+from ...models.generation.decoding_state import greedy_decode
 from ...models.generation.generate import generate
 from ...observe.head_analysis.annotated_examples import Example
 from ...observe.head_analysis.distinct_examples import DistinctExamples

@@ -8,7 +8,7 @@ guessing.
   `recall_tasks` (also Markov chains), `date_translation`.
 - Tasks over files (base classes, also of classification, in `file_task`): `language_modelling`
   (plain text), `translation`, and `images` (also frames).
-- Helpers: `text_files` reads files, `vocabulary` tokenises, `example_order` shuffles and splits.
+- Helpers: `text_files` reads files, `vocabulary` tokenises.
 """
 
 from ...models.batch import IGNORE_INDEX, Batch

@@ -17,14 +17,17 @@ from torch import Tensor
 from ...attention.masking.sequence_info import SequenceInfo
 from ...models.model_spec import EmbeddingSpec, ModelSpec, PatchSpec, PositionSpec, ProcessorSpec
 from ...util.errors import SpecError
-from .example_order import DEFAULT_HELD_OUT, IndexArray, check_split_shares, split_examples
 from .file_task import (
+    DEFAULT_HELD_OUT,
     ChannelStatistics,
     ClassificationTask,
     ClassifierInputs,
+    IndexArray,
     LabelledDataset,
+    check_split_shares,
     make_classifier,
     number_labels,
+    split_examples,
 )
 from .text_files import (
     existing_file,

@@ -24,8 +24,15 @@ from ...models.vocabulary import (
     train_bpe,
 )
 from ...util.errors import SpecError, suggest
-from .example_order import DEFAULT_HELD_OUT, check_split_shares, make_rng, strided_batch_indices
-from .file_task import DEFAULT_SHAPE, Dataset, FileTask
+from .file_task import (
+    DEFAULT_HELD_OUT,
+    DEFAULT_SHAPE,
+    Dataset,
+    FileTask,
+    check_split_shares,
+    make_rng,
+    strided_batch_indices,
+)
 from .synthetic_task import make_small_decoder
 from .task import MetricSums
 from .text_files import existing_file, existing_path, is_gzipped, list_files, read_text_chunks

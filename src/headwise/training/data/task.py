@@ -9,15 +9,16 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...attention.masking.sequence_info import SequenceInfo
 from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import ModelSpec, ProcessorSpec
 from ...util.errors import SpecError, suggest
-from .example_order import IndexArray
 
 SPLITS = ("train", "valid", "test")
+IndexArray = NDArray[np.int64]
 
 # For each metric the sum and the number of terms: {"accuracy": (310.0, 320)}.
 MetricSums = Mapping[str, tuple[float, int]]

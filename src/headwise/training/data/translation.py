@@ -21,14 +21,15 @@ from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import ModelSpec, ProcessorSpec
 from ...models.vocabulary import IdArray, train_bpe
 from ...util.errors import SpecError, pluralise, suggest
-from .example_order import (
+from .file_task import (
     DEFAULT_HELD_OUT,
     BatchPlan,
+    Dataset,
+    FileTask,
     IndexArray,
     check_split_shares,
     split_by_key,
 )
-from .file_task import Dataset, FileTask
 from .synthetic_task import ModelShape, make_small_translator
 from .task import MetricSums
 from .text_files import existing_file, read_lines
