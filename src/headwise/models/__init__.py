@@ -3,14 +3,13 @@ a folder.
 
 In reading order:
 
-- `transformer`: `build` and the `Transformer` module, with encoding, caching and probes;
-  `ModelCache`
+- `transformer`: `build` and the `Transformer` module, with encoding, caching, probes and
+  initial weights ("xavier", "depth", "gpt2"); `ModelCache`
 - `block`: one layer (attention, cross-attention, feed-forward and their norms; a gated recurrent
   unit or a causal
   convolution in place of self-attention) and a stack of layers
 - `feed_forward`: activations, norms, feed-forwards and mixtures of experts
 - `embeddings_heads`: token, patch and position embeddings; output heads and their pooling
-- `initialisation`: initial weights ("xavier", "depth", "gpt2")
 - `save_load`: the folder format, with checksums and the tokenizer
 - `batch`: inputs with labels; `vocabulary`: vocabularies and calls of tokenizers
 
@@ -26,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .embeddings_heads import TokenTypeInput
-    from .initialisation import INIT_SCHEMES
     from .save_load import load, save
-    from .transformer import EncoderOutput, ModelCache, Transformer, build
+    from .transformer import INIT_SCHEMES, EncoderOutput, ModelCache, Transformer, build
 
 __all__ = [
     "INIT_SCHEMES",
@@ -43,7 +41,7 @@ __all__ = [
 
 _MODULE_OF_NAME = {
     "EncoderOutput": "transformer",
-    "INIT_SCHEMES": "initialisation",
+    "INIT_SCHEMES": "transformer",
     "ModelCache": "transformer",
     "TokenTypeInput": "embeddings_heads",
     "Transformer": "transformer",
