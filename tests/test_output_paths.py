@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from matplotlib.figure import Figure
 
 import headwise as hw
 from headwise import cli
@@ -59,24 +60,18 @@ def file(name: str, content: bytes | str) -> Callable[[Path], object]:
     return write
 
 
-def write_trace(path: Path) -> None:
+def save_weights(path: Path, **options: bool) -> None:
+    export_weights(trace_from_weights([[[[[1.0]]]]], ["a"]), path, **options)
+
+
+def save_trace_of_one(path: Path) -> None:
     save_trace(trace_from_weights([[[[[1.0]]]]], ["a"]), path)
 
 
-def write_weights(suffix: str) -> Callable[[Path], object]:
-    def write(path: Path) -> None:
-        path.with_suffix("").mkdir()
-        target = path.with_suffix("") / f"a{suffix}"
-        export_weights(trace_from_weights([[[[[1.0]]]]], ["a"]), target)
-        target.rename(path)
-
-    return write
-
-
-def write_figure(path: Path) -> None:
+def save_figure(path: Path, **options: bool) -> None:
     from headwise.costs.cost_plots import save_plot
 
-    save_plot({cost.name: cost for cost in hw.cost(hw.design(preset="gqa"))}, path, "kv")
+    save_plot({cost.name: cost for cost in hw.cost(hw.design(preset="gqa"))}, path, "kv", **options)
 
 
 PAGE = render_html({}, "dates", PageAssets("", ""))
@@ -84,15 +79,13 @@ RECORD = json.dumps({"format": 1, "kind": "ours", "change": {}, "source": {}, "f
 TEXTS = ("--data", "TEXTS")
 COMMANDS = {
     "trace --out": Command(
-        ("trace", "MODEL", "--text", "a", "--out", "OUT"), write_trace, is_folder=False
+        ("trace", "MODEL", "--text", "a", "--out", "OUT"), save_trace_of_one, is_folder=False
     ),
-    "trace --export": Command(
-        ("trace", "TRACE", "--export", "OUT"), write_weights(".csv"), is_folder=False
-    ),
+    "trace --export": Command(("trace", "TRACE", "--export", "OUT"), save_weights, is_folder=False),
     "view --export": Command(
         ("view", "no where", "--export", "OUT"), lambda path: path.write_text(PAGE), is_folder=False
     ),
-    "cost --plot": Command(("cost", "nowhere", "--plot", "OUT"), write_figure, is_folder=False),
+    "cost --plot": Command(("cost", "nowhere", "--plot", "OUT"), save_figure, is_folder=False),
     "heads": Command(("heads", "MODEL", *TEXTS, "--out", "OUT"), file("heads.json", "{}")),
     "heads of a trace": Command(
         ("heads", "TRACE", "--draw", "L0H0", "--out", "OUT"), file("head-a-0-light.svg", "")
@@ -171,10 +164,6 @@ def run(name: str, out: Path, capsys: pytest.CaptureFixture[str], *options: str)
     captured = capsys.readouterr()
     assert (code, captured.out, captured.err.count("\n")) == (2, "", 1), captured.err
     return captured.err if "cannot write to" in captured.err else ""
-
-
-def own(path: Path, command: Command) -> None:
-    command.own(path)
 
 
 def make_foreign_file(path: Path, command: Command) -> None:
@@ -360,42 +349,31 @@ def test_every_command_with_an_output_is_in_the_table():
 # --- Python functions -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".json", ".npz"])
-def test_weights_are_replaced_by_weights_only(suffix: str, tmp_path: Path):
-    trace, path = trace_from_weights([[[[[1.0]]]]], ["a"]), tmp_path / f"a{suffix}"
-    export_weights(trace, path)
+@pytest.mark.parametrize(
+    ("suffix", "save", "kind"),
+    [
+        *((s, save_weights, "file of attention weights") for s in (".csv", ".json", ".npz")),
+        *((s, save_figure, "figure") for s in (".svg", ".png", ".pdf")),
+    ],
+)
+def test_a_file_is_replaced_by_its_kind_only(
+    suffix: str, save: Callable[..., None], kind: str, tmp_path: Path
+):
+    path = tmp_path / f"a{suffix}"
+    save(path)
     data = path.read_bytes()
     with pytest.raises(SpecError, match=EXISTS):
-        export_weights(trace, path)
-    export_weights(trace, path, overwrite=True)
+        save(path)
+    save(path, overwrite=True)
     assert path.read_bytes() == data
-    path.write_bytes(b"mine")
-    with pytest.raises(
-        SpecError, match="it is a file, but not a file of attention weights of headwise"
-    ):
-        export_weights(trace, path, overwrite=True)
-    assert path.read_bytes() == b"mine"
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
-def test_figures_are_replaced_by_figures_only(suffix: str, tmp_path: Path):
-    from headwise.costs.cost_plots import save_plot
-
-    costs, path = (
-        {cost.name: cost for cost in hw.cost(hw.design(preset="gqa"))},
-        tmp_path / f"a{suffix}",
-    )
-    save_plot(costs, path, "kv")
+    if kind == "figure":
+        Figure().savefig(path)
+    else:
+        path.write_bytes(b"mine")
     data = path.read_bytes()
-    with pytest.raises(SpecError, match=EXISTS):
-        save_plot(costs, path, "kv")
-    save_plot(costs, path, "kv", overwrite=True)
+    with pytest.raises(SpecError, match=f"it is a file, but not a {kind} of headwise"):
+        save(path, overwrite=True)
     assert path.read_bytes() == data
-    from matplotlib.figure import Figure
-
-    Figure().savefig(path)
-    with pytest.raises(SpecError, match="not a figure of headwise"):
-        save_plot(costs, path, "kv", overwrite=True)
 
 
 def test_other_functions_refuse_a_folder_of_others(tmp_path: Path):
@@ -444,12 +422,15 @@ def test_a_staged_folder_replaces_the_old_one_whole(tmp_path: Path):
     assert snapshot(tmp_path) == {"new": None, "new/a": b"2"}
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("system", ["linux", "no exchange", "mac"])
 def test_a_block_that_fails_leaves_the_old_folder(
-    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, system: str, monkeypatch: pytest.MonkeyPatch
 ):
-    if not can_exchange:
+    """The C library of Linux has no renamex_np of a Mac, as on file systems that cannot swap."""
+    if system == "no exchange":
         monkeypatch.setattr(output_paths, "_exchange", lambda *_: False)
+    if system == "mac":
+        monkeypatch.setattr(sys, "platform", "darwin")
     for text in "12":
         with stage_folder(tmp_path / "new", REPORT, "overwrite") as folder:
             (folder / "a").write_text(text)
@@ -481,17 +462,6 @@ def test_ctrl_c_while_the_hidden_folder_is_deleted_leaves_none(
     ):
         (folder / "a").write_text("1")
     assert os.listdir(tmp_path) == ["new"]
-
-
-def test_a_folder_is_replaced_on_a_mac_whose_library_cannot_swap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """renamex_np is missing in the C library of Linux, as on file systems that cannot swap."""
-    monkeypatch.setattr(sys, "platform", "darwin")
-    for text in "12":
-        with stage_folder(tmp_path / "new", REPORT, "overwrite") as folder:
-            (folder / "a").write_text(text)
-    assert snapshot(tmp_path) == {"new": None, "new/a": b"2"}
 
 
 def test_a_folder_that_others_fill_meanwhile_is_theirs(tmp_path: Path):
