@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from transformers.utils import logging
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield

@@ -93,6 +93,13 @@ def randomised(model: nn.Module) -> nn.Module:
     return model
 
 
+def far(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    if ours.shape != theirs.shape:
+        raise ValueError(f"ours is {tuple(ours.shape)} and theirs {tuple(theirs.shape)}")
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
 def linear(ours: str, theirs: nn.Module) -> dict[str, Tensor]:
     """One linear map under our name, with its bias if it has one."""
     bias = {} if theirs.bias is None else {f"{ours}_bias": theirs.bias.detach()}

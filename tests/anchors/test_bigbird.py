@@ -27,10 +27,7 @@ LAST = hw.Global(tuple(range(T - BLOCK, T)))
 LENGTHS = [T, 13, 6]
 
 
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def bigbird(heads: int, random: int) -> nn.Module:

@@ -9,7 +9,7 @@ weights, so ours are ones. Its layers count from 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,17 +18,14 @@ import transformers as tf
 from torch import Tensor
 
 import headwise as hw
-from anchors.hf import Model, Site, linear, randomised
+from anchors.hf import Model, Site, far, linear, randomised
 
 B, T, D, LAYERS = 4, 13, 10, 3
 LENGTHS = [T, 11, 6, 1]
 OFF = 2e-6  # they take angles and softmax in float32
 
 
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def neighbours(theirs: Tensor) -> Tensor:
@@ -97,13 +94,6 @@ MODELS: dict[str, tuple[int, int, bool]] = {
     "grouped": (12, 4, False),
     "one pair of keys": (6, 2, True),
 }
-
-
-def far(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
-    if ours.shape != theirs.shape:
-        raise ValueError(f"ours is {tuple(ours.shape)} and theirs {tuple(theirs.shape)}")
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 @pytest.mark.parametrize("pad", ["none", "right", "left"])

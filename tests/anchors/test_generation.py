@@ -25,10 +25,7 @@ FILTERS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.mark.parametrize(

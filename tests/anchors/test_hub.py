@@ -87,10 +87,7 @@ WRITTEN = (
 WRITTEN += ("qwen2", "qwen3")
 
 
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def saved_model(

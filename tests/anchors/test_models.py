@@ -19,10 +19,7 @@ PAIRS = ("t5", "t5-gated", "bart")
 DECODED = ("gpt2", *ROTARY, *PAIRS)
 
 
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def ids(count: int) -> Tensor:

@@ -16,7 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import headwise as hw
 from anchors import hf_models
-from anchors.hf import Model, Site
+from anchors.hf import Model, Site, far
 
 B, T, S = 4, 13, 17  # rows, tokens, tokens of an encoder that another stack reads
 LENGTHS = {T: [T, 11, 6, 1], S: [9, S, 2, 14]}
@@ -81,10 +81,7 @@ DECODED = (
 )
 
 
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def some_ids(tokens: int) -> Tensor:
@@ -124,13 +121,6 @@ def run_forward(
         stacks["cross_attentions"] = (at, before)
     outputs = model.model(**options, output_attentions=True, use_cache=False)
     return outputs, stacks
-
-
-def far(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
-    if ours.shape != theirs.shape:
-        raise ValueError(f"ours is {tuple(ours.shape)} and theirs {tuple(theirs.shape)}")
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 def run(
