@@ -263,9 +263,7 @@ def test_a_llama_block(dtype):
         hw.ActivationSettings("sdpa"),
     )
     turns = sum(term.value for term in memory.terms if "rotary" in term.name)
-    assert (
-        turns == 8 * s * k // 2
-    )  # a cosine and a sine of every pair of channels; rounded, once for either side
+    assert turns == 8 * s * k  # a cosine and a sine of every channel; rounded, once for either side
     assert memory.total == formula + turns
 
 

@@ -7,7 +7,6 @@ Each error about an argument gives the fact, the values and a remedy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from ..kernels.operand_checks import is_under_functorch
 from . import backends
 from .backends import CallSignature, CoreDispatch, HeadGroupDispatch, PackedDispatch, varlen
+from .bound_parts import BoundParts
 from .cache import HeadGroupCache, KVCache, PagedCache, ProjectedSource
 from .interfaces import Project
 from .interfaces.core_types import ParallelContext, Phase, Probe
@@ -44,9 +44,7 @@ class PlannedLayer(Protocol):
     backend_name: str | None
     training: bool
     parallel: ParallelContext
-
-    @property
-    def first_parameter(self) -> Tensor: ...
+    parts: BoundParts
 
 
 class ExecutionPlan(NamedTuple):
@@ -55,14 +53,17 @@ class ExecutionPlan(NamedTuple):
     `project` is `spec.project`, or its form for a single query: MLA then compares queries with the
     cached latents. `dispatch` holds the backends that support the call, and `scale` multiplies the
     scores. With `reads_cache_in_place` the backend reads cached tensors in the format in which they
-    are stored (pages, int8).
+    are stored (pages, int8); with `reads_cache_by_heads` groups of heads read caches of their own.
+    `keeps_angles`: what depends on positions alone is kept for later calls.
     """
 
     project: Project
     signature: CallSignature
     dispatch: CoreDispatch | PackedDispatch | HeadGroupDispatch
-    reads_cache_in_place: bool
     scale: float
+    reads_cache_in_place: bool
+    reads_cache_by_heads: bool
+    keeps_angles: bool
 
 
 class PlannedCall(NamedTuple):
@@ -78,25 +79,6 @@ class PlannedCall(NamedTuple):
     probe: Probe
     plan: ExecutionPlan
 
-    @property
-    def recurrent_state(self) -> Mapping[str, Tensor]:
-        """The state that the cache holds instead of keys and values (linear attention); empty for
-        other caches.
-        """
-        return {} if self.cache is None else self.cache.state
-
-    @property
-    def reads_cache_by_heads(self) -> bool:
-        """Whether groups of heads read their own caches; a mask, or a probe of keys or values,
-        needs one set.
-        """
-        return (
-            isinstance(self.plan.dispatch, HeadGroupDispatch)
-            and isinstance(self.cache, HeadGroupCache)
-            and self.mask is None
-            and not self.plan.signature.probed_tensors & {"k", "v"}
-        )
-
 
 class CallPlanner:
     """Checks the calls of one layer, and plans each kind of call once."""
@@ -106,57 +88,32 @@ class CallPlanner:
         self._form_for_single_query = {
             single: spec.projection_form(single) for single in (False, True)
         }
+        self._needs_source = spec.source is not None and spec.source != spec.model
         self._position_limit = PositionLimit.of(spec)
         self._plans: dict[tuple[object, ...], ExecutionPlan] = {}
-        self._last_sequence: tuple[tuple[object, ...], SequenceInfo] | None = None
 
-    def prepare(self, arguments: AttentionArguments, layer: PlannedLayer) -> PlannedCall:
+    def plan_call(self, arguments: AttentionArguments, layer: PlannedLayer) -> PlannedCall:
         """Check and complete the arguments of a call; errors about them are raised here, before a
         cache changes.
         """
         x, source, cache, sequence, mask, probe = arguments
-        check_call(self.spec, x, source, cache, sequence, layer.first_parameter)
-        if mask is not None:
-            check_mask(self.spec, mask, x, source, cache, layer.parallel.num_token_shards)
-        probe = NO_PROBE if probe is None else check_probe(probe)
+        check_tensor("x", x, self.spec.model, layer.parts.weights["project"].first_parameter)
+        has_options = not (
+            source is None and cache is None and sequence is None and mask is None and probe is None
+        )
+        if has_options or self._needs_source:
+            check_options(self.spec, arguments, layer.parallel.num_token_shards)
         is_compiling = torch.compiler.is_compiling()
-        if sequence is None and cache is None:
-            sequence = self._contiguous_sequence(x, is_compiling)
-        elif sequence is None and cache is not None:
-            sequence = cache.next_positions(x.shape[1])
-        assert sequence is not None
+        if sequence is None:
+            count = x.shape[1]
+            sequence = (
+                SequenceInfo.contiguous(0, count, x.device)
+                if cache is None
+                else cache.next_positions(count)
+            )
         is_packed = sequence.lengths is not None and self._splits_packed_rows(
             arguments, sequence, layer
         )
-        plan = self._plan(arguments, layer, is_compiling, is_packed)
-        self.check_positions(sequence)
-        return PlannedCall(x, source, cache, sequence, mask, probe, plan)
-
-    def _contiguous_sequence(self, x: Tensor, is_compiling: bool) -> SequenceInfo:
-        """The positions 0, 1, 2, ... of x; those of the last call if that was as long."""
-        if is_compiling or type(x) is not Tensor:
-            return SequenceInfo.contiguous(0, x.shape[1], x.device)
-        # A tensor made in inference mode cannot be saved for a backward pass.
-        key = (x.shape[1], x.device, torch.is_inference_mode_enabled())
-        last = self._last_sequence  # read once: another thread may replace it
-        if last is None or last[0] != key:
-            last = (key, SequenceInfo.contiguous(0, x.shape[1], x.device))
-            self._last_sequence = last
-        return last[1]
-
-    def check_positions(self, sequence: SequenceInfo) -> None:
-        """Raise ValueError for positions beyond those that the parts support."""
-        if self._position_limit is not None:
-            check_positions(self._position_limit, sequence)
-
-    def _plan(
-        self,
-        arguments: AttentionArguments,
-        layer: PlannedLayer,
-        is_compiling: bool,
-        is_packed: bool,
-    ) -> ExecutionPlan:
-        x, _, cache, _, mask, probe = arguments
         key = (
             layer.backend_name,
             layer.training,
@@ -171,17 +128,36 @@ class CallPlanner:
             is_packed,
             None if cache is None else (type(cache), bool(cache.state), cache.storage_format),
         )
-        if key in self._plans:
-            return self._plans[key]
-        single_query = x.shape[1] == 1
-        project = self._form_for_single_query[single_query]
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make_plan(arguments, layer, is_compiling, is_packed)
+            if not is_compiling:  # made in a graph, a plan would be a new constant and recompile it
+                self._plans[key] = plan
+        if self._position_limit is not None:
+            check_positions(self._position_limit, sequence)
+        return PlannedCall(x, source, cache, sequence, mask, probe or NO_PROBE, plan)
+
+    def check_positions(self, sequence: SequenceInfo) -> None:
+        """Raise ValueError for positions beyond those that the parts support."""
+        if self._position_limit is not None:
+            check_positions(self._position_limit, sequence)
+
+    def _make_plan(
+        self,
+        arguments: AttentionArguments,
+        layer: PlannedLayer,
+        is_compiling: bool,
+        is_packed: bool,
+    ) -> ExecutionPlan:
+        x, _, cache, _, mask, probe = arguments
+        project = self._form_for_single_query[x.shape[1] == 1]
         signature = CallSignature(
             self.spec,
             self.spec.core_of(project),
             device=x.device.type,
             dtype=compute_dtype(x),
             needs_grad=torch.is_grad_enabled(),
-            single_query=single_query,
+            single_query=x.shape[1] == 1,
             has_recurrent_state=cache is not None and bool(cache.state),
             has_paged_cache=isinstance(cache, PagedCache),
             has_caller_mask=mask is not None,
@@ -194,16 +170,19 @@ class CallPlanner:
         )
         dispatch = backends.plan_dispatch(signature, layer.backend_name)
         names = dispatch.backend_names if isinstance(dispatch, CoreDispatch) else ()
-        plan = ExecutionPlan(
+        return ExecutionPlan(
             project=project,
             signature=signature,
             dispatch=dispatch,
-            reads_cache_in_place=bool(names) and backends.reads_cache_in_place(names[0], signature),
             scale=self.spec.similarity.score_scale(signature.core),
+            reads_cache_in_place=bool(names) and backends.reads_cache_in_place(names[0], signature),
+            # a mask, or a probe of keys or values, needs one set of keys for all heads
+            reads_cache_by_heads=isinstance(dispatch, HeadGroupDispatch)
+            and isinstance(cache, HeadGroupCache)
+            and mask is None
+            and not signature.probed_tensors & {"k", "v"},
+            keeps_angles=not (signature.needs_grad or is_compiling or signature.is_transformed),
         )
-        if not is_compiling:  # a plan made in a graph would be a new constant, and recompile it
-            self._plans[key] = plan
-        return plan
 
     def _splits_packed_rows(
         self, arguments: AttentionArguments, sequence: SequenceInfo, layer: PlannedLayer
@@ -237,25 +216,37 @@ def check_call(
     like: Tensor,
 ) -> None:
     """Raise ValueError for arguments that do not fit the layer or each other."""
-    _check_tensor("x", x, spec.model, like)
+    check_tensor("x", x, spec.model, like)
+    check_options(spec, AttentionArguments(x, source, cache, sequence), 1)
+
+
+def check_options(spec: AttentionSpec, arguments: AttentionArguments, spans: int) -> None:
+    """Raise ValueError for arguments that do not fit x or each other; the keys of a row come from
+    `spans` ranks.
+    """
+    x, source, cache, sequence, mask, probe = arguments
     if source is not None:
-        _check_dtype("source", source, Tensor, ProjectedSource)
+        _check_type("source", source, Tensor, ProjectedSource)
         _check_source_or_cache(spec, x, source, cache)
     elif spec.source is not None and spec.source != spec.model:
         raise ValueError(f"this layer reads a source of width {spec.source}; pass it as source=z")
     if cache is not None:
         if not isinstance(cache, KVCache):
-            _check_dtype("cache", cache, KVCache)
+            _check_type("cache", cache, KVCache)
         cache.check_input(spec, x)
     if sequence is not None:
         _check_sequence("x", x, sequence)
+    if mask is not None:
+        check_mask(spec, mask, x, source, cache, spans)
+    if probe is not None:
+        _check_type("probe", probe, Probe)
 
 
 def check_source(
     spec: AttentionSpec, z: Tensor, sequence: SequenceInfo | None, like: Tensor
 ) -> None:
     """Raise ValueError for a source that does not fit the layer."""
-    _check_tensor("source", z, spec.source or spec.model, like)
+    check_tensor("source", z, spec.source or spec.model, like)
     if sequence is not None:
         _check_sequence("source", z, sequence)
 
@@ -306,7 +297,7 @@ def check_mask(
     """Raise ValueError for a mask that does not fit the call; the keys of a row come from `spans`
     ranks.
     """
-    _check_dtype("mask", mask, Tensor)
+    _check_type("mask", mask, Tensor)
     if cache is not None:
         raise ValueError(
             "cannot use mask= with cache=: the slots of a cache are not the columns of a mask; "
@@ -328,16 +319,10 @@ def check_mask(
         )
 
 
-def _check_dtype(name: str, value: object, *kinds: type) -> None:
+def _check_type(name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; give a {expected}")
-
-
-def check_probe(probe: Probe) -> Probe:
-    """Raise ValueError for an argument that is not a `Probe`; else return it."""
-    _check_dtype("probe", probe, Probe)
-    return probe
 
 
 def _check_source_or_cache(
@@ -380,7 +365,10 @@ def _check_source_or_cache(
         )
 
 
-def _check_tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
+def check_tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
+    """Raise ValueError for an input that is not [batch, tokens, width] in the dtype and on the
+    device of the weight `like`.
+    """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; give a tensor [batch, tokens, {width}]")
     if x.dim() != 3 or x.shape[-1] != width:
@@ -406,15 +394,13 @@ def _autocasts(x: Tensor) -> bool:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which matrix products of x run."""
-    return (
-        torch.get_autocast_dtype(x.device.type)
-        if x.dtype != torch.float64 and _autocasts(x)
-        else x.dtype
-    )
+    device = x.device.type
+    is_cast = device != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_cast else x.dtype
 
 
 def _check_sequence(name: str, x: Tensor, sequence: SequenceInfo) -> None:
-    _check_dtype("sequence", sequence, SequenceInfo)
+    _check_type("sequence", sequence, SequenceInfo)
     shape = tuple(sequence.position.shape)
     if shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[1]:
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..util.errors import SpecError, suggest
-from .backends import CallSignature, CoreInputs, CoreSteps
+from .backends import CoreInputs, CoreSteps
 from .backends.core_interface import ScoreTransform
 from .interfaces import (
     Gate,
@@ -170,36 +170,32 @@ class StepObserver(Protocol):
 
 
 class QKTransforms:
-    """Applies RoPE, QK-norm and the like to queries, keys or values at given positions.
+    """Applies RoPE, QK-norm and the like of a layer's parts to queries, keys or values at given
+    positions.
 
     What a transform needs of the positions (angles, say) is computed once, for the first side that
-    asks for it. With `start`, the positions are start, start + 1, ..., and it may be kept.
+    asks for it; with `keeps_angles` it may be kept for later calls.
     """
 
     def __init__(
-        self,
-        transforms: Mapping[str, Sequence[tuple[str, QKTransform, PartParams]]],
-        position_BT: Tensor,
-        start: int | None = None,
-        observe: StepObserver | None = None,
+        self, parts: BoundParts, sequence: SequenceInfo, keeps_angles: bool = False
     ) -> None:
-        self.transforms = transforms
-        self.position_BT = position_BT
-        self.start = start
-        self.observe = observe
+        self.parts = parts
+        self.sequence = sequence
+        self.keeps_angles = keeps_angles
         self._precomputed: dict[str, Any] = {}
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
-        for name, transform, p in self.transforms[side]:
+        for name, transform, p in self.parts.transforms[side]:
             if name not in self._precomputed:
                 exact = torch.promote_types(x_BTHK.dtype, torch.float32)
                 self._precomputed[name] = transform.precompute(
-                    self.position_BT, exact, p, self.start
+                    self.sequence, exact, p, self.keeps_angles
                 )
             before = x_BTHK
             x_BTHK = transform.transform(before, side, self._precomputed[name], p)
-            if self.observe is not None:
-                self.observe(name, side, before, x_BTHK)
+            if self.parts.observe is not None:
+                self.parts.observe(name, side, before, x_BTHK)
         return x_BTHK
 
 
@@ -209,15 +205,14 @@ class BoundParts:
     def __init__(self, spec: AttentionSpec, weights: Mapping[str, PartWeights]) -> None:
         self.spec = spec
         self.weights: Mapping[str, PartWeights] = dict(weights)
-        transforms = spec.parts_of(QKTransform)
-        self._transforms = {
-            side: [
-                (name, part, weights[name])
-                for name, part in transforms
-                if side in part.transformed_sides(spec)
-            ]
-            for side in "qkv"
+        self.transforms: dict[str, list[tuple[str, QKTransform, PartParams]]] = {
+            "q": [],
+            "k": [],
+            "v": [],
         }
+        for name, part in spec.parts_of(QKTransform):
+            for side in part.transformed_sides(spec):
+                self.transforms[side].append((name, part, weights[name]))
         self.core_steps = CoreSteps.from_spec(spec, self.weights)
         self.mixes = [(name, part, weights[name]) for name, part in spec.parts_of(Mix)]
         self._output_steps = [
@@ -226,16 +221,21 @@ class BoundParts:
         self._gates = [(name, part, weights[name]) for name, part in spec.parts_of(Gate)]
         self.score_head_of_row = spec.score_head_of_row
         self.core_pattern = spec.core_pattern
-        self.has_gates = bool(self._gates)
         self.changes_outputs = bool(self._output_steps or self._gates)
         self.maps_features = type(spec.similarity).feature_map is not Similarity.feature_map
         self.core_score_heads = spec.core_score_heads
-        self._observe: StepObserver | None = None
+        self.has_extras = bool(
+            self._gates
+            or self.maps_features
+            or spec.is_recurrent
+            or len(self.core_score_heads) != spec.heads.q
+        )
+        self.observe: StepObserver | None = None
 
     def observed(self, observe: StepObserver) -> BoundParts:
         """These parts with these weights, which call `observe` after each part."""
         parts = copy.copy(self)
-        parts._observe = observe
+        parts.observe = observe
         steps = self.core_steps
         observed_acts = {
             side: [
@@ -258,18 +258,6 @@ class BoundParts:
             if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase is phase
         ]
 
-    def qk_transforms(self, sequence: SequenceInfo, call: CallSignature | None) -> QKTransforms:
-        """The query and key transforms of the layer at the positions of a sequence.
-
-        Without gradients, what depends on positions alone is kept for later calls, except in a
-        compiled graph or a transform of torch.func.
-        """
-        keeps = call is not None and not (
-            call.needs_grad or call.is_compiling or call.is_transformed
-        )
-        start = sequence.start if keeps else None
-        return QKTransforms(self._transforms, sequence.position, start, self._observe)
-
     def project_kv(
         self, project: Project, z_BSE: Tensor, transforms: QKTransforms
     ) -> dict[str, Tensor]:
@@ -285,15 +273,21 @@ class BoundParts:
         return q_BTHK, entry | self._key_factors(x_BTD) if self.mixes else entry
 
     def select_core_heads(
-        self, q_BTHK: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, attention_mask: AttentionMask, inputs: CoreInputs
+    ) -> tuple[AttentionMask, CoreInputs]:
         """The queries of the heads whose scores the core computes, and the caller's mask for these
         heads.
         """
-        own_mask = (
-            mask if mask is None or mask.shape[1] == 1 else mask[:, list(self.core_score_heads)]
+        heads = list(self.core_score_heads)
+        q_BTHK = inputs.q[:, :, heads]
+        context = inputs.query_context._replace(q_BTHK=q_BTHK)
+        mask = attention_mask.mask
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask[:, heads]
+        own_mask = AttentionMask(
+            attention_mask.queries, attention_mask.keys, attention_mask.pattern, mask
         )
-        return q_BTHK[:, :, list(self.core_score_heads)], own_mask
+        return own_mask, inputs._replace(q=q_BTHK, query_context=context)
 
     def feature_map(self, x_BTHK: Tensor, side: str) -> Tensor:
         """Queries or keys as the similarity compares them: mapped to features in linear attention,
@@ -311,13 +305,13 @@ class BoundParts:
         for name, step, p in self._output_steps:
             before = o_BTOV
             o_BTOV = step.transform_outputs(before, x_BTD, p)
-            if self._observe is not None:
-                self._observe(name, "outputs", before, o_BTOV)
+            if self.observe is not None:
+                self.observe(name, "outputs", before, o_BTOV)
         for (name, _, _), gate in zip(self._gates, gates, strict=True):
             before = o_BTOV
             o_BTOV = before * gate
-            if self._observe is not None:
-                self._observe(name, "gates", before, o_BTOV)
+            if self.observe is not None:
+                self.observe(name, "gates", before, o_BTOV)
         return o_BTOV
 
     def _key_factors(self, z_BSE: Tensor) -> dict[str, Tensor]:

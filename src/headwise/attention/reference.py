@@ -94,7 +94,7 @@ class _ReferenceTransforms:
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
         for part, sides, p in self.transforms:
-            precomputed = part.precompute(self.sequence.position, x_BTHK.dtype, p)
+            precomputed = part.precompute(self.sequence, x_BTHK.dtype, p)
             x_BTHK = part.transform(x_BTHK, side, precomputed, p) if side in sides else x_BTHK
         return x_BTHK
 

@@ -221,6 +221,14 @@ def takeover_size(name: str) -> float:
 takeover_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
 
 
+def takeover_sizes() -> Mapping[str, float]:
+    """The sizes of all points. A compiled graph keeps the sizes that it was traced with."""
+    return current_points().sizes
+
+
+takeover_sizes._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
+
+
 @contextmanager
 def assume_points(points: TakeoverPoints) -> Iterator[None]:
     """Let choices go by these points inside the context, in all threads.

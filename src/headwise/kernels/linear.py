@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import launch
-from .capabilities import takeover_size, this_machine
+from .capabilities import takeover_sizes, this_machine
 from .launch import SIMD_WIDTH, KernelSet, ParallelKernelArgs, TensorArg, matrix_table
 from .operand_checks import (
     PLAIN_TENSOR_TYPES,
@@ -67,15 +67,11 @@ def linear_many(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     ... ]
     [11.0, 3.0]
     """
-    rows = [weight.shape[0] for weight in weights]
     if uses_gemv_kernel(x, weights):
-        return (
-            multiply_small_batch(x.reshape(-1, x.shape[-1]), list(weights))
-            .view(*x.shape[:-1], -1)
-            .split(rows, -1)
-        )
-    if should_concatenate(x, weights):
-        return F.linear(x, torch.cat(list(weights))).split(rows, -1)
+        flat = multiply_small_batch(x.reshape(-1, x.shape[-1]), list(weights))
+        return flat.view(*x.shape[:-1], -1).split([w.shape[0] for w in weights], -1)
+    if torch.is_grad_enabled() and should_concatenate(x, weights):
+        return F.linear(x, torch.cat(list(weights))).split([w.shape[0] for w in weights], -1)
     return [F.linear(x, weight) for weight in weights]
 
 
@@ -87,8 +83,7 @@ def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
     float32 it is not.
     """
     return (
-        torch.is_grad_enabled()
-        and x.device.type == "cpu"
+        x.device.type == "cpu"
         and torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and all(type(w) in PLAIN_TENSOR_TYPES and w.requires_grad for w in weights)
@@ -103,11 +98,12 @@ def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
         return False
     one_token, several_tokens, most_tokens = GEMV_POINTS[x.dtype]
     width = x.shape[-1]
-    least_bytes = takeover_size(one_token if x.numel() == width else several_tokens)
-    if sum([w.numel() for w in weights]) * x.dtype.itemsize < least_bytes:
+    sizes = takeover_sizes()
+    least_bytes = sizes[one_token if x.numel() == width else several_tokens]
+    if sum(map(torch.numel, weights)) * x.dtype.itemsize < least_bytes:
         return False
     return (
-        0 < x.numel() <= takeover_size(most_tokens) * width
+        0 < x.numel() <= sizes[most_tokens] * width
         and x.device.type == "cpu"
         and type(x) is Tensor
         and width % SIMD_WIDTH == 0

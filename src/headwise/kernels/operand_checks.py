@@ -279,7 +279,9 @@ def is_under_functorch() -> bool:
     ... )
     (False, 1.0)
     """
-    return not torch.compiler.is_compiling() and _has_transform()
+    # Both are private; torch has no public equivalent.
+    has_transform = forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+    return has_transform and not torch.compiler.is_compiling()
 
 
 def _has_transform() -> bool:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -86,6 +87,7 @@ class CallSignature:
     )
     head_group: HeadGroup | None = None  # the heads that this call computes, if not all
 
+    pattern: Pattern = field(init=False)  # of the heads that the call computes
     heads_in_order: bool = field(
         init=False
     )  # one row of weights per query head of the core, in order
@@ -94,6 +96,9 @@ class CallSignature:
     )  # query heads per key head, or 0 if the groups differ in size
 
     def __post_init__(self) -> None:
+        group = self.head_group
+        pattern = self.spec.core_pattern if group is None else group.pattern
+        object.__setattr__(self, "pattern", pattern)
         keys = self.core.key_head_of_query
         kv_heads = max(keys) + 1
         size = len(keys) // kv_heads
@@ -102,11 +107,6 @@ class CallSignature:
         )
         object.__setattr__(self, "group_size", size if is_even else 0)
         object.__setattr__(self, "heads_in_order", self.score_head_of_row == self.score_heads)
-
-    @property
-    def pattern(self) -> Pattern:
-        """The pattern of the heads that the call computes."""
-        return self.spec.core_pattern if self.head_group is None else self.head_group.pattern
 
     @property
     def score_heads(self) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ class CoreInputs(NamedTuple):
     v: Tensor
     query_context: QueryContext
     kv_entry: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
+    state: Mapping[str, Tensor] = MappingProxyType({})
     gates: Sequence[Tensor] = ()
     kv_by_heads: Sequence[HeadsKV] = ()
 
@@ -244,6 +244,7 @@ class CoreSteps:
     scores: Sequence[ScoreTransform]
     normaliser: Normaliser
     normaliser_p: PartParams
+    has_sinks: bool  # whether the normaliser adds a sink to every row
     normalise: Callable[[Tensor, Tensor, PartParams], Tensor]
     gather_values: GatherFunction | None  # normalises and gathers values in one step
     weights: Sequence[ScoreTransform]
@@ -293,6 +294,7 @@ class CoreSteps:
             scores=acts[Phase.SCORES],
             normaliser=spec.normaliser,
             normaliser_p=p["normaliser"],
+            has_sinks=isinstance(spec.normaliser, SinkSoftmax),
             normalise=spec.normaliser.normalise,
             gather_values=None,
             weights_unmodified=own_rows == rows and has_unmodified_weights(spec),
@@ -328,7 +330,7 @@ class CoreSteps:
     @property
     def sinks(self) -> Tensor | None:
         """The score [H] of the sink of each head, if the normaliser has sinks."""
-        if not isinstance(self.normaliser, SinkSoftmax):
+        if not self.has_sinks:
             return None
         return self.normaliser_p.broadcast_over_scores()["sink"].flatten()
 
@@ -518,12 +520,14 @@ def heads_to_rows(x_BHTK: Tensor, group_size: int) -> Tensor:
     """[B, heads / group_size, group_size x T, K]: the queries of a group as rows of one product
     with its key head.
     """
-    return x_BHTK.unflatten(1, (-1, group_size)).flatten(2, 3)
+    batch, heads, queries, channels = x_BHTK.shape
+    return x_BHTK.reshape(batch, heads // group_size, group_size * queries, channels)
 
 
 def rows_to_heads(rows: Tensor, group_size: int) -> Tensor:
     """Inverse of `heads_to_rows`."""
-    return rows.unflatten(2, (group_size, -1)).flatten(1, 2)
+    batch, groups, num_rows, channels = rows.shape
+    return rows.reshape(batch, groups * group_size, num_rows // group_size, channels)
 
 
 def take_heads(x_BTHK: Tensor, heads: Sequence[int]) -> Tensor:

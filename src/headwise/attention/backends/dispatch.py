@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ from .core_interface import (
     HeadGroup,
     HeadsKV,
     list_head_groups,
+    no_tensor_conflicts,
     take_heads,
 )
 from .query_blocks import QUERY_BLOCK_SIZE, slice_rows, slice_sequence
@@ -97,6 +99,14 @@ MAX_DENSE_LENGTH = (
 )
 
 
+class _ChosenBackend(NamedTuple):
+    """The backend of one size, and the take-over points by which it was chosen."""
+
+    name: str
+    points: TakeoverPoints
+    may_conflict: bool  # with the tensors of a later call of this size
+
+
 @dataclass(frozen=True)
 class CoreDispatch:
     """The names of the backends that support one kind of call, the preferred first.
@@ -107,8 +117,8 @@ class CoreDispatch:
     signature: CallSignature
     backend_names: tuple[str, ...]
     is_named_by_caller: bool = False
-    # the backends that the size alone decided, and the take-over points by which it did
-    _by_size: dict[tuple[int, int, int, str], tuple[str, TakeoverPoints]] = field(
+    # what the size alone decided, by batch, queries, keys and shape of the mask
+    _by_size: dict[tuple[int, int, int, str], _ChosenBackend] = field(
         default_factory=dict,
         repr=False,
         compare=False,
@@ -131,7 +141,7 @@ class CoreDispatch:
         if self.signature.is_compiling:
             return self._select(attention_mask, inputs)
         batch, queries = inputs.q.shape[:2]
-        keys = attention_mask.keys.position.shape[1]
+        keys = attention_mask.keys.count
         is_step = self.signature.single_query
         key = (
             batch,
@@ -142,15 +152,16 @@ class CoreDispatch:
         )
         points = current_points()
         chosen = self._by_size.get(key)
-        if chosen is not None and chosen[1] is points:
-            name = chosen[0]
-            if not BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs):
-                return name
+        if chosen is not None and chosen.points is points:
+            check = BACKENDS[chosen.name].tensor_conflicts
+            if not (chosen.may_conflict and check(self.signature, attention_mask, inputs)):
+                return chosen.name
         name = self._select(attention_mask, inputs)
         if batch and queries and keys and self._decides_by_size(key, name):
             if len(self._by_size) >= MAX_KEPT_SIZES:
                 self._by_size.clear()
-            self._by_size[key] = (name, points)
+            may_conflict = BACKENDS[name].tensor_conflicts is not no_tensor_conflicts
+            self._by_size[key] = _ChosenBackend(name, points, may_conflict)
         return name
 
     def _decides_by_size(self, key: tuple[int, int, int, str], name: str) -> bool:
@@ -330,7 +341,12 @@ def check_backend_name(name: str | None) -> None:
 
 def preference_order(call: CallSignature) -> list[str]:
     """The names of all backends, the preferred first."""
-    names = sorted(BACKENDS, key=lambda name: _is_last_resort(name, call))
+    last: list[str] = []  # even behind `dense`
+    if not bf16_matmul.is_preferred(call):
+        last.append("bf16_matmul")
+    if call.device == "cpu":  # it compiles for seconds, and then computes every score
+        last.append("flex")
+    names = [name for name in BACKENDS if name not in last] + last
     if flex.is_preferred(call):
         names.remove("flex")
         names.insert(names.index("block_sparse"), "flex")
@@ -440,13 +456,6 @@ def _deciding_lengths(call: CallSignature) -> list[int]:
         sizes.append(ragged_decode.min_bytes(call) / per_token)
     lengths = {1, *(math.ceil(size) for size in sizes if 0 < size < math.inf)}
     return sorted(lengths | {first + last + 1} if last is not None else lengths)
-
-
-def _is_last_resort(name: str, call: CallSignature) -> bool:
-    """Whether even `dense` is preferred."""
-    if name == "flex":  # on the CPU it compiles for seconds and then computes every score
-        return call.device == "cpu"
-    return name == "bf16_matmul" and not bf16_matmul.is_preferred(call)
 
 
 def _refusal(reasons_by_backend: dict[str, list[str]], is_named: bool) -> str:

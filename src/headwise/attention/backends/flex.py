@@ -78,8 +78,10 @@ def is_preferred(call: CallSignature) -> bool:
     One kernel skips the hidden blocks and computes the steps, where others loop over blocks in
     Python or store a bias.
     """
+    if call.device != "cuda":
+        return False
     has_steps = any(isinstance(part, ScoreStep) for _, part in call.spec.parts())
-    return call.device == "cuda" and (has_steps or call.pattern not in (Full(), Causal()))
+    return has_steps or call.pattern not in (Full(), Causal())
 
 
 tensor_conflicts = no_tensor_conflicts

@@ -22,7 +22,6 @@ from .core_interface import (
     expand_kv_heads,
     heads_to_rows,
     no_tensor_conflicts,
-    rows_to_heads,
 )
 
 
@@ -125,7 +124,7 @@ def fused_attention(
         )
     )
     triangle, bias = mask_or_bias(attention_mask, inputs, steps)
-    if isinstance(steps.normaliser, SinkSoftmax):
+    if steps.has_sinks:
         # A softmax with a sink equals a softmax over one more key, with key 0, value 0 and the sink
         # as its bias.
         bias = _bias_with_sink_column(attention_mask.allowed if triangle else bias, steps, inputs)
@@ -136,11 +135,12 @@ def fused_attention(
     group_size = call.group_size
     if call.single_query and group_size > 1:
         # Query heads that share a key head become rows of one call, which reads it once.
-        q_BGRK = heads_to_rows(q_BHTK, group_size)
+        batch, _, heads, channels = inputs.q.shape
+        q_BGRK = inputs.q.reshape(batch, heads // group_size, group_size, channels)
         if bias is not None and bias.shape[1] > 1:
             bias = heads_to_rows(bias, group_size)
         o_BGRV = F.scaled_dot_product_attention(q_BGRK, k, v, bias, scale=scale)
-        return rows_to_heads(o_BGRV, group_size).transpose(1, 2)
+        return o_BGRV.reshape(batch, 1, heads, o_BGRV.shape[-1])
     o_BHTV = F.scaled_dot_product_attention(
         q_BHTK, k, v, bias, is_causal=triangle, scale=scale, enable_gqa=group_size > 1
     )
@@ -158,9 +158,8 @@ def mask_or_bias(
     score steps.
     """
     if not steps.scores:
-        if attention_mask.shape == "any":
-            return False, attention_mask.allowed
-        return attention_mask.shape == "triangle", None
+        shape = attention_mask.shape
+        return (False, attention_mask.allowed) if shape == "any" else (shape == "triangle", None)
     bias = steps.additive_bias(attention_mask, inputs)
     return False, bias if attention_mask.shape == "full" else bias.masked_fill(
         ~attention_mask.allowed, -torch.inf

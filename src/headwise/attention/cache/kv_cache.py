@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -86,7 +87,6 @@ class TokenCache(ABC):
         self.uniform = True
         self.is_single_segment = True  # every token so far is in segment 0
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
-        self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
 
     @abstractmethod
@@ -110,9 +110,7 @@ class TokenCache(ABC):
         row.
         """
         if self.uniform:
-            position = torch.arange(self.used, self.used + count, device=self.device)[None]
-            segment = self._zero if count == 1 else torch.zeros_like(position)
-            return SequenceInfo(position, segment, self.used, checked=True)
+            return SequenceInfo.contiguous(self.used, count, self.device)
         position = self._last[:, None] + torch.arange(1, count + 1, device=self.device)
         return SequenceInfo(position, self._segment[:, None].expand_as(position), checked=True)
 
@@ -192,8 +190,13 @@ class KVCache(TokenCache):
     `cache=`.
 
     The layer passes the kv entry of new tokens to `extend`, which stores it and returns what their
-    queries attend to.
+    queries attend to. `storage_format` is the format in which keys and values are stored, None for
+    the layer's own dtype; `state` is the recurrent state of all past tokens in linear attention,
+    and empty in other caches.
     """
+
+    storage_format: str | None = None
+    state: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device
@@ -221,19 +224,9 @@ class KVCache(TokenCache):
         """`extend` for backends that read the cache in its storage format."""
         return _without_empty_slots(*self.append(entry, new_tokens))
 
-    @property
-    def storage_format(self) -> str | None:
-        """Format in which keys and values are stored; None for the layer's own dtype."""
-        return None
-
     def dequantize(self, entry: KVEntry) -> KVEntry:
         """Convert the entry that `append` returned for a single token to the layer's own dtype."""
         return entry
-
-    @property
-    def state(self) -> Mapping[str, Tensor]:
-        """Recurrent state of all past tokens, for linear attention; empty for other caches."""
-        return {}
 
     def check_input(self, spec: AttentionSpec, x: Tensor) -> None:
         """Raise ValueError if the spec, batch size, dtype or device differ from those of this

@@ -8,7 +8,7 @@ keep all (DuoAttention, 2410.10819).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class SlotCache(KVCache):
     ) -> None:
         super().__init__(spec, batch, dtype, device)
         self.slots = slots
-        self._store = store
+        self.storage_format = store
         self._names = [*spec.project.kv_entry_layouts(spec)] if store else []
         shapes = spec.kv_entry_shapes().items()
         empty_entry = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
@@ -93,10 +93,6 @@ class SlotCache(KVCache):
     def _reads_all(self) -> bool:
         """True if the newest token attends to every stored token (see `FullVisibility`)."""
         return self._full_visibility.sees_all(self.used)
-
-    @property
-    def storage_format(self) -> str | None:
-        return self._store
 
     def dequantize(self, entry: KVEntry) -> KVEntry:
         return dequantize_entry(entry, self._names, self.dtype) if self._names else entry
@@ -191,11 +187,11 @@ class ContiguousCache(SlotCache):
         if torch.compiler.is_compiling():
             return super().extend(entry, new_tokens)
         first = self.used
-        is_next_token = (
-            self.uniform and new_tokens.start == first and new_tokens.position.shape[1] == 1
-        )
+        is_next_token = self.uniform and new_tokens.start == first and new_tokens.count == 1
         is_plain = (
-            first > 0 and self._bound < self.slots and not (self._store or self._prefix_length)
+            first > 0
+            and self._bound < self.slots
+            and not (self.storage_format or self._prefix_length)
         )
         if not (is_next_token and is_plain and self._full_visibility.sees_all(first + 1)):
             return super().extend(entry, new_tokens)
@@ -206,9 +202,7 @@ class ContiguousCache(SlotCache):
         for name, new in entry.items():
             self.entry[name][:, first] = new[:, 0]
             visible[name] = self.entry[name][:, :count]
-        position = self.tokens.position[:, :count]
-        segment = self.tokens.segment[:, :count]
-        return visible, SequenceInfo(position, segment, 0, checked=True, num_visible=count)
+        return visible, SequenceInfo.contiguous(0, count, self.device, num_visible=count)
 
     def _per_row_lengths(self, new_tokens: SequenceInfo) -> SequenceInfo:
         """Positions of all slots; `visible_per_row` is set if each newest token attends to all
@@ -352,15 +346,7 @@ class RecurrentStateCache(KVCache):
         self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(spec, batch, dtype, device)
-        self._state = empty_state(spec, batch, dtype, device)
-
-    @property
-    def state(self) -> Mapping[str, Tensor]:
-        return self._state
-
-    def set_state(self, state: dict[str, Tensor]) -> None:
-        """Store the state after the tokens just appended."""
-        self._state = state
+        self.state = empty_state(spec, batch, dtype, device)
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         if new_tokens.start is None and bool(
@@ -375,11 +361,11 @@ class RecurrentStateCache(KVCache):
 
     def select_rows(self, index: Tensor) -> None:
         self._select_batch(index)
-        self._state = {name: state[index] for name, state in self._state.items()}
+        self.state = {name: state[index] for name, state in self.state.items()}
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in self._state.values())
+        return sum(state.nbytes for state in self.state.values())
 
 
 class HiddenStateCache(TokenCache):
@@ -498,7 +484,9 @@ class HeadGroupCache(KVCache):
     ) -> None:
         largest = caches[0]
         super().__init__(spec, largest.batch, largest.dtype, largest.device)
-        self.groups, self.caches = tuple(groups), tuple(caches)
+        self.groups = tuple(groups)
+        self.caches = tuple(caches)
+        self.storage_format = largest.storage_format
 
     def extend_by_heads(self, entry: KVEntry, new_tokens: SequenceInfo) -> list[CachedHeads]:
         """Append these tokens; return what the queries of each group of heads attend to, in the
@@ -532,10 +520,6 @@ class HeadGroupCache(KVCache):
     @property
     def nbytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches)
-
-    @property
-    def storage_format(self) -> str | None:
-        return self.caches[0].storage_format
 
 
 def _tokens_of(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ..masking.sequence_info import SequenceInfo
+
 
 class Project(Part):
     """Computes queries, keys and values from the input, and decides what is cached of a token.
@@ -42,6 +44,8 @@ class Project(Part):
     supports_grouping: ClassVar[bool] = True
     # Whether expand_kv returns the entry's "k" and "v" unchanged.
     caches_keys_and_values: ClassVar[bool] = False
+    # Whether project_heads changes the weighted sums.
+    projects_heads: ClassVar[bool] = False
 
     @abstractmethod
     def core(self, spec: AttentionSpec) -> CoreShape: ...
@@ -253,13 +257,13 @@ class QKTransform(Modifier):
         return SymmetryGroup() if changed else super().symmetry(spec, side, p)
 
     def precompute(
-        self, position_BT: Tensor, exact: torch.dtype, p: PartParams, start: int | None = None
+        self, sequence: SequenceInfo, exact: torch.dtype, p: PartParams, keeps: bool = False
     ) -> Any:
         """Values that depend on positions only, such as rotary angles; computed once and passed to
         `transform`.
 
-        `exact` is a dtype with enough precision for angles. With `start`, the positions of all rows
-        are start, start + 1, ..., and the values may be kept in `p.cached` for later calls.
+        `exact` is a dtype with enough precision for angles. With `keeps`, the values may be kept in
+        `p.cached` for later calls.
         """
         return None
 

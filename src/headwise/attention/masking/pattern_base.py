@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import reduce
 from itertools import chain, pairwise, starmap
-from typing import Any, cast, final
+from typing import Any, ClassVar, cast, final
 
 from ...util.errors import SpecError, suggest
 from .key_intervals import (
@@ -178,6 +178,8 @@ class Pattern(ABC):
     """A rule for which keys each query may attend to, and so for which past keys a KV cache must
     keep (`retention`).
     """
+
+    differs_by_head: ClassVar[bool] = False  # only `PerHead` has several patterns
 
     @abstractmethod
     def allows(self, i: Any, j: Any) -> Any:
@@ -406,6 +408,7 @@ class PerHead(Pattern):
     [[0, 1, 2, 3, 4, 5], [0, 3, 4, 5]]
     """
 
+    differs_by_head: ClassVar[bool] = True
     patterns: tuple[Pattern, ...]
     pattern_of_head: tuple[int, ...]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,16 +24,17 @@ class BlockTable(NamedTuple):
     all_visible: bool
 
 
-@dataclass(eq=False, slots=True)
 class SequenceInfo:
     """Positions and segments of the tokens of a batch.
 
     `position` counts from 0 within each segment. Tokens attend only to tokens of their own segment;
-    segment -1 is padding. Both tensors are [B, T], or [1, T] if all rows are equal.
+    segment -1 is padding. Both tensors are [B, T], or [1, T] if all rows are equal; those of
+    `contiguous` are made when they are first read.
 
     The other fields are set by the library and are known without reading tensors from the device:
 
     - `start`: every row has the consecutive positions start, start + 1, ... of segment 0;
+    - `count`: the number of tokens per row, including padding;
     - `checked`: the values come from the library and are not validated again;
     - `num_visible` (set by a cache): the newest token attends to exactly the first `num_visible`
       tokens;
@@ -46,26 +46,51 @@ class SequenceInfo:
     [[0, 0, 0], [0, 0, -1]]
     """
 
-    position: Tensor
-    segment: Tensor
-    start: int | None = None
-    checked: bool = field(default=False, repr=False)
-    num_visible: int | None = None
-    visible_per_row: Tensor | None = None
-    block_table: BlockTable | None = field(default=None, repr=False)
-    lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
-    backend_plans: list[Any] = field(
-        default_factory=list, init=False, repr=False
-    )  # execution plans that backends cache here
+    def __init__(
+        self,
+        position: Tensor,
+        segment: Tensor,
+        start: int | None = None,
+        checked: bool = False,
+        num_visible: int | None = None,
+        visible_per_row: Tensor | None = None,
+        block_table: BlockTable | None = None,
+        lengths: tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
+        if not checked:  # only the library may set the other fields, and it sets `checked` too
+            _check_sequence(position, segment)
+            position = position.long()
+            segment = segment.long()
+            start = num_visible = visible_per_row = block_table = lengths = None
+        self._position: Tensor | None = position
+        self._segment: Tensor | None = segment
+        self.device = position.device
+        self.start = start
+        self.count = position.shape[1]
+        self.num_visible = num_visible
+        self.visible_per_row = visible_per_row
+        self.block_table = block_table
+        self.lengths = lengths
+        self.backend_plans: list[Any] = []  # execution plans that backends cache here
 
-    def __post_init__(self) -> None:
-        if not self.checked:
-            _check_sequence(self.position, self.segment)
-            self.position, self.segment = self.position.long(), self.segment.long()
-            # Only the library may set the other fields, and it sets `checked` too.
-            self.start = self.num_visible = self.visible_per_row = self.block_table = (
-                self.lengths
-            ) = None
+    @property
+    def position(self) -> Tensor:
+        """Positions [B, T], or [1, T] if all rows are equal."""
+        if self._position is None:
+            assert self.start is not None
+            stop = self.start + self.count
+            self._position = torch.arange(self.start, stop, device=self.device)[None]
+        return self._position
+
+    @property
+    def segment(self) -> Tensor:
+        """Segments [B, T], or [1, T] if all rows are equal."""
+        if self._segment is None:
+            self._segment = torch.zeros_like(self.position)
+        return self._segment
+
+    def __repr__(self) -> str:
+        return f"SequenceInfo({self.position}, {self.segment}, start={self.start})"
 
     @staticmethod
     def from_batch(
@@ -111,12 +136,24 @@ class SequenceInfo:
         return SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True)
 
     @staticmethod
-    def contiguous(start: int, count: int, device: torch.device | str) -> SequenceInfo:
-        """Sequence info whose rows all have the positions start .. start +
-        count - 1 of segment 0.
+    def contiguous(
+        start: int, count: int, device: torch.device | str, num_visible: int | None = None
+    ) -> SequenceInfo:
+        """Sequence info whose rows all have the positions start .. start + count - 1 of segment
+        0.
         """
-        position = torch.arange(start, start + count, device=device)[None]
-        return SequenceInfo(position, torch.zeros_like(position), start, checked=True)
+        sequence = SequenceInfo.__new__(SequenceInfo)
+        sequence._position = sequence._segment = None
+        sequence.device = torch.device(device)
+        sequence.start = start
+        sequence.count = count
+        sequence.num_visible = num_visible
+        sequence.visible_per_row = sequence.block_table = sequence.lengths = None
+        sequence.backend_plans = []
+        if torch.compiler.is_compiling():  # a graph may not set them later, inside a checkpoint
+            sequence._position = torch.arange(start, start + count, device=device)[None]
+            sequence._segment = torch.zeros_like(sequence._position)
+        return sequence
 
     @staticmethod
     def packed(
@@ -161,11 +198,6 @@ class SequenceInfo:
         return SequenceInfo(
             self.position[own], self.segment[own], self.start, checked=True, lengths=lengths
         )
-
-    @property
-    def count(self) -> int:
-        """The number of tokens per row, including padding."""
-        return self.position.shape[1]
 
     def trimmed(self) -> SequenceInfo:
         """The sequence info of the first `num_visible` tokens."""
@@ -241,7 +273,7 @@ class AttentionMask:
     @property
     def differs_by_head(self) -> bool:
         """Whether heads have different patterns."""
-        return isinstance(self.pattern, PerHead)
+        return self.pattern.differs_by_head
 
     @property
     def shape(self) -> str:
@@ -255,26 +287,21 @@ class AttentionMask:
         return self._shape
 
     def _classify_shape(self) -> str:
+        num_queries = self.queries.count
+        num_keys = self.keys.count
         query_start = self.queries.start
         key_start = self.keys.start
-        if self.differs_by_head:
+        if self.pattern.differs_by_head:
             return "any"
-        if self.mask is None and self.keys.num_visible == self.keys.count:
+        if self.mask is None and self.keys.num_visible == num_keys:
             return "full"
         if self.mask is not None or query_start is None or key_start is None:
             return "any"
-        if isinstance(
-            self.pattern, Full
-        ):  # checked first, because a compiled graph would depend on the positions
+        if isinstance(self.pattern, Causal):  # counting pairs takes longer
+            if query_start == key_start and num_queries == num_keys:
+                return "full" if num_queries == 1 else "triangle"
+        elif isinstance(self.pattern, Full):  # a compiled graph must not depend on positions here
             return "full"
-        num_queries = self.queries.position.shape[1]
-        num_keys = self.keys.position.shape[1]
-        if (
-            isinstance(self.pattern, Causal)
-            and query_start == key_start
-            and num_queries == num_keys
-        ):
-            return "full" if num_queries == 1 else "triangle"  # counting pairs takes longer
         queries = range(query_start, query_start + num_queries)
         return mask_shape(self.pattern, queries, range(key_start, key_start + num_keys))
 

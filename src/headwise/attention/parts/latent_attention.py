@@ -52,6 +52,7 @@ class Latent(Project):
 
     paper = "2405.04434"
     supports_grouping: ClassVar[bool] = False
+    projects_heads: ClassVar[bool] = True
     rank: int = 512
     rope: int = 64
     query_rank: int | None = None

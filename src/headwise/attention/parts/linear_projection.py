@@ -114,14 +114,18 @@ class Direct(Project):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if self.bias:
             return super().project_qkv(x_BTD, transform, p)
+        batch, tokens = x_BTD.shape[:2]
+        sizes = p.sizes
         q, k, v = linear_many(x_BTD, (p["q"], p["k"], p["v"]))
-        k_BSGK = _split_heads(k, ("kv", "dim"), p)
+        q_BTHK = q.view(batch, tokens, sizes["q"], sizes["dim"])
+        k_BSGK = k.view(batch, tokens, sizes["kv"], sizes["dim"])
         transformed = transform(k_BSGK, "k")
         if v._base is not None and transformed is not k_BSGK and v.requires_grad:
             # q, k and v are views of one tensor, which v would keep alive until the backward pass
             v = v.clone()
-        entry = {"k": transformed, "v": transform(_split_heads(v, ("v", "vdim"), p), "v")}
-        return transform(_split_heads(q, ("q", "dim"), p), "q"), entry
+        v_BSGV = v.view(batch, tokens, sizes["v"], sizes["vdim"])
+        entry = {"k": transformed, "v": transform(v_BSGV, "v")}
+        return transform(q_BTHK, "q"), entry
 
     def expand_kv(
         self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams

@@ -18,6 +18,7 @@ from ...util.errors import SpecError
 from ..interfaces import QKTransform, SingleVectorTransform
 from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
 from ..interfaces.part import CheckedDataclass, part
+from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant
 
@@ -304,13 +305,14 @@ class Rotary(QKTransform):
         return SingleVectorTransform(merged, sources, {"frequency": p["frequency"].repeat(heads)})
 
     def precompute(
-        self, position_BT: Tensor, exact: torch.dtype, p: PartParams, start: int | None = None
+        self, sequence: SequenceInfo, exact: torch.dtype, p: PartParams, keeps: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The cosine and the sine of every pair's angle, times the attention factor."""
+        """Cosines and sines of the angles, times the attention factor, as `transform` takes them."""
         frequency = p["frequency"]
-        stop = LARGEST_TABLE + 1 if start is None else start + position_BT.shape[1]
-        if start is None or stop > LARGEST_TABLE:
-            return self._cos_sin(position_BT, frequency, exact)
+        start = sequence.start
+        if not keeps or start is None or start + sequence.count > LARGEST_TABLE:
+            return self._cos_sin(sequence.position, frequency, exact)
+        stop = start + sequence.count
         version = 0 if frequency.is_inference() else frequency._version
         table = p.cached.get(exact)
         if (
@@ -322,12 +324,18 @@ class Rotary(QKTransform):
             size = max(SMALLEST_TABLE, 2 ** (stop - 1).bit_length())
             positions = torch.arange(size, device=frequency.device)[None]
             table = AngleTable(*self._cos_sin(positions, frequency, exact), frequency, version)
-            p.cached[exact] = table
+            # Fake tensors, and those of a CUDA graph that is being captured, hold no numbers yet.
+            is_fake = type(table.cos) is not type(frequency)
+            if not (is_fake or (frequency.is_cuda and torch.cuda.is_current_stream_capturing())):
+                p.cached[exact] = table
         return table.cos[:, start:stop], table.sin[:, start:stop]
 
     def _cos_sin(
         self, position_BT: Tensor, frequency: Tensor, exact: torch.dtype
     ) -> tuple[Tensor, Tensor]:
+        """[B, T, 1, pairs]; with pairs="half" [B, T, 1, dims], and the sines of the first half are
+        negative.
+        """
         # Frequencies are float64: in float32, the angle at position 2^24 would be wrong by up to
         # half a rotation.
         angle = position_BT.view(*position_BT.shape, 1, 1) * frequency
@@ -337,6 +345,9 @@ class Rotary(QKTransform):
         if factor != 1:
             cos = cos * factor
             sin = sin * factor
+        if self.pairs == "half":
+            cos = torch.cat([cos, cos], -1)
+            sin = torch.cat([-sin, sin], -1)
         return cos.to(exact), sin.to(exact)
 
     def transform(
@@ -346,16 +357,17 @@ class Rotary(QKTransform):
         if cos.dtype != x_BTHK.dtype:
             cos = cos.to(x_BTHK.dtype)
             sin = sin.to(x_BTHK.dtype)
-        rotary_dims = 2 * cos.shape[-1]
-        x = x_BTHK if rotary_dims == x_BTHK.shape[-1] else x_BTHK[..., :rotary_dims]
         halves = self.pairs == "half"
-        a, b = x.chunk(2, -1) if halves else (x[..., ::2], x[..., 1::2])
-        rotated = [a * cos - b * sin, a * sin + b * cos]
-        rest = [x_BTHK[..., rotary_dims:]] if rotary_dims < x_BTHK.shape[-1] else []
-        if halves:
-            return torch.cat(rotated + rest, -1)
-        interleaved = torch.stack(rotated, -1).flatten(-2)
-        return torch.cat([interleaved, *rest], -1) if rest else interleaved
+        dims = cos.shape[-1] if halves else 2 * cos.shape[-1]
+        is_whole = dims == x_BTHK.shape[-1]
+        x = x_BTHK if is_whole else x_BTHK[..., :dims]
+        if halves:  # (a, b) to (a cos - b sin, b cos + a sin): the rolled x is (b, a)
+            rotated = x * cos + x.roll(dims // 2, -1) * sin
+        else:
+            a = x[..., ::2]
+            b = x[..., 1::2]
+            rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+        return rotated if is_whole else torch.cat([rotated, x_BTHK[..., dims:]], -1)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

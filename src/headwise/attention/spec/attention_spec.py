@@ -61,6 +61,7 @@ class AttentionSpec:
     merge: Merge
     modifiers: tuple[Modifier, ...] = ()
     source: int | None = None
+    _parts: ClassVar[tuple[tuple[str, Part], ...]] = ()
     # These are set for each spec without conflicts.
     _score_head_of_output: ClassVar[tuple[int, ...] | None] = None
     _core_score_heads: ClassVar[tuple[int, ...] | None] = None
@@ -86,6 +87,7 @@ class AttentionSpec:
             _check_type("modifiers", modifier, Modifier)
         by_phase = tuple(sorted(self.modifiers, key=lambda modifier: modifier.phase))
         object.__setattr__(self, "modifiers", by_phase)
+        object.__setattr__(self, "_parts", tuple(self._named_parts()))
         reasons = list(self._conflicts())
         if reasons:
             raise SpecError("; ".join(dict.fromkeys(reasons)))
@@ -138,10 +140,13 @@ class AttentionSpec:
             yield from part.field_conflicts(self)
             yield from part.conflicts(self)
 
-    def parts(self) -> Iterator[tuple[str, Part]]:
+    def parts(self) -> tuple[tuple[str, Part], ...]:
         """Every part with the prefix of its parameter names: "project", "output" (the merge),
         "alibi", "alibi_2".
         """
+        return self._parts
+
+    def _named_parts(self) -> Iterator[tuple[str, Part]]:
         yield "project", self.project
         yield "similarity", self.similarity
         yield "normaliser", self.normaliser
