@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import costs
-from headwise.costs.part_checks import contract
+from headwise.costs import part_checks
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EVERY_CASE, ONE_SEQUENCE, WITHOUT_STATE
 from support.layer_checks import check_comparisons, torch_flops
@@ -19,8 +19,8 @@ from support.layer_checks import check_comparisons, torch_flops
 @pytest.mark.parametrize("name", EVERY_CASE)
 def test_parameters_flops_and_cache_are_counted_as_made(name):
     try:
-        check_comparisons(contract.compare_counts(EVERY[name]))
-    except contract.NotApplicableError as reason:
+        check_comparisons(part_checks.compare_counts(EVERY[name]))
+    except part_checks.NotApplicableError as reason:
         pytest.skip(f"all but the cache is equal: {reason}")
 
 

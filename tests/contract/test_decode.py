@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.costs.part_checks import contract
+from headwise.costs import part_checks
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EVERY_CASE, EXAMPLES, WITHOUT_STATE, check_close
 from support.layer_checks import check_comparisons, decode_in_chunks
@@ -18,8 +18,8 @@ from support.layer_checks import check_comparisons, decode_in_chunks
 @pytest.mark.parametrize("name", EVERY_CASE)
 def test_cached_decode_is_one_pass(name):
     try:
-        check_comparisons(contract.compare_decoding(EVERY[name]))
-    except contract.NotApplicableError as reason:
+        check_comparisons(part_checks.compare_decoding(EVERY[name]))
+    except part_checks.NotApplicableError as reason:
         pytest.skip(f"not causal: {reason}")
 
 

@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.attention import reference
 from headwise.attention.attention_call import PositionLimit
 from headwise.attention.interfaces import ScoreStep
-from headwise.costs.part_checks import contract
+from headwise.costs import part_checks
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EVERY_CASE, EXAMPLES, ONE_SEQUENCE, check_close
 from support.layer_checks import check_comparisons, layer_gradients
@@ -53,7 +53,7 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
 
 @pytest.mark.parametrize("name", EVERY_CASE)
 def test_gradients_are_the_references(name):
-    check_comparisons(contract.compare_gradients(EVERY[name]))
+    check_comparisons(part_checks.compare_gradients(EVERY[name]))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

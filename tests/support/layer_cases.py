@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.attention.backends import BACKENDS, CallSignature, split_by_pattern
 from headwise.attention.interfaces import Modifier, Part
-from headwise.attention.interfaces.core_types import Phase
+from headwise.attention.interfaces.core_types import CallSize, Phase
 from headwise.attention.spec.attention_spec import AttentionSpec
-from headwise.costs.part_checks.layer_cases import (
+from headwise.costs.part_checks import (
     BATCH,
     SOURCE,
     TOKENS,
     WIDTH,
     as_causal,
     as_cross_attention,
-    core_flops,
     make_base_spec as base,
     make_inputs as tensors,
     make_layer as layer,
@@ -45,6 +45,12 @@ __all__ = [
 ]
 __all__ += ["core_flops", "supporting_backends", "tensors"]
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
+
+
+def core_flops(spec: AttentionSpec, backend: str, work: CallSize) -> int:
+    """FLOPs that a backend executes in the core, in one call for each pattern of the heads."""
+    parts = split_by_pattern(CallSignature(spec, spec.core), backend)
+    return sum(BACKENDS[backend].executed_flops(part, work) for part in parts)
 
 
 def examples() -> dict[str, AttentionSpec]:

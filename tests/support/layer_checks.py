@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from headwise.costs.part_checks.contract import CheckResult, Comparison
-from headwise.costs.part_checks.layer_cases import (
+from headwise.costs.part_checks import (
+    CheckResult,
+    Comparison,
     count_torch_flops as torch_flops,
     decode_in_chunks,
     layer_gradients,
@@ -20,7 +21,7 @@ def check_comparisons(comparisons: Iterable[Comparison]) -> None:
     """Assert that the two values of every comparison are equal, and that there is one."""
     result = CheckResult("", "")
     for comparison in comparisons:
-        result.compare(comparison.label, comparison.actual, comparison.expected)
+        result.compare(*comparison)
     assert result.outcome == "passed", "\n".join(result.failures)
 
 

@@ -15,10 +15,10 @@ from headwise.attention import backends, head_axis_ops, reference
 from headwise.attention.backends import CallSignature, HeadGroupDispatch
 from headwise.attention.backends.core_interface import take_heads
 from headwise.attention.cache import make_cache
+from headwise.costs import part_checks
 from headwise.costs.components import AttentionComponent, ExecutionTarget, ForwardCall
 from headwise.costs.cost_report import estimate_cost
 from headwise.costs.flops import patterns_of_kv_heads
-from headwise.costs.part_checks import contract
 from headwise.surgery.head_grouping import permute_heads
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
@@ -74,10 +74,10 @@ MIXED = ("mixed scores", "mixed to other numbers of heads", "mixed weights")
 @pytest.mark.parametrize(
     "check",
     [
-        contract.compare_outputs,
-        contract.compare_gradients,
-        contract.compare_decoding,
-        contract.compare_pruning,
+        part_checks.compare_outputs,
+        part_checks.compare_gradients,
+        part_checks.compare_decoding,
+        part_checks.compare_pruning,
     ],
 )
 def test_heads_attend_to_their_own_keys(name, check):
@@ -409,7 +409,7 @@ def test_tokens_decode_one_by_one_as_in_one_pass(name, store):
     with torch.no_grad():
         for chunks in [(17,), (3, *(1,) * 14), (5, 1, 1, 9, 1)]:
             cache = layer.cache(batch=3, capacity=20, storage_format=store)
-            ours = contract.decode_in_chunks(layer, x, chunks, cache)
+            ours = part_checks.decode_in_chunks(layer, x, chunks, cache)
             if store is None:
                 check_close(ours, expected)
             else:

@@ -16,7 +16,7 @@ from headwise.attention.interfaces import Part, ScoreStep
 from headwise.attention.interfaces.core_types import AxisLayout, Param
 from headwise.attention.interfaces.part import part
 from headwise.attention.parts.initialisers import zeros_init
-from headwise.costs.part_checks.contract import CHECKS, CheckResult, measure_error
+from headwise.costs.part_checks import CHECKS, CheckResult, measure_error
 from support.own_parts import forget_parts
 
 pytestmark = pytest.mark.lengthy
