@@ -222,7 +222,7 @@ errata_rows: list[Any] = []  # filled once: each entry is run
 def errata_table(document: str, language: str) -> str:
     """The errata of one document in one language, with the numbers of their runs."""
     from headwise.learn.catalogue import load_entries
-    from headwise.learn.document_page import list_errata
+    from headwise.learn.entry_text import list_errata
 
     if not errata_rows:
         errata_rows.extend(list_errata(load_entries()))

@@ -17,12 +17,12 @@ import pytest
 import headwise as hw
 from headwise import cli
 from headwise.attention.backends import backend_report
-from headwise.cli import argument_checks
+from headwise.cli import arguments
 from headwise.costs.activations import BACKEND_PROFILES
 from headwise.hub import pretrained_models
 from headwise.models import save_load
 from headwise.models.model_spec import serialization
-from headwise.viewer import model_targets, view
+from headwise.viewer import open_model, view
 
 # The files that the arguments name; `model` looks like a folder of a model, so that only loading it
 # would show that it is not one.
@@ -107,7 +107,7 @@ def no_loading(all_modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
         (pretrained_models, "load"),
         (pretrained_models, "load_original"),
         (save_load, "load"),
-        (model_targets, "load_target"),
+        (open_model, "load_target"),
         (view, "load_target"),
     ):
         monkeypatch.setattr(module, name, loaded, raising=False)
@@ -178,4 +178,4 @@ def test_help_lists_every_name(
 
 
 def test_the_manifest_has_the_name_of_the_library():
-    assert argument_checks.MANIFEST_FILE == serialization.MANIFEST_FILE
+    assert arguments.MANIFEST_FILE == serialization.MANIFEST_FILE

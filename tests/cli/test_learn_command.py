@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headwise import cli
-from headwise.learn import document_page
+from headwise.learn import entry_text
 from headwise.learn.catalogue import load_documents, load_entries
 from headwise.learn.language import use_language
 from headwise.report import plots
@@ -151,7 +151,7 @@ def test_a_missing_chinese_font_is_named_in_both_languages(
 def test_with_a_chinese_font_there_is_no_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(document_page, "find_undrawable", lambda text: [])
+    monkeypatch.setattr(entry_text, "find_undrawable", lambda text: [])
     assert cli.main(["learn", "004", "--html", str(tmp_path)]) == 0
     assert "fonts-noto-cjk" not in (tmp_path / "004.html").read_text()
     assert capsys.readouterr().err == ""

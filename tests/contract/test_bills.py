@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwise as hw
 from headwise import costs
 from headwise.costs import flops
-from headwise.costs.symbolic_int import SymbolicInt, formula, name_sizes
+from headwise.costs.flops import SymbolicInt, formula, name_sizes
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EVERY_CASE, EXAMPLES
 

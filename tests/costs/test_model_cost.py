@@ -20,7 +20,7 @@ from headwise.attention.backends.query_blocks import split_queries, sum_block_pa
 from headwise.attention.cache import make_cache
 from headwise.costs.components import list_components
 from headwise.costs.cost_report import CostEstimate, estimate_cost
-from headwise.costs.symbolic_int import SymbolicInt
+from headwise.costs.flops import SymbolicInt
 from headwise.costs.training_memory import OPTIMISERS
 from headwise.costs.weight_storage import parameter_terms
 from headwise.costs.workload import select_layer

@@ -21,9 +21,8 @@ import headwise as hw
 from headwise import cli
 from headwise.cli.options import CommandParser
 from headwise.hub.tokenizer_files import attach_tokenizer
-from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.server import ALL_JOBS, ViewServer
+from headwise.viewer.server import ALL_JOBS, SecurityMiddleware, ViewServer, allowed_hosts
 from hostile.hostile_values import DOCUMENTS, NUMBERS, TEXTS, texts_of, time_limit
 from support.tiny_configs import model_config
 
@@ -230,4 +229,4 @@ def check_command(argv: list[str]) -> int:
 def load_all() -> None:
     """Import every command, so that no time limit covers an import."""
     for command in cli.COMMANDS:
-        import_module(f"headwise.cli.{'describe' if command in cli.DESCRIBE_COMMANDS else command}")
+        import_module(f"headwise.cli.{cli.MODULES.get(command, command)}")

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from headwise.learn import catalogue
-from headwise.learn.document_page import Erratum, list_errata
-from headwise.learn.entry_text import Words, describe_study, find_study_runs, study_command
+from headwise.learn.entry_text import (
+    Erratum,
+    Words,
+    describe_study,
+    find_study_runs,
+    list_errata,
+    study_command,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = catalogue.load_entries()

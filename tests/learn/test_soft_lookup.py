@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from headwise.learn.soft_lookup import (
+from headwise.learn.kernel_lookup import (
     KEYS,
     VALUES,
     distance_weights,

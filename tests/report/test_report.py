@@ -26,7 +26,6 @@ from headwise.report.data import (
     Series,
     Table,
 )
-from headwise.report.numbers import format_bytes, format_p, format_seconds
 from headwise.report.plots import THEMES, draw, figure_style, save_figure
 from headwise.report.render import (
     colour_text,
@@ -38,7 +37,18 @@ from headwise.report.render import (
     to_plain,
     to_text,
 )
-from headwise.report.text import cut, pad, pad_left, rule, spread_labels, text_width, wrap
+from headwise.report.text import (
+    cut,
+    format_bytes,
+    format_p,
+    format_seconds,
+    pad,
+    pad_left,
+    rule,
+    spread_labels,
+    text_width,
+    wrap,
+)
 from headwise.util.errors import SpecError
 
 HOSTILE = "</td><script>alert(1)</script>\x1b[2J\u202e|&\"'"

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from headwise.cli import main
-from headwise.report.numbers import format_interval, format_number
+from headwise.report.text import format_interval, format_number
 from headwise.studies import process_engine
 from headwise.studies.cells import Cell
 from headwise.studies.process_engine import ProcessEngine

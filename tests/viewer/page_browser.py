@@ -15,9 +15,14 @@ import uvicorn
 
 from headwise.observe import bundled_sample
 from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
-from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.server import ViewServer, open_socket, read_static_files
+from headwise.viewer.server import (
+    SecurityMiddleware,
+    ViewServer,
+    allowed_hosts,
+    open_socket,
+    read_static_files,
+)
 
 TOKEN = "token-of-the-tests"
 CHROMIUM = shutil.which("chromium")

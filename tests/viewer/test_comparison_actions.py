@@ -16,11 +16,11 @@ import torch
 import headwise as hw
 from headwise.observe import bundled_sample
 from headwise.observe.traces import save_trace, trace_from_weights
-from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.comparison_actions import compare_attention, exact_pair, pool_difference
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_target
+from headwise.viewer.weight_summaries import decode_arrays
 from viewer.page_models import GPT
 
 

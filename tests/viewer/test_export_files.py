@@ -18,11 +18,10 @@ from headwise.observe import bundled_sample
 from headwise.observe.traces import load_trace, trace_from_weights
 from headwise.viewer import export_files
 from headwise.viewer.export_files import ExportScope, FileTooLarge, draw_head, make_file
-from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel, TileRange
-from headwise.viewer.server import ViewServer
+from headwise.viewer.server import SecurityMiddleware, ViewServer, allowed_hosts
 from headwise.viewer.view import render_export
-from headwise.viewer.view_document import make_file_stem
+from headwise.viewer.weight_summaries import make_file_stem
 from viewer.page_browser import sample_model, served, wait_until
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"

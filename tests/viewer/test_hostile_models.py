@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headwise.util.errors import SpecError
-from headwise.viewer.model_targets import load_target
+from headwise.viewer.open_model import load_target
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,11 +17,16 @@ from starlette.testclient import TestClient
 
 import headwise as hw
 from headwise.observe.traces import load_trace, save_trace, trace_from_weights
-from headwise.viewer.binary_answers import decode_arrays
-from headwise.viewer.http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.server import ViewServer, serve
+from headwise.viewer.server import (
+    MAX_BODY_BYTES,
+    SecurityMiddleware,
+    ViewServer,
+    allowed_hosts,
+    serve,
+)
+from headwise.viewer.weight_summaries import decode_arrays
 from hostile.hostile_requests import HOST, STATIC, TOKEN
 from viewer.page_browser import examples_of_ids
 from viewer.page_models import GPT

@@ -24,12 +24,11 @@ import headwise as hw
 from headwise.observe.inspect.model_inputs import ModelInputs
 from headwise.observe.traces import Trace, save_trace
 from headwise.observe.traces.attention_record import TokenRow
-from headwise.viewer.binary_answers import decode_arrays
-from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_actions import TextTooLong, capture_trace
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS, ModelWorker
 from headwise.viewer.open_model import OpenModel, TileRange
-from headwise.viewer.server import ViewServer, open_socket
+from headwise.viewer.server import SecurityMiddleware, ViewServer, allowed_hosts, open_socket
+from headwise.viewer.weight_summaries import decode_arrays
 from hostile.hostile_requests import HOST, STATIC, TOKEN, page_client
 from viewer.page_models import GPT
 

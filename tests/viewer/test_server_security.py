@@ -19,11 +19,17 @@ from starlette.testclient import TestClient
 
 import headwise as hw
 from headwise.observe import bundled_sample
-from headwise.viewer import model_actions, model_targets
-from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
+from headwise.viewer import model_actions, open_model
 from headwise.viewer.model_worker import Job, JobProgress, ModelWorker
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.server import ALL_JOBS, ServerAddress, ViewServer, serve
+from headwise.viewer.server import (
+    ALL_JOBS,
+    SecurityMiddleware,
+    ServerAddress,
+    ViewServer,
+    allowed_hosts,
+    serve,
+)
 from hostile.hostile_requests import HOST, STATIC, TOKEN
 from viewer.page_models import GPT
 
@@ -133,9 +139,7 @@ def test_no_job_loads_what_a_request_names(
     ran = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\ndef make(): ...")
     for name in ("load_target", "_load_folder", "_fetch_from_hub", "_call_factory"):
-        monkeypatch.setattr(
-            model_targets, name, lambda *_: pytest.fail("a request has named a model")
-        )
+        monkeypatch.setattr(open_model, name, lambda *_: pytest.fail("a request has named a model"))
     name = f"{tmp_path / 'evil.py'}:make"
     names = ("model", "target", "path", "other", "factory", "folder", "source", "with", "form")
     arguments: dict[str, Any] = dict.fromkeys(names, name)

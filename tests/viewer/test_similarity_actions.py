@@ -11,10 +11,9 @@ import headwise as hw
 from headwise.observe import bundled_sample
 from headwise.observe.head_analysis.head_circuits import compare_circuits
 from headwise.observe.head_analysis.head_similarity import HeadLocation
-from headwise.viewer.binary_answers import decode_arrays
-from headwise.viewer.head_actions import HeadGroups, compute_similarity
-from headwise.viewer.model_actions import make_examples
+from headwise.viewer.model_actions import HeadGroups, compute_similarity, make_examples
 from headwise.viewer.open_model import OpenModel
+from headwise.viewer.weight_summaries import decode_arrays
 from viewer.page_browser import sample_model, served, wait_until
 from viewer.page_models import progress
 

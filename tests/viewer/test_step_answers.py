@@ -24,9 +24,10 @@ from headwise.models.model_spec import (
 )
 from headwise.observe.traces import trace_from_weights
 from headwise.observe.traces.head_steps import MAX_KEY_VECTORS, HeadPlace, HeadSteps, recorded_steps
-from headwise.viewer.binary_answers import ONLY_TRACE, decode_arrays, find_steps
+from headwise.viewer.answers import ONLY_TRACE, find_steps
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer
+from headwise.viewer.weight_summaries import decode_arrays
 from support.tiny_configs import model_config
 
 TOKENS, WORDS, MODEL = 13, 31, 20

@@ -11,7 +11,7 @@ import pytest
 
 from headwise.observe import bundled_sample
 from headwise.observe.traces.head_steps import HeadPlace, HeadSteps
-from headwise.viewer.binary_answers import find_steps
+from headwise.viewer.answers import find_steps
 from headwise.viewer.open_model import OpenModel
 from viewer.page_browser import served
 

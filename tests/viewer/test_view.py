@@ -28,7 +28,7 @@ from headwise.viewer import export_files, view
 from headwise.viewer.export_files import PageAssets, render_html
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ServerAddress
-from headwise.viewer.view_document import describe_measures, estimate_memory, stack_measures
+from headwise.viewer.weight_summaries import describe_measures, estimate_memory, stack_measures
 from viewer.page_browser import require_browser
 from viewer.page_models import GPT
 

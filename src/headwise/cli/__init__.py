@@ -1,15 +1,13 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-The commands `demo`, `view`, `learn`, `cost`, `train`, `study`, `heads`, `trace`, `prune` and
-`convert` are modules of these names; the package `run` holds the largest, and
-`describe` the four that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
+A command is the module of its name; `describe` holds the four that describe a layer or a model,
+`learn` also `demo`, and `prune` also `convert`.
 
 The options of a command are a frozen dataclass, from which `options` generates the command line
 and its help. `exit_status` turns every error into one line and an exit code. `arguments` parses what
-commands share: specs, presets, folders of models and `--set KEY=VALUE`. `argument_checks` refuses
-bad files before a model is loaded. `global_options` has what --version --json and --completion of
-headwise itself print. `text_arguments` and `compression_arguments` have the options for texts and
-for models that are written to a folder.
+commands share: specs, presets, folders of models and `--set KEY=VALUE`. It refuses bad files before
+a model is loaded. `text_arguments` has the options for texts and for models that are written to a
+folder.
 
 Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help`
 answers at once.
@@ -18,9 +16,13 @@ answers at once.
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
 from .. import __version__
 from ..report.text import wrap
@@ -47,7 +49,12 @@ COMMANDS = {
     "trace": "record queries, keys and values of a run in one file",
     "why": "which backend would run a spec, and why the others refuse",
 }
-DESCRIBE_COMMANDS = ("spec", "walk", "sites", "why")  # in one module
+# Commands in the module of another name, whose functions are called NAME_main.
+MODULES = {
+    **dict.fromkeys(("spec", "walk", "sites", "why"), "describe"),
+    "demo": "learn",
+    "convert": "prune",
+}
 
 
 EXAMPLES = (
@@ -79,8 +86,6 @@ def usage() -> str:
 def _print_version(argv: Sequence[str]) -> int:
     """`headwise --version`, or with --json the versions of everything that is installed."""
     if argv == ["--json"]:
-        from .global_options import describe_environment
-
         print(json.dumps(describe_environment(), indent=1))
         return 0
     if argv:
@@ -91,8 +96,6 @@ def _print_version(argv: Sequence[str]) -> int:
 
 def _print_completion(argv: Sequence[str]) -> int:
     """`headwise --completion SHELL`: the script that the shell runs."""
-    from .global_options import SCRIPTS
-
     if len(argv) != 1 or argv[0] not in SCRIPTS:
         got = repr(" ".join(argv)) if argv else "nothing"
         raise UsageError(
@@ -141,7 +144,71 @@ def _run_command(argv: list[str]) -> int:
             f"there is no {kind} {argv[0]!r}; "
             f"{suggest(argv[0], [*COMMANDS, *GLOBAL_OPTIONS, '--help'])}"
         )
-    module, function = (
-        ("describe", f"{argv[0]}_main") if argv[0] in DESCRIBE_COMMANDS else (argv[0], "main")
-    )
-    return getattr(import_module(f"{__name__}.{module}"), function)(argv[1:])
+    module = import_module(f"{__name__}.{MODULES.get(argv[0], argv[0])}")
+    main_of_command = f"{argv[0]}_main" if argv[0] in MODULES else "main"
+    return getattr(module, main_of_command)(argv[1:])
+
+
+BASH = """\
+# Completion of headwise in bash: eval "$(headwise --completion bash)"
+_headwise() {
+    local word="${COMP_WORDS[COMP_CWORD]}" words=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="$(headwise --list-options 2>/dev/null)"
+    elif [[ "$word" == -* ]]; then
+        words="$(headwise "${COMP_WORDS[1]}" --list-options 2>/dev/null)"
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o default -o bashdefault -F _headwise headwise
+"""
+
+ZSH = """\
+# Completion of headwise in zsh: eval "$(headwise --completion zsh)"
+autoload -Uz compinit bashcompinit && compinit && bashcompinit
+""" + BASH.partition("\n")[2]
+
+FISH = """\
+# Completion of headwise in fish: headwise --completion fish | source
+function __headwise_words
+    set -l words (commandline -opc)
+    if test (count $words) -eq 1
+        headwise --list-options 2>/dev/null
+    else if string match -q -- '-*' (commandline -ct)
+        headwise $words[2] --list-options 2>/dev/null
+    end
+end
+complete -c headwise -a '(__headwise_words)'
+"""
+
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
+# A requirement of this package: its name, and the extra that it belongs to.
+REQUIREMENT = re.compile(r"^([\w.-]+)(?:\[[\w,-]+\])?[^;]*(?:;.*extra == ['\"]([\w-]+)['\"])?")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, platform and built parts of this installation; nothing that takes long to import is
+    imported.
+
+    Packages of no extra are under "base"; the version of one that is missing is None.
+
+    >>> describe_environment()["headwise"] == __version__
+    True
+    """
+    from importlib import metadata, resources
+
+    installed = {one.name: one.version for one in metadata.distributions()}
+    versions: dict[str, dict[str, str | None]] = {}
+    for line in metadata.requires("headwise") or ():
+        match = REQUIREMENT.match(line)
+        if match and match[1] != "headwise":
+            versions.setdefault(match[2] or "base", {})[match[1]] = installed.get(match[1])
+    return {
+        "headwise": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "packages": versions,
+        "page": resources.files("headwise.viewer").joinpath("static").is_dir(),
+    }

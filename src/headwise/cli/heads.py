@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any
 from ..report.data import Table
 from ..report.progress import ProgressReporter
 from ..report.render import to_text
-from .argument_checks import check_input_file, check_model_path, check_text_model
-from .arguments import print_note, print_page, print_result, supports_style
+from .arguments import (
+    check_input_file,
+    check_model_path,
+    check_text_model,
+    print_note,
+    print_page,
+    print_result,
+    supports_style,
+)
 from .options import (
     InputFiles,
     Positive,

@@ -7,8 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..report.progress import ProgressReporter
 from ..util.output_paths import stage_folder
-from .arguments import print_note, print_page, print_result, terminal_language, to_json
+from .arguments import print_note, print_page, print_result, print_title, terminal_language, to_json
 from .options import Options, options
 
 if TYPE_CHECKING:
@@ -74,8 +75,7 @@ def main(argv: list[str]) -> int:
 
 def _write_pages(args: LearnOptions, folder: str, language: str) -> int:
     from ..learn.catalogue import MODULES, find_entries, load_documents
-    from ..learn.document_page import DOCUMENT_PAGES, font_note, write_document_page
-    from ..learn.entry_text import Words
+    from ..learn.entry_text import DOCUMENT_PAGES, Words, font_note, write_document_page
 
     ids = [] if args.what is None else [entry.document for entry in find_entries(args.what)]
     documents = load_documents(list(dict.fromkeys(ids)) or tuple(MODULES))
@@ -103,3 +103,50 @@ def _checked(entry: Entry, result: Result) -> dict[str, Any]:
     reasons = {name: getattr(result, name) for name in ("reason_en", "reason_zh")}
     outcome = {"state": result.verdict.value, "numbers": dict(result.numbers)}
     return _listed(entry) | outcome | reasons | {"reference": entry.reference}
+
+
+@options
+class DemoOptions(Options):
+    """Show a small trained translator: what its heads do, one head ablated, half of them pruned and
+    verified, in the terminal and as a page with pictures; about a minute.
+
+    --out DIR  folder for the pruned model and the report
+    --quick  prune nothing; a few seconds
+    --lang {en,zh}  language of the texts (default: the locale's)
+    --json  print one JSON document instead of text
+
+    examples:
+    headwise demo
+    headwise demo --quick --out runs/first
+    """
+
+    command = "demo"
+    imports_parts = False
+    choices = {"lang": "en zh"}
+    outputs = {"out": "models.save_load:MODEL_FOLDER"}
+    out: str = "runs/demo"
+    quick: bool = False
+    lang: str | None = None
+    json: bool = False
+
+
+def demo_main(argv: list[str]) -> int:
+    """Show the tour."""
+    args = DemoOptions.parse(argv)
+    import torch
+
+    from ..learn.sample_tour import run_sample_tour
+
+    torch.set_num_threads(1)  # the model is so small that a second thread costs more than it saves
+    report = ProgressReporter()
+    tour = run_sample_tour(
+        str if args.json else print_page,
+        str if args.json else print_title,
+        Path(args.out),
+        language=terminal_language(args.lang),
+        quick=args.quick,
+        progress=report,
+    )
+    if args.json:
+        print_page(to_json(tour.data))
+    return 0

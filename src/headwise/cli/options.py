@@ -228,7 +228,7 @@ NUMBERS: Mapping[str, NumberKind] = {
     "Positive": NumberKind(float, lambda value: 0 < value < math.inf, "a number above 0"),
     "Share": NumberKind(float, lambda value: 0 < value <= 1, "a number above 0, and at most 1"),
 }
-CHECKS = {  # functions of `argument_checks`, which imports this module
+CHECKS = {  # functions of `arguments`, which imports this module
     "InputFile": "check_input_file",
     "InputFiles": "check_input_file",
     "ModelFolder": "check_model_path",
@@ -239,7 +239,7 @@ CHECKS = {  # functions of `argument_checks`, which imports this module
 def check_value(kind: str, flag: str, value: Any) -> None:
     """Refuse a value that an option of this kind does not accept."""
     if kind in CHECKS:
-        look_up(f"cli.argument_checks:{CHECKS[kind]}")(flag, value)
+        look_up(f"cli.arguments:{CHECKS[kind]}")(flag, value)
     elif kind in NUMBERS and not NUMBERS[kind].accepts(value):
         raise UsageError(f"{flag} {value:g} is out of range; give {NUMBERS[kind].text}")
 

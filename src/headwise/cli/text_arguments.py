@@ -4,15 +4,32 @@ sentences, or a task.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .argument_checks import check_text_model
-from .arguments import parse_assignments
-from .options import AtLeastTwo, InputFile, Options, TokenizerFile, UsageError, options
+from ..report.progress import ProgressReporter
+from ..report.text import wrap
+from .arguments import check_model_path, check_text_model, parse_assignments, print_result
+from .options import (
+    AtLeastTwo,
+    Count,
+    InputFile,
+    Options,
+    Positive,
+    TokenizerFile,
+    UsageError,
+    options,
+)
 
 if TYPE_CHECKING:
+    from ..models import Transformer
     from ..observe.head_analysis.annotated_examples import Example
+    from ..surgery.model_and_texts import SurgeryResult
+    from ..surgery.verification.efficiency import TimingOptions
     from ..training.data import Task
 
 DEFAULT_EXAMPLES = 200  # task examples without --limit
@@ -131,3 +148,227 @@ def _read_aligned_pairs(model: Any, args: Any) -> Any:
     return annotated_examples.examples_from_pairs(
         model, list(zip(source, target, strict=True))[: args.limit], links[: args.limit]
     )
+
+
+# Defaults of --uptrain: they restored the quality of the demo's translator in the fewest steps of
+# pure distillation.
+LEARNING_RATE = 1e-3
+BATCH_SIZE = 64
+
+
+@options
+class SurgeryOptions(TextOptions):
+    """Options for the texts, the output folder and the measure of quality.
+
+    --out DIR  write the new model, or the report, to this folder
+    --overwrite  replace an earlier output of this command
+    --set KEY=VALUE  set a field of the task; repeatable
+    --json  print one JSON document instead of text
+
+    measure of quality:
+    --objective NAME  next-token, translation, label or drift (default: chosen by the model)
+    --seed INT  random seed
+    """
+
+    names = {"--set": "changes"}
+    choices = {"objective": "observe.head_analysis.objectives:OBJECTIVES"}
+    needs = {"changes": "task"}
+    outputs = {"out": "surgery.hf_export.model_folder:COMPRESSED_MODEL"}
+    out: str
+    overwrite: bool = False
+    changes: tuple[str, ...] = ()
+    json: bool = False
+    objective: str | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuse what cannot work before the model is loaded."""
+        if Path(self.model.partition(":")[0]).suffix == ".py":
+            is_conversion = "kv" in vars(self)
+            call = "convert_module(model, 2" if is_conversion else "prune_module(model, [(0, 1)]"
+            raise UsageError(
+                f"{self.model} is Python code, and this command reads folders with models; for an "
+                f"nn.Module of your own, call headwise.{call}, example) in Python, and name your "
+                "parts with --import"
+            )
+        check_model_path("MODEL", self.model)
+        self.check_texts()
+
+
+@options
+class CompressionOptions(SurgeryOptions):
+    """Options for retraining, and for measurements of speed.
+
+    --uptrain STEPS  steps of retraining by distillation (default: none)
+
+    retraining by distillation from the original model (--uptrain):
+    --distill-data FILE  texts for --uptrain (default: those that heads are chosen by)
+    --distill-examples COUNT  task examples for --uptrain
+    --lr NUMBER  peak learning rate (default: 0.001)
+
+    measurements in the proof:
+    --length COUNT  tokens per text in the tables of speed and of cost (default: at most 256 and
+        512)
+    --seconds NUMBER  time limit for measuring speed
+    """
+
+    uptrain: Count | None = None
+    distill_data: InputFile | None = None
+    distill_examples: AtLeastTwo = 2000
+    lr: Positive | None = None
+    length: Count | None = None
+    seconds: Positive = 10.0
+
+
+@dataclass
+class CompressionRun:
+    """The original model, the texts that it is changed by, the texts of the proof, and notes for
+    its report.
+    """
+
+    args: Any
+    net: Transformer
+    selection_examples: list[Example]
+    proof_examples: list[Example]
+    task: Task | None
+    notes: list[str] = field(default_factory=list)
+    report_progress: ProgressReporter = field(default_factory=ProgressReporter)
+
+    @staticmethod
+    def from_options(args: SurgeryOptions) -> CompressionRun:
+        """Read the model and the texts; nothing is written."""
+        task = None if args.task is None else parse_task(args, args.changes)
+        from ..hub.pretrained_models import load
+
+        model = load(Path(args.model))
+        attach_named_tokenizer(model, args)
+        examples, reading_notes = read_examples(model, args, task)
+        _check_model(model, args, examples[0])
+        return CompressionRun(args, model, examples, examples, task, [*reading_notes])
+
+    def split_texts(self, uses: Sequence[str]) -> None:
+        """Keep texts for the proof that the change does not use; `uses` is what the others are used
+        for.
+        """
+        from ..surgery.model_and_texts import split_examples
+
+        is_retrained = vars(self.args).get("uptrain") is not None
+        has_own_texts = self.task is not None or (
+            is_retrained and self.args.distill_data is not None
+        )
+        retrained = ("the model was retrained",) if is_retrained and not has_own_texts else ()
+        self.selection_examples, self.proof_examples, notes = split_examples(
+            self.proof_examples, (*uses, *retrained)
+        )
+        self.notes[:0] = notes
+
+    def distillation_texts(self) -> list[Example]:
+        """Return the texts for retraining; the proof uses none of them."""
+        from ..observe.head_analysis.annotated_examples import (
+            examples_from_lines,
+            examples_from_task,
+            read_lines,
+        )
+
+        if self.task is not None:
+            return examples_from_task(
+                self.net, self.task, self.args.distill_examples, "train"
+            ).examples_with_frequencies()
+        if self.args.distill_data is not None:
+            return examples_from_lines(
+                self.net, read_lines(self.args.distill_data)
+            ).examples_with_frequencies()
+        return self.selection_examples
+
+    def retrain(self, model: Transformer) -> tuple[Transformer, dict[str, Any]]:
+        """Retrain the model if --uptrain is given; return it with entries for the record of the
+        folder.
+        """
+        from ..surgery.distillation import UptrainingOptions, uptrain
+
+        if self.args.uptrain is None:
+            return model, {}
+        texts = self.distillation_texts()
+        options = UptrainingOptions(
+            steps=self.args.uptrain,
+            seed=self.args.seed,
+            objective=self.args.objective,
+            alpha=1.0,
+            rate=LEARNING_RATE if self.args.lr is None else self.args.lr,
+            batch=max(1, min(BATCH_SIZE, len(texts) // 4)),
+        )
+        progress = self.report_progress.counter(
+            "retraining by distillation", self.args.uptrain, "steps"
+        )
+        result = uptrain(
+            model,
+            self.net,
+            texts,
+            options,
+            lambda point: progress(point.step),
+        )
+        curve = [point._asdict() for point in result.curve]
+        first, best = (
+            next((point.held_out for point in result.curve if point.step == step), None)
+            for step in (0, result.step)
+        )
+        self.notes.append(
+            f"uptrained on {len(texts)} texts: step {result.step} of {options.steps} is kept, "
+            "held-out loss "
+            f"{_format_number(first)} -> {_format_number(best)}"
+        )
+        self.notes += [*result.notes, *([result.stop_reason] if result.stop_reason else [])]
+        return result.net, {
+            "uptraining": {"options": repr(options), "step": result.step, "curve": curve}
+        }
+
+    def finish(self, result: SurgeryResult) -> int:
+        """Retrain the changed model if asked, write it with its proof, print a summary, and return
+        the exit code.
+        """
+        from ..surgery.model_and_texts import OutputFolder, write_and_prove
+        from ..surgery.verification.proof import ProofOptions
+        from ..surgery.verification.proof_report import render_summary
+
+        args = self.args
+        model, retraining = self.retrain(result.after)
+        record = result.record | retraining
+        options = ProofOptions(
+            result.summary,
+            objective=args.objective,
+            timing=_timing_pace(args),
+            length=args.length,
+            task=self.task,
+            notes=(*self.notes, *record["notes"]),
+            command=shlex.join(["headwise", *sys.argv[1:]]),
+        )
+        folder = OutputFolder(Path(args.out), args.existing, Path(args.model))
+        written, proof = write_and_prove(
+            result, model, self.proof_examples, options, folder, record, self.report_progress
+        )
+        self.report_progress("")
+        note = "\n".join(wrap(written.summary, indent="  "))
+        more = f"{args.out}\n{note}\n  PROOF.md in this folder has the full report."
+        data = proof.data | {"folder": {"kind": written.kind, "sentence": written.summary}}
+        print_result(args, f"{render_summary(proof)}\n\n{more}", data)
+        return 0 if proof.holds else 1
+
+
+def _timing_pace(args: Any) -> TimingOptions:
+    from ..surgery.verification.efficiency import TimingOptions
+
+    return TimingOptions(length=args.length, seconds=args.seconds)
+
+
+def _check_model(net: Transformer, args: Any, example: Example) -> None:
+    """Raise now the errors that `prove` would raise only after the model has been written."""
+    from ..observe.head_analysis.objectives import choose_objective
+    from ..surgery.verification.efficiency import fit_lengths
+
+    choose_objective(net, args.objective, example)
+    if "seconds" in vars(args):
+        fit_lengths(net, _timing_pace(args))
+
+
+def _format_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

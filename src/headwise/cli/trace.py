@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..util.files import read_text_file
-from .argument_checks import check_input_file, check_model_path
-from .arguments import parse_bytes, print_result
+from .arguments import check_input_file, check_model_path, parse_bytes, print_result
 from .options import (
     Count,
     InputFile,
@@ -155,7 +154,7 @@ def _capture_inputs(args: TraceOptions) -> tuple[Any, Any, int]:
         return model, {"source": args.text[0], "text": args.target}, 0
     embedding = model.spec.stacks[0].embedding if isinstance(model, Transformer) else None
     if isinstance(model, Transformer) and embedding is not None and embedding.patches is not None:
-        from .run.inputs import make_input_reader
+        from .run.answers import make_input_reader
 
         reader = make_input_reader(model)
         x, tokens = reader.collate([reader.read(args.data or args.text[0])])

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..util.errors import SpecError, pluralise, suggest
 from ..util.files import read_text_file
-from .argument_checks import check_model_path
 from .arguments import (
     BAD_INPUT,
     DESCRIPTION_SUFFIXES,
     PRESETS,
+    check_model_path,
     is_published_model,
     parse_assignments,
     print_note,

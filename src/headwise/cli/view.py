@@ -6,8 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..util.output_paths import check_output
-from .argument_checks import check_input_file, check_model_path
-from .arguments import DESCRIPTION_SUFFIXES, PRESETS, print_note, print_page
+from .arguments import (
+    DESCRIPTION_SUFFIXES,
+    PRESETS,
+    check_input_file,
+    check_model_path,
+    print_note,
+    print_page,
+)
 from .options import Options, UsageError, options
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")

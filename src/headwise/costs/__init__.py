@@ -2,7 +2,7 @@
 
 In reading order:
 
-- `flops` counts term by term (`symbolic_int` keeps the formula of every number), `weight_storage`
+- `flops` counts term by term and keeps the formula of every number, `weight_storage`
   gives parameters and the bytes of weights, `roofline` the least time of an operation on a device;
 - `components` is the one walk over a spec or model, and gives all that a component costs;
 - `workload` describes forward calls; `cost_report` makes the estimates of `hw.cost` and

@@ -23,12 +23,12 @@ from ..attention.backends.linear_attention import CHUNK_SIZE
 from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
 from ..report.data import Column, Table
-from ..report.numbers import format_count, format_seconds
+from ..report.text import format_count, format_seconds
 from ..util.errors import SpecError
 from . import count_parameters
 from .cost_report import estimate_cost
+from .flops import SymbolicInt, formula
 from .roofline import accelerator_type, time_run
-from .symbolic_int import SymbolicInt, formula
 from .workload import Workload
 
 # Common misunderstandings, which the printed table corrects.

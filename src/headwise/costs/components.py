@@ -38,13 +38,14 @@ from ..models.model_spec.components import add_prefix
 from .flops import (
     TORCH_DTYPES,
     MatrixProduct,
+    SymbolicInt,
     cached_numbers,
     list_products,
+    name_size,
     patterns_of_kv_heads,
     value_grad_factors,
 )
 from .roofline import Device, RooflineOperation, merge_operations
-from .symbolic_int import SymbolicInt, name_size
 from .weight_storage import (
     FP8,
     SINGLE_LAYER,

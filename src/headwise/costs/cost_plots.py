@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..attention.masking.patterns import Pattern
 from ..report.data import Axis, Figure, Plot, Reference, Series
-from ..report.numbers import format_count
 from ..report.plots import save_figure
+from ..report.text import format_count
 from ..util.errors import SpecError, pluralise, suggest
 from .components import SpecOrModel, list_attentions
 from .cost_report import CostEstimate, estimate_cost

@@ -10,8 +10,8 @@ from typing import Any
 from ..attention.spec.attention_spec import AttentionSpec
 from ..models.model_spec import ModelSpec
 from ..report.data import Column, Table
-from ..report.numbers import format_count, format_seconds
 from ..report.render import to_text
+from ..report.text import format_count, format_seconds
 from ..util.errors import SpecError, pluralise, suggest
 from . import cache_bytes
 from .components import (
@@ -25,9 +25,8 @@ from .components import (
     list_components,
     list_operations,
 )
-from .flops import CostBreakdown, cached_numbers
+from .flops import CostBreakdown, SymbolicInt, cached_numbers
 from .roofline import Device, MemoryShortfall, RooflineOperation, find_shortfall, merge_operations
-from .symbolic_int import SymbolicInt
 from .training_memory import ActivationSettings, activation_memory
 from .weight_storage import active_parameters, dtype_bytes, parameter_terms, total_weight_bytes
 from .workload import CallsByPhase, Workload, image_tokens, list_assumptions, list_calls

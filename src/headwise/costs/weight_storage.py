@@ -23,8 +23,7 @@ from ..models.model_spec import (
 from ..models.model_spec.components import add_prefix
 from ..models.model_spec.quantization import matrix_sizes
 from ..util.errors import SpecError, suggest
-from .flops import CostBreakdown, attention_parameters
-from .symbolic_int import SymbolicInt
+from .flops import CostBreakdown, SymbolicInt, attention_parameters
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # formats that matrix products are computed in
 STORED = "stored"  # format of weights as the checkpoint stores them

@@ -2,14 +2,13 @@
 and judged.
 
 `catalogue` holds `Entry`, `Outcome` and `Verdict`; it reads the texts, joins them with the runs and
-finds topics. `entry_text` writes them for a terminal, with the claims of stored studies, and
-`document_page` as HTML with figures and as the table of errata; `matrix_figures` makes the figures.
+finds topics. `entry_text` writes them for a terminal, with the claims of stored studies, as HTML
+with figures and as the table of errata; `matrix_figures` makes the figures.
 
 The runs of each document are one module, or several, each with its texts in a .toml file beside it:
 `self_attention_basics` (000), `parameters_and_scaling` (001), `multi_head_idea`,
 `multi_head_analysis`, `multi_head_code`, `head_variants` and `cited_papers` (002),
 `attention_mechanism`, `attention_comparison` and `misconceptions` (003), and `kernel_lookup` (004).
-`soft_lookup` computes the look-up of 004 with a table of its own, and `language` holds the language
-of the texts. `measured_layers` makes the random inputs and layers of the runs, and has those of the comparison
-tables of 000 and 003. `sample_tour` is `headwise demo`.
+`language` holds the language of the texts. `measured_layers` makes the random inputs and layers of
+the runs, and has those of the comparison tables of 000 and 003. `sample_tour` is `headwise demo`.
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,18 +12,110 @@ from torch import Tensor
 
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
-from . import soft_lookup
 from .catalogue import ItemList, Outcome, judge
 from .measured_layers import largest_difference, make_layer, sample, samples
-from .soft_lookup import KEYS, QUERY, VALUES
+
+KEYS = (51.0, 56.0, 58.0)
+VALUES = (40.0, 43.0, 48.0)
+QUERY = 57.0
+KERNEL_WIDTHS = (0.5, 1.0, 2.0, 5.0, 10.0)
+
+WeightFunction = Callable[[float, Sequence[float]], list[float]]
+
+
+@dataclass(frozen=True)
+class LookupAnswer:
+    """A weighting method, its weights for a query, and the weighted mean of the values."""
+
+    method: str
+    query: float
+    weights: tuple[float, ...]
+    value: float
+
+
+def normalise(values: Sequence[float]) -> list[float]:
+    """Divide the values by their sum."""
+    return [value / sum(values) for value in values]
+
+
+def distance_weights(query: float, keys: Sequence[float]) -> list[float]:
+    """|q - k| / sum |q - k|, which grows with distance.
+
+    >>> distance_weights(57.0, [51.0, 56.0, 58.0])
+    [0.75, 0.125, 0.125]
+    """
+    return normalise([abs(query - key) for key in keys])
+
+
+def inverse_distance_weights(query: float, keys: Sequence[float]) -> list[float]:
+    """1/|q - k|, normalised; a key equal to the query gets all the weight.
+
+    >>> (
+    ...     [round(w, 3) for w in inverse_distance_weights(57.0, [51.0, 56.0, 58.0])],
+    ...     inverse_distance_weights(56.0, [51.0, 56.0]),
+    ... )
+    ([0.077, 0.462, 0.462], [0.0, 1.0])
+    """
+    if query in keys:
+        return [float(key == query) for key in keys]
+    return normalise([1 / abs(query - key) for key in keys])
+
+
+def linear_interpolation_weights(query: float, keys: Sequence[float]) -> list[float]:
+    """Linear interpolation between the two neighbours in a sorted sequence of keys.
+
+    >>> linear_interpolation_weights(56.5, [51.0, 56.0, 58.0])
+    [0.0, 0.75, 0.25]
+    """
+    above = next(n for n, key in enumerate(keys) if key >= query and n > 0)
+    lower = keys[above - 1]
+    upper = keys[above]
+    share = (query - lower) / (upper - lower)
+    return [1 - share if n == above - 1 else share if n == above else 0.0 for n in range(len(keys))]
+
+
+def gaussian_weights(width: float) -> WeightFunction:
+    """exp(-(q - k)^2 / (2 width^2)) normalised: kernel regression (Nadaraya 1964, Watson 1964).
+
+    >>> [round(w, 3) for w in gaussian_weights(2.0)(57.0, [51.0, 56.0, 58.0])]
+    [0.006, 0.497, 0.497]
+    """
+
+    def weigh(query: float, keys: Sequence[float]) -> list[float]:
+        nearest = min(
+            abs(query - key) for key in keys
+        )  # subtracted so that narrow widths do not underflow
+        return normalise(
+            [math.exp((nearest**2 - (query - key) ** 2) / (2 * width**2)) for key in keys]
+        )
+
+    return weigh
+
+
+def look_up(
+    method: str, weight_function: WeightFunction, query: float = QUERY, keys: Sequence[float] = KEYS
+) -> LookupAnswer:
+    """Look up `query` with one method; stored keys that are not in `keys` get weight 0.
+
+    >>> look_up("distance", distance_weights).value
+    41.375
+    """
+    weight_of_key = dict(zip(keys, weight_function(query, keys), strict=True))
+    weights = tuple(weight_of_key.get(key, 0.0) for key in KEYS)
+    return LookupAnswer(
+        method, query, weights, sum(w * value for w, value in zip(weights, VALUES, strict=True))
+    )
+
+
+# --- Runs ---------------------------------------------------------------------------------------
 
 
 def between_neighbours(*, query: float = QUERY) -> Outcome:
     """The value between the two neighbours: their mean, and linear interpolation at this query and
     at 56.5.
     """
-    line = soft_lookup.look_up("line", soft_lookup.linear_interpolation_weights, query)
-    other = soft_lookup.look_up("line", soft_lookup.linear_interpolation_weights, 56.5)
+    line = look_up("line", linear_interpolation_weights, query)
+    other = look_up("line", linear_interpolation_weights, 56.5)
     mean = (VALUES[1] + VALUES[2]) / 2
     return judge(line.value == mean, value=line.value, mean=mean, other=other.value)
 
@@ -39,7 +133,7 @@ def distance_as_weight(*, power: float = 1.0) -> Outcome:
     """
 
     def weights(query: float, keys: tuple[float, ...]) -> list[float]:
-        return soft_lookup.normalise([abs(query - key) ** power for key in keys])
+        return normalise([abs(query - key) ** power for key in keys])
 
     every = weights(QUERY, KEYS)
     numbers = {"far": every[0], "near": every[1], "all": _mean(every, VALUES)}
@@ -47,12 +141,10 @@ def distance_as_weight(*, power: float = 1.0) -> Outcome:
     numbers["unequal"] = _mean(weights(56.5, KEYS[1:]), VALUES[1:])
     if power > 0:
         numbers["at_key"] = _mean(weights(KEYS[0], KEYS), VALUES)
-    numbers["line"] = soft_lookup.look_up(
-        "line", soft_lookup.linear_interpolation_weights, 56.5
-    ).value
-    numbers["inverse"] = soft_lookup.look_up("inverse", soft_lookup.inverse_distance_weights).value
-    for width in soft_lookup.KERNEL_WIDTHS:
-        answer = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width))
+    numbers["line"] = look_up("line", linear_interpolation_weights, 56.5).value
+    numbers["inverse"] = look_up("inverse", inverse_distance_weights).value
+    for width in KERNEL_WIDTHS:
+        answer = look_up("kernel", gaussian_weights(width))
         numbers[f"kernel_{width:g}".replace(".", "_")] = answer.value
     return judge(numbers["near"] > numbers["far"], **numbers)
 
@@ -66,7 +158,7 @@ def query_at_every_key(*, keys: tuple[float, ...] = (51.0,), query: float = 51.0
     keys.
     """
     try:
-        weights = soft_lookup.distance_weights(query, keys)
+        weights = distance_weights(query, keys)
         distance = ItemList(", ".join(f"{weight:g}" for weight in weights))
     except ZeroDivisionError:
         distance = "0/0"
@@ -76,7 +168,7 @@ def query_at_every_key(*, keys: tuple[float, ...] = (51.0,), query: float = 51.0
 
 def far_key_counts(*, width: float = 5.0) -> Outcome:
     """Weight of the key 51 and the estimate, with a Gaussian kernel of this width."""
-    answer = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width))
+    answer = look_up("kernel", gaussian_weights(width))
     return judge(
         answer.weights[0] > 0.01, weight=answer.weights[0], value=answer.value, width=width
     )
@@ -92,7 +184,7 @@ def kernel_is_attention(*, width: float = 2.0, unit: bool = True) -> Outcome:
     query = torch.tensor([[QUERY]], dtype=torch.float64)
     bias = -((query - store[0].T) ** 2) / (2 * width**2)
     value = float(attend(torch.zeros_like(query), store[0], store[1], bias=bias)[0])
-    kernel = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width)).value
+    kernel = look_up("kernel", gaussian_weights(width)).value
     q, k, v = samples((5, 4), (7, 4), (7, 3))
     k = F.normalize(k, dim=-1) if unit else k
     weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
@@ -123,10 +215,7 @@ def kernel_widths(*, narrow: float = 0.01, wide: float = 1e4) -> Outcome:
     """Estimates at 56.9 for a very narrow and a very wide kernel: the nearest value, and the mean
     of all.
     """
-    near, far = (
-        soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(w), 56.9).value
-        for w in (narrow, wide)
-    )
+    near, far = (look_up("kernel", gaussian_weights(w), 56.9).value for w in (narrow, wide))
     mean = sum(VALUES) / len(VALUES)
     return judge(
         abs(near - VALUES[1]) < 1e-6 and abs(far - mean) < 1e-6, near=near, far=far, mean=mean

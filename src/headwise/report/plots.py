@@ -25,8 +25,7 @@ from ..util.escaping import escape_svg
 from ..util.files import write_atomically
 from ..util.output_paths import FIGURE_FILE, FIGURE_METADATA, Existing, check_output
 from .data import Axis, Bars, Dendrogram, Figure, HeatMap, Links, Panel, Plot, Series
-from .numbers import format_count
-from .text import is_light, spread_labels
+from .text import format_count, is_light, spread_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,17 @@ from typing import Any
 
 from ..util.escaping import escape_markdown, make_visible
 from .data import Column, Estimate, Figure, HeatMap, Item, Page, Section, Table, Value
-from .numbers import NOT_MEASURED, format_interval, format_numbers
-from .text import TERMINAL_WIDTH, align_columns, is_light, pad, text_width, wrap
+from .text import (
+    NOT_MEASURED,
+    TERMINAL_WIDTH,
+    align_columns,
+    format_interval,
+    format_numbers,
+    is_light,
+    pad,
+    text_width,
+    wrap,
+)
 
 SHADES = " ·░▒▓█"  # weight 0 .. 1
 TEMPLATE = Path(__file__).with_name("page.html")

@@ -58,7 +58,7 @@ from ..training.recipe import Recipe, from_dict as read_recipe
 from ..training.training_run import CHECKPOINT_FOLDER, CheckpointFolder, read_checkpoint
 from ..util.errors import SpecError, TrainingDiverged, suggest
 from ..util.files import read_lines, write_atomically
-from ..util.record_types import Record
+from ..util.size_limits import Record
 
 RESULT_FILE = "result.json"
 RUN_FOLDER = "run"

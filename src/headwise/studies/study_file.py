@@ -20,8 +20,7 @@ from ..training.data import Task, make_task
 from ..training.data.synthetic_task import ModelShape
 from ..training.recipe import Recipe
 from ..util.errors import SpecError, suggest
-from ..util.record_types import Record
-from ..util.size_limits import parse_toml
+from ..util.size_limits import Record, parse_toml
 from .run_cell import HEAD_MEASURES, ModelEdit
 
 CHANGE = "change"

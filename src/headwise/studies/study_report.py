@@ -17,7 +17,7 @@ import numpy as np
 
 from ..report import render
 from ..report.data import Column, Estimate, Item, Page, Section, Table, Value
-from ..report.numbers import format_count, format_interval, format_number, format_p, format_seconds
+from ..report.text import format_count, format_interval, format_number, format_p, format_seconds
 from ..util.errors import pluralise
 from ..util.files import read_json_file, write_atomically
 from ..util.output_paths import FolderKind, check_output, stage_folder

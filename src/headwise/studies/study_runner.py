@@ -22,8 +22,8 @@ from ..models import Transformer, build
 from ..models.model_spec import ModelSpec
 from ..models.transformer import ModelCache
 from ..report.data import Column, Table, Value
-from ..report.numbers import format_count, format_seconds
 from ..report.progress import CountedMessage, TimeLeft, format_duration
+from ..report.text import format_count, format_seconds
 from ..util.errors import SpecError, pluralise
 from ..util.files import FolderLock, read_json_file, write_atomically, write_together
 from ..util.output_paths import FolderKind, check_output

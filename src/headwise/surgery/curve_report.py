@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..report.data import Axis, Column, Estimate, Figure, Page, Plot, Reference, Series, Table
-from ..report.numbers import format_interval
 from ..report.plots import save_figure
 from ..report.render import make_page, to_markdown, to_plain, to_text
+from ..report.text import format_interval
 from ..util.files import write_atomically
 from ..util.output_paths import Existing, FolderKind, stage_folder
 from .head_selection import RANDOM

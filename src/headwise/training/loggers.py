@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 from ..report.data import Axis, Figure, Plot, Reference, Series
 from ..report.plots import to_svg
 from ..report.progress import ProgressReporter, format_duration
-from ..util import record_types
+from ..util import size_limits
 from ..util.errors import SpecError, pluralise, suggest
 from ..util.escaping import make_visible
 from ..util.files import JsonLines, read_lines, write_atomically, write_lines
@@ -80,7 +80,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """
     records = read_lines(path)
     for number, values in enumerate(records, 1):
-        record = record_types.Record(f"{path}: line {number}", values, "delete the line")
+        record = size_limits.Record(f"{path}: line {number}", values, "delete the line")
         event = record.read_text("event")
         numbers = dict[str, Any]()
         record.read_int("step", default=0)

@@ -1,9 +1,9 @@
 """Helpers without knowledge of attention.
 
 - `errors`: the errors of headwise, and suggestions of similar names
-- `files`, `record_types`: files that appear complete or not at all; values of records in them
+- `files`: files that appear complete or not at all
 - `output_paths`: which paths may be written
 - `escaping`: names and texts of models as text of a terminal, HTML, SVG or Markdown
-- `size_limits`: the largest sizes that a document may ask for
+- `size_limits`: the largest sizes that a document may ask for, and readers of its values
 - `python_processes`: starts of Python that import nothing from the working folder
 """

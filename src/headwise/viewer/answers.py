@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..observe.traces import map_queries_and_keys
 from ..observe.traces.attention_record import AttentionRecord
 from ..observe.traces.attention_trace import AGGREGATES, aggregate_heads, roll_out_attention
-from ..observe.traces.head_steps import HeadPlace, multiply_channels
-from .action_fields import REQUIRED, Field, choice, integer, number
-from .binary_answers import encode_arrays, encode_steps, find_steps, get_native_copy
+from ..observe.traces.head_steps import HeadPlace, HeadSteps, multiply_channels, recorded_steps
 from .comparison_actions import exact_pair, pool_difference
+from .lab_runs import find_token_decoder, get_native_copy, id_inputs
+from .model_worker import REQUIRED, Field, choice, integer, number
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
-from .view_document import list_classes, stack_measures
-from .weight_summaries import thumbnail_masks
+from .weight_summaries import encode_arrays, list_classes, stack_measures, thumbnail_masks
+
+if TYPE_CHECKING:
+    from ..models import Transformer
 
 NUMBER = re.compile(r"-?\d{1,12}(\.\d{1,9})?", re.ASCII)  # in a parameter
 MAX_KEYS = 512  # keys with products by channel; those with the largest scores
@@ -326,7 +330,6 @@ def answer_written(view: OpenModel, query: Query) -> bytes:
     net = view.get_model()
     # After the model, which imports torch in one thread.
     from ..observe.head_analysis.logit_attribution import attribute_all_logits
-    from .lab_runs import find_token_decoder, id_inputs
 
     try:
         native = get_native_copy(net)
@@ -369,3 +372,111 @@ def answer_difference_pair(view: OpenModel, query: Query) -> bytes:
     first = query.integer("query", 0, counts[0] - 1)
     second = query.integer("key", 0, counts[1] - 1)
     return encode_arrays({"weights": exact_pair(comparison, site, head, first, second)})
+
+
+# --- The steps of one head for one query ----------------------------------------------------------
+
+WEIGHT_TOLERANCE = 5e-3  # a trace in half precision rounds its queries and keys
+ONLY_TRACE = "only a trace is open; start `headwise view` with the model"
+
+
+def find_steps(view: OpenModel, place: HeadPlace, key: int | None = None) -> tuple[HeadSteps, str]:
+    """The steps of a head for a query, and why some are missing; the vectors of `key` are among
+    those shown.
+
+    A headwise model, or a headwise copy of a transformers model, runs again on the tokens of the
+    trace, and its steps count only if they lead to the weights of the trace. For other models, and
+    without a model, the steps are those that the trace holds; the others are named with the reason.
+    """
+    if not view.has_model:
+        return recorded_steps(view.get_recorded(), place, key), ONLY_TRACE
+    model = view.get_model()
+    try:
+        native = get_native_copy(model)
+        note = (
+            ""
+            if native is model
+            else f"computed in a headwise copy of {type(model).__name__}; the weights agree"
+        )
+        return _steps_of_model(view, native, place, key), note
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+    ) as error:  # what a trace holds is still true
+        return recorded_steps(view.get_recorded(), place, key), str(error)
+
+
+def _steps_of_model(
+    view: OpenModel, model: Transformer, place: HeadPlace, key: int | None
+) -> HeadSteps:
+    """The steps of a headwise model, checked against the weights of the trace."""
+    import torch
+
+    from ..observe.head_analysis.model_steps import model_steps
+
+    trace = view.get_recorded()
+    layer = trace.get_layer(place.site)
+    device = next(model.parameters()).device
+    ids = {
+        name: np.array(rows[place.row].ids, np.int64)
+        for name, rows in trace.streams.items()
+        if rows
+    }
+    real = {name: np.flatnonzero(row >= 0) for name, row in ids.items()}  # padding has the id -1
+    tensors = {
+        name: torch.from_numpy(ids[name][real_positions])[None].to(device)
+        for name, real_positions in real.items()
+    }
+    if "text" not in tensors or not {layer.query_stream, layer.key_stream} <= set(real):
+        raise ValueError("the trace holds no token ids to run the model on; capture a text")
+    queries = real[layer.query_stream]
+    keys = real[layer.key_stream]
+    if place.query not in queries:
+        raise ValueError(f"query {place.query} is padding; choose a token")
+    own = place._replace(query=int(np.searchsorted(queries, place.query)))
+    shown = int(np.searchsorted(keys, key)) if key is not None and key in keys else None
+    steps = model_steps(model, tensors["text"], own, source=tensors.get("source"), key=shown)
+    block = slice(place.query, place.query + 1)
+    trace_weights = trace.head_weights(place.site, place.head, block, row=place.row)[0]
+    _check_weights(
+        _last_weights(steps),
+        trace_weights[keys] if len(trace_weights) == len(ids[layer.key_stream]) else trace_weights,
+    )
+    return replace(steps, place=place, positions=keys.astype(np.int32))
+
+
+def _last_weights(steps: HeadSteps) -> NDArray[Any]:
+    return [step for step in steps.steps if step.name in ("normalise", "weight_step")][-1].arrays[
+        "out"
+    ]
+
+
+def _check_weights(actual: NDArray[Any], expected: NDArray[Any]) -> None:
+    """Refuse steps of another run than that of the trace."""
+    if actual.shape != expected.shape:
+        raise ValueError(
+            f"the open model has {len(actual)} keys here, and the trace {len(expected)}; capture "
+            "the text again"
+        )
+    error = float(np.abs(actual - expected).max(initial=0.0))
+    if not error <= WEIGHT_TOLERANCE:
+        raise ValueError(
+            f"the open model gives other weights than the trace (by {error:.2g}); capture the "
+            "text again"
+        )
+
+
+def encode_steps(steps: HeadSteps, note: str = "") -> bytes:
+    """The steps as one message; the array "2.out" is the array "out" of step 2."""
+    arrays: dict[str, NDArray[Any]] = {"positions": steps.positions, "shown": steps.shown_keys}
+    entries: list[dict[str, Any]] = []
+    for place, step in enumerate(steps.steps):
+        arrays |= {f"{place}.{name}": array for name, array in step.arrays.items()}
+        facts = {name: value for name, value in step.facts.items() if np.isfinite(value)}
+        entries.append(
+            {"name": step.name, "formula": step.formula, "part": step.part, "facts": facts}
+        )
+    fields = {**steps.place._asdict(), "origin": steps.origin, "note": note, "steps": entries}
+    return encode_arrays(arrays, **fields, missing=dict(steps.missing))

@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..observe.traces import Trace, TraceComparison, compare_traces, load_trace
-from .action_fields import HEADS, action, choice, text
-from .binary_answers import Array, encode_arrays
 from .lab_runs import Ablation, LabRuns, id_inputs
 from .model_actions import capture_trace, check_text_length
-from .model_targets import is_trace, load_target, read_pruned_heads
-from .model_worker import JobProgress
-from .open_model import CAPTURE_BUDGET, MAX_TILE_CELLS, AblatedHead, OpenModel
-from .weight_summaries import make_edges
+from .model_worker import HEADS, JobProgress, action, choice, text
+from .open_model import (
+    CAPTURE_BUDGET,
+    MAX_TILE_CELLS,
+    AblatedHead,
+    OpenModel,
+    is_trace,
+    load_target,
+    read_pruned_heads,
+)
+from .weight_summaries import Array, encode_arrays, make_edges
 
 if TYPE_CHECKING:
     from torch import nn

@@ -27,14 +27,13 @@ from ..observe.traces import Trace
 from ..observe.traces.import_export import WeightSelection, encode_weights, estimate_export_bytes
 from ..observe.traces.trace_file import encode_trace
 from ..report.data import Figure, HeatMap, Links
-from ..report.numbers import format_bytes
 from ..report.plots import to_bytes
+from ..report.text import format_bytes
 from ..util.errors import SpecError
 from ..util.escaping import escape_html, make_visible
 from .answers import ask
 from .open_model import OpenModel, TileRange
-from .view_document import make_file_stem
-from .weight_summaries import make_edges
+from .weight_summaries import make_edges, make_file_stem
 
 # --- The answers that the file contains -----------------------------------------------------------
 

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..util.errors import pluralise
-from .action_fields import LINES, Pair, action, integer
-from .binary_answers import MAX_COPIED_PARAMS, get_native_copy
 from .lab_runs import (
     ABLATION_FIELDS,
+    MAX_COPIED_PARAMS,
     Ablation,
     LabRuns,
     Outputs,
     find_token_decoder,
     format_prune_command,
+    get_native_copy,
     id_inputs,
     open_inputs,
     position_changes,
 )
 from .model_actions import check_token_counts, make_examples
-from .model_worker import JobProgress
+from .model_worker import LINES, JobProgress, Pair, action, integer
 from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from .action_fields import HEADS, SEED, TOKENS, Pair, text
+from .model_worker import HEADS, SEED, TOKENS, Pair, text
 from .open_model import AblatedHead, OpenModel
 from .surgery_actions import UNKNOWN_MODEL, list_heads
 
@@ -14,11 +15,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from ..models import Transformer
     from ..observe.inspect.ablation import HeadPatch, HeadRef
     from ..observe.inspect.hooks import AttentionHook, SiteModule
     from ..observe.inspect.model_inputs import ModelInputs
     from ..observe.traces import Trace
 
+MAX_COPIED_PARAMS = 300_000_000
+# headwise copies of transformers models
+_copies: WeakKeyDictionary[nn.Module, Transformer] = WeakKeyDictionary()
 LASTING_MODES = ("zero", "mean", "noise")  # replacements that need no other tokens
 
 
@@ -94,6 +99,25 @@ def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
     if not ids:
         raise ValueError("the open text has no token ids; capture a text on the page first")
     return {name: torch.tensor([row], device=get_device(net)) for name, row in ids.items()}
+
+
+def get_native_copy(model: nn.Module) -> Transformer:
+    """The model as a headwise model; a copy of a transformers model is made once."""
+    from ..models import Transformer
+    from ..observe.head_analysis.random_baseline import as_native_model
+
+    if isinstance(model, Transformer):
+        return model
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > MAX_COPIED_PARAMS:
+        fact = f"{type(model).__name__} has {count / 1e6:,.0f} M parameters, and only models up to"
+        remedy = "open it as a headwise model: hw.view(hw.load(FOLDER), TEXT)"
+        raise ValueError(
+            f"{fact} {MAX_COPIED_PARAMS / 1e6:,.0f} M are copied for their steps; {remedy}"
+        )
+    if model not in _copies:
+        _copies[model] = as_native_model(model).eval()
+    return _copies[model]
 
 
 def find_token_decoder(net: nn.Module) -> Callable[[int], str]:

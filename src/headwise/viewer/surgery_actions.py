@@ -13,9 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..report.progress import CountedMessage
-from .action_fields import HEADS, LINES, MOST, Field, action, choice, flag, integer, number, text
 from .model_actions import list_texts
-from .model_worker import JobProgress
+from .model_worker import (
+    HEADS,
+    LINES,
+    MOST,
+    Field,
+    JobProgress,
+    action,
+    choice,
+    flag,
+    integer,
+    number,
+    text,
+)
 from .open_model import OpenModel
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from ..util.escaping import escape_html, make_visible
 from ..util.files import write_atomically
 from ..util.output_paths import Existing, FileKind, FolderKind, check_output
 from .export_files import TITLE_END, render_export
-from .model_targets import Log, is_trace, load_target, read_pruned_heads
-from .open_model import OpenModel
+from .open_model import Log, OpenModel, is_trace, load_target, read_pruned_heads
 
 DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is asleep."
 FRAME_HEIGHT = 720  # pixels of the frame in a notebook

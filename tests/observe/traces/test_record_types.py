@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 import headwise as hw
 from headwise.observe.traces import save_trace, trace_file
 from headwise.util.errors import SpecError
-from headwise.util.record_types import Record
+from headwise.util.size_limits import Record
 
 VALUES = {
     "n": 3,

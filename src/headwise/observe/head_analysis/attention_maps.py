@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...report.data import Table
-from ...report.numbers import format_numbers
 from ...report.render import to_text
+from ...report.text import format_numbers
 from ...util.errors import SpecError, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import AttentionHook, run_observed

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ...report.data import Table, Value
-from ...report.numbers import format_number, format_p
 from ...report.render import to_plain, to_text
+from ...report.text import format_number, format_p
 from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import record_head_outputs
 from ..inspect.model_inputs import get_streams, is_encoder_decoder

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from ...report.data import Column, Estimate as Measure, Figure, HeatMap, Table
-from ...report.numbers import format_p
 from ...report.render import colour_text, note_lines, to_csv, to_plain, to_text
-from ...report.text import wrap
+from ...report.text import format_p, wrap
 from ...util.errors import pluralise
 
 # Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models import Transformer
-from ...report.numbers import format_bytes
+from ...report.text import format_bytes
 from ...util.errors import SpecError
 from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, Trace
 from ..traces.attention_record import Array

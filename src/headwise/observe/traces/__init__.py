@@ -13,7 +13,6 @@ In reading order:
   the queries and keys of a head as points on a plane, and their products channel by channel.
 - `trace_comparison`: which heads attend differently in two traces, over tokens aligned with each
   other.
-- `record_types`: typed readers of the records of a document, which also read pruning plans.
 - `trace_file`: the file format, safetensors with a JSON document and a checksum.
 - `import_export`: traces of weights from elsewhere; weights as CSV, JSON or NPZ.
 """

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ...report.data import Table
-from ...report.numbers import format_bytes
 from ...report.render import to_text
+from ...report.text import format_bytes
 from ...util.errors import pluralise, suggest
 from ...util.escaping import make_visible
 from .attention_record import Array, AttentionCallRecord, AttentionRecord, PackedMask, TokenRow

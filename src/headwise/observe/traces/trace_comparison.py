@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...report.data import Column, Table
-from ...report.numbers import format_number
 from ...report.render import to_plain, to_text
+from ...report.text import format_number
 from ...util.errors import pluralise
 from .attention_record import Array, AttentionRecord
 from .attention_trace import Trace, query_blocks

@@ -17,8 +17,14 @@ from safetensors import SafetensorError, safe_open
 from ...util.errors import SpecError
 from ...util.files import write_atomically
 from ...util.output_paths import FileKind, check_output
-from ...util.record_types import Record
-from ...util.size_limits import MAX_HEADS, MAX_INTEGER, MAX_TRACE_TOKENS, check_size, parse_json
+from ...util.size_limits import (
+    MAX_HEADS,
+    MAX_INTEGER,
+    MAX_TRACE_TOKENS,
+    Record,
+    check_size,
+    parse_json,
+)
 from .attention_record import (
     PACKING_FORMS,
     Array,

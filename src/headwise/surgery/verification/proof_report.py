@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...report.data import Column, Estimate, Page, Table
-from ...report.numbers import format_bytes, format_count, format_number, format_share
 from ...report.render import make_page, to_markdown, to_text
+from ...report.text import format_bytes, format_count, format_number, format_share
 from ...util.errors import pluralise
 from ...util.escaping import escape_terminal
 from ...util.files import write_atomically

@@ -79,7 +79,7 @@ export interface ViewDocument {
 
 export type NumberArray = Uint8Array | Float32Array | Int32Array;
 
-/** A binary answer: the fields of its header, and its arrays. Mirrors `binary_answers`. */
+/** A binary answer: the fields of its header, and its arrays. Mirrors `encode_arrays`. */
 export interface Message {
   fields: Record<string, any>;
   arrays: Record<string, { data: NumberArray; shape: number[] }>;
