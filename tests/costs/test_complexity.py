@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
@@ -140,12 +138,10 @@ def test_from_which_length_attention_is_dearer_by_hand():
     assert found["linear"] == 3000 - square[::-1].index(False)
 
 
-def test_growth_is_measured_in_ratios():
+def test_every_layer_is_timed_at_every_length():
     found = measure_scaling(SIZES, lengths=(8, 16, 32))
-    assert set(found.layers) == set(LAYERS) - {"dilated convolution"}
-    assert all(seconds > 0 for each in found.layers.values() for seconds in each)
-    assert found.growth_factors["GRU"] == tuple(b / a for a, b in pairwise(found.layers["GRU"]))
-    assert max(map(len, to_text(found.items[0]).splitlines())) <= 80
+    assert set(found) == set(LAYERS) - {"dilated convolution"}
+    assert all(len(times) == 3 and min(times) > 0 for times in found.values())
 
 
 @pytest.mark.parametrize("tokens", [1, 2**40])

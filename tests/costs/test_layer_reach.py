@@ -4,14 +4,12 @@ definitions.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import SpecError, cli
-from headwise.costs.layer_reach import (
+from headwise import SpecError
+from headwise.costs.complexity import (
     DISTANCES,
     LAYERS,
     WIDTH,
@@ -21,7 +19,6 @@ from headwise.costs.layer_reach import (
     longest_chain,
     measure_layer_reach,
 )
-from headwise.report.render import to_text
 
 TOKENS = 40
 Table = dict[str, LayerReach]
@@ -29,7 +26,7 @@ Table = dict[str, LayerReach]
 
 @pytest.fixture(scope="module")
 def table() -> Table:
-    return {layer.name: layer for layer in measure_layer_reach(TOKENS).layers}
+    return {layer.name: layer for layer in measure_layer_reach(TOKENS)}
 
 
 def make(name: str) -> nn.Module:
@@ -85,7 +82,7 @@ def test_receptive_fields_and_paths(name: str, field: int, layers: int, table: T
 
 
 def test_only_the_chain_of_recurrent_layers_grows(table: Table):
-    longer = {layer.name: layer.chain for layer in measure_layer_reach(2 * TOKENS).layers}
+    longer = {layer.name: layer.chain for layer in measure_layer_reach(2 * TOKENS)}
     grown = {name: longer[name] - layer.chain for name, layer in table.items()}
     assert grown["attention"] == grown["convolution"] == 0
     assert grown["GRU"] >= 3 * TOKENS
@@ -141,29 +138,3 @@ def test_norms_of_a_mean():
 def test_sizes_out_of_range_are_refused(tokens: int):
     with pytest.raises(SpecError, match=f"tokens must be from 33 to 512, got {tokens}"):
         measure_layer_reach(tokens)
-
-
-def test_the_printed_table_has_the_measured_numbers(table: Table):
-    text = to_text(measure_layer_reach(TOKENS).items[0])
-    assert f"{table['LSTM'].gradients[8]:.1e}" in text
-    assert "longest chain of operations" in text
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_the_command_prints_the_reach(capsys: pytest.CaptureFixture[str]):
-    words = [
-        "cost",
-        "mha",
-        "--model",
-        "64",
-        "--context",
-        "128",
-        "--complexity",
-        "measured",
-        "--json",
-    ]
-    assert cli.main(words) == 0
-    reach = json.loads(capsys.readouterr().out)["complexity"]["reach"]
-    expected = {layer.name: layer.chain for layer in measure_layer_reach().layers}
-    assert {layer["name"]: layer["chain"] for layer in reach["layers"]} == expected
-    assert reach["tokens"] == 64

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headwise.attention.attention import Attention
 from headwise.attention.presets import design
-from headwise.costs.layer_reach import LAYERS
+from headwise.costs.complexity import LAYERS
 from headwise.learn import measured_layers
 from headwise.learn.measured_layers import make_layer, sample
 from learn import learn_entries as learn

@@ -86,8 +86,7 @@ class CostOptions(Options):
     details of comparing:
     --resize [SPEC=]SIZE  size that --match changes: dim, vdim, kv, q, model, or one of a part, as
         in mla=project.rank; repeatable
-    --complexity [HOW=counted]  compare with recurrent and convolutional layers: counted by formulas
-        (also without HOW), or measured
+    --complexity  compare with recurrent and convolutional layers
 
     published numbers:
     --article NUMBER  table of an article with numbers of GPT-3 and LLaMA-65B: 624740065
@@ -116,7 +115,7 @@ class CostOptions(Options):
 
     command = "cost"
     names = {"WHAT": "specs", "--set": "changes"}
-    choices = {"match": "params flops kv", "complexity": "counted measured"}
+    choices = {"match": "params flops kv"}
     needs = {"resize": "match"}
     excludes = ("article specs",)
     specs: tuple[str, ...] = ()
@@ -134,7 +133,7 @@ class CostOptions(Options):
     plot: str | None = None
     json: bool = False
     resize: tuple[str, ...] = ()
-    complexity: str | None = None
+    complexity: bool = False
     article: str | None = None
     optimiser: str | None = None
     activations: bool = False
@@ -311,11 +310,8 @@ def _activations_view(args: CostOptions, costs: CostReport) -> View:
 
 
 def _complexity_view(args: CostOptions, costs: CostReport) -> View:
-    """The table of complexities; with --complexity measured, the scaling and the reach of small
-    layers.
-    """
-    from ..costs.complexity import ComplexityTable, LayerSizes, measure_scaling
-    from ..costs.layer_reach import measure_layer_reach
+    """The table of complexities."""
+    from ..costs.complexity import ComplexityTable, LayerSizes
 
     estimate = costs.estimates[0]
     spec = next(iter(estimate.attention_specs.values()), None)
@@ -328,12 +324,7 @@ def _complexity_view(args: CostOptions, costs: CostReport) -> View:
         heads=math.gcd(spec.heads.q, spec.model),
     )
     table = ComplexityTable.from_sizes(sizes)
-    if args.complexity == "counted":
-        return View(table.data | {"measured": None, "reach": None}, table.items)
-    scaling = measure_scaling(sizes)
-    reach = measure_layer_reach()
-    data = table.data | {"measured": scaling.data, "reach": reach.data}
-    return View(data, [*table.items, *scaling.items, *reach.items])
+    return View(table.data, table.items)
 
 
 def _plot_view(args: CostOptions, costs: CostReport) -> View:
@@ -353,6 +344,6 @@ VIEWS: dict[str, tuple[Callable[[CostOptions], bool], ViewMaker]] = {
         lambda args: args.activations or {args.profile, args.checkpoint, args.dropout} != {None},
         _activations_view,
     ),
-    "complexity": (lambda args: args.complexity is not None, _complexity_view),
+    "complexity": (lambda args: args.complexity, _complexity_view),
     "plot": (lambda args: args.plot is not None, _plot_view),
 }

@@ -8,8 +8,7 @@ In reading order:
 - `workload` describes forward calls; `cost_report` makes the estimates of `hw.cost` and
   `headwise cost`, `cost_plots` their figures, `size_matching` sizes of equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;
-- `published_article` and `complexity` compare with the literature; `layer_reach` measures receptive
-  fields and gradients;
+- `published_article` and `complexity` compare with the literature;
 - `part_checks` compares what a part declares with what it does.
 """
 

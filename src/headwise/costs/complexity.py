@@ -2,16 +2,16 @@
 1706.03762.
 
 `ComplexityTable` counts parameters, FLOPs, sequential operations and path lengths;
-`measure_scaling` times small layers at several lengths.
+`measure_scaling` times small layers at several lengths; `measure_layer_reach` differentiates small
+layers in float64: gradient by distance, receptive field and equivariance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from ..attention.backends.linear_attention import CHUNK_SIZE
 from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
 from ..report.data import Column, Table
-from ..report.text import format_count, format_seconds
+from ..report.text import format_count
 from ..util.errors import SpecError
 from . import count_parameters
 from .cost_report import estimate_cost
@@ -112,21 +112,17 @@ class ComplexityTable:
         linear 8 n d^2 + sums over tokens 8 1 131
         recurrent 4 n d^2 1000 1000 1
         """
-        attention = LAYER_KINDS["self-attention"]
-
-        @cache
-        def attention_flops(tokens: int) -> int:
-            return attention.flops(sizes, SymbolicInt.of(tokens, "n"))
-
+        kinds = _list_kinds(sizes)
+        attention_flops = cache(kinds["self-attention"].flops)
         layers: list[LayerComplexity] = []
-        for name, kind in LAYER_KINDS.items():
+        for name, kind in kinds.items():
 
             def is_exceeded(tokens: int, kind: _LayerKind = kind) -> bool:
-                return attention_flops(tokens) > kind.flops(sizes, SymbolicInt.of(tokens, "n"))
+                return attention_flops(tokens) > kind.flops(tokens)
 
-            flops = kind.flops(sizes, SymbolicInt.of(sizes.tokens, "n"))
-            counts = (kind.parameters(sizes), int(flops), formula(flops))
-            steps = (kind.serial(sizes), kind.path(sizes), _first_length_where(is_exceeded))
+            flops = kind.flops(sizes.tokens)
+            counts = (kind.parameters, int(flops), formula(flops))
+            steps = (kind.serial, kind.path, _first_length_where(is_exceeded))
             layers.append(LayerComplexity(name, *counts, kind.order, *steps))
         return ComplexityTable(sizes, tuple(layers))
 
@@ -162,15 +158,15 @@ class ComplexityTable:
 
 
 class _LayerKind(NamedTuple):
-    """A kind of layer: order, and functions of its sizes: sequential operations, path length,
-    parameters, and FLOPs of n tokens.
+    """A kind of layer: its order, sequential operations, path length, parameters, and the FLOPs of a
+    number of tokens.
     """
 
     order: str
-    serial: Callable[[LayerSizes], int]
-    path: Callable[[LayerSizes], int]
-    parameters: Callable[[LayerSizes], int]
-    flops: Callable[[LayerSizes, SymbolicInt], int]
+    serial: int
+    path: int
+    parameters: int
+    flops: Callable[[int], int]
 
 
 def _first_length_where(holds: Callable[[int], bool]) -> int | None:
@@ -210,104 +206,58 @@ def attention_specs(sizes: LayerSizes) -> dict[str, AttentionSpec]:
     }
 
 
-def _attention_kind(name: str, order: str, text: str, **steps: Any) -> _LayerKind:
-    def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
-        spec = attention_specs(sizes)[name]
-        required = estimate_cost(spec, Workload(context=int(n))).prefill_flops.total
-        return SymbolicInt.of(required, text.format(r=sizes.window), loose="sum")
-
-    def parameters(sizes: LayerSizes) -> int:
-        return count_parameters(attention_specs(sizes)[name])
-
-    return _LayerKind(order, parameters=parameters, flops=flops, **steps)
-
-
-def _recurrent_kind(gates: int) -> _LayerKind:
-    """A recurrent layer with d state values; each gate has two matrices and two biases, as in
-    torch.nn.
+def _list_kinds(sizes: LayerSizes) -> dict[str, _LayerKind]:
+    """Return the kinds of layers. A gate of a recurrent layer has two matrices and two biases, as in
+    torch.nn; a separable convolution mixes positions channel by channel, then channels by a matrix.
     """
+    tokens = sizes.tokens
+    width = sizes.model
+    d = SymbolicInt.of(width, "d")
+    k = SymbolicInt.of(sizes.kernel, "k")
 
-    def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
-        return 4 * gates * n * SymbolicInt.of(sizes.model, "d") ** 2
+    def depth(reach: int) -> int:  # layers, each reaching back so far, from the last to the first
+        return max(-(-(tokens - 1) // reach), 1)
 
-    def parameters(sizes: LayerSizes) -> int:
-        return gates * (2 * sizes.model**2 + 2 * sizes.model)
+    # Order, sequential operations, path and formula. A chunk of linear attention needs the state of
+    # the chunk before it.
+    window = f"8 n d^2 + 4 d pairs[window({sizes.window})]"
+    chunks = -(-tokens // CHUNK_SIZE)
+    attention = {
+        "self-attention": ("n^2 d", 1, 1, "8 n d^2 + 4 n^2 d"),
+        "sliding window": ("r n d", 1, depth(sizes.window - 1), window),
+        "linear": ("n d^2 / h", chunks, 1, "8 n d^2 + sums over tokens"),
+    }
+    kinds: dict[str, _LayerKind] = {}
+    for name, spec in attention_specs(sizes).items():
+        order, serial, path, text = attention[name]
 
-    return _LayerKind("n d^2", _tokens, _tokens, parameters, flops)
+        def flops(n: int, spec: AttentionSpec = spec, text: str = text) -> int:
+            required = estimate_cost(spec, Workload(context=n)).prefill_flops.total
+            return SymbolicInt.of(required, text, loose="sum")
 
+        kinds[name] = _LayerKind(order, serial, path, count_parameters(spec), flops)
+    for name, gates in {"recurrent": 1, "GRU": 3, "LSTM": 4}.items():
+        parameters = gates * (2 * width**2 + 2 * width)
+        factor = 4 * gates
+        kinds[name] = _LayerKind(
+            *("n d^2", tokens, tokens, parameters),
+            lambda n, factor=factor: factor * SymbolicInt.of(n, "n") * d**2,
+        )
+    contiguous = depth(sizes.kernel - 1)
+    dilated = 1  # dilation grows by a factor of k each layer, so that they see k^layers tokens
+    while sizes.kernel**dilated < tokens:
+        dilated += 1
+    for name, path in {"convolution": contiguous, "dilated convolution": dilated}.items():
+        kinds[name] = _LayerKind(
+            *("k n d^2", 1, path, sizes.kernel * width**2 + width),
+            lambda n: 2 * k * SymbolicInt.of(n, "n") * d**2,
+        )
+    kinds["separable conv."] = _LayerKind(
+        *("k n d + n d^2", 1, contiguous, width * (sizes.kernel + width + 2)),
+        lambda n: 2 * k * SymbolicInt.of(n, "n") * d + 2 * SymbolicInt.of(n, "n") * d**2,
+    )
+    return kinds
 
-def _convolution_kind(path: Callable[[LayerSizes], int], separable: bool = False) -> _LayerKind:
-    """A convolution: one d x d matrix for each of k positions, or one channel by channel and one
-    matrix (separable); with biases.
-    """
-
-    def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
-        k = SymbolicInt.of(sizes.kernel, "k")
-        d = SymbolicInt.of(sizes.model, "d")
-        return 2 * k * n * d + 2 * n * d**2 if separable else 2 * k * n * d**2
-
-    def parameters(sizes: LayerSizes) -> int:
-        if separable:
-            return sizes.model * (sizes.kernel + 1) + sizes.model * (sizes.model + 1)
-        return sizes.kernel * sizes.model**2 + sizes.model
-
-    order = "k n d + n d^2" if separable else "k n d^2"
-    return _LayerKind(order, _one, path, parameters, flops)
-
-
-def _one(sizes: LayerSizes) -> int:
-    return 1
-
-
-def _tokens(sizes: LayerSizes) -> int:
-    return sizes.tokens
-
-
-def _layers_to_reach(reach: int, tokens: int) -> int:
-    """Number of layers, each reaching back `reach` tokens, from the last token to the first."""
-    return max(-(-(tokens - 1) // reach), 1)
-
-
-def _window_path(sizes: LayerSizes) -> int:
-    return _layers_to_reach(sizes.window - 1, sizes.tokens)
-
-
-def _contiguous_path(sizes: LayerSizes) -> int:
-    return _layers_to_reach(sizes.kernel - 1, sizes.tokens)
-
-
-def _dilated_path(sizes: LayerSizes) -> int:
-    """Number of layers whose dilation grows by a factor of k each; together they see k^layers
-    tokens.
-    """
-    layers = 1
-    while sizes.kernel**layers < sizes.tokens:
-        layers += 1
-    return layers
-
-
-def _num_chunks(sizes: LayerSizes) -> int:
-    """Number of chunks of linear attention; a chunk needs the state of the chunk before it."""
-    return -(-sizes.tokens // CHUNK_SIZE)
-
-
-WINDOW_TEXT = "8 n d^2 + 4 d pairs[window({r})]"
-LINEAR_TEXT = "8 n d^2 + sums over tokens"
-LAYER_KINDS = {
-    "self-attention": _attention_kind(
-        "self-attention", "n^2 d", "8 n d^2 + 4 n^2 d", serial=_one, path=_one
-    ),
-    "sliding window": _attention_kind(
-        "sliding window", "r n d", WINDOW_TEXT, serial=_one, path=_window_path
-    ),
-    "linear": _attention_kind("linear", "n d^2 / h", LINEAR_TEXT, serial=_num_chunks, path=_one),
-    "recurrent": _recurrent_kind(1),
-    "GRU": _recurrent_kind(3),
-    "LSTM": _recurrent_kind(4),
-    "convolution": _convolution_kind(_contiguous_path),
-    "dilated convolution": _convolution_kind(_dilated_path),
-    "separable conv.": _convolution_kind(_contiguous_path, separable=True),
-}
 
 # --- Measured scaling: the time of a layer by length, on this machine -----------------------------
 
@@ -316,73 +266,27 @@ MODEL_WIDTH = 64  # small, so that all measurements take a few seconds on one pr
 SECONDS_PER_MEASUREMENT = 0.08  # there are about thirty
 
 
-@dataclass(frozen=True)
-class ScalingMeasurement:
-    """Measured seconds of each layer at several lengths, each twice the one before."""
-
-    width: int
-    lengths: tuple[int, ...]
-    layers: dict[str, tuple[float, ...]]
-
-    @property
-    def growth_factors(self) -> dict[str, tuple[float, ...]]:
-        """Ratio of the times at successive lengths, by layer: the factor for a doubled length."""
-        return {
-            name: tuple(after / before for before, after in pairwise(seconds))
-            for name, seconds in self.layers.items()
-        }
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The measurement as plain values."""
-        factors = self.growth_factors
-        rows = [
-            {"name": name, "seconds": seconds, "times": factors[name]}
-            for name, seconds in self.layers.items()
-        ]
-        return {"width": self.width, "lengths": self.lengths, "layers": rows}
-
-    @property
-    def items(self) -> list[Table]:
-        """The times at the first length, and the factor for each doubling of it."""
-        title = (
-            f"Measured on this machine ({accelerator_type()}), one row, width {self.width}: time "
-            f"at {self.lengths[0]} tokens, and factor for each doubling of the length"
-        )
-        headers = [Column(f"{length:,} tokens", align="right") for length in self.lengths]
-        factors = self.growth_factors
-        rows: list[list[str]] = []
-        for name, seconds in self.layers.items():
-            growth = [f"x {factor:.1f}" for factor in factors[name]]
-            rows.append([name, format_seconds(seconds[0]), *growth])
-        return [Table(title, ["", *headers], rows)]
-
-
 def measure_scaling(
-    sizes: LayerSizes, lengths: tuple[int, ...] = MEASURED_LENGTHS
-) -> ScalingMeasurement:
-    """Time every layer of the table at a few lengths, with width 64 and the kernel and window of
-    `sizes`.
+    sizes: LayerSizes, lengths: Sequence[int] = MEASURED_LENGTHS
+) -> dict[str, tuple[float, ...]]:
+    """Seconds of every layer of the table at a few lengths, with width 64 and the kernel and window
+    of `sizes`.
 
-    >>> scaling = measure_scaling(LayerSizes(tokens=8, model=64), lengths=(4, 8))
-    >>> (
-    ...     all(min(seconds) > 0 for seconds in scaling.layers.values()),
-    ...     len(scaling.growth_factors["GRU"]),
-    ... )
-    (True, 1)
+    >>> seconds = measure_scaling(LayerSizes(tokens=8, model=64), lengths=(4, 8))
+    >>> all(min(times) > 0 for times in seconds.values()), len(seconds["GRU"])
+    (True, 2)
     """
     heads = math.gcd(sizes.heads, MODEL_WIDTH)
     small = LayerSizes(max(lengths), MODEL_WIDTH, heads, sizes.kernel, sizes.window)
     layers: dict[str, tuple[float, ...]] = {}
     with torch.no_grad():
         for name, run in _runnable_layers(small):
-            layers[name] = tuple(_time_layer(run, length) for length in lengths)
-    return ScalingMeasurement(MODEL_WIDTH, lengths, layers)
-
-
-def _time_layer(run: Callable[[Tensor], Any], tokens: int) -> float:
-    x_BTD = torch.randn(1, tokens, MODEL_WIDTH, device=accelerator_type())
-    return time_run(lambda: run(x_BTD), SECONDS_PER_MEASUREMENT)
+            seconds: list[float] = []
+            for tokens in lengths:
+                x_BTD = torch.randn(1, tokens, MODEL_WIDTH, device=accelerator_type())
+                seconds.append(time_run(partial(run, x_BTD), SECONDS_PER_MEASUREMENT))
+            layers[name] = tuple(seconds)
+    return layers
 
 
 def _runnable_layers(sizes: LayerSizes) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
@@ -404,3 +308,210 @@ def _pad_causal(x_BTD: Tensor, kernel: int) -> Tensor:
     convolution is causal.
     """
     return F.pad(x_BTD.transpose(1, 2), (kernel - 1, 0))
+
+
+MAX_REACH_TOKENS = 512  # a convolution stacks up to half as many layers
+DISTANCES = (1, 8, 32)
+WIDTH = 16
+KERNEL = 3
+HEADS = 2
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerReach:
+    """Measured range, gradients and equivariance of one layer with random weights over n tokens.
+
+    `receptive_field` is the number of input tokens with a nonzero derivative in the middle output
+    or, if these are more, in the last one, whose later tokens a border cuts off. `layers` is the
+    number of stacked layers until the first token reaches the last output. `chain` is the longest
+    chain of dependent operations that autograd records. `gradients` is the Frobenius norm of the
+    last output's derivative by the token at each distance. `shift` and `permutation` are the
+    largest differences between the layer of moved tokens and the moved outputs, away from the
+    borders for shifts. `parameters` does not depend on n; `state_bytes` is what the next token
+    reads of the tokens before, in float32.
+    """
+
+    name: str
+    receptive_field: int
+    layers: int
+    chain: int
+    gradients: Mapping[int, float]
+    shift: float
+    permutation: float
+    parameters: int
+    state_bytes: int
+
+
+def measure_layer_reach(tokens: int = 64) -> list[LayerReach]:
+    """Measure self-attention, a GRU, an LSTM and a convolution of 3 tokens with random weights.
+
+    >>> [(layer.name, layer.receptive_field, layer.layers) for layer in measure_layer_reach(33)]
+    [('attention', 33, 1), ('GRU', 33, 1), ('LSTM', 33, 1), ('convolution', 3, 32)]
+    """
+    if not DISTANCES[-1] < tokens <= MAX_REACH_TOKENS:
+        raise SpecError(
+            f"tokens must be from {DISTANCES[-1] + 1} to {MAX_REACH_TOKENS}, got {tokens}"
+        )
+    rows: list[LayerReach] = []
+    with torch.random.fork_rng(devices=[]):
+        for name, make in LAYERS.items():
+            torch.manual_seed(0)
+            module = make().double().eval()
+            rows.append(_measure(name, module, tokens))
+    return rows
+
+
+# --- The layers, each a function of x_TD ----------------------------------------------------------
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.GRU | nn.LSTM]) -> None:
+        super().__init__()
+        self.inner = kind(WIDTH, WIDTH)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.inner(x_TD)[0]
+
+    def state_bytes(self, tokens: int) -> int:
+        state = self.inner(torch.zeros(tokens, WIDTH, dtype=torch.float64))[1]
+        return 4 * sum(part.numel() for part in (state if isinstance(state, tuple) else (state,)))
+
+
+class _Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(WIDTH, WIDTH, KERNEL, padding=KERNEL // 2)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.inner(x_TD.T[None])[0].T
+
+    def state_bytes(self, tokens: int) -> int:
+        return 4 * WIDTH * min(KERNEL - 1, tokens)
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention(
+            design(model=WIDTH, heads=HEADS), backend="dense"
+        )  # one graph for all lengths
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.inner(x_TD[None])[0]
+
+    def state_bytes(self, tokens: int) -> int:
+        cached = Attention(design(model=WIDTH, heads=HEADS, pattern="causal()"))
+        return cached.cache(batch=1, capacity=tokens).nbytes
+
+
+LAYERS: Mapping[str, Callable[[], _SelfAttention | _Recurrent | _Convolution]] = {
+    "attention": _SelfAttention,
+    "GRU": lambda: _Recurrent(nn.GRU),
+    "LSTM": lambda: _Recurrent(nn.LSTM),
+    "convolution": _Convolution,
+}
+
+
+# --- Measures -------------------------------------------------------------------------------------
+
+
+def _measure(
+    name: str, module: _SelfAttention | _Recurrent | _Convolution, tokens: int
+) -> LayerReach:
+    generator = torch.Generator().manual_seed(1)
+    x_TD = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
+    norms_T = gradient_norms(module, x_TD)
+    return LayerReach(
+        name=name,
+        receptive_field=max(
+            int((gradient_norms(module, x_TD, output) > 0).sum()) for output in (tokens // 2, -1)
+        ),
+        layers=layers_to_reach(module, x_TD),
+        chain=longest_chain(module(x_TD)),
+        gradients={distance: float(norms_T[-1 - distance]) for distance in DISTANCES},
+        shift=_shift_error(module, x_TD),
+        permutation=_permutation_error(module, x_TD),
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        state_bytes=module.state_bytes(tokens),
+    )
+
+
+def gradient_norms(layer: Layer, x_TD: Tensor, output: int = -1) -> Tensor:
+    """Frobenius norm of one output's derivative by each input token; the last output unless another
+    is given.
+
+    >>> gradient_norms(lambda x_TD: x_TD.cumsum(0), torch.zeros(3, 4)).tolist()
+    [2.0, 2.0, 2.0]
+    """
+    jacobian_DTD = torch.autograd.functional.jacobian(lambda x: layer(x)[output], x_TD)
+    assert isinstance(jacobian_DTD, Tensor)
+    return torch.linalg.vector_norm(jacobian_DTD, dim=(0, 2))
+
+
+def layers_to_reach(layer: Layer, x_TD: Tensor) -> int:
+    """Number of times that a layer is applied until the last output depends on the first token.
+
+    >>> layers_to_reach(lambda x_TD: x_TD.roll(1, 0), torch.zeros(5, 2))
+    4
+    """
+    depends_TT = _dependencies(layer, x_TD)
+    reached_T = torch.zeros(len(x_TD))
+    reached_T[-1] = 1
+    for count in range(1, len(x_TD) + 1):
+        reached_T = ((reached_T @ depends_TT) > 0).float()
+        if reached_T[0]:
+            return count
+    raise SpecError(
+        f"the last of {len(x_TD)} tokens does not depend on the first after {len(x_TD)} layers"
+    )
+
+
+def _dependencies(layer: Layer, x_TD: Tensor) -> Tensor:
+    """1 where an output depends on an input, by the derivative in a random direction of channels,
+    [output, input].
+    """
+    x = x_TD.detach().clone().requires_grad_()
+    direction_D = torch.randn(
+        x_TD.shape[1], generator=torch.Generator().manual_seed(3), dtype=x_TD.dtype
+    )
+    outputs_T = layer(x) @ direction_D
+    rows = [torch.autograd.grad(output, x, retain_graph=True)[0] for output in outputs_T]
+    return torch.stack([(row != 0).any(-1) for row in rows]).float()
+
+
+def longest_chain(output: Tensor) -> int:
+    """Number of operations on the longest path of autograd's graph, from an output back to its
+    inputs.
+
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> longest_chain((x * 2).exp().sum()), longest_chain(x.exp() + x)
+    (4, 3)
+    """
+    assert output.grad_fn is not None, "the output needs a gradient"
+    depths: dict[Any, int] = {}
+    stack = [output.grad_fn]
+    while stack:
+        node = stack[-1]
+        nodes = [following for following, _ in node.next_functions if following is not None]
+        waiting = [following for following in nodes if following not in depths]
+        if waiting:
+            stack += waiting
+            continue
+        depths[stack.pop()] = 1 + max((depths[following] for following in nodes), default=0)
+    return depths[output.grad_fn]
+
+
+def _shift_error(layer: Layer, x_TD: Tensor, by: int = 2) -> float:
+    """Error of a circular shift, at tokens whose convolution does not see a border."""
+    inside = slice(2 * by + KERNEL, -by - KERNEL)
+    return _error(layer(x_TD.roll(by, 0))[inside], layer(x_TD).roll(by, 0)[inside])
+
+
+def _permutation_error(layer: Layer, x_TD: Tensor) -> float:
+    order = torch.randperm(len(x_TD), generator=torch.Generator().manual_seed(2))
+    return _error(layer(x_TD[order]), layer(x_TD)[order])
+
+
+def _error(one: Tensor, other: Tensor) -> float:
+    return float((one - other).detach().abs().max())

@@ -17,13 +17,16 @@ from ..attention.position_embeddings import sinusoidal_table
 from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
 from ..costs.complexity import (
+    DISTANCES,
+    LAYERS,
     MODEL_WIDTH,
     ComplexityTable,
     LayerComplexity,
+    LayerReach,
     LayerSizes,
+    measure_layer_reach,
     measure_scaling,
 )
-from ..costs.layer_reach import DISTANCES, LAYERS, LayerReach, measure_layer_reach
 from .catalogue import Number, Outcome, judge
 
 
@@ -80,7 +83,7 @@ WIDTH = 16  # lengths and sizes of the task of `_train`
 STEPS = 200
 BATCH = 64
 EVALUATED = 512
-# A name of `complexity` for each name of `layer_reach.LAYERS`.
+# A name of `complexity` for each name of `complexity.LAYERS`.
 NAMES = {"attention": "self-attention", "GRU": "GRU", "LSTM": "LSTM", "convolution": "convolution"}
 
 
@@ -92,7 +95,7 @@ _cells: dict[str, Number] = {}
 
 def _measure_reach() -> Mapping[str, LayerReach]:
     if not _reach:
-        _reach.update({layer.name: layer for layer in measure_layer_reach(TOKENS).layers})
+        _reach.update({layer.name: layer for layer in measure_layer_reach(TOKENS)})
     return _reach
 
 
@@ -105,8 +108,7 @@ def measured_cells() -> Mapping[str, Number]:
 
 def _measure_cells() -> Mapping[str, Number]:
     rounds = [
-        measure_scaling(LayerSizes(max(LENGTHS), MODEL_WIDTH), LENGTHS).layers
-        for _ in range(ROUNDS)
+        measure_scaling(LayerSizes(max(LENGTHS), MODEL_WIDTH), LENGTHS) for _ in range(ROUNDS)
     ]
     less, more = (_count_flops(length) for length in LENGTHS)
     numbers: dict[str, Number] = {
@@ -242,7 +244,7 @@ def _train(name: str, steps: int, marked_last: bool) -> dict[str, float]:
 
 
 def _apply(layer: nn.Module, x_BTD: Tensor) -> Tensor:
-    """Run a layer over a batch; those of `layer_reach` take one sequence, their inner layers
+    """Run a layer over a batch; those of `complexity` take one sequence, their inner layers
     several.
     """
     if isinstance(layer, Attention):

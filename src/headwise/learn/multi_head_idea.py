@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import costs
 from ..attention.presets import design
 from ..attention.tensor_attention import attend
-from ..costs.layer_reach import LAYERS, WIDTH, longest_chain
+from ..costs.complexity import LAYERS, WIDTH, longest_chain
 from ..observe.bundled_sample import load_sample_table, load_sample_trace
 from .attention_mechanism import parallel_equals_sequential
 from .catalogue import Outcome, judge, judge_condition
