@@ -243,7 +243,13 @@ class CompressionRun:
         model = load(Path(args.model))
         attach_named_tokenizer(model, args)
         examples, reading_notes = read_examples(model, args, task)
-        _check_model(model, args, examples[0])
+        # `prove` would raise these errors only after the model has been written.
+        from ..observe.head_analysis.objectives import choose_objective
+        from ..surgery.verification.efficiency import fit_lengths
+
+        choose_objective(model, args.objective, examples[0])
+        if "seconds" in vars(args):
+            fit_lengths(model, _timing_pace(args))
         return CompressionRun(args, model, examples, examples, task, [*reading_notes])
 
     def split_texts(self, uses: Sequence[str]) -> None:
@@ -358,16 +364,6 @@ def _timing_pace(args: Any) -> TimingOptions:
     from ..surgery.verification.efficiency import TimingOptions
 
     return TimingOptions(length=args.length, seconds=args.seconds)
-
-
-def _check_model(net: Transformer, args: Any, example: Example) -> None:
-    """Raise now the errors that `prove` would raise only after the model has been written."""
-    from ..observe.head_analysis.objectives import choose_objective
-    from ..surgery.verification.efficiency import fit_lengths
-
-    choose_objective(net, args.objective, example)
-    if "seconds" in vars(args):
-        fit_lengths(net, _timing_pace(args))
 
 
 def _format_number(value: float | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -140,8 +140,20 @@ def main(argv: list[str]) -> int:
 
 def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
     args = TrainOptions.parse(argv)
-    changes = _parse_changes(args.changes)
-    recipe = _make_recipe(args, changes["recipe"])
+    changes: dict[str, dict[str, Any]] = {"task": {}, "recipe": {}}
+    example = "--set task.KEY=VALUE, or recipe.KEY=VALUE"
+    for path, value in parse_assignments(args.changes, example).items():
+        table, _, key = path.partition(".")
+        if table not in changes or not key:
+            fact = f"--set {path} is not a field of the task or recipe"
+            raise UsageError(f"{fact}; write task.KEY=VALUE or recipe.KEY=VALUE")
+        changes[table][key] = value
+    from ..training.recipe import from_dict, from_toml
+    from ..training.run_setup import read_run_recipe
+
+    base = read_run_recipe(args.out) if args.resume else None
+    base = from_toml(read_text_file(args.recipe), base) if args.recipe else base
+    recipe = from_dict({**changes["recipe"], **args.recipe_fields}, base)
     task = _make_task(args.what, args.data, changes["task"])
     if args.model is not None and "tokens" not in changes["task"]:
         task = _with_model_tokenizer(task, args.model)
@@ -185,28 +197,6 @@ def _may_be_data(name: str) -> bool:
     itself.
     """
     return ":" in name or "," in name or name == "stdlib" or Path(name).exists()
-
-
-def _parse_changes(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Parse --set into changes of the task and of the recipe."""
-    changes: dict[str, dict[str, Any]] = {"task": {}, "recipe": {}}
-    example = "--set task.KEY=VALUE, or recipe.KEY=VALUE"
-    for path, value in parse_assignments(assignments, example).items():
-        table, _, key = path.partition(".")
-        if table not in changes or not key:
-            fact = f"--set {path} is not a field of the task or recipe"
-            raise UsageError(f"{fact}; write task.KEY=VALUE or recipe.KEY=VALUE")
-        changes[table][key] = value
-    return changes
-
-
-def _make_recipe(args: TrainOptions, changes: Mapping[str, Any]) -> Recipe:
-    from ..training.recipe import from_dict, from_toml
-    from ..training.run_setup import read_run_recipe
-
-    base = read_run_recipe(args.out) if args.resume else None
-    base = from_toml(read_text_file(args.recipe), base) if args.recipe else base
-    return from_dict({**changes, **args.recipe_fields}, base)
 
 
 def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:

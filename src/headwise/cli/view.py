@@ -106,7 +106,16 @@ class ViewOptions(Options):
 
             check_output(self.out, MODELS_FOLDER, "continue")
         if self.target is not None:
-            _check_target(self.target)
+            # What is neither a file nor a folder may be a model of the Hub.
+            path, colon, _ = self.target.rpartition(":")
+            if self.target.endswith(TRACE_SUFFIX) or (colon and path.endswith(".py")):
+                check_input_file("MODEL", path if path.endswith(".py") else self.target)
+            elif (
+                Path(self.target).exists()
+                or self.target in PRESETS
+                or Path(self.target).suffix in DESCRIPTION_SUFFIXES
+            ):
+                check_model_path("MODEL", self.target)
 
 
 def main(argv: list[str]) -> int:
@@ -131,14 +140,3 @@ def main(argv: list[str]) -> int:
     with suppress(KeyboardInterrupt):  # the usual end of a server
         view.serve_page(opened, server, announce=print_page)
     return 0
-
-
-def _check_target(name: str) -> None:
-    """Refuse names that cannot be opened; what is neither a file nor a folder may be a model of the
-    Hub.
-    """
-    path, colon, _ = name.rpartition(":")
-    if name.endswith(TRACE_SUFFIX) or (colon and path.endswith(".py")):
-        check_input_file("MODEL", path if path.endswith(".py") else name)
-    elif Path(name).exists() or name in PRESETS or Path(name).suffix in DESCRIPTION_SUFFIXES:
-        check_model_path("MODEL", name)

@@ -254,7 +254,9 @@ def layer_activation_memory(
     True
     """
     profile = profile or default_profile(spec, workload)
-    _check_profile(profile, checkpoint)
+    if profile not in BACKEND_PROFILES:
+        raise SpecError(f"there is no profile {profile!r}; {suggest(profile, BACKEND_PROFILES)}")
+    check_checkpoint_mode(checkpoint)
     if source is not None and spec.source is None:
         raise SpecError(
             f"cannot set source={source!r}: this spec reads no source sequence; leave source out"
@@ -305,12 +307,6 @@ def check_checkpoint_mode(checkpoint: str) -> None:
         raise SpecError(
             f"checkpoint={checkpoint!r} is unknown; {suggest(checkpoint, CHECKPOINT_MODES)}"
         )
-
-
-def _check_profile(profile: str, checkpoint: str) -> None:
-    if profile not in BACKEND_PROFILES:
-        raise SpecError(f"there is no profile {profile!r}; {suggest(profile, BACKEND_PROFILES)}")
-    check_checkpoint_mode(checkpoint)
 
 
 def _record_saved_tensors(

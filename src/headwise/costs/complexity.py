@@ -455,7 +455,14 @@ def layers_to_reach(layer: Layer, x_TD: Tensor) -> int:
     >>> layers_to_reach(lambda x_TD: x_TD.roll(1, 0), torch.zeros(5, 2))
     4
     """
-    depends_TT = _dependencies(layer, x_TD)
+    # 1 where an output depends on an input, by the derivative in a random direction of channels.
+    x = x_TD.detach().clone().requires_grad_()
+    direction_D = torch.randn(
+        x_TD.shape[1], generator=torch.Generator().manual_seed(3), dtype=x_TD.dtype
+    )
+    outputs_T = layer(x) @ direction_D
+    rows = [torch.autograd.grad(output, x, retain_graph=True)[0] for output in outputs_T]
+    depends_TT = torch.stack([(row != 0).any(-1) for row in rows]).float()
     reached_T = torch.zeros(len(x_TD))
     reached_T[-1] = 1
     for count in range(1, len(x_TD) + 1):
@@ -465,19 +472,6 @@ def layers_to_reach(layer: Layer, x_TD: Tensor) -> int:
     raise SpecError(
         f"the last of {len(x_TD)} tokens does not depend on the first after {len(x_TD)} layers"
     )
-
-
-def _dependencies(layer: Layer, x_TD: Tensor) -> Tensor:
-    """1 where an output depends on an input, by the derivative in a random direction of channels,
-    [output, input].
-    """
-    x = x_TD.detach().clone().requires_grad_()
-    direction_D = torch.randn(
-        x_TD.shape[1], generator=torch.Generator().manual_seed(3), dtype=x_TD.dtype
-    )
-    outputs_T = layer(x) @ direction_D
-    rows = [torch.autograd.grad(output, x, retain_graph=True)[0] for output in outputs_T]
-    return torch.stack([(row != 0).any(-1) for row in rows]).float()
 
 
 def longest_chain(output: Tensor) -> int:

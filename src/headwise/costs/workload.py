@@ -102,7 +102,11 @@ def check_depth_known(spec: AttentionSpec) -> None:
     of a first layer.
     """
     for key, value, part in _depth_dependent_fields(spec):
-        if not _is_first_layer(spec):
+        if not (
+            _parameter_shapes(spec)
+            == _parameter_shapes(spec.at_depth(0, 3))
+            == _parameter_shapes(spec.at_depth(0, 4))
+        ):
             fact = (
                 f"{key}={value!r} depends on the depth of the layer, which is unknown for a "
                 "single layer"
@@ -149,15 +153,6 @@ def _depth_dependent_fields(spec: AttentionSpec) -> Iterator[tuple[str, str, Par
             value = getattr(part, key)
             if isinstance(value, str) and value != getattr(last_part, key):
                 yield f"{name}.{key}", value, last_part
-
-
-def _is_first_layer(spec: AttentionSpec) -> bool:
-    """True if the spec as given has the sizes of a first layer, for any number of layers."""
-    return (
-        _parameter_shapes(spec)
-        == _parameter_shapes(spec.at_depth(0, 3))
-        == _parameter_shapes(spec.at_depth(0, 4))
-    )
 
 
 def _parameter_shapes(spec: AttentionSpec) -> tuple[Heads, dict[str, tuple[int, ...]]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
@@ -201,14 +200,13 @@ def _gaussian_layer_error(width: float) -> float:
     )
     layer = make_layer(spec)
     x = sample(4, 1, 5, 8)
-    q, k, v = (_split(x @ layer.state_dict()[f"project.{side}"].T) for side in "qkv")
+    q, k, v = (
+        (x @ layer.state_dict()[f"project.{side}"].T).unflatten(-1, (2, 4)).transpose(1, 2)
+        for side in "qkv"
+    )
     weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
     y = (weights @ v).transpose(1, 2).flatten(2) @ layer.state_dict()["output.o"].T
     return largest_difference(y, layer(x))
-
-
-def _split(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (2, 4)).transpose(1, 2)
 
 
 def kernel_widths(*, narrow: float = 0.01, wide: float = 1e4) -> Outcome:

@@ -212,12 +212,8 @@ def table_of_lengths(*, steps: int = STEPS, marked_last: bool = False) -> Outcom
     return judge(float(numbers["long_attention"]) > 0.9, **numbers)
 
 
-def _make_float_layer(name: str) -> nn.Module:
-    return Attention(design(model=WIDTH, heads=2)) if name == "attention" else LAYERS[name]()
-
-
 def _train(name: str, steps: int, marked_last: bool) -> dict[str, float]:
-    layer = _make_float_layer(name)
+    layer = Attention(design(model=WIDTH, heads=2)) if name == "attention" else LAYERS[name]()
     embed = nn.Linear(VALUES + 1, WIDTH)
     head = nn.Linear(WIDTH, VALUES)
 

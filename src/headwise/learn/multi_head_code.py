@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -272,7 +271,14 @@ def one_product_or_many(*, heads: int = 8) -> Outcome:
         expected = at_once()
     with _CountedProducts() as loop:
         difference = largest_difference(expected, in_a_loop())
-    ratio = _time_ratio(in_a_loop, at_once)
+    # Processor time of the fastest of several runs over that of another call; the two alternate.
+    fastest = {in_a_loop: math.inf, at_once: math.inf}
+    for call in (in_a_loop, at_once) * 60:
+        start = time.process_time_ns()
+        for _ in range(5):
+            call()
+        fastest[call] = min(fastest[call], time.process_time_ns() - start)
+    ratio = fastest[in_a_loop] / fastest[at_once]
     products = loop.count / whole.count
     return judge(
         products > 1 and ratio > 1,
@@ -285,19 +291,6 @@ def one_product_or_many(*, heads: int = 8) -> Outcome:
 
 def _weights(q: Tensor, k: Tensor) -> Tensor:
     return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
-
-
-def _time_ratio(run: Callable[[], Tensor], other: Callable[[], Tensor], repeats: int = 60) -> float:
-    """Processor time of the fastest of several runs over that of another call;
-    the two alternate.
-    """
-    fastest = {run: math.inf, other: math.inf}
-    for call in (run, other) * repeats:
-        start = time.process_time_ns()
-        for _ in range(5):
-            call()
-        fastest[call] = min(fastest[call], time.process_time_ns() - start)
-    return fastest[run] / fastest[other]
 
 
 class _CountedProducts(TorchDispatchMode):

@@ -313,7 +313,15 @@ def _draw_plot(axes: Axes, plot: Plot, theme: Theme) -> None:
         style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 6.5}
         label = name_undrawable(reference.label)
         axes.annotate(label, place, xytext=(2, 2), xycoords=system, color=theme.muted, **style)
-    _set_limits(axes, plot)
+    axes.autoscale_view()
+    for axis, get, put in (
+        (plot.x, axes.get_xlim, axes.set_xlim),
+        (plot.y, axes.get_ylim, axes.set_ylim),
+    ):
+        low, high = get()
+        low = low if axis.low is None else axis.low
+        high = high if axis.high is None else axis.high
+        put(*((high, low) if axis.reverse else (low, high)))
     if plot.names == "ends":
         _name_ends(axes, plot.series, theme)
     elif plot.names and any(series.name for series in plot.series):
@@ -366,18 +374,6 @@ def _set_axis(axes: Axes, name: str, axis: Axis) -> None:
     if axis.ticks:
         labels = [name_undrawable(label) for label in axis.ticks.values()]
         axis_of_plot.set_ticks(list(axis.ticks), labels)
-
-
-def _set_limits(axes: Axes, plot: Plot) -> None:
-    axes.autoscale_view()
-    for axis, get, put in (
-        (plot.x, axes.get_xlim, axes.set_xlim),
-        (plot.y, axes.get_ylim, axes.set_ylim),
-    ):
-        low, high = get()
-        low = low if axis.low is None else axis.low
-        high = high if axis.high is None else axis.high
-        put(*((high, low) if axis.reverse else (low, high)))
 
 
 def _name_ends(axes: Axes, series: Sequence[Series], theme: Theme) -> None:

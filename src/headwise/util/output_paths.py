@@ -218,7 +218,14 @@ def stage_folder(
             if not target.parent.is_dir():
                 target.parent.mkdir(parents=True, exist_ok=True)
             delete_abandoned(target)
-            handle = _make_locked_folder(hidden)
+            # The handle holds a lock on the folder until it is closed or the process ends.
+            hidden.mkdir()
+            handle = os.open(hidden, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            except BaseException:
+                os.close(handle)
+                raise
         try:
             staged.mkdir()
             yield staged
@@ -239,20 +246,6 @@ def stage_folder(
         except BaseException:  # Ctrl-C while it is deleted: delete the rest
             shutil.rmtree(hidden, ignore_errors=True)
             raise
-
-
-def _make_locked_folder(folder: Path) -> int:
-    """Make a folder and return its handle, which holds a lock on it until it is closed or the
-    process ends.
-    """
-    folder.mkdir()
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
 
 
 def _sync_tree(folder: Path) -> None:

@@ -440,17 +440,12 @@ def _steps_of_model(
     steps = model_steps(model, tensors["text"], own, source=tensors.get("source"), key=shown)
     block = slice(place.query, place.query + 1)
     trace_weights = trace.head_weights(place.site, place.head, block, row=place.row)[0]
+    last = [step for step in steps.steps if step.name in ("normalise", "weight_step")][-1]
     _check_weights(
-        _last_weights(steps),
+        last.arrays["out"],
         trace_weights[keys] if len(trace_weights) == len(ids[layer.key_stream]) else trace_weights,
     )
     return replace(steps, place=place, positions=keys.astype(np.int32))
-
-
-def _last_weights(steps: HeadSteps) -> NDArray[Any]:
-    return [step for step in steps.steps if step.name in ("normalise", "weight_step")][-1].arrays[
-        "out"
-    ]
 
 
 def _check_weights(actual: NDArray[Any], expected: NDArray[Any]) -> None:

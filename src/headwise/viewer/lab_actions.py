@@ -26,8 +26,6 @@ from .model_worker import LINES, JobProgress, Pair, action, integer
 from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..models import Transformer
     from ..observe.inspect.model_inputs import ModelInputs
 
@@ -246,7 +244,13 @@ def check_by_removal(model: OpenModel, ablation: Ablation, after: Outputs) -> di
         )
     try:
         native, smaller = _copy_without_weights(model, ablation.heads)
-        values = _run_open_text(model, smaller)
+        import torch
+
+        from ..observe.head_analysis.objectives import get_output_tensor
+
+        with torch.inference_mode():
+            values = get_output_tensor(smaller(**id_inputs(smaller, model.get_recorded())))
+        values = (values[0] if values.dim() == 3 else values[:1]).double().cpu()
     except (ValueError, KeyError, IndexError, NotImplementedError) as error:
         return unchecked(str(error))
     if values.shape != after.values.shape:
@@ -308,17 +312,6 @@ def _copy_without_weights(
     for head in heads:
         keep[head.site].remove(head.head)
     return native, remove_heads(native, keep).eval()
-
-
-def _run_open_text(model: OpenModel, net: Transformer) -> Tensor:
-    """The outputs of a headwise model for the first text, in float64."""
-    import torch
-
-    from ..observe.head_analysis.objectives import get_output_tensor
-
-    with torch.inference_mode():
-        values = get_output_tensor(net(**id_inputs(net, model.get_recorded())))
-    return (values[0] if values.dim() == 3 else values[:1]).double().cpu()
 
 
 # --- How the text goes on -------------------------------------------------------------------------

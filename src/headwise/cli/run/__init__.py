@@ -94,7 +94,11 @@ def main(argv: list[str]) -> int:
     model = load_model(args)
     kind = task_kind(model)
     if kind != "texts":
-        _check_unused(args, model)
+        for name, flag in args.options_set.items():
+            if name not in COMMON_OPTIONS:
+                raise UsageError(
+                    f"{flag} is for text generation, but {model.spec.name} classifies; leave it out"
+                )
     from . import answers
 
     return answers.answer(model, args, kind)
@@ -132,12 +136,3 @@ def load_model(args: RunOptions) -> Transformer:
         raise UsageError(f"{fact}; give --tokenizer FILE, or --tokenizer bytes")
     attach_named_tokenizer(model, args)
     return model.to(device)
-
-
-def _check_unused(args: RunOptions, model: Transformer) -> None:
-    """Raise if options for text generation are given to a model that does not generate text."""
-    for name, flag in args.options_set.items():
-        if name not in COMMON_OPTIONS:
-            raise UsageError(
-                f"{flag} is for text generation, but {model.spec.name} classifies; leave it out"
-            )
