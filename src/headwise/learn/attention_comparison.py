@@ -9,7 +9,7 @@ from statistics import linear_regression
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,6 +26,7 @@ from .matrix_figures import draw_curves
 from .measured_layers import (
     complexity_by_layer,
     largest_difference,
+    make_gru,
     make_layer,
     sample,
     samples,
@@ -64,9 +65,7 @@ def stream_of_keys(*, rescale: bool = True) -> Outcome:
     whole = attend(q[None], k, v)[0][0]
     streamed = largest_difference(_stream(q, k, v, rescale), whole)
     permuted = largest_difference(_stream(q, k.flip(0), v.flip(0), rescale), whole)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        gru = nn.GRU(5, 5).double()
+    gru = make_gru(5)
     changed = largest_difference(gru_steps(gru, k)[-1], gru_steps(gru, k.flip(0))[-1])
     random_access = max(streamed, permuted) > 1e-12
     return judge(random_access, streamed=streamed, permuted=permuted, gru=changed)

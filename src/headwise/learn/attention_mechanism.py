@@ -20,7 +20,7 @@ from ..models.model_spec import ModelSpec
 from ..observe.bundled_sample import load_sample_trace
 from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices
-from .measured_layers import largest_difference, make_layer, sample, samples
+from .measured_layers import largest_difference, make_gru, make_layer, sample, samples, size_text
 from .parameters_and_scaling import gradient_of_softmax, score_variance
 
 __all__ = ["gradient_of_softmax", "score_variance"]
@@ -68,7 +68,7 @@ def attention_formula(*, power: float = 0.5) -> Outcome:
     weights = torch.exp(q @ k.T / 5**power)
     written = weights / weights.sum(-1, keepdim=True) @ v
     ours = attend(q, k, v)[0]
-    shape = " x ".join(map(str, ours.shape))
+    shape = size_text(ours)
     difference = largest_difference(ours, written)
     return judge(difference < 1e-12, difference=difference, shape=shape)
 
@@ -141,7 +141,7 @@ def multi_head_formula(*, own_projection: bool = True) -> Outcome:
         outputs.append(((x @ w_q) @ (x @ w_k).T / math.sqrt(dim)).softmax(-1) @ (x @ w_v))
     y = torch.cat(outputs, -1) @ state["output.o"].T
     difference = largest_difference(y, layer(x[None])[0])
-    shape = " x ".join(map(str, state["output.o"].T.shape))
+    shape = size_text(state["output.o"].T)
     return judge(difference < 1e-12, difference=difference, w_o=shape)
 
 
@@ -193,22 +193,18 @@ def fixed_vector(*, steps: int = 12, width: int = 4, decoder_steps: int = 12) ->
     """Rank of the derivative of what a decoder receives by all source vectors: one state, or
     attention contexts.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        gru = nn.GRU(width, width, batch_first=True).double()
+    gru = make_gru(width)
     queries = sample(1, decoder_steps, width)
     x = sample(2, steps, width)
     state = torch.func.jacrev(lambda x: gru_steps(gru, x)[-1])(x)
     contexts = torch.func.jacrev(lambda v: attend(queries, x, v)[0])(x)
-    fixed = _rank(state.reshape(width, -1))
-    free = _rank(contexts.reshape(decoder_steps * width, -1))
+    fixed, free = (
+        int(torch.linalg.matrix_rank(matrix, rtol=1e-9))
+        for matrix in (state.reshape(width, -1), contexts.reshape(decoder_steps * width, -1))
+    )
     return judge(
         fixed <= width < free, fixed=fixed, attention=free, source=steps * width, width=width
     )
-
-
-def _rank(matrix: Tensor) -> int:
-    return int(torch.linalg.matrix_rank(matrix, rtol=1e-9))
 
 
 def gru_steps(gru: nn.GRU, x_TD: Tensor) -> Tensor:
@@ -231,9 +227,8 @@ def gradient_by_distance(*, update_bias: float = 0.0, tokens: int = 41) -> Outco
     and attention.
     """
     width = 16
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        gru = nn.GRU(width, width).double()
+    gru = make_gru(width)
+    with torch.no_grad():
         dict(gru.named_parameters())["bias_ih_l0"][width : 2 * width] += (
             update_bias  # a gate near 1 copies the state
         )

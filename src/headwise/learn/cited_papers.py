@@ -23,7 +23,7 @@ from ..surgery.attention_replacement import AttentionChange, replace_attentions
 from ..surgery.conversion import Pool, ToCollaborative, convert
 from ..surgery.model_and_texts import read_model_and_texts
 from .catalogue import ItemList, Outcome, judge, judge_condition
-from .measured_layers import make_layer, sample
+from .measured_layers import make_layer, sample, weights_of
 
 PAIRS = [tuple(text.split("\t")) for text in TEXTS]
 
@@ -85,7 +85,10 @@ def rank_of_trained_states(*, trained: bool = True) -> Outcome:
     for name, model in (("trained", net), ("random", random)):
         shares = []
         cosines = []
-        for states in _encoder_states(model, inputs):
+        norm = model.get_submodule("encoder.norm")  # its inputs are [1, tokens, model]
+        with record_modules([norm]) as calls:
+            output_log_probs(model, inputs)
+        for states in (call.args[0][0] for call in calls[norm]):
             unit = states / states.norm(dim=1, keepdim=True)
             shares.append(float(effective_rank(states[None])[0]) / min(states.shape))
             cosines.append(float((unit @ unit.T).sum() - len(unit)) / (len(unit) * (len(unit) - 1)))
@@ -95,14 +98,6 @@ def rank_of_trained_states(*, trained: bool = True) -> Outcome:
         }
     name = "trained" if trained else "random"
     return judge(numbers[f"rank_{name}"] > 0.7 and numbers[f"cosine_{name}"] > 0.05, **numbers)
-
-
-def _encoder_states(net: Transformer, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
-    """States [tokens, model] after the last encoder layer, before the final norm."""
-    norm = net.get_submodule("encoder.norm")
-    with record_modules([norm]) as calls:
-        output_log_probs(net, inputs)
-    return [call.args[0][0] for call in calls[norm]]
 
 
 # --- Conversion of trained attention --------------------------------------------------------------
@@ -272,9 +267,8 @@ def density_by_alpha(*, alphas: tuple[float, ...] = (1.0, 1.5, 2.0)) -> Outcome:
     for name, alpha in zip(("softmax", "entmax", "sparsemax"), alphas, strict=True):
         part = '"Softmax"' if alpha == 1 else f'"Entmax", alpha = {alpha}'
         spec = from_toml(f"model = 16\nheads = {{q = 2, dim = 8}}\nnormaliser = {{part = {part}}}")
-        probe = Probe("weights")
-        make_layer(spec)(sample(1, 1, 64, 16), probe=probe)
-        shares[name] = float((probe.tensors["weights"] > 0).double().mean())
+        weights = weights_of(make_layer(spec), sample(1, 1, 64, 16))
+        shares[name] = float((weights > 0).double().mean())
     return judge(shares["softmax"] == 1 > shares["entmax"] > shares["sparsemax"], **shares)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
 from .catalogue import ItemList, Outcome, judge
-from .measured_layers import largest_difference, make_layer, sample, samples
+from .measured_layers import largest_difference, make_layer, sample, samples, size_text
 
 KEYS = (51.0, 56.0, 58.0)
 VALUES = (40.0, 43.0, 48.0)
@@ -228,9 +228,9 @@ def order_of_the_product(*, row_vector: bool = False) -> Outcome:
     values = sample(2, 7, 3)
     values = values.T if row_vector else values
     alpha = weights.T if row_vector else weights
-    right = " x ".join(map(str, (weights @ (values.T if row_vector else values)).shape))
+    right = size_text(weights @ (values.T if row_vector else values))
     try:
-        product = " x ".join(map(str, (values @ alpha).shape))
+        product = size_text(values @ alpha)
     except RuntimeError:
         product = "-"
     return judge(product != "-", product=product, right=right)
@@ -242,7 +242,7 @@ def queries_and_keys(*, queries: int = 5, keys: int = 7) -> Outcome:
         sample(1, queries, 4), sample(2, keys, 4), sample(3, keys, 3), need_weights=True
     )
     assert weights is not None
-    shape = " x ".join(map(str, weights.shape))
+    shape = size_text(weights)
     return judge(
         queries == keys,
         shape=shape,
@@ -290,7 +290,7 @@ def cross_attention(*, cut: bool = False) -> Outcome:
     other = sample(3, 1, 7, 12)
     outputs = [layer(x, source=one if cut else source).detach() for source in (one, other)]
     change = largest_difference(*outputs)
-    return judge(change > 1e-6, shape=" x ".join(map(str, outputs[0].shape[1:])), change=change)
+    return judge(change > 1e-6, shape=size_text(outputs[0][0]), change=change)
 
 
 def learned_maps(*, steps: int = 60, rate: float = 0.1) -> Outcome:

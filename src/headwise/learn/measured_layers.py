@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.attention import Attention
+from ..attention.interfaces.core_types import Probe
 from ..attention.position_embeddings import sinusoidal_table
 from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
@@ -61,6 +62,29 @@ def make_layer(spec: AttentionSpec, seed: int = 0, scale: float | None = None) -
             deviation = parameter.shape[-1] ** -0.5 if scale is None else scale
             parameter.copy_(sample(1000 * seed + number, *parameter.shape) * deviation)
     return layer
+
+
+def weights_of(layer: Attention, x: Tensor, source: Tensor | None = None) -> Tensor:
+    """The attention weights of a layer, [B, heads, T, S]."""
+    probe = Probe("weights")
+    layer(x, source=source, probe=probe)
+    return probe.tensors["weights"].detach()
+
+
+def size_text(tensor: Tensor) -> str:
+    """The shape of a tensor as text.
+
+    >>> size_text(torch.zeros(2, 3))
+    '2 x 3'
+    """
+    return " x ".join(map(str, tensor.shape))
+
+
+def make_gru(width: int) -> nn.GRU:
+    """A GRU in float64 with torch's random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.GRU(width, width).double()
 
 
 def entropy(weights: Tensor) -> Tensor:

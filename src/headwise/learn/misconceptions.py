@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from .. import costs
-from ..attention.attention import Attention
-from ..attention.interfaces.core_types import Probe
 from ..attention.position_embeddings import sinusoidal_table
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
@@ -28,6 +26,7 @@ from .measured_layers import (
     make_layer,
     sample,
     samples,
+    weights_of,
 )
 from .parameters_and_scaling import sample_scores
 
@@ -208,7 +207,7 @@ def weighted_mean(*, normaliser: str = "Softmax") -> Outcome:
     source = sample(2, 1, 6, 8)
     one = sample(3, 1, 4, 8)
     other = sample(4, 1, 4, 8)
-    weights = [_layer_weights(layer, x, source) for x in (one, other)]
+    weights = [weights_of(layer, x, source) for x in (one, other)]
     values = (source[0] @ layer.state_dict()["project.v"].T).unflatten(-1, (2, 4))
     outputs = layer.head_outputs(one, source=source).detach()[0]
     outside = torch.maximum(outputs - values.amax(0), values.amin(0) - outputs).amax()
@@ -218,12 +217,6 @@ def weighted_mean(*, normaliser: str = "Softmax") -> Outcome:
     return judge(
         changed > 1e-6 and not inside, changed=changed, row_sum=row_sum, outside=float(outside)
     )
-
-
-def _layer_weights(layer: Attention, x: Tensor, source: Tensor) -> Tensor:
-    probe = Probe("weights")
-    layer(x, source=source, probe=probe)
-    return probe.tensors["weights"].detach()
 
 
 def not_an_ensemble(*, independent: bool = False) -> Outcome:

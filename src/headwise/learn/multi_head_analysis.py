@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 from torch import nn
 
 from .. import costs
 from ..attention import head_axis_ops
 from ..attention.attention import Attention
-from ..attention.interfaces.core_types import Probe
 from ..attention.presets import design, from_toml
 from ..costs.roofline import Device
 from ..models.families import read_model_spec
@@ -26,7 +26,7 @@ from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from .attention_mechanism import multi_head_formula
 from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_columns, draw_heads, draw_matrices
-from .measured_layers import entropy, largest_difference, make_layer, sample
+from .measured_layers import entropy, largest_difference, make_layer, sample, weights_of
 from .misconceptions import redundant_heads
 from .parameters_and_scaling import robust_to_corrupted_heads
 
@@ -230,7 +230,8 @@ def heads_by_width(*, heads: int | None = None) -> Outcome:
     """
     specs = [next(iter(read_model_spec(name).attention_specs()))[1] for name in PUBLISHED_MODELS]
     sizes = sorted((spec.model, heads or spec.heads.q) for spec in specs)
-    correlation = _rank_correlation(*zip(*sizes, strict=True))
+    is_constant = len({count for _, count in sizes}) == 1
+    correlation = 0.0 if is_constant else float(spearmanr(sizes).statistic)
     numbers = {
         "narrowest": sizes[0][0],
         "fewest": sizes[0][1],
@@ -238,17 +239,6 @@ def heads_by_width(*, heads: int | None = None) -> Outcome:
         "most": sizes[-1][1],
     }
     return judge(correlation > 0.5, models=len(sizes), correlation=correlation, **numbers)
-
-
-def _rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
-    """Spearman's correlation; equal values have their mean rank. 0 if one side is constant."""
-    values = torch.tensor([first, second], dtype=torch.float64)
-    lower = values[:, None] < values[..., None]
-    equal = values[:, None] == values[..., None]
-    ranks = lower.sum(-1) + equal.sum(-1) / 2
-    centred = ranks - ranks.mean(-1, keepdim=True)
-    norms = centred.norm(dim=-1)
-    return float(centred[0] @ centred[1] / norms.prod()) if norms.all() else 0.0
 
 
 def few_heads_attend_to_themselves(*, tied: bool = False) -> Outcome:
@@ -431,9 +421,7 @@ def third_tokens(*, layers: int = 2) -> Outcome:
             inputs = tuple(each + first(each).detach() for each in inputs)
         ratios = []
         for each in inputs:
-            probe = Probe("weights")
-            layer(each, probe=probe)
-            row = probe.tensors["weights"].detach()[0, 0, 2]
+            row = weights_of(layer, each)[0, 0, 2]
             ratios.append((row[0] / row[1]).log())
         changes.append(float((ratios[0] - ratios[1]).abs()))
     return judge(changes[0] < 1e-9 < changes[1], first=changes[0], second=changes[1])

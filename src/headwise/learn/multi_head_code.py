@@ -22,7 +22,7 @@ from .attention_mechanism import causal_mask
 from .catalogue import Outcome, judge, judge_condition
 from .kernel_lookup import cross_attention, one_source_or_two
 from .matrix_figures import draw_matrices
-from .measured_layers import largest_difference, make_layer, sample
+from .measured_layers import largest_difference, make_layer, sample, size_text
 
 __all__ = ["causal_mask", "cross_attention", "one_source_or_two"]
 
@@ -243,9 +243,7 @@ def output_shape(*, with_output: bool = True) -> Outcome:
     x = sample(1, 2, 5, 12)
     heads = layer.head_outputs(x).flatten(-2).detach()
     output = layer(x).detach() if with_output else heads
-    shapes = {
-        name: " x ".join(map(str, each.shape)) for name, each in (("input", x), ("heads", heads))
-    }
+    shapes = {name: size_text(each) for name, each in (("input", x), ("heads", heads))}
     return judge(output.shape == x.shape, **shapes)
 
 

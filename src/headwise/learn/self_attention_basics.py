@@ -21,16 +21,17 @@ from .matrix_figures import draw_heads
 from .measured_layers import (
     complexity_by_layer,
     largest_difference,
+    make_gru,
     make_layer,
     sample,
     samples,
+    size_text,
     table_beside_recurrence,
     table_of_lengths,
+    weights_of,
 )
 
-__all__ = ["table_beside_recurrence", "table_of_lengths"]  # runs of this document's tables
-
-__all__ = ["attention_formula"]
+__all__ = ["attention_formula", "table_beside_recurrence", "table_of_lengths"]  # runs of others
 
 
 # --- Section 0: cost and dilution -----------------------------------------------------------------
@@ -56,17 +57,12 @@ def diluted_weight(*, gap: float = 3.0, grow: bool = False) -> Outcome:
         scores = torch.zeros(tokens, dtype=torch.float64)
         scores[0] = gap * (math.log(tokens) / math.log(8) if grow else 1.0)
         numbers[f"softmax_{tokens}"] = float(scores.softmax(0)[0])
-        numbers[f"entmax_{tokens}"] = float(_entmax(scores)[0])
+        entmax = REGISTRY["Entmax"](alpha=1.5)
+        numbers[f"entmax_{tokens}"] = float(entmax.normalise_row(scores, {})[0])
     ratios = {
         name: numbers[f"{name}_4096"] / numbers[f"{name}_8"] for name in ("softmax", "entmax")
     }
     return judge_condition(ratios["softmax"] < 0.1, ratios["entmax"] < 0.1, **numbers)
-
-
-def _entmax(scores: Tensor) -> Tensor:
-    """1.5-entmax of one row, by headwise."""
-    entmax = REGISTRY["Entmax"](alpha=1.5)
-    return entmax.normalise_row(scores, {})
 
 
 def several_heads_read_several_values(*, targets: int = 2) -> Outcome:
@@ -101,10 +97,9 @@ def recurrent_range(*, memoryless: bool = False, tokens: int = 9) -> Outcome:
     """Pairs of positions with a nonzero derivative in a GRU; with `memoryless`, its state weights
     are 0.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        gru = nn.GRU(4, 4).double()
-        parameters = dict(gru.named_parameters())
+    gru = make_gru(4)
+    parameters = dict(gru.named_parameters())
+    with torch.no_grad():
         if memoryless:
             parameters["weight_hh_l0"].zero_()
             parameters["bias_ih_l0"][4:8] = -1e4  # the update gate is exactly 0
@@ -143,7 +138,7 @@ def no_decay(*, positions: str = "") -> Outcome:
     layer = make_layer(design(model=8, heads=1))
     shares = {}
     for tokens in (16, 1024):
-        shares[f"weight_{tokens}"] = float(_weights_of(layer, sample(1, 1, tokens, 8)).mean())
+        shares[f"weight_{tokens}"] = float(weights_of(layer, sample(1, 1, tokens, 8)).mean())
     return judge_condition(plain > 0.05, alibi > 0.05, plain=plain, alibi=alibi, **shares)
 
 
@@ -151,7 +146,7 @@ def _decay(modifiers: str) -> float:
     layer = make_layer(
         from_toml(f"model = 16\nheads = {{q = 8, dim = 2}}\npattern = 'causal()'\n{modifiers}")
     )
-    weights = _weights_of(layer, sample(1, 1, 1, 16).expand(1, 41, 16))[0, :, -1]
+    weights = weights_of(layer, sample(1, 1, 1, 16).expand(1, 41, 16))[0, :, -1]
     return float((weights[:, 0] / weights[:, -1]).min())
 
 
@@ -244,7 +239,7 @@ def learned_weights_are_fixed(*, kind: str = "random") -> Outcome:
     """Change of learned weights between two inputs, and the message for a longer input."""
     spec = from_toml(LEARNED.format(f'length = 7, kind = "{kind}"'))
     layer = make_layer(spec)
-    weights = [_weights_of(layer, sample(seed, 1, 7, 16)) for seed in (1, 2)]
+    weights = [weights_of(layer, sample(seed, 1, 7, 16)) for seed in (1, 2)]
     change = largest_difference(*weights)
     try:
         layer(sample(1, 1, 9, 16))
@@ -252,12 +247,6 @@ def learned_weights_are_fixed(*, kind: str = "random") -> Outcome:
     except ValueError as error:
         message = str(error)
     return judge(change < 1e-12 and message != "-", change=change, message=message)
-
-
-def _weights_of(layer: Attention, x: Tensor) -> Tensor:
-    probe = Probe("weights")
-    layer(x, probe=probe)
-    return probe.tensors["weights"].detach()
 
 
 def one_bias(*, normaliser: str = "Softmax") -> Outcome:
@@ -312,7 +301,7 @@ def weights_are_no_parameters(*, learned: bool = False) -> Outcome:
         from_toml(LEARNED.format("length = 7")) if learned else design(model=16, heads=2)
     )
     names = sorted(name for name, _ in layer.named_parameters())
-    change = largest_difference(*(_weights_of(layer, sample(seed, 1, 7, 16)) for seed in (1, 2)))
+    change = largest_difference(*(weights_of(layer, sample(seed, 1, 7, 16)) for seed in (1, 2)))
     return judge(change > 1e-6, names=ItemList(", ".join(names)), change=change)
 
 
@@ -332,7 +321,7 @@ def two_sentences(*, learned: bool = False) -> Outcome:
         from_toml(LEARNED.format("length = 7")) if learned else design(model=16, heads=2)
     )
     layers = [
-        _weights_of(layer, torch.stack([table[word] for word in text.split()])[None])[0]
+        weights_of(layer, torch.stack([table[word] for word in text.split()])[None])[0]
         for text in SENTENCES
     ]
     change = largest_difference(*layers)
@@ -355,14 +344,9 @@ def names_of_attention(*, similarity: str = "Additive") -> Outcome:
     plain = make_layer(design(model=12, heads=3))
     plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
     x = sample(1, 1, 5, 12)
-    probe = Probe("weights")
-    change = largest_difference(_weights_of(layer, x), _weights_of(plain, x))
-    plain(x, source=sample(2, 1, 7, 12), probe=probe)
-    return judge(
-        change < 1e-12,
-        change=change,
-        shape=" x ".join(map(str, probe.tensors["weights"].shape[2:])),
-    )
+    change = largest_difference(weights_of(layer, x), weights_of(plain, x))
+    shape = size_text(weights_of(plain, x, sample(2, 1, 7, 12))[0, 0])
+    return judge(change < 1e-12, change=change, shape=shape)
 
 
 def learned_weights_are_linear(*, kind: str = "random") -> Outcome:
