@@ -216,18 +216,49 @@ ERRATA_HEADS = {
     "en": ("id", "claim", "correction", "reference", "command"),
     "zh": ("编号", "原文的说法", "更正", "参考", "命令"),
 }
-errata_rows: list[Any] = []  # filled once: each entry is run
+errata_rows: dict[str, tuple[Any, Any]] = {}  # filled once: each entry is run
+
+
+def read_errata() -> dict[str, tuple[Any, Any]]:
+    """The entry and the result of every row such as C1.4, by document and number."""
+    from headwise.learn.catalogue import load_entries
+
+    if not errata_rows:
+        entries = {row: entry for entry in load_entries() for row in entry.rows if row[0] == "C"}
+        results = {entry.id: entry.check() for entry in entries.values()}
+        for row in sorted(entries, key=lambda row: [int(part) for part in row[1:].split(".")]):
+            errata_rows[row] = entries[row], results[entries[row].id]
+    return errata_rows
+
+
+def erratum_cells(row: str, language: str) -> list[str]:
+    """Id, claim, correction, reference and command; lines of a correction are joined by `<br>`."""
+    from headwise.learn.entry_text import Words
+    from headwise.learn.language import use_language
+
+    entry, result = read_errata()[row]
+    with use_language(language):
+        lines = map(table_as_sentence, result.reason(language).splitlines())
+        reason = "<br>".join(lines)
+    reference = Words(language).reference(entry) or "-"
+    claim = entry.line.fill(language, {})
+    return [row, claim, reason, reference, f"`headwise learn {row}`"]
+
+
+def table_as_sentence(line: str) -> str:
+    """A row of cells between bars as `first: second, third`; other lines as they are."""
+    from headwise.learn.language import join_clauses, join_items
+
+    label, *values = [cell.strip() for cell in line.split(" | ")]
+    if not join_items(values):
+        return line
+    return join_clauses([*filter(None, [label]), join_items(values)], ": ")
 
 
 def errata_table(document: str, language: str) -> str:
     """The errata of one document in one language, with the numbers of their runs."""
-    from headwise.learn.catalogue import load_entries
-    from headwise.learn.entry_text import list_errata
-
-    if not errata_rows:
-        errata_rows.extend(list_errata(load_entries()))
-    rows = [row.cells(language) for row in errata_rows if row.id.startswith(f"C{int(document)}.")]
-    return table(ERRATA_HEADS[language], rows)
+    rows = [row for row in read_errata() if row.startswith(f"C{int(document)}.")]
+    return table(ERRATA_HEADS[language], [erratum_cells(row, language) for row in rows])
 
 
 for document in ("000", "001", "002", "003", "004"):

@@ -20,7 +20,7 @@ from headwise.viewer.comparison_actions import compare_attention, exact_pair, po
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_target
-from headwise.viewer.weight_summaries import decode_arrays
+from viewer.binary_messages import decode_arrays
 from viewer.page_models import GPT
 
 

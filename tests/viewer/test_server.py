@@ -26,8 +26,8 @@ from headwise.viewer.server import (
     allowed_hosts,
     serve,
 )
-from headwise.viewer.weight_summaries import decode_arrays
 from hostile.hostile_requests import HOST, STATIC, TOKEN
+from viewer.binary_messages import decode_arrays
 from viewer.page_browser import examples_of_ids
 from viewer.page_models import GPT
 

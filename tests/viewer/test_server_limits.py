@@ -28,8 +28,8 @@ from headwise.viewer.model_actions import TextTooLong, capture_trace
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS, ModelWorker
 from headwise.viewer.open_model import OpenModel, TileRange
 from headwise.viewer.server import SecurityMiddleware, ViewServer, allowed_hosts, open_socket
-from headwise.viewer.weight_summaries import decode_arrays
 from hostile.hostile_requests import HOST, STATIC, TOKEN, page_client
+from viewer.binary_messages import decode_arrays
 from viewer.page_models import GPT
 
 

@@ -13,7 +13,7 @@ from headwise.observe.head_analysis.head_circuits import compare_circuits
 from headwise.observe.head_analysis.head_similarity import HeadLocation
 from headwise.viewer.model_actions import HeadGroups, compute_similarity, make_examples
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.weight_summaries import decode_arrays
+from viewer.binary_messages import decode_arrays
 from viewer.page_browser import sample_model, served, wait_until
 from viewer.page_models import progress
 

@@ -27,8 +27,8 @@ from headwise.observe.traces.head_steps import MAX_KEY_VECTORS, HeadPlace, HeadS
 from headwise.viewer.answers import ONLY_TRACE, find_steps
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer
-from headwise.viewer.weight_summaries import decode_arrays
 from support.tiny_configs import model_config
+from viewer.binary_messages import decode_arrays
 
 TOKENS, WORDS, MODEL = 13, 31, 20
 T5 = model_config("t5", d_model=20, d_kv=7, d_ff=24, num_heads=3, num_layers=2, vocab_size=WORDS)

@@ -294,10 +294,6 @@ class _FusedAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(lse)
         return o, lse
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("backward is not available on meta tensors")
-
 
 class _FusedRMSNorm(torch.autograd.Function):
     """Saves what the fused RMSNorm of CUDA saves: the input, one number per token, the weight."""
@@ -307,10 +303,6 @@ class _FusedRMSNorm(torch.autograd.Function):
         scale = x.new_empty(x.shape[: x.dim() - num_axes], dtype=torch.float32)
         ctx.save_for_backward(x, scale, *(() if weight is None else (weight,)))
         return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("backward is not available on meta tensors")
 
 
 def _rms_norm(

@@ -23,11 +23,6 @@ class Estimate(NamedTuple):
     p: float = math.nan
 
     @property
-    def is_above_chance(self) -> bool:
-        """True if the lower end of the interval is above chance."""
-        return self.low > self.chance
-
-    @property
     def data(self) -> dict[str, float | None]:
         """Dictionary of plain values; NaN becomes None."""
         items = self._asdict().items()

@@ -258,6 +258,15 @@ def to_json(value: Any) -> str:
 
 def to_html(page: Page) -> str:
     """Return a page as one HTML document, light and dark, without scripts and remote addresses."""
+
+    def kind(item: Any) -> str:
+        return type(item).__name__
+
+    return fill_template(TEMPLATE, page=page, format_cells=format_cells, kind=kind)
+
+
+def fill_template(template: Path, **values: Any) -> str:
+    """Return HTML of a template, which may call `to_svg`; texts are escaped and made visible."""
     import jinja2
 
     from .plots import to_svg
@@ -265,14 +274,11 @@ def to_html(page: Page) -> str:
     def show(value: Any) -> Any:
         return make_visible(value, keep="\n\t") if type(value) is str else value
 
-    def kind(item: Any) -> str:
-        return type(item).__name__
-
     environment = jinja2.Environment(
         autoescape=True, finalize=show, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals.update(format_cells=format_cells, to_svg=to_svg, kind=kind)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(page=page)
+    text = template.read_text(encoding="utf-8")
+    return environment.from_string(text).render(values, to_svg=to_svg)
 
 
 def make_page(title: str, *sections: tuple[str, Sequence[Item]], summary: str = "") -> Page:

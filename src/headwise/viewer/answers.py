@@ -24,7 +24,7 @@ from ..observe.traces.head_steps import HeadPlace, HeadSteps, multiply_channels,
 from .comparison_actions import exact_pair, pool_difference
 from .lab_runs import find_token_decoder, get_native_copy, id_inputs
 from .model_worker import REQUIRED, Field, choice, integer, number
-from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
+from .open_model import LENSES, MAX_TILE_CELLS, ONLY_TRACE, OpenModel, TileRange
 from .weight_summaries import encode_arrays, list_classes, stack_measures, thumbnail_masks
 
 if TYPE_CHECKING:
@@ -377,7 +377,6 @@ def answer_difference_pair(view: OpenModel, query: Query) -> bytes:
 # --- The steps of one head for one query ----------------------------------------------------------
 
 WEIGHT_TOLERANCE = 5e-3  # a trace in half precision rounds its queries and keys
-ONLY_TRACE = "only a trace is open; start `headwise view` with the model"
 
 
 def find_steps(view: OpenModel, place: HeadPlace, key: int | None = None) -> tuple[HeadSteps, str]:

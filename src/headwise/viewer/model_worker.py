@@ -294,67 +294,58 @@ def action(kind: str, /, **fields: Field) -> Callable[[Callable[..., Any]], JobF
 # --- Kinds of values ------------------------------------------------------------------------------
 
 
-def check_range(name: str, value: int, low: int, high: int) -> int:
-    """The integer; raises ValueError if it is not from `low` to `high`."""
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} is out of range; give {low} to {high}")
-    return value
-
-
 def integer(low: int, high: int, default: Any = REQUIRED) -> Field:
     """An integer from `low` to `high`."""
 
     def read(model: OpenModel, name: str, value: Any) -> int:
         if type(value) is not int:
             raise ValueError(f"{name}={value!r} is not an integer; give {low} to {high}")
-        return check_range(name, value, low, high)
+        if not low <= value <= high:
+            raise ValueError(f"{name}={value} is out of range; give {low} to {high}")
+        return value
 
     return Field(read, default)
+
+
+def _checked(
+    accepts: Callable[[Any], bool], fault: str, default: Any = REQUIRED, key: str = ""
+) -> Field:
+    """A value that passes a test; `fault` is the message for others."""
+
+    def read(model: OpenModel, name: str, value: Any) -> Any:
+        if not accepts(value):
+            raise ValueError(fault.format(name=name, value=value, kind=type(value).__name__))
+        return value
+
+    return Field(read, default, key)
 
 
 def number(default: Any = REQUIRED, low: float = -math.inf, high: float = math.inf) -> Field:
     """A finite number."""
-
-    def read(model: OpenModel, name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not (math.isfinite(value) and low <= value <= high):
-            scope = f" from {low:g} to {high:g}" if math.isfinite(high) else ""
-            raise ValueError(f"{name}={value!r} is not a number{scope}; give for example 0.5")
-        return value
-
-    return Field(read, default)
+    scope = f" from {low:g} to {high:g}" if math.isfinite(high) else ""
+    return _checked(
+        lambda value: type(value) in (int, float) and math.isfinite(value) and low <= value <= high,
+        f"{{name}}={{value!r}} is not a number{scope}; give for example 0.5",
+        default,
+    )
 
 
 def flag() -> Field:
     """True or false; false by default."""
-
-    def read(model: OpenModel, name: str, value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} is neither true nor false; give one of them")
-        return value
-
-    return Field(read, False)
+    fault = "{name}={value!r} is neither true nor false; give one of them"
+    return _checked(lambda value: isinstance(value, bool), fault, False)
 
 
 def text(default: Any = "", key: str = "") -> Field:
     """A text."""
-
-    def read(model: OpenModel, name: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise ValueError(f"{name} is of type {type(value).__name__}; give a text")
-        return value
-
-    return Field(read, default, key)
+    fault = "{name} is of type {kind}; give a text"
+    return _checked(lambda value: isinstance(value, str), fault, default, key)
 
 
 def choice(names: Sequence[str], default: Any = REQUIRED, key: str = "") -> Field:
     """One of several words."""
-
-    def read(model: OpenModel, name: str, value: Any) -> str:
-        if value not in names:
-            raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(names)}")
-        return value
-
-    return Field(read, default, key)
+    fault = f"{{name}}={{value!r}} is unknown; use one of {', '.join(names)}"
+    return _checked(lambda value: value in names, fault, default, key)
 
 
 def _read_lines(model: OpenModel, name: str, value: Any) -> list[str]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..observe.head_analysis.head_table import HeadTable
     from ..observe.inspect.site import Site
 
+ONLY_TRACE = "only a trace is open; start `headwise view` with the model"
 MAX_TOKENS = 8192  # longest text that the page captures
 MAX_TILE_CELLS = 1024  # cells on each side of a tile
 CAPTURE_BUDGET = 2 * 10**9  # bytes of one trace
@@ -167,7 +168,7 @@ class OpenModel:
         if self.model is None and self._origin is not None:
             self.model = self._origin.get_model()
         if not self.has_model:
-            raise ValueError("only a trace is open; start `headwise view` with the model")
+            raise ValueError(ONLY_TRACE)
         import_libraries()
         if self.model is None:
             with self._loading:  # several requests may need the model at once
@@ -219,22 +220,12 @@ class OpenModel:
         }
 
     def _capabilities(self) -> dict[str, dict[str, Any]]:
+        reasons = dict.fromkeys(("text", "measure", "ablate", "write"), "")
         if not self.has_model:
-            reason = "only a trace is open; start `headwise view` with the model"
-            return {
-                name: {"possible": False, "reason": reason}
-                for name in ("text", "measure", "ablate", "write")
-            }
-        can_write = self.output_folder is not None and not self.read_only
-        return {
-            "text": {"possible": True, "reason": ""},
-            "measure": {"possible": True, "reason": ""},
-            "ablate": {"possible": True, "reason": ""},
-            "write": {
-                "possible": can_write,
-                "reason": "" if can_write else "started without --out, or with --read-only",
-            },
-        }
+            reasons = dict.fromkeys(reasons, ONLY_TRACE)
+        elif self.output_folder is None or self.read_only:
+            reasons["write"] = "started without --out, or with --read-only"
+        return {name: {"possible": not why, "reason": why} for name, why in reasons.items()}
 
     @property
     def heads(self) -> list[tuple[str, int]]:

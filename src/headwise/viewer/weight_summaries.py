@@ -436,9 +436,8 @@ LENGTH_BYTES = 4  # size of the length of the header
 def encode_arrays(arrays: Mapping[str, Array], **fields: Any) -> bytes:
     """Encode arrays of dtype uint8, int32 or float32 and the fields of the header as one message.
 
-    >>> message = encode_arrays({"weights": np.zeros((2, 3), np.uint8)}, max=1.0)
-    >>> decode_arrays(message)[0]
-    {'max': 1.0, 'arrays': [{'name': 'weights', 'dtype': 'u8', 'shape': [2, 3], 'offset': 0}]}
+    >>> encode_arrays({"weights": np.zeros((1, 2), np.uint8)}, max=1.0)[4:].rstrip(b" \0")
+    b'{"max": 1.0, "arrays": [{"name": "weights", "dtype": "u8", "shape": [1, 2], "offset": 0}]}'
     """
     entries: list[dict[str, Any]] = []
     parts: list[bytes] = []
@@ -458,16 +457,3 @@ def encode_arrays(arrays: Mapping[str, Array], **fields: Any) -> bytes:
     header = json.dumps({**fields, "arrays": entries}, allow_nan=False).encode()
     header += b" " * (-(LENGTH_BYTES + len(header)) % ALIGNMENT)
     return b"".join([len(header).to_bytes(LENGTH_BYTES, "little"), header, *parts])
-
-
-def decode_arrays(message: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return the header and the arrays of a message."""
-    begin = LENGTH_BYTES + int.from_bytes(message[:LENGTH_BYTES], "little")
-    header = json.loads(message[LENGTH_BYTES:begin])
-    dtypes = {short: np.dtype(name) for name, short in DTYPE_NAMES.items()}
-    arrays: dict[str, Array] = {}
-    for entry in header["arrays"]:
-        count = int(np.prod(entry["shape"], dtype=np.int64))
-        flat = np.frombuffer(message, dtypes[entry["dtype"]], count, begin + entry["offset"])
-        arrays[entry["name"]] = flat.reshape(entry["shape"])
-    return header, arrays
