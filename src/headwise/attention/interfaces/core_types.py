@@ -432,7 +432,7 @@ class AxisLayout:
         return math.prod(self.unmerged_shape(sizes))
 
     def __str__(self) -> str:
-        named = []
+        named: list[str] = []
         for dim in self.dims:
             text = " ".join(f"[{axis}]" if "|" in axis else axis for axis in dim)
             named.append(f"({text})" if len(dim) > 1 else text)

@@ -282,7 +282,8 @@ class Edges(Pattern):
         """All edges between `nodes` nodes, including each node with itself; equals Full on those
         nodes.
         """
-        return cls(tuple(product(range(check_whole_number("nodes", nodes, 0)), repeat=2)))
+        numbers = range(check_whole_number("nodes", nodes, 0))
+        return cls(tuple(product(numbers, numbers)))
 
     def allows(self, i: Any, j: Any) -> Any:
         # Without the first condition, the code of a key beyond `width` would be that of another
