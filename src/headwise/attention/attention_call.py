@@ -187,7 +187,7 @@ class CallPlanner:
     def _splits_packed_rows(
         self, arguments: AttentionArguments, sequence: SequenceInfo, layer: PlannedLayer
     ) -> bool:
-        """Whether the sequences of packed rows are computed separately; never in a compiled graph,
+        """True if the sequences of packed rows are computed separately; never in a compiled graph,
         whose shapes may not depend on their lengths.
         """
         x, source, cache, _, mask, probe = arguments
@@ -388,7 +388,7 @@ def check_tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
 
 
 def _autocasts(x: Tensor) -> bool:
-    """Whether autocast converts the operands of matrix products."""
+    """True if autocast converts the operands of matrix products."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 

@@ -80,7 +80,7 @@ def print_note(text: object) -> None:
 
 
 def supports_style() -> bool:
-    """Whether stdout is a terminal that shows bold and colours, and NO_COLOR is not set."""
+    """True if stdout is a terminal that shows bold and colours, and NO_COLOR is not set."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 

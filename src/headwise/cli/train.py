@@ -193,7 +193,7 @@ def _list_tasks() -> list[str]:
 
 
 def _may_be_data(name: str) -> bool:
-    """Whether a name is that of existing data, or has the form of one that `open_data` reads
+    """True if a name is that of existing data, or has the form of one that `open_data` reads
     itself.
     """
     return ":" in name or "," in name or name == "stdlib" or Path(name).exists()

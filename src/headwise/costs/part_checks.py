@@ -301,7 +301,7 @@ class PartReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not any(result.failures for result in self.results)
 
     @property

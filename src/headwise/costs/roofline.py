@@ -90,7 +90,7 @@ class Device:
         return max(flops / self.flops[dtype], moved / self.bandwidth)
 
     def limiting_resource(self, flops: int, moved: int, dtype: str) -> str:
-        """Whether the operation is bound by "compute" or by "memory"."""
+        """The resource that limits the operation: "compute" or "memory"."""
         return "compute" if flops / self.flops[dtype] >= moved / self.bandwidth else "memory"
 
 

@@ -122,7 +122,7 @@ def total_weight_bytes(spec_or_model: AttentionSpec | ModelSpec, storage: Weight
 
 
 def is_routed(weight: WeightSpec) -> bool:
-    """Whether a tensor, with its full name, is stacked over the experts among which a router
+    """True if a tensor, with its full name, is stacked over the experts among which a router
     chooses.
     """
     return ".feed.each." in weight.name

@@ -202,7 +202,7 @@ def _read_channels(path: Path, value: Any, channels: int) -> tuple[float, ...]:
 
 
 def _is_scaled_to_one(config: Mapping[str, Any]) -> bool:
-    """Whether pixels 0..255 are scaled to 0..1 before they are normalised."""
+    """True if pixels 0..255 are scaled to 0..1 before they are normalised."""
     factor = config.get("rescale_factor", 1 / 255)
     return (
         bool(config.get("do_rescale", True))

@@ -212,7 +212,7 @@ def _attend_uniformly(qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tenso
 
 
 def _can_use_kernel(q: Tensor) -> bool:
-    """Whether the headwise kernel is faster than torch's fused call: bfloat16 on the CPU, one query
+    """True if the headwise kernel is faster than torch's fused call: bfloat16 on the CPU, one query
     per row.
     """
     return q.is_cpu and q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and has_kernels()
@@ -278,7 +278,7 @@ def _mask_to_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_causal_mask(mask: Tensor | None) -> bool:
-    """Whether a mask carries the causal mark and was not modified since."""
+    """True if a mask carries the causal mark and was not modified since."""
     return mask is not None and getattr(mask, CAUSAL_MARK, None) == _tensor_version(mask)
 
 

@@ -76,7 +76,7 @@ def linear_many(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether one product with the concatenated matrices is faster, although every call
+    """True if one product with the concatenated matrices is faster, although every call
     concatenates them.
 
     It is in mixed-precision training on a CPU, because autocast copies every matrix anyway; in
@@ -91,7 +91,7 @@ def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the kernel runs this product: sizes at which it is faster on this class of machine,
+    """True if the kernel runs this product: sizes at which it is faster on this class of machine,
     and no gradient.
     """
     if torch.is_grad_enabled() or x.dtype not in GEMV_POINTS:

@@ -51,7 +51,7 @@ class CellResult:
 
     @property
     def is_done(self) -> bool:
-        """Whether the cell ended with metrics."""
+        """True if the cell ended with metrics."""
         return self.result["status"] == "done"
 
     @property

@@ -201,7 +201,7 @@ def check_model(model_spec: ModelSpec, task: Task, tokenizer: str | None = None)
 
 
 def has_same_vocabulary(document: str | None, other: str | None) -> bool:
-    """Whether two tokenizer.json documents map the same tokens to the same ids."""
+    """True if two tokenizer.json documents map the same tokens to the same ids."""
     if document is None or other is None:
         return False
     return parse_tokenizer(document).get_vocab() == parse_tokenizer(other).get_vocab()
@@ -349,7 +349,7 @@ VECTOR_NAMES = ("bias", "scale")
 
 
 def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
-    """Whether weight decay applies to a weight: a matrix that is not a bias, a scale, or part of a
+    """True if weight decay applies to a weight: a matrix that is not a bias, a scale, or part of a
     norm.
 
     The expert axis does not count, so one vector per expert is not a matrix. rule="non-embeddings"

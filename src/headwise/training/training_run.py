@@ -394,12 +394,12 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps are taken, or `patience` evaluations brought no lower loss."""
+        """True if all steps are taken, or `patience` evaluations brought no lower loss."""
         return self.progress.step >= self.recipe.steps or self.is_out_of_patience
 
     @property
     def is_out_of_patience(self) -> bool:
-        """Whether `patience` evaluations brought no lower loss."""
+        """True if `patience` evaluations brought no lower loss."""
         return 0 < self.recipe.patience <= self.progress.waited
 
     @property

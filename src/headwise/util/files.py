@@ -169,7 +169,7 @@ def explain_failed_write(error: OSError, path: Path | str) -> OSError:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a file or folder is a lock or a temporary one of headwise, which a killed process may
+    """True if a file or folder is a lock or a temporary one of headwise, which a killed process may
     have left.
 
     >>> [
@@ -188,7 +188,7 @@ def is_leftover(path: Path) -> bool:
 
 
 def _is_holder(content: bytes) -> bool:
-    """Whether the contents of a lock are ours; a process that was killed may have written a part of
+    """True if the contents of a lock are ours; a process that was killed may have written a part of
     them.
     """
     return HOLDER.startswith(content[: len(HOLDER)])

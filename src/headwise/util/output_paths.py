@@ -171,7 +171,7 @@ def _folder_problem(folder: Path, kind: FolderKind) -> str:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether a name in a folder is a symbolic link, device, pipe or socket, through which a writer
+    """True if a name in a folder is a symbolic link, device, pipe or socket, through which a writer
     could leave it.
     """
     mode = os.lstat(path).st_mode

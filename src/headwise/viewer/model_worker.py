@@ -79,7 +79,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no further event follows."""
+        """True if no further event follows."""
         return self.state in END_STATES
 
     def publish(self, event: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ def describe_error(error: BaseException) -> dict[str, str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory does not suffice; torch reports that by the words of a
+    """True if an error says that memory does not suffice; torch reports that by the words of a
     RuntimeError.
 
     >>> (

@@ -160,7 +160,7 @@ class OpenModel:
 
     @property
     def has_model(self) -> bool:
-        """Whether the model is open, or can be loaded."""
+        """True if the model is open, or can be loaded."""
         return self.model is not None or self.load_model is not None
 
     def get_model(self) -> nn.Module:
@@ -457,7 +457,7 @@ Log = Callable[[str], object]
 
 
 def is_trace(name: str) -> bool:
-    """Whether a name is that of a trace file.
+    """True if a name is that of a trace file.
 
     >>> is_trace("a.trace"), is_trace("model")
     (True, False)

@@ -505,7 +505,7 @@ def machine_names() -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the host.
+    """True if only this machine can reach the host.
 
     >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
     (True, False)

@@ -186,7 +186,7 @@ def serve_page(
 
 
 def has_browser() -> bool:
-    """Whether a browser with a window can be opened here; one in the terminal would hide the
+    """True if a browser with a window can be opened here; one in the terminal would hide the
     address.
     """
     if sys.platform.startswith("linux") and not any(

@@ -56,7 +56,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def is_preferred(call: CallSignature) -> bool:
-    """Whether it is tried before torch's call: in bfloat16 on a CPU, on its side of the take-over
+    """True if it is tried before torch's call: in bfloat16 on a CPU, on its side of the take-over
     points.
     """
     return call.device == "cpu" and call.dtype == torch.bfloat16
@@ -99,7 +99,7 @@ def attend(
 
 
 def saves_weights_for_backward(keys: int) -> bool:
-    """Whether weights are saved for the backward pass, so that no score is computed twice."""
+    """True if weights are saved for the backward pass, so that no score is computed twice."""
     return keys <= MAX_SAVED_KEYS
 
 

@@ -550,7 +550,7 @@ def attend(
 
 
 def _has_cpu_kernel(call: CallSignature) -> bool:
-    """Whether the operation above supports the call, forward and backward."""
+    """True if the operation above supports the call, forward and backward."""
     steps = any(isinstance(part, ScoreStep) for _, part in call.spec.parts())
     return call.device == "cpu" and call.core.dim == call.core.vdim and not steps
 

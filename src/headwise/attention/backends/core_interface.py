@@ -375,7 +375,7 @@ class SelectedHeadParams:
 
     @property
     def training(self) -> bool:
-        """Whether the layer is in training mode."""
+        """True if the layer is in training mode."""
         return self.every.training
 
     def __getitem__(self, name: str) -> Tensor:
@@ -429,7 +429,7 @@ class PairPositions:
 
 
 def has_unmodified_weights(spec: AttentionSpec) -> bool:
-    """Whether no part changes or selects rows of weights after normalisation."""
+    """True if no part changes or selects rows of weights after normalisation."""
     acts = (
         part
         for part in spec.modifiers

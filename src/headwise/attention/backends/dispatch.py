@@ -404,7 +404,7 @@ def backend_notes(name: str, call: CallSignature) -> list[str]:
 
 
 def reads_cache_in_place(backend_name: str, call: CallSignature) -> bool:
-    """Whether a backend reads a cache in the form in which it is stored; others are handed
+    """True if a backend reads a cache in the form in which it is stored; others are handed
     full-precision tensors.
     """
     return backend_name == "paged" or (

@@ -72,7 +72,7 @@ def _unsupported_device_reasons(call: CallSignature) -> list[str]:
 
 
 def is_preferred(call: CallSignature) -> bool:
-    """Whether it comes before every other fused call: on CUDA, for patterns that hide keys and for
+    """True if it comes before every other fused call: on CUDA, for patterns that hide keys and for
     score steps.
 
     One kernel skips the hidden blocks and computes the steps, where others loop over blocks in
@@ -199,7 +199,7 @@ class _SequenceBlockMask(NamedTuple):
 
 
 def _pairs_by_tensors(attention_mask: AttentionMask, batch: int) -> Callable[..., Tensor]:
-    """Whether a pair is allowed, by the positions and segments of both tokens."""
+    """A function that tests pairs by the positions and segments of both tokens."""
     (query_position, query_segment), (key_position, key_segment) = (
         (sequence.position.expand(batch, -1), sequence.segment.expand(batch, -1))
         for sequence in (attention_mask.queries, attention_mask.keys)

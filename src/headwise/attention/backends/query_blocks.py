@@ -70,7 +70,7 @@ class ResiduePattern:
     residue: int
 
     def allows(self, i: Any, j: Any) -> Any:
-        """Whether query i may attend to key j."""
+        """True where query i may attend to key j."""
         return self.pattern.allows(self.residue + self.modulus * i, self.residue + self.modulus * j)
 
     def spans(self, i: int, keys: range) -> list[range]:
@@ -365,7 +365,7 @@ class SparseBlock(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether every query may attend to every key."""
+        """True if every query may attend to every key."""
         return all(first == last == self.keys for _, _, first, last in self.row_ranges)
 
     @property

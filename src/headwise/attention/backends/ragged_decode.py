@@ -67,7 +67,7 @@ executed_flops = flops_of_all_pairs
 
 
 def reads_quantized_cache(call: CallSignature) -> bool:
-    """Whether int8 keys and values are read in place; this needs a `Direct` project and no probe of
+    """True if int8 keys and values are read in place; this needs a `Direct` project and no probe of
     keys or values.
     """
     probed = call.probed_tensors & {"k", "v"}

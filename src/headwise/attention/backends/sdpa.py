@@ -178,7 +178,7 @@ class SoftmaxArgs(NamedTuple):
 
 
 def is_softmax_with_bias(call: CallSignature) -> bool:
-    """Whether the weights of this call are a softmax over scaled dot products
+    """True if the weights of this call are a softmax over scaled dot products
     plus additive biases.
     """
     return not fused_call_conflicts(

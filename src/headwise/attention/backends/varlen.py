@@ -74,7 +74,7 @@ class VarlenPlan(NamedTuple):
 def has_known_lengths(
     query_sequence: SequenceInfo, key_sequence: SequenceInfo | None, batch_size: int
 ) -> bool:
-    """Whether the lengths of all packed sequences are known, for queries and for keys, in every
+    """True if the lengths of all packed sequences are known, for queries and for keys, in every
     row.
     """
     all_lengths = [

@@ -321,7 +321,7 @@ class Part(CheckedDataclass, ABC):
         )
 
     def concatenates_key_heads(self) -> bool:
-        """Whether this part treats all key heads as one vector, so that repeating a key head
+        """True if this part treats all key heads as one vector, so that repeating a key head
         changes the result.
         """
         return False
@@ -458,7 +458,7 @@ def _new_classes(before: set[str]) -> list[type]:
 
 
 def _is_imported(path: Path) -> bool:
-    """Whether this file is a module already. Raises if its name is that of another module, which it
+    """True if this file is a module already. Raises if its name is that of another module, which it
     would hide.
     """
     try:
@@ -499,7 +499,7 @@ def _run_file(path: Path) -> None:
 
 
 def _is_external(value: Any) -> bool:
-    """Whether a value is a registered class that is not headwise's own."""
+    """True if a value is a registered class that is not headwise's own."""
     if not isinstance(value, type) or REGISTRY.get(value.__name__) is not value:
         return False
     return value.__module__.partition(".")[0] != OWN_PACKAGE

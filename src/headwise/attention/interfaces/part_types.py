@@ -37,14 +37,14 @@ class Project(Part):
     values from entries.
     """
 
-    # Whether queries and keys have heads.dim channels and values heads.vdim, in the cache too, in
+    # True if queries and keys have heads.dim channels and values heads.vdim, in the cache too, in
     # every form.
     uses_head_dims: ClassVar[bool] = False
-    # Whether several score heads may share a key-value head.
+    # True if several score heads may share a key-value head.
     supports_grouping: ClassVar[bool] = True
-    # Whether expand_kv returns the entry's "k" and "v" unchanged.
+    # True if expand_kv returns the entry's "k" and "v" unchanged.
     caches_keys_and_values: ClassVar[bool] = False
-    # Whether project_heads changes the weighted sums.
+    # True if project_heads changes the weighted sums.
     projects_heads: ClassVar[bool] = False
 
     @abstractmethod
@@ -132,13 +132,13 @@ class Similarity(RecurrentPart):
         return core.scale
 
     def can_be_all_zero(self) -> bool:
-        """Whether all scores of a row with allowed keys can be 0, so that proportional weights
+        """True if all scores of a row with allowed keys can be 0, so that proportional weights
         would sum to 0.
         """
         return False
 
     def has_arbitrary_scale(self) -> bool:
-        """Whether scores are computed up to an unknown factor, so that only their ratios have a
+        """True if scores are computed up to an unknown factor, so that only their ratios have a
         meaning.
         """
         return False
@@ -178,7 +178,7 @@ class Normaliser(RecurrentPart):
         return total.masked_fill(total == 0, 1.0)
 
     def always_sums_to_one(self) -> bool:
-        """Whether `sums_to_one` holds exactly with these options."""
+        """True if `sums_to_one` holds exactly with these options."""
         return self.sums_to_one
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
@@ -186,7 +186,7 @@ class Normaliser(RecurrentPart):
         return self.normalise(s_BHTS, allowed, p)
 
     def prefers_gather(self, device: str, dtype: torch.dtype) -> bool:
-        """Whether `gather_values` is faster for values of this dtype than multiplying all values
+        """True if `gather_values` is faster for values of this dtype than multiplying all values
         with all weights.
         """
         return False
@@ -246,7 +246,7 @@ class QKTransform(Modifier):
         return frozenset("qk")
 
     def normalises_length(self) -> bool:
-        """Whether the transformed vectors of every head all have the same length."""
+        """True if the transformed vectors of every head all have the same length."""
         return False
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
@@ -473,7 +473,7 @@ class Gate(Modifier):
         return None
 
     def blocks_gradient_when_closed(self) -> bool:
-        """Whether a gate of zero passes no gradient to the parameters that set it."""
+        """True if a gate of zero passes no gradient to the parameters that set it."""
         return False
 
     def open_probabilities(self, p: PartParams) -> Tensor | None:

@@ -86,7 +86,7 @@ def one_key_edges(keys: Iterable[int]) -> frozenset[int]:
 
 
 def any_true(first: Any, *conditions: Any) -> Any:
-    """Whether any condition holds; elementwise for tensors."""
+    """True where any condition holds; elementwise for tensors."""
     for condition in conditions:
         first = first | condition
     return first
@@ -105,7 +105,7 @@ class KeyBand(NamedTuple):
     ahead: int | None = None
 
     def allows(self, i: Any, j: Any) -> Any:
-        """Whether query i may attend to key j."""
+        """True where query i may attend to key j."""
         conditions: list[Any] = []
         # Sums involve queries only, so that tensors of shape queries x keys are always boolean.
         if self.high is not None:

@@ -78,7 +78,7 @@ def lookup_clamped(table: tuple[int, ...], index: Any) -> Any:
 
 
 def is_listed(table: tuple[int, ...], value: Any) -> Any:
-    """Whether a value >= 0 occurs in a sorted table that starts with -1, by a branch-free binary
+    """True where a value >= 0 occurs in a sorted table that starts with -1, by a branch-free binary
     search.
 
     >>> [value for value in range(9) if is_listed((-1, 1, 4, 5), value)]

@@ -272,7 +272,7 @@ class AttentionMask:
 
     @property
     def differs_by_head(self) -> bool:
-        """Whether heads have different patterns."""
+        """True if heads have different patterns."""
         return self.pattern.differs_by_head
 
     @property
@@ -307,7 +307,7 @@ class AttentionMask:
 
 
 def allowed_by_head(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
-    """Whether query i may attend to key j, for i [B, 1, T, 1] and j [B, 1, 1, S]; broadcasts to [B,
+    """True where query i may attend to key j, for i [B, 1, T, 1] and j [B, 1, 1, S]; broadcasts to [B,
     H, T, S].
     """
     if not isinstance(pattern, PerHead):

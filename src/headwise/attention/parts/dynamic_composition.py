@@ -118,7 +118,7 @@ class Dynamic(Mix):
 
     @property
     def _is_one_group(self) -> bool:
-        """Whether all heads form one group, so that pruning never removes an input of the mix."""
+        """True if all heads form one group, so that pruning never removes an input of the mix."""
         return self.groups == 1 and not self.members
 
     @property

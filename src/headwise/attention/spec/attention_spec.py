@@ -333,14 +333,14 @@ class AttentionSpec:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether decoding uses a recurrent state: a part has one, and every query attends to all
+        """True if decoding uses a recurrent state: a part has one, and every query attends to all
         past tokens.
         """
         return self.recurrent_part is not None and self.pattern == Causal()
 
     @property
     def positional(self) -> bool:
-        """Whether the output depends on token positions."""
+        """True if the output depends on token positions."""
         return self.pattern != Full() or any(part.positional for _, part in self.parts())
 
     def required_score_heads(self, out: int) -> frozenset[int]:

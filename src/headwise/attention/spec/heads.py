@@ -105,7 +105,7 @@ class Heads:
 
     @property
     def is_evenly_grouped(self) -> bool:
-        """Whether each key-value head is shared by an equal number of neighbouring query heads."""
+        """True if each key-value head is shared by an equal number of neighbouring query heads."""
         return (
             not self.value_heads
             and self.q % self.kv == 0

@@ -171,7 +171,7 @@ class ProcessInfo:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process writes files and prints."""
+        """True if this process writes files and prints."""
         return self.rank == 0
 
     def claim_failure_report(self) -> bool:

@@ -84,7 +84,7 @@ class ProcessMesh:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank writes files and prints."""
+        """True if this rank writes files and prints."""
         return self.rank == 0
 
     @property

@@ -425,7 +425,7 @@ class BeamSearch:
 
     @property
     def _is_decided(self) -> bool:
-        """Whether no active hypothesis can win: sums only fall, which bounds its best score."""
+        """True if no active hypothesis can win: sums only fall, which bounds its best score."""
         if not self.active or len(self.over) < self.how.best:
             return False
         last = self.over[self.how.best - 1]

@@ -98,7 +98,7 @@ class RequestStream:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether it has more than the last output token to read."""
+        """True if it has more than the last output token to read."""
         return not self.row.length or self.num_pending > 1
 
     def fail(self, error: Exception) -> None:

@@ -124,7 +124,7 @@ class KVMemory:
         return self.pool.block_tables.new_sequence(reserved)
 
     def can_admit(self, rows: Sequence[PagedSequence], row: PagedSequence) -> bool:
-        """Whether a row fits beside `rows`, even if each needs all pages reserved for it."""
+        """True if a row fits beside `rows`, even if each needs all pages reserved for it."""
         needed = self.pool.block_tables.num_reserved_pages([*rows, row])
         return len(rows) < self.batching.rows and needed <= self.pages
 
@@ -164,7 +164,7 @@ class KVMemory:
 
 
 def _gathers_pages(layer: Attention) -> bool:
-    """Whether a decode step of a layer copies its pages, because the backend "paged" cannot run."""
+    """True if a decode step of a layer copies its pages, because the backend "paged" cannot run."""
     spec = layer.spec
     like = layer.weights["project"].first_parameter
     job = CallSignature(

@@ -107,7 +107,7 @@ class IncrementalDetokenizer:
 
     @property
     def whole(self) -> bool:
-        """Whether no incomplete character is pending."""
+        """True if no incomplete character is pending."""
         return not self._pending
 
     def append(self, token_id: int) -> None:

@@ -25,7 +25,7 @@ class SequenceMixerSpec(SpecNode):
 
     @property
     def starts_from_source(self) -> bool:
-        """Whether its first state follows from the last state of an encoder."""
+        """True if its first state follows from the last state of an encoder."""
         return False
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
@@ -50,7 +50,7 @@ class SequenceMixerSpec(SpecNode):
 
     @property
     def ends_with_product(self) -> bool:
-        """Whether its output is that of a matrix product."""
+        """True if its output is that of a matrix product."""
         return False
 
 
@@ -87,7 +87,7 @@ class RecurrentSpec(SequenceMixerSpec):
 
     @property
     def starts_from_source(self) -> bool:
-        """Whether its first state follows from the last state of an encoder."""
+        """True if its first state follows from the last state of an encoder."""
         return self.initial == "source"
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
@@ -140,7 +140,7 @@ class ConvolutionSpec(SequenceMixerSpec):
 
     @property
     def ends_with_product(self) -> bool:
-        """Whether its output is that of a matrix product."""
+        """True if its output is that of a matrix product."""
         return True
 
     @property

@@ -117,7 +117,7 @@ class BlockSpec(SpecNode):
 
     @property
     def starts_from_source(self) -> bool:
-        """Whether its recurrence starts from the last state of an encoder."""
+        """True if its recurrence starts from the last state of an encoder."""
         return self.mixer is not None and self.mixer.starts_from_source
 
     @property
@@ -577,7 +577,7 @@ class ModelSpec(SpecNode):
 
     @property
     def has_mixer(self) -> bool:
-        """Whether a layer is a recurrence or a convolution, so that each row must hold one text."""
+        """True if a layer is a recurrence or a convolution, so that each row must hold one text."""
         blocks = chain.from_iterable(stack.kinds_of_blocks for stack in self.stacks)
         return any(block.mixer for block in blocks)
 

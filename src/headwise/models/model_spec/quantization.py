@@ -118,13 +118,13 @@ class QuantizationSpec(SpecNode):
     excluded: tuple[str, ...] = ()
 
     def covers_name(self, name: str) -> bool:
-        """Whether a linear map of this name is quantised."""
+        """True if a linear map of this name is quantised."""
         return any(_begins_with(name, pattern) for pattern in self.included) and not any(
             _begins_with(name, pattern) for pattern in self.excluded
         )
 
     def covers(self, weight: WeightSpec) -> bool:
-        """Whether a tensor is quantised."""
+        """True if a tensor is quantised."""
         return is_linear(weight) and self.covers_name(weight.name)
 
     def exceptions_at(self, stack: str, depth: int) -> frozenset[str]:
@@ -136,7 +136,7 @@ class QuantizationSpec(SpecNode):
 
 
 def is_linear(weight: WeightSpec) -> bool:
-    """Whether a tensor, with its full name, is the matrix of a linear map, or one for each expert.
+    """True if a tensor, with its full name, is the matrix of a linear map, or one for each expert.
 
     Routers are left out, because quantisers do not convert them.
     """

@@ -1,4 +1,4 @@
-"""Whether the first token of a text is an attention sink of a model, measured before the heads are.
+"""Test if the first token of a text is an attention sink of a model, measured before the heads are.
 
 Special tokens such as [CLS] count as sinks. A first token that is an ordinary word counts only if a
 head puts clearly more weight on it than chance (2309.17453, 2410.10781).

@@ -84,7 +84,7 @@ def find_ids_argument(model: nn.Module) -> str:
 
 
 def takes_mapping(model: nn.Module) -> bool:
-    """Whether a model takes all its tensors as one dictionary, as SentenceTransformer does."""
+    """True if a model takes all its tensors as one dictionary, as SentenceTransformer does."""
     signature = _forward_signature(model)
     if signature is None:
         return False
@@ -377,7 +377,7 @@ def _is_ids(tensor: Tensor) -> bool:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a model has an encoder for a source and a decoder for a text."""
+    """True if a model has an encoder for a source and a decoder for a text."""
     if isinstance(model, Transformer):
         return model.spec.kind == "encoder-decoder"
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

@@ -353,7 +353,7 @@ class TokenGrouping:
 
     @property
     def changes_anything(self) -> bool:
-        """Whether any of the three is asked for."""
+        """True if any of the three is asked for."""
         return self.words or self.special or self.first
 
 
@@ -420,7 +420,7 @@ def find_groups(tokens: TokenRow, grouping: TokenGrouping) -> list[list[int]]:
 
 
 def _continues_word(tokens: TokenRow, place: int, has_marks: bool) -> bool:
-    """Whether a token goes on with the word of the token before it."""
+    """True if a token goes on with the word of the token before it."""
     before = tokens.words[place - 1]
     word = tokens.words[place]
     if SPECIAL_TOKEN.fullmatch(before):
@@ -439,7 +439,7 @@ def _continues_word(tokens: TokenRow, place: int, has_marks: bool) -> bool:
 
 
 def _is_inside_word(before: str, after: str) -> bool:
-    """Whether two neighbouring characters belong to one word: letters and digits, but not
+    """True if two neighbouring characters belong to one word: letters and digits, but not
     ideographs.
     """
     return all(

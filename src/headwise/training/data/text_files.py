@@ -89,7 +89,7 @@ def list_files(
 
 
 def is_gzipped(path: Path) -> bool:
-    """Whether a file is compressed with gzip, by its first bytes, not by its name."""
+    """True if a file is compressed with gzip, by its first bytes, not by its name."""
     try:
         with path.open("rb") as file:
             return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC

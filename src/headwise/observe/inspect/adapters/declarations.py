@@ -52,7 +52,7 @@ class AttentionSite:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one child projects q, k and v."""
+        """True if one child projects q, k and v."""
         return self.q == self.k == self.v
 
     def check(self, module: nn.Module) -> None:

@@ -156,7 +156,7 @@ def inputs_of_call(
 def _is_causal_call(
     name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int
 ) -> bool:
-    """Whether the function applies a causal mask on its own, as the SDPA function does without a
+    """True if the function applies a causal mask on its own, as the SDPA function does without a
     mask.
     """
     if name == "eager" or arguments.get("attention_mask") is not None or queries == 1:

@@ -84,7 +84,7 @@ INSTANCE_FORWARD = Ability(
 
 
 def hook_ability(module: nn.Module) -> Ability:
-    """Whether a module can be hooked: calling it must run the forward of its class."""
+    """The ability to hook a module: calling it must run the forward of its class."""
     return INSTANCE_FORWARD if "forward" in vars(module) else POSSIBLE
 
 
@@ -422,7 +422,7 @@ TRACED_FUNCTIONS |= dict.fromkeys(
 
 
 def _sums_to_one(weights: Tensor) -> bool:
-    """Whether every row of a floating-point tensor is zero, or not negative with a sum of one."""
+    """True if every row of a floating-point tensor is zero, or not negative with a sum of one."""
     if (
         not weights.is_floating_point()
         or weights.is_meta
@@ -525,7 +525,7 @@ def _axes_reason(tensor: Tensor) -> str:
 
 
 def _is_same_tensor(used: Tensor, tensor: Tensor) -> bool:
-    """Whether two tensors have equal values, up to shape and dtype."""
+    """True if two tensors have equal values, up to shape and dtype."""
     if used is tensor:  # also true where some values are NaN
         return True
     if used.numel() != tensor.numel() or used.shape[-2:] != tensor.shape[-2:]:

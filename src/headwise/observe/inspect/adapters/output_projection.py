@@ -181,7 +181,7 @@ def make_site(
 
 
 def is_within(path: str, other: str) -> bool:
-    """Whether the module at `path` is the module at `other` or inside it."""
+    """True if the module at `path` is the module at `other` or inside it."""
     return path == other or path.startswith(f"{other}.") or not other
 
 
@@ -235,7 +235,7 @@ WINDOW_ATTRIBUTE = "one_sided_attn_window_size"
 
 
 def is_banded(module: nn.Module) -> bool:
-    """Whether a module returns its weights as a band."""
+    """True if a module returns its weights as a band."""
     return isinstance(getattr(module, WINDOW_ATTRIBUTE, None), int)
 
 
