@@ -329,7 +329,7 @@ class _CountCalls(torch.overrides.TorchFunctionMode):
 
 
 def separate_value_length(*, keys: int = 11, values: int = 7) -> Outcome:
-    """Check whether the number of values may differ from the number of keys."""
+    """Test if the number of values may differ from the number of keys."""
     try:
         attend(sample(1, 3, 5), sample(2, keys, 5), sample(3, values, 5))
     except ValueError as error:

@@ -204,7 +204,7 @@ def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
 
 
 def query_key_circuit(*, width: int = 4) -> Outcome:
-    """Check whether W_Q W_K is defined for matrices of 12 x width, and scores by x W_Q W_K^T x^T."""
+    """Test if W_Q W_K is defined for matrices of 12 x width, and scores by x W_Q W_K^T x^T."""
     x = sample(1, 7, 12)
     w_q = sample(2, 12, width)
     w_k = sample(3, 12, width)

@@ -221,7 +221,7 @@ def kernel_widths(*, narrow: float = 0.01, wide: float = 1e4) -> Outcome:
 
 
 def order_of_the_product(*, row_vector: bool = False) -> Outcome:
-    """Check whether V times alpha has fitting shapes, with V [n, d_v] and alpha [m, n]; a row vector of
+    """Test if V times alpha has fitting shapes, with V [n, d_v] and alpha [m, n]; a row vector of
     values fits.
     """
     weights = sample(1, 5, 7).softmax(-1)

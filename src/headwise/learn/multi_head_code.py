@@ -188,7 +188,7 @@ def merged_tensor(*, tokens: int = 10) -> Outcome:
 
 
 def contiguous_copies(*, transposed: bool = False) -> Outcome:
-    """Check whether contiguous() copies a tensor that is contiguous, and one that is transposed."""
+    """Test if contiguous() copies a tensor that is contiguous, and one that is transposed."""
     x = sample(1, 5, 10, 8, 4)
     copies = [
         tensor.contiguous().untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
@@ -200,7 +200,7 @@ def contiguous_copies(*, transposed: bool = False) -> Outcome:
 
 
 def shape_of_the_mask(*, width: int = 12) -> Outcome:
-    """Check whether a mask [B, T, d_model] fits the scores [B, h, T, S] of 5 tokens, and one of [B, 1,
+    """Test if a mask [B, T, d_model] fits the scores [B, h, T, S] of 5 tokens, and one of [B, 1,
     S].
     """
     layer = MultiHeadAttention(12, 3).double()

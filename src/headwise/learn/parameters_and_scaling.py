@@ -66,7 +66,7 @@ def gradient_of_softmax(*, exponent: float = 0.5) -> Outcome:
 
 
 def vanishing_needs_unit_variance(*, spread: float = 1.0) -> Outcome:
-    """Check whether unscaled scores saturate: with components of deviation `spread`, and with small
+    """Test if unscaled scores saturate: with components of deviation `spread`, and with small
     components.
     """
     numbers = {
@@ -95,7 +95,7 @@ def scaling_and_the_mean(*, mean: float = 0.0) -> Outcome:
 
 
 def normalisation_is_not_scaling(*, stretch: float = 3.0) -> Outcome:
-    """Check whether division by sqrt(d_k) undoes a change of the input's scale, as layer normalisation
+    """Test if division by sqrt(d_k) undoes a change of the input's scale, as layer normalisation
     does.
     """
     queries = sample(3, 64, 256)
@@ -135,7 +135,7 @@ def total_parameters(*, model: int = 512, heads: int = 8, width: int | None = No
 
 
 def parameters_by_heads(*, width: int | None = None) -> Outcome:
-    """Check whether parameters grow with h at d = 512; with `width`, every head has this width."""
+    """Test if parameters grow with h at d = 512; with `width`, every head has this width."""
     counts = {
         f"h{heads}": costs.count_parameters(design(model=512, heads=heads, dim=width))
         for heads in (1, 2, 4, 8, 16, 32)
@@ -152,7 +152,7 @@ def parameters_stay_equal(*, width: int | None = None) -> Outcome:
 
 
 def equal_widths_needed(*, query: int = 5, key: int = 4) -> Outcome:
-    """Check whether attend accepts queries and keys of different widths."""
+    """Test if attend accepts queries and keys of different widths."""
     try:
         attend(sample(1, 3, query), sample(2, 7, key), sample(3, 7, 2))
     except ValueError as error:

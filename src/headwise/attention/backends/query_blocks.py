@@ -70,7 +70,7 @@ class ResiduePattern:
     residue: int
 
     def allows(self, i: Any, j: Any) -> Any:
-        """True where query i may attend to key j."""
+        """True if query i may attend to key j."""
         return self.pattern.allows(self.residue + self.modulus * i, self.residue + self.modulus * j)
 
     def spans(self, i: int, keys: range) -> list[range]:

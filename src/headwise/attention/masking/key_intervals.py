@@ -105,7 +105,7 @@ class KeyBand(NamedTuple):
     ahead: int | None = None
 
     def allows(self, i: Any, j: Any) -> Any:
-        """True where query i may attend to key j."""
+        """True if query i may attend to key j."""
         conditions: list[Any] = []
         # Sums involve queries only, so that tensors of shape queries x keys are always boolean.
         if self.high is not None:

@@ -183,7 +183,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def allows(self, i: Any, j: Any) -> Any:
-        """True where query i may attend to key j: a bool for ints, a boolean tensor for tensors that
+        """True if query i may attend to key j: a bool for ints, a boolean tensor for tensors that
         broadcast.
         """
 

@@ -307,7 +307,7 @@ class AttentionMask:
 
 
 def allowed_by_head(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
-    """True where query i may attend to key j, for i [B, 1, T, 1] and j [B, 1, 1, S]; broadcasts to [B,
+    """True if query i may attend to key j, for i [B, 1, T, 1] and j [B, 1, 1, S]; broadcasts to [B,
     H, T, S].
     """
     if not isinstance(pattern, PerHead):
