@@ -268,9 +268,9 @@ def prepare_inputs(
     if tokenizer is not None:
         with use_tokenizer(model, tokenizer) as reader:
             return prepare_inputs(reader, inputs, max_new_tokens)
-    if isinstance(inputs, str) or _is_texts(inputs):
-        texts = [inputs] if isinstance(inputs, str) else list(inputs)
-        return _from_texts(model, texts, max_new_tokens)
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    if isinstance(texts, (list, tuple)) and texts and all(isinstance(one, str) for one in texts):
+        return _from_texts(model, list(texts), max_new_tokens)
     if isinstance(inputs, Mapping):
         if inputs and all(isinstance(value, str) for value in inputs.values()):
             return _from_source_and_text(model, dict(inputs))
@@ -304,14 +304,6 @@ def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any
     arguments = prepare_inputs(model, inputs, 0, tokenizer)
     with torch.no_grad():
         return model(*arguments.args, **arguments.kwargs)
-
-
-def _is_texts(inputs: Any) -> bool:
-    return (
-        isinstance(inputs, (list, tuple))
-        and bool(inputs)
-        and all(isinstance(text, str) for text in inputs)
-    )
 
 
 def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelInputs:

@@ -162,7 +162,8 @@ def run_traced(
         run_call_hooks(hooks, lambda: traced.call)
         return edit_behind_function(module, hooks, traced.z_BTHV)
 
-    with AttentionTracer(on_attention, layout.joint_axis, joins_heads=layout.separate_heads):
+    axes = () if layout.joint_axis is None else (layout.joint_axis,)
+    with AttentionTracer(on_attention, axes, joins_heads=layout.separate_heads):
         result = run(*args, **kwargs)
     if not num_traced:
         raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
@@ -238,7 +239,14 @@ def _tracing(layouts: dict[nn.Module, AttentionLayout]) -> Iterator[AttentionTra
             layout = layout._replace(reason=SEVERAL_ATTENTIONS)
         elif len(own) < len(frame):
             layout = layout._replace(reason=NESTED_ATTENTION)
-        layouts[module] = _merge_layouts(layouts.get(module, layout), layout)
+        first = layouts.setdefault(module, layout)  # of an earlier call
+        reason = first.reason or layout.reason
+        if not reason and first[:3] != layout[:3]:
+            reason = "its heads differ from call to call"
+        if reason:
+            layouts[module] = first._replace(reason=reason)
+        elif first != layout:
+            layouts[module] = first._replace(pattern=UNKNOWN_PATTERN)
 
     def record(traced: TracedAttention) -> None:
         if not traced.depth:
@@ -294,15 +302,6 @@ def _pattern_of_call(call: ObservedCall) -> str:
         if is_square and torch.equal(attended, attended.new_ones(attended.shape).tril())
         else UNKNOWN_PATTERN
     )
-
-
-def _merge_layouts(first: AttentionLayout, second: AttentionLayout) -> AttentionLayout:
-    """Merge the layouts of two calls of one module."""
-    if first.reason or second.reason or first[:3] != second[:3]:
-        return first._replace(
-            reason=first.reason or second.reason or "its heads differ from call to call"
-        )
-    return first if first == second else first._replace(pattern=UNKNOWN_PATTERN)
 
 
 # --- Axes that join batch and heads, and heads that are computed one by one -----------------------

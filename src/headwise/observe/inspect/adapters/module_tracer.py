@@ -23,7 +23,6 @@ from ..site import POSSIBLE, Ability, AttentionInputs, ObservedCall, UnreadableC
 
 BATCH_FIRST = "batch first"
 HEADS_FIRST = "heads first"
-UNKNOWN_ORDER = "unknown"
 
 
 class JointAxis(NamedTuple):
@@ -31,13 +30,6 @@ class JointAxis(NamedTuple):
 
     num_heads: int
     order: str
-
-    @property
-    def candidates(self) -> list[JointAxis]:
-        """The two orders if the order is unknown, else this one."""
-        if self.order != UNKNOWN_ORDER:
-            return [self]
-        return [self._replace(order=BATCH_FIRST), self._replace(order=HEADS_FIRST)]
 
     def split(self, tensor: Tensor) -> Tensor:
         """Split [batch * heads, ...] into [batch, heads, ...].
@@ -143,7 +135,7 @@ class AttentionTracer(TorchFunctionMode):
     """Calls `callback` for each attention computation; a tensor that it returns replaces the head
     outputs.
 
-    `joint_axis` splits an axis that joins batch and heads. `running_modules` is the stack of
+    `joint_axes` are the ways to split an axis that joins batch and heads. `running_modules` is the stack of
     running modules, which the caller maintains. With `joins_heads`, heads are computed one by one,
     and `callback` gets all of them where their outputs are concatenated.
     """
@@ -151,14 +143,14 @@ class AttentionTracer(TorchFunctionMode):
     def __init__(
         self,
         callback: TraceCallback,
-        joint_axis: JointAxis | None = None,
+        joint_axes: Sequence[JointAxis] = (),
         running_modules: Sequence[nn.Module] = (),
         *,
         joins_heads: bool = False,
     ) -> None:
         super().__init__()
         self.callback = callback
-        self.joint_axis = joint_axis
+        self.joint_axes = joint_axes
         self.running_modules = running_modules
         self.joins_heads = joins_heads
         self.separate_heads: list[TracedAttention] = []
@@ -382,9 +374,8 @@ class AttentionTracer(TorchFunctionMode):
         """
         if operand.dim() == 4:
             return [(_unchanged, 0)]
-        if self.joint_axis is None or len(operand) % self.joint_axis.num_heads:
-            return [(ONE_HEAD.split, len(operand))]
-        return [(axis.split, 0) for axis in self.joint_axis.candidates]
+        axes = [axis for axis in self.joint_axes if len(operand) % axis.num_heads == 0]
+        return [(axis.split, 0) for axis in axes] or [(ONE_HEAD.split, len(operand))]
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ from .declarations import (
     get_input_width,
 )
 from .module_tracer import (
-    UNKNOWN_ORDER,
+    BATCH_FIRST,
+    HEADS_FIRST,
     AttentionTracer,
     JointAxis,
     TracedAttention,
@@ -424,7 +425,8 @@ def run_attention(
         observe(args[0])
         return run(*args, **kwargs)
 
-    tracer = AttentionTracer(traced.append, JointAxis(heads, UNKNOWN_ORDER))
+    axes = [JointAxis(heads, order) for order in (BATCH_FIRST, HEADS_FIRST)]
+    tracer = AttentionTracer(traced.append, axes)
     with tracer, override_forwards([ForwardOverride(projection, read_input)]):
         result = run(*args, **kwargs)
     z = result[0] if isinstance(result, tuple) else result
