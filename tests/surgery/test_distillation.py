@@ -18,7 +18,6 @@ from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.objectives import MaskedTokenLoss, choose_objective
 from headwise.surgery.distillation import (
     DistillationBatch,
-    DistillationLoader,
     DistillationTexts,
     Retraining,
     RetrainingPoint,
@@ -94,6 +93,10 @@ def placed(net: Transformer, count: int = 5) -> list[Example]:
     ]
 
 
+def texts_of(net: Transformer, examples: list[Example], objective: Any = None) -> DistillationTexts:
+    return DistillationTexts(net, examples, UptrainingOptions(batch=1, objective=objective))
+
+
 MODELS: dict[str, Any] = {
     "gpt2": lambda: (build_model(GPT2), make_examples(build_model(GPT2)), None),
     "llama": lambda: (build_model(LLAMA), placed(build_model(LLAMA)), None),
@@ -121,7 +124,7 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_texts_alone(name):
     for number, example in enumerate(examples):
         question = objective.prepare_input(net, example, number)
         alone.append(float(objective.value(net(**question.inputs.kwargs).detach(), None, question)))
-    lesson = DistillationTexts(net, examples, values).make_batch(range(len(examples)))
+    lesson = texts_of(net, examples, values).make_batch(range(len(examples)))
     together = lesson.losses(lesson.compute_outputs(net)).detach()
     np.testing.assert_allclose(together, alone, rtol=0, atol=1e-9)
     assert abs(float(together.mean()) - np.mean(alone)) < 1e-6
@@ -131,7 +134,7 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_texts_alone(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_a_packed_batch_are_those_of_its_texts(name):
     net, all_examples, values = MODELS[name]()
-    texts = DistillationTexts(net, all_examples, values)
+    texts = texts_of(net, all_examples, values)
     examples = [
         texts.make_batch(range(len(all_examples))),
         *(texts.make_batch([n]) for n in range(len(all_examples))),
@@ -171,10 +174,8 @@ def test_batches_follow_from_the_seed_and_skip_held_out_texts():
     examples_by_number = [Example({"x": torch.full((1, 4), n)}, {}) for n in range(WORDS)]
 
     def order(seed: int, steps: int = 6) -> list[list[int]]:
-        examples = DistillationLoader(
-            DistillationTexts(net, examples_by_number),
-            UptrainingOptions(batch=5, held_out=0.2, seed=seed),
-        )
+        options = UptrainingOptions(batch=5, held_out=0.2, seed=seed)
+        examples = DistillationTexts(net, examples_by_number, options)
         assert len(examples.held_out_ids) == 3
         assert not set(examples.held_out_ids) & set(examples.train_ids)
         return [examples.get_batch(step).inputs["x"][:, 0].tolist() for step in range(1, steps + 1)]
@@ -190,7 +191,7 @@ def test_batches_follow_from_the_seed_and_skip_held_out_texts():
 
 def test_each_epoch_masks_other_tokens_but_held_out_masks_stay():
     net, examples, values = MODELS["bert"]()
-    texts = DistillationTexts(net, examples, values)
+    texts = texts_of(net, examples, values)
     masked = [
         (texts.make_batch([0, 1], epoch_seed=turn).labels != IGNORE_INDEX).tolist()
         for turn in (0, 0, 1, 2)
@@ -201,8 +202,8 @@ def test_each_epoch_masks_other_tokens_but_held_out_masks_stay():
 
 def test_texts_without_labels_are_skipped_and_reported():
     net = build_model(GPT2)
-    texts = DistillationTexts(net, [Example({"x": random_ids(n, 1 + n)}, {}) for n in range(4)])
-    assert texts.numbers == [1, 2, 3]
+    texts = texts_of(net, [Example({"x": random_ids(n, 1 + n)}, {}) for n in range(4)])
+    assert sorted(texts.train_ids + texts.held_out_ids) == [1, 2, 3]
     assert "left out 1 text without targets" in texts.notes[-1]
 
 
@@ -296,7 +297,7 @@ def test_one_step_is_torchs_own_adamw():
     )
     found = uptrain(student, teacher, examples, how).net
     mine = other(teacher).train()
-    example = DistillationLoader(DistillationTexts(student, examples), how).get_batch(1)
+    example = DistillationTexts(student, examples, how).get_batch(1)
     result, taught = mine(**example.inputs), teacher(**example.inputs)
     p, q = (torch.softmax(one / 1.5, -1) for one in (taught.detach(), result))
     live, losses = example.positions, []
@@ -369,9 +370,7 @@ def test_an_interrupt_returns_the_best_model_so_far(how):
     assert found.stop_reason == "interrupted at step 6 of 12"
     assert found.step == {"signal": 6, "raised": 4}[how]
     assert found.curve[-1].step == found.step
-    examples = DistillationLoader(
-        DistillationTexts(student, make_examples(teacher, 20)), uptraining_options
-    )
+    examples = DistillationTexts(student, make_examples(teacher, 20), uptraining_options)
     pupil = Retraining(found.net, teacher, examples, [])
     assert pupil.held_out_loss(found.net) == pytest.approx(found.curve[-1].held_out, abs=1e-12)
 

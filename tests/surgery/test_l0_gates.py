@@ -21,17 +21,17 @@ from headwise.surgery.attention_replacement import (
     remove_heads,
     replace_attentions,
 )
-from headwise.surgery.distillation import DistillationLoader, DistillationTexts
+from headwise.surgery.distillation import DistillationTexts
 from headwise.surgery.l0_gates import (
     GateCountConstraint,
     GateTrainingOptions,
     GateTrainingResult,
     get_open_probabilities,
-    list_gate_units,
     select_attentions,
     select_most_open,
     train_gates,
 )
+from headwise.surgery.pruning_plan import HeadUnit, list_units
 from headwise.util.errors import SpecError
 from support.importance_examples import (
     LLAMA,
@@ -205,12 +205,14 @@ def test_exactly_the_requested_number_of_heads_stays(heads):
 
 
 def test_ties_keep_the_first_gates():
-    assert select_most_open({"a": (0.5, 0.5)}, {"a": ((0,), (1,))}, 1) == {"a": (0,)}
+    assert select_most_open(
+        {"a": (0.5, 0.5)}, {"a": [HeadUnit("a", (0,)), HeadUnit("a", (1,))]}, 1
+    ) == {"a": (0,)}
 
 
 def test_the_penalty_is_the_method_of_multipliers():
     net = needy({})
-    units = {site: list_gate_units(spec, "head") for site, spec in select_attentions(net).items()}
+    units = list_units(net.spec, "head")
     how = GateTrainingOptions(heads=2, steps=100, ramp=0.5, strength=0.8, gates_rate=0.1)
     built = replace_attentions(
         net,
@@ -242,7 +244,7 @@ def test_the_reported_loss_is_that_of_the_pruned_model():
     examples, how = make_examples(net, 20), GateTrainingOptions(heads=3, seed=3, **BRIEF)
     found = train_gates(net, examples, how)
     small, losses = remove_heads(found.net, found.keep), []
-    for number in DistillationLoader(DistillationTexts(net, examples), how).held_out_ids:
+    for number in DistillationTexts(net, examples, how).held_out_ids:
         objective, _ = choose_objective(net, None, examples[number])
         question = objective.prepare_input(net, examples[number], number)
         losses.append(

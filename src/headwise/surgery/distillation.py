@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,6 @@ from ..attention.parts.feature_map import to_at_least_float32
 from ..models import Transformer
 from ..models.embeddings_heads import TokenTypeInput
 from ..models.generation import eval_mode
-from ..models.model_spec import StackSpec
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.objectives import EvaluationInput, Objective, choose_objective
 from ..training.data import IGNORE_INDEX
@@ -28,6 +26,7 @@ from ..training.data.file_task import EpochOrder, make_rng
 from ..training.loop import InterruptGuard
 from ..training.recipe import SCHEDULES, Recipe
 from ..training.train_step import AdamWOptimiser, group_parameters
+from ..training.training_run import count_stack_tokens
 from ..util.errors import SpecError, TrainingDiverged, pluralise
 from .attention_replacement import replace_attentions
 from .verification.model_comparison import is_float_tensor
@@ -35,8 +34,8 @@ from .verification.model_comparison import is_float_tensor
 # --- Batches and losses per text ------------------------------------------------------------------
 
 
-# Inputs of a model, and the arguments that hold their positions and segments.
-STREAM_ARGUMENTS = {"x": "sequence", "source": "source_sequence"}
+# Inputs of a model, each with the argument of its positions and segments, and its stack.
+STREAMS = {"x": ("sequence", -1), "source": ("source_sequence", 0)}
 
 
 class DistillationBatch(NamedTuple):
@@ -105,138 +104,64 @@ def _mean_by_text(per_position: Tensor, mask: Tensor) -> Tensor:
     return per_position.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)
 
 
-class DistillationTexts:
-    """Training texts of a model, which collates any of them into a batch.
-
-    `has_loss` is true if the objective has labels. `numbers` are the indices of the texts with any
-    target; `notes` name the objective and the number of texts left out.
-    """
-
-    def __init__(
-        self,
-        net: Transformer,
-        examples: Sequence[Example],
-        objective: str | Objective | None = None,
-    ) -> None:
-        if not isinstance(net, Transformer):
+def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) -> DistillationBatch:
+    """Collate texts into one batch; shorter ones are padded on the right."""
+    inputs: dict[str, Any] = {}
+    for stream, (argument, stack) in STREAMS.items():
+        arguments = [question.inputs.kwargs for question in questions]
+        given = [kwargs for kwargs in arguments if stream in kwargs]
+        if not given:
+            continue
+        if len(given) < len(questions):
             raise SpecError(
-                f"expected a headwise model, got {type(net).__name__}; load it with hw.load"
+                "some texts have a source and some have none; give a source with every text"
             )
-        if not examples:
-            raise SpecError("no texts to train on; give at least one example")
-        self.net = net
-        self.examples = examples
-        self.objective, note = choose_objective(net, objective, examples[0])
-        questions = [self._question(number) for number in range(len(examples))]
-        self.has_loss = questions[0].labels is not None
-        self.numbers = [number for number, question in enumerate(questions) if question.num_targets]
-        num_skipped = len(examples) - len(self.numbers)
-        skipped = f"left out {pluralise(num_skipped, 'text')} without targets"
-        self.notes = tuple(filter(None, [note, skipped if num_skipped else ""]))
-
-    def make_batch(self, numbers: Sequence[int], epoch_seed: int = 0) -> DistillationBatch:
-        """Return a padded batch of these texts; random masks, if the objective has any, differ by
-        `epoch_seed`.
-        """
-        questions = [self._question(number, epoch_seed) for number in numbers]
-        return collate_questions(self.net, questions)
-
-    def _question(self, number: int, epoch_seed: int = 0) -> EvaluationInput:
-        """Return the input and labels of a text; all texts are checked once
-        before training starts.
-        """
-        seed = number + epoch_seed * len(self.examples)
-        question = self.objective.prepare_input(self.net, self.examples[number], seed)
-        for name in question.inputs.kwargs:
-            if name not in (*STREAM_ARGUMENTS, *STREAM_ARGUMENTS.values()):
-                raise SpecError(
-                    f"cannot train on text {number}: it has the input {name!r}. Supported are "
-                    f"{' and '.join(STREAM_ARGUMENTS)}"
+        rows = [kwargs[stream] for kwargs in arguments]
+        if all(isinstance(row, TokenTypeInput) for row in rows):
+            inputs[stream] = TokenTypeInput(
+                *(_pad_rows(column, 0) for column in zip(*rows, strict=True))
+            )
+        else:
+            inputs[stream] = _pad_rows(rows, 0)
+        count = _count_tokens(net, inputs[stream], stack)
+        sequences = list[SequenceInfo]()
+        for kwargs, row in zip(arguments, rows, strict=True):
+            own = kwargs.get(argument)
+            if own is None:
+                device = _ids(row).device
+                own = SequenceInfo.contiguous(0, _count_tokens(net, row, stack), device)
+            sequences.append(own)
+        inputs[argument] = None  # all texts start at 0 and have no padding
+        if any(own.start != 0 or own.count != count for own in sequences):
+            padded = [
+                (
+                    F.pad(own.position, (0, count - own.count)),
+                    F.pad(own.segment, (0, count - own.count), value=-1),
                 )
-        if question.inputs.args:
-            raise SpecError(
-                f"cannot train on text {number}: it has positional inputs. Give named ones such "
-                "as {'x': ids}"
-            )
-        if epoch_seed == 0 and question.labels is not None:
-            _check_labels(self.net, question.labels, question.inputs.kwargs, number)
-        return question
-
-
-def _check_labels(
-    net: Transformer, all_labels: Tensor, inputs: Mapping[str, Any], number: int
-) -> None:
-    num_positions = _count_positions(net, inputs)
-    num_classes = net.spec.heads[0].outputs
-    if len(all_labels) != num_positions:
-        raise SpecError(
-            f"text {number} has {num_positions} output positions and {len(all_labels)} labels; "
-            "give one label per position"
-        )
-    labels = all_labels[all_labels != IGNORE_INDEX]
-    wrong = labels[(labels < 0) | (labels >= num_classes)]
-    if len(wrong):
-        raise SpecError(
-            f"text {number} has the label {int(wrong[0])}, the model has {num_classes} outputs; "
-            f"give labels in 0..{num_classes - 1}"
-        )
-
-
-def _count_positions(net: Transformer, inputs: Mapping[str, Any]) -> int:
-    """Return the number of output positions of a text."""
-    heads = net.spec.heads
-    if heads and heads[0].at != "each":
-        return 1
-    return _count_stack_tokens(net.spec.stacks[-1], _ids(inputs["x"]))
+                for own in sequences
+            ]
+            inputs[argument] = SequenceInfo(*map(torch.cat, zip(*padded, strict=True)))
+    counts = torch.tensor([_count_positions(net, question) for question in questions])
+    positions = torch.arange(int(counts.max()))[None] < counts[:, None]
+    device = next(net.parameters()).device
+    label_rows = [question.labels[None] for question in questions if question.labels is not None]
+    labels = _pad_rows(label_rows, IGNORE_INDEX).to(device) if label_rows else None
+    return DistillationBatch(inputs, positions.to(device), labels)
 
 
 def _ids(x: Tensor | TokenTypeInput) -> Tensor:
     return x.ids if isinstance(x, TokenTypeInput) else x
 
 
-def _count_stack_tokens(stack: StackSpec, x: Tensor) -> int:
-    """Return the number of tokens that a stack computes for one text."""
-    patches = stack.embedding.patches if stack.embedding else None
-    if stack.embedding is None or patches is None:
-        return x.shape[1]
-    return x.shape[-2] // patches.high * patches.columns + stack.embedding.first
+def _count_tokens(net: Transformer, x: Tensor | TokenTypeInput, stack: int) -> int:
+    return count_stack_tokens(net.spec.stacks[stack], _ids(x).shape)
 
 
-def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) -> DistillationBatch:
-    """Collate texts into one batch; shorter ones are padded on the right."""
-    inputs: dict[str, Any] = {}
-    names = set(questions[0].inputs.kwargs)
-    arguments = {*STREAM_ARGUMENTS.values()}
-    if any(set(question.inputs.kwargs) | arguments != names | arguments for question in questions):
-        raise SpecError(
-            "some texts have a source and some have none; give a source with every text"
-        )
-    stacks = {"x": net.spec.stacks[-1], "source": net.spec.stacks[0]}
-    for stream, argument in STREAM_ARGUMENTS.items():
-        if stream not in names:
-            continue
-        stack = stacks[stream]
-        rows = [question.inputs.kwargs[stream] for question in questions]
-        is_typed = all(isinstance(row, TokenTypeInput) for row in rows)
-        columns = [
-            _pad_rows(column, 0) for column in (zip(*rows, strict=True) if is_typed else [rows])
-        ]
-        inputs[stream] = TokenTypeInput(*columns) if is_typed else columns[0]
-        sequences = list[SequenceInfo]()
-        for question, row in zip(questions, rows, strict=True):
-            own = question.inputs.kwargs.get(argument)
-            ids = _ids(row)
-            if own is None:
-                own = SequenceInfo.contiguous(0, _count_stack_tokens(stack, ids), ids.device)
-            sequences.append(own)
-        count = _count_stack_tokens(stack, _ids(inputs[stream]))
-        inputs[argument] = _stack_sequences(sequences, count)
-    counts = [_count_positions(net, question.inputs.kwargs) for question in questions]
-    positions = torch.arange(max(counts))[None] < torch.tensor(counts)[:, None]
-    device = next(net.parameters()).device
-    label_rows = [question.labels[None] for question in questions if question.labels is not None]
-    labels = _pad_rows(label_rows, IGNORE_INDEX).to(device) if label_rows else None
-    return DistillationBatch(inputs, positions.to(device), labels)
+def _count_positions(net: Transformer, question: EvaluationInput) -> int:
+    """Return the number of output positions of a text."""
+    heads = net.spec.heads
+    is_single = bool(heads) and heads[0].at != "each"
+    return 1 if is_single else _count_tokens(net, question.inputs.kwargs["x"], -1)
 
 
 def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor:
@@ -252,20 +177,6 @@ def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor:
         raise SpecError(
             f"cannot batch texts of shapes {' and '.join(shapes)}. Use batch=1"
         ) from None
-
-
-def _stack_sequences(rows: Sequence[SequenceInfo], count: int) -> SequenceInfo | None:
-    """Return padded positions and segments of all rows; None if all rows start at 0 and have no
-    padding.
-    """
-    if all(row.start == 0 and row.count == count for row in rows):
-        return None
-    gaps = [(0, count - row.count) for row in rows]
-    position = torch.cat([F.pad(row.position, gap) for row, gap in zip(rows, gaps, strict=True)])
-    segment = torch.cat(
-        [F.pad(row.segment, gap, value=-1) for row, gap in zip(rows, gaps, strict=True)]
-    )
-    return SequenceInfo(position, segment)
 
 
 # --- Retraining -----------------------------------------------------------------------------------
@@ -329,13 +240,38 @@ class RetrainingOptions(CheckedDataclass, ABC):
         return Recipe(lr=self.rate, **args)
 
 
-class DistillationLoader:
-    """Batches of training texts, reshuffled every epoch, and a held-out split; both follow from the
-    seed.
+class DistillationTexts:
+    """Training texts of a model: batches reshuffled every epoch, and a held-out split; both follow
+    from the seed.
+
+    `has_loss` is true if the objective has labels; `notes` name the objective and the number of
+    texts left out because they have no target.
     """
 
-    def __init__(self, texts: DistillationTexts, options: RetrainingOptions) -> None:
-        count = len(texts.numbers)
+    def __init__(
+        self, net: Transformer, examples: Sequence[Example], options: RetrainingOptions
+    ) -> None:
+        if not isinstance(net, Transformer):
+            raise SpecError(
+                f"expected a headwise model, got {type(net).__name__}; load it with hw.load"
+            )
+        if not examples:
+            raise SpecError("no texts to train on; give at least one example")
+        self.net = net
+        self.examples = examples
+        self.options = options
+        self.objective, note = choose_objective(net, options.objective, examples[0])
+        numbers = list[int]()
+        for number in range(len(examples)):
+            question = self._question(number)
+            self._check_question(number, question)
+            self.has_loss = question.labels is not None
+            if question.num_targets:
+                numbers.append(number)
+        num_skipped = len(examples) - len(numbers)
+        skipped = f"left out {pluralise(num_skipped, 'text')} without targets"
+        self.notes = tuple(filter(None, [note, skipped if num_skipped else ""]))
+        count = len(numbers)
         num_held_out = max(1, round(options.held_out * count))
         if count - num_held_out < options.batch:
             fact = (
@@ -346,25 +282,64 @@ class DistillationLoader:
                 f"Use batch={count - num_held_out}" if count > num_held_out else "Give more texts"
             )
             raise SpecError(f"{fact}. {remedy}")
-        shuffled = [
-            texts.numbers[n] for n in make_rng(options.seed, HELD_OUT_STREAM).permutation(count)
-        ]
-        self.texts = texts
-        self.options = options
+        order = make_rng(options.seed, HELD_OUT_STREAM).permutation(count)
+        shuffled = [numbers[n] for n in order]
         self.held_out_ids = sorted(shuffled[:num_held_out])
         self.train_ids = sorted(shuffled[num_held_out:])
         self._order = EpochOrder(len(self.train_ids))
 
+    def _question(self, number: int, epoch_seed: int = 0) -> EvaluationInput:
+        """Return the input and labels of a text."""
+        seed = number + epoch_seed * len(self.examples)
+        return self.objective.prepare_input(self.net, self.examples[number], seed)
+
+    def _check_question(self, number: int, question: EvaluationInput) -> None:
+        arguments = [argument for argument, _ in STREAMS.values()]
+        for name in question.inputs.kwargs:
+            if name not in (*STREAMS, *arguments):
+                raise SpecError(
+                    f"cannot train on text {number}: it has the input {name!r}. Supported are "
+                    f"{' and '.join(STREAMS)}"
+                )
+        if question.inputs.args:
+            raise SpecError(
+                f"cannot train on text {number}: it has positional inputs. Give named ones such "
+                "as {'x': ids}"
+            )
+        if question.labels is None:
+            return
+        num_positions = _count_positions(self.net, question)
+        if len(question.labels) != num_positions:
+            raise SpecError(
+                f"text {number} has {num_positions} output positions and {len(question.labels)} "
+                "labels; give one label per position"
+            )
+        num_classes = self.net.spec.heads[0].outputs
+        labels = question.labels[question.labels != IGNORE_INDEX]
+        wrong = labels[(labels < 0) | (labels >= num_classes)]
+        if len(wrong):
+            raise SpecError(
+                f"text {number} has the label {int(wrong[0])}, the model has {num_classes} "
+                f"outputs; give labels in 0..{num_classes - 1}"
+            )
+
+    def make_batch(self, numbers: Sequence[int], epoch_seed: int = 0) -> DistillationBatch:
+        """Return a padded batch of these texts; random masks, if the objective has any, differ by
+        `epoch_seed`.
+        """
+        questions = [self._question(number, epoch_seed) for number in numbers]
+        return collate_questions(self.net, questions)
+
     def get_batch(self, step: int) -> DistillationBatch:
-        """Return the batch of a step, counted from 1."""
+        """Return the training batch of a step, counted from 1."""
         chosen = self._order.take(step - 1, self.options.batch, self.options.seed)
-        return self.texts.make_batch([self.train_ids[n] for n in chosen], epoch_seed=step)
+        return self.make_batch([self.train_ids[n] for n in chosen], epoch_seed=step)
 
     def iter_held_out(self) -> Iterator[tuple[DistillationBatch, int]]:
         """Yield batches of the held-out texts, each with its number of texts."""
         for first in range(0, len(self.held_out_ids), self.options.batch):
             numbers = self.held_out_ids[first : first + self.options.batch]
-            yield self.texts.make_batch(numbers), len(numbers)
+            yield self.make_batch(numbers), len(numbers)
 
 
 def cast_for_training(net: Transformer, student: Transformer) -> Transformer:
@@ -395,20 +370,17 @@ def no_progress(point: object) -> None:
     """Progress callback that does nothing."""
 
 
-class AuxiliaryTraining(Protocol):
-    """Training of additional parameters next to the model, such as gates."""
+class AuxiliaryTraining:
+    """Training of additional parameters next to the model, such as gates; this one has none."""
 
-    def extra_loss(self, step: int) -> Tensor:
+    num_open_gates: float | None = None  # expected number
+
+    def extra_loss(self, step: int) -> Tensor | float:
         """Return the term added to the loss of a step."""
-        ...
+        return 0.0
 
     def step(self, step: int) -> None:
         """Update the additional parameters."""
-
-    @property
-    def num_open_gates(self) -> float:
-        """Expected number of open gates."""
-        ...
 
 
 class Retraining:
@@ -423,25 +395,23 @@ class Retraining:
         self,
         net: Transformer,
         teacher: Transformer | None,
-        loader: DistillationLoader,
+        texts: DistillationTexts,
         trainable: Collection[str],
         progress: PointCallback = no_progress,
         keep: str = "last",
     ) -> None:
         self.net = net
         self.teacher = teacher
-        self.loader = loader
-        self.options = loader.options
+        self.texts = texts
+        self.options = texts.options
         self.progress = progress
         self._keep = keep
-        self.auxiliary: AuxiliaryTraining | None = None
-        has_loss = loader.texts.has_loss
-        if teacher is None and not has_loss:
+        self.auxiliary = AuxiliaryTraining()
+        if teacher is None and not texts.has_loss:
             raise SpecError(
                 f"{net.spec.name} has no loss on these texts and no teacher; give a teacher"
             )
-        self.alpha = 0.0 if teacher is None else self.options.alpha if has_loss else 1.0
-        self._has_logits = bool(net.spec.heads and net.spec.heads[0].outputs)
+        self.alpha = 0.0 if teacher is None else self.options.alpha if texts.has_loss else 1.0
         parameters = {name: p for name, p in net.named_parameters() if name in trainable}
         self._parameters = list(parameters.values())
         self._optimiser: AdamWOptimiser | None = None
@@ -463,38 +433,38 @@ class Retraining:
         if self.alpha < 1:
             parts.append((1 - self.alpha) * batch.losses(outputs))
         if self.alpha > 0:
-            parts.append(self.alpha * self._teacher_loss(batch, outputs))
+            assert self.teacher is not None
+            with eval_mode(self.teacher):
+                expected = batch.compute_outputs(self.teacher)
+            if expected.shape != outputs.shape:
+                raise SpecError(
+                    f"the teacher has {expected.shape[-1]} outputs per position, the model "
+                    f"{outputs.shape[-1]}; use the model that this one was made from as the teacher"
+                )
+            heads = self.net.spec.heads
+            if heads and heads[0].outputs:
+                distances = batch.kl_divergences(outputs, expected, self.options.temperature)
+            else:
+                distances = batch.state_distances(outputs, expected)
+            parts.append(self.alpha * distances)
         return torch.stack(parts).sum(0).mean()
-
-    def _teacher_loss(self, batch: DistillationBatch, outputs: Tensor) -> Tensor:
-        assert self.teacher is not None
-        with eval_mode(self.teacher):
-            expected = batch.compute_outputs(self.teacher)
-        if expected.shape != outputs.shape:
-            raise SpecError(
-                f"the teacher has {expected.shape[-1]} outputs per position, the model "
-                f"{outputs.shape[-1]}; use the model that this one was made from as the teacher"
-            )
-        if self._has_logits:
-            return batch.kl_divergences(outputs, expected, self.options.temperature)
-        return batch.state_distances(outputs, expected)
 
     def held_out_loss(self, net: Transformer) -> float:
         """Return the loss on the held-out texts, of this model or one derived from it."""
         total = 0.0
-        num_texts = 0
         with eval_mode(net):
-            for batch, count in self.loader.iter_held_out():
+            for batch, count in self.texts.iter_held_out():
                 total += float(self.loss(net, batch)) * count
-                num_texts += count
-        return total / num_texts
+        return total / len(self.texts.held_out_ids)
 
     def run(self) -> None:
         """Train for all steps or until interrupted, then load the saved weights."""
         options = self.options
         stopped = False
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         try:
-            with InterruptGuard() as interrupts, fork_rng(options.seed):
+            with InterruptGuard() as interrupts, torch.random.fork_rng(devices):
+                torch.manual_seed(options.seed)
                 self._evaluate()
                 while self.step < options.steps and not interrupts.is_requested:
                     self._train_step()
@@ -512,8 +482,8 @@ class Retraining:
         """Take one step, and evaluate every `options.every` steps."""
         self.step += 1
         self.net.train()
-        loss = self.loss(self.net, self.loader.get_batch(self.step))
-        (loss if self.auxiliary is None else loss + self.auxiliary.extra_loss(self.step)).backward()
+        loss = self.loss(self.net, self.texts.get_batch(self.step))
+        (loss + self.auxiliary.extra_loss(self.step)).backward()
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if not (loss.isfinite() and norm.isfinite()):
             raise TrainingDiverged(
@@ -524,38 +494,26 @@ class Retraining:
             nn.utils.clip_grads_with_norm_(self._parameters, self.options.clip, norm)
         if self._optimiser is not None:
             self._optimiser.step(self.options.recipe.lr_at(self.step))
-        if self.auxiliary is not None:
-            self.auxiliary.step(self.step)
+        self.auxiliary.step(self.step)
         self._losses.append(loss.item())
         if self.step % self.options.every == 0:
             self._evaluate()
         else:
-            self.progress(self._make_point(self._losses[-1], None))
-
-    def _make_point(self, loss: float | None, held_out: float | None) -> RetrainingPoint:
-        gates = None if self.auxiliary is None else self.auxiliary.num_open_gates
-        return RetrainingPoint(self.step, loss, held_out, gates)
+            gates = self.auxiliary.num_open_gates
+            self.progress(RetrainingPoint(self.step, loss.item(), None, gates))
 
     def _evaluate(self) -> None:
         mean = sum(self._losses) / len(self._losses) if self._losses else None
         held_out = self.held_out_loss(self.net)
         earlier = [point.held_out for point in self.curve if point.held_out is not None]
-        self.curve.append(self._make_point(mean, held_out))
+        gates = self.auxiliary.num_open_gates
+        self.curve.append(RetrainingPoint(self.step, mean, held_out, gates))
         if self._keep == "last" or not earlier or held_out < min(earlier):
             self.saved_step = self.step
             state = self.net.state_dict().items()
             self._tensors = {name: tensor.detach().clone() for name, tensor in state}
         self._losses = []
         self.progress(self.curve[-1])
-
-
-@contextmanager
-def fork_rng(seed: int) -> Iterator[None]:
-    """Seed torch's generators within the block and restore their state afterwards."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        yield
 
 
 # --- Uptraining of a changed model ----------------------------------------------------------------
@@ -602,12 +560,11 @@ def uptrain(
     Neither argument is changed. `progress` is called after every step. On KeyboardInterrupt the
     weights saved so far are returned.
     """
-    loader = DistillationLoader(DistillationTexts(student, examples, options.objective), options)
+    texts = DistillationTexts(student, examples, options)
     net = cast_for_training(student, replace_attentions(student, {}))
     trainable = [name for name, _ in net.named_parameters()]
-    training = Retraining(net, teacher, loader, trainable, progress, options.keep)
+    training = Retraining(net, teacher, texts, trainable, progress, options.keep)
     training.run()
     net.requires_grad_(True).to(next(student.parameters()).dtype).train(student.training)
     curve = tuple(training.curve)
-    notes = loader.texts.notes
-    return UptrainingResult(net, curve, training.saved_step, training.stop_reason, notes)
+    return UptrainingResult(net, curve, training.saved_step, training.stop_reason, texts.notes)

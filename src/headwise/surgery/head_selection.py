@@ -31,6 +31,7 @@ from .pruning_plan import (
     HeadId,
     HeadUnit,
     PruningPlan,
+    collect_heads,
     count_heads,
     list_rounded_shares,
     list_units,
@@ -230,9 +231,7 @@ class KeepTop(HeadSelection):
             selected = self._select_per_model(units_by_site, scores)
         else:
             selected = self._select_per_layer(units_by_site, scores)
-        keep: dict[str, list[int]] = {site: [] for site in units_by_site}
-        for unit in selected:
-            keep[unit.site] += unit.heads
+        keep = collect_heads(units_by_site, selected)
         scope = {
             "layer": "each layer",
             "stack": "each layer, the same heads in all layers of a stack",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from .attention_replacement import (
     replace_attentions,
 )
 from .distillation import (
-    DistillationLoader,
+    AuxiliaryTraining,
     DistillationTexts,
     Retraining,
     RetrainingOptions,
@@ -37,7 +38,7 @@ from .distillation import (
     no_progress,
 )
 from .head_selection import HeadSelection, LogFunction
-from .pruning_plan import PruningPlan
+from .pruning_plan import HeadUnit, PruningPlan, collect_heads, list_units
 
 GATE_UNITS = ("head", "kv")
 FREEZE_MODES = ("none", "model", "decoder")
@@ -137,17 +138,18 @@ def train_gates(
 
     `net` itself is not changed. With `alpha` above 0 it is the teacher.
     """
-    loader = DistillationLoader(DistillationTexts(net, examples, options.objective), options)
-    if options.alpha == 0 and not loader.texts.has_loss:
+    texts = DistillationTexts(net, examples, options)
+    if options.alpha == 0 and not texts.has_loss:
         raise SpecError(
             f"{net.spec.name} has no loss on these examples; use alpha=1 to train on its own "
             "outputs"
         )
     sites = select_attentions(net, options.sites)
-    units = {site: list_gate_units(spec, options.unit) for site, spec in sites.items()}
+    all_units = list_units(net.spec, "group" if options.unit == "kv" else "head")
+    units = {site: all_units[site] for site in sites}
     target = options.target_count(sum(map(len, units.values())))
     # Raise for heads that cannot be removed before any training.
-    remove_heads(net, {site: groups[0] for site, groups in units.items()})
+    remove_heads(net, {site: groups[0].heads for site, groups in units.items()})
     gated = cast_for_training(
         net, replace_attentions(net, {site: _add_gate(net, site, options) for site in sites})
     )
@@ -157,7 +159,7 @@ def train_gates(
     def progress(point: RetrainingPoint) -> None:
         log(CountedMessage("training gates", point.step, options.steps, "steps"))
 
-    training = Retraining(gated, teacher, loader, trainable, progress)
+    training = Retraining(gated, teacher, texts, trainable, progress)
     training.auxiliary = GateCountConstraint(gated, units, target, options)
     training.run()
     changes = dict[str, AttentionChange]()
@@ -170,7 +172,7 @@ def train_gates(
     }
     keep = select_most_open(open_probabilities, units, target)
     held_out = training.held_out_loss(remove_heads(ungated, keep))
-    notes = list(loader.texts.notes)
+    notes = list(texts.notes)
     num_open = training.curve[-1].num_open_gates or 0.0
     if abs(num_open - target) > COUNT_TOLERANCE:
         notes.append(
@@ -191,24 +193,20 @@ def train_gates(
 
 def select_most_open(
     open_probabilities: Mapping[str, Sequence[float]],
-    units: Mapping[str, Sequence[tuple[int, ...]]],
+    units: Mapping[str, Sequence[HeadUnit]],
     count: int,
 ) -> dict[str, tuple[int, ...]]:
     """Return the heads of the `count` units most likely to be open, by site; ties go to the first.
 
-    >>> select_most_open(
-    ...     {"a": (0.1, 0.9), "b": (0.7, 0.7)}, {"a": ((0,), (1,)), "b": ((0,), (1,))}, 2
-    ... )
-    {'a': (1,), 'b': (0,)}
+    >>> units = {"a": [HeadUnit("a", (0,)), HeadUnit("a", (1,))], "b": [HeadUnit("b", (0, 1))]}
+    >>> select_most_open({"a": (0.1, 0.9), "b": (0.7, 0.7)}, units, 2)
+    {'a': (1,), 'b': (0, 1)}
     """
-    ranked = [(site, heads) for site, groups in units.items() for heads in groups]
-    ranked.sort(key=lambda unit: -open_probabilities[unit[0]][unit[1][0]])
-    return {
-        site: tuple(
-            sorted(h for unit_site, heads in ranked[:count] if unit_site == site for h in heads)
-        )
-        for site in units
-    }
+    ranked = sorted(
+        chain.from_iterable(units.values()),
+        key=lambda unit: -open_probabilities[unit.site][unit.heads[0]],
+    )
+    return collect_heads(units, ranked[:count])
 
 
 def select_attentions(net: Transformer, names: Sequence[str] = ()) -> dict[str, AttentionSpec]:
@@ -229,20 +227,6 @@ def select_attentions(net: Transformer, names: Sequence[str] = ()) -> dict[str, 
     return {site: spec for site, spec in specs.items() if f"{site}.".startswith(prefixes)}
 
 
-def list_gate_units(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of heads that share a gate: single heads, or with unit="kv" those of one
-    key-value head.
-
-    >>> import headwise as hw
-    >>> list_gate_units(hw.design(model=8, heads=4, kv=2), "kv")
-    ((0, 1), (2, 3))
-    """
-    groups = dict[int, list[int]]()
-    for head, kv_head in enumerate(spec.kv_head_of_output):
-        groups.setdefault(head if unit == "head" else kv_head, []).append(head)
-    return tuple(tuple(groups[key]) for key in sorted(groups))
-
-
 def get_open_probabilities(net: Transformer, site: str) -> Tensor:
     """Return the probability that the gate of each head of an attention is open, [heads]."""
     attention = get_attention(net, site)
@@ -253,7 +237,7 @@ def get_open_probabilities(net: Transformer, site: str) -> Tensor:
     return next(probabilities for probabilities in per_gate if probabilities is not None)
 
 
-class GateCountConstraint:
+class GateCountConstraint(AuxiliaryTraining):
     """Optimiser of the gates and of the multiplier that holds the number of open gates at a target;
     trained beside a model by `Retraining`.
     """
@@ -261,7 +245,7 @@ class GateCountConstraint:
     def __init__(
         self,
         net: Transformer,
-        units: Mapping[str, Sequence[tuple[int, ...]]],
+        units: Mapping[str, Sequence[HeadUnit]],
         target: int,
         options: GateTrainingOptions,
     ) -> None:
@@ -288,7 +272,7 @@ class GateCountConstraint:
         """Return the expected number of open gates, differentiable."""
         counts = list[Tensor]()
         for site, groups in self.units.items():
-            first_heads = [heads[0] for heads in groups]
+            first_heads = [unit.heads[0] for unit in groups]
             counts.append(get_open_probabilities(self.net, site)[first_heads].sum())
         return torch.stack(counts).sum()
 

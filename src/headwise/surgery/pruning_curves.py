@@ -28,7 +28,7 @@ from .head_selection import (
     select_top_units,
 )
 from .l0_gates import GateTrainingOptions, train_gates
-from .pruning_plan import HeadId, HeadUnit, KeptHeads, count_heads, list_units
+from .pruning_plan import HeadId, HeadUnit, KeptHeads, collect_heads, count_heads, list_units
 from .verification.model_comparison import JsonRecord, compute_output
 from .verification.quality_metrics import (
     DEFAULT_NUM_EXAMPLES,
@@ -419,10 +419,7 @@ def _sweep_part(
         count = sum(len(unit.heads) for unit in selected)
         if points and count >= points[-1].num_heads:
             continue
-        keep: dict[str, list[int]] = {site: [] for site in units_by_site}
-        for unit in selected:
-            keep[unit.site] += unit.heads
-        heads_left = {site: tuple(sorted(heads)) for site, heads in keep.items()}
+        heads_left = collect_heads(units_by_site, selected)
         full = points[0].keep if points else heads_left
         changed = {site: heads for site, heads in heads_left.items() if heads != full[site]}
         pruned = remove_heads(evaluator.net, changed) if changed else evaluator.net

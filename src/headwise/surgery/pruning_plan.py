@@ -205,6 +205,14 @@ def _site_units(site: str, spec: AttentionSpec, kind: str) -> Iterator[HeadUnit]
     )
 
 
+def collect_heads(sites: Iterable[str], units: Iterable[HeadUnit]) -> dict[str, tuple[int, ...]]:
+    """Return the heads of these units by site, in order."""
+    heads: dict[str, list[int]] = {site: [] for site in sites}
+    for unit in units:
+        heads[unit.site] += unit.heads
+    return {site: tuple(sorted(own)) for site, own in heads.items()}
+
+
 def list_rounded_shares(
     amount: float,
     scope: str,

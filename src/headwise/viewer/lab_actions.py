@@ -417,5 +417,5 @@ def evaluate_texts(
         forward = make_forward(runs.net, runs.modules, question.inputs)
         before = get_output_tensor(forward.baseline_outputs)
         after = get_output_tensor(forward.run_with_hooks(hooks))
-        tally.add_pair(question, after, before)
+        tally.add(question, after, before)
     return tally.report.data

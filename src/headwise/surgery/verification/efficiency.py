@@ -5,7 +5,7 @@ measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ... import costs
 from ...attention.masking.sequence_info import SequenceInfo
-from ...attention.spec.attention_spec import AttentionSpec
-from ...costs.cost_report import CostReport, Workload, cost
+from ...costs.cost_report import Workload, cost
 from ...costs.workload import image_tokens, max_lengths
 from ...kernels.compilation import compile_when_called
 from ...models import Transformer
@@ -54,18 +53,6 @@ class AttentionSize(NamedTuple):
     kv: int = 0
     parameters: int = 0
     remembered: int = 0
-
-    @staticmethod
-    def of_spec(spec: AttentionSpec | None) -> AttentionSize:
-        """Return the size of a spec; all zeros for a removed attention (None)."""
-        if spec is None:
-            return AttentionSize()
-        return AttentionSize(
-            len(spec.score_head_of_output),
-            spec.heads.kv,
-            costs.count_parameters(spec),
-            costs.cached_numbers_per_token(spec),
-        )
 
 
 class SizeChange(NamedTuple):
@@ -132,7 +119,15 @@ def compare_cost(
     workload = default_workload(before, length)
     nets = {"before": before, "after": after}
     estimates = cost({name: net.spec for name, net in nets.items()}, workload)
-    for name, net in nets.items():
+    sizes = {site: [AttentionSize(), AttentionSize()] for site, _ in before.spec.attention_specs()}
+    for number, (name, net) in enumerate(nets.items()):
+        for site, spec in net.spec.attention_specs():
+            sizes[site][number] = AttentionSize(
+                len(spec.score_head_of_output),
+                spec.heads.kv,
+                costs.count_parameters(spec),
+                costs.cached_numbers_per_token(spec),
+            )
         actual = sum(p.numel() for p in net.parameters())
         counted = estimates[name].parameters.total
         if actual != counted:
@@ -140,17 +135,35 @@ def compare_cost(
                 f"the model {name} has {actual:,} parameters but its spec counts {counted:,}. "
                 "Rebuild it from its spec"
             )
-    after_specs = dict(after.spec.attention_specs())
-    sizes = [
-        SizeChange(site, AttentionSize.of_spec(spec), AttentionSize.of_spec(after_specs.get(site)))
-        for site, spec in before.spec.attention_specs()
-    ]
+    old = estimates["before"]
+    new = estimates["after"]
+    widths = [parameter_dtype(net).itemsize for net in nets.values()]
+
+    def bytes_pair(name: str, before: int, after: int) -> CostPair:
+        return CostPair(name, "bytes", before * widths[0], after * widths[1])
+
+    counts = (old.parameters.total, new.parameters.total)
+    pairs = [CostPair("parameters", "", *counts), bytes_pair("weights", *counts)]
+    name = "forward" if old.decode_flops is None else "prefill"
+    pairs.append(CostPair(name, "FLOPs", old.prefill_flops.total, new.prefill_flops.total))
+    if old.decode_flops is not None:
+        after_decode = 0 if new.decode_flops is None else new.decode_flops.total
+        pairs.append(CostPair("decode step", "FLOPs", old.decode_flops.total, after_decode))
+        caches = {
+            "cache per token": "cache_bytes_per_token",
+            "cache per source token": "source_cache_bytes_per_token",
+            "cache total": "cache_bytes",
+        }
+        for name, field in caches.items():
+            numbers = [(getattr(one, field) or 0) // COUNTED_BYTES for one in (old, new)]
+            pairs += [bytes_pair(name, *numbers)] if any(numbers) else []
+    changes = [SizeChange(site, *pair) for site, pair in sizes.items()]
     return CostComparison(
-        length=estimates["before"].full_call.tokens,
+        length=old.full_call.tokens,
         source_length=workload.source if len(before.spec.stacks) > 1 else None,
         dtype=dtype_name(parameter_dtype(before)),
-        costs=tuple(_iter_costs(nets, estimates)),
-        sites=tuple(size for size in sizes if size.before != size.after),
+        costs=tuple(pairs),
+        sites=tuple(change for change in changes if change.before != change.after),
     )
 
 
@@ -162,34 +175,6 @@ def default_workload(net: Transformer, length: int | None) -> Workload:
     context = length or min(COUNTED_LENGTH, limits.own or COUNTED_LENGTH)
     source = min(context, limits.source or context)
     return Workload(context=context, dtype="fp32", source=source)
-
-
-def _iter_costs(nets: Mapping[str, Transformer], estimates: CostReport) -> Iterator[CostPair]:
-    """Yield the costs of both models; bytes are those of their own dtypes."""
-    old = estimates["before"]
-    new = estimates["after"]
-    sizes = [next(net.parameters()).element_size() for net in nets.values()]
-    counts = [old.parameters.total, new.parameters.total]
-    yield CostPair("parameters", "", *counts)
-    yield CostPair("weights", "bytes", counts[0] * sizes[0], counts[1] * sizes[1])
-    name = "forward" if old.decode_flops is None else "prefill"
-    yield CostPair(name, "FLOPs", old.prefill_flops.total, new.prefill_flops.total)
-    if old.decode_flops is None:
-        return
-    after_decode = 0 if new.decode_flops is None else new.decode_flops.total
-    yield CostPair("decode step", "FLOPs", old.decode_flops.total, after_decode)
-    caches = {
-        "cache per token": (old.cache_bytes_per_token, new.cache_bytes_per_token),
-        "cache per source token": (
-            old.source_cache_bytes_per_token,
-            new.source_cache_bytes_per_token,
-        ),
-        "cache total": (old.cache_bytes, new.cache_bytes),
-    }
-    for name, (before, after) in caches.items():
-        numbers = [(count or 0) // COUNTED_BYTES for count in (before, after)]
-        if any(numbers):
-            yield CostPair(name, "bytes", numbers[0] * sizes[0], numbers[1] * sizes[1])
 
 
 # --- Timed phases ---------------------------------------------------------------------------------
@@ -274,7 +259,11 @@ def list_phases(
     batch = timing.batch
     unit, count = ("images/s", batch) if kind == "vision" else ("tokens/s", batch * length)
     if any(net.spec.attention_specs()):
-        run_attentions = partial(_prepare_attentions, batch, length)
+
+        def run_attentions(model: Transformer) -> Callable[[], object]:
+            calls = _list_attention_calls(model, batch, length)
+            return lambda: [run() for run in calls]
+
         yield TimedPhase(ATTENTION_PHASE, unit, count, run_attentions)
     if kind in ("vision", "encoder"):
         yield TimedPhase("forward", unit, count, lambda model: partial(model, inputs))
@@ -294,23 +283,21 @@ def list_phases(
     yield TimedPhase("decode", unit, batch * timing.steps, decode)
 
 
-def _prepare_attentions(batch: int, length: int, net: Transformer) -> Callable[[], object]:
-    """Prepare a run of all attention layers of a model on random inputs."""
+def _list_attention_calls(net: Transformer, batch: int, length: int) -> list[Callable[[], object]]:
+    """Return a call of each attention layer of a model on random inputs."""
     weight = next(net.parameters())
     generator = torch.Generator().manual_seed(0)
-    inputs = dict[str, Tensor]()
-    for stack in net.spec.stacks:
-        count = min(length, known(stack) or length)
-        shape = (batch, count, stack.model)
-        inputs[stack.name] = torch.randn(shape, generator=generator).to(weight)
-    source = next(iter(inputs.values()))
+    source: Tensor | None = None
     calls = list[Callable[[], object]]()
-    for name, stack in net.stacks.items():
+    for spec, stack in zip(net.spec.stacks, net.stacks.values(), strict=True):
+        count = min(length, known(spec) or length)
+        inputs = torch.randn((batch, count, spec.model), generator=generator).to(weight)
+        source = inputs if source is None else source
         for layer in stack.blocks:
             for role, attention in layer.attentions.items():
                 cross_input = source if role == "cross" else None
-                calls.append(partial(attention, inputs[name], source=cross_input))
-    return lambda: [run() for run in calls]
+                calls.append(partial(attention, inputs, source=cross_input))
+    return calls
 
 
 def _prefill(net: Transformer, inputs: Tensor, capacity: int) -> tuple[Tensor, ModelCache | None]:
@@ -451,24 +438,20 @@ def _measure_phase(
     deadline = time.perf_counter() + seconds
     rounds = list[list[float]]()
     while len(rounds) < MAX_ROUNDS and (not rounds or time.perf_counter() < deadline):
-        order = nets if len(rounds) % 2 == 0 else nets[::-1]
-        times = [_time_run(phase, net) for net in order]
-        rounds.append(times if order is nets else times[::-1])
+        step = 1 if len(rounds) % 2 == 0 else -1
+        rounds.append([_time_run(phase, net) for net in nets[::step]][::step])
     return summarise_rounds(phase, np.array(rounds))
 
 
 def _time_run(phase: TimedPhase, net: Transformer) -> float:
     run = phase.prepare(net)
-    _synchronise(net)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     start = time.perf_counter()
     run()
-    _synchronise(net)
-    return max(time.perf_counter() - start, 1e-9)
-
-
-def _synchronise(net: Transformer) -> None:
-    if next(net.parameters()).device.type == "cuda":
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    return max(time.perf_counter() - start, 1e-9)
 
 
 def summarise_rounds(phase: TimedPhase, seconds: Any) -> PhaseSpeed:

@@ -39,9 +39,10 @@ from .quality_metrics import (
     can_compute_bleu,
     check_min_count,
     compare_task_scores,
-    compare_translations,
+    compare_translated_texts,
     get_translation_pairs,
     measure_quality,
+    translate_sources,
 )
 
 # --- Results --------------------------------------------------------------------------------------
@@ -227,19 +228,18 @@ def _add_generation_scores(
     """Return the report with scores of generated answers, if the model can
     generate any, and notes.
     """
-    rows = list(report.rows)
+    rows = {row.name: row for row in report.rows}
     notes = list[str]()
     if options.task is not None:
-        rows += [
-            row
-            for row in compare_task_scores(*nets, options.task, options.num_examples)
-            if row.name not in {other.name for other in rows}
-        ]
+        for row in compare_task_scores(*nets, options.task, options.num_examples):
+            rows.setdefault(row.name, row)
     if can_compute_bleu(nets[0]):
-        row, note = compare_translations(*nets, get_translation_pairs(nets[0], examples))
-        rows += [row] if row.name not in {other.name for other in rows} else []
+        pairs = get_translation_pairs(nets[0], examples)
+        answers = [translate_sources(net, pairs) for net in nets]
+        row, note = compare_translated_texts(answers[0], answers[1], pairs)
+        rows.setdefault(row.name, row)
         notes += [note] if note else []
-    return replace(report, rows=tuple(rows)), notes
+    return replace(report, rows=tuple(rows.values())), notes
 
 
 def _check_comparable(before: Transformer, after: Transformer) -> None:

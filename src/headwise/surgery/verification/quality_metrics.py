@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models import Transformer
+from ...models.distributed.sharded_model import BatchForward
 from ...models.generation import load_tokenizers, max_positions
 from ...models.generation.decoding_state import greedy_decode
 from ...models.generation.generate import generate
@@ -127,11 +128,8 @@ def measure_quality(
     for number, example in enumerate(chain([first_example], texts)):
         question = resolved.prepare_input(net, example, number)
         output = compute_output(net, question.inputs)
-        tally.add_pair(
-            question,
-            output,
-            None if baseline is None else compute_output(baseline, question.inputs),
-        )
+        before = None if baseline is None else compute_output(baseline, question.inputs)
+        tally.add(question, output, before)
     tally.notes += distinct.notes
     return tally.report
 
@@ -146,19 +144,14 @@ class QualityTally:
     before: list[TextCounts] = field(default_factory=list)
     num_unscored: int = 0
 
-    def add_pair(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> None:
-        """Add a text with the outputs of both models."""
-        self.add(question, after, before)
-        is_drift = isinstance(self.objective, OutputDrift)
-        if question.num_targets and before is not None and not is_drift:
-            self.before.append(self._counts(question, before, before))
-
     def add(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> None:
-        """Add a text with the output of the model after; drift needs `before` too."""
-        if question.num_targets:
-            self.after.append(self._counts(question, after, before))
-        else:
+        """Add a text with the outputs of both models, or of one; drift needs both."""
+        if not question.num_targets:
             self.num_unscored += 1
+            return
+        self.after.append(self._counts(question, after, before))
+        if before is not None and not isinstance(self.objective, OutputDrift):
+            self.before.append(self._counts(question, before, None))
 
     def _counts(
         self, question: EvaluationInput, output: Tensor, baseline: Tensor | None
@@ -185,9 +178,7 @@ class QualityTally:
         if isinstance(self.objective, OutputDrift):
             rows = [row._replace(name=name) for row in rows]
         elif name != "label":
-            rows.insert(
-                1, build_metric_row(PERPLEXITY, LOSS, (self.after, self.before or None), np.exp)
-            )
+            rows.insert(1, build_metric_row(PERPLEXITY, LOSS, pair, np.exp))
         return QualityReport(
             name, count, sum(text.num_positions for text in self.after), tuple(rows), tuple(notes)
         )
@@ -214,36 +205,28 @@ def build_metric_row(
     >>> [round(number, 2) for number in build_metric_row("loss", "loss", (some, None)).after]
     [2.17, 0.58, 3.75]
     """
-    after = _mean_over_positions(counts[0], sum_name)
-    better = "lower" if sum_name == LOSS else "higher"
     largest = 1.0 if name.startswith(SHARES) else math.inf
-    estimate = _estimate_mean(after, transform).clip(0, largest)
-    if counts[1] is None:
-        return MetricRow(name, better, estimate)
-    before = _mean_over_positions(counts[1], sum_name)
-    change = make_estimate(after.map(transform) - before.map(transform)).clip(-largest, largest)
-    return MetricRow(
-        name, better, estimate, _estimate_mean(before, transform).clip(0, largest), change
-    )
+    means = list[Jackknife]()
+    estimates = list[IntervalEstimate]()
+    for texts in counts:
+        if texts is None:
+            continue
+        sums = np.array([text.sums[sum_name] for text in texts])
+        mean = Jackknife.of_ratio(sums, np.array([float(text.num_positions) for text in texts]))
+        # of an increasing function, the interval is that of the mean at its ends
+        ends = [float(transform(number)) for number in (mean.value, *mean.interval())]
+        estimates.append(IntervalEstimate(*ends).clip(0, largest))
+        means.append(mean.map(transform))
+    if len(means) > 1:
+        change = make_estimate(means[0] - means[1])
+        estimates.append(change.clip(-largest, largest))
+    return MetricRow(name, "lower" if sum_name == LOSS else "higher", *estimates)
 
 
-def _mean_over_positions(counts: Sequence[TextCounts], name: str) -> Jackknife:
-    """Return the mean of a metric over the positions of all texts."""
-    sums = np.array([text.sums[name] for text in counts])
-    return Jackknife.of_ratio(sums, np.array([float(text.num_positions) for text in counts]))
-
-
-def _estimate_mean(mean: Jackknife, transform: Callable[[Array], Array]) -> IntervalEstimate:
-    """Return an increasing function of the mean, with the interval of the mean at its ends."""
-    return IntervalEstimate(
-        *(float(transform(number)) for number in (mean.value, *mean.interval()))
-    )
-
-
-def make_estimate(statistic: Jackknife, confidence: float = CONFIDENCE) -> IntervalEstimate:
+def make_estimate(statistic: Jackknife) -> IntervalEstimate:
     """Return a statistic of the texts with its confidence interval."""
     return IntervalEstimate(
-        *(float(number) for number in (statistic.value, *statistic.interval(confidence)))
+        *(float(number) for number in (statistic.value, *statistic.interval(CONFIDENCE)))
     )
 
 
@@ -320,19 +303,15 @@ def compare_task_scores(
 
 def compare_tallies(before: Sequence[Any], after: Sequence[Any]) -> list[MetricRow]:
     """Return one row per score of a task, from its tallies of both models by example."""
-    names = dict.fromkeys(name for tally in before for name in tally)
+    names = dict.fromkeys(chain.from_iterable(before))
     rows = list[MetricRow]()
     for name in names:
-        old, new = (
-            [
-                TextCounts({name: tally[name][0]}, tally[name][1])
-                for tally in tallies
-                if name in tally
-            ]
-            for tallies in (before, after)
-        )
-        if sum(text.num_positions for text in new) and len(new) > 1:
-            rows.append(build_metric_row(name, name, (new, old)))
+        counts = list[list[TextCounts]]()
+        for tallies in (after, before):
+            own = [tally[name] for tally in tallies if name in tally]
+            counts.append([TextCounts({name: total}, number) for total, number in own])
+        if sum(text.num_positions for text in counts[0]) and len(counts[0]) > 1:
+            rows.append(build_metric_row(name, name, (counts[0], counts[1])))
     return rows
 
 
@@ -347,51 +326,29 @@ def score_task(net: Transformer, task: Task, num_examples: int) -> Iterator[Any]
         batch = batch.rows(slice(0, rows))
         index = index + 1
         num_examples = num_examples - rows
+        on_device = batch.to(device)
+        outputs: Any
         with torch.inference_mode():
-            outputs: Any = (
-                _generate_answers(net, task, batch, device)
-                if task.answers
-                else _compute_logits(net, batch, device)
-            )
+            if task.answers:
+                prompt_ids, tokens = task.prompt(batch)
+                prompts = Batch(prompt_ids, prompt_ids, tokens).to(device)
+                source = on_device.source
+                outputs = greedy_decode(
+                    net,
+                    prompts.x,
+                    max_new_tokens=task.answers,
+                    sequence=prompts.tokens,
+                    end_id=task.end,
+                    encoder_output=None
+                    if source is None
+                    else net.encode(source, sequence=on_device.source_tokens),
+                )
+            else:
+                outputs = BatchForward(net)(on_device).float().cpu()
         for number in range(rows):
             example = batch.rows(slice(number, number + 1))
             output = outputs[number : number + 1]
             yield task.score(output, example) if task.answers else task.measure(output, example)
-
-
-def _generate_answers(
-    net: Transformer, task: Task, batch: Batch, device: torch.device
-) -> list[list[int]]:
-    prompt, tokens = task.prompt(batch)
-    on_device = batch.to(device)
-    memory = (
-        None
-        if on_device.source is None
-        else net.encode(on_device.source, sequence=on_device.source_tokens)
-    )
-    prompts = Batch(prompt, prompt, tokens).to(device)
-    return greedy_decode(
-        net,
-        prompts.x,
-        max_new_tokens=task.answers,
-        sequence=prompts.tokens,
-        end_id=task.end,
-        encoder_output=memory,
-    )
-
-
-def _compute_logits(net: Transformer, batch: Batch, device: torch.device) -> Any:
-    on_device = batch.to(device)
-    return (
-        net(
-            on_device.x,
-            sequence=on_device.tokens,
-            source=on_device.source,
-            source_sequence=on_device.source_tokens,
-        )
-        .float()
-        .cpu()
-    )
 
 
 def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list[TranslationPair]:
@@ -411,20 +368,11 @@ def can_compute_bleu(net: Transformer) -> bool:
     """Return whether BLEU can be computed: encoder-decoder, tokenizer and begin token known,
     sacrebleu installed.
     """
-    can_translate = (
+    return (
         net.spec.kind == "encoder-decoder"
         and bool(net.usage.begin)
         and net.usage.tokenizer is not None
-    )
-    return can_translate and find_spec("sacrebleu") is not None
-
-
-def compare_translations(
-    before: Transformer, after: Transformer, pairs: Sequence[TranslationPair]
-) -> tuple[MetricRow, str]:
-    """Compare the translations of both models, see `compare_translated_texts`."""
-    return compare_translated_texts(
-        translate_sources(before, pairs), translate_sources(after, pairs), pairs
+        and find_spec("sacrebleu") is not None
     )
 
 
@@ -443,42 +391,32 @@ def compare_translated_texts(
     bleu = make_bleu(choose_bleu_tokenizer(references), effective_order=True)
     num_long = sum(count >= BLEU_ORDER for count in count_bleu_tokens(bleu, references))
     if 2 * num_long < len(references):
-        counts = [
-            [
-                TextCounts({EXACT_MATCH: float(text.strip() == pair.target.strip())}, 1)
-                for text, pair in zip(texts, pairs, strict=True)
-            ]
-            for texts in (after, before)
-        ]
+        counts = list[list[TextCounts]]()
+        for texts in (after, before):
+            pairs_of_texts = zip(texts, references, strict=True)
+            hits = [text.strip() == reference.strip() for text, reference in pairs_of_texts]
+            counts.append([TextCounts({EXACT_MATCH: float(hit)}, 1) for hit in hits])
         note = (
             f"BLEU is not computed: only {num_long} of {len(references)} references have "
             f"{BLEU_ORDER} tokens"
         )
         return build_metric_row(EXACT_MATCH, EXACT_MATCH, (counts[0], counts[1])), note
-    after_scores, before_scores = (
-        _jackknife_bleu(bleu, texts, references) for texts in (after, before)
-    )
-    change = after_scores - before_scores
-    return MetricRow(
-        BLEU, "higher", *(make_estimate(one) for one in (after_scores, before_scores, change))
-    ), ""
+    scores = [_jackknife_bleu(bleu, texts, references) for texts in (after, before)]
+    estimates = map(make_estimate, (*scores, scores[0] - scores[1]))
+    return MetricRow(BLEU, "higher", *estimates), ""
 
 
 def translate_sources(net: Transformer, pairs: Sequence[TranslationPair]) -> list[str]:
     """Translate sources by greedy decoding."""
-    max_length = max_positions(net.spec.stacks[-1])
-    count = min(
-        MAX_ANSWER_TOKENS,
-        MAX_ANSWER_TOKENS if max_length is None else max(1, max_length - len(net.usage.begin)),
-    )
+    limit = max_positions(net.spec.stacks[-1])
+    count = MAX_ANSWER_TOKENS
+    if limit is not None:
+        count = min(count, max(1, limit - len(net.usage.begin)))
     tokenizer = load_tokenizers(net)[1]
     translations = list[str]()
     for start in range(0, len(pairs), SCORING_BATCH_SIZE):
-        outputs = generate(
-            net,
-            [list(pair.source) for pair in pairs[start : start + SCORING_BATCH_SIZE]],
-            max_new_tokens=count,
-        )
+        sources = [list(pair.source) for pair in pairs[start : start + SCORING_BATCH_SIZE]]
+        outputs = generate(net, sources, max_new_tokens=count)
         translations += [tokenizer.text(ids) for ids in outputs]
     return translations
 
