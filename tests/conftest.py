@@ -166,11 +166,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are loaded with transformers in this process: one of their own takes seconds to
     begin.
     """
-    from headwise.surgery.hf_export import load_check
+    from headwise.surgery.hf_export import model_folder
 
-    run_loader = load_check._run_loader
+    run_loader = model_folder._run_loader
 
-    def run_here(command: list[str]) -> load_check.LoadCheck:
+    def run_here(command: list[str]) -> model_folder.LoadCheck:
         source, *arguments = command[command.index("-c") + 1 :]
         program, output = source.replace('sys.modules["headwise"] = None', ""), io.StringIO()
         with monkeypatch.context() as patch, contextlib.redirect_stdout(output):
@@ -178,10 +178,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
             exec(compile(program, "driver", "exec"), {})
         done = subprocess.CompletedProcess(command, 0, output.getvalue(), "")
         with monkeypatch.context() as patch:
-            patch.setattr(load_check.subprocess, "run", lambda *_, **__: done)
+            patch.setattr(model_folder.subprocess, "run", lambda *_, **__: done)
             return run_loader(command)
 
-    monkeypatch.setattr(load_check, "_run_loader", run_here)
+    monkeypatch.setattr(model_folder, "_run_loader", run_here)
 
 
 # --- what runs ------------------------------------------------------------------------------------

@@ -379,7 +379,7 @@ def test_a_file_is_replaced_by_its_kind_only(
 def test_other_functions_refuse_a_folder_of_others(tmp_path: Path):
     from headwise.studies.study_report import write_report
     from headwise.surgery.hf_export.model_folder import write_model_folder
-    from headwise.surgery.verification.proof_report import write_proof
+    from headwise.surgery.verification.proof import write_proof
 
     net = hw.build(
         hw.families.read_model_spec(

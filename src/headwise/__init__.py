@@ -103,12 +103,12 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .observe.inspect.model_inputs import run_model
     from .observe.inspect.trace_capture import Capture, trace
     from .observe.traces import Trace, compare_traces, load_trace
+    from .surgery.attention_replacement import fold_bias, fold_qk_transforms
     from .surgery.conversion import convert
     from .surgery.distillation import uptrain
     from .surgery.module_surgery import convert_module, prune_module
     from .surgery.pruning import prune
     from .surgery.verification.proof import prove
-    from .surgery.weight_folding import fold_bias, fold_qk_transforms
     from .training import Evaluation, Recipe, TrainingResult, evaluate, train
     from .util.errors import CacheFull, NoBackend, SpecError, TrainingDiverged
     from .viewer.view import view, view_attention
@@ -211,8 +211,8 @@ _MODULE_OF_NAME = {
     "layer_activation_memory": "costs.activations",
     "activation_memory": "costs.training_memory",
     "check_part": "costs.part_checks",
-    "fold_bias": "surgery.weight_folding",
-    "fold_qk_transforms": "surgery.weight_folding",
+    "fold_bias": "surgery.attention_replacement",
+    "fold_qk_transforms": "surgery.attention_replacement",
     "LearnedPositions": "attention.position_embeddings",
     "SinusoidalPositions": "attention.position_embeddings",
     "Recipe": "training",

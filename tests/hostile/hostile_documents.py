@@ -19,7 +19,7 @@ import headwise as hw
 from headwise.attention.masking.patterns import parse_pattern
 from headwise.attention.parts.rotary_embedding import Rotary
 from headwise.attention.spec.serialization import to_dict as spec_to_dict
-from headwise.hub import checkpoint_weights, tokenizer_files
+from headwise.hub import checkpoint_weights, transformers_loading
 from headwise.models import families, model_spec, vocabulary
 from headwise.models.generation.text_output import ModelTokenizer
 from headwise.models.model_spec.serialization import ModelManifest, SurgeryRecord
@@ -247,7 +247,7 @@ PARSERS: dict[str, Parser] = {
         _read_index,
     ),
     "preprocessor_config.json": Parser(
-        texts_of(DOCUMENTS["processors"]), reads_file("a.json", tokenizer_files.read_json)
+texts_of(DOCUMENTS["processors"]), reads_file("a.json", transformers_loading.read_json)
     ),
     "sentence pairs": Parser(st.text(), _read_pairs),
     "npz": Parser(

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 import headwise as hw
 from headwise import cli
 from headwise.cli.options import CommandParser
-from headwise.hub.tokenizer_files import attach_tokenizer
+from headwise.hub.transformers_loading import attach_tokenizer
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS, SecurityMiddleware, ViewServer, allowed_hosts
 from hostile.hostile_values import DOCUMENTS, NUMBERS, TEXTS, texts_of, time_limit

@@ -10,7 +10,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.cli import main
-from headwise.hub.tokenizer_files import attach_tokenizer, read_processor
+from headwise.hub.transformers_loading import attach_tokenizer, read_processor
 from headwise.models import model_spec as bp
 from headwise.models.generation import encode_text, load_tokenizers
 from headwise.surgery.verification.efficiency import TimingOptions

@@ -19,7 +19,7 @@ import headwise as hw
 from headwise import cli
 from headwise.hub import pretrained_models
 from headwise.hub.pretrained_models import load_original
-from headwise.surgery.hf_export import load_check
+from headwise.surgery.hf_export import model_folder
 from headwise.util.errors import SpecError
 
 transformers = pytest.importorskip("transformers")
@@ -315,7 +315,7 @@ LOADERS = re.compile(r"\b(?:from_pretrained|_?from_config|for_model)\(")
 ALLOWED = {
     "hub/transformers_loading.py": 4,
     "observe/head_analysis/random_baseline.py": 1,  # of a model in memory
-    "surgery/hf_export/load_check.py": 2,
+    "surgery/hf_export/model_folder.py": 2,
 }
 
 
@@ -330,7 +330,7 @@ def test_loaders_of_transformers_are_called_in_one_place():
 def test_scripts_without_headwise_have_the_same_arguments():
     script = (SOURCE / "surgery" / "hf_export" / "load_model.txt").read_text()
     for text in (
-        load_check.DRIVER,
+        model_folder.DRIVER,
         script,
         (SOURCE.parents[1] / "benchmarks" / "whole_models.py").read_text(),
     ):

@@ -23,8 +23,13 @@ from headwise.surgery.verification.model_comparison import (
     compare_ablated,
     compare_outputs,
 )
-from headwise.surgery.verification.proof import ProofOptions, prove
-from headwise.surgery.verification.proof_report import render_proof, render_summary, write_proof
+from headwise.surgery.verification.proof import (
+    ProofOptions,
+    prove,
+    render_proof,
+    render_summary,
+    write_proof,
+)
 from support.flop_counting import flop_counter
 from support.pruned_models import (
     KEEP,

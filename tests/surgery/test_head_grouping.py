@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 import headwise as hw
 from headwise.attention import head_axis_ops
 from headwise.surgery import head_grouping
-from headwise.surgery.head_grouping import make_groups_contiguous, permute_heads
+from headwise.surgery.head_grouping import permute_heads
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EVERY_CASE, base, check_close
 
@@ -118,7 +118,7 @@ def test_another_order_is_refused_or_the_same_layer(name):
         order = [2 * pair + half for pair in pairs.tolist() for half in range(2)]
     for make in (
         lambda: permute_heads(spec, layer.state_dict(), order),
-        lambda: make_groups_contiguous(spec, layer.state_dict()),
+        lambda: permute_heads(spec, layer.state_dict()),
     ):
         check_close(layer_from_weights(*make())(x, source=z), layer(x, source=z))
 
@@ -135,7 +135,7 @@ def test_contiguous_groups_make_sharing_regular():
             [(0, 2), (1,)] if spec.heads.kv == 3 else [(0, 4, 2), (5, 1, 3)],
         )
         x, _ = cases.tensors(spec)
-        even, moved = make_groups_contiguous(spec, weights)
+        even, moved = permute_heads(spec, weights)
         assert not spec.heads.is_evenly_grouped
         assert even.heads.is_evenly_grouped == (
             spec.heads.q == 6

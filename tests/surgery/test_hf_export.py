@@ -32,7 +32,7 @@ from headwise.surgery.attention_replacement import (
     remove_heads,
     replace_attentions,
 )
-from headwise.surgery.hf_export import model_folder, resized_modules
+from headwise.surgery.hf_export import model_folder
 from headwise.surgery.hf_export.shard_rewrite import to_canonical_form
 from support.transformers_models import (
     FALLBACK,
@@ -497,11 +497,11 @@ def test_unloadable_shapes_are_written_as_a_headwise_folder(tmp_path: Path, here
 def test_a_loader_with_other_outputs_is_not_written(
     tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ):
-    text = resized_modules.LOADER_SOURCE.read_text().replace(
+    text = model_folder.LOADER_SOURCE.read_text().replace(
         "torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias"
     )
     (tmp_path / "wrong.txt").write_text(text)
-    monkeypatch.setattr(resized_modules, "LOADER_SOURCE", tmp_path / "wrong.txt")
+    monkeypatch.setattr(model_folder, "LOADER_SOURCE", tmp_path / "wrong.txt")
     notes = model_folder.write_model_folder(
         cut("llama without the first", tmp_path / "source"),
         tmp_path / "source",
@@ -516,8 +516,7 @@ def test_without_transformers_loading_is_not_claimed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     net = source("llama", tmp_path / "source", **ALONE)
-    for module in ("load_check", "resized_modules", "model_folder"):
-        monkeypatch.setattr(f"headwise.surgery.hf_export.{module}.find_spec", lambda _: None)
+    monkeypatch.setattr(model_folder, "find_spec", lambda _: None)
     plainly = model_folder.write_model_folder(
         remove_heads(net, everywhere(net, A)), tmp_path / "source", tmp_path / "a", {}
     )
@@ -775,7 +774,7 @@ def test_uncopyable_models_are_refused():
 
 def test_the_loader_is_text_for_others():
     """Short, of torch, transformers and the standard library alone; nothing in headwise runs it."""
-    text = resized_modules.LOADER_SOURCE.read_text()
+    text = model_folder.LOADER_SOURCE.read_text()
     assert len(text.splitlines()) < 210
     assert "headwise" not in text.split('"""')[2]
     names = {
@@ -791,7 +790,7 @@ def test_the_loader_is_text_for_others():
         for p in package.rglob("*.py")
         if "load_model.txt" in p.read_text() or "load_model.py" in p.read_text()
     ]
-    assert sorted(message) == ["load_check.py", "resized_modules.py"]
+    assert sorted(message) == ["model_folder.py"]
     assert not list(package.rglob("load_model.py"))
 
 

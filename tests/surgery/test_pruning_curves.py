@@ -16,20 +16,18 @@ from headwise.models import Transformer
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.head_analysis.annotated_examples import Example, examples_from_task
 from headwise.surgery import HeadRanking, pruning_curves
-from headwise.surgery.curve_report import (
-    THEMES,
-    find_smallest_harmless,
-    make_figures,
-    make_tables,
-)
 from headwise.surgery.head_selection import score_heads
 from headwise.surgery.l0_gates import GateTrainingOptions, train_gates
 from headwise.surgery.pruning_curves import (
     ALL_PARTS,
+    THEMES,
     CurvePoint,
     PruningCurve,
     PruningCurves,
     SweepOptions,
+    find_smallest_harmless,
+    make_figures,
+    make_tables,
     run_sweep,
 )
 from headwise.surgery.verification.quality_metrics import (
@@ -182,7 +180,7 @@ def point(
     row = build_metric_row(
         "loss", "loss", (counts, tuple(TextCounts({"loss": 0.0}, n) for n in PLACES * 2))
     )
-    return CurvePoint(share, left, keep or {}, (row,), counts)
+    return CurvePoint(share, left, keep or {}, (row,))
 
 
 def test_heads_can_go_until_an_interval_no_longer_stays_below():

@@ -21,8 +21,7 @@ from headwise.surgery.conversion import convert
 from headwise.surgery.pruning import PruningResult, prune
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.model_comparison import compare_ablated, compare_outputs
-from headwise.surgery.verification.proof import ProofOptions, check_surgery, prove
-from headwise.surgery.verification.proof_report import render_proof
+from headwise.surgery.verification.proof import ProofOptions, check_surgery, prove, render_proof
 from support.transformers_models import FALLBACK, ZOO, transformers
 
 QUICK = TimingOptions(length=4, steps=1, seconds=1e-4)
@@ -70,7 +69,7 @@ def without_another_head(done: PruningResult) -> Transformer:
     """The model without another head than the plan says."""
     (site, kept), *_ = done.plan.changed_sites.items()
     wrong = {site: sorted({*kept, HEAD} - {kept[-1]})}
-    return remove_heads(done.removal_source, wrong, done.constants.site_constants)
+    return remove_heads(done.removal_source, wrong, done.site_constants)
 
 
 def exchange_heads(net: Transformer, site: str) -> Transformer:

@@ -231,7 +231,7 @@ class SweepCommandOptions(SurgeryOptions):
         "answers": "surgery.pruning_curves:REMOVAL_ORDERS",
         "unit": "surgery.pruning_plan:UNIT_KINDS",
     }
-    outputs = {"out": "surgery.curve_report:CURVES_FOLDER"}
+    outputs = {"out": "surgery.pruning_curves:CURVES_FOLDER"}
     sweep: bool = False
     by: Words = ()
     points: str = ""
@@ -260,8 +260,7 @@ def sweep_main(argv: list[str]) -> int:
     args = SweepCommandOptions.parse(argv)
     run = CompressionRun.from_options(args)
     run.split_texts(("heads were chosen",))
-    from ..surgery.curve_report import render_terminal, to_report_data, write_report
-    from ..surgery.pruning_curves import run_sweep
+    from ..surgery.pruning_curves import render_terminal, run_sweep, to_report_data, write_report
 
     curves = run_sweep(
         run.net,

@@ -88,7 +88,7 @@ class TextOptions(Options):
 def attach_named_tokenizer(model: Any, args: Any) -> None:
     """Attach the tokenizer named by --tokenizer, if any, to the model."""
     if args.tokenizer is not None:
-        from ..hub.tokenizer_files import attach_tokenizer
+        from ..hub.transformers_loading import attach_tokenizer
 
         attach_tokenizer(model, args.tokenizer)
 
@@ -333,8 +333,7 @@ class CompressionRun:
         the exit code.
         """
         from ..surgery.model_and_texts import OutputFolder, write_and_prove
-        from ..surgery.verification.proof import ProofOptions
-        from ..surgery.verification.proof_report import render_summary
+        from ..surgery.verification.proof import ProofOptions, render_summary
 
         args = self.args
         model, retraining = self.retrain(result.after)

@@ -4,9 +4,9 @@ In reading order:
 
 - `pretrained_models`: `load` a model from any folder, or copy a live transformers model; `export`
   one.
-- `transformers_loading`: load folders with transformers without running code that they name.
+- `transformers_loading`: load folders with transformers without running code that they name; read
+  their tokenizers and special ids, and attach a tokenizer to a model.
 - `checkpoint_weights`: read safetensors into headwise tensors, with all checks before reading.
-- `tokenizer_files`: read tokenizers and special ids of a folder; attach a tokenizer to a model.
 - `transformers_backend`: "headwise" as an attention implementation of transformers.
 
 Importing this package registers that implementation once.

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..models import Transformer, build
-from ..models.families.weight_names import EMPTY, CheckpointPlan, WeightNames
+from ..models.families.weight_names import EMPTY, CheckpointPlan, TensorPiece, WeightNames
 from ..models.model_spec import ModelSpec
 from ..util.errors import SpecError
 from ..util.files import read_text_file
@@ -104,7 +104,13 @@ def _list_shards(index: Path) -> list[str]:
     """Shard files of an index; raises unless each contains exactly the tensors that the index
     assigns to it.
     """
-    weight_map = _read_weight_map(index)
+    index_fields = parse_json(str(index), read_text_file(index), "copy the file again")
+    weight_map = index_fields.get("weight_map") if isinstance(index_fields, dict) else None
+    is_map = isinstance(weight_map, dict) and bool(weight_map)
+    if not is_map or not all(isinstance(file, str) for file in weight_map.values()):
+        raise SpecError(
+            f"{index} is not an index of shards; it must contain weight_map = {{tensor: file}}"
+        )
     files = sorted(set(weight_map.values()))
     invalid = [
         file for file in files if Path(file).name != file or not file.endswith(".safetensors")
@@ -128,20 +134,6 @@ def _list_shards(index: Path) -> list[str]:
     return files
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
-    index_fields = parse_json(str(index), read_text_file(index), "copy the file again")
-    weight_map = index_fields.get("weight_map") if isinstance(index_fields, dict) else None
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
-        raise SpecError(
-            f"{index} is not an index of shards; it must contain weight_map = {{tensor: file}}"
-        )
-    return weight_map
-
-
 # --- Build a model from the tensors of a checkpoint -----------------------------------------------
 
 
@@ -158,12 +150,23 @@ def build_from_weights(
     specs.
     """
     tensors = read_tensors(model_spec, names, source)
-    missing = model_spec.shapes().keys() - tensors.keys()
-    tensors |= {
-        name: constant
-        for name, constant in _make_constants(model_spec, constants)
-        if name in missing
-    }
+    # buffers of attention layers that follow from their specs, unless given
+    for site, spec in model_spec.attention_specs():
+        shapes = spec.shapes()
+        for key, param in spec.params().items():
+            name = f"{site}.{key}"
+            if param.trainable or name in tensors:
+                continue
+            tensors[name] = value = param.init(shapes[key])
+            if name in constants:
+                try:
+                    given = torch.tensor(constants[name], dtype=value.dtype)
+                    tensors[name] = given.reshape(value.shape)
+                except (TypeError, ValueError, RuntimeError):
+                    raise SpecError(
+                        f"{name} = {constants[name]!r} is not a list of {value.numel()} numbers; "
+                        "copy the folder again"
+                    ) from None
     with torch.device("meta"):
         net = build(model_spec, dropout=dropout)
     net.load_state_dict(tensors, assign=True)
@@ -178,12 +181,18 @@ def read_tensors(
     """
     infos = {names.canonical_name(name): kind for name, kind in source.infos.items()}
     plan = CheckpointPlan.from_spec(model_spec, names, names.find_prefix(infos))
-    mismatch = next(_find_mismatches(plan, names, infos), None) or next(
-        _find_unsupported_dtypes(model_spec, plan, infos), None
-    )
+    mismatch = next(_find_mismatches(model_spec, plan, names, infos), None)
     if mismatch:
         raise SpecError(f"{source.path}: {mismatch}")
-    tensors = _allocate(model_spec, plan, infos)
+    shapes = model_spec.shapes()
+    tensors = dict[str, Tensor]()
+    for path, pieces in plan.pieces.items():
+        source_name = plan.find_source(path, infos)
+        if source_name is not None:
+            dtype = DTYPES[infos[source_name].dtype]
+            tensors |= {
+                piece.name: torch.empty(shapes[piece.name], dtype=dtype) for piece in pieces
+            }
     to_compare = list[tuple[str, str, Tensor, Tensor]]()
     for file_name, tensor in note_zero_weights(source.path, source.iter_tensors()):
         name = names.canonical_name(file_name)
@@ -240,9 +249,14 @@ def note_zero_weights(
 
 
 def _find_mismatches(
-    plan: CheckpointPlan, names: WeightNames, infos: Mapping[str, TensorInfo]
+    model_spec: ModelSpec,
+    plan: CheckpointPlan,
+    names: WeightNames,
+    infos: Mapping[str, TensorInfo],
 ) -> Iterator[str]:
-    """Yield a message for each missing tensor, unexpected tensor or wrong shape."""
+    """Yield a message for each missing tensor, unexpected tensor or wrong shape, then for each
+    unsupported dtype, and for parameters of several dtypes.
+    """
     for path in plan.pieces:
         if plan.find_source(path, infos) is None:
             yield (
@@ -258,12 +272,6 @@ def _find_mismatches(
         elif expected and info.shape != expected[0].shape:
             shapes = f"{list(info.shape)}, the config requires {list(expected[0].shape)}"
             yield f"{name} is {shapes}; give the config that belongs to the file"
-
-
-def _find_unsupported_dtypes(
-    model_spec: ModelSpec, plan: CheckpointPlan, infos: Mapping[str, TensorInfo]
-) -> Iterator[str]:
-    """Yield a message for each unsupported dtype, and for parameters of several dtypes."""
     learned = {weight.name for weight in model_spec.weights() if weight.trainable}
     sources = {path: plan.find_source(path, infos) for path in plan.pieces}
     dtypes = {path: infos[name].dtype for path, name in sources.items() if name}
@@ -284,43 +292,12 @@ def _find_unsupported_dtypes(
         )
 
 
-def _allocate(
-    model_spec: ModelSpec, plan: CheckpointPlan, infos: Mapping[str, TensorInfo]
-) -> dict[str, Tensor]:
-    """Allocate an uninitialised tensor for each headwise tensor that the file contains."""
-    shapes = model_spec.shapes()
-    tensors = dict[str, Tensor]()
-    for path, pieces in plan.pieces.items():
-        name = plan.find_source(path, infos)
-        if name is not None:
-            dtype = DTYPES[infos[name].dtype]
-            for piece in pieces:
-                tensors[piece.name] = torch.empty(shapes[piece.name], dtype=dtype)
-    return tensors
-
-
-def _make_constants(
-    model_spec: ModelSpec, constants: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of attention layers that follow from their specs, unless given."""
-    for layer_path, spec in model_spec.attention_specs():
-        shapes = spec.shapes()
-        for name, param in spec.params().items():
-            if not param.trainable:
-                full_name = f"{layer_path}.{name}"
-                value = param.init(shapes[name])
-                yield (
-                    full_name,
-                    _check_constant(full_name, constants[full_name], value)
-                    if full_name in constants
-                    else value,
-                )
-
-
-def _check_constant(name: str, value: Any, like: Tensor) -> Tensor:
-    try:
-        return torch.tensor(value, dtype=like.dtype).reshape(like.shape)
-    except (TypeError, ValueError, RuntimeError):
-        raise SpecError(
-            f"{name} = {value!r} is not a list of {like.numel()} numbers; copy the folder again"
-        ) from None
+def build_tensor(
+    pieces: Sequence[TensorPiece], tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Return a tensor of a file, in its layout, from the tensors of a headwise model."""
+    tensor = torch.empty(pieces[0].shape, dtype=dtype)
+    for piece in pieces:
+        own = tensors[piece.name].detach().cpu().contiguous()
+        piece.file_view.view(tensor).copy_(piece.own_view.view(own))
+    return tensor

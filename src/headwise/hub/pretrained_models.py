@@ -27,7 +27,6 @@ from ..models.model_spec.serialization import (
     MANIFEST_FILE,
     RECORD_FILE,
     TOKENIZER_FILE,
-    SurgeryRecord,
     find_record,
 )
 from ..models.save_load import is_refusing_config
@@ -45,11 +44,18 @@ from .checkpoint_weights import (
     INDEX_FILE,
     WEIGHTS_FILE,
     build_from_weights,
+    build_tensor,
     open_folder,
     wrap_tensors,
 )
-from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, read_json, read_processor
-from .transformers_loading import check_folder, load_model
+from .transformers_loading import (
+    CONFIG_FILE,
+    TOKENIZER_CONFIG_FILES,
+    check_folder,
+    load_model,
+    read_json,
+    read_processor,
+)
 
 # --- Import ---------------------------------------------------------------------------------------
 
@@ -63,7 +69,17 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
     """
     check_folder(folder)
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
-        raise SpecError(_no_weights_message(folder))
+        pickle = find_pickle(folder)
+        if pickle:
+            raise SpecError(
+                f"{folder} has its weights in {pickle}, a pickle, which can run code when it is "
+                f"loaded; give a folder with {WEIGHTS_FILE}, as save_pretrained writes it"
+            )
+        raise SpecError(
+            f"{folder} holds a {CONFIG_FILE} but neither {WEIGHTS_FILE} nor {INDEX_FILE}; give a "
+            f"folder with weights; {folder / CONFIG_FILE} alone describes a model with initial "
+            "weights"
+        )
     record = find_record(folder)
     resized = record if record and record.model else None
     model_spec = resized.model if resized and resized.model else described_by(folder / CONFIG_FILE)
@@ -78,7 +94,17 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
             model_spec, {name: info.shape for name, info in source.infos.items()}
         )
     else:
-        _check_files(folder, resized)
+        # files with code are hashed, never run
+        for name, checksum in resized.files.items():
+            path = folder / name
+            if not path.is_file():
+                raise SpecError(
+                    f"{path} is missing, but {RECORD_FILE} lists it; copy the folder again"
+                )
+            if sha256(path) != checksum:
+                raise SpecError(
+                    f"{path} does not match its checksum in {RECORD_FILE}; copy the folder again"
+                )
         names = names.with_ignored(resized.unused_tensors)
         constants = resized.constants
     net = build_from_weights(model_spec, names, source, dropout, constants)
@@ -86,39 +112,11 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
     return net
 
 
-def _check_files(folder: Path, record: SurgeryRecord) -> None:
-    """Raise if a file differs from its checksum in heads.json. Files with code are hashed, never
-    run.
-    """
-    for name, checksum in record.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise SpecError(f"{path} is missing, but {RECORD_FILE} lists it; copy the folder again")
-        if sha256(path) != checksum:
-            raise SpecError(
-                f"{path} does not match its checksum in {RECORD_FILE}; copy the folder again"
-            )
-
-
 def find_pickle(folder: Path) -> str:
     """Name of the first pickle in a folder; "" if there is none."""
     return next(
         (path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES), ""
     )
-
-
-def _no_weights_message(folder: Path) -> str:
-    pickle = find_pickle(folder)
-    if pickle:
-        fact = (
-            f"{folder} has its weights in {pickle}, a pickle, which can run code when it is loaded"
-        )
-        return f"{fact}; give a folder with {WEIGHTS_FILE}, as save_pretrained writes it"
-    advice = (
-        f"give a folder with weights; {folder / CONFIG_FILE} alone describes a model with "
-        "initial weights"
-    )
-    return f"{folder} holds a {CONFIG_FILE} but neither {WEIGHTS_FILE} nor {INDEX_FILE}; {advice}"
 
 
 # --- Load any folder ------------------------------------------------------------------------------
@@ -152,21 +150,16 @@ def load(what: Path | str, *, dropout: float = 0.0) -> Transformer:
         )
     if (path / CONFIG_FILE).is_file():
         return load_transformers_folder(path, dropout)
-    raise SpecError(_not_loadable_message(path))
-
-
-def _not_loadable_message(path: Path) -> str:
-    """Message for a path that contains no model."""
     kinds = "a folder that hw.save or transformers wrote"
     if not path.is_dir():
-        return f"there is no folder {str(path)!r}; give {kinds}"
+        raise SpecError(f"there is no folder {str(path)!r}; give {kinds}")
     pickle = find_pickle(path)
     if pickle:
-        return (
+        raise SpecError(
             f"{path} contains {pickle}, a pickle, which can run code when it is loaded; give "
             f"{kinds}"
         )
-    return f"{path} holds neither {MANIFEST_FILE} nor {CONFIG_FILE}; give {kinds}"
+    raise SpecError(f"{path} holds neither {MANIFEST_FILE} nor {CONFIG_FILE}; give {kinds}")
 
 
 # --- Load a folder with the library that wrote it -------------------------------------------------
@@ -183,17 +176,14 @@ def load_original(path: Path | str) -> nn.Module:
         raise SpecError(
             f"{str(path)!r} is no folder of a model; give one with {MANIFEST_FILE} or {CONFIG_FILE}"
         )
-    return (
-        _load_without_transformers(folder)
-        if find_spec("transformers") is None
-        else _load_with_transformers(folder)
-    )
-
-
-def _load_without_transformers(folder: Path) -> nn.Module:
-    """Load a folder as a headwise model; for a family that headwise lacks, the error names the
-    package to install.
-    """
+    if find_spec("transformers") is not None:
+        check_folder(folder)
+        try:
+            return load_model(folder)
+        except Exception as error:  # transformers may raise anything
+            raise SpecError(
+                f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}"
+            ) from None
     try:
         return load(folder)
     except SpecError:
@@ -205,17 +195,6 @@ def _load_without_transformers(folder: Path) -> nn.Module:
             "needed"
         )
         raise SpecError(f"{fact}; pip install 'headwise[hf]'") from None
-
-
-def _load_with_transformers(folder: Path) -> nn.Module:
-    """Load a folder with transformers. Runs no code from the folder, and reads no pickles."""
-    check_folder(folder)
-    try:
-        return load_model(folder)
-    except Exception as error:  # transformers may raise anything
-        raise SpecError(
-            f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}"
-        ) from None
 
 
 # --- Copy a live transformers model into a headwise model -----------------------------------------
@@ -285,16 +264,33 @@ def export(
             f"net is of type {type(model).__name__}; give what hw.build made, not a wrapper "
             "around it"
         )
-    config = (
-        write_config(model.spec, form)
-        | _token_ids(model.usage)
-        | {"dtype": str(_dtype(model)).removeprefix("torch.")}
-    )
+    config = write_config(model.spec, form) | _token_ids(model.usage)
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) > 1:
+        raise SpecError(
+            f"parameters have the dtypes {' and '.join(sorted(map(str, dtypes)))}; convert them "
+            "to one, as in net.float()"
+        )
+    config["dtype"] = str(*dtypes).removeprefix("torch.")
     if max_length is not None:
-        config |= _set_max_length(config, max_length)
-    files = {
-        WEIGHTS_FILE: tensor_bytes(collect_tensors(model, config["model_type"]), {"format": "pt"})
+        if "n_positions" in config:
+            raise SpecError(
+                f"cannot set max_length={max_length}: the model has {config['n_positions']} "
+                "learned positions; leave max_length out"
+            )
+        if type(max_length) is not int or max_length < 1:
+            raise SpecError(
+                f"max_length={max_length!r} is not a number of positions; give an integer >= 1"
+            )
+        config["max_position_embeddings"] = max_length
+    names = get_weight_names(config["model_type"])
+    plan = CheckpointPlan.from_spec(model.spec, names, names.prefixes[0])
+    state = model.state_dict()
+    tensors = {
+        path: build_tensor(pieces, state, state[pieces[0].name].dtype)
+        for path, pieces in plan.pieces.items()
     }
+    files = {WEIGHTS_FILE: tensor_bytes(tensors, {"format": "pt"})}
     if model.usage.tokenizer is not None:
         files |= {
             TOKENIZER_FILE: _tokenizer_json(model.usage).encode(),
@@ -303,33 +299,6 @@ def export(
     with stage_folder(folder, EXPORTED_MODEL) as staged:
         for name, data in {**files, CONFIG_FILE: _to_json(config)}.items():
             write_atomically(staged / name, data)
-
-
-def collect_tensors(model: Transformer, family: str) -> dict[str, Tensor]:
-    """All tensors of a model with the names and layouts of a family's checkpoints."""
-    names = get_weight_names(family)
-    state = model.state_dict()
-    tensors = dict[str, Tensor]()
-    for path, pieces in CheckpointPlan.from_spec(
-        model.spec, names, names.prefixes[0]
-    ).pieces.items():
-        tensors[path] = torch.empty(pieces[0].shape, dtype=state[pieces[0].name].dtype)
-        for piece in pieces:
-            piece.file_view.view(tensors[path]).copy_(
-                piece.own_view.view(state[piece.name].detach().cpu().contiguous())
-            )
-    return tensors
-
-
-def _dtype(net: Transformer) -> torch.dtype:
-    dtypes = {p.dtype for p in net.parameters()}
-    if len(dtypes) > 1:
-        raise SpecError(
-            f"parameters have the dtypes {' and '.join(sorted(map(str, dtypes)))}; convert them "
-            "to one, as in "
-            "net.float()"
-        )
-    return next(iter(dtypes))
 
 
 def _token_ids(usage: ProcessorSpec) -> dict[str, Any]:
@@ -342,18 +311,6 @@ def _token_ids(usage: ProcessorSpec) -> dict[str, Any]:
         "bos_token_id": begin[0] if begin else None,
         "eos_token_id": list(end) if len(end) > 1 else (*end, None)[0],
     }
-
-
-def _set_max_length(config: dict[str, Any], length: int) -> dict[str, Any]:
-    if "n_positions" in config:
-        raise SpecError(
-            f"cannot set max_length={length}: the model has {config['n_positions']} learned "
-            "positions; "
-            "leave max_length out"
-        )
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise SpecError(f"max_length={length!r} is not a number of positions; give an integer >= 1")
-    return {"max_position_embeddings": length}
 
 
 def _tokenizer_json(usage: ProcessorSpec) -> str:

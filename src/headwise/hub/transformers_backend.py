@@ -144,13 +144,16 @@ def _attend_sdpa(
     causal = inputs.causal
     bias = None
     uniform_rows = None
-    if inputs.bias is None and _is_causal_mask(inputs.mask):
+    if inputs.bias is None and _has_causal_mark(inputs.mask):
         causal = not is_single_query
     elif inputs.bias is not None or inputs.mask is not None:
         causal = False
         bias = _score_bias(inputs)
-    if is_single_query and not dropout and _can_use_kernel(q):
-        return _attend_kernel(qkv, bias, inputs.scale)
+    is_fast = is_single_query and not dropout and q.is_cpu and q.dtype == torch.bfloat16
+    if is_fast and not torch.is_grad_enabled() and has_kernels():  # one page per row
+        options = PagedDecodeOptions() if bias is None else PagedDecodeOptions(bias[:, :, 0])
+        o = attend_paged(q[:, :, 0], k, v, None, scale=inputs.scale, options=options)[0]
+        return o[:, None]
     if bias is not None and torch.is_grad_enabled():
         bias, uniform_rows = _split_masked_rows(bias)
     if uniform_rows is not None and dropout:
@@ -211,20 +214,6 @@ def _attend_uniformly(qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tenso
     return mean.repeat_interleave(group_size, 1) + (change - change.detach())
 
 
-def _can_use_kernel(q: Tensor) -> bool:
-    """True if the headwise kernel is faster than torch's fused call: bfloat16 on the CPU, one query
-    per row.
-    """
-    return q.is_cpu and q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and has_kernels()
-
-
-def _attend_kernel(qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, scale: float) -> Tensor:
-    """Single-query attention with the paged kernel, one page per row: [B, 1, heads, head_dim]."""
-    q, k, v = qkv
-    options = PagedDecodeOptions() if bias is None else PagedDecodeOptions(bias[:, :, 0])
-    return attend_paged(q[:, :, 0], k, v, None, scale=scale, options=options)[0][:, None]
-
-
 def _attend_with_weights(
     inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropout: float
 ) -> tuple[Tensor, Tensor]:
@@ -277,7 +266,7 @@ def _mask_to_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def _is_causal_mask(mask: Tensor | None) -> bool:
+def _has_causal_mark(mask: Tensor | None) -> bool:
     """True if a mask carries the causal mark and was not modified since."""
     return mask is not None and getattr(mask, CAUSAL_MARK, None) == _tensor_version(mask)
 

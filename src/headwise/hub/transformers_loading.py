@@ -2,13 +2,15 @@
 pickles.
 
 Every call of a loader of transformers in headwise is in this module, so that the protection has one
-place. The scripts in `surgery.hf_export`, which run without headwise, repeat its arguments.
+place. The scripts in `surgery.hf_export`, which run without headwise, repeat its arguments. Also read
+here: tokenizers, special ids and class names of a folder.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,9 +22,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models import Transformer
+from ..models.model_spec import ModelSpec, ProcessorSpec
+from ..models.model_spec.serialization import TOKENIZER_FILE
+from ..models.save_load import check_processor
+from ..models.vocabulary import read_tokenizer_file
+from ..observe.inspect.model_tokenizer import (
+    TOKENIZER_REMEDY,
+    find_tokenizer,
+    get_surrounding_ids,
+    read_tokenizer,
+    replace_tokenizer,
+)
 from ..util.errors import SpecError
+from ..util.files import read_text_file
+from ..util.size_limits import parse_json
 from .checkpoint_weights import note_zero_weights
-from .tokenizer_files import CONFIG_FILE, read_json
 
 # Settings whose values may name code of the Hub, which transformers would download and run
 # (CVE-2026-4372).
@@ -65,13 +80,8 @@ def remove_code_settings(config: Mapping[str, Any], source: str) -> dict[str, An
     headwise.util.errors.SpecError: config.json sets attn_implementation to 'owner/kernel', which may run code of ...
     """
     for key, value in _iter_settings(config):
-        values = (
-            list(value.values())
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list)
-            else [value]
-        )
+        values = value if isinstance(value, list) else [value]
+        values = list(value.values()) if isinstance(value, dict) else values
         is_foreign = any(
             isinstance(one, (dict, list)) or one not in IMPLEMENTATIONS for one in values
         )
@@ -150,7 +160,15 @@ def load_model(folder: Path) -> nn.Module:
 
     transformers.utils.logging.disable_progress_bar()
     config = load_config(folder)
-    _refuse_hub_quantization(config, folder)
+    # methods of quantisation that would fetch kernels with the package `kernels`
+    settings = _iter_settings(config.to_dict())
+    method = next((value for key, value in settings if key == "quant_method"), None)
+    is_of_hub = str(getattr(method, "value", method)) in HUB_QUANTIZATIONS
+    if is_of_hub and find_spec("kernels") is not None:
+        raise SpecError(
+            f"{CONFIG_FILE} of {folder} has the quantisation {method}, which runs code of the Hub; "
+            "remove the package kernels, or give a folder with weights that are not quantised"
+        )
     model_class = find_model_class(config)
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_GLOBS):
         return build_without_weights(model_class, config)
@@ -176,26 +194,6 @@ def without_hub_kernels() -> Iterator[None]:
         yield
     finally:
         module.is_kernels_available = before
-
-
-def _refuse_hub_quantization(config: Any, folder: Path) -> None:
-    """Raise SpecError for a method of quantisation that would fetch kernels with the package
-    `kernels`.
-    """
-    method = next(
-        (value for key, value in _iter_settings(config.to_dict()) if key == "quant_method"), None
-    )
-    if (
-        str(getattr(method, "value", method)) in HUB_QUANTIZATIONS
-        and find_spec("kernels") is not None
-    ):
-        fact = (
-            f"{CONFIG_FILE} of {folder} has the quantisation {method}, which runs code of the Hub"
-        )
-        raise SpecError(
-            f"{fact}; remove the package kernels, or give a folder with weights that are not "
-            "quantised"
-        )
 
 
 def build_without_weights(model_class: Any, config: Any) -> nn.Module:
@@ -224,3 +222,196 @@ def check_config_values(keys: Mapping[str, Any]) -> None:
         name: value for name, value in _without_code_settings(keys).items() if name != "model_type"
     }
     transformers.AutoConfig.for_model(keys["model_type"], **options)
+
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+PROCESSOR_FILE = "preprocessor_config.json"
+TOKENIZER_CONFIG_FILES = (
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)  # either may contain the mask token
+
+
+def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
+    """Processor spec of a folder. Special tokens in texts are parsed as such,
+    as in transformers.
+    """
+    config = read_json(folder / CONFIG_FILE) | read_json(folder / GENERATION_FILE)
+    fields = _read_config_fields(folder, config, model_spec)
+    path = folder / TOKENIZER_FILE
+    if path.is_file():
+        tokenizer = read_tokenizer_file(path)
+        before, behind = get_surrounding_ids(tokenizer)
+        fields |= {"tokenizer": read_text_file(path), "before": before, "behind": behind}
+        for name in TOKENIZER_CONFIG_FILES:
+            entry = read_json(folder / name).get("mask_token")
+            word = entry.get("content") if isinstance(entry, dict) else entry
+            if isinstance(word, str):
+                fields["mask"] = tokenizer.token_to_id(word)
+                break
+    fields |= _read_image_processor(folder, model_spec)
+    usage = ProcessorSpec(**fields)
+    check_processor(model_spec, usage, f"{folder}/")
+    return usage
+
+
+def _read_config_fields(
+    where: Path, config: Mapping[str, Any], model_spec: ModelSpec
+) -> dict[str, Any]:
+    """Special ids and class names in a config."""
+    vocab_size = _vocab_size(model_spec)
+    fields: dict[str, Any] = {
+        "specials": "read",
+        "end": _read_ids(where, config, "eos_token_id", vocab_size),
+    }
+    if len(model_spec.stacks) > 1:
+        fields["begin"] = _read_ids(where, config, "decoder_start_token_id", vocab_size)
+    if model_spec.heads and model_spec.heads[0].name == "classes":
+        # transformers writes no names for two classes, its default, and then calls them LABEL_0 and
+        # LABEL_1.
+        count = model_spec.heads[0].outputs
+        labels = config.get("id2label")
+        labels = labels if isinstance(labels, dict) else {}
+        labels = {str(number): str(label) for number, label in labels.items()}
+        ordered = [labels[str(n)] for n in range(len(labels)) if str(n) in labels]
+        fields["labels"] = tuple(ordered or [f"LABEL_{number}" for number in range(count)])
+    return fields
+
+
+def read_live_processor(
+    model: nn.Module, model_spec: ModelSpec, tokenizer: object = None, needed: str = "if it fits"
+) -> ProcessorSpec:
+    """Processor spec of a transformers model in memory, with the given tokenizer or the one beside
+    its weights.
+
+    `needed` is "required", which raises if there is no tokenizer that fits the model, or "if it
+    fits".
+    """
+    name = Path(type(model).__name__)
+    config = dict[str, Any]()
+    for source in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+        as_dict = getattr(source, "to_dict", None)
+        config |= (
+            {}
+            if as_dict is None
+            else {key: value for key, value in as_dict().items() if value is not None}
+        )
+    usage = ProcessorSpec(**_read_config_fields(name, config, model_spec))
+    check_processor(model_spec, usage)
+    fast = find_tokenizer(model) if tokenizer is None else read_tokenizer(tokenizer)
+    if fast is None and needed == "required":
+        raise SpecError(f"{name} comes with no tokenizer; {TOKENIZER_REMEDY}")
+    if fast is None:
+        return usage
+    try:
+        return replace_tokenizer(model_spec, usage, fast)
+    except SpecError:
+        if needed == "required":
+            raise
+        return usage
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; {} if the file does not exist."""
+    if not path.is_file():
+        return {}
+    fields = parse_json(str(path), read_text_file(path), "copy the file again")
+    if not isinstance(fields, dict):
+        raise SpecError(
+            f"{path} contains a {type(fields).__name__}, not an object; copy the file again"
+        )
+    return fields
+
+
+def _read_ids(
+    folder: Path, config: Mapping[str, Any], name: str, vocab_size: int
+) -> tuple[int, ...]:
+    """One id or several from a config; ids outside the vocabulary are dropped: no model output has
+    them.
+    """
+    value = config.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise SpecError(
+            f"{folder}: {name} = {value!r} is neither an id nor a list of ids; correct it, or "
+            "remove it"
+        )
+    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
+
+
+def _vocab_size(model_spec: ModelSpec) -> int:
+    return max(
+        (stack.embedding.tokens for stack in model_spec.stacks if stack.embedding), default=0
+    )
+
+
+def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]:
+    """Size, mean and deviation of the pixels of a vision model; {} for other models, or if they are
+    not recorded.
+
+    Images are resized to the size of the model; cropping is left out.
+    """
+    embedding = model_spec.stacks[0].embedding if model_spec.stacks else None
+    patches = None if embedding is None else embedding.patches
+    config = read_json(folder / PROCESSOR_FILE)
+    factor = config.get("rescale_factor", 1 / 255)
+    # pixels 0..255 are scaled to 0..1 before they are normalised
+    is_scaled = isinstance(factor, float) and math.isclose(factor, 1 / 255)
+    if patches is None or not is_scaled or not config.get("do_rescale", True):
+        return {}
+    statistics = read_pixel_statistics(folder, patches.channels)
+    size = (patches.rows * patches.high, patches.columns * patches.wide)
+    return {"size": size, **statistics} if statistics else {}
+
+
+def read_pixel_statistics(folder: Path, channels: int) -> dict[str, tuple[float, ...]]:
+    """Mean and deviation by which a folder's processor normalises the channels of pixels in 0..1;
+    {} if it does not say.
+    """
+    path = folder / PROCESSOR_FILE
+    config = read_json(path)
+    if not config:
+        return {}
+    if not config.get("do_normalize", True):
+        return {"mean": (0.0,) * channels, "deviation": (1.0,) * channels}
+    channels_by_name = {"mean": config.get("image_mean"), "deviation": config.get("image_std")}
+    if None in channels_by_name.values():
+        return {}
+    statistics = dict[str, tuple[float, ...]]()
+    for name, value in channels_by_name.items():
+        values: list[Any] = value if isinstance(value, list) else [value] * channels
+        if len(values) != channels or not all(type(number) in (int, float) for number in values):
+            raise SpecError(
+                f"{path}: {value!r} is not one number for each of {channels} channels; correct it"
+            )
+        statistics[name] = tuple(float(number) for number in values)
+    return statistics
+
+
+# --- Attach a tokenizer to a model without one ----------------------------------------------------
+
+
+def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
+    """Attach a tokenizer to a headwise model that has none: "bytes", or the path of a tokenizer
+    file.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
+    >>> net = hw.build(hw.families.read_model_spec(config))
+    >>> attach_tokenizer(net, "bytes")
+    >>> from headwise.models.generation import encode_text
+    >>> encode_text(net, "né")
+    [110, 195, 169]
+    """
+    if not isinstance(model, Transformer):
+        fact = f"{type(model).__name__} is not a headwise model"
+        raise SpecError(
+            f"{fact}, and uses the tokenizer next to its weights; put a tokenizer.json there"
+        )
+    spec = model.spec
+    if model.usage.tokenizer is not None:
+        raise SpecError(f"{spec.name} has a tokenizer of its own; leave {tokenizer!r} out")
+    if not _vocab_size(spec):
+        raise SpecError(f"{spec.name} takes no token ids, so no text; leave {tokenizer!r} out")
+    model.usage = replace_tokenizer(spec, model.usage, read_tokenizer(tokenizer))

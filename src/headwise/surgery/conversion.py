@@ -40,7 +40,7 @@ from .head_grouping import (
     collect_kv_statistics,
     group_adjacent_heads,
     group_similar_heads,
-    make_groups_contiguous,
+    permute_heads,
 )
 from .head_selection import DEFAULT_RANKING, HeadRanking, score_heads
 from .model_and_texts import SurgeryResult, read_model_and_texts
@@ -179,7 +179,7 @@ class Pool(AttentionConversion):
         }
         pooled = head_axis_ops.share_kv_heads(spec, alignment.weights, groups)
         return ConvertedLayer(
-            *make_groups_contiguous(*pooled),
+            *permute_heads(*pooled),
             alignment.weights if sides else None,
             groups,
             errors,
@@ -468,7 +468,18 @@ def _convert_layers(
     ranking = conversion.importance_ranking
     layers = dict[str, ConvertedLayer]()
     scores = {} if ranking is None else score_heads(net, examples, ranking, log).scores
-    for group in _batch_sites(net, sites) if conversion.needs_statistics else [sites]:
+    # lists of sites with at most MAX_STATISTICS numbers of cross products
+    groups = [list[str]()]
+    used = 0
+    for site in sites:
+        heads = get_attention(net, site).spec.heads
+        size = 2 * heads.kv**2 * (heads.dim**2 + heads.vdim**2)
+        if conversion.needs_statistics and groups[-1] and used + size > MAX_STATISTICS:
+            groups.append([])
+            used = 0
+        groups[-1].append(site)
+        used += size
+    for group in groups:
         statistics = dict[str, dict[str, CrossProducts]]()
         if conversion.needs_statistics:
             more = f"{group[0]} and {len(group) - 1} more"
@@ -491,20 +502,3 @@ def _convert_layers(
             except SpecError as error:
                 raise SpecError(f"{site}: {error}") from None
     return layers
-
-
-def _batch_sites(net: Transformer, sites: Sequence[str]) -> list[list[str]]:
-    """Split sites into consecutive lists whose cross products take at most
-    MAX_STATISTICS numbers.
-    """
-    batches = [list[str]()]
-    used = 0
-    for site in sites:
-        heads = get_attention(net, site).spec.heads
-        size = 2 * heads.kv**2 * (heads.dim**2 + heads.vdim**2)
-        if batches[-1] and used + size > MAX_STATISTICS:
-            batches.append([])
-            used = 0
-        batches[-1].append(site)
-        used += size
-    return batches

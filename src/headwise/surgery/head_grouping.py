@@ -45,7 +45,16 @@ def collect_kv_statistics(
     ... ]
     [('decoder.0.attention', 'k', 5), ('decoder.0.attention', 'v', 5)]
     """
-    attentions = _select_attentions(model, sites)
+    attentions = {
+        site_module.site.name: site_module.module
+        for site_module in find_attention(model)
+        if isinstance(site_module.module, Attention)
+    }
+    for site in sites or ():
+        if site not in attentions:
+            raise SpecError(
+                f"the model has no headwise attention {site!r}; {suggest(site, attentions)}"
+            )
     if any(module.training for module in model.modules()):
         raise ValueError(
             f"cannot collect statistics: {type(model).__name__} is in train mode, where dropout "
@@ -57,34 +66,18 @@ def collect_kv_statistics(
             f"batches must be an iterable of batches, got {type(batches).__name__}; pass a single "
             "one as [batch]"
         )
-    collectors = {site: KVStatisticsCollector(attention) for site, attention in attentions.items()}
-    with (
-        torch.no_grad(),
-        install_hooks(
-            {collector.attention: (collector,) for collector in collectors.values()},
-            patches=METHOD_PATCHES,
-        ),
-    ):
+    collectors = {
+        site: KVStatisticsCollector(attentions[site])
+        for site in (attentions if sites is None else sites)
+    }
+    hooks = {collector.attention: (collector,) for collector in collectors.values()}
+    with torch.no_grad(), install_hooks(hooks, patches=METHOD_PATCHES):
         for batch in batches:
             model(**batch) if isinstance(batch, Mapping) else model(batch)
     empty = [site for site, collector in collectors.items() if not collector.statistics]
     if empty:
         raise ValueError(f"no tokens reached {empty[0]}; give at least one batch that does")
     return {site: collector.statistics for site, collector in collectors.items()}
-
-
-def _select_attentions(model: nn.Module, sites: Iterable[str] | None) -> dict[str, Attention]:
-    attentions = {
-        site_module.site.name: site_module.module
-        for site_module in find_attention(model)
-        if isinstance(site_module.module, Attention)
-    }
-    for site in sites or ():
-        if site not in attentions:
-            raise SpecError(
-                f"the model has no headwise attention {site!r}; {suggest(site, attentions)}"
-            )
-    return attentions if sites is None else {site: attentions[site] for site in sites}
 
 
 class KVStatisticsCollector(AttentionHook):
@@ -222,40 +215,23 @@ def _improve_by_swaps(score: Tensor, groups: HeadGroups) -> HeadGroups:
 # --- Reordering of heads, which does not change the function --------------------------------------
 
 
-def make_groups_contiguous(
-    spec: AttentionSpec, weights: Mapping[str, Tensor]
-) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """Reorder query heads so that those sharing a key-value head are contiguous, as other libraries
-    expect.
-
-    If all groups have the same size, `heads.is_evenly_grouped` is true afterwards.
-
-    >>> import headwise as hw
-    >>> spec = hw.design(model=8, heads=4, kv=2)
-    >>> mixed = replace(spec, heads=replace(spec.heads, kv_head_of_query=(1, 0, 0, 1)))
-    >>> ordered, _ = make_groups_contiguous(mixed, hw.Attention(mixed).state_dict())
-    >>> ordered == spec
-    True
-    """
-    return permute_heads(
-        spec,
-        weights,
-        sorted(range(spec.heads.q), key=lambda head: spec.heads.kv_head_of_query[head]),
-    )
-
-
 def permute_heads(
-    spec: AttentionSpec, weights: Mapping[str, Tensor], order: Sequence[int]
+    spec: AttentionSpec, weights: Mapping[str, Tensor], order: Sequence[int] = ()
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
     """Reorder the score heads of a layer; output heads follow, key-value heads are sorted by first
     use.
 
+    By default, query heads that share a key-value head become neighbours, as other libraries expect.
+    If all groups have the same size, `heads.is_evenly_grouped` is true afterwards.
+
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2)
-    >>> permute_heads(spec, hw.Attention(spec).state_dict(), (2, 0, 3, 1))[0].heads.kv_head_of_query
-    (0, 1, 0, 1)
+    >>> mixed, weights = permute_heads(spec, hw.Attention(spec).state_dict(), (2, 0, 3, 1))
+    >>> mixed.heads.kv_head_of_query, permute_heads(mixed, weights)[0] == spec
+    ((0, 1, 0, 1), True)
     """
     heads = spec.heads
+    order = order or sorted(range(heads.q), key=heads.kv_head_of_query.__getitem__)
     if sorted(order) != list(range(heads.q)):
         raise SpecError(f"order must list each of {heads.q} score heads once, got {list(order)}")
     new_index = {head: n for n, head in enumerate(order)}

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ from .pruning_plan import (
     list_units,
 )
 from .verification.efficiency import TimingOptions, compare_speed
+from .verification.model_comparison import parameter_dtype
 from .verification.quality_metrics import measure_quality
 
 RANDOM = "random"
@@ -120,14 +122,10 @@ def score_heads(
             f"cannot rank heads by {ranking.method}: {len(examples)} examples. Give at least 2, "
             "or use method='random'"
         )
-    if ranking.method == BEST:
+    method = ranking.method
+    if method == BEST:
         has_gradient = choose_objective(net, ranking.objective, examples[0])[0].has_gradient
-        return score_heads(
-            net,
-            examples,
-            ranking._replace(method="michel" if has_gradient else "leave-one-out"),
-            log,
-        )
+        method = "michel" if has_gradient else "leave-one-out"
     options = replace(
         ImportanceOptions(),
         num_examples=ranking.num_examples,
@@ -144,7 +142,7 @@ def score_heads(
     importance = estimate_importance(
         net,
         examples,
-        method=ranking.method,
+        method=method,
         objective=ranking.objective,
         options=options,
         progress=progress,
@@ -228,7 +226,11 @@ class KeepTop(HeadSelection):
         scores = score_heads(net, examples, self.ranking, log)
         units_by_site = list_units(net.spec, self.unit)
         if self.scope == "model":
-            selected = self._select_per_model(units_by_site, scores)
+            num_heads = sum(count_heads(net.spec).values())
+            self._check_amount("the model", num_heads)
+            is_count = isinstance(self.amount, int)
+            num_kept = self.amount if is_count else round(self.amount * num_heads)
+            selected = select_top_units(units_by_site, scores, int(num_kept), self.min_units)
         else:
             selected = self._select_per_layer(units_by_site, scores)
         keep = collect_heads(units_by_site, selected)
@@ -247,47 +249,36 @@ class KeepTop(HeadSelection):
         """Yield the best units of each layer; with scope="stack", of all layers of a stack and kind
         together.
         """
-        pools: dict[str, list[str]] = {}
-        for site in units_by_site:
+        pools: dict[str, list[tuple[HeadUnit, ...]]] = {}
+        for site, units in units_by_site.items():
             stack, _, kind = site.split(".")
-            pools.setdefault(site if self.scope == "layer" else f"{kind} of {stack}", []).append(
-                site
-            )
-        for pool, sites in pools.items():
-            rows = [units_by_site[site] for site in sites]
+            pool = site if self.scope == "layer" else f"{kind} of {stack}"
+            pools.setdefault(pool, []).append(units)
+        for pool, rows in pools.items():
             if len({tuple(unit.heads for unit in row) for row in rows}) > 1:
                 raise SpecError(
                     f"cannot select per stack: layers have different heads in {pool}. Use "
                     "scope='layer' or 'model'"
                 )
+            site = rows[0][0].site
+            size = len(rows[0][0].heads)
+            num_heads = sum(len(unit.heads) for unit in rows[0])
+            if isinstance(self.amount, float):
+                num_units = max(1, round(self.amount * len(rows[0]) + 1e-9))
+            else:
+                self._check_amount(site, num_heads)
+                num_units, rest = divmod(self.amount, size)
+                if rest:
+                    raise SpecError(
+                        f"cannot keep {self.amount} heads of {site}: its heads come in groups of "
+                        f"{size}. Give a multiple, or use unit='head'"
+                    )
             columns = sorted(
                 zip(*rows, strict=True),
                 key=lambda column: sum(map(scores.unit_score, column)),
                 reverse=True,
             )
-            for column in columns[: self._num_units(sites[0], rows[0])]:
-                yield from column
-
-    def _select_per_model(
-        self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
-    ) -> list[HeadUnit]:
-        num_heads = sum(len(unit.heads) for units in units_by_site.values() for unit in units)
-        num_kept = self.amount if isinstance(self.amount, int) else round(self.amount * num_heads)
-        self._check_amount("the model", num_heads)
-        return select_top_units(units_by_site, scores, num_kept, self.min_units)
-
-    def _num_units(self, site: str, units: Sequence[HeadUnit]) -> int:
-        """Return how many units of a site are kept."""
-        if isinstance(self.amount, float):
-            return max(1, round(self.amount * len(units) + 1e-9))
-        size = len(units[0].heads)
-        self._check_amount(site, sum(len(unit.heads) for unit in units))
-        if self.amount % size:
-            raise SpecError(
-                f"cannot keep {self.amount} heads of {site}: its heads come in groups of {size}. "
-                "Give a multiple, or use unit='head'"
-            )
-        return self.amount // size
+            yield from chain.from_iterable(columns[:num_units])
 
     def _check_amount(self, where: str, num_heads: int) -> None:
         if self.amount > num_heads:
@@ -448,98 +439,65 @@ class PruneToBudget(HeadSelection):
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         budget = self.budget
-        search = _BudgetSearch(self, net, examples)
         is_loss = budget.kind == "loss"
         if is_loss and len(examples) < 2:
             raise SpecError(f"cannot measure the loss on {len(examples)} examples. Give at least 2")
-        value = initial = search.measure(net)
+        units = list(chain.from_iterable(list_units(net.spec, self.unit).values()))
+        remaining = list(units)
+        interval = self.rescore_every or len(units)
+        notes: tuple[str, ...] = ()
+        scores = HeadScores({})
+        pruned = net
+        value = initial = self._measure(net, net, examples)
         while is_loss or not budget.is_met(value, initial):
-            unit = search.next_unit()
-            if unit is None and is_loss:
-                break
-            if unit is None:
-                count = sum(map(len, search.keep_without(search.removed).values()))
+            counts = Counter(unit.site for unit in remaining)
+            removable = [unit for unit in remaining if counts[unit.site] > self.min_units]
+            if len(remaining) < 2 or not removable:
+                if is_loss:
+                    break
                 raise SpecError(
                     f"cannot meet budget {budget.kind}={budget.limit:g}: it is {value:g} with the "
-                    f"{count} heads that have to be kept. Give a larger limit"
+                    f"{sum(len(unit.heads) for unit in remaining)} heads that have to be kept. "
+                    "Give a larger limit"
                 )
-            search.removed.append(unit)
-            value = search.measure(search.remove_units())
+            sites = count_heads(net.spec)
+            if (len(units) - len(remaining)) % interval == 0:
+                # heads keep their indices in the original model
+                keep = collect_heads(sites, remaining)
+                found = score_heads(pruned, examples, self.ranking)
+                notes = notes or found.notes
+                values = found.scores.items()
+                scores = HeadScores({(site, keep[site][head]): one for (site, head), one in values})
+            unit = min(removable, key=scores.unit_score)
+            left = [other for other in remaining if other is not unit]
+            smaller = remove_heads(net, collect_heads(sites, left))
+            value = self._measure(net, smaller, examples)
             if is_loss and not budget.is_met(value, initial):
-                search.removed.pop()
                 break
-            done = f"{len(search.removed)} of {len(search.units)} units removed"
+            remaining = left
+            pruned = smaller
+            done = f"{len(units) - len(remaining)} of {len(units)} units removed"
             log(f"{done}, {budget.kind} {value:.6g}")
         end = "would have grown by more than" if is_loss else "reached"
         reason = f"the least important removed until {budget.kind} {end} {budget.limit:g}"
-        keep = search.keep_without(search.removed)
-        return PruningPlan.of(net.spec, keep, reason, search.notes)
+        keep = collect_heads(count_heads(net.spec), remaining)
+        return PruningPlan.of(net.spec, keep, reason, notes)
 
-
-class _BudgetSearch:
-    """State of a budget search: the units removed so far, in order."""
-
-    def __init__(
-        self, selection: PruneToBudget, net: Transformer, examples: Sequence[Example]
-    ) -> None:
-        self.selection = selection
-        self.net = net
-        self.examples = examples
-        self.units = [
-            u for of_site in list_units(net.spec, selection.unit).values() for u in of_site
-        ]
-        self.removed, self.notes = list[HeadUnit](), list[str]()
-        self._scores: dict[int, HeadScores] = {}  # by the number of units removed before
-
-    def keep_without(self, units: Sequence[HeadUnit]) -> dict[str, tuple[int, ...]]:
-        """Return the heads of every site that are in none of these units."""
-        removed = {(unit.site, head) for unit in units for head in unit.heads}
-        keep = dict[str, tuple[int, ...]]()
-        for site, count in count_heads(self.net.spec).items():
-            keep[site] = tuple(head for head in range(count) if (site, head) not in removed)
-        return keep
-
-    def remove_units(self) -> Transformer:
-        """Return the model without the units removed so far."""
-        return remove_heads(self.net, self.keep_without(self.removed))
-
-    def next_unit(self) -> HeadUnit | None:
-        """Return the unit with the lowest score among those that may be removed."""
-        remaining = [unit for unit in self.units if unit not in self.removed]
-        counts = Counter(unit.site for unit in remaining)
-        removable = [unit for unit in remaining if counts[unit.site] > self.selection.min_units]
-        if len(remaining) < 2 or not removable:
-            return None
-        interval = self.selection.rescore_every or len(self.units)
-        scored_at = len(self.removed) // interval * interval
-        if scored_at not in self._scores:
-            self._scores[scored_at] = self._score_without(scored_at)
-        return min(removable, key=self._scores[scored_at].unit_score)
-
-    def _score_without(self, count: int) -> HeadScores:
-        """Score the heads without the first `count` removed units; heads keep their indices in the
-        original model.
-        """
-        keep = self.keep_without(self.removed[:count])
-        net = remove_heads(self.net, keep) if count else self.net
-        importance = score_heads(net, self.examples, self.selection.ranking)
-        self.notes = self.notes or list(importance.notes)
-        scores = importance.scores.items()
-        return HeadScores({(site, keep[site][head]): score for (site, head), score in scores})
-
-    def measure(self, net: Transformer) -> float:
+    def _measure(
+        self, before: Transformer, after: Transformer, examples: Sequence[Example]
+    ) -> float:
         """Return the value that the budget limits."""
-        kind = self.selection.budget.kind
+        kind = self.budget.kind
         if kind == "parameters":
-            return costs.count_parameters(net.spec)
+            return costs.count_parameters(after.spec)
         if kind == "cache":
-            return count_cache_bytes(net.spec, next(net.parameters()).element_size())
+            return count_cache_bytes(after.spec, parameter_dtype(after).itemsize)
         if kind == "time":
-            if net is self.net:
+            if after is before:
                 return 1.0
-            return 1 / compare_speed(self.net, net, self.selection.timing).phases[0].speedup
-        objective = self.selection.ranking.objective
-        return measure_quality(net, self.examples, objective, self.net).rows[0].after.value
+            return 1 / compare_speed(before, after, self.timing).phases[0].speedup
+        report = measure_quality(after, examples, self.ranking.objective, before)
+        return report.rows[0].after.value
 
 
 def count_cache_bytes(model_spec: ModelSpec, element_size: int) -> int:

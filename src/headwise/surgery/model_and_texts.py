@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..hub.pretrained_models import load
-from ..hub.tokenizer_files import read_live_processor
+from ..hub.transformers_loading import read_live_processor
 from ..models import Transformer
 from ..models.model_spec.serialization import TOKENIZER_FILE
 from ..observe.head_analysis.annotated_examples import Example
@@ -35,8 +35,7 @@ from .hf_export.model_folder import (
     write_model_folder,
 )
 from .pruning_plan import fingerprint_model
-from .verification.proof import ModelProof, ProofOptions, prove
-from .verification.proof_report import write_proof
+from .verification.proof import ModelProof, ProofOptions, prove, write_proof
 
 
 class OriginalModel(NamedTuple):

@@ -11,7 +11,7 @@ parametrization stores each shared block once and repeats it when the weight is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
@@ -243,6 +243,11 @@ def convert_module(
         except SpecError as error:
             raise SpecError(f"{name}: {error}") from None
         change = HeadChange(projections, tuple((head,) for head in heads), groups[name])
+        shared = _shared_tensors(model, site.path, change)
+        if isinstance(strategy, Pool):
+            for tensor_name, sharing in shared.items():
+                rows = model.get_parameter(tensor_name).detach()
+                equal_heads[tensor_name] = sharing(sharing.right_inverse(rows))
         module = after.get_submodule(site.path)
         reads_count = "kv_heads" in _size_attributes(module, projections).values()
         if reads_count and projections.fused == "by projection":
@@ -252,13 +257,13 @@ def convert_module(
                 f"cannot convert {site.path} to MHA: {type(module).__name__} does not read a number"
                 " of key-value heads; name it in AttentionSite(attributes={...: 'kv_heads'})"
             )
-        else:
-            _share_rows(after, site.path, change)
-        if isinstance(strategy, Pool):
-            equal_heads |= {
-                tensor_name: shared(shared.right_inverse(model.get_parameter(tensor_name).detach()))
-                for tensor_name, shared in _shared_tensors(model, site.path, change)
-            }
+        else:  # its forward needs all rows
+            for tensor_name, sharing in shared.items():
+                owner, _, leaf = tensor_name.rpartition(".")
+                linear: Any = after.get_submodule(owner)
+                needs_grad = after.get_parameter(tensor_name).requires_grad
+                parametrize.register_parametrization(linear, leaf, sharing)
+                linear.parametrizations[leaf].original.requires_grad_(needs_grad)
     paths = [sites[name].path for name in chosen]
     expected = run_and_record(model, inputs, paths, equal_heads)
     difference = _compare(
@@ -276,8 +281,7 @@ def _find_sites(model: nn.Module) -> dict[str, Site]:
 
 
 def _count_removed(before: nn.Module, after: nn.Module) -> int:
-    counts = [sum(p.numel() for p in model.parameters()) for model in (before, after)]
-    return counts[0] - counts[1]
+    return sum(p.numel() for p in before.parameters()) - sum(p.numel() for p in after.parameters())
 
 
 # --- Projections ----------------------------------------------------------------------------------
@@ -353,14 +357,24 @@ def _find_projections(
     def run(tensors: Mapping[str, Tensor] = NO_TENSORS) -> list[Tensor]:
         return run_and_record(model, inputs, [site.path], tensors)
 
+    def edit_rows(
+        is_chosen: Callable[[str, int], bool], edit: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """Parameters of q, k and v with edited rows of the chosen sides and heads."""
+        edited = dict[str, Tensor]()
+        all_blocks = list_blocks(projections, projections.heads, projections.num_kv_heads)
+        for projection, blocks in all_blocks.items():
+            rows = [number for number, block in enumerate(blocks) if is_chosen(*block)]
+            for name in _row_tensors(model, site.path, projection):
+                edited[name] = model.get_parameter(name).detach().clone()
+                parts = edited[name].unflatten(0, (len(blocks), -1))
+                parts[rows] = edit(parts[rows])
+        return edited
+
     for projections in proposed:
         group = {"q": site.heads // projections.num_kv_heads, "k": 1, "v": 1}
-        scrambled = _edit_rows(
-            model,
-            site.path,
-            projections,
-            lambda side, head, group=group: head < group[side],
-            lambda rows: 1 - 3 * rows.flip(-1),
+        scrambled = edit_rows(
+            lambda side, head, group=group: head < group[side], lambda rows: 1 - 3 * rows.flip(-1)
         )
         if largest_difference(run(scrambled), run()) <= TOLERANCE:
             names = f"{projections.q}, {projections.k} and {projections.v}"
@@ -373,17 +387,14 @@ def _find_projections(
         with edits_at_function(), ablate(model, first_heads):
             belong_to_heads = largest_difference(run(scrambled), run()) <= TOLERANCE
         if belong_to_heads and projections.is_fused:
-            outputs = list[Tensor]()
-            for factor in (0, 1, 2):
-                scaled = _edit_rows(
-                    model,
-                    site.path,
-                    projections,
-                    lambda side, head: side == "v",
-                    lambda rows, factor=factor: rows * factor,
-                )
-                outputs.append(run(scaled)[0])
-            none, once, twice = outputs
+            none, once, twice = (
+                run(
+                    edit_rows(
+                        lambda side, _: side == "v", lambda rows, factor=factor: rows * factor
+                    )
+                )[0]
+                for factor in (0, 1, 2)
+            )
             belong_to_heads = largest_difference([twice - once], [once - none]) <= TOLERANCE
         if belong_to_heads:
             return projections
@@ -394,35 +405,18 @@ def _find_projections(
     )
 
 
-def _edit_rows(
-    model: nn.Module,
-    path: str,
-    site: AttentionSite,
-    is_chosen: Callable[[str, int], bool],
-    edit: Callable[[Tensor], Tensor],
-) -> dict[str, Tensor]:
-    """Return the parameters of q, k and v with edited rows of the chosen sides and heads."""
-    edited = dict[str, Tensor]()
-    for projection, blocks in list_blocks(site, site.heads, site.num_kv_heads).items():
-        rows = [number for number, block in enumerate(blocks) if is_chosen(*block)]
-        for name in _row_tensors(model, path, projection):
-            edited[name] = model.get_parameter(name).detach().clone()
-            parts = edited[name].unflatten(0, (len(blocks), -1))
-            parts[rows] = edit(parts[rows])
-    return edited
-
-
 def _row_tensors(model: nn.Module, path: str, projection: str) -> list[str]:
     """Names of the parameters of a model whose rows are those of one projection of the module at
     `path`.
     """
-    prefix = f"{path}." if path else ""
     module = model.get_submodule(path)
     if isinstance(module, nn.MultiheadAttention):
         has_bias = projection == "in_proj_weight" and module.in_proj_bias is not None
-        return [prefix + name for name in (projection, *(["in_proj_bias"] if has_bias else []))]
-    linear = module.get_submodule(projection)
-    return [f"{prefix}{projection}.{name}" for name, _ in linear.named_parameters(recurse=False)]
+        names = [projection, *(["in_proj_bias"] if has_bias else [])]
+    else:
+        linear = module.get_submodule(projection)
+        names = [f"{projection}.{name}" for name, _ in linear.named_parameters(recurse=False)]
+    return [f"{path}.{name}" if path else name for name in names]
 
 
 # --- Weights with other heads ---------------------------------------------------------------------
@@ -504,12 +498,11 @@ class SharedHeads(nn.Module):
         return average_blocks(rows, 0, len(stored), tuple(map(tuple, groups)))
 
 
-def _shared_tensors(
-    model: nn.Module, path: str, change: HeadChange
-) -> Iterator[tuple[str, SharedHeads]]:
-    """Yield the parameters that a conversion changes, with the parametrization that shares their
-    blocks.
+def _shared_tensors(model: nn.Module, path: str, change: HeadChange) -> dict[str, SharedHeads]:
+    """Return the parameters that a conversion changes, with the parametrization that stores one
+    block of rows for each group of heads.
     """
+    shared = dict[str, SharedHeads]()
     for projection, (num_blocks, groups) in change.rows().items():
         stored_block = [0] * num_blocks
         for number, group in enumerate(groups):
@@ -517,17 +510,8 @@ def _shared_tensors(
                 stored_block[block] = number
         if stored_block != list(range(num_blocks)):
             for name in _row_tensors(model, path, projection):
-                yield name, SharedHeads(stored_block)
-
-
-def _share_rows(model: nn.Module, path: str, change: HeadChange) -> None:
-    """Store one block of rows for each group of heads of a module whose forward needs all rows."""
-    for name, shared in _shared_tensors(model, path, change):
-        owner, _, tensor_name = name.rpartition(".")
-        module: Any = model.get_submodule(owner)
-        needs_grad = model.get_parameter(name).requires_grad
-        parametrize.register_parametrization(module, tensor_name, shared)
-        module.parametrizations[tensor_name].original.requires_grad_(needs_grad)
+                shared[name] = SharedHeads(stored_block)
+    return shared
 
 
 # --- Outputs of two models compared ---------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..observe.head_analysis.annotated_examples import Example
 from ..observe.inspect.dataset_means import head_means
 from ..util.errors import SpecError, suggest
 from .attention_replacement import (
+    fold_bias,
     get_attention,
     get_attention_parameters,
     merge_heads,
@@ -24,24 +25,15 @@ from .head_selection import HeadSelection, KeepTop
 from .model_and_texts import SurgeryResult, read_model_and_texts
 from .pruning_plan import HeadId, PruningPlan
 from .verification.model_comparison import cast_model, full_precision, parameter_dtype
-from .weight_folding import fold_bias
 
 FOLD_MODES = ("none", "mean", "bias")
 
 
-class HeadConstants(NamedTuple):
-    """Constant outputs of removed heads, before the output projection, and of their sites after it,
-    [model].
-    """
-
-    head_outputs: Mapping[HeadId, Tensor]
-    site_constants: Mapping[str, Tensor]
-
-
 def compute_head_constants(
     net: Transformer, plan: PruningPlan, examples: Sequence[Example], fold: str
-) -> HeadConstants:
-    """Compute the constants that replace removed heads.
+) -> dict[HeadId, Tensor]:
+    """Compute the constant outputs of removed heads, before the output projection, that replace
+    them.
 
     "mean" is their average output over the tokens of `examples`, so that removing them equals mean
     ablation. "bias" is b_V alone, which a head outputs for any text if its attention weights sum to
@@ -49,25 +41,18 @@ def compute_head_constants(
     """
     if fold not in FOLD_MODES:
         raise SpecError(f"unknown fold={fold!r}; {suggest(fold, FOLD_MODES)}")
+    head_outputs = dict[HeadId, Tensor]()
     if fold == "none":
-        return HeadConstants({}, {})
-    if fold == "mean" and not examples:
-        raise SpecError(
-            "fold='mean' needs examples to average over, got none; give examples or use fold='none'"
-        )
+        return head_outputs
     if fold == "mean":
+        if not examples:
+            raise SpecError(
+                "fold='mean' needs examples to average over, got none; give examples or use "
+                "fold='none'"
+            )
         inputs = [example.model_inputs for example in examples]
         means = head_means(net, inputs, plan.removed_heads)
-        head_outputs = {(site, head): means[site, head] for site, head in plan.removed_heads}
-    else:
-        head_outputs = _bias_outputs(net, plan)
-    constants = {site: _site_constant(net, site, head_outputs) for site in plan.changed_sites}
-    return HeadConstants(head_outputs, constants)
-
-
-def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
-    """Return the value bias of each removed head, if it can be folded into the output bias."""
-    head_outputs = dict[HeadId, Tensor]()
+        return {(site, head): means[site, head] for site, head in plan.removed_heads}
     for site, head in plan.removed_heads:
         spec = get_attention(net, site).spec
         weights = get_attention_parameters(net, site)
@@ -121,20 +106,15 @@ class PruningResult(SurgeryResult):
     """Model before and after pruning, the plan, and the constants that replace removed heads.
 
     `removal_source` is the model whose heads were removed: `before`, unless the selection trained
-    it (KeepOpenGates).
+    it (KeepOpenGates). `head_constants` are the outputs of removed heads before the output
+    projection, empty with fold="none"; `site_constants` those of their sites after it, [model].
     """
 
     removal_source: Transformer
     plan: PruningPlan
-    constants: HeadConstants
+    head_constants: Mapping[HeadId, Tensor]
+    site_constants: Mapping[str, Tensor]
     fold: str
-
-    @property
-    def head_constants(self) -> Mapping[HeadId, Tensor]:
-        """The constant outputs of removed heads, before the output projection; empty with
-        fold="none".
-        """
-        return self.constants.head_outputs
 
     @property
     def summary(self) -> str:
@@ -146,7 +126,7 @@ class PruningResult(SurgeryResult):
             # folded constants are not rounded to 16 bits
             dtype = full_precision(parameter_dtype(self.removal_source))
             source = cast_model(self.removal_source, dtype)
-            return remove_heads(source, self.plan.changed_sites, self.constants.site_constants)
+            return remove_heads(source, self.plan.changed_sites, self.site_constants)
 
         return {
             "keep": dict(self.plan.changed_sites),
@@ -212,6 +192,8 @@ def prune(
     if not plan.removed_heads:
         raise SpecError(f"no head would be removed: {plan.summary}. Keep fewer heads")
     log("removing heads")
-    constants = compute_head_constants(source, plan, examples, fold)
-    after = remove_heads(source, plan.changed_sites, constants.site_constants)
-    return PruningResult(net, after, original, source, plan, constants, fold)
+    head_constants = compute_head_constants(source, plan, examples, fold)
+    sites = plan.changed_sites if head_constants else ()
+    constants = {site: _site_constant(source, site, head_constants) for site in sites}
+    after = remove_heads(source, plan.changed_sites, constants)
+    return PruningResult(net, after, original, source, plan, head_constants, constants, fold)

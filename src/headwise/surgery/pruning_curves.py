@@ -1,11 +1,17 @@
 """Pruning curves: quality of many pruned versions of one model, all compared with it on the same
-texts.
+texts; shown as tables and figures, and in the report CURVES.md.
+
+The question is that of 1905.10650 and 1905.09418: how many heads can be removed, in which order,
+from which part. A difference whose interval contains 0 shows nothing.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +21,20 @@ from ..models import Transformer
 from ..models.generation import eval_mode
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.distinct_examples import DistinctExamples
-from ..observe.head_analysis.objectives import Objective, OutputDrift, choose_objective
+from ..observe.head_analysis.objectives import (
+    EvaluationInput,
+    Objective,
+    OutputDrift,
+    choose_objective,
+)
+from ..report.data import Axis, Column, Estimate, Figure, Page, Plot, Reference, Series, Table
+from ..report.text import format_interval
+from ..report.plots import save_figure
+from ..report.render import make_page, to_markdown, to_plain, to_text
 from ..training.data import Task
 from ..util.errors import SpecError, suggest
+from ..util.files import write_atomically
+from ..util.output_paths import Existing, FolderKind, stage_folder
 from .attention_replacement import remove_heads
 from .head_selection import (
     RANDOM,
@@ -32,11 +49,12 @@ from .pruning_plan import HeadId, HeadUnit, KeptHeads, collect_heads, count_head
 from .verification.model_comparison import JsonRecord, compute_output
 from .verification.quality_metrics import (
     DEFAULT_NUM_EXAMPLES,
+    LOSS,
+    PERPLEXITY,
     IntervalEstimate,
     MetricRow,
     QualityReport,
     QualityTally,
-    TextCounts,
     TranslationPair,
     can_compute_bleu,
     check_min_count,
@@ -55,7 +73,7 @@ class ModelEvaluator:
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
-    >>> ModelEvaluator(net, texts).evaluate(net)[0].row("loss").change.value
+    >>> ModelEvaluator(net, texts).evaluate(net).row("loss").change.value
     0.0
     """
 
@@ -70,16 +88,15 @@ class ModelEvaluator:
         check_min_count(len(self.examples), "texts")
         self.objective, note = choose_objective(net, objective, self.examples[0])
         self.baseline = QualityTally(self.objective, [*([note] if note else []), *distinct.notes])
-        self.questions = [
-            self.objective.prepare_input(net, example, number)
-            for number, example in enumerate(self.examples)
-        ]
-        self._outputs = list[Tensor | None]()  # of the baseline, if the objective compares them
+        self._questions = list[tuple[EvaluationInput, Tensor | None]]()
         with eval_mode(net):
-            for question in self.questions:
+            for number, example in enumerate(self.examples):
+                question = self.objective.prepare_input(net, example, number)
                 output = compute_output(net, question.inputs)
-                self._outputs.append(output if isinstance(self.objective, OutputDrift) else None)
-                self.baseline.add(question, output, self._outputs[-1])
+                # the output of the baseline is kept if the objective compares with it
+                kept = output if isinstance(self.objective, OutputDrift) else None
+                self._questions.append((question, kept))
+                self.baseline.add(question, output, kept)
         self._task: Task | None = None
         self._pairs: Sequence[TranslationPair] = ()
         self._answers: Sequence[Any] = ()
@@ -95,19 +112,19 @@ class ModelEvaluator:
         self._pairs = () if task is not None else get_translation_pairs(self.net, self.examples)
         self._answers = self._generate_answers(self.net)
 
-    def evaluate(self, after: Transformer) -> tuple[QualityReport, tuple[TextCounts, ...]]:
-        """Measure a model against the baseline; return the report and the sums of every text."""
+    def evaluate(self, after: Transformer) -> QualityReport:
+        """Measure a model against the baseline."""
         is_drift = isinstance(self.objective, OutputDrift)
         before = [] if is_drift else self.baseline.after
         tally = QualityTally(self.objective, list(self.baseline.notes), before=before)
         if after is self.net:
             tally.after = self.baseline.after
             tally.num_unscored = self.baseline.num_unscored
-            return tally.report, tuple(tally.after)
+            return tally.report
         with eval_mode(after):
-            for question, output in zip(self.questions, self._outputs, strict=True):
+            for question, output in self._questions:
                 tally.add(question, compute_output(after, question.inputs), output)
-        return tally.report, tuple(tally.after)
+        return tally.report
 
     def score_generation(self, after: Transformer) -> list[MetricRow]:
         """Score the generated answers of a model against the baseline's, by the task's scores, or
@@ -189,32 +206,6 @@ class SweepOptions:
 # --- Removal orders -------------------------------------------------------------------------------
 
 
-def list_default_orders(
-    net: Transformer, examples: Sequence[Example], options: SweepOptions
-) -> tuple[str, ...]:
-    """Return the removal orders available for a model.
-
-    Gradient methods need a differentiable objective, "gates" needs `options.gate_options`.
-
-    >>> import headwise as hw, torch
-    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
-    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
-    >>> texts = [Example({"x": torch.tensor([[3, 1, 4]])}, {})]
-    >>> list_default_orders(net, texts, SweepOptions())
-    ('leave-one-out', 'michel', 'random')
-    >>> list_default_orders(net, texts, SweepOptions(objective="drift"))
-    ('leave-one-out', 'random')
-    """
-    has_gradient = choose_objective(net, options.objective, examples[0])[0].has_gradient
-    available = {
-        DEFAULT_METHOD: True,
-        GRADIENT_METHOD: has_gradient,
-        RANDOM: True,
-        GATE_ORDER: options.gate_options is not None,
-    }
-    return tuple(order for order, possible in available.items() if possible)
-
-
 def score_by_order(
     net: Transformer,
     examples: Sequence[Example],
@@ -231,7 +222,7 @@ def score_by_order(
         ranking = HeadRanking(order, options.objective, options.num_examples, seed=options.seed)
         return score_heads(net, examples, ranking, log)
     assert options.gate_options is not None
-    flat = [unit for of_site in units.values() for unit in of_site]
+    flat = list(chain.from_iterable(units.values()))
     single_heads = all(len(unit.heads) == 1 for unit in flat)
     gates = replace(options.gate_options, unit="head" if single_heads else "kv")
 
@@ -255,16 +246,12 @@ def get_change(row: MetricRow) -> IntervalEstimate:
 
 
 class CurvePoint(NamedTuple):
-    """One pruned model: the requested fraction, the heads kept, and its metrics.
-
-    `text_counts` are the sums of every text, from which the rows were computed.
-    """
+    """One pruned model: the requested fraction, the heads kept, and its metrics."""
 
     share: float
     num_heads: int
     keep: KeptHeads
     rows: tuple[MetricRow, ...]
-    text_counts: tuple[TextCounts, ...]
 
     @property
     def loss_change(self) -> IntervalEstimate:
@@ -326,16 +313,17 @@ class PruningCurves(JsonRecord):
         For several seeds it is the mean over seeds, with minimum and maximum.
         """
         changes: dict[int, list[IntervalEstimate]] = {}
-        for line in self.select_curves(part, order):
-            for point in line.points:
-                row = point.get_row(name)
-                if row is not None:
-                    changes.setdefault(point.num_heads, []).append(get_change(row))
+        points = chain.from_iterable(line.points for line in self.select_curves(part, order))
+        for point in points:
+            row = point.get_row(name)
+            if row is not None:
+                changes.setdefault(point.num_heads, []).append(get_change(row))
         values = dict[int, IntervalEstimate]()
-        for num_heads in sorted(changes, reverse=True):
-            draws = [change.value for change in changes[num_heads]]
-            spread = IntervalEstimate(float(np.mean(draws)), min(draws), max(draws))
-            values[num_heads] = spread if len(draws) > 1 else changes[num_heads][0]
+        for num_heads, draws in sorted(changes.items(), reverse=True):
+            ordered = sorted(change.value for change in draws)
+            mean = float(np.mean([change.value for change in draws]))
+            spread = IntervalEstimate(mean, ordered[0], ordered[-1])
+            values[num_heads] = spread if len(draws) > 1 else draws[0]
         return values
 
     def count_part_heads(self, part: str) -> int:
@@ -370,7 +358,14 @@ def run_sweep(
     check_min_count(len(selection_examples), "texts for ranking heads")
     units = list_units(net.spec, options.unit)
     parts = _list_parts(net, options.parts)
-    orders = options.orders or list_default_orders(net, selection_examples, options)
+    objective = choose_objective(net, options.objective, selection_examples[0])[0]
+    is_possible = {
+        DEFAULT_METHOD: True,
+        GRADIENT_METHOD: objective.has_gradient,
+        RANDOM: True,
+        GATE_ORDER: options.gate_options is not None,
+    }
+    orders = options.orders or [order for order, possible in is_possible.items() if possible]
     evaluator = ModelEvaluator(net, evaluation_examples, options.objective)
     if options.generation_orders:
         evaluator.prepare_generation(options.task)
@@ -408,26 +403,25 @@ def _sweep_part(
     scores: HeadScores,
 ) -> tuple[CurvePoint, ...]:
     """Return the points of one part; its heads are removed and all other parts stay complete."""
-    units = [unit for of_site in units_by_site.values() for unit in of_site]
+    units = list(chain.from_iterable(units_by_site.values()))
     num_heads = sum(len(unit.heads) for unit in units)
     points = list[CurvePoint]()
     for share in (1.0, *sorted(options.shares, reverse=True)):
         amount = max(len(units[0].heads), round(share * num_heads))
-        selected = (
-            select_top_units(units_by_site, scores, amount, options.least) if share < 1 else units
-        )
+        selected = units
+        if share < 1:
+            selected = select_top_units(units_by_site, scores, amount, options.least)
         count = sum(len(unit.heads) for unit in selected)
         if points and count >= points[-1].num_heads:
             continue
-        heads_left = collect_heads(units_by_site, selected)
-        full = points[0].keep if points else heads_left
-        changed = {site: heads for site, heads in heads_left.items() if heads != full[site]}
+        keep = collect_heads(units_by_site, selected)
+        full = points[0].keep if points else keep
+        changed = {site: heads for site, heads in keep.items() if heads != full[site]}
         pruned = remove_heads(evaluator.net, changed) if changed else evaluator.net
-        report, text_counts = evaluator.evaluate(pruned)
-        rows = list(report.rows)
+        rows = list(evaluator.evaluate(pruned).rows)
         if order in options.generation_orders:
             rows += evaluator.score_generation(pruned)
-        points.append(CurvePoint(share, count, heads_left, tuple(rows), text_counts))
+        points.append(CurvePoint(share, count, keep, tuple(rows)))
     return tuple(points)
 
 
@@ -445,3 +439,173 @@ def _list_parts(net: Transformer, names: Sequence[str]) -> dict[str, dict[str, i
     if wrong:
         raise SpecError(f"{net.spec.name} has no part {wrong[0]!r}; {suggest(wrong[0], parts)}")
     return {part: sites for part, sites in parts.items() if not names or part in names}
+
+
+def _format_change(change: Estimate) -> str:
+    return format_interval(*change[:3], sign="+")
+
+
+# --- Tables ---------------------------------------------------------------------------------------
+
+
+def find_smallest_harmless(curve: PruningCurve, max_loss_increase: float) -> CurvePoint:
+    """Return the last point up to which the upper bound of the loss increase stays below
+    `max_loss_increase`.
+    """
+    last_harmless = curve.points[0]
+    for point in curve.points[1:]:
+        if not point.loss_change.high < max_loss_increase:
+            break
+        last_harmless = point
+    return last_harmless
+
+
+def make_tables(curves: PruningCurves) -> list[Table]:
+    """Return the tables of a report that have rows."""
+    tables = [_harmless_table(curves)]
+    for name in curves.metric_names:
+        if name != PERPLEXITY:
+            tables += [_value_table(curves, part, name) for part in curves.parts]
+    return [table for table in tables if table.rows]
+
+
+def _harmless_table(curves: PruningCurves) -> Table:
+    rows = list[Sequence[Any]]()
+    for part in curves.parts:
+        for curve in curves.curves:
+            if curve.part == part:
+                point = find_smallest_harmless(curve, curves.max_loss_increase)
+                num_heads = curves.count_part_heads(part)
+                change = Estimate(*point.loss_change)
+                is_repeated = len(curves.select_curves(part, curve.order)) > 1
+                name = f"{curve.order} {curve.seed}" if is_repeated else curve.order
+                rows.append((part, num_heads, name, num_heads - point.num_heads, change))
+    title = (
+        f"Heads removed with an increase of {_metric(curves)} below {curves.max_loss_increase:g}"
+    )
+    note = "Of the numbers of heads tested, by the upper end of the 95 % interval over texts."
+    return Table(
+        title, ("part", "heads", "order", "removed", Column("change", _format_change)), rows, [note]
+    )
+
+
+def _value_table(
+    curves: PruningCurves, part: str, name: str, form: Callable[[Estimate], str] = _format_change
+) -> Table:
+    """Change of a metric from the full model by heads kept, a column for each order."""
+    values = {order: curves.list_values(part, order, name) for order in curves.orders}
+    values = {order: own for order, own in values.items() if own}
+    counts = sorted({count for own in values.values() for count in own}, reverse=True)[1:]
+    rows = list[Sequence[Any]]()
+    for count in counts:
+        cells = [Estimate(*own[count]) if count in own else None for own in values.values()]
+        rows.append((count, *cells))
+    title = f"Change of {_metric(curves) if name == LOSS else name}, {part} heads"
+    return Table(title, ("heads kept", *(Column(order, form) for order in values)), rows)
+
+
+def _metric(curves: PruningCurves) -> str:
+    return f"{curves.objective} loss" if LOSS in curves.metric_names else curves.objective
+
+
+# --- Figures --------------------------------------------------------------------------------------
+
+
+def make_figures(curves: PruningCurves) -> dict[str, Figure]:
+    """Return a figure for each metric, by the name of its file."""
+    figures = dict[str, Figure]()
+    note = "Bands: 95 % intervals over texts; the range of draws for a random order."
+    x = Axis("heads kept", reverse=True)
+    for name in curves.metric_names:
+        if name == PERPLEXITY:
+            continue
+        is_loss = name in (LOSS, curves.objective)
+        limit = curves.max_loss_increase
+        references = [Reference("y", 0.0)]
+        references += [Reference("y", limit, f"limit {limit:g}")] if is_loss else []
+        panels = list[Plot]()
+        for part in curves.parts:
+            series = list[Series]()
+            for order in curves.orders:
+                values = curves.list_values(part, order, name)
+                if values:
+                    ends = zip(*values.values(), strict=True)
+                    colour = "muted" if order == RANDOM else ""
+                    series.append(Series(order, list(values), *ends, colour=colour, marker="o"))
+            if series:
+                title = f"{part}: {curves.count_part_heads(part)} heads"
+                panels.append(Plot(series, x, title=title, references=references, names="ends"))
+        metric = _metric(curves) if name == LOSS else name
+        title = f"{curves.model}: {metric}, change from the full model"
+        file = "curves" if is_loss else f"curves-{name.lower().replace(' ', '-')}"
+        figures[file] = Figure(title, panels, note=note)
+    return figures
+
+
+# --- Report ---------------------------------------------------------------------------------------
+
+CURVES_JSON = "curves.json"
+CURVES_PAGE = "CURVES.md"
+THEMES = ("light", "dark")
+CURVES_FOLDER = FolderKind(
+    "report of pruning curves",
+    (CURVES_JSON,),
+    lambda folder: (CURVES_JSON, CURVES_PAGE, *(f"*-{theme}.svg" for theme in THEMES)),
+)
+
+
+def write_report(curves: PruningCurves, folder: Path, existing: Existing = "refuse") -> None:
+    """Write curves.json, CURVES.md and all figures to a folder, which appears complete or not at
+    all.
+    """
+    data = (json.dumps(to_report_data(curves), indent=1, allow_nan=False) + "\n").encode()
+    figures = make_figures(curves)
+    images = {figure.title: f"{name}-light.svg" for name, figure in figures.items()}
+    with stage_folder(folder, CURVES_FOLDER, existing) as staged:
+        for name, figure in figures.items():
+            for theme in THEMES:
+                save_figure(figure, staged / f"{name}-{theme}.svg", theme)
+        write_atomically(staged / CURVES_JSON, data)
+        write_atomically(staged / CURVES_PAGE, to_markdown(make_report(curves), images).encode())
+
+
+def to_report_data(curves: PruningCurves) -> dict[str, Any]:
+    """Return curves and tables as JSON-serialisable values; NaN is None."""
+    tables = list[dict[str, Any]]()
+    for table in make_tables(curves):
+        columns = [column.name for column in table.column_list]
+        tables.append({"title": table.title, "columns": columns, "rows": table.rows})
+    return to_plain(curves.data | {"tables": tables})
+
+
+def make_report(curves: PruningCurves) -> Page:
+    """Return the report: setup, tables, figures, and how to reproduce it."""
+    items = [curves.command] if curves.command else []
+    notes = ["All numbers are in curves.json, with the heads kept at every point.", *curves.notes]
+    return make_page(
+        f"{curves.model}: quality against heads kept",
+        ("Tables", make_tables(curves)),
+        ("Figures", list(make_figures(curves).values())),
+        ("How to reproduce", [*items, list(notes)]),
+        summary=_describe_setup(curves),
+    )
+
+
+def render_terminal(curves: PruningCurves) -> str:
+    """Return the first tables for a terminal: plain text, 80 columns."""
+    first = next(iter(curves.parts))
+    name = curves.metric_names[0]
+    values = _value_table(curves, first, name, lambda change: f"{change.value:+.3f}")
+    setup = f"{curves.model}: {_describe_setup(curves)}"
+    return "\n\n".join(map(to_text, [setup, _harmless_table(curves), values]))
+
+
+def _describe_setup(curves: PruningCurves) -> str:
+    full = curves.curves[0].points[0].rows[0].after
+    loss = f", {format_interval(*full)} for the full model" if LOSS in curves.metric_names else ""
+    return (
+        f"{curves.objective.capitalize()} over {curves.num_texts} texts with "
+        f"{curves.num_positions:,} scored positions{loss}, as heads are removed without retraining."
+        " Values are changes from the full model with 95 % intervals over texts; for a random order"
+        " the mean and the range of draws."
+    )

@@ -438,8 +438,7 @@ def write_new_model(
     """
     from ..surgery.model_and_texts import OutputFolder, write_and_prove
     from ..surgery.verification.efficiency import TimingOptions
-    from ..surgery.verification.proof import ProofOptions
-    from ..surgery.verification.proof_report import summary_table
+    from ..surgery.verification.proof import ProofOptions, summary_table
 
     net = read_native_model(model)
     texts = read_texts(net, model, lines, change.text_uses)

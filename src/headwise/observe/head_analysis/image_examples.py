@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...hub.tokenizer_files import PROCESSOR_FILE, read_pixel_statistics
+from ...hub.transformers_loading import PROCESSOR_FILE, read_pixel_statistics
 from ...models import Transformer
 from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, ImageStore
 from ...training.data.text_files import existing_path, list_files, open_npy

@@ -1,28 +1,36 @@
 """Folders of pruned and converted models: config.json, weights, and heads.json with a record of the
-changes.
+changes. A folder is checked by loading it with transformers in a process without headwise.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
 from ... import models
 from ...attention.spec.heads import Heads
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, open_folder
-from ...hub.pretrained_models import CONFIG_FILE
+from ...hub.pretrained_models import CONFIG_FILE, load_transformers_folder
 from ...hub.transformers_loading import check_config_values, remove_code_settings
 from ...models import Transformer
 from ...models.families import get_weight_names, read_model_spec, write_config
 from ...models.families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
 from ...models.families.config_writer import find_differences
 from ...models.families.weight_names import find_unnamed_weight
+from ...models.generation import max_positions
 from ...models.model_spec import ModelSpec, to_dict
 from ...models.model_spec.serialization import (
     MANIFEST_FILE,
@@ -33,22 +41,24 @@ from ...models.model_spec.serialization import (
 from ...util.errors import SpecError, pluralise
 from ...util.files import sha256, sync_folder
 from ...util.output_paths import FolderKind, stage_folder
-from . import resized_modules as resized
-from .load_check import LoadCheck, check_load
+from ...util.python_processes import python_command
+from ..verification.model_comparison import (
+    OUTPUT_TOLERANCE,
+    cast_model,
+    parameter_dtype,
+    random_input,
+)
+from .resized_modules import list_module_changes
 from .shard_rewrite import CanonicalForm, ShardRewrite, to_canonical_form, write_shards
 
 ATTENTION_NAMES = {"attention": "attention", "cross": "cross-attention"}
 
 
-class ConfigKeys(NamedTuple):
-    """Contents of a config.json, or the reason why none describes the model."""
-
-    keys: Mapping[str, Any] | None
-    reason: str
-
-
-def find_config_keys(model_spec: ModelSpec, config: Mapping[str, Any]) -> ConfigKeys:
-    """Find a config.json that describes a model, starting from the config it had before pruning.
+def find_config_keys(
+    model_spec: ModelSpec, config: Mapping[str, Any]
+) -> tuple[Mapping[str, Any] | None, str]:
+    """Find a config.json that describes a model, starting from the config it had before pruning;
+    None with the reason if there is none.
 
     Every candidate is checked by reading it back.
 
@@ -63,7 +73,7 @@ def find_config_keys(model_spec: ModelSpec, config: Mapping[str, Any]) -> Config
     >>> three = hw.families.read_model_spec(
     ...     config | {"num_attention_heads": 3, "num_key_value_heads": 3}
     ... )
-    >>> find_config_keys(three, config).keys["num_attention_heads"]
+    >>> find_config_keys(three, config)[0]["num_attention_heads"]
     3
     """
     reasons = list[str]()
@@ -76,9 +86,9 @@ def find_config_keys(model_spec: ModelSpec, config: Mapping[str, Any]) -> Config
                 f"({str(error).removeprefix('config: ').partition(';')[0]})"
             )
         if not reason:
-            return ConfigKeys(keys, "")
+            return keys, ""
         reasons.append(reason)
-    return ConfigKeys(None, describe_uneven_layers(model_spec) or reasons[0])
+    return None, describe_uneven_layers(model_spec) or reasons[0]
 
 
 def describe_uneven_layers(model_spec: ModelSpec) -> str:
@@ -123,13 +133,8 @@ def _candidate_configs(
     for extra in (head_dim, kv_heads, head_dim | kv_heads):
         if not any(config.get(name) is not None for name in extra):
             yield updated | extra
-    yield from _sibling_configs(model_spec, config)
-
-
-def _sibling_configs(model_spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the config of a model type with the same tensor names: transformers rejects a llama
-    config whose number of heads does not divide its width.
-    """
+    # transformers rejects a llama config whose number of heads does not divide its width, but not
+    # one of another model type with the same tensor names
     try:
         keys = write_config(model_spec)
     except SpecError:
@@ -306,45 +311,80 @@ def _write_first_kind(
         return write_native(f"because a checkpoint of {described.name} has no tensor for {missing}")
     rewrite = ShardRewrite.of(source, described, form)
     old_config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
-    config = find_config_keys(form.model_spec, old_config)
+    keys, reason = find_config_keys(form.model_spec, old_config)
     unstorable = rewrite.find_unstorable_tensor()
     if unstorable:
         return write_native(f"because {unstorable}")
-    reason = config.reason
-    for name in form.find_extra_constants(rewrite.weight_names):
+    extra_constants = form.find_extra_constants(rewrite.weight_names)
+    for name in extra_constants:
         reason = reason or f"{name} differs from what config.json implies"
-    if not reason and config.keys:
-        _rewrite_folder(source, rewrite, dict(config.keys), fresh)
-        check = _check_load(fresh, net, form)
-        sentence = {
-            True: "A transformers checkpoint: config.json describes every layer, and "
-            "AutoModel.from_pretrained loads it.",
-            False: "A transformers checkpoint, not tested with transformers, which is not "
-            "installed: config.json describes every layer.",
-        }[check.agrees]
-        if check.agrees or check.is_skipped:
+    if not reason and keys:
+        _rewrite_folder(source, rewrite, keys, fresh)
+        try:
+            check = check_load(fresh, net, form)
+        except SpecError as error:
+            check = LoadCheck(False, 0, str(error))
+        end = {
+            True: ": config.json describes every layer, and AutoModel.from_pretrained loads it.",
+            None: ", not tested with transformers, which is not installed: config.json describes "
+            "every layer.",
+        }.get(check.agrees)
+        if end:
+            sentence = f"A transformers checkpoint{end}"
             return "transformers", sentence, {"checked": check.message}
         reason = check.message
         shutil.rmtree(fresh)
     if ".part = " in reason:  # another computation; the loader script only changes sizes
         return write_native(f"because {reason}")
     _rewrite_folder(source, rewrite, old_config, fresh)
-    resized_folder = resized.add_loader(fresh, rewrite, net, reason)
-    if not isinstance(resized_folder, str):
-        return "resized", resized_folder.summary, dict(resized_folder.document)
-    shutil.rmtree(fresh)
-    return write_native(f"because {reason}, and {resized_folder}")
+    additions: dict[str, Any] = {
+        "model": to_dict(form.model_spec),
+        "constants": {name: tensor.tolist() for name, tensor in extra_constants.items()},
+        "unused_tensors": rewrite.unused_tensors,
+    }
+    end = " (no loader script was written: it cannot be tested, because transformers is not installed)"
+    if find_spec("transformers") is not None:
+        failure = _add_loader(fresh, rewrite, net, additions)
+        if failure:
+            shutil.rmtree(fresh)
+            return write_native(f"because {reason}, and {failure}")
+        end = f" or {LOADER_NAME}"
+    not_plain = f"Not a plain transformers checkpoint, because {reason}; load it with headwise.load"
+    return "resized", f"{not_plain}{end}.", additions
 
 
-def _check_load(fresh: Path, net: Transformer, form: CanonicalForm) -> LoadCheck:
+LOADER_NAME = "load_model.py"
+LOADER_SOURCE = Path(__file__).with_name(
+    "load_model.txt"
+)  # for users without headwise; not imported here
+
+
+def _add_loader(
+    folder: Path, rewrite: ShardRewrite, net: Transformer, additions: dict[str, Any]
+) -> str:
+    """Add the loader script to a folder with written weights, and its arguments to `additions`;
+    return why it does not work, or "".
+    """
+    loader = folder / LOADER_NAME
+    loader.write_bytes(LOADER_SOURCE.read_bytes())
+    sync_folder(loader)
+    draft = {"format": RECORD_FORMAT, "kind": "resized"} | additions
+    (folder / RECORD_FILE).write_text(json.dumps(draft), encoding="utf-8")
     try:
-        return check_load(fresh, net, form)
+        candidates = list_module_changes(folder, rewrite)
+        check = check_load(folder, net, rewrite.form, candidates)
     except SpecError as error:
-        return LoadCheck(False, 0, str(error))
+        return str(error)
+    (folder / RECORD_FILE).unlink()
+    if not check.agrees:
+        return f"its loader script failed ({check.message})"
+    additions |= {"modules": candidates[check.candidate], "checked": check.message}
+    additions |= {"loader": {"name": LOADER_NAME, "sha256": sha256(loader)}}
+    return ""
 
 
 def _rewrite_folder(
-    source: Path, rewrite: ShardRewrite, config: dict[str, Any], fresh: Path
+    source: Path, rewrite: ShardRewrite, config: Mapping[str, Any], fresh: Path
 ) -> None:
     """Copy a folder with new weights and this config, without settings that name code."""
     fresh.mkdir(exist_ok=True)
@@ -372,3 +412,159 @@ def list_companion_files(source: Path) -> Iterator[Path]:
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     sync_folder(path)
+
+
+INPUT_LENGTH = 9
+TIMEOUT_SECONDS = 900
+
+# Script of the process that loads the folder. Arguments: folder, file of inputs and outputs, and
+# file of candidate changes, which are tried in order.
+DRIVER = """
+import importlib.util, json, pathlib, sys
+sys.modules["headwise"] = None
+import torch, transformers
+from safetensors.torch import load_file
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+folder, data, options = sys.argv[1], load_file(sys.argv[2]), json.loads(pathlib.Path(sys.argv[3]).read_text())
+
+def load_plain(_):
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+    safe = {"trust_remote_code": False, "use_safetensors": True, "attn_implementation": None, "local_files_only": True}
+    model, info = kind.from_pretrained(folder, config=config, output_loading_info=True, dtype=torch.float32, **safe)
+    missing = [*info["missing_keys"], *info["mismatched_keys"]]
+    if missing:
+        raise ValueError(f"{missing[0]} is not loaded")
+    return model.eval()
+
+def load_with_script(modules):
+    spec = importlib.util.spec_from_file_location("load_model", f"{folder}/load_model.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.load(folder, modules=modules, dtype=torch.float32)
+
+def max_relative_difference(model):
+    inputs = {name[3:]: value for name, value in data.items() if name.startswith("in.")}
+    expected = {name[4:]: value for name, value in data.items() if name.startswith("out.")}
+    with torch.no_grad():
+        outputs = model(**inputs)
+        shared = [n for n in expected if outputs.get(n) is not None and outputs[n].shape == expected[n].shape]
+        if not shared:
+            outputs, shared = model.base_model(**inputs), ["last_hidden_state"]
+    return max(float(((outputs[n] - expected[n]).abs().max()) / expected[n].abs().max()) for n in shared)
+
+match, errors = None, []
+for number, modules in enumerate(options["modules"] or [None]):
+    try:
+        difference = max_relative_difference((load_with_script if options["modules"] else load_plain)(modules))
+        if difference <= options["tolerance"]:
+            match = [number, difference]
+            break
+        errors.append(f"outputs differ by {difference:.1e} of the largest output")
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+print("RESULT", json.dumps({"match": match, "errors": errors}))
+"""
+
+
+class LoadCheck(NamedTuple):
+    """Result of a check: whether outputs agree (None: it could not be tested), with which
+    candidate, and a message for the user.
+    """
+
+    agrees: bool | None
+    candidate: int
+    message: str
+
+
+def check_load(
+    folder: Path,
+    net: Transformer,
+    form: CanonicalForm,
+    candidates: Sequence[Mapping[str, Any]] = (),
+) -> LoadCheck:
+    """Load a folder with transformers, plainly or by its loader script and candidate changes, and
+    compare with `net`.
+
+    headwise must read the tensors of `form` back exactly, and outputs must agree with transformers.
+    """
+    reloaded = load_transformers_folder(folder)
+    read_back = reloaded.state_dict()
+    for name, tensor in form.tensors.items():
+        other = read_back.get(name)
+        if other is None or not torch.equal(other, tensor.cpu().to(other.dtype)):
+            raise SpecError(f"{name} differs after reading the folder back")
+    on_cpu = net if next(net.parameters()).device.type == "cpu" else copy.deepcopy(net).cpu()
+    expected = _sample_inputs_and_outputs(
+        cast_model(on_cpu, torch.float32, stored=parameter_dtype(reloaded))
+    )
+    del reloaded, read_back
+    if find_spec("transformers") is None:
+        return LoadCheck(None, 0, "transformers is not installed, so the folder was not tested")
+    with tempfile.TemporaryDirectory() as temporary:
+        data = f"{temporary}/data.safetensors"
+        options = Path(temporary, "options.json")
+        Path(data).write_bytes(save(expected))
+        options.write_text(json.dumps({"modules": list(candidates), "tolerance": OUTPUT_TOLERANCE}))
+        return _run_loader(
+            python_command("-I", "-B", "-c", DRIVER, str(folder), data, str(options))
+        )
+
+
+def _run_loader(command: list[str]) -> LoadCheck:
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return LoadCheck(
+            False, 0, f"loading it with transformers took more than {TIMEOUT_SECONDS} seconds"
+        )
+    lines = [
+        line.removeprefix("RESULT ")
+        for line in process.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
+    if not lines:
+        return LoadCheck(
+            False,
+            0,
+            f"the process with transformers failed: {' '.join(process.stderr.split())[-200:]}",
+        )
+    result = json.loads(lines[-1])
+    if result["match"] is None:
+        errors = result["errors"]
+        error = next((error for error in errors if error.startswith("outputs differ")), errors[0])
+        return LoadCheck(False, 0, f"transformers cannot load it, or its outputs differ: {error}")
+    number, difference = result["match"]
+    return LoadCheck(
+        True,
+        number,
+        f"loaded without headwise, outputs differ by {difference:.1e} of the largest output",
+    )
+
+
+def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:
+    """Return sample inputs under the names of transformers, and the model's outputs for them."""
+    first = net.spec.stacks[0]
+    last = net.spec.stacks[-1]
+    like = next(net.parameters())
+    lengths = [min(INPUT_LENGTH, max_positions(one) or INPUT_LENGTH) for one in (first, last)]
+    x = random_input(first, like, 1, lengths[0])
+    if net.usage.end and not x.is_floating_point():
+        x[0, -1] = net.usage.end[0]  # some classification heads read the end-of-text token
+    name = "pixel_values" if first.embedding and first.embedding.patches else "input_ids"
+    tensors = {f"in.{name}": x}
+    with torch.inference_mode():
+        if first is last:
+            h = net.hidden(x)
+        else:
+            y = random_input(last, like, 1, lengths[1])[:, :-2]
+            tensors["in.decoder_input_ids"] = y
+            h = net.hidden(y, source=x)
+        outputs = {"out.last_hidden_state": h} | (
+            {"out.logits": net.apply_head(h)} if net.spec.heads else {}
+        )
+    return tensors | {name: tensor.clone().contiguous() for name, tensor in outputs.items()}

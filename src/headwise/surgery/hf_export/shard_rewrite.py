@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +17,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...attention.head_axis_ops import select_heads, transform_axes
+from ...attention.head_axis_ops import select_heads
 from ...attention.interfaces.part import field_defaults
 from ...attention.spec.attention_spec import SLOTS, AttentionSpec
-from ...hub.checkpoint_weights import INDEX_FILE, TensorSource, open_folder
+from ...hub.checkpoint_weights import INDEX_FILE, TensorSource, build_tensor, open_folder
 from ...models import Transformer
 from ...models.families import get_weight_names
-from ...models.families.weight_names import CheckpointPlan, TensorPiece, WeightNames
+from ...models.families.weight_names import CheckpointPlan, WeightNames
 from ...models.model_spec import ModelSpec
 from ...util.files import sync_folder
 from ..attention_replacement import replace_specs
+from ..head_grouping import permute_heads
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,14 @@ def _site_tensors(form: CanonicalForm, site: str, spec: AttentionSpec) -> dict[s
     stack = site.split(".")[0]
     tensors = dict[str, Tensor]()
     for key in spec.params():
-        shared = (
-            name
-            for name in form.tensors
-            if name.startswith(f"{stack}.") and name.endswith(f".{key}")
-        )
-        tensors[key] = form.tensors[
-            name if (name := f"{site}.{key}") in form.tensors else next(shared)
-        ]
+        own = f"{site}.{key}"
+        if own not in form.tensors:
+            own = next(
+                name
+                for name in form.tensors
+                if name.startswith(f"{stack}.") and name.endswith(f".{key}")
+            )
+        tensors[key] = form.tensors[own]
     return tensors
 
 
@@ -109,22 +111,14 @@ def _sort_heads(form: CanonicalForm) -> CanonicalForm:
             continue
         columns = next(
             (weights[key].tolist() for key, _, _ in list_index_constants(spec)),
-            list(heads.kv_head_of_query),
+            heads.kv_head_of_query,
         )
-        by_column = heads.kv == heads.q
-        order = sorted(
-            range(heads.q), key=lambda h: columns[h] if by_column else heads.kv_head_of_query[h]
-        )
+        keys = columns if heads.kv == heads.q else heads.kv_head_of_query
+        order = sorted(range(heads.q), key=keys.__getitem__)
         groups = list(dict.fromkeys(heads.kv_head_of_query[h] for h in order))
         if order == sorted(order) and groups == sorted(groups):
             continue
-        kv_head_of_query = tuple(groups.index(heads.kv_head_of_query[h]) for h in order)
-        moved = transform_axes(
-            spec,
-            weights,
-            {"q": select_heads(order), "out": select_heads(order), "kv": select_heads(groups)},
-        )
-        specs[site] = replace(spec, heads=replace(heads, kv_head_of_query=kv_head_of_query))
+        specs[site], moved = permute_heads(spec, weights, order)
         tensors |= {name: moved[key] for key in moved if (name := f"{site}.{key}") in tensors}
     return CanonicalForm(replace_specs(form.model_spec, specs), tensors)
 
@@ -138,16 +132,11 @@ def list_index_constants(spec: AttentionSpec) -> Iterator[tuple[str, str, str]]:
     """
     for name, part in spec.parts():
         params = part.params(spec)
-        constants = {
-            key
-            for key, param in params.items()
-            if param.layout.axes == ("q",) and not param.trainable
-        }
-        tables = {key: param.layout.axes for key, param in params.items() if param.tied_to}
-        for table, axes in tables.items():
-            yield from (
-                (f"{name}.{axis}", f"{name}.{table}", axis) for axis in axes if axis in constants
-            )
+        for table, param in params.items():
+            for axis in param.layout.axes if param.tied_to else ():
+                index = params.get(axis)
+                if index and index.layout.axes == ("q",) and not index.trainable:
+                    yield f"{name}.{axis}", f"{name}.{table}", axis
 
 
 def _narrow_tables(form: CanonicalForm) -> CanonicalForm:
@@ -155,36 +144,27 @@ def _narrow_tables(form: CanonicalForm) -> CanonicalForm:
     specs = dict(form.model_spec.attention_specs())
     tensors = dict(form.tensors)
     for stack in form.model_spec.stacks:
-        stack_specs = {
-            site: spec for site, spec in specs.items() if site.startswith(f"{stack.name}.")
-        }
-        for constant, table, axis in {
-            row for spec in stack_specs.values() for row in list_index_constants(spec)
-        }:
-            sites = [site for site, spec in stack_specs.items() if constant in spec.params()]
+        own = {site: spec for site, spec in specs.items() if site.startswith(f"{stack.name}.")}
+        rows = set(chain.from_iterable(map(list_index_constants, own.values())))
+        for constant, table, axis in rows:
+            sites = [site for site, spec in own.items() if constant in spec.params()]
             index_lists = {tuple(tensors[f"{site}.{constant}"].tolist()) for site in sites}
             owner = next(f"{site}.{table}" for site in sites if f"{site}.{table}" in tensors)
-            layout = stack_specs[sites[0]].params()[table].layout
-            size = tensors[owner].shape[layout.axes.index(axis)]
-            if (
-                len(index_lists) > 1
-                or (used := sorted(next(iter(index_lists)))) != sorted(set(used))
-                or len(used) == size
-            ):
+            number = own[sites[0]].params()[table].layout.axes.index(axis)
+            used = sorted(next(iter(index_lists)))
+            is_shared = len(index_lists) == 1 and len(set(used)) == len(used)
+            if not is_shared or len(used) == tensors[owner].shape[number]:
                 continue
-            narrowed = {
-                site: _fit_axis(stack_specs[site], constant.split(".")[0], axis, len(used))
-                for site in sites
-            }
+            part = constant.split(".")[0]
+            narrowed = {site: _fit_axis(own[site], part, axis, len(used)) for site in sites}
             if not all(narrowed.values()):
                 continue
             specs |= {site: spec for site, spec in narrowed.items() if spec}
-            tensors[owner] = select_heads(used)(tensors[owner], layout.axes.index(axis)).clone()
+            tensors[owner] = select_heads(used)(tensors[owner], number).clone()
             for site in sites:
                 old = tensors[f"{site}.{constant}"]
-                tensors[f"{site}.{constant}"] = torch.tensor(
-                    [used.index(index) for index in old.tolist()]
-                ).to(old)
+                new = [used.index(index) for index in old.tolist()]
+                tensors[f"{site}.{constant}"] = torch.tensor(new).to(old)
     return CanonicalForm(replace_specs(form.model_spec, specs), tensors)
 
 
@@ -205,22 +185,17 @@ def _fit_axis(spec: AttentionSpec, name: str, axis: str, size: int) -> Attention
 
 def _drop_defaults(form: CanonicalForm) -> CanonicalForm:
     """Reset fields of parts to their defaults where that changes nothing."""
-    specs = {site: _simplify_spec(spec) for site, spec in form.model_spec.attention_specs()}
+    specs = dict(form.model_spec.attention_specs())
+    for site, spec in specs.items():
+        for name, part in list(spec.parts()):
+            for field, default in field_defaults(type(part)).items():
+                new_part = replace(part, **{field: default})
+                is_same = new_part.with_fixed_sizes(spec) == part.with_fixed_sizes(spec)
+                if getattr(part, field) != default and is_same and new_part != part:
+                    spec = _replace_part(spec, name, new_part)
+                    part = new_part
+        specs[site] = spec
     return replace(form, model_spec=replace_specs(form.model_spec, specs))
-
-
-def _simplify_spec(spec: AttentionSpec) -> AttentionSpec:
-    for name, part in list(spec.parts()):
-        for field, default in field_defaults(type(part)).items():
-            new_part = replace(part, **{field: default})
-            if (
-                getattr(part, field) != default
-                and new_part.with_fixed_sizes(spec) == part.with_fixed_sizes(spec)
-                and new_part != part
-            ):
-                spec = _replace_part(spec, name, new_part)
-                part = new_part
-    return spec
 
 
 def _replace_part(spec: AttentionSpec, name: str, part: Any) -> AttentionSpec:
@@ -288,22 +263,24 @@ class ShardRewrite(NamedTuple):
         """Tensors missing in the source, each with the tensor in whose shard it is written."""
         source_names = {self.plan_name(name): name for name in self.source_tensors.infos}
         last = list(self.source_tensors.infos)[-1]
-        new_paths = [path for path in self.new_plan.pieces if path not in source_names]
-        return {
-            path: next(
-                (n for n in source_names.values() if n.startswith(f"{path.rpartition('.')[0]}.")),
-                last,
-            )
-            for path in new_paths
-        }
+        neighbours = dict[str, str]()
+        for path in self.new_plan.pieces:
+            if path not in source_names:
+                prefix = f"{path.rpartition('.')[0]}."
+                beside = (name for name in source_names.values() if name.startswith(prefix))
+                neighbours[path] = next(beside, last)
+        return neighbours
 
     def _shape(self, name: str) -> tuple[int, ...]:
         path = self.plan_name(name)
         if path in self.new_plan.pieces:
             return self.new_plan.pieces[path][0].shape
-        if path in self.old_plan.pieces:
-            return _shape_without_heads(self.old_plan.pieces[path])
-        return self.source_tensors.infos[name].shape
+        if path not in self.old_plan.pieces:
+            return self.source_tensors.infos[name].shape
+        # without heads, all head axes have size 0
+        view = self.old_plan.pieces[path][0].file_view
+        sizes = {axis: 0 if axis in HEAD_AXES else size for axis, size in view.axis_sizes.items()}
+        return view.layout.shape(sizes)
 
     def find_unstorable_tensor(self) -> str:
         """Why a tensor of the files cannot hold its parts of the model; "" if all can.
@@ -311,48 +288,33 @@ class ShardRewrite(NamedTuple):
         A tensor with queries, keys and values side by side has room for equally many heads of each.
         """
         for path, pieces in self.new_plan.pieces.items():
-            num_stored = sum(self.form.tensors[piece.name].numel() for piece in pieces)
-            fits = all(self._fits(piece) and piece.shape == pieces[0].shape for piece in pieces)
-            if not fits or (
-                len({piece.name for piece in pieces}) > 1 and num_stored > prod(pieces[0].shape)
-            ):
+            num_stored = 0
+            fits = True
+            for piece in pieces:
+                size = self.form.tensors[piece.name].numel()
+                own = piece.own_view
+                fits &= prod(own.layout.unmerged_shape(own.axis_sizes)) == size
+                fits &= piece.shape == pieces[0].shape
+                num_stored += size
+            is_joint = len({piece.name for piece in pieces}) > 1
+            if not fits or (is_joint and num_stored > prod(pieces[0].shape)):
                 sizes = ", ".join(
                     f"{piece.name} {list(self.form.tensors[piece.name].shape)}" for piece in pieces
                 )
                 return f"{path} of the source has no room for {sizes}"
         return ""
 
-    def _fits(self, piece: TensorPiece) -> bool:
-        shape = piece.own_view.layout.unmerged_shape(piece.own_view.axis_sizes)
-        return prod(shape) == self.form.tensors[piece.name].numel()
-
     def rewrite_tensor(self, name: str, source: Tensor) -> Tensor:
         """Return the tensor to write under a name: the source's, unless the model has a new one."""
         path = self.plan_name(name)
         if path in self.new_plan.pieces:
             return self.build_tensor(path, source.dtype)
-        if path not in self.old_plan.pieces:
-            return source
-        shape = _shape_without_heads(self.old_plan.pieces[path])
+        shape = self._shape(name)
         return source if shape == tuple(source.shape) else source.new_empty(shape)
 
     def build_tensor(self, path: str, dtype: torch.dtype) -> Tensor:
         """Return a tensor of the model in the layout and dtype of the files."""
-        pieces = self.new_plan.pieces[path]
-        tensor = torch.empty(pieces[0].shape, dtype=dtype)
-        for piece in pieces:
-            piece.file_view.view(tensor).copy_(
-                piece.own_view.view(self.form.tensors[piece.name].cpu().contiguous())
-            )
-        return tensor
-
-
-def _shape_without_heads(pieces: list[TensorPiece]) -> tuple[int, ...]:
-    """Return the shape with all head axes at size 0."""
-    file_view = pieces[0].file_view
-    return file_view.layout.shape(
-        {**file_view.axis_sizes, **{axis: 0 for axis in HEAD_AXES if axis in file_view.axis_sizes}}
-    )
+        return build_tensor(self.new_plan.pieces[path], self.form.tensors, dtype)
 
 
 def write_shards(rewrite: ShardRewrite, folder: Path) -> None:
@@ -370,7 +332,14 @@ def write_shards(rewrite: ShardRewrite, folder: Path) -> None:
                 tensors[name] = rewrite.rewrite_tensor(name, opened.get_tensor(name)).contiguous()
                 for path in new_by_neighbour.get(name, ()):
                     tensors[path] = rewrite.build_tensor(path, tensors[name].dtype)
-        _save_shard(tensors, folder / file.name, metadata)
+        path = folder / file.name
+        try:
+            save_file(tensors, path, metadata)
+            sync_folder(path)
+        except Exception as error:  # safetensors raises its own type when the disk is full
+            raise OSError(
+                f"{path} cannot be written: {error}; make room, or give another folder"
+            ) from error
         file_of_tensor |= dict.fromkeys(tensors, file.name)
         size += sum(tensor.nbytes for tensor in tensors.values())
     if rewrite.source_tensors.path.name == INDEX_FILE:
@@ -380,13 +349,3 @@ def write_shards(rewrite: ShardRewrite, folder: Path) -> None:
         path = folder / INDEX_FILE
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         sync_folder(path)
-
-
-def _save_shard(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    try:
-        save_file(dict(tensors), path, metadata)
-        sync_folder(path)
-    except Exception as error:  # safetensors raises its own type when the disk is full
-        raise OSError(
-            f"{path} cannot be written: {error}; make room, or give another folder"
-        ) from error

@@ -2,6 +2,5 @@
 
 `model_comparison` compares outputs and hidden states, `quality_metrics` losses and task scores with
 confidence intervals, `efficiency` parameters, FLOPs, cache and speed. `proof` runs all of them on
-the same texts and collects the texts that changed most; `proof_report` renders the result as
-PROOF.md and for the terminal.
+the same texts, and renders the result as PROOF.md and for the terminal.
 """

@@ -22,8 +22,8 @@ from ...util.errors import suggest
 
 # --- Records as JSON ------------------------------------------------------------------------------
 
-# Fields with another name in JSON; None leaves a field out.
-JSON_NAMES: Mapping[str, str | None] = {
+# Fields with another name in JSON.
+JSON_NAMES = {
     "costs": "numbers",
     "curves": "lines",
     "max_loss_increase": "allowed",
@@ -31,7 +31,6 @@ JSON_NAMES: Mapping[str, str | None] = {
     "num_positions": "places",
     "num_texts": "texts",
     "source_length": "source",
-    "text_counts": None,
 }
 
 
@@ -55,8 +54,7 @@ def to_data(value: Any) -> Any:
     names = [one.name for one in fields(kind)] if is_record else getattr(kind, "_fields", ())
     if names:
         names = (*names, *getattr(kind, "computed", ()))
-        json_names = {name: JSON_NAMES.get(name, name) for name in names}
-        return {key: to_data(getattr(value, name)) for name, key in json_names.items() if key}
+        return {JSON_NAMES.get(name, name): to_data(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(name): to_data(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
