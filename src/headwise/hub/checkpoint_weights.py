@@ -106,8 +106,11 @@ def _list_shards(index: Path) -> list[str]:
     """
     index_fields = parse_json(str(index), read_text_file(index), "copy the file again")
     weight_map = index_fields.get("weight_map") if isinstance(index_fields, dict) else None
-    is_map = isinstance(weight_map, dict) and bool(weight_map)
-    if not is_map or not all(isinstance(file, str) for file in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
         raise SpecError(
             f"{index} is not an index of shards; it must contain weight_map = {{tensor: file}}"
         )

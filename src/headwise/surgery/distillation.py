@@ -133,14 +133,10 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
             sequences.append(own)
         inputs[argument] = None  # all texts start at 0 and have no padding
         if any(own.start != 0 or own.count != count for own in sequences):
-            padded = [
-                (
-                    F.pad(own.position, (0, count - own.count)),
-                    F.pad(own.segment, (0, count - own.count), value=-1),
-                )
-                for own in sequences
-            ]
-            inputs[argument] = SequenceInfo(*map(torch.cat, zip(*padded, strict=True)))
+            gaps = [(own, (0, count - own.count)) for own in sequences]
+            position = torch.cat([F.pad(own.position, gap) for own, gap in gaps])
+            segment = torch.cat([F.pad(own.segment, gap, value=-1) for own, gap in gaps])
+            inputs[argument] = SequenceInfo(position, segment)
     counts = torch.tensor([_count_positions(net, question) for question in questions])
     positions = torch.arange(int(counts.max()))[None] < counts[:, None]
     device = next(net.parameters()).device

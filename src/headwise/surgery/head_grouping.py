@@ -71,7 +71,7 @@ def collect_kv_statistics(
         for site in (attentions if sites is None else sites)
     }
     hooks = {collector.attention: (collector,) for collector in collectors.values()}
-    with torch.no_grad(), install_hooks(hooks, patches=METHOD_PATCHES):
+    with torch.no_grad(), install_hooks({**hooks}, patches=METHOD_PATCHES):
         for batch in batches:
             model(**batch) if isinstance(batch, Mapping) else model(batch)
     empty = [site for site, collector in collectors.items() if not collector.statistics]

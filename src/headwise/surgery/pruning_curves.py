@@ -529,9 +529,11 @@ def make_figures(curves: PruningCurves) -> dict[str, Figure]:
             for order in curves.orders:
                 values = curves.list_values(part, order, name)
                 if values:
-                    ends = zip(*values.values(), strict=True)
+                    middle, lows, highs = zip(*values.values(), strict=True)
                     colour = "muted" if order == RANDOM else ""
-                    series.append(Series(order, list(values), *ends, colour=colour, marker="o"))
+                    series.append(
+                        Series(order, list(values), middle, lows, highs, colour=colour, marker="o")
+                    )
             if series:
                 title = f"{part}: {curves.count_part_heads(part)} heads"
                 panels.append(Plot(series, x, title=title, references=references, names="ends"))
