@@ -60,9 +60,8 @@ class SurgeryInputs(NamedTuple):
 
 def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> SurgeryInputs:
     """Return a headwise or transformers model and texts in the form that surgery needs."""
-    if getattr(
-        getattr(check_is_module(model), "config", None), "model_type", None
-    ) is None and not isinstance(model, Transformer):
+    config = getattr(check_is_module(model), "config", None)
+    if getattr(config, "model_type", None) is None and not isinstance(model, Transformer):
         raise SpecError(
             f"{type(model).__name__} is no model of transformers or headwise; "
             "hw.prune_module(model, heads, example) "
@@ -117,9 +116,20 @@ class SurgeryResult(ABC):
         """Write the changed model to a new folder, with its tokenizer and the change in heads.json.
 
         The folder of a transformers model is one that transformers loads, if its layers can be
-        described or resized; `summary` of the result says which kind was written.
+        described or resized; `summary` of the result says which kind was written. The weights in
+        memory count, not those of the folder that the model came from.
         """
-        return save_result(self.after, self.original, folder, self.record)
+        check_output(folder, COMPRESSED_MODEL)
+        original = self.original.model
+        if isinstance(original, Transformer):
+            return write_model_folder(self.after, None, folder, self.record)
+        with TemporaryDirectory() as temporary:
+            source = Path(temporary)
+            _save_original(original, self.original.tokenizer, self.after, source)
+            written = write_model_folder(self.after, source, folder, self.record)
+        if written.kind == "ours":
+            warnings.warn(f"{folder} is not for transformers. {written.summary}", stacklevel=2)
+        return written
 
 
 def split_examples(
@@ -139,15 +149,14 @@ def split_examples(
     examples = list(distinct)
     if not uses:
         return examples, examples, [*distinct.notes]
-    is_split = len(examples) >= min_count
-    selection = examples[::2] if is_split else examples
-    end = (
-        f"with {len(selection)} texts that the proof does not use"
-        if is_split
-        else f"with the {len(examples)} texts of the proof, because they are too few to split"
-    )
-    notes = [*(f"{use} {end}" for use in uses), *distinct.notes]
-    return selection, examples[1::2] if is_split else examples, notes
+    if len(examples) < min_count:
+        selection = proof = examples
+        end = f"with the {len(examples)} texts of the proof, because they are too few to split"
+    else:
+        selection = examples[::2]
+        proof = examples[1::2]
+        end = f"with {len(selection)} texts that the proof does not use"
+    return selection, proof, [*(f"{use} {end}" for use in uses), *distinct.notes]
 
 
 class OutputFolder(NamedTuple):
@@ -180,9 +189,7 @@ def write_and_prove(
         written = write_model_folder(
             after, folder.source, staged, record, extra_files=folder.extra_files
         )
-        exports: dict[str, Callable[[], Any]] = {
-            "headwise.load of the written folder": lambda: load(staged)
-        }
+        exports = {"headwise.load of the written folder": lambda: load(staged)}
         options = replace(options, exports=exports, **result.proof_options)
         proof = prove(result.before, after, examples, options, log)
         log("writing the report")
@@ -190,47 +197,24 @@ def write_and_prove(
     return written, proof
 
 
-def save_result(
-    net: Transformer, original: OriginalModel, folder: Path | str, record: Mapping[str, Any]
-) -> WrittenFolder:
-    """Write a changed model to a new folder of the kind of the original model, with a record of the
-    change.
-
-    A transformers model gives a folder that transformers loads: its own weights in memory count,
-    not those of the folder that it came from.
-    """
-    check_output(folder, COMPRESSED_MODEL)
-    if isinstance(original.model, Transformer):
-        return write_model_folder(net, None, folder, record)
-    with TemporaryDirectory() as temporary:
-        source = Path(temporary)
-        _save_original(original, net, source)
-        written = write_model_folder(net, source, folder, record)
-    if written.kind == "ours":
-        warnings.warn(f"{folder} is not for transformers. {written.summary}", stacklevel=3)
-    return written
-
-
-def _save_original(original: OriginalModel, net: Transformer, folder: Path) -> None:
+def _save_original(model: nn.Module, tokenizer: object, net: Transformer, folder: Path) -> None:
     """Write a live transformers model with its tokenizer, as `write_model_folder` reads it."""
-    save_model: Any = getattr(original.model, "save_pretrained", None)
+    save_model: Any = getattr(model, "save_pretrained", None)
     if save_model is None:
-        fact = (
-            f"{type(original.model).__name__} has no save_pretrained, so its folder cannot be "
-            "written"
+        raise SpecError(
+            f"{type(model).__name__} has no save_pretrained, so its folder cannot be written; save "
+            "the headwise model instead, hw.save(result.after, folder)"
         )
-        raise SpecError(f"{fact}; save the headwise model instead, hw.save(result.after, folder)")
     save_model(folder)
-    own_folder = find_model_folder(original.model)
+    own_folder = find_model_folder(model)
     for path in () if own_folder is None else list_companion_files(own_folder):
         target = folder / path.relative_to(own_folder or path)
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-    save_tokenizer: Any = getattr(original.tokenizer, "save_pretrained", None)
+    save_tokenizer: Any = getattr(tokenizer, "save_pretrained", None)
+    file = folder / TOKENIZER_FILE
     if save_tokenizer is not None:
         save_tokenizer(folder)
-    elif net.usage.tokenizer is not None and (
-        original.tokenizer or not (folder / TOKENIZER_FILE).exists()
-    ):
-        (folder / TOKENIZER_FILE).write_text(net.usage.tokenizer, encoding="utf-8")
+    elif net.usage.tokenizer is not None and (tokenizer or not file.exists()):
+        file.write_text(net.usage.tokenizer, encoding="utf-8")
