@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attention.attention import Attention
 from ..attention.head_axis_ops import keep_heads
-from ..attention.interfaces import Merge, Modifier, QKTransform
+from ..attention.interfaces import Modifier, QKTransform
 from ..attention.interfaces.core_types import Phase
 from ..attention.interfaces.part import field_defaults
 from ..attention.spec.attention_spec import AttentionSpec
@@ -90,7 +90,15 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     new.load_state_dict(dict(_tensors(net, spec, resolved)), assign=True)
     new.usage = net.usage
     new.checkpointing = net.checkpointing
-    _check_shared(new, resolved)
+    for site, change in resolved.items():
+        attention = None if change.spec is None else get_attention(new, site)
+        for name, expected in change.weights.items() if attention else ():
+            actual = _get_parameter(attention, name)
+            if not torch.equal(actual, expected.to(actual)):
+                raise SpecError(
+                    f"{site}.{name} is shared with other layers; make the same change in all of "
+                    "them"
+                )
     return new.train(net.training)
 
 
@@ -152,21 +160,6 @@ def _tensors(
         else:
             tensor = _get_parameter(get_attention(net, site), inner)
         yield name, tensor.detach().clone().contiguous()
-
-
-def _check_shared(new: Transformer, changes: Mapping[str, AttentionChange]) -> None:
-    """Raise SpecError if a changed tensor is shared with layers that did not change it."""
-    for site, change in changes.items():
-        if change.spec is None:
-            continue
-        attention = get_attention(new, site)
-        for name, expected in change.weights.items():
-            actual = _get_parameter(attention, name)
-            if not torch.equal(actual, expected.to(actual)):
-                raise SpecError(
-                    f"{site}.{name} is shared with other layers; make the same change in all of "
-                    "them"
-                )
 
 
 # --- Removal of heads, equal to zero ablation -----------------------------------------------------
@@ -305,9 +298,12 @@ def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeigh
     }
     smaller = replace(spec, project=spec.project.without_biases(frozenset(folded)))
     if "v" in folded:
-        merge, bias = _merge_with_bias(spec, remaining, biases["v"])
-        smaller = replace(smaller, merge=merge)
-        remaining["output.o_bias"] = bias
+        smaller = replace(smaller, merge=replace(spec.merge, bias="o"))
+        # the projected value bias plus the old output bias
+        old_bias = biases["v"].new_zeros(spec.model)
+        own = {"output.o_bias": old_bias, **remaining}
+        bias_OV = biases["v"][None, None]
+        remaining["output.o_bias"] = merge_heads(replace(spec, merge=smaller.merge), own, bias_OV)
     return FoldedWeights(smaller, remaining, reasons_kept)
 
 
@@ -332,17 +328,6 @@ def _reasons_bias_stays(spec: AttentionSpec, side: str) -> Iterator[str]:
     for name, modifier in spec.parts_of(Modifier):
         if modifier.phase in (Phase.WEIGHTS, Phase.OUTPUTS, Phase.GATES):
             yield f"{name} acts on the attention weights or outputs"
-
-
-def _merge_with_bias(
-    spec: AttentionSpec, weights: Mapping[str, Tensor], bias_OV: Tensor
-) -> tuple[Merge, Tensor]:
-    """Return the merge with an output bias, and the bias: the projected value bias plus the old
-    output bias.
-    """
-    biased = replace(spec, merge=replace(spec.merge, bias="o"))
-    own = {**weights, "output.o_bias": weights.get("output.o_bias", bias_OV.new_zeros(spec.model))}
-    return biased.merge, merge_heads(biased, own, bias_OV[None, None])
 
 
 def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeights:
@@ -384,31 +369,17 @@ def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Fo
             else:
                 reasons_kept[f"{name}.{side}"] = reason
                 blocked_by = blocked_by or name
-    return FoldedWeights(*_without_transforms(spec, folded_weights, folded_sides), reasons_kept)
-
-
-def _without_transforms(
-    spec: AttentionSpec, weights: Mapping[str, Tensor], folded_sides: Mapping[str, frozenset[str]]
-) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """Return spec and weights with these sides of the transforms removed; later parts may get a
-    smaller number.
-    """
-    slots = [name for name, part in spec.parts() if not isinstance(part, Modifier)]
-    remaining = [
-        (
-            name,
-            modifier.without_sides(folded_sides[name])
-            if name in folded_sides and isinstance(modifier, QKTransform)
-            else modifier,
-        )
-        for name, modifier in spec.parts_of(Modifier)
-    ]
-    smaller = replace(
-        spec, modifiers=tuple(modifier for _, modifier in remaining if modifier is not None)
-    )
-    old_names = [*slots, *(name for name, modifier in remaining if modifier is not None)]
-    return smaller, {
-        f"{name}.{key}": weights[f"{old_name}.{key}"]
-        for old_name, (name, part) in zip(old_names, smaller.parts(), strict=True)
-        for key in part.params(smaller)
-    }
+    # later parts may get a smaller number
+    kept = dict[str, Modifier]()
+    for name, modifier in spec.parts_of(Modifier):
+        if name in folded_sides and isinstance(modifier, QKTransform):
+            modifier = modifier.without_sides(folded_sides[name])
+        if modifier is not None:
+            kept[name] = modifier
+    smaller = replace(spec, modifiers=tuple(kept.values()))
+    old_names = [name for name, part in spec.parts() if not isinstance(part, Modifier)]
+    weights_left = dict[str, Tensor]()
+    for old_name, (name, part) in zip([*old_names, *kept], smaller.parts(), strict=True):
+        for key in part.params(smaller):
+            weights_left[f"{name}.{key}"] = folded_weights[f"{old_name}.{key}"]
+    return FoldedWeights(smaller, weights_left, reasons_kept)

@@ -79,12 +79,18 @@ def find_config_keys(
     reasons = list[str]()
     for keys in _candidate_configs(model_spec, config):
         try:
-            reason = _first_difference(read_model_spec(keys), model_spec) or _hf_error(keys)
+            reason = _first_difference(read_model_spec(keys), model_spec)
         except SpecError as error:
             reason = (
                 "config.json cannot describe the model "
                 f"({str(error).removeprefix('config: ').partition(';')[0]})"
             )
+        if not reason and find_spec("transformers") is not None:
+            try:
+                check_config_values(keys)
+            except Exception as error:  # its checks raise many types
+                message = " ".join(str(error).split())[:200]
+                reason = f"transformers rejects the config: {message}"
         if not reason:
             return keys, ""
         reasons.append(reason)
@@ -155,17 +161,6 @@ def _first_difference(read_spec: ModelSpec, model_spec: ModelSpec) -> str:
     return (
         "" if to_dict(read_spec) == to_dict(model_spec) else "config.json describes another model"
     )
-
-
-def _hf_error(keys: Mapping[str, Any]) -> str:
-    """Return the error of transformers for a config; "" if it accepts it or is not installed."""
-    if find_spec("transformers") is None:
-        return ""
-    try:
-        check_config_values(keys)
-    except Exception as error:  # its checks raise many types
-        return f"transformers rejects the config: {' '.join(str(error).split())[:200]}"
-    return ""
 
 
 # --- Writing and checking of folders --------------------------------------------------------------
