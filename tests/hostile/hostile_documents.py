@@ -247,7 +247,7 @@ PARSERS: dict[str, Parser] = {
         _read_index,
     ),
     "preprocessor_config.json": Parser(
-texts_of(DOCUMENTS["processors"]), reads_file("a.json", transformers_loading.read_json)
+        texts_of(DOCUMENTS["processors"]), reads_file("a.json", transformers_loading.read_json)
     ),
     "sentence pairs": Parser(st.text(), _read_pairs),
     "npz": Parser(

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save as tensor_bytes
 from tokenizers import processors
-from torch import Tensor, nn
+from torch import nn
 
 from .. import models
 from ..models import Transformer
