@@ -15,7 +15,7 @@ from headwise import cli
 from headwise.models import Transformer
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.head_analysis.annotated_examples import Example, examples_from_task
-from headwise.surgery import HeadRanking, pruning_curves
+from headwise.surgery import HeadRanking
 from headwise.surgery.head_selection import score_heads
 from headwise.surgery.l0_gates import GateTrainingOptions, train_gates
 from headwise.surgery.pruning_curves import (
@@ -30,6 +30,7 @@ from headwise.surgery.pruning_curves import (
     make_tables,
     run_sweep,
 )
+from headwise.surgery.verification import quality_metrics
 from headwise.surgery.verification.quality_metrics import (
     TextCounts,
     build_metric_row,
@@ -249,8 +250,8 @@ def test_the_tables_hold_what_can_be_removed():
 def test_generated_answers_of_the_original_model_are_computed_once(monkeypatch: pytest.MonkeyPatch):
     dates = make_task("dates")
     before, after = (hw.build(dates.model(), seed=seed).eval() for seed in (0, 1))
-    monkeypatch.setattr(pruning_curves, "DEFAULT_NUM_EXAMPLES", 3)
-    judge = pruning_curves.ModelEvaluator(
+    monkeypatch.setattr(quality_metrics, "DEFAULT_NUM_EXAMPLES", 3)
+    judge = quality_metrics.ModelEvaluator(
         before, examples_from_task(before, dates, 2).examples_with_frequencies()
     )
     judge.prepare_generation(dates)

@@ -15,16 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from ..models import Transformer
-from ..models.generation import eval_mode
 from ..observe.head_analysis.annotated_examples import Example
-from ..observe.head_analysis.distinct_examples import DistinctExamples
 from ..observe.head_analysis.objectives import (
-    EvaluationInput,
     Objective,
-    OutputDrift,
     choose_objective,
 )
 from ..report.data import Axis, Column, Estimate, Figure, Page, Plot, Reference, Series, Table
@@ -46,101 +41,15 @@ from .head_selection import (
 )
 from .l0_gates import GateTrainingOptions, train_gates
 from .pruning_plan import HeadId, HeadUnit, KeptHeads, collect_heads, count_heads, list_units
-from .verification.model_comparison import JsonRecord, compute_output
+from .verification.model_comparison import JsonRecord
 from .verification.quality_metrics import (
-    DEFAULT_NUM_EXAMPLES,
     LOSS,
     PERPLEXITY,
     IntervalEstimate,
     MetricRow,
-    QualityReport,
-    QualityTally,
-    TranslationPair,
-    can_compute_bleu,
+    ModelEvaluator,
     check_min_count,
-    compare_tallies,
-    compare_translated_texts,
-    get_translation_pairs,
-    score_task,
-    translate_sources,
 )
-
-
-class ModelEvaluator:
-    """Evaluates pruned models against one baseline model, whose outputs are computed once.
-
-    >>> import headwise as hw, torch
-    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
-    >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
-    >>> ModelEvaluator(net, texts).evaluate(net).row("loss").change.value
-    0.0
-    """
-
-    def __init__(
-        self,
-        net: Transformer,
-        examples: Sequence[Example],
-        objective: str | Objective | None = None,
-    ) -> None:
-        distinct = DistinctExamples(examples)
-        self.net, self.examples = net, list(distinct)
-        check_min_count(len(self.examples), "texts")
-        self.objective, note = choose_objective(net, objective, self.examples[0])
-        self.baseline = QualityTally(self.objective, [*([note] if note else []), *distinct.notes])
-        self._questions = list[tuple[EvaluationInput, Tensor | None]]()
-        with eval_mode(net):
-            for number, example in enumerate(self.examples):
-                question = self.objective.prepare_input(net, example, number)
-                output = compute_output(net, question.inputs)
-                # the output of the baseline is kept if the objective compares with it
-                kept = output if isinstance(self.objective, OutputDrift) else None
-                self._questions.append((question, kept))
-                self.baseline.add(question, output, kept)
-        self._task: Task | None = None
-        self._pairs: Sequence[TranslationPair] = ()
-        self._answers: Sequence[Any] = ()
-
-    def prepare_generation(self, task: Task | None = None) -> None:
-        """Generate the baseline's answers: of a task, or translations."""
-        if task is None and not can_compute_bleu(self.net):
-            raise SpecError(
-                f"cannot score generated answers of {self.net.spec.name}. Give a task, or use a "
-                "translation model with text pairs and sacrebleu installed"
-            )
-        self._task = task
-        self._pairs = () if task is not None else get_translation_pairs(self.net, self.examples)
-        self._answers = self._generate_answers(self.net)
-
-    def evaluate(self, after: Transformer) -> QualityReport:
-        """Measure a model against the baseline."""
-        is_drift = isinstance(self.objective, OutputDrift)
-        before = [] if is_drift else self.baseline.after
-        tally = QualityTally(self.objective, list(self.baseline.notes), before=before)
-        if after is self.net:
-            tally.after = self.baseline.after
-            tally.num_unscored = self.baseline.num_unscored
-            return tally.report
-        with eval_mode(after):
-            for question, output in self._questions:
-                tally.add(question, compute_output(after, question.inputs), output)
-        return tally.report
-
-    def score_generation(self, after: Transformer) -> list[MetricRow]:
-        """Score the generated answers of a model against the baseline's, by the task's scores, or
-        as translations.
-        """
-        answers = self._answers if after is self.net else self._generate_answers(after)
-        if self._task is None:
-            return [compare_translated_texts(self._answers, answers, self._pairs)[0]]
-        return [row for row in compare_tallies(self._answers, answers) if "/" not in row.name]
-
-    def _generate_answers(self, net: Transformer) -> list[Any]:
-        with eval_mode(net):
-            if self._task is None:
-                return translate_sources(net, self._pairs)
-            return list(score_task(net, self._task, DEFAULT_NUM_EXAMPLES))
-
 
 # --- Options --------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ from .model_comparison import (
 from .quality_metrics import (
     DEFAULT_NUM_EXAMPLES,
     MAX_EQUAL_CHANGE,
+    ModelEvaluator,
     QualityReport,
     can_compute_bleu,
     check_min_count,
@@ -61,7 +62,6 @@ from .quality_metrics import (
     compare_translated_texts,
     describe_change,
     get_translation_pairs,
-    measure_quality,
     translate_sources,
 )
 
@@ -176,8 +176,13 @@ def prove(
     _check_comparable(before, after)
     with eval_mode(before), eval_mode(after):
         log(f"comparing {len(texts)} texts before and after")
-        counted = count_items(texts, log, "comparing texts before and after", "texts")
-        quality = measure_quality(after, counted, options.objective, before)
+        evaluator = ModelEvaluator(
+            before,
+            texts,
+            options.objective,
+            lambda items: count_items(items, log, "comparing texts before and after", "texts"),
+        )
+        quality = evaluator.evaluate(after)
         log("comparing removed with ablated heads")
         equal, rounding = check_surgery(options.surgery_pair or (before, after), texts, options)
         log("comparing exported models")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...models import Transformer
 from ...models.distributed.sharded_model import BatchForward
-from ...models.generation import load_tokenizers, max_positions
+from ...models.generation import eval_mode, load_tokenizers, max_positions
 from ...models.generation.decoding_state import greedy_decode
 from ...models.generation.generate import generate
 from ...observe.head_analysis.annotated_examples import Example
@@ -36,7 +36,7 @@ from ...training.data.translation import (
     count_bleu_tokens,
     make_bleu,
 )
-from ...util.errors import pluralise
+from ...util.errors import SpecError, pluralise
 from .model_comparison import JsonRecord, compute_output
 
 LOSS = "loss"
@@ -95,7 +95,7 @@ class TextCounts(NamedTuple):
 
 def measure_quality(
     net: Transformer,
-    examples: Iterable[Example],
+    examples: Sequence[Example],
     objective: str | Objective | None = None,
     baseline: Transformer | None = None,
 ) -> QualityReport:
@@ -114,24 +114,14 @@ def measure_quality(
     >>> [row.name for row in report.rows], report.texts, report.num_positions
     (['loss', 'perplexity', 'accuracy'], 5, 20)
     """
-    distinct = DistinctExamples(examples)
-    texts = iter(distinct)
-    first_example = next(texts, None)
-    if first_example is None:
-        raise ValueError("no texts to measure; give at least 2")
-    resolved, note = choose_objective(net, objective, first_example)
-    if isinstance(resolved, OutputDrift) and baseline is None:
+    evaluator = ModelEvaluator(baseline or net, examples, objective)
+    if baseline is not None:
+        return evaluator.evaluate(net)
+    if isinstance(evaluator.objective, OutputDrift):
         raise ValueError(
             "drift is the distance from another model; give baseline=, the model before"
         )
-    tally = QualityTally(resolved, [note] if note else [])
-    for number, example in enumerate(chain([first_example], texts)):
-        question = resolved.prepare_input(net, example, number)
-        output = compute_output(net, question.inputs)
-        before = None if baseline is None else compute_output(baseline, question.inputs)
-        tally.add(question, output, before)
-    tally.notes += distinct.notes
-    return tally.report
+    return evaluator.baseline.report
 
 
 @dataclass
@@ -435,3 +425,85 @@ def _jackknife_bleu(bleu: Any, translations: Sequence[str], references: Sequence
     sums = np.concatenate([counts.sum(0)[None], counts.sum(0) - counts]).tolist()
     scores = np.array([bleu.compute_bleu(row[:4], row[4:8], row[8], row[9]).score for row in sums])
     return Jackknife(scores[0], scores[1:], np.ones(len(counts), dtype=bool), np.abs(scores[0]))
+
+
+# --- Many models against one ---------------------------------------------------------------------
+
+
+class ModelEvaluator:
+    """Evaluates pruned models against one baseline model, whose outputs are computed once.
+
+    `count` wraps the texts of the baseline, to show progress.
+
+    >>> import headwise as hw, torch
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
+    >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
+    >>> ModelEvaluator(net, texts).evaluate(net).row("loss").change.value
+    0.0
+    """
+
+    def __init__(
+        self,
+        net: Transformer,
+        examples: Sequence[Example],
+        objective: str | Objective | None = None,
+        count: Callable[[list[Example]], Iterable[Example]] = iter,
+    ) -> None:
+        distinct = DistinctExamples(examples)
+        self.net, self.examples = net, list(distinct)
+        check_min_count(len(self.examples), "texts")
+        self.objective, note = choose_objective(net, objective, self.examples[0])
+        self.baseline = QualityTally(self.objective, [*([note] if note else []), *distinct.notes])
+        self._questions = list[tuple[EvaluationInput, Tensor | None]]()
+        with eval_mode(net):
+            for number, example in enumerate(count(self.examples)):
+                question = self.objective.prepare_input(net, example, number)
+                output = compute_output(net, question.inputs)
+                # the output of the baseline is kept if the objective compares with it
+                kept = output if isinstance(self.objective, OutputDrift) else None
+                self._questions.append((question, kept))
+                self.baseline.add(question, output, kept)
+        self._task: Task | None = None
+        self._pairs: Sequence[TranslationPair] = ()
+        self._answers: Sequence[Any] = ()
+
+    def prepare_generation(self, task: Task | None = None) -> None:
+        """Generate the baseline's answers: of a task, or translations."""
+        if task is None and not can_compute_bleu(self.net):
+            raise SpecError(
+                f"cannot score generated answers of {self.net.spec.name}. Give a task, or use a "
+                "translation model with text pairs and sacrebleu installed"
+            )
+        self._task = task
+        self._pairs = () if task is not None else get_translation_pairs(self.net, self.examples)
+        self._answers = self._generate_answers(self.net)
+
+    def evaluate(self, after: Transformer) -> QualityReport:
+        """Measure a model against the baseline."""
+        is_drift = isinstance(self.objective, OutputDrift)
+        before = [] if is_drift else self.baseline.after
+        tally = QualityTally(self.objective, list(self.baseline.notes), before=before)
+        if after is self.net:
+            tally.after = self.baseline.after
+            tally.num_unscored = self.baseline.num_unscored
+            return tally.report
+        with eval_mode(after):
+            for question, output in self._questions:
+                tally.add(question, compute_output(after, question.inputs), output)
+        return tally.report
+
+    def score_generation(self, after: Transformer) -> list[MetricRow]:
+        """Score the generated answers of a model against the baseline's, by the task's scores, or
+        as translations.
+        """
+        answers = self._answers if after is self.net else self._generate_answers(after)
+        if self._task is None:
+            return [compare_translated_texts(self._answers, answers, self._pairs)[0]]
+        return [row for row in compare_tallies(self._answers, answers) if "/" not in row.name]
+
+    def _generate_answers(self, net: Transformer) -> list[Any]:
+        with eval_mode(net):
+            if self._task is None:
+                return translate_sources(net, self._pairs)
+            return list(score_task(net, self._task, DEFAULT_NUM_EXAMPLES))
