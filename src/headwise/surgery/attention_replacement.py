@@ -91,8 +91,10 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     new.usage = net.usage
     new.checkpointing = net.checkpointing
     for site, change in resolved.items():
-        attention = None if change.spec is None else get_attention(new, site)
-        for name, expected in change.weights.items() if attention else ():
+        if change.spec is None:
+            continue
+        attention = get_attention(new, site)
+        for name, expected in change.weights.items():
             actual = _get_parameter(attention, name)
             if not torch.equal(actual, expected.to(actual)):
                 raise SpecError(
