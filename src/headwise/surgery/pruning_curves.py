@@ -23,9 +23,9 @@ from ..observe.head_analysis.objectives import (
     choose_objective,
 )
 from ..report.data import Axis, Column, Estimate, Figure, Page, Plot, Reference, Series, Table
-from ..report.text import format_interval
 from ..report.plots import save_figure
 from ..report.render import make_page, to_markdown, to_plain, to_text
+from ..report.text import format_interval
 from ..training.data import Task
 from ..util.errors import SpecError, suggest
 from ..util.files import write_atomically

@@ -20,9 +20,9 @@ from ...observe.head_analysis.distinct_examples import DistinctExamples
 from ...observe.head_analysis.objectives import Objective
 from ...observe.inspect.ablation import HeadRef
 from ...report.data import Column, Estimate, Page, Table
-from ...report.text import format_bytes, format_count, format_number, format_share
 from ...report.progress import count_items
 from ...report.render import make_page, to_markdown, to_text
+from ...report.text import format_bytes, format_count, format_number, format_share
 from ...training.data import Task
 from ...util.errors import pluralise
 from ...util.escaping import escape_terminal
