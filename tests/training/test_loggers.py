@@ -17,6 +17,7 @@ from headwise.kernels.capabilities import assume_points, current_points
 from headwise.report.progress import LINE_INTERVAL, ProgressReporter
 from headwise.training import ConsoleLogger, run_setup, train
 from headwise.training.loggers import JsonlLogger, create_logger, read_records
+from headwise.training.train_step import StepOptions
 from headwise.util.errors import SpecError
 from headwise.util.files import read_lines
 from support.small_training import Echo, short_recipe
@@ -185,3 +186,32 @@ def test_precision_is_bf16_where_it_was_measured_to_be_faster(
     monkeypatch.setattr(run_setup, "takeover_size", None)
     again = train(Echo(), recipe=recipe, out=tmp_path, resume="allowed")
     assert again.precision == precision  # a resumed run keeps its settings
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "compiles"),
+    [
+        (100, {}, False),  # 15 s saved, compiling takes 30 s
+        (1000, {}, True),
+        (1000, {"rows": "packed"}, False),
+        (1000, {"compile": "off"}, False),
+    ],
+)
+def test_steps_are_compiled_where_it_is_estimated_to_gain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, changes: Any, compiles: bool
+):
+    made: list[StepOptions] = []
+
+    def stop(setup: object, net: object, options: StepOptions) -> None:
+        made.append(options)
+        raise KeyboardInterrupt
+
+    recipe = short_recipe(**({"compile": "auto", "batch": 2, "steps": steps} | changes))
+    flops = run_setup.count_step_flops(Echo().model(), Echo().batch(0, 2))
+    # a step takes half a second at this peak
+    peak = flops / (0.5 * run_setup.USUAL_MFU)
+    monkeypatch.setattr(run_setup, "measure_peak_flops", lambda device, dtype: peak)
+    monkeypatch.setattr(run_setup.TrainingSetup, "_make_run", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(Echo(), recipe=recipe, out=tmp_path)
+    assert made[0].compile == ("on" if compiles else "off")

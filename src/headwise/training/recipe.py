@@ -119,7 +119,7 @@ RECIPE_CHOICES = {
     "schedule": tuple(SCHEDULES),
     "decayed_parameters": ("matrices", "non-embeddings"),
     "precision": ("auto", "fp32", "bf16"),
-    "compile": ("on", "off"),
+    "compile": ("auto", "on", "off"),
     "attention": ("fused", "plain"),
     "rows": ("padded", "packed"),
     "activations": ("keep", "recompute"),
@@ -177,7 +177,8 @@ class Recipe(CheckedDataclass):
     that off. Every `checkpoint_every` steps a checkpoint is written; the last `keep` and the best
     one are kept.
 
-    Execution: precision="auto" is "bf16" where it was measured to be faster, else "fp32".
+    Execution: precision="auto" is "bf16" where it was measured to be faster, else "fp32";
+    compile="auto" is "on" where it is estimated to save more time than compiling takes.
     attention="plain" runs the operations of attention one by one, "fused" lets each layer choose a
     backend. rows="packed" concatenates the texts of a batch into one row, "padded" pads each to
     the longest. activations="recompute" recomputes the activations of each block in the
@@ -218,7 +219,7 @@ class Recipe(CheckedDataclass):
     checkpoint_every: int = 100
     keep: int = 2
     precision: str = "auto"
-    compile: str = "off"
+    compile: str = "auto"
     attention: str = "fused"
     rows: str = "padded"
     activations: str = "keep"

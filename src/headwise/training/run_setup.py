@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,16 @@ from .training_run import (
     CheckpointFolder,
     TrainingCheckpoint,
     TrainingRun,
+    count_step_flops,
     derive_worker_seed,
     describe_first_difference,
+    measure_peak_flops,
     read_checkpoint_state,
 )
+
+COMPILE_SECONDS = 30.0  # to compile both passes for one batch shape on a few CPU cores
+COMPILE_GAIN = 0.3  # share of the step time that compilation saves in good cases
+USUAL_MFU = 0.3  # share of the peak FLOPs that a step reaches without compilation
 
 RecipeChange = dict[str, Any]  # {"step": 24, "fields": {"lr": [0.002, 0.001]}}
 
@@ -328,18 +336,40 @@ class TrainingSetup:
         them.
         """
         net = self._make_model()
-        recipe = self.recipe
-        torch.manual_seed(derive_worker_seed(recipe.seed, self.ranks.worker_index))
-        precision = recipe.precision
-        if precision == "auto":
-            num_parameters = sum(parameter.numel() for parameter in net.parameters())
-            is_slow = self.ranks.device.type == "cpu"
-            is_slow &= num_parameters < takeover_size("bf16_training")
-            precision = "fp32" if is_slow else "bf16"
-        options = StepOptions(precision, recipe.compile, recipe.attention, recipe.rows)
-        run = self._make_run(net, self.ranks.run_on_leader(lambda: options))
+        torch.manual_seed(derive_worker_seed(self.recipe.seed, self.ranks.worker_index))
+        run = self._make_run(net, self.ranks.run_on_leader(partial(self._choose_options, net)))
         run.save_checkpoint(self.config)
         return run
+
+    def _choose_options(self, net: Transformer) -> StepOptions:
+        recipe = self.recipe
+        precision = recipe.precision
+        if precision == "auto":
+            is_slow = self.ranks.device.type == "cpu"
+            num_parameters = sum(parameter.numel() for parameter in net.parameters())
+            is_slow &= num_parameters < takeover_size("bf16_training")
+            precision = "fp32" if is_slow else "bf16"
+        compiles = recipe.compile
+        if compiles == "auto":
+            compiles = "on" if self._gains_by_compiling() else "off"
+        return StepOptions(precision, compiles, recipe.attention, recipe.rows)
+
+    def _gains_by_compiling(self) -> bool:
+        """True if compiled steps are estimated to save more than twice the time to compile them."""
+        recipe = self.recipe
+        device = self.ranks.device
+        split = self.ranks.parallelism
+        if recipe.rows == "packed" or max(split.context, split.shards, split.tensor) > 1:
+            return False
+        if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+            return False
+        shapes = set[object]()
+        for index in range(3):
+            batch = self.task.batch(index, recipe.batch)
+            shapes.add((batch.x.shape, None if batch.source is None else batch.source.shape))
+        flops = recipe.steps * count_step_flops(self.model_spec, self.first_batch)
+        seconds = flops / (USUAL_MFU * measure_peak_flops(device, torch.float32))
+        return seconds * COMPILE_GAIN > 2 * COMPILE_SECONDS * len(shapes)
 
     def resume_run(
         self, checkpoint: TrainingCheckpoint, resume: str

@@ -30,10 +30,7 @@ from functools import partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
-
 from ...util.errors import SpecError, suggest
-from ..masking.sequence_info import SequenceInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
