@@ -4,7 +4,8 @@ Described by `spec`, `interfaces`, `parts` (one file for each published idea) an
 `masking` and `cache` hold positions, masks and past tokens; `backends` are implementations of the
 core. In reading order:
 
-- `attention`: the layer; it owns the parameters of a spec and runs the steps of attention in order.
+- `attention`: the layer, which runs the steps of attention in order; `attention_base` creates its
+  weights, and `core_extras` runs what only some layers need.
 - `attention_call`: checks, completes and plans one call, and asks `backends` which one runs.
 - `bound_parts`: the parts of a layer with their weights.
 - `composite_attention`: layers that combine several; `multihead_attention`: layers that are called

@@ -181,7 +181,7 @@ class _RecomputedBlocks(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: a checkpoint hands out each tensor only once
         inputs = _with_tensors(ctx.inputs, [t.detach() for t in saved[: ctx.count]])
         needed = ctx.needs_input_grad[4:]
-        wanted = [n for n, need in enumerate(needed) if need]
+        indices = [n for n, need in enumerate(needed) if need]
         sums: dict[int, Tensor] = {}
         for block, rng_states in zip(ctx.blocks, ctx.rng_states, strict=True):
             part = slice_inputs(inputs, block)
@@ -196,9 +196,9 @@ class _RecomputedBlocks(torch.autograd.Function):
             sources = [*leaves, *saved[ctx.count :]]
             own_grad = grads[0][:, block.queries.start : block.queries.stop]
             block_grads = torch.autograd.grad(
-                o_BTRV, [sources[n] for n in wanted], own_grad, allow_unused=True
+                o_BTRV, [sources[n] for n in indices], own_grad, allow_unused=True
             )
-            for n, grad in zip(wanted, block_grads, strict=True):
+            for n, grad in zip(indices, block_grads, strict=True):
                 if grad is None:
                     continue
                 if n >= ctx.count:

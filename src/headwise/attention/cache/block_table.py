@@ -412,8 +412,8 @@ class BlockTables:
         rows = list(rows)
         total = 0
         for index, group in enumerate(self.groups):
-            held = (row.tables[index].values() for row in rows)
-            references = Counter(chain.from_iterable(held))
+            tables = (row.tables[index].values() for row in rows)
+            references = Counter(chain.from_iterable(tables))
             total += sum(row.reserved_pages[index] for row in rows)
             if group.last is None:
                 total += len(references) - references.total()

@@ -24,8 +24,8 @@ from .slot_caches import HeadGroupCache, split_by_retention
 
 @dataclass(eq=False)
 class RowPages:
-    """What one call does to the pages of one retention group: where each real token is written, and
-    the pages of each row after it has appended `counts` tokens.
+    """The pages that one call writes in one retention group: the place of each real token, and the
+    pages of each row after it has appended `counts` tokens.
 
     `page` and `offset` are those of each real token; `is_real` its (row, column), None if all are
     real. `ends` are the new lengths of the rows; `reads_past` is True if tokens were cached before.
