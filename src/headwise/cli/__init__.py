@@ -1,7 +1,8 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-A command is the module of its name; `describe` holds the four that describe a layer or a model,
-`learn` also `demo`, and `prune` also `convert`.
+The commands `view`, `cost`, `train`, `study`, `heads`, `trace`, `prune` and `learn` are modules of
+these names, and `run` is a package; `prune` also holds `convert`, `learn` also `demo`, and
+`describe` the four that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
 
 The options of a command are a frozen dataclass, from which `options` generates the command line
 and its help. `exit_status` turns every error into one line and an exit code. `arguments` parses what
