@@ -436,7 +436,7 @@ LENGTH_BYTES = 4  # size of the length of the header
 def encode_arrays(arrays: Mapping[str, Array], **fields: Any) -> bytes:
     """Encode arrays of dtype uint8, int32 or float32 and the fields of the header as one message.
 
-    >>> encode_arrays({"weights": np.zeros((1, 2), np.uint8)}, max=1.0)[4:].rstrip(b" \0")
+    >>> encode_arrays({"weights": np.zeros((1, 2), np.uint8)}, max=1.0)[4:].rstrip(bytes([0, 32]))
     b'{"max": 1.0, "arrays": [{"name": "weights", "dtype": "u8", "shape": [1, 2], "offset": 0}]}'
     """
     entries: list[dict[str, Any]] = []
