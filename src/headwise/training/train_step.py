@@ -271,7 +271,10 @@ class TrainStep:
         with attention_mode(self.net, self.options.attention):
             for n, shard in enumerate(shards, 1):
                 share = shard.rows / len(batch.labels)
-                loss = self.compute_loss(shard.batch) / total + self._aux_loss() * share
+                loss = self.compute_loss(shard.batch) / total
+                if self.recipe.aux_losses:
+                    terms = compute_aux_loss(AuxLosses(self._terms), self.recipe.aux_losses)
+                    loss = loss + terms * share
                 if n == len(shards):
                     self.sharded_model.begin_final_backward()
                 loss.backward()
@@ -290,11 +293,6 @@ class TrainStep:
             )
         check_label_shape(logits, labels)
         return cross_entropy(logits, labels.to(self.device), self.recipe.label_smoothing)
-
-    def _aux_loss(self) -> Tensor | float:
-        if not self.recipe.aux_losses:
-            return 0.0
-        return compute_aux_loss(AuxLosses(self._terms), self.recipe.aux_losses)
 
     def _scored_positions(self, part: Batch) -> tuple[Tensor | None, Tensor]:
         """Flat indices of the labelled positions (None for all), and their labels; the output head

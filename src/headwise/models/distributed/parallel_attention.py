@@ -381,7 +381,10 @@ class GradientBuckets:
             self._send_bucket()
         for bucket, (message, work) in zip(self._buckets, self._pending, strict=True):
             work.wait()
-            _unflatten_bucket(bucket, message)
+            *flat, has_grad = message.split([*(p.numel() for p in bucket), len(bucket)])
+            for index, (param, sums) in enumerate(zip(bucket, flat, strict=True)):
+                if param.grad is not None or bool(has_grad[index]):
+                    param.grad = sums.view(param.shape)
         self._pending = []
         self._num_missing = []
 
@@ -395,7 +398,10 @@ class GradientBuckets:
                 self._send_bucket()
 
     def _send_bucket(self) -> None:
-        message = _flatten_bucket(self._buckets[len(self._pending)])
+        bucket = self._buckets[len(self._pending)]
+        flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
+        has_grad = flat[0].new_tensor([p.grad is not None for p in bucket])
+        message = torch.cat([*flat, has_grad])
         self._pending.append((message, dist.all_reduce(message, group=self.group, async_op=True)))
 
 
@@ -412,18 +418,3 @@ def _make_buckets(params: Iterable[nn.Parameter], max_bytes: int) -> Iterator[li
         bucket.append(param)
     if bucket:
         yield bucket
-
-
-def _flatten_bucket(bucket: list[nn.Parameter]) -> Tensor:
-    flat = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in bucket]
-    has_grad = torch.tensor(
-        [p.grad is not None for p in bucket], dtype=flat[0].dtype, device=flat[0].device
-    )
-    return torch.cat([*flat, has_grad])
-
-
-def _unflatten_bucket(bucket: list[nn.Parameter], message: Tensor) -> None:
-    *flat, has_grad = message.split([*(p.numel() for p in bucket), len(bucket)])
-    for index, (param, sums) in enumerate(zip(bucket, flat, strict=True)):
-        if param.grad is not None or bool(has_grad[index]):
-            param.grad = sums.view(param.shape)

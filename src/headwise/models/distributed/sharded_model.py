@@ -83,10 +83,6 @@ class TensorSharding(Protocol):
         ...
 
 
-def _collect_nothing() -> None:
-    """Do nothing: the gradients are in `own` already."""
-
-
 @dataclass(eq=False)
 class ShardedModel:
     """The part of a model that one rank holds.
@@ -102,7 +98,7 @@ class ShardedModel:
     buckets: GradientBuckets
     spec: ModelSpec
     shardings: Mapping[str, TensorSharding] = field(default_factory=dict[str, "TensorSharding"])
-    collect_gradients: Callable[[], None] = _collect_nothing
+    collect_gradients: Callable[[], None] | None = None
     context: CollectiveGroup | None = None
 
     @property
@@ -132,7 +128,8 @@ class ShardedModel:
     def finish(self) -> None:
         """Finish summing the gradients over the ranks and move them to `own`."""
         self.buckets.finish()
-        self.collect_gradients()
+        if self.collect_gradients is not None:
+            self.collect_gradients()
 
     def norm(self) -> Tensor:
         """Return the norm of the gradient of the full model, the same on every rank."""
@@ -145,9 +142,11 @@ class ShardedModel:
             if parameter.grad is not None:
                 grad = parameter.grad.double()
                 sharding = self.shardings.get(name)
-                total += (
-                    sharding.square(grad) if sharding else grad.square().sum()
-                ) / self._num_replicas(name)
+                square = sharding.square(grad) if sharding else grad.square().sum()
+                parts = 1
+                for dim in sharding.dims if sharding else ():
+                    parts *= getattr(self.world.parallelism, dim)
+                total += square / (self.world.size // parts)  # ranks that hold the same part
         dist.all_reduce(total)
         exact = torch.promote_types(torch.float32, next(iter(self.own.values())).dtype)
         return total.sqrt().to(exact)
@@ -155,13 +154,6 @@ class ShardedModel:
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradient, whose norm is `norm`, down to at most `max_norm`."""
         nn.utils.clip_grads_with_norm_(self.own.values(), max_norm, norm)
-
-    def _num_replicas(self, name: str) -> int:
-        """Return the number of ranks that hold the same part of a tensor."""
-        parts = 1
-        for dim in self.shardings[name].dims if name in self.shardings else ():
-            parts *= getattr(self.world.parallelism, dim)
-        return self.world.size // parts
 
     # --- whole tensors ---
 
