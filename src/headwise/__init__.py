@@ -87,13 +87,12 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .models.model_spec import ProcessorSpec
     from .observe.head_analysis.annotated_examples import Example, ExampleReader
     from .observe.head_analysis.attention_maps import compute_attention_maps
-    from .observe.head_analysis.head_circuits import get_circuits
+    from .observe.head_analysis.head_circuits import get_circuits, make_random_baseline
     from .observe.head_analysis.head_classes import classify_heads
     from .observe.head_analysis.head_importance import estimate_importance
     from .observe.head_analysis.head_measurement import measure_heads
     from .observe.head_analysis.head_redundancy import measure_redundancy
     from .observe.head_analysis.logit_attribution import attribute_logit
-    from .observe.head_analysis.random_baseline import make_random_baseline
     from .observe.head_analysis.rank_analysis import measure_qk_spectra
     from .observe.head_analysis.text_analysis import heads, importance
     from .observe.inspect.ablation import Noise, Resample, ablate, patch
@@ -187,7 +186,7 @@ _MODULE_OF_NAME = {
     "compute_attention_maps": "observe.head_analysis.attention_maps",
     "attribute_logit": "observe.head_analysis.logit_attribution",
     "measure_qk_spectra": "observe.head_analysis.rank_analysis",
-    "make_random_baseline": "observe.head_analysis.random_baseline",
+    "make_random_baseline": "observe.head_analysis.head_circuits",
     "prune": "surgery.pruning",
     "convert_module": "surgery.module_surgery",
     "prune_module": "surgery.module_surgery",

@@ -248,7 +248,7 @@ import sys, transformers
 model = transformers.YosoModel(transformers.AutoConfig.from_pretrained(sys.argv[1]))
 """
 BASELINE = """
-from headwise.observe.head_analysis.random_baseline import make_random_baseline
+from headwise.observe.head_analysis.head_circuits import make_random_baseline
 make_random_baseline(model)
 """
 

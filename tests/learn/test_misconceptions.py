@@ -218,7 +218,7 @@ def test_dimensions_of_the_translator():
 
 
 def test_random_weights_share_no_dimensions():
-    from headwise.observe.head_analysis.random_baseline import make_random_baseline
+    from headwise.observe.head_analysis.head_circuits import make_random_baseline
 
     entry = ENTRIES["003-6.6b"]
     assert entry.run(model=make_random_baseline(load_sample_model())).verdict != entry.verdict

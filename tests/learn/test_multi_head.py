@@ -17,7 +17,7 @@ from headwise.attention.attention import Attention
 from headwise.learn.measured_layers import make_layer, sample
 from headwise.learn.multi_head_analysis import STORED_HEADS
 from headwise.observe import bundled_sample
-from headwise.observe.head_analysis.random_baseline import make_random_baseline
+from headwise.observe.head_analysis.head_circuits import make_random_baseline
 from learn import learn_entries as learn
 from learn.learn_entries import array, attention, entropy, layer_parts, softmax
 

@@ -26,7 +26,7 @@ from headwise.observe.head_analysis.head_measurement import (
 )
 from headwise.studies import process_engine
 from headwise.studies.process_engine import SHARD_SIZE, ProcessEngine, RayEngine, RayHeads
-from headwise.studies.run_cell import LayerDiversity
+from headwise.studies.run_cell import HeadSpread
 from headwise.studies.study_file import Study, parse_study
 from headwise.studies.study_runner import RESULTS_FILE, run_study
 from headwise.training.data import make_task
@@ -156,7 +156,7 @@ def test_heads_refusals(
         RayHeads()
     options = MeasureOptions(engine=lambda *_: MetricSums([]))
     with pytest.raises(ValueError, match="are measured in one process; leave the engine out"):
-        measure_heads(net, examples, options=options, collectors=[LayerDiversity()])
+        measure_heads(net, examples, options=options, collectors=[HeadSpread()])
 
 
 LOST_TASK_ERRORS = ("OutOfMemoryError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError")

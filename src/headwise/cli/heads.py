@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..report.data import Table
 from ..report.progress import ProgressReporter
-from ..report.render import to_text
+from ..report.render import to_plain, to_text
 from .arguments import (
     check_input_file,
     check_model_path,
@@ -173,8 +173,7 @@ class HeadsOptions(TextOptions):
 
     def _list_measures(self) -> list[str]:
         """The measures of texts without annotations."""
-        from ..observe.head_analysis.head_metrics import HEAD_METRICS
-        from ..observe.head_analysis.literature_metrics import LITERATURE_METRICS
+        from ..observe.head_analysis.head_metrics import HEAD_METRICS, LITERATURE_METRICS
 
         published = [name for name in LITERATURE_METRICS if name.startswith(f"{self.criteria} ")]
         return [*HEAD_METRICS, *published, *(["importance"] if self.importance else [])]
@@ -215,7 +214,7 @@ def run_extras(
         table = _add_importance(table, result)
     baseline = None
     if args.random_baseline:
-        from ..observe.head_analysis.random_baseline import make_random_baseline
+        from ..observe.head_analysis.head_circuits import make_random_baseline
 
         baseline = make_random_baseline(model, seed=args.seed)
         measured = measure(baseline)
@@ -231,13 +230,13 @@ def run_extras(
             extras.items.append(redundancy.table)
     if args.circuits:
         heads = head_circuits.measure_head_circuits(model)
-        extras.add("circuits", [one.data for one in heads], head_circuits.circuit_table(heads))
+        extras.add("circuits", to_plain(heads), head_circuits.circuit_table(heads))
     if args.spectra:
         spectra = rank_analysis.measure_qk_spectra(model, seed=args.seed)
-        extras.add("spectra", [one.data for one in spectra], rank_analysis.spectra_table(spectra))
+        extras.add("spectra", to_plain(spectra), rank_analysis.spectra_table(spectra))
     if args.collapse:
         depths = rank_analysis.measure_rank_collapse(model, examples)
-        extras.add("collapse", [one.data for one in depths], rank_analysis.collapse_table(depths))
+        extras.add("collapse", to_plain(depths), rank_analysis.collapse_table(depths))
     return table, extras
 
 

@@ -73,12 +73,11 @@ def table_from_data(data: Mapping[str, Any]) -> HeadTable:
     """The head table that `HeadTable.data` described; each head also has the name of its site."""
     heads: list[HeadMeasures] = []
     for head in data["heads"]:
-        measures = {name: _read_measure(one) for name, one in head["measures"].items()}
+        measures: dict[str, Measure] = {}
+        for name, one in head["measures"].items():
+            values = {key: math.nan if value is None else value for key, value in one.items()}
+            measures[name] = Measure(**values)
         classes = tuple(HeadClass(**head_class) for head_class in head["classes"])
         place = {name: head[name] for name in PLACE}
         heads.append(HeadMeasures(**place, measures=measures, classes=classes))
     return HeadTable(data["model"], data["data"], tuple(heads), tuple(data["notes"]))
-
-
-def _read_measure(data: Mapping[str, float | None]) -> Measure:
-    return Measure(**{name: math.nan if value is None else value for name, value in data.items()})

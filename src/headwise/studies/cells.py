@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..attention.interfaces.part_types import Modifier
-from ..attention.presets import design
+from ..attention.presets import design, from_json, from_toml
 from ..attention.spec import attention_spec, serialization
 from ..attention.spec.attention_spec import SLOTS, AttentionSpec
 from ..costs import cache_bytes, count_parameters
@@ -84,8 +84,17 @@ class CellGrid:
             self.recipes[key] = recipe
             self.models[key] = model
             check_training(study, variant, task, model.spec, recipe)
-        for task in study.tasks.values():
-            self._check_all_differ(task.name)
+        for task in study.tasks:
+            # Raise if two variants would train the same model in the same way.
+            names: dict[tuple[ModelSpec, Recipe, tuple[float, ...]], str] = {}
+            for name, variant in study.variants.items():
+                trained = (self.models[name, task].spec, self.recipes[name, task])
+                other = names.setdefault((*trained, self.rates(variant)), name)
+                if other != name:
+                    raise SpecError(
+                        f"the variants {other!r} and {name!r} are the same model on {task!r}; "
+                        "leave one out, or give it other options"
+                    )
         for contrast in study.contrasts:
             self._check_step(contrast.left)
             self._check_step(contrast.right)
@@ -96,18 +105,6 @@ class CellGrid:
         for task in self.study.tasks.values():
             for variant in self.study.variants.values():
                 yield variant, task
-
-    def _check_all_differ(self, task: str) -> None:
-        """Raise if two variants would train the same model in the same way."""
-        names: dict[tuple[ModelSpec, Recipe, tuple[float, ...]], str] = {}
-        for name, variant in self.study.variants.items():
-            key = (self.models[name, task].spec, self.recipes[name, task], self.rates(variant))
-            if key in names:
-                raise SpecError(
-                    f"the variants {names[key]!r} and {name!r} are the same model on {task!r}; "
-                    "leave one out, or give it other options"
-                )
-            names[key] = name
 
     def _check_step(self, readout: Readout) -> None:
         """Raise unless the heads of the readout are measured at its step on one task or more."""
@@ -384,67 +381,52 @@ def _edit_model(study: Study, variant: Variant, task: StudyTask) -> ModelSpec:
     spec = resize_model(task.task, {**study.model, **task.model, **variant.model})
     if not (variant.preset or variant.spec or variant.options):
         return spec
-    file_spec = _read_spec(study.folder / variant.spec) if variant.spec else None
+    file_spec = None
+    if variant.spec:
+        path = study.folder / variant.spec
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError(f"the spec {path} cannot be read: {error}") from None
+        file_spec = (from_json if path.suffix == ".json" else from_toml)(text)
     return replace_self_attention(spec, partial(_edit_attention, variant, file_spec))
 
 
 def _edit_attention(
     variant: Variant, file_spec: AttentionSpec | None, old: AttentionSpec
 ) -> AttentionSpec:
-    design_options = {key: value for key, value in variant.options.items() if key in DESIGN_OPTIONS}
+    options = dict(variant.options)
+    design_options = {key: options.pop(key) for key in DESIGN_OPTIONS if key in options}
     new = old if file_spec is None else file_spec
     if variant.preset:
         new = design(preset=variant.preset, model=old.model, heads=old.heads.q, **design_options)
     elif design_options:
-        parts: dict[str, Any] = {slot: getattr(new, slot) for slot in SLOTS if slot != "pattern"}
-        modifiers = tuple(part for _, part in new.parts_of(Modifier))
-        defaults = {
-            "pattern": new.pattern,
-            "model": new.model,
-            "heads": new.heads.q,
-            "modifiers": modifiers,
-        }
-        new = design(**{**parts, **defaults, **design_options})
+        parts: dict[str, Any] = {slot: getattr(new, slot) for slot in SLOTS}
+        parts["modifiers"] = tuple(part for _, part in new.parts_of(Modifier))
+        sizes = {"model": new.model, "heads": new.heads.q}
+        new = design(**{**parts, **sizes, **design_options})
     if new.model != old.model:
         raise SpecError(
             f"the spec of the variant {variant.name!r} has model={new.model}, but the model of "
             f"the task has {old.model}; set model.width = {new.model} in the study"
         )
-    fields = {key: value for key, value in variant.options.items() if key not in DESIGN_OPTIONS}
-    return _set_fields(new, fields, variant.name) if fields else new
-
-
-def _set_fields(spec: AttentionSpec, fields: Mapping[str, Any], name: str) -> AttentionSpec:
-    table = serialization.to_dict(spec)
-    for path, value in fields.items():
+    if not options:
+        return new
+    table = serialization.to_dict(new)
+    for path, value in options.items():
         *parents, last = path.split(".")
         target: Any = table
         for key in parents:
             target = target.get(key) if isinstance(target, dict) else None
         if not isinstance(target, dict):
             raise SpecError(
-                f"the variant {name!r} sets {path}, but its spec has no {'.'.join(parents)}"
+                f"the variant {variant.name!r} sets {path}, but its spec has no {'.'.join(parents)}"
             )
         target[last] = value
     return attention_spec.from_dict(table)
 
 
-def _read_spec(path: Path) -> AttentionSpec:
-    from ..attention.presets import from_json, from_toml
-
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"the spec {path} cannot be read: {error}") from None
-    return from_json(text) if path.suffix == ".json" else from_toml(text)
-
-
 # --- Matching -------------------------------------------------------------------------------------
-
-
-# Matches of this process: the layers of a model, and those of other tasks and scales of a study,
-# are mostly alike.
-_matches: dict[tuple[AttentionSpec, AttentionSpec, str, float, Workload], SizeMatch] = {}
 
 
 def _match_model(
@@ -460,15 +442,15 @@ def _match_model(
     remaining = iter(goals)
 
     def match_layer(old: AttentionSpec) -> AttentionSpec:
-        key = (old, next(remaining, goals[-1]), study.match, study.tolerance, workload)
-        if key not in _matches:
-            _matches[key] = _match_layer(*key)
-        sentences.append(str(_matches[key]))
-        return _matches[key].spec
+        goal = next(remaining, goals[-1])
+        match = _match_layer(old, goal, study.match, study.tolerance, workload)
+        sentences.append(str(match))
+        return match.spec
 
     return replace_self_attention(spec, match_layer), "; ".join(dict.fromkeys(sentences))
 
 
+@cache  # the layers of a model, and those of other tasks and scales of a study, are mostly alike
 def _match_layer(
     old: AttentionSpec, goal: AttentionSpec, by: str, tolerance: float, workload: Workload
 ) -> SizeMatch:

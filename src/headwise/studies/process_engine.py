@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from ..observe.head_analysis.head_measurement import (
     TextSums,
     sum_examples,
 )
-from ..observe.head_analysis.literature_metrics import get_metric
+from ..observe.head_analysis.head_metrics import get_metric
 from ..util.errors import SpecError
 from ..util.python_processes import safe_import_path
 from .cells import Cell
@@ -39,20 +39,6 @@ WORKERS_FAIL = (
     "may say why); run the study with --jobs 0, which needs no workers"
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-
-
-class CellEngine(Protocol):
-    """Interface of engines: they yield each result once, in any order, and free their workers at
-    the end.
-    """
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
-        """Run the cells; yields each with its result."""
-        ...
 
 
 class ProcessEngine:
@@ -83,28 +69,23 @@ class ProcessEngine:
 
     def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run the cells; yields each with its result."""
-        if self.jobs:
-            yield from self._run_in_pools({cell.id: cell for cell in cells}, folder)
         for cell in () if self.jobs else cells:
             yield cell, run_cell(cell.config, str(folder / cell.id))
-
-    def _run_in_pools(
-        self, pending: dict[str, Cell], folder: Path
-    ) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+        pending = {cell.id: cell for cell in cells} if self.jobs else {}
         attempts: Counter[str] = Counter()
         num_failed_starts = 0
         while pending:
             suspects = [cell_id for cell_id in pending if attempts[cell_id] == MAX_ATTEMPTS - 1]
-            cells = {cell_id: pending[cell_id] for cell_id in suspects[:1] or pending}
-            for cell_id in cells:
+            tried = {cell_id: pending[cell_id] for cell_id in suspects[:1] or pending}
+            for cell_id in tried:
                 (folder / cell_id / STARTED_FILE).unlink(missing_ok=True)
             try:
-                for cell, result in self._run_in_pool(cells, folder):
+                for cell, result in self._run_in_pool(tried, folder):
                     del pending[cell.id]
                     yield cell, result
             except BrokenProcessPool as error:
                 self._pool = None
-                unfinished = [cell_id for cell_id in cells if cell_id in pending]
+                unfinished = [cell_id for cell_id in tried if cell_id in pending]
                 started = [one for one in unfinished if (folder / one / STARTED_FILE).exists()]
                 num_failed_starts = 0 if started else num_failed_starts + 1
                 if num_failed_starts == MAX_ATTEMPTS:
@@ -120,7 +101,13 @@ class ProcessEngine:
     ) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run cells in one pool, until all are done or a process dies."""
         if self._pool is None:
-            self._pool = self._make_pool()
+            with safe_import_path():  # the pool starts a process that frees its locks
+                self._pool = ProcessPoolExecutor(
+                    self.jobs,
+                    mp_context=multiprocessing.get_context("spawn"),
+                    initializer=prepare_worker,
+                    initargs=(imported_part_files(),),
+                )
         pool = self._pool
         queue = iter(pending.values())
         futures: dict[Future[dict[str, Any]], Cell] = {}
@@ -138,15 +125,6 @@ class ProcessEngine:
                 result = future.result()
                 yield futures.pop(future), result
                 submit_next()
-
-    def _make_pool(self) -> ProcessPoolExecutor:
-        with safe_import_path():  # the pool starts a process that frees its locks
-            return ProcessPoolExecutor(
-                self.jobs,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=prepare_worker,
-                initargs=(imported_part_files(),),
-            )
 
 
 def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, Any]) -> str:
@@ -279,22 +257,22 @@ class RayEngine:
         while tasks:
             for task in self.ray.wait(list(tasks))[0]:
                 cell = tasks.pop(task)
-                yield cell, self._receive(task, folder / cell.id)
+                try:
+                    result = self.ray.get(task)
+                except self.ray.exceptions.OutOfMemoryError:
+                    result = {
+                        "status": "out of memory",
+                        "message": "Ray ended its process to free memory",
+                        "timing": {},
+                    }
+                except self.lost_task_errors:
+                    yield cell, record_killed(folder / cell.id)
+                    continue
+                write_result(folder / cell.id, result)
+                yield cell, result
 
-    def _receive(self, task: Any, folder: Path) -> Mapping[str, Any]:
-        """The result of a task that has ended, written to the folder of its cell."""
-        try:
-            result = self.ray.get(task)
-        except self.ray.exceptions.OutOfMemoryError:
-            result = {
-                "status": "out of memory",
-                "message": "Ray ended its process to free memory",
-                "timing": {},
-            }
-        except self.lost_task_errors:
-            return record_killed(folder)
-        write_result(folder, result)
-        return result
+
+CellEngine = ProcessEngine | RayEngine
 
 
 def run_cell_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -> dict[str, Any]:

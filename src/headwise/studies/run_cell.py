@@ -19,22 +19,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..attention import backends
+from ..attention.interfaces.core_types import Probe
 from ..kernels.capabilities import use_threads
 from ..models import Transformer, build
 from ..models.model_spec.serialization import from_dict as read_model
 from ..observe.head_analysis.annotated_examples import Example, examples_from_task
 from ..observe.head_analysis.head_classes import classify_heads
-from ..observe.head_analysis.head_measurement import measure_heads
+from ..observe.head_analysis.head_measurement import MeasureCollector, measure_heads
 from ..observe.head_analysis.head_similarity import spread_of_sets
-from ..observe.head_analysis.head_table import HeadTable, Measure
-from ..observe.head_analysis.rank_analysis import (
-    MAX_QUERIES,
-    effective_rank,
-    measure_rank_collapse,
-    score_stages,
-)
+from ..observe.head_analysis.head_table import HeadTable
+from ..observe.head_analysis.rank_analysis import effective_rank, measure_rank_collapse
 from ..observe.head_analysis.weight_bands import WeightBand
 from ..observe.inspect.ablation import ABLATION_MODES, ablate
 from ..observe.inspect.adapters.known_interfaces import HeadwiseCall
@@ -45,7 +43,6 @@ from ..surgery.conversion import ALIGN_SIDES, Pool, convert
 from ..surgery.head_selection import (
     RANKING_METHODS,
     HeadRanking,
-    HeadSelection,
     KeepTop,
     score_heads,
 )
@@ -53,6 +50,7 @@ from ..surgery.l0_gates import GateTrainingOptions, KeepOpenGates
 from ..surgery.pruning import prune
 from ..training.data import Task, make_task
 from ..training.evaluation import sum_batch_metrics
+from ..training.loggers import MetricLogger
 from ..training.loop import train
 from ..training.recipe import Recipe, from_dict as read_recipe
 from ..training.training_run import CHECKPOINT_FOLDER, CheckpointFolder, read_checkpoint
@@ -65,6 +63,7 @@ RUN_FOLDER = "run"
 EDIT_FOLDER = "edits"
 LOG_FILE = "metrics.jsonl"
 TEST_BATCHES = 4  # batches of each further test
+MAX_QUERIES = 256  # queries of a text whose scores are summarised
 
 
 def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -137,13 +136,21 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     trained = train(task, spec, recipe, run_folder, "allowed", [clock], curves=False)
     net = trained.net
     curve = read_curve(run_folder / LOG_FILE)
-    sums = evaluate_model(net, task, recipe.batch, trained.split)
+    sums = sum_batch_metrics(net, task, (recipe.batch, TEST_BATCHES), trained.split)
     tests: dict[str, dict[str, float]] = {}
-    heads_at = _measure_heads_during_training(config, run_folder)
+    # The heads before the first step, and at every checkpoint if the recipe keeps several.
+    untrained = build(spec, seed=recipe.seed, init=recipe.init)
+    untrained.usage = task.usage
+    heads_at = {"step 0": summarise_heads(untrained, task, num_texts)}
+    paths = CheckpointFolder(run_folder / CHECKPOINT_FOLDER).paths
+    for path in reversed(paths if recipe.keep > 1 and num_texts > 1 else ()):
+        checkpoint = read_checkpoint(path)
+        if checkpoint.step:
+            untrained.load_state_dict(checkpoint.tensors_of_kind("model"))
+            heads_at[f"step {checkpoint.step}"] = summarise_heads(untrained, task, num_texts)
     for name, values in config["tests"].items():
         test = read_task(values)
-        of_test = evaluate_model(net, test, recipe.batch)
-        tests[name] = {metric: total / count for metric, (total, count) in of_test.items()}
+        tests[name] = evaluate_model(net, test, recipe.batch)
         heads_at[f"test {name}"] = summarise_heads(net, test, num_texts)
     heads = summarise_heads(net, task, num_texts)
     edits: dict[str, Any] = {}
@@ -153,7 +160,7 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "metrics": dict(trained.metrics),
         "valid": next((point["metrics"] for point in curve if point["step"] == trained.best), {}),
-        "counts": {name: count for name, (_, count) in sums.items()},
+        "counts": {name: count for name, (_, count) in sums.items() if count},
         "parameters": sum(one.numel() for one in net.parameters() if one.requires_grad),
         "steps": trained.steps,
         "best_step": trained.best,
@@ -166,7 +173,7 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-class StepClock:
+class StepClock(MetricLogger):
     """Logger of a training run that measures the processor time of its steps, which other processes
     do not change.
     """
@@ -180,9 +187,6 @@ class StepClock:
         """Median processor seconds of a step; NaN if fewer than two steps were taken."""
         return statistics.median(self._steps) if self._steps else math.nan
 
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Nothing is opened."""
-
     def write(self, record: Mapping[str, Any]) -> None:
         """Add the time since the last step, unless something else was recorded between the two."""
         now = time.process_time()
@@ -193,44 +197,25 @@ class StepClock:
         else:
             self._last = None
 
-    def close(self) -> None:
-        """Nothing is closed."""
-
-
-def _measure_heads_during_training(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Summaries of the heads before the first step, and at every checkpoint if the recipe keeps
-    several.
-    """
-    task = read_task(config["task"])
-    recipe = config["recipe"]
-    net = build(read_model(config["model"]), seed=recipe["seed"], init=recipe["init"])
-    net.usage = task.usage
-    summaries = {"step 0": summarise_heads(net, task, config["head_texts"])}
-    if recipe["keep"] == 1 or config["head_texts"] < 2:
-        return summaries
-    for path in reversed(CheckpointFolder(folder / CHECKPOINT_FOLDER).paths):
-        checkpoint = read_checkpoint(path)
-        if checkpoint.step:
-            net.load_state_dict(checkpoint.tensors_of_kind("model"))
-            summaries[f"step {checkpoint.step}"] = summarise_heads(net, task, config["head_texts"])
-    return summaries
-
 
 def read_task(values: Mapping[str, Any]) -> Task:
     """The task that `describe_task` described."""
-    options = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-    }
+    options = lists_to_tuples(values)
     name = str(options.pop("task"))
     return make_task(name, **options)
 
 
-def evaluate_model(
-    net: Transformer, task: Task, batch_size: int, split: str = "test"
-) -> dict[str, tuple[float, int]]:
-    """Sum and number of terms of each metric of a model on a few batches of a split."""
-    sums = sum_batch_metrics(net, task, (batch_size, TEST_BATCHES), split)
-    return {name: (total, count) for name, (total, count) in sums.items() if count}
+def lists_to_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a task as read from a file."""
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
+
+
+def evaluate_model(net: Transformer, task: Task, batch_size: int) -> dict[str, float]:
+    """Mean of each metric of a model on a few batches for tests."""
+    sums = sum_batch_metrics(net, task, (batch_size, TEST_BATCHES), "test")
+    return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 def read_curve(path: Path) -> list[dict[str, Any]]:
@@ -258,7 +243,6 @@ HEAD_MEASURES = (
     "self",
     "induction",
 )
-UNCLEAR = "unclear"
 
 
 def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, Any]:
@@ -284,20 +268,19 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
     net.eval()
     try:
         examples = examples_from_task(net, task, num_texts).examples_with_frequencies()
-        diversity = LayerDiversity()
-        support = HeadSupport()
-        table = classify_heads(measure_heads(net, examples, collectors=[diversity, support]))
+        spread = HeadSpread()
+        table = classify_heads(measure_heads(net, examples, collectors=[spread]))
     except ValueError as error:
         return {"note": str(error)}
-    classes = Counter(head.classes[0].name if head.classes else UNCLEAR for head in table.heads)
+    classes = Counter(head.classes[0].name for head in table.heads)
     return {
         "heads": len(table.heads),
         "measures": _means(table, "value"),
         "chance": _means(table, "chance"),
         "classes": dict(sorted(classes.items())),
-        "diversity": diversity.value,
-        "support": statistics.fmean(support.values),
-        "support_spread": statistics.pstdev(support.values),
+        "diversity": spread.diversity,
+        "support": statistics.fmean(spread.support),
+        "support_spread": statistics.pstdev(spread.support),
         **_summarise_calls(net, examples),
     }
 
@@ -314,58 +297,33 @@ def _means(table: HeadTable, kind: str) -> dict[str, float]:
     return means
 
 
-class BandCollector:
-    """Base class of collectors that read the weights of all heads during `measure_heads`, and
-    measure no single head.
+class HeadSpread(MeasureCollector):
+    """Collects, during `measure_heads`, the diversity of the heads within each layer, and the number
+    of keys to which each head gives a weight above 0.
     """
 
-    def start_example(self, example: Example) -> None:
-        """Nothing is needed of an example."""
-
-    def finish_example(self) -> None:
-        """Nothing is kept of an example."""
-
-    def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """No measures of single heads."""
-        return {}
-
-
-class LayerDiversity(BandCollector):
-    """Collects the diversity of the heads within each layer."""
-
     def __init__(self) -> None:
-        self._sum = 0.0
-        self._count = 0.0
+        self._diversity = np.zeros(2)  # sum and number of rows
+        self._support: dict[tuple[str, int], NDArray[np.float64]] = {}  # the same by head
 
     @property
-    def value(self) -> float | None:
+    def diversity(self) -> float | None:
         """Mean over rows and layers; None if no layer has two heads."""
-        return self._sum / self._count if self._count else None
+        total, count = self._diversity.tolist()
+        return total / count if count else None
+
+    @property
+    def support(self) -> list[float]:
+        """Mean number of keys over the rows of each head."""
+        return [float(total / count) for total, count in self._support.values()]
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add the rows of a band."""
         heads, rows, _ = band.w_HTS.shape
-        sums, counts = spread_of_sets(band.w_HTS, torch.ones(1, heads), torch.ones(heads, rows))
-        self._sum += float(sums[0])
-        self._count += float(counts[0])
-
-
-class HeadSupport(BandCollector):
-    """Collects the number of keys to which each head gives a weight above 0."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[str, int], tuple[float, int]] = {}
-
-    @property
-    def values(self) -> list[float]:
-        """Mean number of keys over the rows of each head."""
-        return [total / count for total, count in self._sums.values()]
-
-    def add_band(self, site: str, band: WeightBand) -> None:
-        """Add the rows of a band."""
-        for head, keys in enumerate((band.w_HTS > 0).sum(-1).tolist()):
-            total, count = self._sums.get((site, head), (0.0, 0))
-            self._sums[site, head] = (total + sum(keys), count + len(keys))
+        spread = spread_of_sets(band.w_HTS, torch.ones(1, heads), torch.ones(heads, rows))
+        self._diversity += [float(one[0]) for one in spread]
+        for head, keys in enumerate((band.w_HTS > 0).sum((-1, -2)).tolist()):
+            self._support[site, head] = self._support.get((site, head), 0) + np.array([keys, rows])
 
 
 class _CallHook(AttentionHook):
@@ -381,35 +339,36 @@ class _CallHook(AttentionHook):
         """
         if not isinstance(call, HeadwiseCall):
             return
-        stages = score_stages(call)
-        allowed = call.allowed_pairs(slice(0, MAX_QUERIES))
-        if "scores" in stages:
-            scores = stages["scores"]
-            final = stages.get("mixed", scores)
-            rank = float(effective_rank(final[0].float()).mean())
-            change = _change(scores, final, allowed)
-            self.scores.append((_row_deviation(final, allowed), rank, change))
-        self.gates += [(gate != 0).float().mean((0, 1)).flatten() for gate in call.inputs.gates]
+        queries = slice(0, MAX_QUERIES)
+        inputs = call.inputs
+        steps = call.steps
+        q = inputs.q[:, queries].transpose(1, 2).float()
+        k = inputs.k[:, :, list(call.signature.core.key_head_of_query)].transpose(1, 2).float()
+        scale = inputs.query_context.scale
+        scores = steps.similarity.scores(q, k, scale, steps.similarity_p)
+        final = scores  # after the parts that change scores
+        if steps.scores:
+            job = replace(call.signature, probed_tensors=frozenset({"scores"}), training=False)
+            probe = Probe("scores")
+            backends.make_dispatch(job).attend(call.mask, inputs, steps, probe)
+            final = probe.tensors["scores"][:, :, queries]
+        allowed = call.allowed_pairs(queries).expand(scores.shape)
+        rank = float(effective_rank(final[0].float()).mean())
+        # NaN or infinite without scores, as of weights learned by position
+        change = (final - scores).masked_fill(~allowed, 0).norm()
+        change = float(change / scores.masked_fill(~allowed, 0).norm())
+        self.scores.append((_row_deviation(final, allowed), rank, change))
+        self.gates += [(gate != 0).float().mean((0, 1)).flatten() for gate in inputs.gates]
 
 
 def _row_deviation(scores_BHTS: Tensor, allowed: Tensor) -> float:
     """Standard deviation of the scores of a query over its allowed keys, mean over queries with at
     least two.
     """
-    allowed = allowed.expand(scores_BHTS.shape)[..., : scores_BHTS.shape[2], :]
     count = allowed.sum(-1)
     mean = scores_BHTS.masked_fill(~allowed, 0).sum(-1) / count.clamp(min=1)
     squares = (scores_BHTS - mean[..., None]).masked_fill(~allowed, 0).square().sum(-1)
     return float((squares / (count - 1).clamp(min=1)).sqrt()[count > 1].mean())
-
-
-def _change(before_BHTS: Tensor, after_BHTS: Tensor, allowed: Tensor) -> float:
-    """Size of the change as a share of the scores; NaN or infinite without scores, as of weights
-    learned by position.
-    """
-    forbidden = ~allowed.expand(before_BHTS.shape)
-    difference = (after_BHTS - before_BHTS).masked_fill(forbidden, 0)
-    return float(difference.norm() / before_BHTS.masked_fill(forbidden, 0).norm())
 
 
 def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str, Any]:
@@ -552,7 +511,15 @@ def evaluate_edit(
         heads = sorted(scores, key=lambda head: scores[head])[:count]
         context = ablate(net, heads, edit.mode, seed=recipe.seed)
     elif edit.change == "prune":
-        edited = prune(net, _selection(edit, recipe), examples).after
+        share = 1 - edit.share
+        ranking = HeadRanking(edit.ranking, seed=recipe.seed)
+        selection = KeepTop(share, ranking, scope="model")
+        if edit.ranking == GATES:
+            gates = GateTrainingOptions(
+                heads=share, steps=edit.gate_steps, batch=recipe.batch, seed=recipe.seed
+            )
+            selection = KeepOpenGates(gates)
+        edited = prune(net, selection, examples).after
     else:
         pool = Pool(edit.kv, align=edit.align, seed=recipe.seed)
         edited = convert(net, pool, examples, kind="self").after
@@ -561,18 +528,8 @@ def evaluate_edit(
         recipe = replace(recipe, **changes)
         edited = train(task, edited, recipe, folder, "allowed", curves=False).net
     with context:
-        sums = sum_batch_metrics(edited.eval(), task, (recipe.batch, TEST_BATCHES), "test")
+        metrics = evaluate_model(edited.eval(), task, recipe.batch)
     return {
-        "metrics": {name: total / count for name, (total, count) in sums.items() if count},
+        "metrics": metrics,
         "parameters": sum(one.numel() for one in edited.parameters()),
     }
-
-
-def _selection(edit: ModelEdit, recipe: Recipe) -> HeadSelection:
-    if edit.ranking == GATES:
-        return KeepOpenGates(
-            GateTrainingOptions(
-                heads=1 - edit.share, steps=edit.gate_steps, batch=recipe.batch, seed=recipe.seed
-            )
-        )
-    return KeepTop(1 - edit.share, HeadRanking(edit.ranking, seed=recipe.seed), scope="model")

@@ -21,7 +21,7 @@ from ..report.data import Axis, Estimate, Figure, Plot, Reference, Series
 from ..training.data import Task
 from .cells import PairKey
 from .study_file import Contrast, Readout, StudyTask
-from .study_runner import CellResult, StudyResults
+from .study_runner import StudyResults
 
 SIGNIFICANCE = 0.05
 
@@ -80,9 +80,16 @@ def score_variants(
     for task in study.tasks.values():
         of_task: dict[str, VariantScore] = {}
         for variant in study.variants:
-            cells = results.report_cells(variant, task.name)
-            of_task[variant] = _score_cells(cells, task, comparisons.get((variant, task.name)))
-        best = _find_best(of_task, task, study.baseline)
+            score = _score_seeds(results, task, variant)
+            comparison = comparisons.get((variant, task.name))
+            of_task[variant] = replace(score, comparison=comparison)
+        gains: dict[str, float] = {}  # of the variants that differ significantly
+        for variant, score in of_task.items():
+            if score.comparison is not None and score.comparison.is_significant:
+                gains[variant] = task.sign * score.comparison.difference.value
+        ranks = {name: task.sign * of_task[name].mean.value for name in gains if gains[name] > 0}
+        best = study.baseline if 0 < len(gains) == len(of_task) - 1 else None
+        best = max(ranks, key=lambda name: ranks[name], default=best)
         for variant, score in of_task.items():
             scores[variant, task.name] = replace(score, is_best=variant == best)
     return scores
@@ -95,7 +102,7 @@ def compare_seeds(results: StudyResults) -> dict[PairKey, Comparison]:
     p values are corrected over all of them (Holm). Those with fewer than two seeds are left out.
     """
     study = results.study
-    trained = {name: Readout(name, "", name, "", "") for name in study.variants}
+    trained = {name: Readout.of(name) for name in study.variants}
     baseline = trained.pop(study.baseline)
     planned = {name: Contrast(readout, baseline) for name, readout in trained.items()}
     planned |= {contrast.name: contrast for contrast in study.contrasts}
@@ -132,11 +139,9 @@ def estimate_mean(values: Sequence[float], metric: str = "") -> Estimate:
     return Estimate(float(mean.value), low, high, rows=len(values), p=float(mean.p_values()))
 
 
-def mean_test(results: StudyResults, variant: str, task: StudyTask, test: str) -> Estimate:
-    """Mean over seeds of the metric of a variant on a further test."""
-    metrics = [one.result["tests"].get(test, {}) for one in results.done_cells(variant, task.name)]
-    values = [of_test[task.metric] for of_test in metrics if task.metric in of_test]
-    return estimate_mean(values, task.metric)
+def mean_of_seeds(results: StudyResults, task: StudyTask, readout: Readout) -> Estimate:
+    """Mean over seeds of a readout on a task."""
+    return estimate_mean([*_read_seeds(results, task, readout).values()], task.metric)
 
 
 def _read_seeds(results: StudyResults, task: StudyTask, readout: Readout) -> dict[int, float]:
@@ -149,21 +154,28 @@ def _read_seeds(results: StudyResults, task: StudyTask, readout: Readout) -> dic
     return values
 
 
-def _score_cells(
-    cells: Sequence[CellResult], task: StudyTask, comparison: Comparison | None
-) -> VariantScore:
-    done = [one for one in cells if one.is_done]
-    metrics = [one.result["metrics"].get(task.metric, math.nan) for one in done]
-    values = [value for value in metrics if math.isfinite(value)]
-    steps = [_first_success(one, task) for one in done]
-    reached = [step for step in steps if step is not None]
-    has_rate = bool(cells) and task.threshold is not None
+def _score_seeds(results: StudyResults, task: StudyTask, variant: str) -> VariantScore:
+    cells = results.report_cells(variant, task.name)
+    done = results.done_cells(variant, task.name)
+    values = [*_read_seeds(results, task, Readout.of(variant)).values()]
+    reached: list[int] = []  # the first evaluation step of each seed at which it was a success
+    for one in done if task.threshold is not None else ():
+        curve = one.result["curve"]
+        if all(task.metric not in point["metrics"] for point in curve):
+            # A metric of generated texts is only measured at the end of training.
+            curve = [{"step": one.result["steps"], "metrics": one.result["metrics"]}]
+        for point in curve:
+            value = point["metrics"].get(task.metric, math.nan)
+            if task.sign * (value - task.threshold) >= 0:
+                reached.append(int(point["step"]))
+                break
     mean = estimate_mean(values, task.metric)
     count = done[0].result["counts"].get(task.metric, 0) if done else 0
     test_error = math.nan
     if task.metric.startswith(SHARES) and count:
         test_error = math.sqrt(max(0.0, mean.value * (1 - mean.value)) / count)
     failed = [one for one in cells if not one.is_done]
+    has_rate = bool(cells) and task.threshold is not None
     return VariantScore(
         values=tuple(values),
         mean=mean,
@@ -172,39 +184,7 @@ def _score_cells(
         failures=tuple(f"seed {one.cell.seed}: {one.result['status']}" for one in failed),
         success_rate=len(reached) / len(cells) if has_rate else math.nan,
         steps_to_threshold=float(np.median(reached)) if reached else math.nan,
-        comparison=comparison,
     )
-
-
-def _first_success(one: CellResult, task: StudyTask) -> int | None:
-    """The first evaluation step at which the metric reached the threshold; None if it never did.
-
-    A metric of generated texts is only measured at the end of training.
-    """
-    if task.threshold is None:
-        return None
-    curve = one.result["curve"]
-    if all(task.metric not in point["metrics"] for point in curve):
-        curve = [{"step": one.result["steps"], "metrics": one.result["metrics"]}]
-    for point in curve:
-        gain = task.sign * (point["metrics"].get(task.metric, math.nan) - task.threshold)
-        if gain >= 0:
-            return int(point["step"])
-    return None
-
-
-def _find_best(scores: Mapping[str, VariantScore], task: StudyTask, baseline: str) -> str | None:
-    """The best variant that is significantly better than the baseline; the baseline if it is
-    significantly better than all others.
-    """
-    gains: dict[str, float] = {}  # of the variants that differ significantly
-    for variant, score in scores.items():
-        if score.comparison is not None and score.comparison.is_significant:
-            gains[variant] = task.sign * score.comparison.difference.value
-    better = [variant for variant, gain in gains.items() if gain > 0]
-    if better:
-        return max(better, key=lambda variant: task.sign * scores[variant].mean.value)
-    return baseline if 0 < len(gains) == len(scores) - 1 else None
 
 
 # --- Figures of a study ---------------------------------------------------------------------------
@@ -235,7 +215,8 @@ def draw_task(
     if study.contrasts:
         yield from draw_differences(results, task, comparisons)
     yield from _draw_costs(results, task, of_task)
-    yield from _draw_losses(results, task)
+    title = f"{task.name}: validation loss of the median seed"
+    yield from _curves_figure(title, _loss_curves(results, task), "validation loss")
     yield from draw_lengths(results, task, of_task)
 
 
@@ -283,12 +264,15 @@ def _draw_costs(
 ) -> Iterator[Figure]:
     """Quality against each cost; the variants that no other beats in both are joined."""
     panels: list[Plot] = []
-    labels = ("parameters", "FLOPs of a training step", "KV bytes of a row")
-    for n, label in enumerate(labels):
+    costs = {
+        "parameters": "parameters",
+        "FLOPs of a training step": "step_flops",
+        "KV bytes of a row": "kv_bytes",
+    }
+    for label, field in costs.items():
         points: dict[str, tuple[float, float]] = {}
         for name, score in scores.items():
-            size = results.grid.models[name, task.name].size
-            cost = (size.parameters, size.step_flops, size.kv_bytes)[n]
+            cost = getattr(results.grid.models[name, task.name].size, field)
             if cost and math.isfinite(score.mean.value):
                 points[name] = (float(cost), score.mean.value)
         if points:
@@ -297,8 +281,8 @@ def _draw_costs(
             ]
             front = [points[name] for name in pareto_front(points, task.sign)]
             series.append(Series("", *zip(*front, strict=True), line="--", colour="muted"))
-            costs = [cost for cost, _ in points.values()]
-            axis = Axis(label, log=max(costs) > 4 * min(costs))
+            xs = [x for x, _ in points.values()]
+            axis = Axis(label, log=max(xs) > 4 * min(xs))
             panels.append(Plot(series, axis, Axis(task.metric), names="ends"))
     if panels:
         note = "Joined: no variant is better and cheaper."
@@ -321,7 +305,7 @@ def pareto_front(points: Mapping[str, tuple[float, float]], sign: int = 1) -> li
     return front
 
 
-def _draw_losses(results: StudyResults, task: StudyTask) -> Iterator[Figure]:
+def _loss_curves(results: StudyResults, task: StudyTask) -> dict[str, dict[str, Curve]]:
     """Validation loss of the median seed against steps, time and FLOPs."""
     curves: dict[str, dict[str, Curve]] = {"step": {}, "seconds": {}, "training FLOPs": {}}
     for name in results.study.variants:
@@ -335,8 +319,7 @@ def _draw_losses(results: StudyResults, task: StudyTask) -> Iterator[Figure]:
         flops = float(results.grid.models[name, task.name].size.step_flops)
         for label, factor in zip(curves, (1.0, seconds, flops), strict=True):
             curves[label][name] = ((steps * factor).tolist(), losses)
-    title = f"{task.name}: validation loss of the median seed"
-    yield from _curves_figure(title, curves, "validation loss")
+    return curves
 
 
 def draw_lengths(
@@ -351,7 +334,8 @@ def draw_lengths(
     for variant in results.study.variants:
         points = {trained: scores[variant].mean.value}
         for name, length in lengths.items():
-            points[length] = mean_test(results, variant, task, name).value
+            readout = Readout.of(variant, "on", name)
+            points[length] = mean_of_seeds(results, task, readout).value
         places = sorted(points)
         curves[variant] = (places, [points[at] for at in places])
     title = f"{task.name}: {task.metric} against length, trained on up to {trained} tokens"

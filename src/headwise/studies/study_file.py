@@ -21,7 +21,7 @@ from ..training.data.synthetic_task import ModelShape
 from ..training.recipe import Recipe
 from ..util.errors import SpecError, suggest
 from ..util.size_limits import Record, parse_toml
-from .run_cell import HEAD_MEASURES, ModelEdit
+from .run_cell import HEAD_MEASURES, ModelEdit, lists_to_tuples
 
 CHANGE = "change"
 LEARNING = "learning"
@@ -65,6 +65,11 @@ class Readout:
     name: str
 
     @staticmethod
+    def of(variant: str, place: str = "", name: str = "") -> Readout:
+        """The metric of a variant: trained, "after" an edit or "on" a further test."""
+        return Readout(variant, "", variant, place, name)
+
+    @staticmethod
     def parse(text: str) -> Readout:
         """Read a readout; raises SpecError if it is none.
 
@@ -105,7 +110,12 @@ class Readout:
             return sum(values) / len(values) if values else None
         if self.measure in ("", CHANGE):
             trained = result["metrics"].get(metric)
-            value = self._metrics(result).get(metric)
+            metrics = result["metrics"]
+            if self.place:
+                metrics = result["tests"].get(self.name, {})
+                if self.place == "after":
+                    metrics = result["edits"].get(self.name, {}).get("metrics", {})
+            value = metrics.get(metric)
             if self.measure == "" or value is None or trained is None:
                 return value
             return value - trained
@@ -115,11 +125,6 @@ class Readout:
             summary = result["heads_at"].get(f"{kind} {self.name}", {})
         value = {**summary, **summary.get("measures", {})}.get(self.measure)
         return value[-1] if isinstance(value, list) else value  # the residual of all layers
-
-    def _metrics(self, result: Mapping[str, Any]) -> Mapping[str, float]:
-        if self.place == "after":
-            return result["edits"].get(self.name, {}).get("metrics", {})
-        return result["tests"].get(self.name, {}) if self.place == "on" else result["metrics"]
 
     def is_chosen(self, tables: Tables) -> bool:
         """False if the scale sets the variant, edit or test to false; raises SpecError for one that
@@ -164,41 +169,33 @@ def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contras
                 f'contrasts has {pair!r}, which is no pair of texts; write [["VARIANT", "VARIANT"]]'
             )
         contrast = Contrast(*map(Readout.parse, pair))
-        _check_contrast(contrast, baseline)
+        left = contrast.left
+        right = contrast.right
+        if left.text == right.text:
+            raise SpecError(
+                f"a contrast compares {left.text!r} with itself; give two different readouts"
+            )
+        if left.measure != right.measure:
+            measures = [one.measure or "the metric of the task" for one in (left, right)]
+            raise SpecError(
+                f"the contrast {contrast.name!r} takes {measures[1]} from {measures[0]}; give two "
+                "readouts of one measure"
+            )
+        if baseline in pair and pair == [left.variant, right.variant]:
+            raise SpecError(
+                f"the contrast {contrast.name!r} compares a variant with the baseline "
+                f"{baseline!r}, as the report does for every variant; leave it out, or name a "
+                'measure, as in "learning of VARIANT"'
+            )
         if frozenset(pair) in pairs:
             raise SpecError(
                 f"contrasts has {contrast.name!r} twice, perhaps in another order; leave one out"
             )
         pairs.add(frozenset(pair))
-        is_chosen = [readout.is_chosen(tables) for readout in (contrast.left, contrast.right)]
+        is_chosen = [readout.is_chosen(tables) for readout in (left, right)]
         if all(is_chosen):
             contrasts.append(contrast)
     return tuple(contrasts)
-
-
-def _check_contrast(contrast: Contrast, baseline: str) -> None:
-    """Raise SpecError unless both readouts are of one measure and differ, and are not compared
-    anyway.
-    """
-    left = contrast.left
-    right = contrast.right
-    if left.text == right.text:
-        raise SpecError(
-            f"a contrast compares {left.text!r} with itself; give two different readouts"
-        )
-    if left.measure != right.measure:
-        measures = [one.measure or "the metric of the task" for one in (left, right)]
-        raise SpecError(
-            f"the contrast {contrast.name!r} takes {measures[1]} from {measures[0]}; give two "
-            "readouts of one measure"
-        )
-    texts = (left.text, right.text)
-    if baseline in texts and texts == (left.variant, right.variant):
-        raise SpecError(
-            f"the contrast {contrast.name!r} compares a variant with the baseline {baseline!r}, as "
-            'the report does for every variant; leave it out, or name a measure, as in "learning '
-            'of VARIANT"'
-        )
 
 
 # --- Studies --------------------------------------------------------------------------------------
@@ -340,7 +337,6 @@ def parse_study(
     """Make a study from the tables of its file; raises SpecError for unknown keys, variants, tasks
     and values.
     """
-    _read_table(table, "the study", STUDY_KEYS)
     scales = _read_table(table.get("scales", {}), "scales").values
     if scale not in (*scales, "small"):
         raise SpecError(
@@ -434,33 +430,37 @@ def _parse_variant(record: Record) -> Variant:
         raise SpecError(
             f"there is no preset {name!r}; {suggest(name, PRESETS)}, or give {record.where} a spec"
         )
-    changes = {key: record.read_record(key, {}) for key in ("options", "model", "recipe")}
-    changes["model"].check_fields(MODEL_KEYS)
-    changes["recipe"].check_fields(RECIPE_KEYS)
     rates: tuple[float, ...] = ()
     if "lr" in record.values:
         rates = _parse_rates(record.values["lr"], f"{record.where}.lr")
-    tables = {key: one.values for key, one in changes.items()}
-    return Variant(name, preset, spec, **tables, rates=rates)
+    options = record.read_record("options", {}).values
+    return Variant(name, preset, spec, options, *_read_changes(record), rates)
 
 
 def _parse_task(name: str, record: Record) -> StudyTask:
     options = {key: one for key, one in record.values.items() if key not in TASK_KEYS}
     options |= record.read_record("options", {}).values
     kind = record.read_text("task", name)
-    task = make_task(kind, **_tuples(options))
+    task = make_task(kind, **lists_to_tuples(options))
     tests: dict[str, Task] = {}
     for key, test in _chosen(record.values, "tests").items():
-        tests[key] = make_task(kind, **_tuples({**options, **test.values}))
+        tests[key] = make_task(kind, **lists_to_tuples({**options, **test.values}))
     metrics = [*task.chance, "loss"]
     metric = record.read_text("metric", metrics[0])
     if metric not in metrics:
         raise SpecError(f"{record.where} has no metric {metric!r}; {suggest(metric, metrics)}")
-    recipe = record.read_record("recipe", {})
-    recipe.check_fields(RECIPE_KEYS)
     threshold = record.read_optional_number("threshold")
-    model = record.read_record("model", {})
-    return StudyTask(name, task, metric, threshold, model.values, recipe.values, tests)
+    return StudyTask(name, task, metric, threshold, *_read_changes(record), tests)
+
+
+def _read_changes(record: Record) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The changes of the model and of the recipe in a table of a variant or a task."""
+    keys = {"model": MODEL_KEYS, "recipe": RECIPE_KEYS}
+    model, recipe = (
+        _read_table(record.values.get(key, {}), f"{record.where}.{key}", names)
+        for key, names in keys.items()
+    )
+    return model.values, recipe.values
 
 
 def _contrast_tables(table: Mapping[str, Any], merged: Mapping[str, Any]) -> Tables:
@@ -493,12 +493,6 @@ def _parse_seeds(value: Any) -> tuple[int, ...]:
     if not seeds or not are_whole or len(set(seeds)) < len(seeds):
         raise SpecError(f"seeds = {value!r} must be different integers >= 0; write [1, 2, 3]")
     return seeds
-
-
-def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
-    }
 
 
 def _read_table(value: object, where: str, names: Sequence[str] | set[str] = ()) -> Record:

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from .. import __version__
+from ..kernels.capabilities import this_machine
 from ..report import render
 from ..report.data import Column, Estimate, Item, Page, Section, Table, Value
 from ..report.text import format_count, format_interval, format_number, format_p, format_seconds
@@ -30,11 +33,10 @@ from .seed_statistics import (
     compare_seeds,
     draw_decoding,
     draw_task,
-    estimate_mean,
-    mean_test,
+    mean_of_seeds,
     score_variants,
 )
-from .study_file import OTHER_HEAD_NUMBERS, StudyTask
+from .study_file import OTHER_HEAD_NUMBERS, Readout, StudyTask
 from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults, read_decode_times
 
 REPORT_FOLDER = "report"
@@ -117,7 +119,7 @@ class StudyReport:
             self._score_table(task, cells),
             self._contrast_table(task),
             self._slice_table(task, cells),
-            self._edit_table(task, cells),
+            self._edit_table(task),
             tabulate_heads(task, cells),
             tabulate_gates(task, cells),
         )
@@ -213,25 +215,20 @@ class StudyReport:
         rows: list[list[Value]] = []
         for variant in cells if parts or task.tests else ():
             row: list[Value] = [variant, *(_mean_of(metrics[variant], name) for name in parts)]
-            row += [mean_test(self.results, variant, task, test) for test in task.tests]
-            rows.append(row)
+            tests = [Readout.of(variant, "on", test) for test in task.tests]
+            rows.append([*row, *(mean_of_seeds(self.results, task, one) for one in tests)])
         columns = ["variant", *parts, *(f"test {test}" for test in task.tests)]
         note = f"{task.metric}: means over seeds; on tests with 95 % intervals."
         return Table(f"{task.name}, by part and test", columns, rows, (note,))
 
-    def _edit_table(self, task: StudyTask, cells: CellsByVariant) -> Table:
+    def _edit_table(self, task: StudyTask) -> Table:
         """The metric after each edit of the trained models."""
         edits = self.results.study.edits
         rows: list[list[Value]] = []
-        for variant, of_variant in cells.items() if edits else ():
-            row: list[Value] = [variant]
-            for edit in (None, *edits):
-                results = [one.result for one in of_variant]
-                if edit is not None:
-                    results = [one["edits"].get(edit, {"metrics": {}}) for one in results]
-                values = [one["metrics"].get(task.metric, math.nan) for one in results]
-                row.append(estimate_mean(values, task.metric))
-            rows.append(row)
+        for variant in self.results.study.variants if edits else ():
+            after = [Readout.of(variant, "after", edit) for edit in edits]
+            readouts = [Readout.of(variant), *after]
+            rows.append([variant, *(mean_of_seeds(self.results, task, one) for one in readouts)])
         notes = ["Means over seeds with 95 % intervals."]
         notes += [f"{name}: {edit.description}." for name, edit in edits.items()]
         columns = ["variant", "not edited", *edits]
@@ -266,7 +263,11 @@ def tabulate_heads(task: StudyTask, cells: CellsByVariant) -> Table:
                     {**one, **one["measures"], "residual": one["residual"][-1]} for one in measured
                 ]
                 means = [_mean_of(flat, name) for name in HEAD_NUMBERS]
-                rows.append([variant, place, *means, _count_classes(measured)])
+                totals = Counter[str]()
+                for one in measured:
+                    totals.update(one["classes"])
+                counts = [f"{n / len(measured):.3g} {name}" for name, n in totals.most_common()]
+                rows.append([variant, place, *means, ", ".join(counts)])
             elif place == "trained" and notes:
                 rows.append([variant, place, *([None] * len(HEAD_NUMBERS)), notes[0]])
     if all(set(row[2:-1]) == {None} for row in rows):
@@ -328,14 +329,6 @@ def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Mean of a value over the records that have it."""
     values = [record[name] for record in records if record.get(name) is not None]
     return sum(values) / len(values) if values else None
-
-
-def _count_classes(summaries: Sequence[Mapping[str, Any]]) -> str:
-    totals = Counter[str]()
-    for one in summaries:
-        totals.update(one["classes"])
-    means = [f"{total / len(summaries):.3g} {name}" for name, total in totals.most_common()]
-    return ", ".join(means)
 
 
 def list_claims(
@@ -411,43 +404,29 @@ def tabulate_cells(cells: Sequence[CellResult]) -> Table:
     return Table("", names, rows)
 
 
-def describe_environment() -> dict[str, Any]:
-    """Versions and processor, for the report."""
-    import torch
-
-    from .. import __version__
-    from ..kernels.capabilities import this_machine
-
-    return {
-        "headwise": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": this_machine().processor,
-        "threads of a cell": 1,
-    }
-
-
-def make_report(results: StudyResults, folder: Path) -> StudyReport:
-    """Compute the statistics of a study, and measure its decoding unless `folder` holds it."""
+def write_report(results: StudyResults, out: Path | str) -> StudyReport:
+    """Write report.md, report.html and results.csv to the folder report of a study; nothing is
+    trained.
+    """
+    folder = check_output(out, STUDY_FOLDER, "continue")
     path = folder / ENVIRONMENT_FILE
     if not path.exists():
-        write_atomically(path, json.dumps(describe_environment(), indent=1).encode() + b"\n")
+        environment = {
+            "headwise": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "processor": this_machine().processor,
+            "threads of a cell": 1,
+        }
+        write_atomically(path, json.dumps(environment, indent=1).encode() + b"\n")
     comparisons = compare_seeds(results)
-    return StudyReport(
+    report = StudyReport(
         results,
         score_variants(results, comparisons),
         comparisons,
         read_json_file(path),
         read_decode_times(results.grid, folder),
     )
-
-
-def write_report(results: StudyResults, out: Path | str) -> StudyReport:
-    """Write report.md, report.html and results.csv to the folder report of a study; nothing is
-    trained.
-    """
-    folder = check_output(out, STUDY_FOLDER, "continue")
-    report = make_report(results, folder)
     page = report.page
     contents = {
         REPORT_FILE: render.to_markdown(page),

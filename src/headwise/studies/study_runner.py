@@ -107,7 +107,15 @@ def run_study(
     grid = CellGrid(study)
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder), engine or ProcessEngine() as engine:
-        check_same_study(folder, study.name)
+        path = folder / STUDY_FILE
+        document = read_json_file(path) if path.exists() else {"study": study.name}
+        stored = document.get("study") if isinstance(document, dict) else None
+        if stored != study.name:
+            raise SpecError(
+                f"{folder} holds the study {stored!r}, not {study.name!r}; give another --out"
+            )
+        if not path.exists():
+            write_atomically(path, json.dumps(document).encode() + b"\n")
         rates: dict[PairKey, float] = {}
         for variant, task in grid.pairs:
             if len(grid.rates(variant)) == 1:
@@ -139,20 +147,6 @@ def choose_rates(study: Study, tuned: Sequence[CellResult]) -> dict[PairKey, flo
         if math.isfinite(score) and (key not in best or score > best[key][0]):
             best[key] = (score, one.cell.rate)
     return {key: rate for key, (_, rate) in best.items()}
-
-
-def check_same_study(folder: Path, name: str) -> None:
-    """Raise if the folder holds another study; writes the name of this one."""
-    path = folder / STUDY_FILE
-    if path.exists():
-        document = read_json_file(path)
-        stored = document.get("study") if isinstance(document, dict) else None
-        if stored != name:
-            raise SpecError(
-                f"{folder} holds the study {stored!r}, not {name!r}; give another --out"
-            )
-        return
-    write_atomically(path, json.dumps({"study": name}).encode() + b"\n")
 
 
 def write_results(results: StudyResults, folder: Path) -> None:
@@ -285,7 +279,10 @@ def plan_study(
     timings: dict[str, Mapping[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="headwise-plan-") as folder, engine:
         progress("starting the processes")
-        for _ in engine.run(_warm_up_cells(grid, engine.jobs), Path(folder)):
+        # One trial for each process, so that imports and compilation are not timed.
+        first = next(iter(trials))
+        seeds = range(1, max(1, engine.jobs) + 1)
+        for _ in engine.run([_trial_cell(grid, *first, seed) for seed in seeds], Path(folder)):
             pass
         for number, (cell, result) in enumerate(engine.run(list(trials.values()), Path(folder)), 1):
             timings[cell.id] = result
@@ -297,6 +294,14 @@ def plan_study(
         recipe = grid.recipes[key]
         result = timings[trials[key].id]
         is_done = result["status"] == "done"
+        seconds = None
+        if is_done:  # the trial's, with its steps and its evaluation as often as the recipe says
+            timing = result["timing"]
+            step = timing["step"]
+            evaluations = -(-recipe.steps // recipe.evaluate_every)
+            evaluation = recipe.evaluate_batches * step * FORWARD_SHARE
+            fixed = max(0.0, timing["processor"] - TRIAL_STEPS * step - evaluation)
+            seconds = fixed + recipe.steps * step + evaluations * evaluation
         prices.append(
             CellPrice(
                 *key,
@@ -304,17 +309,11 @@ def plan_study(
                 steps=recipe.steps,
                 size=grid.models[key].size,
                 match=grid.models[key].match,
-                seconds=_predict_seconds(grid, key, result["timing"]) if is_done else None,
+                seconds=seconds,
                 problem="" if is_done else f"{result['status']}: {result.get('message', '')}",
             )
         )
     return StudyPlan(study, tuple(prices), engine.jobs)
-
-
-def _warm_up_cells(grid: CellGrid, jobs: int) -> list[Cell]:
-    """One trial for each process, so that imports and compilation are not timed."""
-    variant, task = next(grid.pairs)
-    return [_trial_cell(grid, variant.name, task.name, seed) for seed in range(1, max(1, jobs) + 1)]
 
 
 def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
@@ -325,18 +324,6 @@ def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
     )
     recipe = {**cell.config["recipe"], "steps": TRIAL_STEPS, "evaluate_every": TRIAL_STEPS}
     return replace(cell, config={**cell.config, "recipe": recipe})
-
-
-def _predict_seconds(grid: CellGrid, key: tuple[str, str], timing: Mapping[str, float]) -> float:
-    """Processor seconds of a whole cell: the trial's, with its steps and its evaluation repeated as
-    often as the recipe says.
-    """
-    recipe = grid.recipes[key]
-    step = timing["step"]
-    evaluations = -(-recipe.steps // recipe.evaluate_every)
-    evaluation = recipe.evaluate_batches * step * FORWARD_SHARE
-    fixed = max(0.0, timing["processor"] - TRIAL_STEPS * step - evaluation)
-    return fixed + recipe.steps * step + evaluations * evaluation
 
 
 def tabulate_plan(plan: StudyPlan) -> Table:

@@ -20,7 +20,7 @@ from ..hub.transformers_loading import read_live_processor
 from ..models import Transformer
 from ..models.model_spec.serialization import TOKENIZER_FILE
 from ..observe.head_analysis.annotated_examples import Example
-from ..observe.head_analysis.distinct_examples import DistinctExamples
+from ..observe.head_analysis.attention_sinks import DistinctExamples
 from ..observe.head_analysis.text_analysis import read_texts, text_reader
 from ..observe.inspect.model_inputs import check_is_module
 from ..observe.inspect.model_tokenizer import find_model_folder

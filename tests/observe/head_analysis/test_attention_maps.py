@@ -123,7 +123,7 @@ def test_norm_weighted_attention_is_the_norm_of_what_each_key_adds(name: str):
 @pytest.mark.parametrize("name", MODELS)
 def test_headwise_models_have_the_maps_of_the_transformers_model(name: str):
     model = MODELS[name]()
-    from headwise.observe.head_analysis.random_baseline import as_native_model
+    from headwise.observe.head_analysis.head_circuits import as_native_model
 
     ours, theirs = (
         compute_attention_maps(as_native_model(model).eval(), IDS),

@@ -16,6 +16,7 @@ import headwise as hw
 from headwise import cli
 from headwise.observe.head_analysis.head_circuits import circuit_table, measure_head_circuits
 from headwise.observe.head_analysis.rank_analysis import spectra_table
+from headwise.report.render import to_plain
 from support.stories_model import write_stories_folder
 from support.tiny_configs import model_config
 
@@ -155,7 +156,7 @@ def test_combined_heads_have_the_norm_of_w_o_alone():
             output[:, 8 * n : 8 * n + 8].norm().item(), rel=1e-5
         )
         assert math.isnan(head.copying)
-        assert head.data["ov_norm"] is None
+        assert to_plain(head)["ov_norm"] is None
     assert {row[1] for row in circuit_table(heads).rows} == set(range(len(heads)))
 
 

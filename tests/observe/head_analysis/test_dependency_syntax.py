@@ -14,7 +14,6 @@ import torch
 from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.observe.head_analysis.dependency_syntax import (
     DependencyScores,
-    _relation_measures,
     is_relation_measure,
 )
 from headwise.observe.head_analysis.weight_bands import WeightBand, WordBandMerger
@@ -48,7 +47,7 @@ def map_of_words(block: WeightBand) -> tuple[np.ndarray, np.ndarray, TokenAnnota
     WordBandMerger(lambda _, band: recorded.append(band)).add_band(SITE, block)
     (one,) = recorded
     in_words = (one.key_tokens.word_index >= 0).numpy()
-    allowed = (one.allowed if one.allowed.dim() == 2 else one.allowed.any(0)).numpy()
+    allowed = one.allowed.any(0).numpy()
     return (
         one.w_HTS.numpy()[:, in_words][:, :, in_words],
         allowed[in_words][:, in_words],
@@ -271,7 +270,10 @@ def test_the_interval_of_a_share_is_between_0_and_1():
     draw = np.random.default_rng(0)
     counts = np.full((6, 1), 4.0)
     sums = np.concatenate([np.full((6, 1), 4.0), draw.integers(0, 3, (6, 2)), counts], 1)
-    measures = _relation_measures(sums.astype(float), 2, 0.9999)
+    scores = DependencyScores()
+    scores.num_baselines = 2
+    scores.counts_by_example = [{("site", ("obj", "governor")): row} for row in sums.astype(float)]
+    measures = [one["syntactic obj to governor"] for one in scores.measures().values()]
     assert [one.value for one in measures] == [1.0]
     assert measures[0].high == 1
     assert 0 <= measures[0].low < 1

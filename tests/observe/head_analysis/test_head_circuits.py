@@ -16,12 +16,13 @@ from headwise.attention.head_axis_ops import KeptHeads
 from headwise.observe.head_analysis.head_circuits import (
     AttentionCircuits,
     LowRankMap,
+    as_native_model,
     compare_circuits,
     copying_score,
     get_circuits,
     get_token_tables,
+    make_random_baseline,
 )
-from headwise.observe.head_analysis.random_baseline import as_native_model, make_random_baseline
 from headwise.observe.head_analysis.rank_analysis import measure_qk_spectra
 from headwise.observe.inspect.attention_sites import find_attention
 from headwise.util.errors import SpecError

@@ -12,7 +12,6 @@ import scipy
 import torch
 
 import headwise as hw
-from headwise.observe.head_analysis import literature_metrics
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.dependency_syntax import DependencyScores
 from headwise.observe.head_analysis.head_classes import (
@@ -21,7 +20,7 @@ from headwise.observe.head_analysis.head_classes import (
     normalised_score,
 )
 from headwise.observe.head_analysis.head_measurement import MeasureOptions, measure_heads
-from headwise.observe.head_analysis.head_metrics import HEAD_METRICS
+from headwise.observe.head_analysis.head_metrics import HEAD_METRICS, metrics_for_criteria
 from headwise.observe.head_analysis.head_table import HeadMeasures, HeadTable, Measure
 from headwise.observe.head_analysis.word_alignment import AlignmentScores
 from observe.head_analysis import handset_heads as handmade
@@ -299,7 +298,7 @@ def test_voitas_relations_are_ten_points_above_the_best_offset():
     ("criteria", "options"), [("clark", {0: "previous"}), ("voita", {0: "previous"})]
 )
 def test_published_criteria_name_a_head_set_by_hand(criteria: str, options: dict[int, str]):
-    chosen = MeasureOptions(literature_metrics.metrics_for_criteria(criteria))
+    chosen = MeasureOptions(metrics_for_criteria(criteria))
     table = classify_heads(
         measure_heads(handmade.decoder(), handmade.texts(20), options=chosen), criteria=criteria
     )

@@ -13,21 +13,19 @@ from matplotlib.text import Text
 import headwise as hw
 from headwise import cli
 from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
-from headwise.observe.head_analysis.attention_figures import (
+from headwise.observe.head_analysis.head_classes import classify_heads
+from headwise.observe.head_analysis.head_measurement import measure_heads
+from headwise.observe.head_analysis.head_report import (
     SCALE_LABEL,
     HeadPicture,
     PictureMaker,
     find_cells,
     head_figure,
     head_gallery,
-    score_cells,
-)
-from headwise.observe.head_analysis.head_classes import classify_heads
-from headwise.observe.head_analysis.head_measurement import measure_heads
-from headwise.observe.head_analysis.head_report import (
+    plot_entropy_by_layer,
     plot_importance,
-    plot_measure_by_layer,
     plot_similar_heads,
+    score_cells,
 )
 from headwise.observe.head_analysis.head_similarity import PlaneEmbedding
 from headwise.observe.head_analysis.head_table import (
@@ -107,7 +105,7 @@ def embedding(count: int) -> PlaneEmbedding:
 
 FIGURES: dict[str, tuple[Figure, tuple[str, ...]]] = {
     "grid": (table().class_grid(f"{MODEL}: classes"), ("head", "K sink")),
-    "layers": (plot_measure_by_layer(table()), ("entropy (nats)", "attention layer", "chance")),
+    "layers": (plot_entropy_by_layer(table()), ("entropy (nats)", "attention layer", "chance")),
     "importance": (
         plot_importance(importance()),
         ("importance by leave-one-out", "heads by decreasing importance"),

@@ -17,18 +17,16 @@ from headwise.observe.head_analysis.head_measurement import (
     measure_heads,
 )
 from headwise.observe.head_analysis.head_metrics import (
+    ALL_METRICS,
     HEAD_METRICS,
+    LITERATURE_METRICS,
     MASS_TOLERANCE,
     MAX_DISTANCE,
     MAX_OFFSET,
+    HeadMetric,
+    metrics_for_criteria,
     random_breadth_sums,
     variance_explained_by_offset,
-)
-from headwise.observe.head_analysis.literature_metrics import (
-    ALL_METRICS,
-    CLARK_METRICS,
-    LITERATURE_METRICS,
-    VOITA_METRICS,
 )
 from headwise.observe.head_analysis.resampling import ratio_of_sums
 from headwise.observe.head_analysis.weight_bands import (
@@ -40,6 +38,11 @@ from headwise.observe.head_analysis.weight_bands import (
 )
 from observe.head_analysis import attention_maps as maps
 
+
+def of_criteria(criteria: str) -> list[HeadMetric]:
+    return [LITERATURE_METRICS[name] for name in metrics_for_criteria(criteria)]
+
+
 KINDS = ("full", "causal", "holes", "each")
 CASES = [(kind, seed) for kind in KINDS for seed in range(2)]
 
@@ -48,7 +51,7 @@ class Row:
     """What one query of one head reads, as lists."""
 
     def __init__(self, block: WeightBand, head: int, t: int) -> None:
-        allowed = block.allowed if block.allowed.dim() == 2 else block.allowed[head]
+        allowed = block.allowed[head % len(block.allowed)]
         self.w, self.t = block.w_HTS[head, t].tolist(), t
         self.may_read = [s for s, ok in enumerate(allowed[t].tolist()) if ok]
         self.query_tokens, self.key_tokens = block.query_tokens, block.key_tokens
@@ -359,9 +362,7 @@ def test_words_are_read_by_all_pieces_and_read_on_average(kind: str, seed: int):
         words.add_band("site", band)
     of = number_words(block.key_tokens).tolist()
     count = of[-1] + 1
-    allowed = (
-        block.allowed if block.allowed.dim() == 3 else block.allowed.expand(maps.HEADS, -1, -1)
-    )
+    allowed = block.allowed.expand(maps.HEADS, -1, -1)
     expected, may = np.zeros((maps.HEADS, count, count)), np.zeros((maps.HEADS, count, count), bool)
     for t, row in enumerate(of):
         for s, key in enumerate(of):
@@ -423,7 +424,7 @@ def clark(block: WeightBand, name: str, head: int) -> float:
     return options[name]()
 
 
-@pytest.mark.parametrize("one", CLARK_METRICS, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", of_criteria("clark"), ids=lambda one: one.name)
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_clarks_statistics_are_means_over_texts(kind: str, one):
     texts = [maps.weight_map(kind, seed, count=count) for seed, count in ((1, 7), (2, 29), (3, 13))]
@@ -438,7 +439,9 @@ def test_clarks_statistics_are_means_over_texts(kind: str, one):
 def test_voitas_statistics(kind: str, seed: int):
     block = maps.weight_map(kind, seed)
     ends = flagged(block.key_tokens.is_separator)
-    values = {one.name.removeprefix("voita "): one.compute_sums(block) for one in VOITA_METRICS}
+    values = {
+        one.name.removeprefix("voita "): one.compute_sums(block) for one in of_criteria("voita")
+    }
     for head in range(maps.HEADS):
         rows = [row for t, row in enumerate(rows_of_given(block, head)) if t not in ends]
         rows = [

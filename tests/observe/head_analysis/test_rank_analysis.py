@@ -16,6 +16,7 @@ from headwise.observe.head_analysis.rank_analysis import (
     effective_rank,
     measure_qk_spectra,
 )
+from headwise.report.render import to_plain
 from headwise.util.errors import SpecError
 from support.stories_model import write_stories_folder
 
@@ -85,7 +86,7 @@ def test_spectra_of_a_published_model_equal_the_published_ones(shared: Path, tmp
     assert first.heads[0].chance == pytest.approx(6.7, abs=0.3)
     assert first.summed.chance == pytest.approx(17.8, abs=0.5)
     assert first.caveats == ("Rotary() changes q and k token by token",)
-    assert first.data["summed"]["most"] == 32
+    assert to_plain(first)["summed"]["most"] == 32
 
 
 def test_layers_without_such_products_have_no_spectrum():

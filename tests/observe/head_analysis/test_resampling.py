@@ -16,7 +16,7 @@ import scipy
 import torch
 
 from headwise.observe.head_analysis.annotated_examples import Example
-from headwise.observe.head_analysis.distinct_examples import DistinctExamples
+from headwise.observe.head_analysis.attention_sinks import DistinctExamples
 from headwise.observe.head_analysis.head_classes import classify_heads
 from headwise.observe.head_analysis.head_importance import estimate_importance
 from headwise.observe.head_analysis.head_measurement import MeasureOptions, measure_heads

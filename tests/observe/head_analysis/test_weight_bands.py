@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.observe.head_analysis import weight_bands
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.head_measurement import MetricSums, measure_heads
-from headwise.observe.head_analysis.literature_metrics import ALL_METRICS
+from headwise.observe.head_analysis.head_metrics import ALL_METRICS
 from headwise.observe.head_analysis.weight_bands import (
     WeightBand,
     WeightBandHook,

@@ -41,7 +41,7 @@ def links_of(block: WeightBand, row: str) -> tuple[list[dict[tuple[int, int], fl
     result = block.query_tokens.word_index.tolist()
     result = result if row == "input" else [*result[1:], -1]
     actual = block.key_tokens.word_index.tolist()
-    allowed = block.allowed.numpy() if block.allowed.dim() == 2 else block.allowed.numpy().any(0)
+    allowed = block.allowed.numpy().any(0)
     words = sorted({one for one in result if one >= 0})
     counts = max(block.query_tokens.word_index.tolist()) + 1, max(actual) + 1
     grids = [w.numpy() for w in block.w_HTS]

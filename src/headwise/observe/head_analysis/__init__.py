@@ -2,27 +2,25 @@
 redundant.
 
 - Data: `annotated_examples` reads texts, parses and aligned pairs as examples with annotated
-  tokens, `image_examples` images as examples with patches; `distinct_examples` leaves out
-  repetitions.
+  tokens, `image_examples` images as examples with patches.
 - Entry points: `text_analysis` has `hw.heads` and `hw.importance`, which take any model and plain
   texts.
 - Measures: `head_measurement` runs a model over examples and returns a `head_table`.
-  `attention_sinks` measures if the first token is a sink, `weight_bands` streams the attention
-  weights, `head_metrics` (texts and images) and `literature_metrics` define the measures,
-  `head_classes` names heads by them.
+  `attention_sinks` leaves out repetitions and measures if the first token is a sink,
+  `weight_bands` streams the attention weights, `head_metrics` defines the measures, ours and
+  published ones, `head_classes` names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment`
   (translation).
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the
   `objectives`, and returns an `ImportanceResult` (`head_table`).
 - Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`.
-- Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra and rank
-  collapse.
+- Weights: `head_circuits` has QK and OV circuits, and untrained models to compare with;
+  `rank_analysis` measures spectra and rank collapse.
 - One text: `attention_maps` has weights, norm-weighted attention, rollout and aggregates over heads
   and layers; `logit_attribution` what each head adds to a logit.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the
   residual stream.
-- Statistics: `resampling` has intervals, t tests and permutation tests, `random_baseline` untrained
-  models.
-- Figures: `attention_figures` draws single heads on the texts that show their classes;
-  `head_report` has the figures of all heads and writes the report.
+- Statistics: `resampling` has intervals, t tests and permutation tests.
+- Figures: `head_report` draws all heads, and single ones on the texts that show their classes, and
+  writes the report.
 """

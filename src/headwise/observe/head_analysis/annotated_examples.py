@@ -92,6 +92,10 @@ class Example:
         """
         return "source" if "source" in self.streams else "text"
 
+    def is_within(self, lengths: range) -> bool:
+        """True if the number of tokens of every stream is one of `lengths`."""
+        return all(tokens.count in lengths for tokens in self.streams.values())
+
     @property
     def model_inputs(self) -> Any:
         """The inputs without the labels.
@@ -263,8 +267,13 @@ class ExampleReader:
         if not text.strip():
             self.skipped["empty lines"] += 1
             return
-        inputs = self._tokenise(text, target)
-        if inputs is None:
+        try:
+            inputs = self._prepare(text, target)
+        except (SequenceTooLong, UnknownToken) as error:
+            reason = f"texts longer than the model's {get_max_length(self.model)} tokens"
+            if isinstance(error, UnknownToken):
+                reason = "texts with characters that the tokenizer does not know"
+            self.skipped[reason] += 1
             return
         streams: dict[str, TokenAnnotations] = {}
         num_lost = 0  # words without a token of their own
@@ -283,11 +292,11 @@ class ExampleReader:
         links = tuple(alignment_links)
         self.examples.append(Example(arguments, streams, dependencies or (), links))
 
-    def add_task_examples(self, task: Task, limit: int, split: str = "valid") -> None:
+    def add_task_examples(self, task: Task, limit: int) -> None:
         """Add examples of a task whose gold data aligns source and target tokens; each token counts
         as a word.
         """
-        first = task.batch(0, 1, split)
+        first = task.batch(0, 1, "valid")
         if first.source is None or not first.gold or not getattr(first.gold[0], "links", ()):
             fact = f"the task {task.name} has no gold alignments"
             raise SpecError(f"{fact}; use --task dates, or --align SOURCE TARGET GOLD")
@@ -296,7 +305,7 @@ class ExampleReader:
             fact = f"the model does not use the vocabulary of the task {task.name}"
             raise SpecError(f"{fact}; use a model trained on this task")
         for index in range(limit):
-            batch = task.batch(index, 1, split)
+            batch = task.batch(index, 1, "valid")
             streams = self.annotate_batch(batch)
             # The start token of the target is not a word.
             streams["text"] = replace(streams["text"], word_index=streams["text"].word_index - 1)
@@ -342,21 +351,11 @@ class ExampleReader:
         """Numbers of texts that were skipped or split."""
         return tuple(f"{reason}: {count}" for reason, count in self.skipped.items())
 
-    def _tokenise(self, text: str, target: str) -> ModelInputs | None:
-        """Model inputs for a text; None, with a note, if the model cannot take it."""
-        try:
-            if is_encoder_decoder(self.model) and not target:
-                return self._generate_target(text)
+    def _prepare(self, text: str, target: str) -> ModelInputs:
+        """Model inputs of a text; the model generates the target of a source without one."""
+        if target or not is_encoder_decoder(self.model):
             texts = {"source": text, "text": target} if target else text
             return prepare_inputs(self.model, texts, 0)
-        except SequenceTooLong:
-            self.skipped[f"texts longer than the model's {get_max_length(self.model)} tokens"] += 1
-        except UnknownToken:
-            self.skipped["texts with characters that the tokenizer does not know"] += 1
-        return None
-
-    def _generate_target(self, text: str) -> ModelInputs:
-        """Inputs of a source with a target that the model generates."""
         max_length = get_max_length(self.model)  # the start token has the first position
         limit = min(MAX_GENERATED_TOKENS, (max_length or MAX_GENERATED_TOKENS + 1) - 1)
         inputs = prepare_inputs(self.model, text, limit)
@@ -364,10 +363,10 @@ class ExampleReader:
             generated = run_prepared(self.model, inputs, limit)
         generated = generated.tolist() if isinstance(generated, Tensor) else generated
         rows = inputs.extend_rows(generated)
-        target = torch.tensor([rows[0].ids])
-        kwargs = {"source": torch.tensor(inputs.prompt_ids), "x": target}
+        ids = torch.tensor([rows[0].ids])
+        kwargs = {"source": torch.tensor(inputs.prompt_ids), "x": ids}
         if inputs.kwargs:  # a transformers model
-            kwargs = {"input_ids": inputs.kwargs["input_ids"], "decoder_input_ids": target}
+            kwargs = {"input_ids": inputs.kwargs["input_ids"], "decoder_input_ids": ids}
         return replace(inputs, kwargs=kwargs, token_rows={**inputs.token_rows, "text": rows})
 
 
@@ -438,7 +437,17 @@ def examples_from_task(
     """Read examples of a task with their labels: `limit` of them, or all if the task has fewer."""
     reader = ExampleReader(model)
     first = task.batch(0, 1, split)
-    _check_task_matches(model, task)
+    if not isinstance(model, Transformer):
+        fact = f"{type(model).__name__} does not use the vocabulary of the task {task.name}"
+        raise SpecError(f"{fact}; give lines of text instead")
+    sizes: list[Any] = []  # a model that was built for another task has others
+    for spec in (model.spec, task.model()):
+        embeddings = [stack.embedding for stack in spec.stacks]
+        table_sizes = [one and (one.tokens, one.patches) for one in embeddings]
+        sizes.append((table_sizes, spec.heads[0].outputs if spec.heads else 0))
+    if sizes[0] != sizes[1] or model.usage.tokenizer not in (None, task.tokenizer):
+        fact = f"the model does not have the inputs and outputs of the task {task.name}"
+        raise SpecError(f"{fact}; use one trained on it")
     num_examples = task.batches(1, split)
     has_tokens = first.x.dim() == 2 and not first.x.is_floating_point()
     for index in range(limit if num_examples is None else min(limit, num_examples)):
@@ -453,21 +462,6 @@ def examples_from_task(
         inputs[LABELS_INPUT] = batch.labels
         reader.examples.append(Example(inputs, reader.annotate_batch(batch) if has_tokens else {}))
     return reader
-
-
-def _check_task_matches(model: nn.Module, task: Task) -> None:
-    """Refuse a model that was built for another task."""
-    if not isinstance(model, Transformer):
-        fact = f"{type(model).__name__} does not use the vocabulary of the task {task.name}"
-        raise SpecError(f"{fact}; give lines of text instead")
-    sizes: list[Any] = []
-    for spec in (model.spec, task.model()):
-        embeddings = [stack.embedding for stack in spec.stacks]
-        inputs = [one and (one.tokens, one.patches) for one in embeddings]
-        sizes.append((inputs, spec.heads[0].outputs if spec.heads else 0))
-    if sizes[0] != sizes[1] or model.usage.tokenizer not in (None, task.tokenizer):
-        fact = f"the model does not have the inputs and outputs of the task {task.name}"
-        raise SpecError(f"{fact}; use one trained on it")
 
 
 def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:
@@ -498,21 +492,18 @@ def read_lines(path: Path | str) -> list[str]:
 def _split_text(model: nn.Module, text: str) -> Iterator[str]:
     """The text, or its parts, halved at spaces until the model takes each."""
     words = text.split(" ")
-    if len(words) < 2 or not _is_long(model, text):
+    is_long = False
+    try:
+        prepare_inputs(model, text, 0)
+    except SequenceTooLong:
+        is_long = len(words) > 1
+    except ValueError:
+        pass  # any other problem is reported when the text is read
+    if not is_long:
         yield text
         return
     for part in (words[: len(words) // 2], words[len(words) // 2 :]):
         yield from _split_text(model, " ".join(part))
-
-
-def _is_long(model: nn.Module, text: str) -> bool:
-    try:
-        prepare_inputs(model, text, 0)
-    except SequenceTooLong:
-        return True
-    except ValueError:  # any other problem is reported when the text is read
-        return False
-    return False
 
 
 def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnotations:
@@ -527,20 +518,18 @@ def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnota
         special = torch.tensor(is_empty, dtype=torch.bool) | (ids == PAD_ID)
         if spans is None:
             spans = [match.span() for match in WORD_PATTERN.finditer(row.text)]
-        indices = [_find_word(row, n, spans) for n in range(len(ids))]
+        indices: list[int] = []  # of the word in which a token begins, leading spaces ignored
+        for start, stop in row.offsets:
+            text = row.text[start:stop]
+            begin = start + len(text) - len(text.lstrip())
+            words = (n for n, (first, last) in enumerate(spans) if first <= begin < last)
+            indices.append(next(words, -1))
         word = torch.where(special, -1, torch.tensor(indices))
     separator = special.clone()
     separator[:1] = False
     punctuation = torch.tensor([_is_punctuation(text) for text in row.words]) & ~special
     frequency = torch.zeros_like(ids)
     return TokenAnnotations(ids, row.words, special, separator, punctuation, word, frequency)
-
-
-def _find_word(row: TokenRow, token: int, spans: Sequence[Span]) -> int:
-    """Index of the word in which a token begins, leading spaces ignored; -1 if it begins in none."""
-    start, stop = row.offsets[token]
-    start += len(row.text[start:stop]) - len(row.text[start:stop].lstrip())
-    return next((n for n, (first, last) in enumerate(spans) if first <= start < last), -1)
 
 
 def _is_punctuation(word: str) -> bool:

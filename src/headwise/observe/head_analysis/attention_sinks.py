@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ...util.errors import pluralise
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device
 from .annotated_examples import Example
@@ -68,7 +70,7 @@ def measure_first_token(
         sums.setdefault(site, np.zeros((3, len(band.w_HTS))))
         if band.first_key:
             return
-        allowed = band.allowed_HTS
+        allowed = band.allowed
         num_keys = allowed.sum(-1)
         has_choice = allowed[..., 0] & (num_keys > 1)
         weight = torch.where(has_choice, band.w_HTS[..., 0], 0)
@@ -137,3 +139,68 @@ def mark_first_token_sinks(
         return replace(example, streams=marked) if sink_streams else example
 
     return MarkedExamples(map(mark, chain(sample, texts)), tuple(notes))
+
+
+class DistinctExamples:
+    """The examples whose inputs differ from those of all earlier ones; counts of both kinds after
+    the iteration.
+
+    >>> examples = DistinctExamples([Example({"x": n % 2}, {}) for n in range(5)])
+    >>> len(list(examples)), examples.notes
+    (2, ('left out 3 texts that repeat an earlier one',))
+    """
+
+    def __init__(self, examples: Iterable[Example]) -> None:
+        self.num_distinct = self.num_repeated = 0
+        self._examples = examples
+
+    def __iter__(self) -> Iterator[Example]:
+        self.num_distinct = self.num_repeated = 0
+        digests: set[bytes] = set()
+        for example in self._examples:
+            digest = blake2b("".join(_describe(example.inputs)).encode(), digest_size=16).digest()
+            if digest in digests:
+                self.num_repeated += 1
+                continue
+            digests.add(digest)
+            self.num_distinct += 1
+            yield example
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A note on the examples that were left out; none if there are none."""
+        if not self.num_repeated:
+            return ()
+        verb = "repeats" if self.num_repeated == 1 else "repeat"
+        return (f"left out {pluralise(self.num_repeated, 'text')} that {verb} an earlier one",)
+
+    def check_min_count(self, minimum: int = 2) -> None:
+        """Raise ValueError if there were fewer than `minimum` distinct examples."""
+        if self.num_distinct < minimum:
+            if self.num_repeated:
+                num_texts = self.num_distinct + self.num_repeated
+                raise ValueError(
+                    "cannot compute confidence intervals from equal texts "
+                    f"(different: {self.num_distinct} of {num_texts}); give different texts"
+                )
+            num_texts = pluralise(self.num_distinct, "text")
+            raise ValueError(
+                f"cannot compute confidence intervals from {num_texts}; give at least two"
+            )
+
+
+def _describe(inputs: Any) -> Iterator[str]:
+    """Texts that are equal for equal inputs only."""
+    if isinstance(inputs, Tensor):
+        yield f"{inputs.dtype}{tuple(inputs.shape)}"
+        yield repr(inputs.detach().cpu().flatten().tolist())
+    elif isinstance(inputs, Mapping):
+        for name in sorted(inputs):
+            yield f"{name}:"
+            yield from _describe(inputs[name])
+    elif isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        for value in inputs:
+            yield from _describe(value)
+            yield ";"
+    else:
+        yield repr(inputs)

@@ -7,13 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...report.render import to_plain
 from ...util.errors import pluralise, suggest
 from ..inspect.attention_sites import find_attention
 from ..inspect.hooks import SiteModule
@@ -120,13 +119,21 @@ class DependencyScores:
         return self._pairs[:, torch.tensor(flags, device=self._pairs.device)[self._pairs[2]]]
 
     def _add_word_band(self, site: str, band: WeightBand) -> None:
-        allowed = band.allowed if band.allowed.dim() == 2 else band.allowed.any(0)
+        allowed = band.allowed.any(0)
         w_HTS = band.w_HTS.masked_fill((band.key_tokens.word_index < 0) | ~allowed, -1)
         pairs = self._pairs
         if self.is_clark:
             keys = torch.arange(band.key_tokens.count, device=w_HTS.device)
             w_HTS = w_HTS.masked_fill(keys == band.query_positions[:, None], -1)
-            self._update_best_readers(site, w_HTS, band)
+            # For each word, the word that attends to it most in the bands so far
+            is_word = band.query_tokens.word_index[band.query_positions] >= 0
+            weight, reader = w_HTS.masked_fill(~is_word[:, None], -1).max(1)
+            unread = (torch.full_like(weight, -1), torch.zeros_like(reader))
+            best_weight, best_reader = self._best_readers.get(site, unread)
+            self._best_readers[site] = (
+                torch.maximum(weight, best_weight),
+                torch.where(weight > best_weight, reader + band.first_query, best_reader),
+            )
             pairs = self._select(DIRECTIONS[0])
         rows = pairs[0] - band.first_query
         is_inside = (rows >= 0) & (rows < w_HTS.shape[1])
@@ -136,17 +143,6 @@ class DependencyScores:
         query = pairs[0] - band.first_query
         is_max = w_HTS == w_HTS.amax(-1, keepdim=True)
         self._add_hits(site, pairs, is_max[:, query, pairs[1]] / is_max.sum(-1)[:, query])
-
-    def _update_best_readers(self, site: str, w_HTS: Tensor, band: WeightBand) -> None:
-        """Update, for each word, the word that attends to it most in the bands so far."""
-        is_word = band.query_tokens.word_index[band.query_positions] >= 0
-        weight, reader = w_HTS.masked_fill(~is_word[:, None], -1).max(1)
-        unread = (torch.full_like(weight, -1), torch.zeros_like(reader))
-        best_weight, best_reader = self._best_readers.get(site, unread)
-        self._best_readers[site] = (
-            torch.maximum(weight, best_weight),
-            torch.where(weight > best_weight, reader + band.first_query, best_reader),
-        )
 
     def _add_hits(self, site: str, pairs: Tensor, hits: Tensor) -> None:
         """Add hits of heads and baselines and the number of dependencies, by key: [keys, H +
@@ -192,10 +188,21 @@ class DependencyScores:
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
         for (site, (relation, towards)), counts in stacked.items():
             name = f"{SYNTAX_PREFIX} {relation} to {towards}"
-            by_head = _relation_measures(counts, self.num_baselines, confidence)
-            for head, measure in enumerate(by_head):
+            shares = Jackknife.of_ratio(counts[:, :-1], counts[:, -1:])
+            chance = float(shares.value[-self.num_baselines :].max())
+            margins = shares.map(self._margin)
+            low, high = (np.clip(end + chance, 0, 1) for end in margins.interval(confidence))
+            num_arcs = float(counts[:, -1].sum())
+            columns = (shares.value[: len(low)], low, high, margins.p_values(sides=1))
+            for head, (value, start, end, p) in enumerate(np.stack(columns, 1).tolist()):
+                measure = Measure(value, start, end, chance, num_arcs, p)
                 measures.setdefault((site, head), {})[name] = measure
         return measures
+
+    def _margin(self, shares: Array) -> Array:
+        """How much more each head finds than the best baseline, which follow the heads."""
+        heads = shares[..., : -self.num_baselines]
+        return heads - shares[..., -self.num_baselines :].max(-1, keepdims=True)
 
 
 def _check_words(words: Iterable[int], index_of: Mapping[int, int], fact: str) -> None:
@@ -216,25 +223,9 @@ def is_relation_measure(measure: str) -> bool:
     return prefix == SYNTAX_PREFIX and not relation.startswith(f"{ALL_RELATIONS} ")
 
 
-def _relation_measures(sums: Array, num_baselines: int, confidence: float) -> list[Measure]:
-    """Share of one relation's dependencies, in one direction, that each head finds."""
-    shares = Jackknife.of_ratio(sums[:, :-1], sums[:, -1:])
-    chance = float(shares.value[-num_baselines:].max())
-
-    def margin(values: Array) -> Array:
-        return values[..., :-num_baselines] - values[..., -num_baselines:].max(-1, keepdims=True)
-
-    margins = shares.map(margin)
-    low, high = (np.clip(end + chance, 0, 1) for end in margins.interval(confidence))
-    num_arcs = float(sums[:, -1].sum())
-    columns = (shares.value[:-num_baselines], low, high, margins.p_values(sides=1))
-    rows = np.stack(columns, 1).tolist()
-    return [Measure(value, start, end, chance, num_arcs, p) for value, start, end, p in rows]
-
-
 # --- A probe on the attention weights of all heads ------------------------------------------------
 
-MAX_BASELINE_OFFSET = 8  # largest offset that the baseline may choose, in both directions
+
 MAX_ITERATIONS = 100
 
 
@@ -261,7 +252,8 @@ class ProbeOptions:
             raise ValueError(f"weight_decay must be >= 0, got {self.weight_decay!r}")
 
 
-class HeadProbeWeight(NamedTuple):
+@dataclass(frozen=True)
+class HeadProbeWeight:
     """Weights of one head in the probe: `up` for attention of the governor to the word, `down` for
     attention of the word to its governor.
     """
@@ -290,12 +282,6 @@ class ProbeResult:
     texts: tuple[int, int]
     arcs: tuple[int, int]
     notes: tuple[str, ...] = ()
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values, ready for JSON."""
-        weights = [weight._asdict() for weight in self.head_weights]
-        return to_plain(self) | {"head_weights": weights}
 
 
 class ProbeSentence(NamedTuple):
@@ -353,7 +339,16 @@ def train_attention_probe(
     heads: list[tuple[str, int]] = []
     left_out = 0
     for example in examples:
-        dependencies = _word_dependencies(example)
+        tokens = example.streams.get(example.parsed_stream)
+        numbers = [] if tokens is None else merge_annotations(tokens).word_index.tolist()
+        index_of: dict[int, int] = {}  # place of each word in the attention maps
+        for word in numbers:
+            index_of |= {word: len(index_of)} if word >= 0 else {}
+        dependencies: list[tuple[int, int]] = []
+        for *pair, _ in example.dependencies:
+            if pair[0] != pair[1] and pair[1] >= 0:
+                _check_words(pair, index_of, f"a dependency joins words {tuple(pair)}")
+                dependencies.append((index_of[pair[0]], index_of[pair[1]]))
         if not dependencies:
             left_out += 1
             continue
@@ -366,7 +361,11 @@ def train_attention_probe(
         progress(len(sentences[0]))
     train, test = _split_texts(len(sentences[0]), options)
     weights = [_fit_probe(itemgetter(*train)(texts), options) for texts in sentences]
-    offset = _best_offset([sentences[0][n] for n in train])
+    offsets: list[int] = []
+    for n in train:
+        offsets += [governor - dependent for dependent, governor in sentences[0][n].dependencies]
+    choices = [one for one in range(-MAX_OFFSET, MAX_OFFSET + 1) if one]
+    offset = max(choices, key=lambda one: (offsets.count(one), -abs(one), -one))
     hits: list[list[list[float]]] = []  # of each probe and of the offset, by text and dependency
     for texts, weight in zip(sentences, weights, strict=True):
         hits.append([texts[n].hits(weight) for n in test])
@@ -376,7 +375,12 @@ def train_attention_probe(
         arcs = sentences[0][n].dependencies
         by_offset.append([float(governor == dependent + offset) for dependent, governor in arcs])
         chance += [1 / (sentences[0][n].attention_maps.shape[1] - 1)] * len(arcs)
-    scores = [_accuracy_measure(one, float(np.mean(chance))) for one in (*hits, by_offset)]
+    scores: list[Measure] = []
+    for correct in (*hits, by_offset):
+        counts = np.array([float(len(one)) for one in correct])
+        accuracy = Jackknife.of_ratio(np.array([float(sum(one)) for one in correct]), counts)
+        low, high = (float(end) for end in accuracy.interval())
+        scores.append(Measure(float(accuracy.value), low, high, float(np.mean(chance))))
     notes = (f"left out {pluralise(left_out, 'text')} without dependencies",) if left_out else ()
     num_arcs = np.array([len(one.dependencies) for one in sentences[0]])
     pairs = zip(heads, weights[0].view(2, -1).T.tolist(), strict=True)
@@ -423,21 +427,6 @@ def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
             f"cannot probe {type(model).__name__}: it has no self-attention that can be observed"
         )
     return sites
-
-
-def _word_dependencies(example: Example) -> list[tuple[int, int]]:
-    """Dependencies between two words, as indices into the attention maps."""
-    tokens = example.streams.get(example.parsed_stream)
-    numbers = [] if tokens is None else merge_annotations(tokens).word_index.tolist()
-    words = [word for word in numbers if word >= 0]
-    index_of = {word: index for index, word in enumerate(words)}
-    dependencies: list[tuple[int, int]] = []
-    for dependent, governor, _ in example.dependencies:
-        if dependent != governor and governor >= 0:
-            pair = (dependent, governor)
-            _check_words(pair, index_of, f"a dependency joins words {pair}")
-            dependencies.append((index_of[dependent], index_of[governor]))
-    return dependencies
 
 
 def _split_texts(count: int, options: ProbeOptions) -> tuple[list[int], list[int]]:
@@ -488,19 +477,3 @@ def _fit_probe(sentences: Sequence[ProbeSentence], options: ProbeOptions) -> Ten
     with torch.enable_grad():
         optimiser.step(loss)  # pyright: ignore[reportArgumentType] - its stub wants a float, torch a tensor
     return weight.detach()
-
-
-def _best_offset(sentences: Sequence[ProbeSentence]) -> int:
-    offsets: list[int] = []
-    for sentence in sentences:
-        offsets += [governor - dependent for dependent, governor in sentence.dependencies]
-    choices = [offset for offset in range(-MAX_BASELINE_OFFSET, MAX_BASELINE_OFFSET + 1) if offset]
-    return max(choices, key=lambda offset: (offsets.count(offset), -abs(offset), -offset))
-
-
-def _accuracy_measure(correct: Sequence[Sequence[float]], chance: float) -> Measure:
-    """Accuracy with an interval over texts."""
-    sums = np.array([float(sum(hits)) for hits in correct])
-    accuracy = Jackknife.of_ratio(sums, np.array([float(len(hits)) for hits in correct]))
-    low, high = accuracy.interval()
-    return Measure(float(accuracy.value), float(low), float(high), chance)

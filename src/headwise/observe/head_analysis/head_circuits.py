@@ -9,9 +9,9 @@ keys are not part of them; `fold_norms` adds the norms to the maps from tokens t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from ...attention.attention import Attention
 from ...attention.interfaces import Mix, OutputStep, QKTransform
 from ...attention.spec.attention_spec import AttentionSpec
+from ...hub.checkpoint_weights import build_from_weights, wrap_tensors
+from ...hub.transformers_loading import without_hub_kernels
+from ...models import Transformer, build, families
+from ...models.families import get_weight_names
 from ...models.model_spec.components import NormSpec
 from ...report.data import Table
-from ...report.render import to_plain
 from ...util.errors import SpecError
 from ..inspect.attention_sites import find_attention
 from .head_similarity import HeadLocation
-from .random_baseline import as_native_model
 
 # --- Low-rank maps --------------------------------------------------------------------------------
 
@@ -205,8 +207,17 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
     circuits: dict[str, AttentionCircuits] = {}
     for one in site_modules:
         if isinstance(one.module, Attention):
-            caveats = tuple(_caveats(one.module.spec))
-            circuits[one.site.name] = AttentionCircuits(one.site.name, one.module, caveats)
+            spec = one.module.spec
+            caveats: list[str] = []  # computations of the layer that these maps leave out
+            for _, transform in spec.parts_of(QKTransform):
+                sides = [side for side in "qkv" if side in transform.transformed_sides(spec)]
+                if sides:
+                    caveats.append(f"{transform!r} changes {' and '.join(sides)} token by token")
+            for _, step in spec.parts_of(OutputStep):
+                caveats.append(f"{step!r} changes head outputs before the output projection")
+            for _, mix in spec.parts_of(Mix):
+                caveats.append(f"{mix!r} mixes heads, so that no head acts on its own")
+            circuits[one.site.name] = AttentionCircuits(one.site.name, one.module, tuple(caveats))
     return circuits
 
 
@@ -253,18 +264,6 @@ def compare_circuits(model: nn.Module) -> CircuitSimilarity:
     return CircuitSimilarity(tuple(heads), products / (norm[:, None] * norm))
 
 
-def _caveats(spec: AttentionSpec) -> Iterator[str]:
-    """Computations of the layer that these maps leave out."""
-    for _, transform in spec.parts_of(QKTransform):
-        sides = [side for side in "qkv" if side in transform.transformed_sides(spec)]
-        if sides:
-            yield f"{transform!r} changes {' and '.join(sides)} token by token"
-    for _, step in spec.parts_of(OutputStep):
-        yield f"{step!r} changes head outputs before the output projection"
-    for _, mix in spec.parts_of(Mix):
-        yield f"{mix!r} mixes heads, so that no head acts on its own"
-
-
 class TokenTables(NamedTuple):
     """Embedding and unembedding matrices of a model, and a note if one is a substitute or
     incomplete.
@@ -275,6 +274,12 @@ class TokenTables(NamedTuple):
     note: str
 
 
+def get_weight(net: Transformer, name: str) -> Tensor | None:
+    """A weight of a headwise model, which may be tied to another; None if there is none."""
+    tensor = net.state_dict(keep_vars=True).get(net.spec.tied_weights().get(name, name))
+    return None if tensor is None else tensor.detach()
+
+
 def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
     """Return the embedding [tokens, model] of a stack and the unembedding [model, tokens] of the
     model's token head.
@@ -282,20 +287,13 @@ def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
     A model without a token head gets the transposed embedding instead, with a note.
     """
     native = as_native_model(model)
-    tied_to = native.spec.tied_weights()
-    state = native.state_dict(keep_vars=True)
-
-    def get_tensor(name: str) -> Tensor | None:
-        tensor = state.get(tied_to.get(name, name))
-        return None if tensor is None else tensor.detach()
-
-    embed = get_tensor(f"{stack}.embedding.tokens")
+    embed = get_weight(native, f"{stack}.embedding.tokens")
     if embed is None:
         fact = f"{stack} of {native.spec.name} has no token embedding"
         raise SpecError(f"{fact}; use copying_score(ov) without tables for copying of states")
     heads = native.spec.heads
     heads = [one for one in heads if one.outputs == len(embed) and one.at == "each"]
-    unembed = get_tensor(f"head.{heads[0].name}.weight") if heads else None
+    unembed = get_weight(native, f"head.{heads[0].name}.weight") if heads else None
     if unembed is None or unembed.shape != embed.shape:
         note = "the model predicts no tokens: its embedding is used as unembedding"
         return TokenTables(embed, embed.T, note)
@@ -329,7 +327,6 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
     block = stack.layers[int(layer)]
     last = native.spec.stacks[-1]
     place = f"{stack_name}.{layer if stack.weights_of == 'each' else 0}"
-    state = native.state_dict(keep_vars=True)
 
     def fold(norm: NormSpec | None, name: str, table: Tensor, axis: int) -> Tensor:
         """Apply a norm's linear part to a table whose `axis` holds the channels, before or after
@@ -337,10 +334,10 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
         """
         if norm is None:
             return table
-        gain = state.get(f"{name}.weight")
+        gain = get_weight(native, f"{name}.weight")
         factor: Any = 1.0
         if gain is not None:
-            factor = gain.detach().double() + (norm.kind == "offset")
+            factor = gain.double() + (norm.kind == "offset")
             factor = factor if axis else factor[:, None]
         table = table if axis else factor * table  # the gain comes first in its rows
         if norm.kind in ("layer", "unbiased", "bare"):  # these subtract the mean
@@ -362,7 +359,8 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
 # --- Numbers of every head ------------------------------------------------------------------------
 
 
-class HeadCircuit(NamedTuple):
+@dataclass(frozen=True)
+class HeadCircuit:
     """Numbers of one head from its weights: its copying score, the norm of its slice of W_O, and
     that of W_V W_O.
 
@@ -376,11 +374,6 @@ class HeadCircuit(NamedTuple):
     over: str
     output_norm: float
     ov_norm: float
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values; NaN becomes None."""
-        return to_plain(self._asdict())
 
 
 def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
@@ -423,4 +416,64 @@ def circuit_table(heads: Sequence[HeadCircuit]) -> Table:
     """Return the numbers of every head, the most copying first; random maps have 0 on average."""
     columns = ("site", "head", "copying", "over", "norm of W_O", "norm of W_V W_O")
     rows = sorted(heads, key=lambda one: math.inf if math.isnan(one.copying) else -one.copying)
-    return Table("copying scores and norms of the heads' weights", columns, rows)
+    title = "copying scores and norms of the heads' weights"
+    return Table(title, columns, list(map(astuple, rows)))
+
+
+def make_random_baseline(model: nn.Module, *, seed: int = 0) -> nn.Module:
+    """Return a model of the same architecture with freshly initialised weights: what a measure
+    finds without any training.
+
+    A headwise model is rebuilt from its spec, a transformers model from its config. Torch's global
+    generator is not changed.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
+    >>> make_random_baseline(net, seed=1).spec == net.spec
+    True
+    """
+    parameter = next(model.parameters(), torch.empty(0))
+    if isinstance(model, Transformer):
+        baseline: nn.Module = build(model.spec, seed=seed)
+        baseline.usage = model.usage
+    else:
+        config: Any = getattr(model, "config", None)
+        from_config = getattr(type(model), "_from_config", None)
+        if config is None or from_config is None:
+            fact = (
+                f"cannot rebuild {type(model).__name__} with random weights: it has neither a "
+                "spec nor a config"
+            )
+            raise ValueError(f"{fact}; build a randomly initialised one yourself and measure both")
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            with without_hub_kernels():
+                baseline = from_config(config)
+    return baseline.to(parameter.device, parameter.dtype).eval()
+
+
+def as_native_model(model: nn.Module) -> Transformer:
+    """Return a transformers model as a headwise model with its current weights; a headwise model is
+    returned as it is.
+
+    >>> import headwise as hw
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     )
+    ... )
+    >>> as_native_model(net) is net
+    True
+    """
+    if isinstance(model, Transformer):
+        return model
+    as_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if as_dict is None:
+        fact = f"cannot read the weights of {type(model).__name__} by head: it has no config"
+        raise SpecError(f"{fact}; use a model of hw.build, of hw.load or of transformers")
+    config: dict[str, Any] = as_dict() | {"architectures": [type(model).__name__]}
+    spec = families.read_model_spec(config)
+    source = wrap_tensors(type(model).__name__, model.state_dict())
+    return build_from_weights(spec, get_weight_names(spec.name), source, 0.0)

@@ -17,10 +17,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from ...util.errors import pluralise, suggest
-from . import literature_metrics
 from .dependency_syntax import is_relation_measure
+from .head_metrics import get_metric, metrics_for_criteria
 from .head_table import HeadClass, HeadMeasures, HeadTable, Measure
-from .literature_metrics import OFFSET_NAMES, offset_class_name
 from .resampling import correct_p_values
 from .word_alignment import ALIGNMENT_PREFIX, ROW_CONVENTIONS
 
@@ -29,6 +28,16 @@ MIN_UNTESTED_SCORE = 0.5  # smallest normalised score that earns a class without
 MIN_ROWS = 20  # smallest number of rows behind a class
 SIGNIFICANCE = 0.05
 UNCLEAR = "unclear"
+OFFSET_NAMES = {-1: "previous", 0: "self", 1: "next"}
+
+
+def offset_class_name(offset: float) -> str:
+    """Class name of a head that attends to one offset.
+
+    >>> offset_class_name(-1.0), offset_class_name(3.0)
+    ('previous', 'offset +3')
+    """
+    return OFFSET_NAMES.get(int(offset), f"offset {int(offset):+d}")
 
 
 class ClassRule(NamedTuple):
@@ -121,7 +130,7 @@ def _candidate_classes(head: HeadMeasures) -> Iterator[ClassCandidate]:
     non_sink = f"of {rest} sinks leave, "
     for rule in (*CLASS_RULES, *PATCH_CLASS_RULES):
         if rule.measure in measures:
-            metric = literature_metrics.get_metric(rule.measure)
+            metric = get_metric(rule.measure)
             prefix = non_sink if metric.weight_source == "rest" else ""
             baseline = "chance" if metric.compute_chance is None else "random weights"
             measure = measures[rule.measure]
@@ -206,11 +215,72 @@ def _untested_reason(candidates: Sequence[ClassCandidate]) -> str:
     return "there is nothing to test: the texts do not differ in these measures; give more texts"
 
 
+# --- Published classes --------------------------------------------------------------------------------------
+
+CLARK_BROAD_ENTROPY = 3.8
+CLARK_OFFSET_THRESHOLD = 0.5
+CLARK_TOKEN_THRESHOLD = 0.6  # 1906.04341: nats, and weights
+VOITA_POSITION_THRESHOLD = 0.9  # 1905.09418: share of rows
+VOITA_CONFIDENCE_THRESHOLD = 0.8  # 1905.09418: largest weight
+VOITA_SYNTAX_MARGIN = 0.1  # 1905.09418: share of dependencies above the best offset
+# share of rows; 1905.09418 names a head with 0.66 but gives no threshold
+VOITA_RARE_THRESHOLD = 0.5
+NOT_MEASURED = Measure(math.nan)
+
+
+def _class_if_above(
+    head: HeadMeasures, name: str, measure: str, threshold: float
+) -> list[HeadClass]:
+    measured = head.measures.get(measure)
+    if measured is None or not measured.value > threshold:
+        return []
+    evidence = f"{get_metric(measure).description} {measured.value:.2f}, above {threshold:g}"
+    return [HeadClass(name, min(1.0, measured.value), evidence)]
+
+
+def clark_classes(head: HeadMeasures) -> list[HeadClass]:
+    """Classes of a head by section 3 of Clark et al. (1906.04341)."""
+    classes: list[HeadClass] = []
+    for name in ("next", "previous", "first", "separator", "punctuation"):
+        is_offset = name in ("next", "previous")
+        threshold = CLARK_OFFSET_THRESHOLD if is_offset else CLARK_TOKEN_THRESHOLD
+        classes += _class_if_above(head, name, f"clark {name}", threshold)
+    for broad in _class_if_above(head, "broad", "clark entropy", CLARK_BROAD_ENTROPY):
+        entropy = head.measures["clark entropy"]
+        classes.append(broad._replace(score=min(1.0, entropy.value / entropy.chance)))
+    return classes
+
+
+def voita_classes(head: HeadMeasures) -> list[HeadClass]:
+    """Classes of a head by section 5 of Voita et al. (1905.09418); relations as measured by
+    `DependencyScores`.
+    """
+    classes = _class_if_above(head, "rare-token", "voita rare", VOITA_RARE_THRESHOLD)
+    position = head.measures.get("voita position", NOT_MEASURED).value
+    confidence = head.measures.get("voita confidence", NOT_MEASURED).value
+    if position >= VOITA_POSITION_THRESHOLD and confidence > VOITA_CONFIDENCE_THRESHOLD:
+        evidence = f"{position:.2f} of rows have their largest weight at one distance"
+        name = offset_class_name(head.measures["voita peak"].value)
+        classes.append(
+            HeadClass(name, position, f"{evidence}; mean largest weight {confidence:.2f}")
+        )
+    for name, measure in head.measures.items():
+        margin = measure.value - measure.chance
+        if is_relation_measure(name) and round(margin, 9) >= VOITA_SYNTAX_MARGIN:
+            evidence = (
+                f"finds {measure.value:.2f} of dependencies, {margin:.2f} more than the best offset"
+            )
+            classes.append(HeadClass(name, measure.value, evidence))
+    return classes
+
+
+# --- Choice ---
+
 CLASSIFIERS: Mapping[str, Callable[[HeadTable], list[list[HeadClass]]]] = {
     "ours": default_classes,
     "untested": untested_classes,
-    "clark": lambda table: [literature_metrics.clark_classes(head) for head in table.heads],
-    "voita": lambda table: [literature_metrics.voita_classes(head) for head in table.heads],
+    "clark": lambda table: [clark_classes(head) for head in table.heads],
+    "voita": lambda table: [voita_classes(head) for head in table.heads],
 }
 
 
@@ -230,7 +300,7 @@ def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
     """
     if criteria not in CLASSIFIERS:
         raise ValueError(f"unknown criteria={criteria!r}; {suggest(criteria, CLASSIFIERS)}")
-    published = literature_metrics.metrics_for_criteria(criteria)
+    published = metrics_for_criteria(criteria)
     measures = published or tuple(rule.measure for rule in CLASS_RULES)
     for head in table.heads:
         if not any(name in head.measures for name in measures):

@@ -18,7 +18,7 @@ from ...util.errors import pluralise, suggest
 from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from .annotated_examples import Example
-from .distinct_examples import DistinctExamples
+from .attention_sinks import DistinctExamples
 from .head_table import HeadImportance, ImportanceResult
 from .importance_methods import (
     ImportanceInput,

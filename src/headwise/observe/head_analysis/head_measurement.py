@@ -19,11 +19,9 @@ from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device, get_streams, is_encoder_decoder
 from .annotated_examples import Example
-from .attention_sinks import mark_first_token_sinks
-from .distinct_examples import DistinctExamples
-from .head_metrics import HEAD_METRICS, HeadMetric, select_largest, select_peak_offset
+from .attention_sinks import DistinctExamples, mark_first_token_sinks
+from .head_metrics import HEAD_METRICS, HeadMetric, get_metric, select_largest, select_peak_offset
 from .head_table import HeadMeasures, HeadTable, Measure
-from .literature_metrics import get_metric
 from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums, stack_texts
 from .weight_bands import WeightBand, move_annotations, stream_weight_bands
 
@@ -34,26 +32,23 @@ TextSums = tuple[Array, Array]
 
 class MeasureCollector(Protocol):
     """Collects something else during the pass of `measure_heads` and turns it into measures, keyed
-    by site name and head.
+    by site name and head; subclasses need only `add_band`.
 
     Implemented by `DependencyScores` and `AlignmentScores`.
     """
 
     def start_example(self, example: Example) -> None:
         """Called before the model runs on an example."""
-        ...
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Called with each band of attention weights of the current example."""
-        ...
 
     def finish_example(self) -> None:
         """Called after the model has run on an example."""
-        ...
 
     def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
         """Return the measures of every head, with intervals over examples."""
-        ...
+        return {}
 
 
 class MetricSums:
@@ -297,8 +292,12 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
         p = excess_p_values(observed, baseline)
     else:
         p = np.full(len(rows), np.nan)
-        if reduce is select_largest:
-            p = _largest_p_values(observed, baseline, estimate.value, chance)
+        if reduce is select_largest:  # it exceeds that of the baseline, corrected for their number
+            largest = np.nan_to_num(estimate.value).argmax(-1)
+            sums, counts = (array[:, np.arange(len(rows)), largest] for array in observed)
+            best = int(np.nan_to_num(chance)[0].argmax())
+            of_best = (baseline[0][:, :, best], baseline[1][:, :, best])
+            p = np.minimum(1, excess_p_values((sums, counts), of_best) * estimate.value.shape[1])
 
         def reduce_means(means: Array) -> Array:
             return reduce(torch.from_numpy(means)).numpy()
@@ -316,15 +315,3 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
     columns = np.stack([estimate.value, low, high, rows, p], 1).tolist()
     level = float(chance[0])
     return [Measure(value, start, end, level, n, test) for value, start, end, n, test in columns]
-
-
-def _largest_p_values(observed: TextSums, baseline: TextSums, means: Array, chance: Array) -> Array:
-    """P-values that the largest of several means of each head exceeds the largest of the baseline,
-    corrected for their number, [H].
-    """
-    num_heads, num_means = means.shape
-    largest = np.nan_to_num(means).argmax(-1)
-    sums, counts = (array[:, np.arange(num_heads), largest] for array in observed)
-    best = int(np.nan_to_num(chance)[0].argmax())
-    p = excess_p_values((sums, counts), (baseline[0][:, :, best], baseline[1][:, :, best]))
-    return np.minimum(1, p * num_means)

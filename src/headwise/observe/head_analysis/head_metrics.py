@@ -9,13 +9,16 @@ is its chance level, except for `breadth`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from .weight_bands import WeightBand
+from ...util.errors import suggest
+from .weight_bands import WeightBand, row_entropy
 
 SumAndCount = tuple[
     Tensor, Tensor
@@ -69,7 +72,7 @@ def _weight_at_pairs(band: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
     in_band = (s >= 0) & (s < band.w_HTS.shape[2])
     t = t[in_band]
     s = s[in_band]
-    allowed = band.allowed_HTS[:, t, s].float()
+    allowed = band.allowed[:, t, s].float()
     rows = band.w_HTS.new_zeros(band.w_HTS.shape[:2]).index_add_(1, t, band.w_HTS[:, t, s])
     has_pair = allowed.new_zeros(len(allowed), rows.shape[1]).index_add_(1, t, allowed) > 0
     return mean_over_rows(rows, band.select_counted(has_pair))
@@ -247,15 +250,6 @@ def select_peak_offset(mean: Tensor) -> Tensor:
     return torch.where(mean.isnan().any(-1), torch.nan, (mean.argmax(-1) - MAX_OFFSET).double())
 
 
-def make_selector(index: int) -> ReduceFunction:
-    """Return a function that selects one of several means.
-
-    >>> make_selector(1)(torch.tensor([0.2, 0.7]))
-    tensor(0.7000)
-    """
-    return lambda mean: mean[..., index]
-
-
 Sums = Callable[[WeightBand], SumAndCount]
 
 
@@ -269,7 +263,7 @@ SUPPORT_METRICS = tuple(
         f"support{round(100 * fraction)}",
         f"share of keys that hold {round(100 * fraction)} % of a row",
         support_sums,
-        reduce=make_selector(n),
+        reduce=itemgetter((..., n)),
     )
     for n, fraction in enumerate(SUPPORT_FRACTIONS)
 )
@@ -417,3 +411,128 @@ NOT_FOR_IMAGES = (
     "lie on two axes), "
     "and duplicate, induction, rare, punctuation and separator (patches have no words)"
 )
+
+
+# --- Published metrics ----------------------------------------------------------------------------
+
+# Those of Clark et al. (1906.04341) and Voita et al. (1905.09418) use the whole row, sinks included.
+SENTENCE_ENDS = (".", ",")  # the punctuation that Clark et al. measure
+SMOOTHING = 1e-4
+
+
+def _clark_metric(
+    name: str, description: str, rows: Callable[[WeightBand], Tensor], is_self: bool = False
+) -> HeadMetric:
+    """A metric of Clark et al.: a number of each row, [H, T], as a mean over texts. A text counts
+    once, however many of its rows may read the tokens in question.
+    """
+
+    def compute_sums(band: WeightBand) -> SumAndCount:
+        rows_HT = rows(band)
+        num_rows = band.query_tokens.count
+        sums = rows_HT.sum(-1, dtype=torch.float64) / num_rows
+        return sums, torch.full_like(sums, rows_HT.shape[1] / num_rows)
+
+    return HeadMetric(f"clark {name}", description, compute_sums, self_attention_only=is_self)
+
+
+def _weight_on_first_token(band: WeightBand) -> Tensor:
+    is_first = torch.zeros_like(band.key_tokens.is_special)
+    is_first[:1] = True
+    return band.weight_on(band.key_tokens.is_special & is_first)
+
+
+def _weight_on_sentence_ends(band: WeightBand) -> Tensor:
+    flags = [word.strip() in SENTENCE_ENDS for word in band.key_tokens.words]
+    return band.weight_on(torch.tensor(flags, device=band.key_tokens.ids.device))
+
+
+def _smoothed_entropy(band: WeightBand) -> Tensor:
+    """Entropy of the smoothed rows; keys outside the band have only the added weight."""
+    added = SMOOTHING / band.key_tokens.count
+    entropy_outside_band = (band.key_tokens.count - band.w_HTS.shape[-1]) * added * math.log(added)
+    return row_entropy((1 - SMOOTHING) * band.w_HTS + added) - entropy_outside_band
+
+
+def _drop_separators(band: WeightBand) -> WeightBand:
+    """The band without separators as keys and as queries; rows are not rescaled."""
+    is_kept = band.slice_keys(~band.key_tokens.is_separator)
+    queries = ~band.query_tokens.is_separator[band.query_positions]
+    allowed = band.allowed & is_kept & queries[:, None]
+    return replace(band, w_HTS=band.w_HTS * is_kept, allowed=allowed)
+
+
+def _voita_offsets(band: WeightBand) -> SumAndCount:
+    return argmax_offset_sums(_drop_separators(band))
+
+
+LITERATURE_METRICS: Mapping[str, HeadMetric] = {
+    one.name: one
+    for one in (
+        _clark_metric(
+            "next",
+            "weight on the next token",
+            lambda band: band.weights_at_offsets((1,))[0][..., 0],
+            is_self=True,
+        ),
+        _clark_metric(
+            "previous",
+            "weight on the previous token",
+            lambda band: band.weights_at_offsets((-1,))[0][..., 0],
+            is_self=True,
+        ),
+        _clark_metric("first", "weight on [CLS]", _weight_on_first_token),
+        _clark_metric(
+            "separator",
+            "weight on [SEP]",
+            lambda band: band.weight_on(band.key_tokens.is_separator),
+        ),
+        _clark_metric("punctuation", "weight on . and ,", _weight_on_sentence_ends),
+        _clark_metric("entropy", "entropy of a smoothed row in nats", _smoothed_entropy),
+        HeadMetric(
+            "voita confidence",
+            "largest weight of a row, separators excluded",
+            lambda band: confidence_sums(_drop_separators(band)),
+        ),
+        HeadMetric(
+            "voita position",
+            HEAD_METRICS["offset"].description,
+            _voita_offsets,
+            reduce=select_largest,
+            self_attention_only=True,
+        ),
+        HeadMetric(
+            "voita peak",
+            HEAD_METRICS["peak"].description,
+            _voita_offsets,
+            reduce=select_peak_offset,
+            self_attention_only=True,
+        ),
+        HeadMetric(
+            "voita rare",
+            HEAD_METRICS["rare"].description,
+            lambda band: rarest_token_sums(_drop_separators(band)),
+        ),
+    )
+}
+ALL_METRICS: Mapping[str, HeadMetric] = {**HEAD_METRICS, **PATCH_METRICS, **LITERATURE_METRICS}
+
+
+def get_metric(name: str) -> HeadMetric:
+    """Return the metric of this name, one of ours or a published one.
+
+    >>> get_metric("clark next").description
+    'weight on the next token'
+    """
+    if name not in ALL_METRICS:
+        raise ValueError(f"unknown metric {name!r}; {suggest(name, ALL_METRICS)}")
+    return ALL_METRICS[name]
+
+
+def metrics_for_criteria(criteria: str) -> tuple[str, ...]:
+    """Names of the metrics that published criteria need; empty for "ours".
+
+    >>> metrics_for_criteria("voita")
+    ('voita confidence', 'voita position', 'voita peak', 'voita rare')
+    """
+    return tuple(name for name in LITERATURE_METRICS if name.startswith(f"{criteria} "))

@@ -22,8 +22,7 @@ from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import record_head_outputs
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example
-from .attention_sinks import mark_first_token_sinks
-from .distinct_examples import DistinctExamples
+from .attention_sinks import DistinctExamples, mark_first_token_sinks
 from .head_similarity import (
     ClusterMerge,
     HeadLocation,
@@ -59,7 +58,8 @@ from .resampling import (
 SIGNIFICANCE = 0.05
 
 
-class LayerDiversity(NamedTuple):
+@dataclass(frozen=True)
+class LayerDiversity:
     """Diversity of the heads of one layer, from 0 (identical attention) to 1 (no two heads share a
     key).
 
@@ -73,11 +73,6 @@ class LayerDiversity(NamedTuple):
     heads: int
     spread: Measure
     p: float
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values, ready for JSON."""
-        return to_plain(self._asdict())
 
 
 class DiversitySums:
@@ -265,7 +260,6 @@ class ComparableHeads:
             "clusters_by_chance": fields.pop("num_chance_clusters"),
             "embedding": to_plain(self.embedding.points),
             "stress": self.embedding.stress,
-            "layers": [layer.data for layer in self.layers],
             "sentence": self.sentence,
         }
         for name in ("similar_pair_test", "within_layer_test"):
@@ -305,11 +299,8 @@ class RedundancyResult:
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
-        readers = [group.data for group in self.readers]
-        return {
-            "model": self.model,
-            "texts": self.texts,
-            "readers": readers,
+        return vars(self) | {
+            "readers": [group.data for group in self.readers],
             "notes": list(self.notes),
         }
 
@@ -457,10 +448,14 @@ def _compare_heads(
     chance_pairs = MeanIntervals(*(array[pairs] for array in permuted))
     num_expected = expected_pairs_below(chance_pairs, threshold, sums.permuted.num_folds)
     merges = average_linkage(distances)
-    outputs = _output_similarity(sums.heads, reservoir)
-    outputs = None if outputs is None else outputs[np.ix_(indices, indices)]
-    sites = list(dict.fromkeys(head.site for head in heads))
-    layer_of_head = [sites.index(head.site) for head in heads]
+    # CKA of the outputs, if attention rows and outputs correspond one to one
+    outputs = None
+    all_sites = list(dict.fromkeys(head.site for head in sums.heads))
+    if reservoir is not None and {*all_sites} <= reservoir.outputs.keys():
+        features = reservoir.features(all_sites)
+        if len(reservoir.priorities) >= 4 and len(features) == len(sums.heads):
+            outputs = centred_kernel_alignment(features).numpy()[np.ix_(indices, indices)]
+    layer_of_head = [all_sites.index(head.site) for head in heads]
     return ComparableHeads(
         streams=pair,
         heads=heads,
@@ -482,18 +477,3 @@ def _compare_heads(
             distances, layer_of_head, options.num_permutations, options.seed
         ),
     )
-
-
-def _output_similarity(
-    heads: Sequence[HeadLocation], reservoir: OutputReservoir | None
-) -> Array | None:
-    """CKA of the outputs of these heads; None if attention rows and outputs do not correspond one
-    to one.
-    """
-    sites = list(dict.fromkeys(head.site for head in heads))
-    if reservoir is None or not {*sites} <= reservoir.outputs.keys():
-        return None
-    features = reservoir.features(sites)
-    if len(reservoir.priorities) < 4 or len(features) != len(heads):
-        return None
-    return centred_kernel_alignment(features).numpy()

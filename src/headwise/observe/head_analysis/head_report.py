@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 
-from ...report.data import Axis, Figure, Plot, Series
+from ...report.data import Axis, Figure, HeatMap, Plot, Series
 from ...report.plots import THEMES, save_figure
 from ...util.files import write_atomically
 from ...util.output_paths import Existing, FolderKind, stage_folder
-from ..traces import Trace
-from .annotated_examples import Example
-from .attention_figures import (
-    HeadPicture,
-    PictureMaker,
-    head_figure,
-    head_gallery,
-)
-from .head_classes import UNCLEAR
-from .head_metrics import HEAD_METRICS
+from ..inspect.trace_capture import Capture, trace
+from ..traces import AttentionRecord, Trace
+from .annotated_examples import Example, TokenAnnotations
+from .dependency_syntax import is_relation_measure
+from .head_classes import CLASS_RULES, PATCH_CLASS_RULES, UNCLEAR, offset_class_name
+from .head_metrics import MAX_OFFSET, get_metric
 from .head_redundancy import RedundancyResult
 from .head_similarity import PlaneEmbedding
-from .head_table import CLASS_STYLES, HeadMeasures, HeadTable, ImportanceResult
+from .head_table import CLASS_STYLES, HeadMeasures, HeadTable, ImportanceResult, class_group
+from .resampling import Array
+from .weight_bands import WeightBand
+from .word_alignment import ALIGNMENT_PREFIX, ROW_CONVENTIONS
 
 # --- Figures of all heads -------------------------------------------------------------------------
 
 NUM_NAMED_HEADS = 5  # named on the curve of importance
-MEASURE_UNITS = {"entropy": "nats", "distance": "tokens"}
+
 COLOUR_NOTE = "colour: class with the highest score"
 
 
@@ -40,8 +41,8 @@ def _class_colours(heads: Sequence[HeadMeasures]) -> list[str]:
     return [CLASS_STYLES.get(head.group, ("", "muted"))[1] or "empty" for head in heads]
 
 
-def plot_measure_by_layer(table: HeadTable, measure: str = "entropy") -> Figure:
-    """Return a measure of every head by layer: dots are heads with intervals, the line their mean."""
+def plot_entropy_by_layer(table: HeadTable) -> Figure:
+    """Return the entropy of every head by layer: dots are heads with intervals, the line their mean."""
     sites = table.sites
     xs: list[float] = []
     heads: list[HeadMeasures] = []
@@ -52,9 +53,9 @@ def plot_measure_by_layer(table: HeadTable, measure: str = "entropy") -> Figure:
         count = len(members)
         heads += members
         xs += [index + 0.5 * (n / max(1, count - 1) - 0.5) for n in range(count)]
-        means.append(sum(head.measures[measure].value for head in members) / count)
-        chance.append(members[0].measures[measure].chance)
-    ys, lows, highs = zip(*(head.measures[measure][:3] for head in heads), strict=True)
+        means.append(sum(head.measures["entropy"].value for head in members) / count)
+        chance.append(members[0].measures["entropy"].chance)
+    ys, lows, highs = zip(*(head.measures["entropy"][:3] for head in heads), strict=True)
     dots: dict[str, Any] = {"line": "", "colours": _class_colours(heads), "sizes": [3.4] * len(xs)}
     layers = range(len(sites))
     series = [
@@ -62,14 +63,12 @@ def plot_measure_by_layer(table: HeadTable, measure: str = "entropy") -> Figure:
         Series("mean of the layer", layers, means, colour="text"),
         Series("chance", layers, chance, line="--", colour="muted"),
     ]
-    metric = HEAD_METRICS.get(measure)
-    unit = MEASURE_UNITS.get(measure) or (metric.description if metric is not None else "")
     step = -(-len(sites) // 12)
     names = [site.removesuffix(".attention") for site in sites]
     ticks: dict[float, str] = {n: names[n] for n in range(0, len(sites), step)}
-    y = Axis(f"{measure} ({unit})" if unit else measure)
-    plot = Plot(series, Axis("attention layer", ticks=ticks), y, size=(6.4, 3.4))
-    title = f"{table.model}: {measure} of every head, {table.texts}"
+    axes = (Axis("attention layer", ticks=ticks), Axis("entropy (nats)"))
+    plot = Plot(series, *axes, size=(6.4, 3.4))
+    title = f"{table.model}: entropy of every head, {table.texts}"
     return Figure(title, [plot], table.class_legend, legend_title=COLOUR_NOTE)
 
 
@@ -149,19 +148,11 @@ def write_head_report(
         table.head(site, head)  # refuse an unknown head before anything is written
     with stage_folder(folder, HEAD_REPORT, options.existing) as staged:
         write_atomically(staged / "heads.json", json.dumps(table.data, indent=1).encode())
-        maker = PictureMaker(model, _short_examples(examples))
+        suiting = [one for one in examples if one.is_within(EXAMPLE_LENGTHS)]
+        maker = PictureMaker(model, suiting or examples[:1])
         names = list(write_figures(_list_figures(table, maker, options), staged))
         relative = [Path(name).relative_to(staged) for name in names]
         return [str(folder / "heads.json"), *(str(folder / name) for name in relative)]
-
-
-def _short_examples(examples: Sequence[Example]) -> list[Example]:
-    """Return the examples whose lengths suit a heat map, or the first one if there is none."""
-
-    def is_short(example: Example) -> bool:
-        return all(tokens.count in EXAMPLE_LENGTHS for tokens in example.streams.values())
-
-    return list(filter(is_short, examples)) or list(examples[:1])
 
 
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> Iterator[str]:
@@ -181,9 +172,14 @@ def _list_figures(
     model = table.model
     figures = {
         "grid": table.class_grid(f"{model}: class of every head, {table.texts}"),
-        "entropy": plot_measure_by_layer(table),
+        "entropy": plot_entropy_by_layer(table),
     }
-    pictures = list(_class_pictures(table, maker))
+    pictures: list[HeadPicture] = []  # the head with the highest score of each class
+    for group in CLASS_STYLES:
+        for best, head in table.class_members(group)[: group != UNCLEAR]:
+            title = f"{best.name} {best.score:.2f}: {head.site} {head.head}"
+            picture = maker.picture(head, best.name, title)
+            pictures += [picture] if picture is not None else []
     if pictures:
         marks = "the pairs of tokens that the class is about"
         title = f"{model}: the top head of each class, each on the text that shows it best"
@@ -236,14 +232,172 @@ def draw_traced_heads(
         return [str(folder / Path(name).name) for name in write_figures(figures, staged)]
 
 
-def _class_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPicture]:
-    """Yield the head with the highest score of each class, on the text that shows it best."""
-    for group in CLASS_STYLES:
-        members = table.class_members(group)
-        if not members or group == UNCLEAR:
+SCALE_LABEL = "attention weight (strength of colour: its square root)"
+
+
+class HeadPicture(NamedTuple):
+    """Attention weights [T, S] of one head over one text, with a title, a class name, tokens and
+    cells to mark.
+    """
+
+    title: str
+    name: str
+    weights: Array
+    query_tokens: Sequence[str]
+    key_tokens: Sequence[str]
+    marked_cells: Sequence[tuple[int, int]] = ()
+
+    def heat_map(self, size: tuple[float, float] | None = None) -> HeatMap:
+        """Return the weights as cells: queries from top to bottom, keys from left to right."""
+        letter, colour = CLASS_STYLES.get(class_group(self.name), ("", ""))
+        tokens = (self.query_tokens, self.key_tokens)
+        texts = (f"{letter}  {self.title}".strip(), "key", "query")
+        style: dict[str, Any] = {"marked": self.marked_cells, "frame": colour, "size": size}
+        return HeatMap(self.weights, *tokens, *texts, **style)
+
+
+def head_gallery(pictures: Sequence[HeadPicture], title: str, marks: str = "") -> Figure:
+    """Return a heat map for each head; `marks` names what the frames around cells mark."""
+    panels = [picture.heat_map((3.1, 3.2)) for picture in pictures]
+    label = f"{SCALE_LABEL}; framed: {marks}" if marks else SCALE_LABEL
+    return Figure(title, panels, num_columns=3, scale_label=label)
+
+
+def head_figure(picture: HeadPicture, title: str) -> Figure:
+    """Return one head large enough to read every token of a text of some dozen tokens."""
+    return Figure(title, [picture.heat_map()], scale_label=SCALE_LABEL)
+
+
+MAX_TEXTS = 12  # texts that are tried for each class
+ENOUGH_PAIRS = 3  # a text with fewer pairs counts for less
+
+Cells = list[tuple[int, int]]
+
+
+@dataclass
+class PictureMaker:
+    """Makes pictures of the heads of a model on the texts that show their classes; each text is run
+    once.
+    """
+
+    model: nn.Module
+    examples: Sequence[Example]
+    _traces: dict[int, Trace] = field(default_factory=dict[int, Trace])
+
+    def trace(self, number: int) -> Trace:
+        """The trace of example `number`, with the weights of every head."""
+        if number not in self._traces:
+            inputs = self.examples[number].model_inputs
+            self._traces[number] = trace(self.model, inputs, capture=Capture())
+        return self._traces[number]
+
+    def first_picture(
+        self, head: HeadMeasures, name: str, title: str, number: int = 0
+    ) -> HeadPicture:
+        """The picture of a head on the first example, or on another."""
+        traced = self.trace(number)
+        layer = traced.get_layer(head.site)
+        streams = self.examples[number].streams
+        queries = streams[layer.query_stream].words
+        keys = streams[layer.key_stream].words
+        weights = traced.head_weights(head.site, head.head)
+        return HeadPicture(title, name, weights, queries, keys)
+
+    def picture(self, head: HeadMeasures, name: str, title: str) -> HeadPicture | None:
+        """The picture of a head on the text that shows its class `name` best; None if no text can
+        show it.
+        """
+        layer = self.trace(0).get_layer(head.site)
+        found = [find_cells(name, example, layer, head) for example in self.examples]
+        numbers = [n for n, cells in enumerate(found) if cells is None or cells]
+        scores = {n: self._score(n, head, name, found[n]) for n in numbers[:MAX_TEXTS]}
+        best = max(scores, key=lambda number: scores[number], default=None)
+        if best is None or not scores[best] > 0:
+            return None
+        picture = self.first_picture(head, name, title, best)
+        return picture._replace(marked_cells=found[best] or ())
+
+    def _score(self, number: int, head: HeadMeasures, name: str, cells: Cells | None) -> float:
+        """How well an example shows a class of a head, which is about these cells."""
+        example = self.examples[number]
+        traced = self.trace(number)
+        layer = traced.get_layer(head.site)
+        weights = traced.head_weights(head.site, head.head)
+        if cells is not None:
+            return score_cells(weights, cells)
+        tokens = [example.streams[stream] for stream in (layer.query_stream, layer.key_stream)]
+        allowed = torch.from_numpy(np.asarray(traced.head_mask(head.site, head.head), dtype=bool))
+        band = WeightBand(torch.from_numpy(weights)[None], allowed, 0, tokens[0], tokens[1])
+        rules = (*CLASS_RULES, *PATCH_CLASS_RULES)
+        measures = [rule.measure for rule in rules if rule.name == name]
+        metric = get_metric((*measures, "confidence")[0])
+        band = band if metric.weight_source == "all" else band.without_sinks()
+        sums, counts = metric.compute_sums(band)
+        return float(sums[0] / counts[0]) if float(counts[0]) else 0.0
+
+
+def score_cells(weights: np.ndarray, cells: Cells) -> float:
+    """Mean weight of the rows of some cells on these cells, less if there are fewer than
+    `ENOUGH_PAIRS` such rows.
+
+    >>> score_cells(np.eye(4), [(0, 0), (1, 2)]), score_cells(np.eye(4), [(0, 0), (1, 1), (2, 2)])
+    (0.3333333333333333, 1.0)
+    """
+    by_row: dict[int, float] = {}
+    for t, s in cells:
+        by_row[t] = by_row.get(t, 0.0) + float(weights[t, s])
+    return sum(by_row.values()) / max(len(by_row), ENOUGH_PAIRS)
+
+
+def find_cells(
+    name: str, example: Example, layer: AttentionRecord, head: HeadMeasures
+) -> Cells | None:
+    """The cells (query, key) that a class of a head in this layer is about; None if it is not about
+    pairs.
+    """
+    if is_relation_measure(name):  # the first tokens of the words
+        _, relation, _, towards = name.rsplit(" ", 3)
+        word_of_token = next(iter(example.streams.values())).word_index.tolist()
+        cells: Cells = []
+        for dependent, governor, of in example.dependencies:
+            if of == relation:
+                pair = (word_of_token.index(dependent), word_of_token.index(governor))
+                cells.append(pair if towards == "governor" else (pair[1], pair[0]))
+        return cells
+    if name == "alignment":  # every token of the words with gold links
+        # The convention by which the head aligns better: the row of a word has it as input, or
+        # predicts it.
+        measures = {row: head.measures.get(f"{ALIGNMENT_PREFIX} {row}") for row in ROW_CONVENTIONS}
+        values = {row: measure.value for row, measure in measures.items() if measure is not None}
+        best = max(values, key=lambda row: values[row], default=ROW_CONVENTIONS[0])
+        target, source = (example.streams[one].word_index.tolist() for one in ("text", "source"))
+        links = {(link[1], link[0]) for link in example.alignment_links}
+        earlier = 0 if best == "input" else 1  # the row before a token predicts it
+        places = product(range(earlier, len(target)), range(len(source)))
+        return [(t - earlier, s) for t, s in places if (target[t], source[s]) in links]
+    if name in ("duplicate", "induction"):
+        is_induction = name == "induction"
+        earlier_only = layer.stack == "decoder" or is_induction
+        return _repeated_cells(example.streams[layer.query_stream], is_induction, earlier_only)
+    for offset in range(-MAX_OFFSET, MAX_OFFSET + 1):
+        if name == offset_class_name(offset):
+            count = example.streams[layer.query_stream].count
+            return [(t, t + offset) for t in range(count) if 0 <= t + offset < count]
+    return None
+
+
+def _repeated_cells(tokens: TokenAnnotations, is_induction: bool, earlier_only: bool) -> Cells:
+    """Pairs of equal tokens that are not special; of induction, pairs of any token and the token
+    after an earlier occurrence of it.
+    """
+    cells: Cells = []
+    ids = tokens.ids.tolist()
+    special = tokens.is_special.tolist()
+    for t, s in product(range(len(ids)), repeat=2):
+        if ids[t] != ids[s] or s == t or (earlier_only and s > t):
             continue
-        best, head = members[0]
-        title = f"{best.name} {best.score:.2f}: {head.site} {head.head}"
-        picture = maker.picture(head, best.name, title)
-        if picture is not None:
-            yield picture
+        if is_induction:
+            cells += [(t, s + 1)] if s < t - 1 else []
+        elif not special[t] and not special[s]:
+            cells.append((t, s))
+    return cells

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...report.data import Column, Estimate as Measure, Figure, HeatMap, Table
 from ...report.render import colour_text, note_lines, to_csv, to_plain, to_text
@@ -127,7 +127,17 @@ class HeadTable:
 
     def to_text(self, colour: bool = False) -> str:
         """Return the table for a terminal; `colour` allows ANSI colours."""
-        lines = [to_text(self.class_grid(), colour=colour), *self._top_heads(colour)]
+        lines = [to_text(self.class_grid(), colour=colour)]
+        for group, (letter, shade) in CLASS_STYLES.items():
+            members = [] if group == "unclear" else self.class_members(group)
+            if not members:
+                continue
+            count = pluralise(len({id(head) for _, head in members}), "head")
+            name = f"{letter}  {group}"
+            lines.append(f"\n{colour_text(name, shade) if colour else name}: {count}")
+            for one, head in members[:HEADS_PER_CLASS]:
+                line = f"{head.site} {head.head}: {one.name} {one.score:.2f}, {one.evidence}"
+                lines += wrap(line, indent="   ")
         return "\n".join([*lines, *note_lines(self.notes)])
 
     def class_grid(self, title: str = "") -> Figure:
@@ -169,18 +179,6 @@ class HeadTable:
         for head in self.heads:
             members += [(one, head) for one in head.classes if class_group(one.name) == group]
         return sorted(members, key=lambda member: -member[0].score)
-
-    def _top_heads(self, colour: bool) -> Iterator[str]:
-        for group, (letter, shade) in CLASS_STYLES.items():
-            members = [] if group == "unclear" else self.class_members(group)
-            if not members:
-                continue
-            count = pluralise(len({id(head) for _, head in members}), "head")
-            name = f"{letter}  {group}"
-            yield f"\n{colour_text(name, shade) if colour else name}: {count}"
-            for one, head in members[:HEADS_PER_CLASS]:
-                line = f"{head.site} {head.head}: {one.name} {one.score:.2f}, {one.evidence}"
-                yield "\n".join(wrap(line, indent="   "))
 
     def ranking(self, measure: str) -> Table:
         """Return the heads by decreasing value of a measure, with its interval and chance."""
@@ -249,19 +247,6 @@ HEAD_NAME = re.compile(r"([LEDX])(\d+) ?H(\d+)")
 EXAMPLE_NAMES = "L3H2 (or E3H2, D3H2, X3H2 for encoder, decoder and cross-attention), or SITE:HEAD"
 
 
-class LayerName(Protocol):
-    """Name of an attention layer: a site of a model or a layer of a trace."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def stack(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def layer(self) -> int: ...
-
-
 def check_head_name(name: str) -> None:
     """Raise ValueError unless `name` could name a head."""
     site, _, head = name.rpartition(":")
@@ -269,9 +254,9 @@ def check_head_name(name: str) -> None:
         raise ValueError(f"{name!r} is not a head; write {EXAMPLE_NAMES}")
 
 
-def locate_head(name: str, layers: Iterable[LayerName]) -> tuple[str, int]:
-    """Return the site and the number of a head by its short name, as the page of headwise view
-    writes it, or SITE:HEAD.
+def locate_head(name: str, layers: Iterable[Any]) -> tuple[str, int]:
+    """Return the site and the number of a head of these sites or layers of a trace by its short
+    name, as the page of headwise view writes it, or by SITE:HEAD.
 
     L is any layer, E the encoder, D the self-attention of the decoder, X the cross-attention.
 
@@ -288,11 +273,11 @@ def locate_head(name: str, layers: Iterable[LayerName]) -> tuple[str, int]:
     letter = match[1]
     number = int(match[2])
     head = int(match[3])
-    sites = [
-        layer.name
-        for layer in layers
-        if layer.layer == number and letter in ("L", _layer_letter(layer))
-    ]
+    sites: list[str] = []
+    for layer in layers:
+        own = "X" if layer.kind == "cross" else "E" if layer.stack == "encoder" else "D"
+        if layer.layer == number and letter in ("L", own):
+            sites.append(layer.name)
     if len(sites) != 1:
         fact = (
             f"layer {number} is each of {', '.join(sites)}"
@@ -303,13 +288,7 @@ def locate_head(name: str, layers: Iterable[LayerName]) -> tuple[str, int]:
     return sites[0], head
 
 
-def _layer_letter(layer: LayerName) -> str:
-    return "X" if layer.kind == "cross" else "E" if layer.stack == "encoder" else "D"
-
-
 # --- Importance -----------------------------------------------------------------------------------
-
-SIGNIFICANCE_LEVEL = 0.05  # largest corrected p-value of a significant head
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ of patches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,7 +153,14 @@ def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     _check_image_size(layout, pixels)
     name = "x" if isinstance(model, Transformer) else "pixel_values"
     inputs = [{name: image[None]} for image in pixels]
-    counts = _count_tokens(model, inputs[0])
+    observable = require_ability(model, "observe")
+    counters = {module.site.name: _TokenCounter() for module in observable}
+    run_observed(model, inputs[0], observable, counters)
+    # Number of tokens at each site, or 0 where queries and keys differ
+    counts: dict[str, int] = {}
+    for name, counter in counters.items():
+        queries, keys = counter.counts
+        counts[name] = queries if queries == keys else 0
     num_patches = layout.rows * layout.columns
     fitting = range(num_patches, num_patches + MAX_OTHER_TOKENS + 1)
     sites = tuple(site for site, count in counts.items() if count in fitting)
@@ -186,7 +192,31 @@ def read_images(model: nn.Module, path: str | Path, limit: int | None = None) ->
     height, width].
     """
     layout = PatchLayout.from_model(model)
-    store, is_scaled = _open_images(Path(path), layout)
+    path = existing_path(str(path))
+    is_scaled = False
+    if path.suffix == ".npy":
+        array = open_npy(path)
+        if array.ndim not in (3, 4) or array.dtype.kind not in "uif":
+            raise SpecError(
+                f"{path} is {array.dtype} {list(array.shape)}; give [n, height, width, channels] "
+                "of numbers"
+            )
+        store: ImageStore = ArrayImages(array, str(path))
+        is_scaled = array.dtype.kind == "f"
+        if store.shape[:2] != layout.size:
+            sizes = [" x ".join(map(str, size)) for size in (store.shape[:2], layout.size)]
+            raise SpecError(
+                f"{path} has images of {sizes[0]}, but the model takes {sizes[1]}; resize them"
+            )
+    else:
+        files = [path] if path.suffix in IMAGE_SUFFIXES else []
+        files = list_files(path, IMAGE_SUFFIXES) if path.is_dir() else files
+        if not files:
+            suffixes = ", ".join(IMAGE_SUFFIXES)
+            raise SpecError(
+                f"{path} has no images ({suffixes}); give an image, a folder of images, or an .npy"
+            )
+        store = ImageFiles(files, layout.size)
     count = store.count if limit is None else min(limit, store.count)
     pixels = store.take(np.arange(count))
     if pixels.shape[-1] == 1 and layout.channels == 3:
@@ -201,34 +231,6 @@ def read_images(model: nn.Module, path: str | Path, limit: int | None = None) ->
     return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
 
 
-def _open_images(path: Path, layout: PatchLayout) -> tuple[ImageStore, bool]:
-    """The images at a path, and whether their pixels are used as they are."""
-    path = existing_path(str(path))
-    if path.suffix == ".npy":
-        array = open_npy(path)
-        if array.ndim not in (3, 4) or array.dtype.kind not in "uif":
-            raise SpecError(
-                f"{path} is {array.dtype} {list(array.shape)}; give [n, height, width, channels] "
-                "of numbers"
-            )
-        store = ArrayImages(array, str(path))
-        if store.shape[:2] != layout.size:
-            sizes = [" x ".join(map(str, size)) for size in (store.shape[:2], layout.size)]
-            raise SpecError(
-                f"{path} has images of {sizes[0]}, but the model takes {sizes[1]}; resize them"
-            )
-        return store, array.dtype.kind == "f"
-    files = [path] if path.suffix in IMAGE_SUFFIXES else []
-    if path.is_dir():
-        files = list_files(path, IMAGE_SUFFIXES)
-    if not files:
-        suffixes = ", ".join(IMAGE_SUFFIXES)
-        raise SpecError(
-            f"{path} has no images ({suffixes}); give an image, a folder of images, or an .npy"
-        )
-    return ImageFiles(files, layout.size), False
-
-
 class _TokenCounter(AttentionHook):
     """Hook that counts the queries and keys of a call."""
 
@@ -237,14 +239,3 @@ class _TokenCounter(AttentionHook):
     def on_call(self, call: ObservedCall) -> None:
         """Count queries and keys."""
         self.counts = tuple(call.all_weights().shape[2:])
-
-
-def _count_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """Number of tokens at each site of the model, or 0 where queries and keys differ."""
-    sites = require_ability(model, "observe")
-    counters = {site_module.site.name: _TokenCounter() for site_module in sites}
-    run_observed(model, inputs, sites, counters)
-    return {
-        name: counter.counts[0] if len(set(counter.counts)) == 1 else 0
-        for name, counter in counters.items()
-    }

@@ -5,7 +5,7 @@ text.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from ...models import Transformer
 from ...models.feed_forward import NormLayer
 from ...report.data import Table
-from ...report.render import to_text
+from ...report.render import to_plain, to_text
 from ...util.errors import SpecError
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import record_head_outputs, record_modules
 from ..inspect.model_inputs import prepare_inputs
-from .head_circuits import get_circuits
-from .random_baseline import as_native_model
+from .head_circuits import as_native_model, get_circuits, get_weight
 
 DIRECT_PLACEMENTS = ("pre", "parallel", "abreast")
 
 
-class LogitShare(NamedTuple):
+@dataclass(frozen=True)
+class LogitShare:
     """The direct contribution of one head to a logit, or to the difference of two."""
 
     site: str
@@ -66,15 +66,7 @@ class LogitAttribution:
     @property
     def data(self) -> dict[str, Any]:
         """The attribution as plain values, the largest contribution first."""
-        return {
-            "position": self.position,
-            "token": self.token,
-            "baseline": self.baseline,
-            "logit": self.logit,
-            "rest": self.rest,
-            "words": self.words,
-            "heads": [share._asdict() for share in self.by_size],
-        }
+        return to_plain(replace(self, heads=tuple(self.by_size)))
 
     @property
     def by_size(self) -> list[LogitShare]:
@@ -188,9 +180,9 @@ def _linear_head(net: Transformer) -> Any:
 
 def _output_table(net: Transformer) -> Tensor:
     """Weight of the first output head, [tokens, model], which may be tied to the embedding."""
-    name = f"head.{net.spec.heads[0].name}.weight"
-    state = net.state_dict(keep_vars=True)
-    return state[net.spec.tied_weights().get(name, name)].detach().double()
+    weight = get_weight(net, f"head.{net.spec.heads[0].name}.weight")
+    assert weight is not None
+    return weight.double()
 
 
 # --- What one head adds to every logit ------------------------------------------------------------

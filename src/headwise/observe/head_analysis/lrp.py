@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention.attention import Attention
 from ...attention.interfaces.core_types import Probe
 from ...attention.masking.sequence_info import SequenceInfo
 from ...models import Transformer
-from ...models.block import LayerInputs, LayerStack, TransformerLayer
+from ...models.block import LayerInputs, TransformerLayer
 from ...models.embeddings_heads import OutputHead
 from ...models.feed_forward import FeedForward, NormLayer
 from ...models.model_spec import ExpertsSpec
@@ -216,7 +215,11 @@ class RelevanceForward:
                 source_sequence = sequence
                 sequence = resolve_sequence(x, tokens, None)
                 call = LayerInputs(sequence, None, None, source_sequence, {})
-                states = self._run_stack(stack, stack.place(x, sequence, types), call, states)
+                h = stack.place(x, sequence, types)[0].double().requires_grad_()
+                self.stack_inputs[stack.spec.name] = h
+                for layer in stack.blocks:
+                    h = self._run_layer(layer, h, call, states)
+                states = _run_norm(stack.norm, h)
             assert states is not None
             assert sequence is not None
             self.out = self._run_output_head(states, sequence)
@@ -229,15 +232,6 @@ class RelevanceForward:
         """
         share = torch.full_like(self.top_logits, 1 / len(self.top_logits))
         return propagate(self.top_logits, share, values)
-
-    def _run_stack(
-        self, stack: LayerStack, x: Tensor, call: LayerInputs, states: Tensor | None
-    ) -> Tensor:
-        h = x[0].double().requires_grad_()
-        self.stack_inputs[stack.spec.name] = h
-        for layer in stack.blocks:
-            h = self._run_layer(layer, h, call, states)
-        return _run_norm(stack.norm, h)
 
     def _run_layer(
         self, layer: TransformerLayer, x: Tensor, call: LayerInputs, states: Tensor | None
@@ -291,7 +285,16 @@ class RelevanceForward:
         o_BTOV = attention.head_outputs(
             x[None].to(dtype), source=source, sequence=call.sequence, probe=probe
         )
-        weight, bias = _value_map(attention, site)
+
+        def project(rows: Tensor) -> Tensor:
+            entry = attention.project_source(rows[:, None]).entry
+            if "v" in entry:
+                return entry["v"][:, 0]
+            fact = f"cannot propagate relevance through {site}: it does not cache values"
+            raise ValueError(f"{fact}; use another method")
+
+        # the map from a token to its values, for any projection
+        weight, bias = _affine_map(project, kv_input.shape[-1], o_BTOV)
         v = reshape(linear(kv_input, weight, bias.flatten()), len(kv_input), *bias.shape)
         core = attention.spec.core_of(attention.spec.projection_form(one=False))
         z = attention_read(v, probe.tensors["weights"][0], core.value_head_of_row)
@@ -312,7 +315,12 @@ class RelevanceForward:
         assert isinstance(head, OutputHead)
         spec = head.spec
         if spec.at != "each":
-            weights = _pooling_weights(spec.at, sequence)
+            # Weight of each token in the pooling of a head that has one output per text
+            weights = sequence.is_real[0].double()
+            if spec.at != "mean":
+                place = weights.nonzero()[0 if spec.at == "first" else -1]
+                weights = torch.zeros_like(weights).index_fill_(0, place, 1)
+            weights = (weights / weights.sum())[None, None]
             h = reshape(attention_read(reshape(h, len(h), 1, -1), weights, (0,)), 1, -1)
         if head.activation is not None:
             transform: Any = head.transform
@@ -355,16 +363,6 @@ def _run_feed_forward(feed: Any, x: Tensor) -> Tensor:
     return linear(identity(up, inner), weights.down, feed.get_weight("down_bias"))
 
 
-def _pooling_weights(pooling: str, sequence: SequenceInfo) -> Tensor:
-    """Weight of each token in the pooling of a head that has one output per text, [1, 1, T]."""
-    is_real = sequence.is_real[0].double()
-    if pooling == "mean":
-        return (is_real / is_real.sum())[None, None]
-    weights = torch.zeros_like(is_real)
-    weights[is_real.nonzero().flatten()[0 if pooling == "first" else -1]] = 1
-    return weights[None, None]
-
-
 # --- Maps of an attention layer, measured ---------------------------------------------------------
 
 
@@ -375,20 +373,6 @@ def _affine_map(
     outputs = function(torch.cat([torch.zeros(1, width), torch.eye(width)]).to(like)).double()
     flat = outputs.flatten(1)
     return (flat[1:] - flat[0]).T, outputs[0]
-
-
-def _value_map(attention: Attention, site: str) -> tuple[Tensor, Tensor]:
-    """Weight and bias [groups, width] of the map from a token to its values, for any projection."""
-
-    def project(rows: Tensor) -> Tensor:
-        entry = attention.project_source(rows[:, None]).entry
-        if "v" in entry:
-            return entry["v"][:, 0]
-        fact = f"cannot propagate relevance through {site}: it does not cache values"
-        raise ValueError(f"{fact}; use another method")
-
-    width = attention.spec.source or attention.spec.model
-    return _affine_map(project, width, next(attention.parameters()))
 
 
 def _check_same_output(name: str, recorded: Tensor, expected: Tensor) -> None:

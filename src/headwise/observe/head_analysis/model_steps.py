@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,36 +77,14 @@ def model_steps(
      'residual_out']
     """
     layer, attention, role = _find_layer(model, place.site)
-    spec = attention.spec
-    combining = [step for _, step in spec.parts_of(OutputStep) if step.combines_rows]
+    combining = [step for _, step in attention.spec.parts_of(OutputStep) if step.combines_rows]
     if combining:
         reason = f"{combining[0]!r} makes one head of several rows of weights"
         raise ValueError(f"cannot compute the steps of {place.site}: {reason}")
-    outputs = spec.score_head_of_output
-    call = _run_model(lambda: model.hidden(x, source=source), layer, role)
-    probed, changes = _run_query(attention, call, place.query)
-    if not 0 <= place.head < len(outputs):
-        raise ValueError(
-            f"{place.site} has no head {place.head}; give one in 0..{len(outputs) - 1}"
-        )
-    return _Walk(layer, attention, role, place, call, probed, changes).collect(key)
-
-
-# --- Run the model, and the layer for one query ---------------------------------------------------
-
-# What each part changed, by (name, side): the tensors before and after.
-Changes = dict[tuple[str, str], tuple[Tensor, Tensor]]
-
-
-class _LayerCall(NamedTuple):
-    """Inputs and outputs of an attention in a run of the model, and those of the layer's norms."""
-
-    attention_input: Tensor
-    output: Tensor
-    sequence: SequenceInfo
-    source: Tensor
-    source_sequence: SequenceInfo
-    norms: Mapping[str, tuple[Tensor, Tensor]]
+    walk = _Walk(layer, attention, role, place)
+    walk.run_model(lambda: model.hidden(x, source=source))
+    walk.run_query()
+    return walk.collect(key)
 
 
 def _find_layer(model: nn.Module, site: str) -> tuple[TransformerLayer, Attention, str]:
@@ -125,69 +103,6 @@ def _find_layer(model: nn.Module, site: str) -> tuple[TransformerLayer, Attentio
     )
 
 
-def _run_model(run: Callable[[], object], layer: TransformerLayer, role: str) -> _LayerCall:
-    """Run the model and keep what one layer receives and computes. Other threads may run the model
-    meanwhile.
-    """
-    attention = layer.attentions[role]
-    norms = {name: one for name, one in layer.named_children() if isinstance(one, NormLayer)}
-    with torch.inference_mode(), record_modules([layer, attention, *norms.values()]) as calls:
-        run()
-    if not calls[attention]:
-        raise ValueError(f"{layer.name}.{role} did not run on this text")
-    call = calls[attention][-1]
-    inputs: LayerInputs = calls[layer][-1].args[1]
-    source = inputs.source
-    source_sequence = inputs.source_sequence
-    if role == "attention":  # the tokens themselves are the source
-        source = call.args[0]
-        source_sequence = inputs.sequence
-    if not isinstance(source, Tensor) or source_sequence is None:
-        raise ValueError(
-            f"the source of {layer.name}.{role} was projected before, so its states are unknown"
-        )
-    of_norms = {name: calls[norm][-1] for name, norm in norms.items() if calls[norm]}
-    recorded = {name: (one.args[0], one.output) for name, one in of_norms.items()}
-    return _LayerCall(call.args[0], call.output, inputs.sequence, source, source_sequence, recorded)
-
-
-def _run_query(
-    attention: Attention, call: _LayerCall, query: int
-) -> tuple[Mapping[str, Tensor], Changes]:
-    """Run an attention layer again for one query, which attends to all tokens that it attended to
-    in the model; return the tensors at probe points, and what each part changed.
-    """
-    changes: Changes = {}
-
-    def observe(name: str, side: str, before: Tensor, after: Tensor) -> None:
-        changes[name, side] = (before, after)
-
-    count = call.attention_input.shape[1]
-    if not 0 <= query < count:
-        raise ValueError(f"there is no query {query}; give one in 0..{count - 1}")
-    # A single query may run in another form (latent attention), so a second one goes along.
-    queries = [query] if count == 1 else [query, query - 1 if query else 1]
-    observed = attention.observed(observe)
-    probe = Probe(*PROBED)
-    if observed.spec.source is None:  # the tokens themselves are the source
-        observed.spec = replace(observed.spec, source=observed.spec.model)
-        observed.planner = CallPlanner(observed.spec)
-    with torch.inference_mode():
-        source = observed.project_source(call.source, sequence=call.source_sequence)
-        sequence = _take(call.sequence, queries)
-        y = observed(
-            call.attention_input[:, queries], source=source, sequence=sequence, probe=probe
-        )
-    expected = call.output[0, query].float()
-    error = float((y[0, 0].float() - expected).abs().max())
-    if not error <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
-        raise ValueError(
-            f"the steps lead to another output than the model's (by {error:.2g}), so they are not "
-            "shown"
-        )
-    return probe.tensors, changes
-
-
 def _take(sequence: SequenceInfo, queries: list[int]) -> SequenceInfo:
     return SequenceInfo(sequence.position[:, queries], sequence.segment[:, queries], checked=True)
 
@@ -201,39 +116,101 @@ NORM_AFTER = {"post": "{}_norm", "after": "{}_norm", "sandwich": "{}_norm_after"
 
 
 class _Walk:
-    """Collects the steps of one head in order."""
+    """Runs the model, then the layer for one query, and collects the steps of one head in order.
+
+    `norms` are inputs and outputs of the layer's norms, `probed` the tensors at probe points, and
+    `changes` what each part changed, by (name, side): the tensors before and after.
+    """
+
+    attention_input: Tensor
+    output: Tensor
+    sequence: SequenceInfo
+    source_sequence: SequenceInfo
+    probed: Mapping[str, Tensor]
 
     def __init__(
-        self,
-        layer: TransformerLayer,
-        attention: Attention,
-        role: str,
-        place: HeadPlace,
-        call: _LayerCall,
-        probed: Mapping[str, Tensor],
-        changes: Changes,
+        self, layer: TransformerLayer, attention: Attention, role: str, place: HeadPlace
     ) -> None:
         self.layer = layer
         self.attention = attention
+        self.role = role
         self.place = place
-        self.call = call
-        self.probed = probed
-        self.changes = changes
         self.spec = attention.spec
-        core = self.spec.core_of(self.spec.projection_form(one=False))
-        self.score_head = self.spec.score_head_of_output[place.head]
-        # the head's place in scores and weights
-        self.core_head = self.spec.core_score_heads.index(self.score_head)
-        self.key_head = core.key_head_of_query[self.core_head]
-        self.value_head = core.value_head_of_row[place.head]
-        self.weights = as_array(probed["weights"][0, place.head, 0])
         self.circuits = AttentionCircuits(place.site, attention, ())
+        self.norms: dict[str, tuple[Tensor, Tensor]] = {}
+        self.changes: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self.missing: dict[str, str] = {}
         self.steps: list[HeadStep] = []
-        before = NORM_BEFORE.get(layer.placement, f"{role}_norm")
-        after = NORM_AFTER.get(layer.placement, "").format(role)
-        self.norm_before = before if before in call.norms else ""
-        self.norm_after = after if after in call.norms else ""
+
+    def run_model(self, run: Callable[[], object]) -> None:
+        """Run the model and keep what the layer receives and computes. Other threads may run the
+        model meanwhile.
+        """
+        layer = self.layer
+        norms = {name: one for name, one in layer.named_children() if isinstance(one, NormLayer)}
+        modules = [layer, self.attention, *norms.values()]
+        with torch.inference_mode(), record_modules(modules) as calls:
+            run()
+        if not calls[self.attention]:
+            raise ValueError(f"{layer.name}.{self.role} did not run on this text")
+        call = calls[self.attention][-1]
+        inputs: LayerInputs = calls[layer][-1].args[1]
+        source = inputs.source
+        source_sequence = inputs.source_sequence
+        if self.role == "attention":  # the tokens themselves are the source
+            source = call.args[0]
+            source_sequence = inputs.sequence
+        if not isinstance(source, Tensor) or source_sequence is None:
+            raise ValueError(
+                f"the source of {layer.name}.{self.role} was projected before, so its states are "
+                "unknown"
+            )
+        for name in [name for name, norm in norms.items() if calls[norm]]:
+            of_norm = calls[norms[name]][-1]
+            self.norms[name] = (of_norm.args[0], of_norm.output)
+        self.attention_input = call.args[0]
+        self.output = call.output
+        self.source = source
+        self.sequence = inputs.sequence
+        self.source_sequence = source_sequence
+
+    def run_query(self) -> None:
+        """Run the attention again for one query, which attends to all tokens that it attended to in
+        the model.
+        """
+        query = self.place.query
+        count = self.attention_input.shape[1]
+        if not 0 <= query < count:
+            raise ValueError(f"there is no query {query}; give one in 0..{count - 1}")
+        # A single query may run in another form (latent attention), so a second one goes along.
+        queries = [query] if count == 1 else [query, query - 1 if query else 1]
+
+        def observe(name: str, side: str, before: Tensor, after: Tensor) -> None:
+            self.changes[name, side] = (before, after)
+
+        observed = self.attention.observed(observe)
+        probe = Probe(*PROBED)
+        if self.spec.source is None:  # the tokens themselves are the source
+            observed.spec = replace(self.spec, source=self.spec.model)
+            observed.planner = CallPlanner(observed.spec)
+        with torch.inference_mode():
+            source = observed.project_source(self.source, sequence=self.source_sequence)
+            sequence = _take(self.sequence, queries)
+            x = self.attention_input[:, queries]
+            y = observed(x, source=source, sequence=sequence, probe=probe)
+        expected = self.output[0, query].float()
+        error = float((y[0, 0].float() - expected).abs().max())
+        if not error <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
+            raise ValueError(
+                f"the steps lead to another output than the model's (by {error:.2g}), so they are "
+                "not shown"
+            )
+        self.probed = probe.tensors
+        num_heads = len(self.spec.score_head_of_output)
+        if not 0 <= self.place.head < num_heads:
+            raise ValueError(
+                f"{self.place.site} has no head {self.place.head}; give one in 0..{num_heads - 1}"
+            )
 
     def add(
         self,
@@ -251,13 +228,24 @@ class _Walk:
 
     def collect(self, key: int | None) -> HeadSteps:
         """All steps."""
-        queries = _take(self.call.sequence, [self.place.query])
+        self.core = self.spec.core_of(self.spec.projection_form(one=False))
+        self.score_head = self.spec.score_head_of_output[self.place.head]
+        # the head's place in scores and weights
+        self.core_head = self.spec.core_score_heads.index(self.score_head)
+        self.key_head = self.core.key_head_of_query[self.core_head]
+        self.value_head = self.core.value_head_of_row[self.place.head]
+        self.weights = as_array(self.probed["weights"][0, self.place.head, 0])
+        queries = _take(self.sequence, [self.place.query])
         pattern = self.spec.pattern
-        mask = AttentionMask(queries, self.call.source_sequence, pattern, None).allowed[0, :, 0]
+        mask = AttentionMask(queries, self.source_sequence, pattern, None).allowed[0, :, 0]
         mask = mask[self.score_head if len(mask) > 1 else 0].expand(len(self.weights))
         allowed = np.asarray(mask.cpu().numpy(), bool)
         self.shown = choose_keys(self.weights, allowed, key)
-        self._add_input()
+        name = NORM_BEFORE.get(self.layer.placement, f"{self.role}_norm")
+        x = self.norms[name][0] if name in self.norms else self.attention_input
+        self.x = as_array(x[0, self.place.query])
+        self.add("residual", "x, the residual stream of this token", {"out": self.x})
+        self._add_norm("norm", name)
         self._add_projections()
         self._add_scores()
         self.steps.append(mask_step(allowed))
@@ -267,19 +255,13 @@ class _Walk:
         steps = tuple(self.steps)
         return HeadSteps(self.place, "model", steps, positions, self.shown, self.missing)
 
-    def _add_input(self) -> None:
-        """The residual stream before the attention, and its norm."""
-        name = self.norm_before
-        x = self.call.norms[name][0] if name else self.call.attention_input
-        self.x = as_array(x[0, self.place.query])
-        self.add("residual", "x, the residual stream of this token", {"out": self.x})
-        if name:
-            self._add_norm("norm", name)
-
     def _add_norm(self, step: str, name: str) -> None:
+        """The norm of this name, if the layer has run it."""
+        if name not in self.norms:
+            return
         norm = self.layer.get_submodule(name)
         assert isinstance(norm, NormLayer)
-        x, n = (as_array(tensor[0, self.place.query]) for tensor in self.call.norms[name])
+        x, n = (as_array(tensor[0, self.place.query]) for tensor in self.norms[name])
         values = x.astype(np.float64)
         facts = {"eps": float(norm.eps)}
         arrays = {"in": x, "out": n}
@@ -308,7 +290,7 @@ class _Walk:
         if "q" in raw and "k" in raw:
             try:  # the largest products in each channel of the query, if the projection is a matrix
                 matrix = as_array(self.circuits.qk_circuit(self.score_head).left)
-                x = as_array(self.call.attention_input[0, self.place.query])
+                x = as_array(self.attention_input[0, self.place.query])
                 raw |= largest_terms(x, matrix, NUM_TERMS)
             except (SpecError, ValueError):
                 pass
@@ -369,7 +351,7 @@ class _Walk:
         changes = self._changes_of("scores")
         first = changes[0][1] if changes else self.probed["scores"]
         scores = as_array(first[0, self.core_head, 0])
-        scale = similarity.score_scale(self.spec.core_of(self.spec.projection_form(one=False)))
+        scale = similarity.score_scale(self.core)
         q = self.probed["q"][0, 0, self.score_head]
         k = self.probed["k"][0, :, self.key_head]
         products = scores * np.nan
@@ -430,16 +412,16 @@ class _Walk:
         """The sum of all heads and the bias, the norm after it if there is one, and the new residual
         stream.
         """
-        y = as_array(self.call.output[0, self.place.query])
+        y = as_array(self.output[0, self.place.query])
         others = as_float32(y.astype(np.float64) - added - bias)
         scale = float(self.layer.scale)
         arrays = {"in": self.x, "own": added, "others": others, "bias": bias}
         facts = {"scale": scale}
-        norm = self.norm_after
-        if norm and self.layer.placement != "post":
+        norm = NORM_AFTER.get(self.layer.placement, "").format(self.role)
+        if norm in self.norms and self.layer.placement != "post":
             self.add("sum", "y = c + other heads + b_O", {**arrays, "out": y}, facts)
             self._add_norm("norm_after", norm)
-            normed = as_array(self.call.norms[norm][1][0, self.place.query])
+            normed = as_array(self.norms[norm][1][0, self.place.query])
             arrays = {"in": self.x, "added": normed, "out": self.x + normed}
             self.add("residual_out", "x ← x + n", arrays)
             return
@@ -447,8 +429,7 @@ class _Walk:
         out = as_float32(self.x + np.float32(scale) * y)
         formula = f"x ← x + {times}(c + other heads + b_O)"
         self.add("residual_out", formula, {**arrays, "out": out}, facts)
-        if norm:
-            self._add_norm("norm_after", norm)
+        self._add_norm("norm_after", norm)
 
 
 def as_array(tensor: Tensor) -> Array:

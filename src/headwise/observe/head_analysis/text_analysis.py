@@ -16,12 +16,11 @@ from ...util.errors import SpecError
 from ..inspect.model_inputs import check_is_module, is_encoder_decoder
 from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
 from ..inspect.trace_capture import get_model_name
-from . import literature_metrics
 from .annotated_examples import Example, ExampleReader, examples_from_lines
 from .head_classes import classify_heads
 from .head_importance import DEFAULT_OPTIONS, ImportanceOptions, estimate_importance
 from .head_measurement import MeasureCollector, MeasureOptions, measure_heads
-from .head_metrics import IMAGE_METRICS, NOT_FOR_IMAGES
+from .head_metrics import IMAGE_METRICS, NOT_FOR_IMAGES, metrics_for_criteria
 from .head_table import HeadTable, ImportanceResult
 from .image_examples import as_pixels, examples_from_pixels, plain_image_examples
 from .importance_methods import ImportanceMethod
@@ -113,7 +112,7 @@ def measure_and_classify(
     """Measure every head over examples, with the metrics that `criteria` need, and classify it by
     them.
     """
-    metrics = (*options.metrics, *literature_metrics.metrics_for_criteria(criteria))
+    metrics = (*options.metrics, *metrics_for_criteria(criteria))
     table = measure_heads(
         model,
         examples,

@@ -40,7 +40,7 @@ class WeightBand:
     """Attention weights of some consecutive queries over one text, for every head of a layer.
 
     - `w_HTS`: weights [heads, queries, keys].
-    - `allowed`: which pairs the mask allows, [T, S] or [H, T, S].
+    - `allowed`: which pairs the mask allows, [1 or H, T, S]; it may be given as [T, S].
     - `first_query`, `first_key`: positions of the first query and of the first key. None of these
       queries may read a
       key outside the band.
@@ -58,10 +58,9 @@ class WeightBand:
     counted_rows: Tensor | None = None
     first_key: int = 0
 
-    @property
-    def allowed_HTS(self) -> Tensor:
-        """Which pairs the mask allows, [H or 1, T, S]."""
-        return self.allowed if self.allowed.dim() == 3 else self.allowed[None]
+    def __post_init__(self) -> None:
+        if self.allowed.dim() == 2:
+            object.__setattr__(self, "allowed", self.allowed[None])
 
     @property
     def is_self_attention(self) -> bool:
@@ -102,8 +101,7 @@ class WeightBand:
         )
 
     def select_counted(self, rows: Tensor) -> Tensor:
-        """Restrict the boolean `rows`, [T] or [H, T], to rows that count, [H or 1, T]."""
-        rows = rows[None] if rows.dim() == 1 else rows
+        """Restrict the boolean `rows`, [H or 1, T], to rows that count."""
         return rows if self.counted_rows is None else rows & self.counted_rows
 
     @cached_property
@@ -113,7 +111,7 @@ class WeightBand:
 
     @cached_property
     def num_allowed_keys(self) -> Tensor:
-        """Number of keys that each row may read, [T] or [H, T]."""
+        """Number of keys that each row may read, [H or 1, T]."""
         return self.allowed.sum(-1)
 
     @cached_property
@@ -173,28 +171,26 @@ class WeightBand:
         )
         in_band = (index >= 0) & (index < self.w_HTS.shape[2])
         index = torch.where(in_band, index, 0)
-        allowed = self.allowed_HTS
         weights, allowed_pairs = (
-            tensor.gather(-1, index.expand(len(tensor), -1, -1)) for tensor in (self.w_HTS, allowed)
+            tensor.gather(-1, index.expand(len(tensor), -1, -1))
+            for tensor in (self.w_HTS, self.allowed)
         )
         return torch.where(in_band, weights, 0), in_band & allowed_pairs
 
     @property
     def uniform_baseline(self) -> WeightBand:
         """The band of one head that reads every allowed key equally: the chance level."""
-        allowed = self.allowed if self.allowed.dim() == 2 else self.allowed.any(0)
+        allowed = self.allowed.any(0, keepdim=True)
         count = allowed.sum(-1, keepdim=True)
         uniform = allowed.to(self.w_HTS.dtype) / count.clamp(min=1)
-        return replace(self, w_HTS=uniform[None], allowed=allowed, counted_rows=None)
+        return replace(self, w_HTS=uniform, allowed=allowed, counted_rows=None)
 
     def append_uniform_baseline(self) -> WeightBand:
         """The band with the uniform baseline as an additional last head."""
         uniform = self.uniform_baseline
-        allowed = (
-            self.allowed
-            if self.allowed.dim() == 2
-            else torch.cat([self.allowed, uniform.allowed[None]])
-        )
+        allowed = self.allowed
+        if len(allowed) > 1:
+            allowed = torch.cat([allowed, uniform.allowed])
         return replace(self, w_HTS=torch.cat([self.w_HTS, uniform.w_HTS]), allowed=allowed)
 
     def without_sinks(self) -> WeightBand:
@@ -272,7 +268,6 @@ class WeightBandHook(AttentionHook):
             columns = slice(allowed_keys[0], allowed_keys[-1] + 1)
             w_HTS = call.all_weights(rows, columns)[0].to(device)
             allowed = allowed[..., columns].expand(-1, w_HTS.shape[1], -1)
-            allowed = allowed[0] if len(allowed) == 1 else allowed
             tokens = (query_tokens, key_tokens)
             band = WeightBand(w_HTS, allowed, start, *tokens, first_key=columns.start)
             self.add_band(self.name, band)
@@ -399,7 +394,7 @@ class WordBandMerger:
             return by_word.index_add_(1, rows, by_key)
 
         w_HTS = sum_words(band.w_HTS)
-        readable = sum_words(band.allowed_HTS.float())
+        readable = sum_words(band.allowed.float())
         before = self._unfinished.pop(site, None)
         if before is not None:
             w_HTS[:, 0] += before[0]
@@ -412,11 +407,9 @@ class WordBandMerger:
             readable = readable[:, :-1]
             num_tokens = num_tokens[:-1]
         if len(num_tokens):
-            allowed = readable > 0
-            allowed = allowed[0] if len(allowed) == 1 else allowed
             w_HTS = w_HTS / num_tokens[:, None]
             tokens = (queries.tokens, keys.tokens)
-            self._add_word_band(site, WeightBand(w_HTS, allowed, first_word, *tokens))
+            self._add_word_band(site, WeightBand(w_HTS, readable > 0, first_word, *tokens))
 
     def group_words(self, annotations: TokenAnnotations) -> WordGrouping:
         """Words of these tokens, cached until the example ends."""

@@ -7,8 +7,9 @@ and S| + |A and P|) / (|A| + |S|) (Och and Ney 2003).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,10 +40,9 @@ class AlignmentScores:
         self._gold: tuple[Tensor, Tensor] | None = None  # sure and possible, [target, source words]
         self._query_tokens: dict[str, TokenAnnotations] = {}
         self._sums: dict[tuple[str, str], Array] = {}
-        self._words = {row: self._make_merger(row) for row in ROW_CONVENTIONS}
-
-    def _make_merger(self, row: str) -> WordBandMerger:
-        return WordBandMerger(lambda site, band: self._add_word_band((site, row), band))
+        self._words = {
+            row: WordBandMerger(partial(self._add_word_band, row)) for row in ROW_CONVENTIONS
+        }
 
     def start_example(self, example: Example) -> None:
         """Read the gold links of the example."""
@@ -60,7 +60,18 @@ class AlignmentScores:
         words = text.word_index
         following = replace(text, word_index=torch.cat([words[1:], words.new_full((1,), -1)]))
         self._query_tokens = {"input": text, "target": following}
-        self._gold = _gold_links(example.alignment_links, text, example.streams["source"])
+        counts = {one: int(example.streams[one].word_index.max()) + 1 for one in ("source", "text")}
+        sure = torch.zeros(counts["text"], counts["source"], device=words.device)
+        possible = sure.clone()  # sure links are also possible
+        for link in example.alignment_links:
+            for stream, word in zip(counts, link, strict=False):
+                if not 0 <= word < counts[stream]:
+                    valid = f"words 0..{counts[stream] - 1}" if counts[stream] else "no words"
+                    fact = f"alignment link {link!r} names word {word} of the {stream}, which has"
+                    raise ValueError(f"{fact} {valid}; count words from 0")
+            possible[link[1], link[0]] = 1
+            sure[link[1], link[0]] = max(float(link[2]), float(sure[link[1], link[0]]))
+        self._gold = (sure, possible)
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of rows; bands of self-attention are ignored."""
@@ -69,7 +80,7 @@ class AlignmentScores:
         for row, words in self._words.items():
             words.add_band(site, replace(band, query_tokens=self._query_tokens[row]))
 
-    def _add_word_band(self, key: tuple[str, str], band: WeightBand) -> None:
+    def _add_word_band(self, row: str, site: str, band: WeightBand) -> None:
         """Count the links of a band of words: those of the heads, of uniform attention and of the
         diagonal.
         """
@@ -77,7 +88,7 @@ class AlignmentScores:
         num_targets, num_sources = self._gold[0].shape
         targets = band.query_tokens.word_index[band.query_positions]
         sources = band.key_tokens.word_index
-        readable = band.uniform_baseline.allowed & (sources >= 0)
+        readable = band.allowed.any(0) & (sources >= 0)
         counted = replace(band, w_HTS=band.w_HTS.masked_fill(~readable, -1), allowed=readable)
         rows = (targets >= 0) & readable.any(-1)
         diagonal = sources == ((targets + 0.5) * num_sources / num_targets).long()[:, None]
@@ -92,7 +103,7 @@ class AlignmentScores:
         counts.append(rows.sum().expand_as(counts[0]))
         counts.append(torch.zeros_like(counts[0]))
         totals = torch.stack(counts).cpu().numpy().astype(np.float64)
-        self._sums[key] = self._sums.get(key, 0) + totals
+        self._sums[site, row] = self._sums.get((site, row), 0) + totals
 
     def finish_example(self) -> None:
         """Store the counts of the example."""
@@ -134,21 +145,3 @@ def _is_max(band: WeightBand) -> Tensor:
     """1 at the largest weight of each row; keys that tie share it equally."""
     is_max = (band.w_HTS == band.w_HTS.amax(-1, keepdim=True)).double()
     return is_max / is_max.sum(-1, keepdim=True)
-
-
-def _gold_links(
-    links: Sequence[tuple[int, int, bool]], text: TokenAnnotations, source: TokenAnnotations
-) -> tuple[Tensor, Tensor]:
-    """Sure and possible links, [target words, source words]; sure links are also possible."""
-    counts = {"source": int(source.word_index.max()) + 1, "text": int(text.word_index.max()) + 1}
-    sure = torch.zeros(counts["text"], counts["source"], device=text.word_index.device)
-    possible = sure.clone()
-    for link in links:
-        for stream, word in zip(counts, link, strict=False):
-            if not 0 <= word < counts[stream]:
-                valid = f"has words 0..{counts[stream] - 1}" if counts[stream] else "has no words"
-                fact = f"alignment link {link!r} names word {word} of the {stream}, which {valid}"
-                raise ValueError(f"{fact}; count words from 0")
-        possible[link[1], link[0]] = 1
-        sure[link[1], link[0]] = max(float(link[2]), float(sure[link[1], link[0]]))
-    return sure, possible

@@ -16,7 +16,7 @@ from ...models import Transformer
 from ...models.generation import eval_mode
 from ...models.model_spec.serialization import MANIFEST_FILE, RECORD_FILE
 from ...observe.head_analysis.annotated_examples import Example
-from ...observe.head_analysis.distinct_examples import DistinctExamples
+from ...observe.head_analysis.attention_sinks import DistinctExamples
 from ...observe.head_analysis.objectives import Objective
 from ...observe.inspect.ablation import HeadRef
 from ...report.data import Column, Estimate, Page, Table

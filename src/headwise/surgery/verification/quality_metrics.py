@@ -21,7 +21,7 @@ from ...models.generation import eval_mode, load_tokenizers, max_positions
 from ...models.generation.decoding_state import greedy_decode
 from ...models.generation.generate import generate
 from ...observe.head_analysis.annotated_examples import Example
-from ...observe.head_analysis.distinct_examples import DistinctExamples
+from ...observe.head_analysis.attention_sinks import DistinctExamples
 from ...observe.head_analysis.objectives import (
     EvaluationInput,
     Objective,
