@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -429,6 +429,11 @@ def _edit_attention(
 # --- Matching -------------------------------------------------------------------------------------
 
 
+# Matches of this process: the layers of a model, and those of other tasks and scales of a study,
+# are mostly alike.
+_matches: dict[tuple[AttentionSpec, AttentionSpec, str, float, Workload], SizeMatch] = {}
+
+
 def _match_model(
     study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batch
 ) -> tuple[ModelSpec, str]:
@@ -443,14 +448,14 @@ def _match_model(
 
     def match_layer(old: AttentionSpec) -> AttentionSpec:
         goal = next(remaining, goals[-1])
-        match = _match_layer(old, goal, study.match, study.tolerance, workload)
+        key = (old, goal, study.match, study.tolerance, workload)
+        match = _matches[key] = _matches.get(key) or _match_layer(*key)
         sentences.append(str(match))
         return match.spec
 
     return replace_self_attention(spec, match_layer), "; ".join(dict.fromkeys(sentences))
 
 
-@cache  # the layers of a model, and those of other tasks and scales of a study, are mostly alike
 def _match_layer(
     old: AttentionSpec, goal: AttentionSpec, by: str, tolerance: float, workload: Workload
 ) -> SizeMatch:
