@@ -104,7 +104,7 @@ def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
 def get_native_copy(model: nn.Module) -> Transformer:
     """The model as a headwise model; a copy of a transformers model is made once."""
     from ..models import Transformer
-    from ..observe.head_analysis.random_baseline import as_native_model
+    from ..observe.head_analysis.head_circuits import as_native_model
 
     if isinstance(model, Transformer):
         return model
