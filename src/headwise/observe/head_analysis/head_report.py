@@ -308,14 +308,14 @@ class PictureMaker:
         show it.
         """
         layer = self.trace(0).get_layer(head.site)
-        found = [find_cells(name, example, layer, head) for example in self.examples]
-        numbers = [n for n, cells in enumerate(found) if cells is None or cells]
-        scores = {n: self._score(n, head, name, found[n]) for n in numbers[:MAX_TEXTS]}
+        cells_of_text = [find_cells(name, example, layer, head) for example in self.examples]
+        numbers = [n for n, cells in enumerate(cells_of_text) if cells is None or cells]
+        scores = {n: self._score(n, head, name, cells_of_text[n]) for n in numbers[:MAX_TEXTS]}
         best = max(scores, key=lambda number: scores[number], default=None)
         if best is None or not scores[best] > 0:
             return None
         picture = self.first_picture(head, name, title, best)
-        return picture._replace(marked_cells=found[best] or ())
+        return picture._replace(marked_cells=cells_of_text[best] or ())
 
     def _score(self, number: int, head: HeadMeasures, name: str, cells: Cells | None) -> float:
         """How well an example shows a class of a head, which is about these cells."""
