@@ -83,7 +83,8 @@ def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
     float32 it is not.
     """
     return (
-        x.device.type == "cpu"
+        torch.is_grad_enabled()
+        and x.device.type == "cpu"
         and torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and all(type(w) in PLAIN_TENSOR_TYPES and w.requires_grad for w in weights)
