@@ -4,15 +4,13 @@ torch.
 In reading order:
 
 - `attention_record`: what a trace stores per attention layer and call, and how weights are
-  recomputed from it;
-  masks in compact form.
+  recomputed from it; masks in compact form.
 - `attention_trace`: `Trace`, one whole run: weights, head outputs, tiles and thumbnails; the mean
   or maximum of many heads, and attention rollout through layers; a trace with subwords merged into
   words, special tokens or the first token left out.
-- `head_steps`: the computation of one head for one query, step by step, as far as a trace holds it;
-  the queries and keys of a head as points on a plane, and their products channel by channel.
-- `trace_comparison`: which heads attend differently in two traces, over tokens aligned with each
-  other.
+- `head_steps`: the steps of one head for one query that a trace holds; the queries and keys of a
+  head as points on a plane, and their products channel by channel.
+- `trace_comparison`: which heads attend differently in two traces, over aligned tokens.
 - `trace_file`: the file format, safetensors with a JSON document and a checksum.
 - `import_export`: traces of weights from elsewhere; weights as CSV, JSON or NPZ.
 """

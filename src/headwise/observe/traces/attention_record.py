@@ -22,8 +22,7 @@ PACKING_FORMS = ("bits", "band", "full")
 
 @dataclass(frozen=True)
 class PackedMask:
-    """A mask or bias that is added to scores, [B or 1, H or 1, T or 1, S], in the most compact of
-    three forms.
+    """Pack a mask or bias on scores, [B or 1, H or 1, T or 1, S], in the smallest of three forms.
 
     "bits" adds 0 where the bit is set and `low` elsewhere. "band" has one number per offset (key
     minus query), the most negative offset first. "full" has one number per pair.
@@ -67,7 +66,7 @@ class PackedMask:
         return self.form, self.shape, self.low, self.values.tobytes()
 
     def unpack_rows(self, row: int, head: int, first_query: int, end_query: int) -> Array:
-        """The bias of one head for a range of queries, [T or 1, S]."""
+        """Return the bias of one head for a range of queries, [T or 1, S]."""
         batch, heads, queries, keys = self.shape
         head_values = self.values[row if batch > 1 else 0, head if heads > 1 else 0]
         if self.form == "band":
@@ -138,12 +137,12 @@ class AttentionCallRecord:
 
 @dataclass(frozen=True)
 class AttentionRecord:
-    """One attention layer: its site, its calls in order, and the recorded tensors.
+    """Store one attention layer: its site, its calls in order, and the recorded tensors.
 
-    `kv_head_of_query[h]` is the KV head of head h. `arrays` contains those of the following that
-    were recorded: "q" and "z" [B, queries, heads, head_dim], "k" and "v" [B, keys, kv_heads,
-    head_dim], "sinks" [heads], "weights.0" [B, heads, queries, keys] and "places.0" [keys].
-    `query_stream` and `key_stream` name the token streams.
+    `kv_head_of_query[h]` is the KV head of head h. `arrays` holds the recorded ones among "q" and
+    "z" [B, queries, heads, head_dim], "k" and "v" [B, keys, kv_heads, head_dim], "sinks" [heads],
+    "weights.0" [B, heads, queries, keys] and "places.0" [keys]. `query_stream` and `key_stream`
+    name the token streams.
     """
 
     name: str
@@ -160,12 +159,12 @@ class AttentionRecord:
 
     @property
     def num_queries(self) -> int:
-        """Number of queries over all calls."""
+        """Count queries over all calls."""
         return max((call.queries[1] for call in self.calls), default=0)
 
     @property
     def num_keys(self) -> int:
-        """Number of key positions over all calls."""
+        """Count key positions over all calls."""
         end = 0
         for call in self.calls:
             positions = self._key_positions(call)
@@ -175,12 +174,12 @@ class AttentionRecord:
 
     @property
     def recorded(self) -> list[str]:
-        """The kinds of the recorded arrays, such as q and k."""
+        """Return the kinds of recorded arrays, such as q and k."""
         return sorted({name.partition(".")[0] for name in self.arrays})
 
     @property
     def batch_size(self) -> int:
-        """Number of rows in the batch."""
+        """Return the number of rows in the batch."""
         return len(next(array for name, array in self.arrays.items() if name[0] in "qw"))
 
     def check(self, *, head: int = 0, row: int = 0, query: int = 0) -> None:
@@ -193,7 +192,7 @@ class AttentionRecord:
                 )
 
     def find_call(self, query: int) -> AttentionCallRecord:
-        """The call of a query, whose keys have known positions."""
+        """Return the call that contains a query; raise if its key positions are unknown."""
         call = next(one for one in self.calls if one.queries[0] <= query < one.queries[1])
         self.key_indices(call)
         return call
@@ -201,7 +200,7 @@ class AttentionRecord:
     def queries_of(
         self, call: AttentionCallRecord, head: int, row: int, start: int, stop: int
     ) -> Array:
-        """Queries of a head in a range counted from the start of the call, [T, head_dim]."""
+        """Return queries of a head in a range counted from the start of the call, [T, head_dim]."""
         first = call.first_query_row
         return self.arrays["q"][row, first + start : first + stop, head].astype(np.float32)
 
@@ -213,7 +212,9 @@ class AttentionRecord:
         name: str = "k",
         count: int | None = None,
     ) -> Array:
-        """The first `count` keys of a head in a call, or with `name="v"` values, [S, head_dim]."""
+        """Return the first `count` keys of a head in a call, or values with `name="v"`, [S,
+        head_dim].
+        """
         stop = call.keys[1] if count is None else call.keys[0] + count
         kv_head = self.kv_head_of_query[head]
         return self.arrays[name][row, call.keys[0] : stop, kv_head].astype(np.float32)
@@ -221,7 +222,9 @@ class AttentionRecord:
     def weights(
         self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]
     ) -> Array:
-        """Attention weights of one head for a range of queries, [queries, keys], in float32."""
+        """Compute attention weights of one head for a range of queries, [queries, keys], in
+        float32.
+        """
         weights = np.zeros((queries[1] - queries[0], self.num_keys), np.float32)
         for call, rows, start, stop in self._calls_of(queries):
             self.key_indices(call)
@@ -254,8 +257,10 @@ class AttentionRecord:
     def _calls_of(
         self, queries: tuple[int, int]
     ) -> Iterator[tuple[AttentionCallRecord, slice, int, int]]:
-        """The calls with queries of this range: the call, the rows of its queries in the range, and
-        the first and the end of its queries, counted from the start of the call.
+        """Yield the calls with queries in this range.
+
+        Each item is the call, the rows of its queries in the range, and the first and the end of
+        its queries, counted from the start of the call.
         """
         for call in self.calls:
             first = max(queries[0], call.queries[0])
@@ -265,7 +270,7 @@ class AttentionRecord:
                 yield call, rows, first - call.queries[0], end - call.queries[0]
 
     def key_indices(self, call: AttentionCallRecord) -> Array:
-        """Positions of the keys of a call; raises if they are unknown."""
+        """Return the key positions of a call; raise if they are unknown."""
         if call.first is None and call.places is None:
             raise ValueError(
                 f"the key positions of queries {call.queries[0]}..{call.queries[1] - 1} of "
@@ -278,9 +283,7 @@ class AttentionRecord:
         return positions
 
     def _key_positions(self, call: AttentionCallRecord) -> Array | slice:
-        """Positions of the keys of a call; a slice, which is fast to assign to, unless they have
-        gaps.
-        """
+        """Return the key positions of a call: a slice, fast to assign to, unless they have gaps."""
         if call.places is not None:
             return self.arrays[f"places.{call.places}"]
         first = call.first or 0
@@ -314,14 +317,15 @@ class AttentionRecord:
         return weights
 
     def sink(self, head: int) -> float | None:
-        """The score of the sink of a head, or None."""
+        """Return the sink score of a head, or None."""
         sinks = self.arrays.get("sinks")
         return None if sinks is None else float(sinks[head])
 
 
 def softmax_with_sink(scores: Array, sink: float | None = None) -> Array:
-    """Softmax over the last axis, in place. A sink takes part of each row; a row without any
-    allowed key is zero.
+    """Apply softmax over the last axis in place.
+
+    A sink takes part of each row. A row without allowed keys is zero.
 
     >>> softmax_with_sink(np.array([[0.0, 0.0], [-np.inf, -np.inf]]))
     array([[0.5, 0.5],

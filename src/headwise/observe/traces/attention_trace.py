@@ -27,7 +27,7 @@ QUERY_BLOCK = 512  # queries computed at a time
 
 
 def query_blocks(num_queries: int) -> Iterator[tuple[int, int]]:
-    """Ranges of up to `QUERY_BLOCK` neighbouring queries.
+    """Yield ranges of up to `QUERY_BLOCK` neighbouring queries.
 
     >>> list(query_blocks(600))
     [(0, 512), (512, 600)]
@@ -39,8 +39,9 @@ def query_blocks(num_queries: int) -> Iterator[tuple[int, int]]:
 def max_pool_weights(
     bands: Iterable[tuple[int, int, Array]], shape: tuple[int, int], size: tuple[int, int]
 ) -> Array:
-    """A picture of weights, 0..255: each cell is the largest weight in it. The weights come in
-    bands of rows.
+    """Draw weights as a picture, 0..255; each cell is its largest weight.
+
+    The weights arrive in bands of rows.
 
     >>> max_pool_weights([(0, 2, np.eye(4)[:2]), (2, 4, np.eye(4)[2:])], (4, 4), (2, 2))
     array([[255,   0],
@@ -87,7 +88,7 @@ class Trace:
     classes: Mapping[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
 
     def get_layer(self, which: str | int) -> AttentionRecord:
-        """The layer with this name, or with this number if it is the only one."""
+        """Return the layer with this name, or with this number if it is the only one."""
         matches = [layer for layer in self.layers if which in (layer.name, layer.layer)]
         if not matches:
             names = [layer.name for layer in self.layers]
@@ -102,8 +103,9 @@ class Trace:
     def head_weights(
         self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
     ) -> Array:
-        """Attention weights of one head for a range of queries of one text, [queries, keys],
-        recomputed in float32.
+        """Recompute weights of one head for a range of queries of one text, [queries, keys].
+
+        The result is float32.
         """
         layer = self.get_layer(site)
         layer.check(head=head, row=row)
@@ -118,8 +120,9 @@ class Trace:
     def head_mask(
         self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
     ) -> Array:
-        """Whether each query of a range may attend to each key, [queries, keys]; see
-        `AttentionRecord.allowed`.
+        """Return a mask that is True where a query may attend to a key, [queries, keys].
+
+        See `AttentionRecord.allowed`.
         """
         layer = self.get_layer(site)
         start, stop, _ = queries.indices(layer.num_queries)
@@ -135,8 +138,9 @@ class Trace:
         size: tuple[int, int] = (THUMBNAIL_SIZE, THUMBNAIL_SIZE),
         row: int = 0,
     ) -> Array:
-        """An 8-bit picture of a range of weights, at most `size` cells; each cell is the largest
-        weight in it.
+        """Draw a range of weights as an 8-bit picture of at most `size` cells.
+
+        Each cell is its largest weight.
         """
         layer = self.get_layer(site)
         start, stop, _ = queries.indices(layer.num_queries)
@@ -155,15 +159,16 @@ class Trace:
         return max_pool_weights(read_bands(), (stop - start, right - left), size)
 
     def thumbnail(self, site: str | int, head: int, *, row: int = 0) -> Array:
-        """All weights of one head as a picture of at most 64 x 64 cells."""
+        """Draw all weights of one head as a picture of at most 64 x 64 cells."""
         layer = self.get_layer(site)
         if layer.name in self.thumbnails:
             return self.thumbnails[layer.name][row, head]
         return self.weight_tile(site, head, row=row)
 
     def with_thumbnails(self, size: int = THUMBNAIL_SIZE) -> Trace:
-        """A copy with a thumbnail of every head, so that a viewer can show all heads without
-        computing weights.
+        """Return a copy with a thumbnail of every head.
+
+        A viewer can then show all heads without computing weights.
         """
         pictures: dict[str, Array] = {}
         for layer in self.layers:
@@ -177,7 +182,7 @@ class Trace:
 
     @property
     def nbytes(self) -> int:
-        """Size of all recorded tensors and masks, in bytes."""
+        """Return the size of all recorded tensors and masks, in bytes."""
         arrays = [grid.values for grid in self.grids]
         for layer in self.layers:
             arrays += layer.arrays.values()
@@ -185,7 +190,7 @@ class Trace:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Summary of the trace as plain values, without the tensors."""
+        """Summarize the trace as plain values, without the tensors."""
         streams: dict[str, list[int]] = {}
         for name, rows in self.streams.items():
             streams[name] = [len(row.ids) for row in rows]
@@ -241,8 +246,9 @@ AGGREGATES = ("mean", "max", "rollout")
 
 
 def aggregate_heads(trace: Trace, sites: Sequence[str], how: str, *, row: int = 0) -> Array:
-    """The mean or maximum of all heads of some sites over the same tokens, [queries, keys], in
-    float32.
+    """Take the mean or maximum over all heads of some sites, [queries, keys], in float32.
+
+    The sites must attend over the same tokens.
 
     >>> from headwise.observe.traces import trace_from_weights
     >>> weights = np.stack([np.eye(2), np.full((2, 2), 0.5)])[None]
@@ -293,8 +299,7 @@ def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
 
 
 def multiply_rollout(means: Iterable[Array]) -> Array:
-    """The product over layers of I / 2 + A / 2, from the mean A of the heads of each layer, in
-    float64.
+    """Multiply I / 2 + A / 2 over layers in float64; A is the mean over the heads of a layer.
 
     >>> multiply_rollout([np.array([[1.0, 0.0], [1.0, 0.0]])] * 2).tolist()
     [[1.0, 0.0], [0.75, 0.25]]
@@ -310,15 +315,18 @@ def multiply_rollout(means: Iterable[Array]) -> Array:
 
 
 def _rescale_rows(weights: Array) -> Array:
-    """Rows that sum to one; a row without any weight stays zero, and is the token itself with its
-    residual share.
+    """Rescale rows to sum to one.
+
+    A row without weight stays zero; with the residual share added, it is the token itself.
     """
     total = weights.sum(1, keepdims=True)
     return weights / np.where(total == 0, 1, total)
 
 
 def _common_shape(layers: Sequence[AttentionRecord]) -> tuple[int, int]:
-    """Queries and keys of some layers; raises if they attend over different tokens."""
+    """Return the numbers of queries and keys of some layers; raise if they attend over different
+    tokens.
+    """
     shapes = {(layer.num_queries, layer.num_keys) for layer in layers}
     streams = {(layer.query_stream, layer.key_stream) for layer in layers}
     if len(shapes) != 1 or len(streams) != 1:
@@ -339,12 +347,12 @@ MAX_WEIGHT_BYTES = 10**9  # of the weights of all heads, which a grouped trace s
 
 @dataclass(frozen=True)
 class TokenGrouping:
-    """Which tokens become one, and which are left out.
+    """Choose which tokens to merge and which to leave out.
 
-    `words` merges the subwords of a word: weights on them are added, and those of the word are the
-    mean of theirs. `special` leaves out tokens that stand for no text, such as [CLS]; `first`
-    leaves out the first token of each text, on which many heads put most of their weight. The
-    weights of a query on the other tokens are divided by their sum.
+    `words` merges the subwords of a word: weights to a word are added, and weights from it are
+    averaged. `special` leaves out tokens without text, such as [CLS]. `first` leaves out the first
+    token of each text, where many heads put most of their weight. The remaining weights of a query
+    are divided by their sum.
     """
 
     words: bool = False
@@ -358,8 +366,9 @@ class TokenGrouping:
 
 
 def group_tokens(trace: Trace, grouping: TokenGrouping, *, row: int = 0) -> Trace:
-    """A trace of one text of `trace` with tokens merged or left out. It stores weights, without
-    queries and keys.
+    """Return one text of `trace` with tokens merged or left out.
+
+    The new trace stores weights, without queries and keys.
 
     >>> from headwise.observe.traces import trace_from_weights
     >>> weights = np.array([[1, 0, 0], [0.5, 0.5, 0], [0.2, 0.4, 0.4]])
@@ -394,7 +403,7 @@ def group_tokens(trace: Trace, grouping: TokenGrouping, *, row: int = 0) -> Trac
 
 
 def find_groups(tokens: TokenRow, grouping: TokenGrouping) -> list[list[int]]:
-    """The positions of each token of the view; those of tokens that are left out are in none.
+    """Return the original positions of each token in the view; left-out tokens have no group.
 
     >>> words = TokenRow.from_words(("[CLS]", "un", "##happy", "cats"))
     >>> find_groups(words, TokenGrouping(words=True, special=True))
@@ -420,7 +429,7 @@ def find_groups(tokens: TokenRow, grouping: TokenGrouping) -> list[list[int]]:
 
 
 def _continues_word(tokens: TokenRow, place: int, has_marks: bool) -> bool:
-    """True if a token goes on with the word of the token before it."""
+    """Return True if a token continues the word of the previous token."""
     before = tokens.words[place - 1]
     word = tokens.words[place]
     if SPECIAL_TOKEN.fullmatch(before):
@@ -439,8 +448,9 @@ def _continues_word(tokens: TokenRow, place: int, has_marks: bool) -> bool:
 
 
 def _is_inside_word(before: str, after: str) -> bool:
-    """True if two neighbouring characters belong to one word: letters and digits, but not
-    ideographs.
+    """Return True if two neighbouring characters belong to one word.
+
+    A word is letters and digits, but not ideographs.
     """
     return all(
         sign.isalnum()
@@ -450,7 +460,7 @@ def _is_inside_word(before: str, after: str) -> bool:
 
 
 def _merge_tokens(tokens: TokenRow, groups: list[list[int]]) -> TokenRow:
-    """The tokens of the view; a merged one has the id of its first token."""
+    """Return the tokens of the view; a merged token keeps the id of its first token."""
     words: list[str] = []
     for places in groups:
         first, *rest = (tokens.words[place] for place in places)
@@ -496,7 +506,7 @@ def _group_layer(
 
 
 def _keep_keys(weights: Array, key_indices: Array, grouping: TokenGrouping) -> Array:
-    """The weights on the keys that are kept; where some were left out, divided by their sum."""
+    """Select the weights on kept keys; divide by their sum if keys were left out."""
     chosen = weights[:, key_indices]
     if not (grouping.special or grouping.first):
         return chosen

@@ -20,7 +20,7 @@ from ...report.render import to_text
 from .attention_record import MASKED_BELOW, Array, AttentionCallRecord, AttentionRecord
 from .attention_trace import Trace
 
-MAX_KEY_VECTORS = 32  # keys whose vectors are part of the steps; scores and weights are of all keys
+MAX_KEY_VECTORS = 32  # key vectors in the steps; scores and weights cover all keys
 NOT_RECORDED = (
     "a trace holds what attention reads, from the queries and keys on; open the model to see it"
 )
@@ -39,7 +39,7 @@ UNRECORDED_STEPS: tuple[str, ...] = (
 
 
 class HeadPlace(NamedTuple):
-    """One query of one head: site, head, query position, and the row of the batch."""
+    """Identify one query of one head: site, head, query position, and batch row."""
 
     site: str
     head: int
@@ -49,7 +49,7 @@ class HeadPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadStep:
-    """One step: its name, its arrays, and how they follow from those of the steps before.
+    """Describe one step: its name, its arrays, and how they follow from the previous steps.
 
     `formula` is the rule; `facts` are the numbers in it that are not arrays, such as a scale;
     `part` is the part of the layer that does the step. The array "out" is the result; others are
@@ -65,10 +65,10 @@ class HeadStep:
 
 @dataclass(frozen=True)
 class HeadSteps:
-    """The steps of one head for one query, in order, and those that are `missing`, with the reason.
+    """List the steps of one head for one query in order, and the `missing` steps with the reason.
 
-    `positions` are the positions of all keys, [S]; `shown_keys` are the indices of the keys whose
-    vectors are included, those with the largest weights. `origin` is "model" or "trace".
+    `positions` are the positions of all keys, [S]. `shown_keys` are the indices of the keys with
+    the largest weights; only their vectors are included. `origin` is "model" or "trace".
     """
 
     place: HeadPlace
@@ -79,7 +79,7 @@ class HeadSteps:
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def find(self, name: str) -> HeadStep:
-        """The first step with this name."""
+        """Return the first step with this name."""
         for step in self.steps:
             if step.name == name:
                 return step
@@ -90,8 +90,9 @@ class HeadSteps:
 
 
 def choose_keys(weights: Array, allowed: Array, always: int | None = None) -> Array:
-    """Indices of the allowed keys with the largest weights, at most `MAX_KEY_VECTORS`, and of the
-    key `always`.
+    """Return indices of allowed keys with the largest weights, and the key `always`.
+
+    At most `MAX_KEY_VECTORS` in all.
 
     >>> choose_keys(np.array([0.1, 0.7, 0.2]), np.array([True, True, True])).tolist()
     [0, 1, 2]
@@ -104,7 +105,7 @@ def choose_keys(weights: Array, allowed: Array, always: int | None = None) -> Ar
 
 
 def gather_step(weights: Array, values: Array, shown: Array, out: Array | None = None) -> HeadStep:
-    """The weighted sum of the values [S, V]; "rest" is what the keys that are not shown add."""
+    """Sum the weighted values [S, V]; "rest" is the contribution of the keys not shown."""
     total = weights.astype(np.float64) @ values.astype(np.float64)
     rest = total - weights[shown].astype(np.float64) @ values[shown].astype(np.float64)
     arrays = {
@@ -116,16 +117,18 @@ def gather_step(weights: Array, values: Array, shown: Array, out: Array | None =
 
 
 def contribution_step(z: Array, matrix: Array, terms: int = 4) -> HeadStep:
-    """The contribution of the head to the residual stream: z times its slice of the output
-    projection, [V, model].
+    """Multiply z by the head's slice of the output projection, [V, model].
+
+    The result is the head's contribution to the residual stream.
     """
     arrays = {"out": as_float32(z.astype(np.float64) @ matrix.astype(np.float64))}
     return HeadStep("contribution", "c = z W_O[head]", arrays | largest_terms(z, matrix, terms))
 
 
 def largest_terms(x: Array, matrix: Array, count: int) -> dict[str, Array]:
-    """For each output channel of x @ matrix, the `count` largest products: input channel and
-    weight, [outputs, count].
+    """Find the `count` largest products of each output channel of x @ matrix.
+
+    Returns their input channels and weights, [outputs, count].
 
     >>> terms = largest_terms(np.array([1.0, 2.0]), np.array([[3.0], [-4.0]]), 1)
     >>> terms["channels"].tolist(), terms["factors"].tolist()
@@ -148,9 +151,7 @@ def largest_terms(x: Array, matrix: Array, count: int) -> dict[str, Array]:
 
 
 def recorded_steps(trace: Trace, place: HeadPlace, key: int | None = None) -> HeadSteps:
-    """The steps that a trace holds: from the queries and keys that attention compares to the head's
-    output.
-    """
+    """Return the steps that a trace holds, from the queries and keys to the head's output."""
     layer = trace.get_layer(place.site)
     layer.check(head=place.head, row=place.row, query=place.query)
     call = layer.find_call(place.query)
@@ -179,7 +180,7 @@ def recorded_steps(trace: Trace, place: HeadPlace, key: int | None = None) -> He
 def _score_steps(
     trace: Trace, layer: AttentionRecord, call: AttentionCallRecord, place: HeadPlace, shown: Array
 ) -> Iterator[HeadStep]:
-    """Products, scale, soft-cap, bias and mask of a call whose queries and keys were recorded."""
+    """Yield products, scale, soft-cap, bias and mask of a call with recorded queries and keys."""
     number = place.query - call.queries[0]
     q = layer.queries_of(call, place.head, place.row, number, number + 1)[0]
     k = layer.keys_of(call, place.head, place.row)
@@ -209,7 +210,7 @@ def _score_steps(
 
 
 def mask_step(allowed: Array) -> HeadStep:
-    """Which keys may be attended to."""
+    """Show which keys a query may attend to."""
     facts = {"allowed": float(allowed.sum()), "keys": float(len(allowed))}
     return HeadStep(
         "mask", "sⱼ = -∞ where key j is not allowed", {"allowed": allowed.astype(np.uint8)}, facts
@@ -217,7 +218,7 @@ def mask_step(allowed: Array) -> HeadStep:
 
 
 def softmax_step(weights: Array, sink: float | None, part: str = "") -> HeadStep:
-    """The weights; a sink, a score without a value, takes a part of the row."""
+    """Compute the weights; a sink (a score without a value) takes part of the row."""
     facts = {"sum": float(weights.sum(dtype=np.float64))}
     if sink is None:
         return HeadStep("normalise", "aⱼ = exp(sⱼ) / Σᵢ exp(sᵢ)", {"out": weights}, facts, part)
@@ -226,7 +227,7 @@ def softmax_step(weights: Array, sink: float | None, part: str = "") -> HeadStep
 
 
 def as_float32(array: Array) -> Array:
-    """The array in float32, contiguous."""
+    """Return the array in float32, contiguous."""
     return np.ascontiguousarray(array, np.float32)
 
 
@@ -234,8 +235,9 @@ def as_float32(array: Array) -> Array:
 
 
 class QueryKeyMap(NamedTuple):
-    """Points [queries, 2] and [keys, 2], and the share of the variance of all vectors that the
-    plane holds.
+    """Place queries [queries, 2] and keys [keys, 2] on a plane.
+
+    The share is the part of the variance of all vectors that the plane holds.
     """
 
     queries: Array
@@ -246,7 +248,7 @@ class QueryKeyMap(NamedTuple):
 
     @property
     def data(self) -> dict[str, Any]:
-        """The points as plain values."""
+        """Return the points as plain values."""
         points = {"queries": self.queries.tolist(), "keys": self.keys.tolist(), "share": self.share}
         return points | {"query_words": self.query_words, "key_words": self.key_words}
 
@@ -262,10 +264,10 @@ class QueryKeyMap(NamedTuple):
 
 
 def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int = 0) -> QueryKeyMap:
-    """The first two principal components of the queries and keys of a head, after rotation.
+    """Project rotated queries and keys of a head on their first two principal components.
 
     The mean of each kind is subtracted: adding a vector to all keys changes no attention weight.
-    Both kinds are scaled to the same mean length, so that one kind does not shrink to a point.
+    Both kinds are scaled to the same mean length, so that neither shrinks to a point.
     """
     layer = _layer_with_scores(trace, site)
     layer.check(head=head, row=row)
@@ -321,8 +323,9 @@ def _normalise_lengths(vectors: Array) -> Array:
 
 
 class ChannelProducts(NamedTuple):
-    """Products [keys, channels] of a query and each key, the `positions` of the keys, and the
-    `scale` of the score.
+    """Store products [keys, channels] of a query and each key.
+
+    `positions` are the key positions, and `scale` is the scale of the score.
     """
 
     products: Array
@@ -339,11 +342,10 @@ def multiply_channels(
     row: int = 0,
     max_keys: int | None = None,
 ) -> ChannelProducts:
-    """The products of the channels of one query with those of its keys, after rotation and before
-    the scale.
+    """Multiply one query with its keys channel by channel, after rotation and before the scale.
 
-    Of more than `max_keys` keys those with the largest scores are kept, in the order of the text.
-    Biases and soft-caps of the scores are not part of the products.
+    With more than `max_keys` keys, the largest scores are kept, in text order. Biases and soft-caps
+    of the scores are not part of the products.
     """
     layer = _layer_with_scores(trace, site)
     layer.check(head=head, row=row, query=query)

@@ -25,7 +25,7 @@ from .attention_trace import Trace, make_token_rows, query_blocks
 EXPORT_SUFFIXES = (".csv", ".json", ".npz")
 EXPORT_COLUMNS = ("site", "head", "row", "query", "key", "query_token", "key_token", "weight")
 PAIRS_PER_PIECE = 10_000  # pairs of .csv and .json that are encoded at once
-EXACT_PAIRS = 50_000  # exports of at most so many pairs are encoded to learn their size
+EXACT_PAIRS = 50_000  # exports up to this many pairs are encoded to measure their size
 SAMPLED_HEADS = 24
 SAMPLED_QUERIES = 8  # others are estimated from these
 TokenStrings = Sequence[str] | Sequence[Sequence[str]]
@@ -128,8 +128,9 @@ def _weights_layer(
 
 
 class WeightSelection(NamedTuple):
-    """Weights to export: layers, heads of each (default: all), and the smallest weight of a pair in
-    .csv and .json.
+    """Select weights to export: layers, heads of each (default: all), and a minimum weight.
+
+    The minimum applies to the pairs in .csv and .json.
     """
 
     layers: Sequence[AttentionRecord]
@@ -137,7 +138,7 @@ class WeightSelection(NamedTuple):
     min_weight: float = 0.0
 
     def list_heads(self) -> list[tuple[AttentionRecord, int, int]]:
-        """Every head of the selection in every row: (layer, row, head)."""
+        """List every selected head in every row: (layer, row, head)."""
         places: list[tuple[AttentionRecord, int, int]] = []
         for layer in self.layers:
             heads = self.heads or range(layer.heads)
@@ -164,7 +165,7 @@ def export_weights(
     """Write the weights of these sites (default: all) in the format of the suffix: .csv, .json
     (pairs) or .npz.
 
-    `heads` are the heads of each site (default: all). Pairs whose weight is below `min_weight` are
+    `heads` are the heads of each site (default: all). Pairs with a weight below `min_weight` are
     omitted from .csv and .json. `overwrite` replaces an earlier file of weights; anything else at
     this path is refused.
     """
@@ -177,8 +178,9 @@ def export_weights(
 def encode_weights(
     trace: Trace, suffix: str, selection: WeightSelection, name: str = ""
 ) -> Iterator[bytes]:
-    """The selected weights as the contents of a .csv, .json or .npz file, in pieces; `name` is used
-    in messages.
+    """Encode the selected weights as a .csv, .json or .npz file, in pieces.
+
+    `name` is used in messages.
     """
     if suffix not in EXPORT_SUFFIXES:
         raise SpecError(
@@ -196,7 +198,7 @@ def encode_weights(
 
 
 def estimate_export_bytes(trace: Trace, suffix: str, selection: WeightSelection) -> int:
-    """About how many bytes `encode_weights` gives, from the size of a sample of queries."""
+    """Estimate the output size of `encode_weights` from a sample of queries."""
     heads = selection.list_heads()
     if sum(layer.num_queries * layer.num_keys for layer, _, _ in heads) <= EXACT_PAIRS:
         return sum(map(len, encode_weights(trace, suffix, selection)))
@@ -241,7 +243,7 @@ def _json_pieces(pairs: Iterator[tuple[Any, ...]], model: dict[str, Any]) -> Ite
 
 
 def _encode_pairs(pairs: Iterator[tuple[Any, ...]], suffix: str) -> Iterator[bytes]:
-    """Rows of .csv, or elements of a list of .json, in pieces."""
+    """Yield rows of .csv, or elements of a list of .json, in pieces."""
     while rows := list(islice(pairs, PAIRS_PER_PIECE)):
         if suffix == ".csv":
             buffer = io.StringIO()
@@ -253,7 +255,7 @@ def _encode_pairs(pairs: Iterator[tuple[Any, ...]], suffix: str) -> Iterator[byt
 
 
 def _layer_weights(trace: Trace, layer: AttentionRecord, heads: Sequence[int]) -> Array:
-    """The attention weights of some heads of a layer (default: all), [B, heads, queries, keys]."""
+    """Return weights of some heads of a layer (default: all), [B, heads, queries, keys]."""
     rows: list[Array] = []
     for row in range(layer.batch_size):
         of_row = [trace.head_weights(layer.name, n, row=row) for n in heads or range(layer.heads)]
@@ -273,8 +275,7 @@ def _head_pairs(
     min_weight: float,
     queries: tuple[int, int],
 ) -> Iterator[tuple[Any, ...]]:
-    """The pairs of one head and a range of queries whose weight is large enough, as rows of a
-    table.
+    """Yield table rows for the pairs of one head and a range of queries with large enough weights.
     """
     layer, row, number = head
     query_tokens = _token_strings(trace, layer.query_stream, row, layer.num_queries)
@@ -295,7 +296,8 @@ def _head_pairs(
 
 
 def _token_strings(trace: Trace, stream: str, row: int, count: int) -> list[str]:
-    """Strings of the first `count` tokens of a stream; numbers for tokens without a string."""
+    """Return strings of the first `count` tokens of a stream; numbers for tokens without a string.
+    """
     rows = trace.streams.get(stream, ())
     words = list(rows[row].words) if row < len(rows) else []
     return (words + [str(n) for n in range(len(words), count)])[:count]

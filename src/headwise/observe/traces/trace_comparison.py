@@ -31,13 +31,13 @@ SUM_TOLERANCE = 1e-3
 
 
 class HeadDifference(NamedTuple):
-    """How differently one head attends in two traces, over the pairs of aligned queries.
+    """Measure how differently one head attends in two traces, over the pairs of aligned queries.
 
     `divergence` is the mean Jensen-Shannon divergence of a query's weights, in nats: 0 for equal
     weights, ln 2 = 0.69 for weights on disjoint keys; NaN for a head with negative weights.
     `largest` is the largest absolute difference of a weight, at `query` and `key` of the first
-    trace. `entropy_change` is the mean entropy in the second trace minus that in the first, in
-    nats.
+    trace. `entropy_change` is the mean entropy in the second trace minus the mean entropy in the
+    first, in nats.
     """
 
     site: str
@@ -51,14 +51,15 @@ class HeadDifference(NamedTuple):
 
 
 class TokenAlignment(NamedTuple):
-    """Positions of tokens that correspond to each other in two token rows, in order."""
+    """List positions of tokens that correspond in two token rows, in order."""
 
     first: Positions
     second: Positions
 
     def within(self, first_count: int, second_count: int) -> TokenAlignment:
-        """The pairs among the first tokens of both rows: the last token that was generated is no
-        query.
+        """Return the pairs among the first tokens of both rows.
+
+        The last generated token is never a query.
         """
         count = min(
             np.searchsorted(self.first, first_count), np.searchsorted(self.second, second_count)
@@ -74,8 +75,8 @@ class TraceComparison:
     """Two traces, the alignment of their tokens by stream, and the difference of every head that
     both have.
 
-    `sites` maps each compared site of the first trace to that of the second. `left_out` maps the
-    other sites of the first trace to the reason. `heads` are in the order of the first trace.
+    `sites` maps each compared site of the first trace to its partner in the second. `left_out` maps
+    the other sites of the first trace to the reason. `heads` are in the order of the first trace.
     `kept_heads` are the heads of a site of the first trace that the second kept, where heads were
     removed.
     """
@@ -90,8 +91,9 @@ class TraceComparison:
     kept_heads: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
 
     def weights(self, site: str, head: int, queries: slice = slice(None)) -> tuple[Array, Array]:
-        """The weights of one head in both traces for a range of aligned queries, each [queries,
-        aligned keys].
+        """Return weights of one head in both traces for a range of aligned queries.
+
+        Each array is [queries, aligned keys].
         """
         layer = self.first.get_layer(site)
         if layer.name not in self.sites:
@@ -105,15 +107,13 @@ class TraceComparison:
         return one[:, keys.first], other[:, keys.second]
 
     def aligned_tokens(self, layer: AttentionRecord) -> tuple[TokenAlignment, TokenAlignment]:
-        """The aligned queries and keys of a site of the first trace, as far as both traces have
-        them.
-        """
+        """Return the queries and keys of a site of the first trace that both traces have."""
         return self.align(layer, self.second.get_layer(self.sites[layer.name]))
 
     def align(
         self, layer: AttentionRecord, other: AttentionRecord
     ) -> tuple[TokenAlignment, TokenAlignment]:
-        """The aligned queries and keys of a site of the first trace and one of the second."""
+        """Return the aligned queries and keys of a site of each trace."""
         queries = self.alignments.get(layer.query_stream, NO_TOKENS)
         keys = self.alignments.get(layer.key_stream, NO_TOKENS)
         return (
@@ -122,8 +122,9 @@ class TraceComparison:
         )
 
     def second_weights(self, layer: AttentionRecord, head: int, positions: Positions) -> Array:
-        """The weights of a head of the first trace in the second, for queries of the second,
-        [queries, keys].
+        """Return the weights that a head of the first trace has in the second, [queries, keys].
+
+        The queries are positions in the second trace.
         """
         kept_heads = list(self.kept_heads.get(layer.name, range(layer.heads)))
         if head not in kept_heads:
@@ -136,8 +137,9 @@ class TraceComparison:
 
     @property
     def ranked(self) -> list[HeadDifference]:
-        """The heads, most different first; heads without a divergence come last, by their largest
-        difference.
+        """Rank heads, most different first.
+
+        Heads without a divergence come last, by their largest difference.
         """
         return sorted(
             self.heads,
@@ -146,7 +148,7 @@ class TraceComparison:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The comparison as plain values."""
+        """Return the comparison as plain values."""
         return {
             "aligned_tokens": {name: len(pairs.first) for name, pairs in self.alignments.items()},
             "left_out": dict(self.left_out),
@@ -183,10 +185,10 @@ def compare_traces(
     """Compare the attention of every head of two traces over the tokens that correspond to each
     other.
 
-    Tokens are aligned by their strings, as a text comparison aligns lines; where as many tokens
-    were replaced as were removed, they correspond in order. Sites are matched by name, else by
-    stack, layer and kind; those with other numbers of heads are left out, unless `kept_heads` says
-    which heads of the first trace the second has.
+    Tokens are aligned by their strings, as a text comparison aligns lines; replaced runs of equal
+    length correspond in order. Sites are matched by name, else by stack, layer and kind; sites with
+    different head counts are left out, unless `kept_heads` lists the heads of the first trace that
+    the second still has.
 
     >>> from headwise.observe.traces import trace_from_weights
     >>> one, two = np.eye(2)[None, None], np.eye(2)[::-1][None, None]
@@ -229,7 +231,7 @@ def compare_traces(
 
 
 def _find_partner(second: Trace, layer: AttentionRecord) -> AttentionRecord | None:
-    """The layer of the second trace with the name of this one, else with its place."""
+    """Return the layer of the second trace with the same name, else with the same place."""
     place = (layer.stack, layer.layer, layer.kind)
     by_place = [one for one in second.layers if (one.stack, one.layer, one.kind) == place]
     matches = [one for one in second.layers if one.name == layer.name] or by_place
@@ -239,7 +241,7 @@ def _find_partner(second: Trace, layer: AttentionRecord) -> AttentionRecord | No
 def _mismatch_reason(
     comparison: TraceComparison, layer: AttentionRecord, other: AttentionRecord | None
 ) -> str:
-    """Why a layer cannot be compared with that of the other trace; "" if it can."""
+    """Explain why a layer cannot be compared with its partner; "" if it can."""
     if other is None:
         return "the other trace has no such site"
     expected = len(comparison.kept_heads.get(layer.name, range(layer.heads)))
@@ -315,17 +317,17 @@ def _compare_head(comparison: TraceComparison, layer: AttentionRecord, head: int
 
 
 def _read_queries(trace: Trace, site: str, head: int, positions: Positions, row: int) -> Array:
-    """The weights of queries at rising positions, [queries, keys]."""
+    """Read weights of queries at rising positions, [queries, keys]."""
     first = int(positions[0])
     last = int(positions[-1]) + 1
     return trace.head_weights(site, head, slice(first, last), row=row)[positions - first]
 
 
 def _divergences(one: Array, other: Array, keys: TokenAlignment) -> Array:
-    """Jensen-Shannon divergence of each query in nats; NaN for weights that are no distribution.
+    """Compute the Jensen-Shannon divergence of each query in nats; NaN for invalid distributions.
 
-    A key that one trace alone has contributes half of its weight times ln 2, whatever the other
-    weights are.
+    A key in only one trace contributes half of its weight times ln 2, whatever the other weights
+    are.
     """
     terms = np.zeros(len(one))
     p = np.maximum(one[:, keys.first], 0)

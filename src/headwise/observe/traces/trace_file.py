@@ -1,5 +1,6 @@
-"""The trace file format: safetensors whose metadata is one JSON document, with a checksum over
-both.
+"""Read and write trace files: safetensors with one JSON document as metadata and a checksum.
+
+The checksum covers both.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def save_trace(trace: Trace, path: Path | str, *, overwrite: bool = False) -> No
 
 
 def encode_trace(trace: Trace) -> list[bytes | memoryview]:
-    """The contents of a trace file in pieces; the tensors among them are not copied."""
+    """Return the contents of a trace file in pieces; tensors are not copied."""
     arrays = dict(_list_arrays(trace))
     document = json.dumps(_trace_to_dict(trace), allow_nan=False)
     header: dict[str, Any] = {
@@ -293,8 +294,8 @@ def _check_pictures(
     thumbnails: Mapping[str, Array],
     images: Mapping[str, Array],
 ) -> None:
-    """Raise unless thumbnails have the sizes of their layers, and images one row for each row of
-    theirs.
+    """Raise unless thumbnails match their layers and images have one row for each row of their
+    stream.
     """
     by_name = {layer.name: layer for layer in layers}
     rows = {layer.key_stream: layer.batch_size for layer in layers}
@@ -410,7 +411,7 @@ def _call_from_record(record: Record) -> AttentionCallRecord:
 
 
 def _check_tensors(record: Record, layer: AttentionRecord) -> None:
-    """Raise if a tensor of a layer does not have the axes of its name, or its heads."""
+    """Raise if a layer's tensor has the wrong axes or the wrong number of heads."""
     batch_sizes = set[int]()
     for name, array in layer.arrays.items():
         kind = name.partition(".")[0]
