@@ -163,8 +163,8 @@ def build_from_weights(
             tensors[name] = value = param.init(shapes[key])
             if name in constants:
                 try:
-                    given = torch.tensor(constants[name], dtype=value.dtype)
-                    tensors[name] = given.reshape(value.shape)
+                    constant = torch.tensor(constants[name], dtype=value.dtype)
+                    tensors[name] = constant.reshape(value.shape)
                 except (TypeError, ValueError, RuntimeError):
                     raise SpecError(
                         f"{name} = {constants[name]!r} is not a list of {value.numel()} numbers; "

@@ -372,16 +372,16 @@ def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Fo
                 reasons_kept[f"{name}.{side}"] = reason
                 blocked_by = blocked_by or name
     # later parts may get a smaller number
-    kept = dict[str, Modifier]()
+    modifiers = dict[str, Modifier]()
     for name, modifier in spec.parts_of(Modifier):
         if name in folded_sides and isinstance(modifier, QKTransform):
             modifier = modifier.without_sides(folded_sides[name])
         if modifier is not None:
-            kept[name] = modifier
-    smaller = replace(spec, modifiers=tuple(kept.values()))
+            modifiers[name] = modifier
+    smaller = replace(spec, modifiers=tuple(modifiers.values()))
     old_names = [name for name, part in spec.parts() if not isinstance(part, Modifier)]
     weights_left = dict[str, Tensor]()
-    for old_name, (name, part) in zip([*old_names, *kept], smaller.parts(), strict=True):
+    for old_name, (name, part) in zip([*old_names, *modifiers], smaller.parts(), strict=True):
         for key in part.params(smaller):
             weights_left[f"{name}.{key}"] = folded_weights[f"{old_name}.{key}"]
     return FoldedWeights(smaller, weights_left, reasons_kept)

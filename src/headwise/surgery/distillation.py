@@ -109,10 +109,10 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
     inputs: dict[str, Any] = {}
     for stream, (argument, stack) in STREAMS.items():
         arguments = [question.inputs.kwargs for question in questions]
-        given = [kwargs for kwargs in arguments if stream in kwargs]
-        if not given:
+        num_given = sum(stream in kwargs for kwargs in arguments)
+        if not num_given:
             continue
-        if len(given) < len(questions):
+        if num_given < len(questions):
             raise SpecError(
                 "some texts have a source and some have none; give a source with every text"
             )

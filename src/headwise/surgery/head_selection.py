@@ -464,9 +464,9 @@ class PruneToBudget(HeadSelection):
             if (len(units) - len(remaining)) % interval == 0:
                 # heads keep their indices in the original model
                 keep = collect_heads(sites, remaining)
-                found = score_heads(pruned, examples, self.ranking)
-                notes = notes or found.notes
-                values = found.scores.items()
+                importance = score_heads(pruned, examples, self.ranking)
+                notes = notes or importance.notes
+                values = importance.scores.items()
                 scores = HeadScores({(site, keep[site][head]): one for (site, head), one in values})
             unit = min(removable, key=scores.unit_score)
             left = [other for other in remaining if other is not unit]

@@ -461,9 +461,9 @@ class ModelEvaluator:
                 question = self.objective.prepare_input(net, example, number)
                 output = compute_output(net, question.inputs)
                 # the output of the baseline is kept if the objective compares with it
-                kept = output if isinstance(self.objective, OutputDrift) else None
-                self._questions.append((question, kept))
-                self.baseline.add(question, output, kept)
+                reference = output if isinstance(self.objective, OutputDrift) else None
+                self._questions.append((question, reference))
+                self.baseline.add(question, output, reference)
         self._task: Task | None = None
         self._pairs: Sequence[TranslationPair] = ()
         self._answers: Sequence[Any] = ()
