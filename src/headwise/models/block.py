@@ -430,7 +430,7 @@ MIXERS: Mapping[type[SequenceMixerSpec], Callable[..., SequenceMixer]] = {
 
 
 def last_states(states_BTD: Tensor, sequence: SequenceInfo) -> Tensor:
-    """Return the state of the last token of each row that is no padding, [B, D].
+    """Return the state of the last non-padding token in each row, [B, D].
 
     >>> states = torch.arange(6.0).view(2, 3, 1)
     >>> last_states(states, SequenceInfo.from_batch(states, lengths=[3, 2])).tolist()

@@ -55,7 +55,7 @@ class EmbeddingLayer(SpecModule):
 
     @property
     def table(self) -> Tensor:
-        """The token table [token, model], its own or that of another stack."""
+        """The token table [token, model], its own or another stack's."""
         return cast(Tensor, (*self._owner, self)[0].tokens)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -129,8 +129,8 @@ class SpecModule(nn.Module):
     """
 
     def register_weights(self, weights: Iterable[WeightSpec]) -> None:
-        """Register and initialise the weights of this module, without those of submodules (names
-        with a dot).
+        """Register and initialise the weights of this module, except submodules' (names with a
+        dot).
         """
         for weight in weights:
             if "." in weight.name:

@@ -297,9 +297,7 @@ def _read_processor(folder: Path, manifest: ModelManifest) -> ProcessorSpec:
 
 
 def _check_tensors(net: Transformer, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse tensors whose names or shapes differ from the model's, and parameters of more than one
-    dtype.
-    """
+    """Refuse tensors with names or shapes unlike the model's, and parameters of several dtypes."""
     mismatch = next(_tensor_mismatches(net, tensors), None)
     if mismatch:
         raise SpecError(

@@ -162,8 +162,8 @@ def build(
 
 
 def _check_memory(spec: ModelSpec) -> None:
-    """Refuse a model whose weights do not fit into main memory, or on another device into any
-    address space.
+    """Refuse a model that is too large for main memory, or on another device for any address
+    space.
     """
     needed = torch.get_default_dtype().itemsize * sum(weight.numel for weight in spec.weights())
     is_on_cpu = torch.get_default_device().type == "cpu"

@@ -1,5 +1,5 @@
-"""Attention layers whose heads (tensor parallelism) or tokens (context parallelism) are divided
-among ranks, and the messages between these.
+"""Attention layers that divide heads (tensor parallelism) or tokens (context parallelism) among
+ranks, and the messages between the ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from ...util.errors import SpecError
 from ..batch import IGNORE_INDEX, Batch
 from ..model_spec import ModelSpec
 
-# gathered sequences to remember: those of both stacks, in this forward call and the previous one
+# gathered sequences to remember: both stacks, in this forward call and the previous one
 MAX_CACHED_SEQUENCES = 4
 
 
 class TensorContextParallel(ParallelContext):
-    """Divides heads among the ranks of `tensor_group` and the tokens of a row among those of
-    `context_group`.
+    """Divides heads within `tensor_group` and the tokens of a row within `context_group`.
 
     Rank r of n holds the r-th of n equal runs of a row.
     """
@@ -185,9 +184,7 @@ def _apply_collective(
 
 
 def check_context_parallel(spec: ModelSpec) -> None:
-    """Raise SpecError for models of images or speech, whose rows become tokens only in the
-    embedding, and for GRUs.
-    """
+    """Raise SpecError for GRUs, and for image and speech models: their embedding makes tokens."""
     if spec.has_mixer:
         fact = (
             f"{spec.name} has a recurrence or convolution, whose state needs the tokens in "

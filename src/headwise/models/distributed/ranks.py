@@ -32,8 +32,8 @@ SHARED_FAILURES = (
     RuntimeError,
 )  # sent to the other ranks; any other exception ends the process
 
-# Ranks that differ in these dimensions work on different data; those of "tensor" on the same rows
-# and tokens.
+# Ranks that differ in these dimensions work on different data. "tensor" ranks work on the same
+# rows and tokens.
 GRADIENT_DIMS = ("data", "context", "shards")
 
 

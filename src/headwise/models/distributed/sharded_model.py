@@ -152,7 +152,7 @@ class ShardedModel:
         return total.sqrt().to(exact)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradient, whose norm is `norm`, down to at most `max_norm`."""
+        """Scale the gradient down from norm `norm` to at most `max_norm`."""
         nn.utils.clip_grads_with_norm_(self.own.values(), max_norm, norm)
 
     # --- whole tensors ---
@@ -295,7 +295,7 @@ class TensorParallelModel:
         )
 
     def as_sharded(self, part: ShardedModel) -> ShardedModel:
-        """Return the full model of which `part` holds this rank's heads."""
+        """Return the full model, given the `part` with this rank's heads."""
         names = [name for name, pieces in self.pieces.items() if pieces[0].indices]
         return replace(
             part,
@@ -378,14 +378,12 @@ def _shard_parameters(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
 
 
 def _gradient_group(mesh: ProcessMesh) -> dist.ProcessGroup | None:
-    """Return the group of ranks with different data, whose gradients are summed; None for a single
-    worker.
-    """
+    """Return the ranks that sum their gradients, each with different data; None for one worker."""
     return mesh.group(*GRADIENT_DIMS) if mesh.num_workers > 1 else None
 
 
 class FSDPSharding:
-    """A tensor whose first axis is divided as that of a parameter of FSDP2."""
+    """A tensor that is divided along its first axis, as FSDP2 divides parameters."""
 
     dims = ("shards",)
 
@@ -463,7 +461,7 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
 
 
 def _collect_gradients(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:
-    """Move the gradients of slices from FSDP2's parameters to those of the optimiser."""
+    """Move the gradients of slices from FSDP2's parameters to the optimiser's."""
     for name, param in slices.items():
         own[name].grad = None if param.grad is None else cast("DTensor", param.grad).to_local()
         param.grad = None

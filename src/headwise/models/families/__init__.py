@@ -47,7 +47,7 @@ __all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_
 
 def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
     """Return the model described by `source`: a config.json, its keys as a mapping, a TOML file, or
-    a model folder; or a name of `PUBLISHED_MODELS`, unless it is also that of a file or folder.
+    a model folder; or a name of `PUBLISHED_MODELS`, unless a file or folder has the same name.
 
     A folder is one written by hw.save or by transformers. If it has a heads.json with a model
     description, that description is used, because config.json cannot express models with pruned
@@ -98,8 +98,8 @@ def _read_with_quantization(config: TransformersConfig) -> ModelSpec:
 
 
 def describe_checkpoint(model: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
-    """Return the model that a checkpoint holds: that of its config, or one that only its tensors
-    tell apart.
+    """Return the model in a checkpoint: from its config, and from tensor shapes if the config is
+    ambiguous.
     """
     return with_collaborative_heads(model, shapes) if model.name == "bert" else model
 

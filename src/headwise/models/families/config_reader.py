@@ -189,7 +189,7 @@ class TransformersConfig:
         return self.read_int(*names, default=default, maximum=MAX_HEADS)
 
     def read_head_dim(self, *names: str, default: int) -> int:
-        """Return the head dimension from a key of its own, at most `MAX_HEAD_DIM`."""
+        """Return the head dimension from a separate key, at most `MAX_HEAD_DIM`."""
         return self.read_int(*names, default=default, maximum=MAX_HEAD_DIM)
 
     def resolve_head_dim(
@@ -375,8 +375,8 @@ def read_num_labels(config: TransformersConfig, default: int = 2) -> int:
 
 
 def read_tied_stack(config: TransformersConfig, stack: str, default: bool) -> str:
-    """Return the stack whose token embedding the language-model head shares, or "" if it has its
-    own matrix.
+    """Return the stack that shares its token embedding with the language-model head, or "" if the
+    head has its own matrix.
     """
     return stack if config.read_bool("tie_word_embeddings", default) else ""
 

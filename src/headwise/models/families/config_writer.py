@@ -150,7 +150,7 @@ def write_llama(model: ModelSpec, name: str) -> dict[str, Any]:
 
 
 def _write_windows(stack: StackSpec, name: str) -> dict[str, Any]:
-    """Write the sliding windows of the layers, as far as the family can express them."""
+    """Write the sliding windows of the layers that the family can express."""
     patterns = [spec.pattern for spec in _list_attentions(stack)]
     sizes = [pattern.keys if isinstance(pattern, Window) else None for pattern in patterns]
     window = next((size for size in sizes if size), None)

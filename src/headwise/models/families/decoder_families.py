@@ -464,7 +464,7 @@ def gptj(config: TransformersConfig, sizes: Sizes) -> Extras:
 
 @family_function
 def gpt_neox_rope(config: TransformersConfig, length: int) -> dict[str, RopeConfig]:
-    """RoPE with keys of its own."""
+    """RoPE with GPT-NeoX's own config keys."""
     theta = config.read_float("rotary_emb_base", default=10_000.0)
     part = config.read_float("rotary_pct", default=0.25)
     for name, value in (("rope_theta", theta), ("partial_rotary_factor", part)):

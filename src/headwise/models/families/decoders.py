@@ -60,7 +60,7 @@ class Switch(NamedTuple):
 
 
 def read_switch(config: TransformersConfig, choice: str | Switch) -> str:
-    """Return a fixed choice, or that of a switch."""
+    """Return a fixed choice, or the choice that a switch makes."""
     if isinstance(choice, str):
         return choice
     return choice.on if config.read_bool(choice.key, choice.default) else choice.off
@@ -100,7 +100,7 @@ def register_families(
     family_class: type[Family],
     build: Callable[[TransformersConfig, str, Family], ModelSpec],
 ) -> None:
-    """Register the families of a section, whose models `build` makes."""
+    """Register the families of a section; `build` makes their models."""
     tables = dict(BASES)
     for name, own in TABLES[section].items():
         base = tables.get(own.pop("like", ""), {})
@@ -183,7 +183,7 @@ class Decoder:
       head, `hidden` None four times the model width.
     - `keys` are other names of the keys of these sizes, and of the activation `act` and the
       epsilon `eps` of the norms; "" means that the size is fixed.
-    - `bias` and `feed_bias` are the projections with biases, `placement` that of the norms.
+    - `bias` and `feed_bias` are the projections with biases, `placement` places the norms.
     - `rope` are further arguments of `RopeConfig`; None means no RoPE. `ropes` makes one for each
       type of layer. `pairs` is the order of rotated channels.
     - `positions` are arguments of learned positions. `qk_norm` are arguments of `QKNorm`.
@@ -391,7 +391,7 @@ def by_layer_type(
 def make_layer_kinds(
     config: TransformersConfig, default_types: list[str], window: int | None
 ) -> list[LayerKind]:
-    """Return the kinds by the key layer_types, whose default is given."""
+    """Return the kinds of layers from the key layer_types, or from `default_types` without it."""
     patterns = read_layer_patterns(config, len(default_types), default_types, window)
     return [
         LayerKind(pattern, FULL_ATTENTION if pattern == "causal()" else SLIDING_ATTENTION)

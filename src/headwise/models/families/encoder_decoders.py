@@ -41,8 +41,8 @@ class BartFamily:
     """How a family differs: defaults of sizes, placement of norms, positions, norms after embedding
     and last layer, biases.
 
-    `layers` are those of the encoder and of the decoder. `positions` are "learned", "halves"
-    (first all sines, then all cosines) or None; `skipped` rows precede the first position.
+    `layers` counts encoder and decoder layers. `positions` are "learned", "halves" (first all
+    sines, then all cosines) or None; `skipped` rows precede the first position.
     """
 
     prefix: str
@@ -84,7 +84,7 @@ WHISPER = read_base("whisper", BartFamily)
 
 @register_family("marian", "Marian", default_task="MTModel")
 def read_marian(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read Marian (1804.00344); encoder and decoder may have token embeddings of their own."""
+    """Read Marian (1804.00344); encoder and decoder may have separate token embeddings."""
     target = config.read_optional_int("decoder_vocab_size")
     tokens = config.read_int("vocab_size", default=MARIAN.tokens)
     is_shared = config.read_bool("share_encoder_decoder_embeddings", True)
@@ -103,8 +103,8 @@ def _build_bart(
     tokens: tuple[int, int],
     table: str = "encoder",
 ) -> ModelSpec:
-    """Build a model; `table` is the stack whose token embedding the output head shares, and the
-    decoder too if it is "encoder".
+    """Build a model; `table` is the stack that shares its token embedding with the output head. The
+    decoder shares it too if `table` is "encoder".
     """
     model = config.read_int(*WIDTH_KEYS, default=family.model)
     length = config.read_int("max_position_embeddings", default=family.length)

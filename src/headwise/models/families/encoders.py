@@ -91,8 +91,8 @@ class Encoder:
     - `model` to `eps` are defaults of the keys in `KEYS`, which `keys` renames; "" is a fixed value.
     - `types` is the default number of token types, None without the key. `offset` is how rows before
       the first position are counted: "" for none, "pad" after pad_token_id.
-    - `masked_act` is the activation of the masked-LM head, "" that of the layers; `pooler_act` that
-      of the pooler, which `pools_base` gives to the model without a task.
+    - `masked_act` is the activation of the masked-LM head ("": as in the layers). `pooler_act` is
+      the activation of the pooler, which `pools_base` adds to the model without a task.
     """
 
     prefix: str
@@ -226,8 +226,8 @@ def with_collaborative_heads(model: ModelSpec, shapes: Mapping[str, tuple[int, .
     """Return BERT with one query-key space for all heads (2006.16362) in the layers that have
     mixing vectors.
 
-    The released code, like its config.json, does not say so elsewhere. It divides scores by
-    sqrt(width / heads).
+    Only the tensors show this: the released config.json does not. The released code divides scores
+    by sqrt(width / heads).
     """
     matches = ((MIXING_NAME.search(name), shape) for name, shape in shapes.items())
     widths = {int(match[1]): shape[1] for match, shape in matches if match}
@@ -237,7 +237,7 @@ def with_collaborative_heads(model: ModelSpec, shapes: Mapping[str, tuple[int, .
     blocks = list(stack.layers)
     for layer, width in widths.items():
         if layer >= len(blocks):
-            continue  # reading the tensors says that there is no such layer
+            continue  # reading the tensors reports the missing layer
         spec = blocks[layer].attention
         assert isinstance(spec, AttentionSpec)
         similarity = make_dot((width / spec.heads.q) ** -0.5, spec.heads.dim**-0.5)
@@ -399,7 +399,7 @@ def _deberta_attention(config: TransformersConfig, sizes: EncoderSizes) -> Layer
 def _deberta_parts(
     config: TransformersConfig, sizes: EncoderSizes, length: int
 ) -> tuple[UnsupportedPart, ...]:
-    """The relative position table, its norm, and the convolution beside the first layer."""
+    """The relative position table, its norm, and the convolution next to the first layer."""
     parts = list[UnsupportedPart]()
     if config.read_bool("relative_attention", False):
         settings = [

@@ -27,8 +27,8 @@ def with_quantization(
 ) -> ModelSpec:
     """Return the model with the quantisation of its config, and a note that describes it.
 
-    An unknown method is not an error: the note says that the weights are counted in the format of
-    the workload.
+    An unknown method is not an error: the weights are counted in the format of the workload, and
+    the note reports that.
     """
     table = config.read_table(KEY)
     if table is None:
@@ -86,7 +86,7 @@ def _read_modules(table: TransformersConfig, keys: Sequence[str]) -> list[str] |
 
 def _read_included(table: TransformersConfig, method: str) -> tuple[str, ...]:
     """Return patterns of our names that are quantised: the matrices of layers, and the output head
-    if GPTQ says so, or if bitsandbytes lists modules to skip and the head is none of them.
+    if GPTQ's config includes it, or if bitsandbytes lists modules to skip without it.
     """
     if method == "mxfp4":  # gpt-oss (2508.10925): the matrices of experts alone
         return EXPERTS
@@ -170,8 +170,8 @@ def _flatten(blocks: list[Any]) -> list[str]:
 def _exclude_weights(
     model: ModelSpec, names: WeightNames, excluded: list[str], only: list[str] | None
 ) -> list[str]:
-    """Return the names of our matrices that the file does not quantise: those in modules of
-    `excluded`, and those of layers in no module of `only` if it is given.
+    """Return the names of our matrices that the file does not quantise: matrices in modules of
+    `excluded` and, with `only`, layer matrices outside its modules.
 
     A pattern covers all layers if every layer that has the tensor is excluded.
     """
@@ -193,8 +193,8 @@ def _exclude_weights(
 
 
 def _module_path(weight: WeightSpec, names: WeightNames) -> str:
-    """Name of the module that holds a tensor in the file; an axis in braces, such as that of
-    experts, is its first.
+    """Name of the module that holds a tensor in the file; axes in braces, such as the expert axis,
+    become 0.
     """
     location = names.find_location(weight.name)
     layer = LAYER.match(weight.name)

@@ -300,7 +300,7 @@ def _make_weight_names(fields: dict[str, Any], base: WeightNames | None) -> Weig
 
 
 def _read_row(name: str, value: Any, own: str, file: str) -> dict[str, str | TensorLocation]:
-    """Return the locations of one row: one, or those of a weight and its bias."""
+    """Return the locations of one row: one location, or a weight's and its bias's."""
     if not isinstance(value, str):
         row = cast("dict[str, Any]", value)
         at: Mapping[str, Any] = row.get("at", {})

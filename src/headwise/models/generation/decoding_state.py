@@ -348,7 +348,7 @@ def _check_greedy_inputs(
 
 # --- Beam search ----------------------------------------------------------------------------------
 
-IsFinished = Callable[[Sequence[int]], bool]  # whether an output with these ids has ended
+IsFinished = Callable[[Sequence[int]], bool]  # True if an output with these ids has ended
 
 
 class BeamHypothesis(NamedTuple):

@@ -30,7 +30,7 @@ CALL_OVERHEAD_BYTES = 2**25  # fixed overhead of a call, as bytes that could be 
 CALL_OVERHEAD_TOKENS = 32  # cost of reading the weights once, as tokens that could be computed
 MAX_POSTPONED_STEPS = 16  # steps that only read prompts although rows could decode
 GATHER_PASSES = 3  # a gathered page is read, written, and read again
-MAX_RECORDED_STEPS = 2**16  # steps whose records are kept
+MAX_RECORDED_STEPS = 2**16  # steps to keep records of
 
 
 @dataclass(eq=False)
@@ -329,7 +329,7 @@ class Engine:
     def _rows_to_decode(
         self, requests: Sequence[RequestStream], *, is_reading: bool
     ) -> list[RequestPart]:
-        """The rows that get a token in this step: all whose prompts are read, or none.
+        """Return the rows that get a token in this step: all rows with read prompts, or none.
 
         A step of few rows takes almost as long as one of many. So the first rows of a burst wait
         for the others until half of the prompts are read, unless that takes too long. Rows that

@@ -432,7 +432,7 @@ def parse_prompts(net: Transformer, prompts: Any) -> PromptBatch:
 def encode_text(net: Transformer, text: str, specials: str | None = None) -> list[int]:
     """Return the ids of a text, surrounded by `usage.before` and `usage.behind`.
 
-    `specials` overrides that of the model's `ProcessorSpec`.
+    `specials` overrides the `specials` of the model's `ProcessorSpec`.
     """
     tokenizer, _ = load_tokenizers(net)
     usage = net.usage

@@ -124,7 +124,7 @@ class KVMemory:
         return self.pool.block_tables.new_sequence(reserved)
 
     def can_admit(self, rows: Sequence[PagedSequence], row: PagedSequence) -> bool:
-        """True if a row fits beside `rows`, even if each needs all pages reserved for it."""
+        """True if a row fits next to `rows`, even if each needs all pages reserved for it."""
         needed = self.pool.block_tables.num_reserved_pages([*rows, row])
         return len(rows) < self.batching.rows and needed <= self.pages
 
@@ -147,7 +147,7 @@ class KVMemory:
         )
 
     def _num_affordable_pages(self, dtype: torch.dtype) -> int:
-        """Pages that fit beside the padding page, each with its part of the gather buffer."""
+        """Pages that fit next to the padding page, each with its part of the gather buffer."""
         per_page = self._bytes_per_page(dtype)
         padding_page = self.paging.numel * dtype.itemsize
         pages = (self.budget - padding_page) // per_page

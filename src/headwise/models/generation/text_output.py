@@ -182,8 +182,8 @@ class Completion:
     """Collects the ids of one output until an end id arrives or the text contains a stop text.
 
     The end id and the stop text are not part of the output. Text that may still become a stop text
-    is held back: `take_new_ids` and `take_new_text` return what is new and final. Without a
-    detokenizer there is no text.
+    is held back: `take_new_ids` and `take_new_text` return what is new and final. Text needs a
+    detokenizer.
 
     >>> completion = Completion(end_ids={2})
     >>> for token_id in (5, 7, 2, 9):

@@ -20,7 +20,7 @@ from ...util.size_limits import MAX_WIDTH, check_size
 
 
 SPECIAL_TOKEN_RULES = ("text", "read")
-TOKENIZER_FIELDS = ("tokenizer", "source_tokenizer")  # fields that are files of their own
+TOKENIZER_FIELDS = ("tokenizer", "source_tokenizer")  # fields that are stored as separate files
 ID_FIELDS = ("before", "behind", "begin", "end")
 
 
@@ -34,7 +34,7 @@ class ProcessorSpec:
     text; "read": it becomes the special token. `labels` are the names of the classes. Images are
     resized to `size` (height, width); then `mean` is subtracted from each channel, or each feature
     of frames, and the result divided by `deviation`. `tokenizer` is the JSON text of a
-    `tokenizers.Tokenizer`, `source_tokenizer` that of the encoder's input if it differs.
+    `tokenizers.Tokenizer`; `source_tokenizer` tokenizes the encoder's input if it differs.
 
     >>> ProcessorSpec(begin=(1,), end=(2,)).to_dict
     {'begin': [1], 'end': [2]}
@@ -509,7 +509,7 @@ class EmbeddingSpec(SpecNode):
 
     `first` learned vectors, such as a [CLS] token, precede the patches. Embeddings are multiplied
     by `scale` before positions and types are added; `norm` is applied last. `table` names the stack
-    whose token table this one uses; empty means a table of its own.
+    that provides the token table; empty means a separate table.
 
     >>> [
     ...     w.name
@@ -586,7 +586,7 @@ class OutputHeadSpec(SpecNode):
     """Output head: `outputs` numbers for each token, or for the first token, the last or their mean
     (`at`).
 
-    `table` names the stack whose token table is tied to the head's weight. outputs=0 returns the
+    `table` names the stack that ties its token table to the head's weight. outputs=0 returns the
     result of `transform`. Hidden states are multiplied by `scale` before the linear layer; `cap` is
     the soft cap of its outputs, cap * tanh(y / cap) (Gemma 2).
 

@@ -33,9 +33,7 @@ class SequenceMixerSpec(SpecNode):
         raise NotImplementedError(f"{type(self).__name__} lists no weights")
 
     def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
-        """Yield the matrices that each token is multiplied with; that of the first state is used
-        once a sequence.
-        """
+        """Yield the matrices that multiply each token; the first state's, once a sequence."""
         yield from (w for w in self.weights(width) if len(w.shape) == 2 and w.name != "start")
 
     @property
@@ -50,7 +48,7 @@ class SequenceMixerSpec(SpecNode):
 
     @property
     def ends_with_product(self) -> bool:
-        """True if its output is that of a matrix product."""
+        """True if its output is the result of a matrix product."""
         return False
 
 
@@ -91,8 +89,8 @@ class RecurrentSpec(SequenceMixerSpec):
         return self.initial == "source"
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """Yield the weights at this model width; rows of a matrix are those of the reset, update
-        and new gate.
+        """Yield the weights at this model width; a matrix stacks the rows of the reset, update and
+        new gates.
         """
         for name in ("input", "state"):
             yield make_weight(name, "gates model", gates=3 * width, model=width)
@@ -140,7 +138,7 @@ class ConvolutionSpec(SequenceMixerSpec):
 
     @property
     def ends_with_product(self) -> bool:
-        """True if its output is that of a matrix product."""
+        """True if its output is the result of a matrix product."""
         return True
 
     @property

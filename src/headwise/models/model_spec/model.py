@@ -50,8 +50,8 @@ class ApproximateAttention(SpecNode):
     """An attention that no `AttentionSpec` describes exactly: the nearest spec, the difference, and
     extra weights.
 
-    `like` is the nearest spec, used wherever a spec is needed; `reason` says how the attention
-    differs from it. `more` lists weights that `like` lacks, by name and size, so parameter counts
+    `like` is the nearest spec, used wherever a spec is needed; `reason` explains how the attention
+    differs. `more` lists weights that `like` lacks, by name and size, so parameter counts
     are exact.
     """
 
@@ -141,9 +141,7 @@ class BlockSpec(SpecNode):
         return {name: spec for name, spec in (("attention", own), ("cross", self.cross)) if spec}
 
     def parts_with_schedule(self, layer: int, layers: int) -> list[tuple[Part, Part]]:
-        """Parts whose numbers still follow a schedule over depth, each paired with its version for
-        this layer.
-        """
+        """Parts that still depend on depth, each paired with its version for this layer."""
         pairs = list[tuple[Part, Part]]()
         for spec in self.attention_specs.values():
             pairs += [(part, part.at_depth(layer, layers)) for _, part in spec.parts()]
@@ -213,7 +211,7 @@ def check_named_sizes(what: str, more: Iterable[tuple[str, int]]) -> None:
 
 
 def make_vectors(named: Iterable[tuple[str, int]]) -> Iterator[WeightSpec]:
-    """Weights of which only the number of elements is known, as vectors."""
+    """Weights with only a known number of elements, as vectors."""
     return (
         WeightSpec(name, AxisLayout.parse("channel"), {"channel": size}) for name, size in named
     )
@@ -420,7 +418,7 @@ class ModelSpec(SpecNode):
     Counting, building and saving all use the tensors that this spec lists. Heads read the last
     stack. For a model that was read from another format, `notes` lists properties that the spec
     does not describe, and `beyond` parts with weights that it does not describe. `quantization`
-    says which matrices the checkpoint stores in fewer bits.
+    lists the matrices that the checkpoint stores in fewer bits.
 
     >>> stack = StackSpec.from_blocks("encoder", 3, [], embedding=EmbeddingSpec(tokens=11))
     >>> model = ModelSpec(

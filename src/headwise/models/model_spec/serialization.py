@@ -149,7 +149,7 @@ class ModelManifest(NamedTuple):
     """Contents of headwise.toml: the model spec, the SHA-256 of each file in the folder by name,
     and the processor.
 
-    Tokenizers are files of their own, so they are not part of the manifest's text. The text also
+    Tokenizers are separate files, so they are not part of the manifest's text. The text also
     lists the parts of the model that are not headwise's own, with module and file, because the
     folder contains no code.
     """
@@ -255,7 +255,7 @@ class SurgeryRecord(NamedTuple):
 
     A "resized" folder holds the tensors of a transformers model in shapes that its config.json
     cannot express: `model` describes them, `constants` are values of attentions that are not stored
-    in the weight files, and `unused_tensors` names tensors that are no longer used.
+    in the weight files, and `unused_tensors` names tensors that the model does not use any more.
     """
 
     kind: str
