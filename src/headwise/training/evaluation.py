@@ -80,7 +80,7 @@ class TaskEvaluator:
         )
 
     def _average_over_ranks(self, sums: Iterable[MetricSums]) -> dict[str, float]:
-        """The mean of each metric over all ranks; `sums` are those of this rank."""
+        """Average each metric over all ranks; `sums` are this rank's sums."""
         return average_metrics(self.world.all_gather_objects(sum_metrics(sums)))
 
     def _iter_shards(self, split: str) -> Iterator[BatchShard]:

@@ -62,7 +62,7 @@ class JsonlLogger:
         self._lines = JsonLines(path)
 
     def write(self, record: Record) -> None:
-        """Append one line; all records but those of steps are synchronised to disk."""
+        """Append one line; all records except steps are synchronised to disk."""
         assert self._lines is not None
         self._lines.append(record)
         if record["event"] != "step":

@@ -120,8 +120,8 @@ SPLIT_DESCRIPTIONS = {
 
 
 def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: str) -> str:
-    """Markdown with the task, the recipe fields that are not defaults, and each metric beside its
-    chance level.
+    """Render Markdown with the task, recipe fields that differ from the defaults, and each metric
+    with its chance level.
     """
     task = run.task
     task_options = ", ".join(f"{f.name}={getattr(task, f.name)!r}" for f in fields(task))
@@ -164,8 +164,8 @@ class TrainingResult:
     """Result of a training run: the model with the lowest validation loss, and its final metrics.
 
     `split` is the split of `metrics`: "test", or "valid" if the data has no test split. `best` is
-    the step at which the model was saved. `ended` says why the run ended, and `history` how its
-    recipe was changed on the way. `seconds` counts everything from the call of `train` on, in all
+    the step at which the model was saved. `ended` is the reason why the run ended, and `history`
+    lists changes of its recipe. `seconds` counts everything from the call of `train` on, in all
     processes that worked on the run.
     """
 
@@ -273,8 +273,8 @@ def _read_final_seconds(folder: Path, step: int) -> float:
 
 
 def _find_checkpoint(folder: Path, resume: str) -> tuple[TrainingCheckpoint | None, list[str]]:
-    """The checkpoint to resume from (None if there is no run), and a message for each damaged newer
-    one.
+    """Return the checkpoint to resume from (None without a run), and a message for each damaged
+    newer one.
     """
     checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER)
     for directory in (folder, checkpoints.folder):

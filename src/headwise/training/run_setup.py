@@ -105,7 +105,7 @@ def find_changes(
 
 
 def read_run_recipe(folder: Path | str) -> Recipe | None:
-    """The recipe of the run in a folder, with all changes so far; None if there is no readable
+    """Return the recipe of the run in a folder, with all changes so far; None without a readable
     checkpoint.
     """
     for path in CheckpointFolder(Path(folder) / CHECKPOINT_FOLDER).paths:
@@ -189,9 +189,9 @@ def fit_vocabulary(model_spec: ModelSpec, task_model: ModelSpec) -> ModelSpec:
     """Model spec with the vocabularies and outputs of a task's own model; layers, width and
     positions are kept.
 
-    Tables are shared by source, target and outputs as far as their vocabularies are. For images and
-    frames, the embedding and the output head are those of the task's model, with positions as in
-    the model if the task's has none. Raises SpecError for another kind of model.
+    Source, target and outputs share tables where they share vocabularies. For images and frames,
+    the embedding and the output head come from the task's model, with positions as in the model if
+    the task's has none. Raises SpecError for another kind of model.
 
     >>> from headwise.models.families import read_model_spec
     >>> from headwise.training.data import make_task
@@ -377,7 +377,7 @@ class TrainingSetup:
         """The run of a checkpoint, and how its recipe changes; raises SpecError for changes that
         are not allowed.
 
-        A change is saved at once. It starts the patience of early stopping anew.
+        A change is saved at once. It resets the patience of early stopping.
         """
         change = find_changes(
             checkpoint.step, checkpoint.state["config"], self.config, resume, self.folder
@@ -405,7 +405,7 @@ class TrainingSetup:
         return net.to(self.ranks.device)
 
     def _merge_usage(self) -> ProcessorSpec:
-        """Processor of the task, completed by that of the initial model if both have the same
+        """Return the task's processor, completed from the initial model's if both have the same
         vocabulary.
         """
         usage = self.task.usage

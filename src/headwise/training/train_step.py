@@ -167,9 +167,9 @@ def _check_range(ids: Tensor, count: int, fact: str) -> None:
 def check_model(model_spec: ModelSpec, task: Task, tokenizer: str | None = None) -> None:
     """Raise SpecError if the embedding or output sizes of a model do not fit a task.
 
-    They must not be smaller than those of the task's default model. For a task with a tokenizer
-    they must be equal, unless `tokenizer`, that of the model, is the same: many models have spare
-    rows after their vocabulary.
+    They must not be smaller than in the task's default model. For a task with a tokenizer they must
+    be equal, unless `tokenizer`, the model's, is the same: many models have spare rows after their
+    vocabulary.
     """
     default = task.model()
     kinds = (model_spec.kind, default.kind)

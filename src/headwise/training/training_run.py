@@ -49,7 +49,7 @@ CHECKPOINT_SUFFIX = ".safetensors"
 
 
 class DamagedCheckpoint(SpecError):
-    """Raised for a checkpoint file that is truncated or whose checksum is wrong."""
+    """Raised for a truncated checkpoint file, or one with a wrong checksum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class CheckpointFolder:
                 path.unlink()
 
     def load_newest(self) -> tuple[TrainingCheckpoint | None, list[str]]:
-        """The newest undamaged checkpoint (None if there are no files), and a message for each
+        """Return the newest undamaged checkpoint (None without files), and a message for each
         damaged newer one.
         """
         damages: list[str] = []
@@ -296,7 +296,7 @@ def find_first_non_finite(
     """Message about the first NaN or inf: in the weights, else in the outputs of `forward`, else in
     the gradients.
 
-    All ranks search together; the message is that of the first rank that finds one.
+    All ranks search together; the message comes from the first rank that finds one.
     """
     parameters = sharded_model.own
     weights = [name for name, p in parameters.items() if not p.isfinite().all()]
@@ -323,8 +323,8 @@ def find_first_non_finite(
 
 @torch.no_grad()
 def _find_first_output(net: nn.Module, forward: Callable[[], Tensor]) -> str | None:
-    """Name of the first module whose output holds NaN or inf, "the loss" if only that does, or
-    None.
+    """Return the name of the first module with NaN or inf in its output, "the loss" if only the
+    loss has it, or None.
     """
     non_finite: list[str] = []
 

@@ -52,7 +52,7 @@ COPY_KINDS = ("induction", "source")
 class CopyAnnotation(NamedTuple):
     """Lengths of block and gap of an example, and links (index of a symbol, index of its label).
 
-    In kind="source" the symbols are those of the source.
+    With kind="source" the symbols are in the source.
     """
 
     block: int

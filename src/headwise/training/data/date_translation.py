@@ -106,7 +106,7 @@ def format_chinese(value: Date | Amount) -> TokenizedPhrase:
     Years are written digit by digit, as in 一九〇七. In amounts, zeros at the end of a number or before
     万 are omitted, and any other run of zeros is a single 零; so is a missing 角 between 元 and 分. 十 is
     written 一十 inside a number. 两 replaces 二 at the start of a number before 千, 万 or the unit. 角 and
-    分 continue the number of 元; 美分 and 欧分 have a number of their own.
+    分 continue the number of 元; 美分 and 欧分 have a separate number.
 
     >>> join_tokens(format_chinese(Amount(2_000_205, "yuan")))
     '两万零二元零五分'
@@ -318,7 +318,7 @@ class DateTranslation(SyntheticTask):
         day = self._first_day + random.integers(self._num_days, 1)[:, 0]
         cents = self._draw_cents(random)
         number = np.where(subject == 0, day, cents)
-        # Days before 1970 are negative; the sign is a column of its own, because -1 means padding
+        # Days before 1970 are negative. The sign is a separate column, because -1 means padding
         # in "content".
         content = np.stack([subject, np.abs(number), number < 0], 1).astype(np.int64)
         meaning = np.stack([subject, number, currency, direction], 1)

@@ -47,9 +47,7 @@ _LOADED_DATASETS: WeakValueDictionary[Any, Dataset] = WeakValueDictionary()
 
 @dataclass(frozen=True, repr=False)
 class FileTask(CheckedDataclass, Task):
-    """Base class of tasks whose examples are read from files; tasks with equal fields share the
-    data they read.
-    """
+    """Base class of tasks that read examples from files; tasks with equal fields share the data."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,7 +257,7 @@ class ChannelStatistics:
         self._count = 0
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add values, whose last axis are the channels."""
+        """Add values with channels on the last axis."""
         values = values.astype(np.float64)
         axes = tuple(range(values.ndim - 1))
         self._sums += np.stack([values.sum(axes), (values**2).sum(axes)])
@@ -339,7 +337,7 @@ class BatchPlan:
     """Batches of at most `size` examples of similar lengths; every epoch has the same number of them.
 
     `lengths` holds the length of each example. In each epoch, examples of equal length swap places
-    and the batches are shuffled. The lengths in each batch stay the same, so the epoch follows from
+    and the batches are shuffled. The lengths in each batch do not change, so the epoch follows from
     the batch index.
 
     >>> sorted(BatchPlan(np.array([5, 1, 1, 5, 5]), 3).take(1, seed=0).tolist())
@@ -352,9 +350,9 @@ class BatchPlan:
         self._cache = EpochCache(self._draw_order)
 
     def take(self, index: int, seed: int | None) -> IndexArray:
-        """Example indices of batch `index`; without a seed, those of evaluation, in one order.
+        """Return example indices of batch `index`; without a seed, in the order for evaluation.
 
-        The batches of evaluation are shuffled, so that the first few contain all lengths.
+        Evaluation batches are shuffled, so that the first few contain all lengths.
         """
         epoch, batch = divmod(index, self.batches)
         if seed is None:

@@ -204,7 +204,7 @@ def make_patches(high: int, wide: int, channels: int) -> PatchSpec:
 
 # --- Image tasks ----------------------------------------------------------------------------------
 
-# Names of arrays for each split, and for images and labels: those of Keras and plain words.
+# Names of arrays for each split, and for images and labels: Keras's names and plain words.
 SPLIT_PREFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
 ARRAY_NAMES = {"images": ("x", "images", "data"), "labels": ("y", "labels", "target")}
 

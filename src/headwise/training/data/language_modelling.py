@@ -76,7 +76,7 @@ class TokenSpan:
 class TokenStream(Dataset):
     """A stream of token ids in rows of `length`, divided into splits.
 
-    `bytes_per_id` is the number of text bytes per id; without it there are no bits per byte.
+    `bytes_per_id` is the number of text bytes per id, needed to compute bits per byte.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class TokenStream(Dataset):
 class TextTask(FileTask):
     """Language modelling on plain text, in rows of `length` tokens.
 
-    `path` is a file; a folder, whose files with one of the `suffixes` are joined in the order of
-    their names; or "stdlib", the source of Python's standard library. `tokens` is "bytes", "chars",
+    `path` is a file; a folder, to join its files with one of the `suffixes` in the order of their
+    names; or "stdlib", the source of Python's standard library. `tokens` is "bytes", "chars",
     "bpe" or the path of a tokenizer.json; `vocab` is the vocabulary size that "bpe" trains on the
     train split. The shares `valid` and `test` of the bytes are held out from the end of the text.
 

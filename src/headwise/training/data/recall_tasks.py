@@ -1,6 +1,6 @@
-"""Synthetic tasks whose answers are in the context: "recall" (multi-query associative recall),
-"lookup2" (two keys, in one or two hops) and "markov" (the next symbol of a chain whose transitions
-are seen).
+"""Synthetic tasks with answers in the context: "recall" (multi-query associative recall),
+"lookup2" (two keys, in one or two hops) and "markov" (the next symbol of a chain, from the
+transitions seen so far).
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ NUM_BASELINE_EXAMPLES = 512  # validation examples that the chance level is meas
 
 @dataclass(frozen=True, repr=False)
 class MarkovChains(SyntheticTask):
-    """Predict the next symbol of a Markov chain with a transition matrix of its own (2402.11004).
+    """Predict the next symbol of a Markov chain; each has its own transition matrix (2402.11004).
 
     Each row of the matrix is drawn from Dirichlet(1, ..., 1). The Bayes-optimal prediction is the
     smoothed bigram: b follows a with probability (n(a, b) + 1) / (n(a) + symbols), where n counts

@@ -72,11 +72,11 @@ class ModelShape(CheckedDataclass):
     feed-forward).
 
     positions="rotary" rotates queries and keys, so that the model also accepts longer sequences
-    than those of training; "sinusoidal" adds positions to the embedding; "none" uses no positions.
+    than in training; "sinusoidal" adds positions to the embedding; "none" uses no positions.
 
     network="transformer" has self-attention. The others replace it by what needs no positions.
     Decoders: "gru" is a gated recurrent unit, "conv" a causal convolution of 4 tokens,
-    "conv-dilated" one whose tokens are 4 times further apart in every layer (1609.03499).
+    "conv-dilated" one with tokens 4 times further apart in every layer (1609.03499).
     Encoder-decoders have a gated recurrent unit: in "gru-fixed" the decoder starts from the
     encoder's last state and reads nothing else of the source (1406.1078), in "gru-additive" it also
     has additive cross-attention (1409.0473), in "gru-dot" scaled dot-product cross-attention.
@@ -166,7 +166,7 @@ def make_small_translator(
 ) -> ModelSpec:
     """Encoder and decoder of the same depth; both embeddings and the output share one table.
 
-    With `source_vocab` the source has a vocabulary of its own, and an own table (1706.03762).
+    With `source_vocab` the source has a separate vocabulary and table (1706.03762).
 
     >>> make_small_translator("t", 11, ModelShape(64, 2, 2)).tied_weights()
     {'decoder.embedding.tokens': 'encoder.embedding.tokens', 'head.tokens.weight': 'encoder.embedding.tokens'}

@@ -117,9 +117,7 @@ class Task(ABC):
 
 
 def measure_accuracy(logits: Tensor, batch: Batch) -> MetricSums:
-    """Number of positions whose argmax is the label, and number of labels, ignored positions left
-    out.
-    """
+    """Count correct positions (argmax equals the label) and labels, without ignored positions."""
     has_label = batch.labels != IGNORE_INDEX
     correct = (logits.argmax(-1) == batch.labels) & has_label
     return {"accuracy": (float(correct.sum()), int(has_label.sum()))}

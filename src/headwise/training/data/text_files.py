@@ -66,7 +66,7 @@ def list_files(
     `skipped_folders` left out.
 
     Raises SpecError for the root of the file system, and for a folder with many other files: it is
-    not one of data, and a walk through all of it could take minutes.
+    not a data folder, and walking it could take minutes.
     """
     if folder.resolve() == folder.resolve().parent:
         raise SpecError(f"{folder} is the root of the file system; give the folder with the data")
@@ -208,7 +208,7 @@ def find_splits(folder: Path) -> dict[str, Path]:
 # --- Arrays -----------------------------------------------------------------------------------------
 
 # What zipfile and numpy raise for damaged arrays: encrypted members, unknown methods, headers that
-# are no Python, impossible shapes.
+# are not Python, impossible shapes.
 ARRAY_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,

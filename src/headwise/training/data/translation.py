@@ -375,8 +375,8 @@ class TranslationDataset(Dataset):
 class ParallelTextTask(FileTask):
     """Translation of sentences from parallel texts.
 
-    `path` is two aligned files (source, target), or one file whose tab-separated `columns`, counted
-    from 1, hold source and target. `valid` and `test` are shares of the pairs, or files of the same
+    `path` is two aligned files (source, target), or one tab-separated file with source and target
+    in `columns`, counted from 1. `valid` and `test` are shares of the pairs, or files of the same
     kind as `path`. No sentence of either side is trained on and held out; with
     `split_by="sources"`, only source sentences are kept apart.
 
@@ -431,8 +431,8 @@ class ParallelTextTask(FileTask):
 
     @property
     def _shares(self) -> tuple[float, float]:
-        """Shares for validation and test; of a split with files of its own the default, which is
-        not used.
+        """Shares for validation and test; a split with separate files has the default, which is not
+        used.
         """
         valid = self.valid if isinstance(self.valid, (int, float)) else DEFAULT_HELD_OUT
         test = self.test if isinstance(self.test, (int, float)) else DEFAULT_HELD_OUT
