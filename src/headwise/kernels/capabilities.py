@@ -1,6 +1,6 @@
 """The processor of this machine, its class, the cores that may be used, and its memory.
 
-Take-over points are sizes from which (or up to which) headwise's path is faster than torch's. They
+Crossover points are sizes from which (or up to which) headwise's path is faster than torch's. They
 were measured on one processor of each class. On a class without a size, torch's path runs at every
 size: a kernel that was not timed there is not preferred. Paths that run torch's own operations on
 fewer numbers have one size for all classes.
@@ -246,7 +246,7 @@ def assume_points(points: TakeoverPoints) -> Iterator[None]:
 
 
 def machine_notes() -> list[str]:
-    """The processor and its class, and where the take-over points come from."""
+    """The processor and its class, and where the crossover points come from."""
     machine = this_machine()
     points = current_points()
     source = MEASURED_ON.get(points.machine_class)

@@ -2,8 +2,8 @@
 first call.
 
 A kernel takes 1 to 15 seconds to compile, once per user and version; the result is kept on disk
-(`jit`). If the disk cannot be written, it is kept in a temporary folder until the process ends, and
-the user is told once. The environment variable HEADWISE_KERNELS, read once at import, chooses what
+(`jit`). If the disk cannot be written, it is kept in a temporary folder until the process ends,
+with one warning. The environment variable HEADWISE_KERNELS, read once at import, chooses what
 a call does with a kernel that is not compiled yet:
 
 - `auto` (default): a background process compiles it, and until then the call uses torch operations.

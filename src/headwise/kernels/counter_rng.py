@@ -54,8 +54,8 @@ FACTORS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 STRIDES = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 PREFETCHED_NUMBERS = 64  # numbers of a stream that are computed together
-# Counter word of `RandomStream` at the place of `RandomStreams`' attempt and split, whose values
-# are smaller: the two kinds of streams never use the same counter.
+# Counter word of `RandomStream`. `RandomStreams` puts attempt and split there, which are smaller:
+# the two kinds of streams never use the same counter.
 STREAM_MARK = 0xFFFFFFFF
 
 

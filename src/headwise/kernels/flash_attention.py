@@ -13,7 +13,7 @@ backward pass recomputes the scores from lse (FlashAttention, 2205.14135). `flas
 holds the kernels and their loop order.
 
 - `attend_key_ranges`: all queries attend, by key ranges or causally; the work items are cached
-- `gathered_attention`: only some queries attend, those of the caller's work items
+- `gathered_attention`: only the queries of the caller's work items attend
 
 Both are the operation `headwise::flash_attention`.
 """
@@ -44,8 +44,9 @@ QUERIES_PER_CHUNK = 128
 def attend_key_ranges_reference(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, T, H, vdim] and the log-sum-exp [B, T, H]; the arguments are those of
-    `attend_key_ranges`.
+    """Return the output [B, T, H, vdim] and the log-sum-exp [B, T, H].
+
+    Takes the same arguments as `attend_key_ranges`.
 
     >>> q, k = torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)
     >>> attend_key_ranges_reference(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0)[
@@ -122,14 +123,14 @@ def _masked_scores(q: Tensor, k: Tensor, allowed: Tensor | None, scale: float) -
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Replace the -inf of rows without keys, whose weights exp(-inf - lse) are then zero."""
+    """Replace the -inf of rows without keys, so that their weights exp(-inf - lse) are zero."""
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
 # --- Kernel calls ---------------------------------------------------------------------------------
 
 QUERY_TILE_ROWS = 4 * SIMD_WIDTH  # queries per tile, which are the columns of a score tile
-FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values are read
+FLASH_KEY_BLOCK_SIZE = 64  # keys that are scored before their values are read
 
 
 class FlashAttentionArgs(ParallelKernelArgs):
@@ -245,9 +246,7 @@ def make_args(
 def allocate_gradients(
     q: Tensor, k: Tensor, v: Tensor, num_parts: int, is_written: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the gradients: that of q once per part of the keys, those of k and v with rows of
-    whole vectors.
-    """
+    """Allocate gradients: d_q once per part of the keys, d_k and d_v with rows of whole vectors."""
     batch, keys, groups, _ = k.shape
     d_k, d_v = (t.new_empty(batch, groups, keys, round_up_to_simd(t.shape[3])) for t in (k, v))
     allocate = q.new_empty if is_written else q.new_zeros
@@ -257,9 +256,7 @@ def allocate_gradients(
 def reduce_gradients(
     grads: tuple[Tensor, Tensor, Tensor], k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the gradients of q over the parts; return those of k and v in the layout of k and v,
-    without padding.
-    """
+    """Sum d_q over the parts; return d_k and d_v in the layout of k and v, without padding."""
     d_q, *kv_grads = grads
     d_k, d_v = (
         d[:, :, : t.shape[1], : t.shape[3]].transpose(1, 2)
@@ -406,8 +403,7 @@ _PLAN_CACHE: dict[tuple[Any, ...], FlashAttentionPlan] = {}
 
 # --- The operation --------------------------------------------------------------------------------
 
-# Defined without `custom_op`, whose two Python wrappers per call take as long as a short call
-# itself.
+# Defined without `custom_op`: its two Python wrappers per call take as long as a short call itself.
 _LIBRARY = torch.library.Library("headwise", "FRAGMENT")
 OPTIONS_SCHEMA = "Tensor? ends, SymInt? ahead, Tensor[] tables, float scale, SymInt? num_pairs"
 _LIBRARY.define(
@@ -590,7 +586,7 @@ def count_executed_pairs(shape: FlashAttentionShape, ends: Tensor | None, ahead:
         return QUERY_TILE_ROWS * shape.batch * shape.num_kv_heads * num_tiles * shape.keys
     num_causal_tiles = max(
         0, min(num_tiles - 1, (shape.keys - ahead) * group_size // QUERY_TILE_ROWS)
-    )  # tiles whose last row reads fewer than all keys
+    )  # tiles with a last row that reads fewer than all keys
     keys = (
         _sum_last_tokens(num_causal_tiles, group_size)
         + num_causal_tiles * (ahead + 1)

@@ -61,8 +61,8 @@ ENDS, MAXIMA, SUMS, FACTORS = range(ROWS, 5 * ROWS, ROWS)
 def load_key_ranges(args, work, state):
     """Write the key range of each of 64 rows to the scratch buffer, empty ranges for missing rows.
 
-    Returns the first and last key of the union of the ranges, cut to the work item's keys, and
-    those of their intersection, inside which no mask is needed.
+    Returns the first and last key of the union of the ranges, cut to the work item's keys, and of
+    their intersection. Inside the intersection no mask is needed.
     """
     query_rows = ints(args.query_rows) + work[1]
     key_ranges = ints(args.key_ranges)
@@ -280,7 +280,7 @@ def recompute_weights(scores, state, count):
 
 @njit
 def grad_scores(scores, grads, state, count):
-    """Replace gradients of weights by those of scores, without the scale."""
+    """Convert gradients of weights to gradients of scores in place, without the scale."""
     for c in range(0, ROWS, SIMD_WIDTH):
         row_terms = vec(state, SUMS + c)
         for n in range(count):

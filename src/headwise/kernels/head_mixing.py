@@ -114,10 +114,10 @@ def mix_heads_by_factors(
 ) -> Tensor:
     """Return [B, O, T, S], the heads a [B, H, T, S] mixed by the factors of queries and keys.
 
-    The factors of queries are qs [B, T, R, H], qt [B, T, R, O] and qg [B, T, O], those of keys ks
+    Query factors are qs [B, T, R, H], qt [B, T, R, O] and qg [B, T, O]; key factors are ks
     [B, R, H, S], kt [B, R, O, S] and kg [B, 1, O, S]. A side without factors has size 0 instead of
-    R, and instead of the 1 of kg. Heads are mixed within groups of `heads_per_group`. The formula
-    stands at the top of this module.
+    R, and instead of the 1 of kg. Heads are mixed within groups of `heads_per_group`. The module
+    docstring has the formula.
     """
     _check_operands(a, head_of_output, heads_per_group, factors, None)
     args = _make_args(a, head_of_output, heads_per_group, factors)

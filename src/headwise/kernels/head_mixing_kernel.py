@@ -93,7 +93,7 @@ def dot_with_vectors(x, factor, begin, end):
 
 @njit
 def head_group_bounds(args, group):
-    """Return the first head of a group and its end, and those of its output heads."""
+    """Return the first and end index of a group's heads, and of its output heads."""
     begin = group * args.heads_per_group
     end = begin + args.heads_per_group
     return (

@@ -308,7 +308,7 @@ class _KernelOnDisk(CFunc):
 
 def _compile_entry_point(entry: Any, name: str, only_from_disk: bool) -> Any:
     # Numba numbers the cache entries of one function name, and two processes may give two kernels
-    # one number: a name of its own for every kernel avoids that.
+    # one number: a unique name per kernel avoids that.
     entry.__qualname__ = name
     # The hash does not cover the sources of other packages.
     is_cached = name.startswith(f"{__package__}.")

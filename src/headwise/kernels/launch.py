@@ -2,11 +2,11 @@
 without Numba.
 
 Two OpenMP runtimes in one process wait for work by spinning, each on the cores of the other. The
-kernels therefore start no threads of their own: they run in the runtime that torch has loaded,
+kernels therefore start no threads: they run in the runtime that torch has loaded,
 through the entry point that compilers call (`GOMP_parallel`, part of the interface of GNU's and
 LLVM's runtimes).
 
-A kernel takes one address: that of its argument record. A record is a class with one annotated
+A kernel takes one address, of its argument record. A record is a class with one annotated
 field per argument:
 
     class ScaleArgs(KernelArgs):
@@ -20,9 +20,9 @@ word, in the order of declaration. Fields that a call leaves out are 0. A record
 alive, and this module is the only one that takes their addresses. The operation has checked them
 before (`operand_checks`).
 
-A `ParallelKernelSet` splits a kernel into work items. Each thread takes the next item from an atomic counter until none
-is left, and has a scratch buffer of its own. The result of an item never depends on the thread that
-computes it.
+A `ParallelKernelSet` splits a kernel into work items. Each thread has a separate scratch buffer and
+takes the next item from an atomic counter until none is left. The result of an item never depends
+on the thread that computes it.
 
 Numba is imported, and a kernel compiled, when the kernel is first used (`compilation` chooses the
 process). `kernel_problem` returns why that is not possible on this machine; the backends and parts
@@ -261,9 +261,7 @@ class KernelSet:
         )
 
     def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
-        """Return the compiled entry point of a kernel, whose only argument is the address of its
-        record.
-        """
+        """Return the compiled entry point of a kernel; it takes only the address of its record."""
         jit = import_module(f"{__package__}.jit")
         record_name = self.functions[name][1].record_name()
         function = self.load_function(name)

@@ -34,7 +34,7 @@ from .operand_checks import (
 )
 
 GEMV_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-# Take-over points: bytes of weights from which the kernel is faster than torch's product, for one
+# Crossover points: bytes of weights from which the kernel is faster than torch's product, for one
 # token and for several, and tokens up to which it is.
 GEMV_POINTS = {
     name: (f"gemv_{label}", f"gemm_{label}", f"gemm_tokens_{label}")

@@ -30,8 +30,7 @@ FLOAT = (
 
 
 class Operand(NamedTuple):
-    """One tensor of an operation: its axes, its dtypes (empty for that of the first operand), and
-    how many there are.
+    """One tensor of an operation: axes, dtypes (empty: same as the first operand) and count.
 
     `count` is "" for one, "?" for one or none, and "+" for any number of tensors at the end of the
     call.
@@ -102,7 +101,7 @@ class OperandChecks:
         self.accepted: set[tuple[Any, ...]] = set()
 
     def check(self, *tensors: Tensor | None) -> None:
-        """Raise ValueError for the first tensor whose dtype, shape, device or memory does not fit.
+        """Raise ValueError for the first tensor with a wrong dtype, shape, device or memory size.
 
         Shapes, dtypes and devices that were accepted before are not compared again: this runs before
         every call of a kernel.
@@ -293,7 +292,7 @@ def can_skip_dispatcher(*tensors: Tensor) -> bool:
     """Return True if autograd, torch.compile, transforms, modes, tracing and the profiler are all
     off.
 
-    The tensors must also be plain CPU tensors whose memory holds their numbers: the dispatcher
+    The tensors must also be plain CPU tensors with their actual numbers in memory: the dispatcher
     resolves the negative bit, and allocates tensors of zeros without memory. The function behind a
     custom operation can then be called directly. Dispatching to an operation that is written in
     Python takes longer than a small operation itself, and longer still after a large read from

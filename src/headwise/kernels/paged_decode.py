@@ -56,7 +56,7 @@ class PagedDecodeArgs(ParallelKernelArgs):
     A key is at `k + page x k_page_stride + head x k_head_stride + slot x k_slot_stride`; values and
     scales are stored by the same rule. The bias of a key is at `bias + row x bias_row_stride + head
     x bias_head_stride + column x bias_key_stride`. `num_items` is the number of threads before
-    planning, and that of work items afterwards.
+    planning, and the number of work items afterwards.
     """
 
     # before planning the maximum number of splits, afterwards the maximum number of rows that share
@@ -200,9 +200,9 @@ def attend_paged(
     """Return o [B, H, V], the attention of one query per row and head over paged keys, and the
     log-sum-exp [B, H].
 
-    `k_PGSK` and `v_PGSV` are P pages with S slots for each of G key heads, in any strides whose
-    last is 1. `PagePool.views[layer]["k"]` has this layout, and a dense cache [B, S, G, K] has it
-    when transposed: one page per row. H is a multiple of G, and neighbouring heads share a key
+    `k_PGSK` and `v_PGSV` are P pages with S slots for each of G key heads, in any strides with
+    last stride 1. `PagePool.views[layer]["k"]` has this layout, and a dense cache [B, S, G, K] has
+    it when transposed: one page per row. H is a multiple of G, and neighbouring heads share a key
     head. V may differ from K.
 
     `spans_BN3` (int64) is the block table. Its entry (b, n) is `page, begin, end`: row b attends to
@@ -354,7 +354,7 @@ def _check_operands(
 
 
 def _row_table(rows: int, slots: int) -> array[int]:
-    """Return the block table of rows that each attend to all of their own page.
+    """Return a block table in which each row attends to all of one page.
 
     It is an array: allocating a tensor takes longer than reading the table.
     """

@@ -164,7 +164,7 @@ def copy_vector(to, source, count):
 
 @njit
 def copy_shared_rows(args, entry, q, part, is_stored):
-    """Copy the queries of rows to those of one row with their heads; or its partial outputs back."""
+    """Copy the queries of several rows into one row with all heads, or its partial outputs back."""
     heads = args.num_heads
     groups = args.num_kv_heads
     dim = round_up_to_simd(args.dim)
@@ -310,7 +310,7 @@ def store_channels(to, a, count, scratch):
 
 @njit
 def combine_splits(dtype, args, row):
-    """Write the outputs and the log-sum-exp of a row from those of its splits."""
+    """Combine the outputs and log-sum-exps of a row's splits."""
     heads = args.num_heads
     vdim = args.vdim
     step = round_up_to_simd(vdim) + 2

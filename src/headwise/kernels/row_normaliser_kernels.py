@@ -129,7 +129,7 @@ def softmax_kernel(dtype, args, item, scratch):
 
 # --- Entmax: candidates of a row, tau and weights -------------------------------------------------
 
-MAX_SOLVER_STEPS = 200  # Newton takes 5 to 12 steps, bisection as many as the dtype has bits
+MAX_SOLVER_STEPS = 200  # Newton takes 5 to 12 steps, bisection one per bit of the dtype
 # Partial sums of this size limit rounding errors when many values are equal.
 SUM_BLOCK_SIZE = 16 * SIMD_WIDTH
 
@@ -330,7 +330,7 @@ def entmax_forward_row(dtype, args, row, scratch):
 
 @njit
 def grad_of_weights(args, row, weights, grads, indices, count):
-    """Write the gradients of a row's weights, and add those of the values that it reads."""
+    """Write the gradients of a row's weights, and add the gradients of the values it reads."""
     grads[count // SIMD_WIDTH * SIMD_WIDTH] = splat(grads, 0)
     grad = floats(grads, args.grad)
     if args.values == 0:

@@ -6,8 +6,8 @@ with one alpha per head:
 
     w[j] = max((alpha - 1) s[j] - tau, 0) ^ (1 / (alpha - 1)),  with tau such that sum_j w[j] = 1
 
-alpha = 2 is sparsemax, alpha -> 1 softmax. With values it returns w @ v and never stores w, whose
-entries are mostly zero. `row_normaliser_kernels` holds the kernels and their loop order.
+alpha = 2 is sparsemax, alpha -> 1 softmax. With values it returns w @ v and never stores w, because
+it is mostly zero. `row_normaliser_kernels` holds the kernels and their loop order.
 """
 
 from __future__ import annotations

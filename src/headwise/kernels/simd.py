@@ -12,9 +12,9 @@ ones.
 
 Most functions are one LLVM instruction. Their equivalents on PyTorch tensors of 16 elements:
 `fma(a, b, c)` is `torch.addcmul(c, a, b)`, `vec_max` is `torch.fmax`, `reduce_sum` is `x.sum()`,
-`select_below` is `torch.where(a < bound, low, high)`. There are no loops. A kernel's first argument
-`dtype` is a `StorageType`: the dtype of its tensors in memory. Numbers are computed in float64 if
-they are stored in float64, else in float32.
+`select_below` is `torch.where(a < bound, low, high)`. None contains a loop. A kernel's first
+argument `dtype` is a `StorageType`: the dtype of its tensors in memory. Numbers are computed in
+float64 if they are stored in float64, else in float32.
 """
 
 from __future__ import annotations
@@ -306,8 +306,8 @@ def _exp_float32(x):
     """Return e^x for x <= 88, to 2 units in the last place; 0 below -87.33, where normal numbers
     end.
 
-    x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7 / 7!, whose
-    remainder is below 1e-8.
+    x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7 / 7!; the remainder
+    is below 1e-8.
     """
     shifted = fma(x, _LOG2E, _SHIFT)
     n = shifted - _SHIFT
@@ -338,7 +338,7 @@ def _log_float32(x):
     """Return the natural logarithm of positive numbers, to 2 units in the last place.
 
     x = m 2^n, and log m = 2 artanh z with z = (m - 1) / (m + 1), |z| < 0.172, by its series up to
-    z^9 / 9, whose remainder is below 4e-10.
+    z^9 / 9; the remainder is below 4e-10.
     """
     m = _mantissa(x)
     n = _exponent(x)
@@ -618,7 +618,7 @@ load_bf16_odd = _make_bf16_load(1)
 
 @extending.intrinsic(prefer_literal=True)
 def _store_quarter(typing: Any, pointer: Any, value: Any, quarter: Any) -> Any:
-    """Store four elements of a vector: those of quarter `quarter`."""
+    """Store quarter `quarter` of a vector: four elements."""
     count = SIMD_WIDTH // 4
     first = count * quarter.literal_value
     kind = ir.VectorType(llvm_scalar_type(value.scalar_type), count)
@@ -732,7 +732,7 @@ def compress_store(
 ) -> Any:
     """Store the elements of x that are above `bound`, or NaN, adjacently; return how many they are.
 
-    Of the 16 int32 at `source_indices`, those of these elements are stored adjacently to
+    The int32 at `source_indices` that belong to these elements are stored adjacently to
     `target_indices`.
     """
 

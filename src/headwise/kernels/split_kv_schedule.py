@@ -1,10 +1,10 @@
 """Work planning for paged decode: split the keys of every row and find prefixes that rows share.
 
-The keys of a row are cut into splits of 256 (`KV_SPLIT_SIZE`), as in Flash-Decoding. Rows whose
-block tables begin with equal spans share these keys, which are read once for all rows (Hydragen,
-2402.05099; ChunkAttention, 2402.15220). For this, rows are ordered so that each follows one with
-which it shares the longest prefix, as in a traversal of a prefix tree. Rows that read a split
-together are then adjacent, whatever they share with other rows.
+The keys of a row are cut into splits of 256 (`KV_SPLIT_SIZE`), as in Flash-Decoding. Rows with
+block tables that begin with equal spans share these keys, which are read once for all rows
+(Hydragen, 2402.05099; ChunkAttention, 2402.15220). For this, each row follows the row that shares
+its longest prefix, as in a traversal of a prefix tree. Rows that read a split together are then
+adjacent, whatever they share with other rows.
 
 Where a row's splits end does not depend on other rows, and so neither does its result.
 For row b with n[b] keys and split i:
