@@ -76,8 +76,9 @@ class CallReport:
 
     @property
     def backend(self) -> str | None:
-        """The backend that runs the call: the first without a reason against it, or those of the
-        groups of heads.
+        """The backend that runs the call: the first without a reason against it.
+
+        Groups of heads have one backend each.
         """
         if self.groups:
             return ", ".join(dict.fromkeys(group.backend or "none" for group in self.groups))
@@ -258,7 +259,7 @@ def explain_call(
     attention_mask: AttentionMask,
     inputs: CoreInputs,
 ) -> BackendReport:
-    """The report of a call whose tensors are known; `Attention.why` collects them."""
+    """Report on a call with known tensors; `Attention.why` collects the reports."""
     queries = inputs.q.shape[1]
     size = CallSize(inputs.q.shape[0], queries, queries, attention_mask.keys.count)
     kind = "one" if queries == 1 else "many"
@@ -326,7 +327,7 @@ def _title(report: CallReport) -> str:
 
 
 def _answer(report: CallReport, name: str) -> str:
-    """Which calls a backend that supports the call runs: all, those of some lengths, or none."""
+    """Which calls a supporting backend runs: all, only some lengths, or none."""
     if report.groups:
         return "supports this call; one call per pattern is preferred"
     if report.size is not None or len(report.length_ranges) < 2:

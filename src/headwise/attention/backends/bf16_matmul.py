@@ -56,7 +56,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def is_preferred(call: CallSignature) -> bool:
-    """True if it is tried before torch's call: in bfloat16 on a CPU, on its side of the take-over
+    """True if it is tried before torch's call: in bfloat16 on a CPU, on its side of the crossover
     points.
     """
     return call.device == "cpu" and call.dtype == torch.bfloat16

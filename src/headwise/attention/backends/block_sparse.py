@@ -199,9 +199,7 @@ def batch_blocks(
 def _evenly_spaced_runs(
     blocks: Sequence[tuple[range, KeyRanges]],
 ) -> list[list[tuple[range, KeyRanges]]]:
-    """Split the blocks into runs whose queries start at equal distances; also their keys, if these
-    are one range.
-    """
+    """Split the blocks into runs of evenly spaced query starts; keys too, if they are one range."""
     runs: list[list[tuple[range, KeyRanges]]] = []
     run_distance: tuple[int, ...] | None = None
     for block in blocks:
@@ -262,8 +260,8 @@ def plan_batches(
     """The batches of blocks of a call, each with its rows of the batch; None if tokens are in no
     order.
 
-    `first_positions` are those of the first query and the first key if all rows hold consecutive
-    tokens of one segment; otherwise `tokens` are position and segment of queries and of keys.
+    `first_positions` are the positions of the first query and key if all rows hold consecutive
+    tokens of one segment. Otherwise `tokens` are position and segment of queries and of keys.
     """
     batch = q.shape[0]
     if first_positions:
@@ -556,7 +554,7 @@ def _has_cpu_kernel(call: CallSignature) -> bool:
 
 
 def _position_ranges(call: CallSignature, size: CallSize) -> tuple[range, range]:
-    # Positions of a source start at 0, as those of the queries.
+    # Source positions start at 0, and so do query positions.
     first = size.keys - size.queries if call.spec.source is None else 0
     return range(first, first + size.queries), range(size.keys)
 

@@ -126,7 +126,7 @@ def _must_keep_graph(inputs: CoreInputs, learned: Sequence[Tensor]) -> bool:
 
 
 def _tensors_of(inputs: CoreInputs) -> list[Tensor]:
-    """The tensors that may have a gradient; those of queries before those of keys."""
+    """Differentiable inputs, query tensors first."""
     context = inputs.query_context
     kv = (inputs.k, inputs.v, *inputs.kv_entry.values())
     return [inputs.q, context.x_BTD, context.q_BTHK, *kv]
@@ -158,7 +158,7 @@ class _RecomputedBlocks(torch.autograd.Function):
         ctx.run = run
         ctx.blocks = blocks
         ctx.count = len(_tensors_of(inputs))
-        # Keeps no tensor beside the saved ones.
+        # Keep only the saved tensors.
         ctx.inputs = _with_tensors(inputs, [tensors[0].detach()[:0]] * ctx.count)
         ctx.save_for_backward(*tensors)
         device = tensors[0].device.type

@@ -124,11 +124,10 @@ class CallSignature:
     def slower_below(
         self, point: str, size: CallSize, faster: str, is_upper: bool = False
     ) -> list[str]:
-        """Why another backend runs a call with few keys: `faster` takes less time below the
-        take-over point; or, with `is_upper`, why one runs a call with many keys, above it.
+        """Why another backend runs a call with few keys: `faster` wins below this crossover point.
 
-        This is a preference and not a limit. It holds on the CPU, where it was measured, for more
-        than one query.
+        With `is_upper`, `faster` wins above it. Only a preference: measured on the CPU with
+        more than one query.
         """
         bound = takeover_size(point)
         is_preferred = size.keys <= bound if is_upper else size.keys >= bound
@@ -143,8 +142,8 @@ class CallSignature:
 class HeadsKV(NamedTuple):
     """Keys and values of some key-value heads, with their own tokens.
 
-    `pattern` is the pattern of all query heads of these, by which a cache says which tokens the
-    last query attends to; None if they are those of all heads.
+    `pattern` is the pattern of all their query heads: a cache uses it to find the tokens that the
+    last query attends to. It is None if all heads share these tokens.
     """
 
     kv_heads: tuple[int, ...]
@@ -158,11 +157,11 @@ class CoreInputs(NamedTuple):
     """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, the context of the queries, and the kv
     entry.
 
-    Queries are those of `AttentionSpec.core_score_heads`, in the context too. `gates` are the gate
+    Queries, also in the context, cover only `AttentionSpec.core_score_heads`. `gates` are the gate
     values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.
     With a block table (`SequenceInfo.block_table`), k and v have one row per page of the pool.
-    `kv_by_heads` are the keys and values of groups of heads that have different tokens; then k and
-    v are those of the first group alone.
+    `kv_by_heads` holds keys and values of head groups with different tokens; then k and v belong to
+    the first group alone.
     """
 
     q: Tensor
@@ -192,7 +191,7 @@ def cpu_kernel_conflicts(call: CallSignature) -> list[str]:
 
 
 def slower_at_every_size(point: str, faster: str) -> str:
-    """Why the path of a take-over point runs no call on this class of machine."""
+    """Why the path of a crossover point is never chosen on this class of machine."""
     points = current_points()
     is_measured = point in points.measured
     return f"{faster if is_measured else 'not measured'} on this class of machine ({points.machine_class})"
@@ -244,7 +243,7 @@ class CoreSteps:
     scores: Sequence[ScoreTransform]
     normaliser: Normaliser
     normaliser_p: PartParams
-    has_sinks: bool  # whether the normaliser adds a sink to every row
+    has_sinks: bool  # the normaliser adds a sink to every row
     normalise: Callable[[Tensor, Tensor, PartParams], Tensor]
     gather_values: GatherFunction | None  # normalises and gathers values in one step
     weights: Sequence[ScoreTransform]
@@ -252,7 +251,7 @@ class CoreSteps:
     elementwise: Sequence[tuple[ScoreStep, PartParams]]
     selected_rows: tuple[int, ...] | None  # rows of weights that read values; None: all rows
     part_weights: Sequence[PartParams]  # the weights of all these parts
-    weights_unmodified: bool  # whether no part changes weights after normalisation
+    weights_unmodified: bool  # no part changes weights after normalisation
     pattern_text: (
         str  # the pattern as text, which an operation registered with torch can take as an argument
     )
@@ -345,10 +344,9 @@ class CoreSteps:
 
 
 class SelectedHeadParams:
-    """`PartParams` of one part for some of its score heads: those of the core, or of a group with
-    one pattern.
+    """`PartParams` of one part for some of its score heads: of the core, or of one pattern group.
 
-    They are selected in every call, so that training changes the weights of the layer.
+    Selected in every call, so that training changes the weights of the layer.
     """
 
     def __init__(
@@ -496,8 +494,9 @@ def _apply_weight_step(
 
 
 def expand_kv_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Repeat key-value heads for query heads: x_BHSK whose head h is head `heads[h]` of x; a view
-    for MHA and MQA.
+    """Repeat key-value heads for query heads: head h of the result is head `heads[h]` of x.
+
+    A view for MHA and MQA.
     """
     x_BGSK = x_BSGK.transpose(1, 2)
     if heads == tuple(range(x_BGSK.shape[1])):

@@ -1,7 +1,7 @@
 """The attention core in plain tensor operations: supports every spec, and probes can read every
 score and weight.
 
-The numbers of the steps are those of `attention/attention.py`.
+Steps are numbered as in `attention/attention.py`.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ measured to be slower for this size (`slower_reasons`), and the first that remai
 that the caller names runs at any size, or the call is refused. No backend passes a call on to
 another.
 
-Packed rows with known lengths are cut into their sequences here, which run in groups of similar
-length, for each of which a backend is selected.
+Packed rows with known lengths are cut into sequences here. These run in groups of similar length,
+and each group gets a backend.
 
-Of layers whose heads have different patterns, each group of heads with one pattern runs as a call
-of its own, for which `plan_dispatch` chooses a backend. One call computes all heads, with a mask
-for each, if heads are mixed, if a probe reads scores or weights, or if the caller names a backend
-that supports such masks.
+If heads have different patterns, each group of heads with one pattern runs as a separate call, and
+`plan_dispatch` chooses its backend. One call computes all heads, with a mask for each, if heads are
+mixed, if a probe reads scores or weights, or if the caller names a backend that supports such
+masks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ BACKENDS: dict[str, ModuleType] = {
 }
 
 SLOWER_THAN_DENSE_IF_SHORT = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")
-# Take-over points that are numbers of keys.
+# Crossover points that are numbers of keys.
 POINTS_IN_KEYS = (
     "block_sparse",
     "linear",
@@ -90,7 +90,7 @@ MASK_PER_HEAD_BACKENDS = (
 )  # those that support heads with different patterns in one call
 LENGTHS_TOGETHER = 32
 MAX_KEPT_SIZES = 1024
-LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite take-over point
+LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite crossover point
 MAX_COUNTED_KEYS = (
     2**14
 )  # keys up to which the pairs of a pattern are counted to know the shape of its mask
@@ -100,7 +100,7 @@ MAX_DENSE_LENGTH = (
 
 
 class _ChosenBackend(NamedTuple):
-    """The backend of one size, and the take-over points by which it was chosen."""
+    """The backend of one size, and the crossover points that decided it."""
 
     name: str
     points: TakeoverPoints
@@ -228,9 +228,7 @@ class CoreDispatch:
         }
 
     def select_for_size(self, size: CallSize) -> str:
-        """The name of the backend that a call of this size runs on, as far as
-        the size decides it.
-        """
+        """The name of the backend for a call of this size, considering only the size."""
         if self.is_named_by_caller:
             return self.backend_names[0]
         size = self._decisive_size(size)
@@ -334,7 +332,7 @@ def choose_backend(call: CallSignature, size: CallSize | None = None) -> ModuleT
 
 
 def check_backend_name(name: str | None) -> None:
-    """Refuse a name that no backend has."""
+    """Raise NoBackend for an unknown backend name."""
     if name is not None and name not in BACKENDS:
         raise NoBackend(f"there is no backend {name!r}; {suggest(str(name), BACKENDS)}")
 
@@ -404,8 +402,9 @@ def backend_notes(name: str, call: CallSignature) -> list[str]:
 
 
 def reads_cache_in_place(backend_name: str, call: CallSignature) -> bool:
-    """True if a backend reads a cache in the form in which it is stored; others are handed
-    full-precision tensors.
+    """True if a backend reads a cache in its storage format.
+
+    Other backends receive full-precision tensors.
     """
     return backend_name == "paged" or (
         backend_name == "ragged" and ragged_decode.reads_quantized_cache(call)
@@ -433,9 +432,7 @@ def recomputed_flops(
 
 
 def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
-    """The `AttentionMask.shape` of a call whose queries are the last of its keys, or come from
-    another sequence.
-    """
+    """The `AttentionMask.shape` if queries are the last keys, or come from another sequence."""
     pattern = call.pattern
     if size.keys > MAX_COUNTED_KEYS:
         first, last = pattern.retention
@@ -524,9 +521,7 @@ def _dispatch_of(call: CallSignature, backend_name: str | None) -> CoreDispatch 
 
 @dataclass(frozen=True)
 class GroupHeads:
-    """The pattern of a group, and the places of its heads among those of the call: queries, keys,
-    values and rows.
-    """
+    """The pattern of a group, and the indices of its queries, keys, values and rows in the call."""
 
     pattern: Pattern
     score_heads: tuple[int, ...]
@@ -631,9 +626,9 @@ def _keys_of_pattern(keys: SequenceInfo, pattern: Pattern) -> SequenceInfo:
 
 @dataclass(frozen=True)
 class HeadGroupDispatch:
-    """Runs every group of heads with one pattern on a backend of its own.
+    """Runs each group of heads with one pattern on a separate backend.
 
-    Row n of the weights of all heads is row ``order[n]`` of the groups one after the other.
+    Row n of the weights of all heads is row ``order[n]`` of the concatenated groups.
     """
 
     groups: tuple[tuple[GroupHeads, CoreDispatch | PackedDispatch], ...]

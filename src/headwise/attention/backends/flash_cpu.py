@@ -71,7 +71,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """FLOPs of whole tiles of queries, each with all keys up to that of its last query."""
+    """FLOPs of whole query tiles; each reads all keys up to its last query."""
     ahead = (
         size.keys - size.queries if call.pattern == Causal() and call.spec.source is None else None
     )

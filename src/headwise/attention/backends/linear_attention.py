@@ -22,7 +22,7 @@ from .core_interface import (
     no_tensor_conflicts,
 )
 
-CHUNK_SIZE = 128  # tokens whose scores are computed before they are added to the state
+CHUNK_SIZE = 128  # tokens that are scored before they are added to the state
 
 
 def boundary_lengths() -> tuple[int, ...]:

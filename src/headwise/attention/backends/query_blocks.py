@@ -155,7 +155,7 @@ def split_range(count: int) -> Iterator[range]:
 
 
 def count_query_blocks(queries: int) -> int:
-    """Number of blocks of so many queries.
+    """Number of blocks for this number of queries.
 
     >>> count_query_blocks(128), count_query_blocks(129)
     (1, 2)
@@ -169,14 +169,13 @@ def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
     """
     if size.queries <= QUERY_BLOCK_SIZE:
         return size.queries * size.keys
-    # Positions of a source start at 0, as those of the queries.
+    # Source positions start at 0, and so do query positions.
     first = size.keys - size.queries if call.spec.source is None else 0
     return sum_block_pairs(call.pattern, range(first, first + size.queries), range(size.keys))
 
 
 def sum_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
-    """Number of computed scores of all blocks; long stretches in which it grows linearly are summed
-    as a series.
+    """Number of computed scores of all blocks; long linear stretches are summed as a series.
 
     >>> from headwise.attention.masking.patterns import Window
     >>> sum_block_pairs(Window(1000), range(10**15), range(10**15)) == 10**15 * 1127 - 128 * sum(
@@ -269,7 +268,7 @@ def slice_rows(t: Tensor, ranges: Sequence[range]) -> Tensor:
     return t.index_select(1, torch.cat(index) if index else torch.arange(0, device=t.device))
 
 
-# --- Slices whose gradients are added in place ----------------------------------------------------
+# --- Slices with gradients added in place ---------------------------------------------------------
 
 
 class GatherSlices(torch.autograd.Function):
@@ -297,7 +296,7 @@ class GatherSlices(torch.autograd.Function):
 
 
 def add_to_ranges(total: Tensor, x: Tensor, ranges: Sequence[range]) -> None:
-    """Add x, whose first axis has the tokens of all ranges, to these ranges of `total`."""
+    """Add x to these ranges of `total`; its first axis holds the tokens of all ranges."""
     for tokens, part in zip(ranges, x.split(list(map(len, ranges))), strict=True):
         total[range_to_slice(tokens)] += part
 
@@ -480,7 +479,7 @@ def choose_block_size(pattern: Pattern) -> int:
 
 
 def _residue_axis(axis: TokenAxis, modulus: int, residue: int) -> TokenAxis:
-    """The tokens whose positions have this residue, numbered among themselves."""
+    """The tokens at positions with this residue, renumbered from the first."""
     numbers = split_by_residue(modulus, axis.positions)[residue] if modulus > 1 else axis.positions
     first_slot = axis.first_slot + numbers.start * modulus + residue - axis.positions.start
     return TokenAxis(numbers, first_slot, axis.slot_stride * modulus)

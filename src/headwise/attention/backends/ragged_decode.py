@@ -1,4 +1,4 @@
-"""Decode step on the CPU: one query per row, over cached keys whose number differs between rows."""
+"""Decode step on the CPU: one query per row, over a different number of cached keys per row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .core_interface import (
 )
 
 RAGGED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-# The take-over points, in bytes of keys and values; torch's fused call is slow in bfloat16.
+# Crossover points in bytes of keys and values; torch's fused call is slow in bfloat16.
 POINT_BY_DTYPE = {
     torch.bfloat16: "ragged_bfloat16",
     torch.float32: "ragged_float32",

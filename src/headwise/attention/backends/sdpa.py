@@ -167,9 +167,7 @@ def mask_or_bias(
 
 
 class SoftmaxArgs(NamedTuple):
-    """Arguments of a softmax call beside q, k and v: mask or causal flag, additive bias, and the
-    sink of each head.
-    """
+    """Arguments of a softmax call except q, k and v: mask or causal flag, bias, sinks."""
 
     mask: Tensor | None
     causal: bool

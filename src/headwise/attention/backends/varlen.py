@@ -91,8 +91,9 @@ def has_known_lengths(
 
 
 def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iterator[CoreInputs]:
-    """The inputs of each group. Tensors beside q, k and v are only gathered if a part of the spec
-    uses them.
+    """Yield the inputs of each group.
+
+    Tensors other than q, k and v are only gathered if a part of the spec uses them.
     """
     q, k, v, query_context, key_entries, state, gates, _ = inputs
     needs_context = bool(steps.scores or steps.weights)
