@@ -7,7 +7,7 @@ apply it.
   the test whether a query attends to everything that is cached.
 - `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the
   tokens that no later query attends to, `RecurrentStateCache` keeps one state for linear attention,
-  `HiddenStateCache` that of a GRU. `HeadGroupCache` has a slot cache for each group of heads, if
+  `HiddenStateCache` one for a GRU. `HeadGroupCache` has a slot cache for each group of heads, if
   their patterns retain different tokens. `make_cache` chooses the cache of a layer.
 - `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares
   equal prefixes.

@@ -109,10 +109,9 @@ class PageAllocator:
 
 
 class RetentionGroup(NamedTuple):
-    """Layers whose patterns have the same `KeyRetention`: the `first` tokens and the latest `last`
-    (None: all).
+    """Layers with the same `KeyRetention`: the `first` tokens and the latest `last` (None: all).
 
-    Their tokens lie in pages of `page` tokens.
+    Their tokens are stored in pages of `page` tokens.
     """
 
     first: int

@@ -229,9 +229,7 @@ class KVCache(TokenCache):
         return entry
 
     def check_input(self, spec: AttentionSpec, x: Tensor) -> None:
-        """Raise ValueError if the spec, batch size, dtype or device differ from those of this
-        cache.
-        """
+        """Raise ValueError if spec, batch size, dtype or device do not match this cache."""
         if spec is not self.spec and spec != self.spec:
             raise ValueError(
                 "this cache was made for another spec; make one with layer.cache(batch=..., "
@@ -318,9 +316,8 @@ def check_storage_format(spec: AttentionSpec, store: str | None) -> None:
         )
     if spec.is_recurrent:
         raise SpecError(
-            f"{store} storage does not support a recurrent state, whose sums over thousands of "
-            "tokens do not fit; "
-            "leave storage_format out"
+            f"{store} storage does not support a recurrent state: sums over thousands of tokens do "
+            "not fit; leave storage_format out"
         )
 
 

@@ -27,7 +27,7 @@ class RowPages:
     """The pages that one call writes in one retention group: the place of each real token, and the
     pages of each row after it has appended `counts` tokens.
 
-    `page` and `offset` are those of each real token; `is_real` its (row, column), None if all are
+    `page` and `offset` locate each real token; `is_real` is its (row, column), None if all are
     real. `ends` are the new lengths of the rows; `reads_past` is True if tokens were cached before.
     Index tensors are computed on first use and reused by all layers of the group.
     """
@@ -366,8 +366,7 @@ class PagePool:
         for spec in specs:
             _check_pageable(spec)
         self.specs, self.head_groups = tuple(specs), tuple(map(split_by_retention, specs))
-        # A layer whose heads retain different tokens is stored as one layer for each group of its
-        # key-value heads.
+        # If heads retain different tokens, each group of key-value heads is stored as one layer.
         self.stored_specs = list_stored_specs(specs)
         self.paging = PageLayout.for_specs(self.stored_specs, page)
         self.block_tables = BlockTables(self.paging, pages)
@@ -416,9 +415,7 @@ class PagePool:
         return flat.unflatten(1, (place.heads, tokens, place.width))
 
     def reserve(self, pages: int) -> None:
-        """Reserve the gather buffer for `pages` pages of any layer, those of all groups of its
-        heads together.
-        """
+        """Reserve the gather buffer for `pages` pages of any layer, over all its head groups."""
         self._buffer = reserve_zeros(
             (pages * self.paging.widest,), self.storage.dtype, self.storage.device
         )

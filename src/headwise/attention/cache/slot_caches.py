@@ -109,7 +109,7 @@ class SlotCache(KVCache):
         return sum(cached.nbytes for cached in self.entry.values())
 
     def _write(self, entry: KVEntry, new_tokens: SequenceInfo, slot_BT: Tensor) -> None:
-        """Write each token into its slot; a token whose slot is `self.slots` is dropped."""
+        """Write each token into its slot; drop tokens with slot `self.slots`."""
         keep = slot_BT < self.slots
         row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
         slot = slot_BT[keep]
@@ -249,9 +249,7 @@ class ContiguousCache(SlotCache):
 
 
 class RingCache(SlotCache):
-    """Cache of the first tokens of a segment and its latest ones, all that a windowed pattern can
-    still attend to.
-    """
+    """Cache of the first and the latest tokens of a segment: those a window can still attend to."""
 
     def __init__(
         self,
@@ -412,8 +410,7 @@ class CachedHeads(NamedTuple):
 
 
 def split_by_retention(spec: AttentionSpec) -> tuple[KVHeadGroup, ...]:
-    """The groups of key-value heads whose patterns retain different tokens, the largest retention
-    first.
+    """Group key-value heads by the tokens that their patterns retain, largest retention first.
 
     Empty if one cache serves all heads: if they have one pattern or one retention, if they are not
     cached head by head (latent keys, states of linear attention), if heads are mixed, if query
@@ -562,7 +559,7 @@ def make_cache(
     """Return the smallest cache for this spec: a recurrent state, a ring of visible tokens, or
     every token.
 
-    Heads whose patterns retain different tokens get a cache for each group of them.
+    If heads retain different tokens, each group of heads gets a separate cache.
 
     With storage_format="int8" keys and values are stored in 8 bits, with one scale per head and
     token.

@@ -11,10 +11,10 @@ any mixing of heads; it is multiplied with one value head. An output head (O) is
 receives; some output steps combine several rows into one output head, as differential attention
 does with two.
 
-An `AxisLayout` names every axis of a tensor. ``"(q dim) model"`` is a matrix whose rows are q heads
-of dim channels each; ``"q [nope|rope] rank"`` concatenates two axes into one. Code that prunes,
-groups, counts, shards or checks weights reads their layouts, so it needs no knowledge of particular
-layers.
+An `AxisLayout` names every axis of a tensor. ``"(q dim) model"`` is a matrix with q x dim rows: q
+heads of dim channels each. ``"q [nope|rope] rank"`` concatenates two axes into one. Code that
+prunes, groups, counts, shards or checks weights reads their layouts, so it needs no knowledge of
+particular layers.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CoreShape:
 class Param:
     """Declaration of a parameter: its axes, its initialiser, and the tokens it is multiplied with.
 
-    `applied` names the tokens whose vectors are multiplied with the parameter in a matrix product:
+    `applied` names the tokens that are multiplied with the parameter in a matrix product:
     "query" for every query token, "source" for every token once, when its cache entry is computed,
     "recalled" for every cached token each time it is read; None for parameters that only add or
     scale. A constant (``trainable=False``) is saved, pruned and moved with the other parameters but
@@ -118,7 +118,7 @@ class CallSize:
     `batch` rows; and for one row: `queries`, `new_tokens` written to the cache, `keys` to attend
     to, and `pairs`, the number of (query, key) pairs that the pattern allows (default: all of
     them). If heads have different patterns, `head_pairs` has the number of each head, and `pairs`
-    is that of the pairs which some head allows.
+    counts the pairs that at least one head allows.
     """
 
     batch: int
@@ -137,9 +137,7 @@ class CallSize:
         return replace(self, pairs=pairs, head_pairs=())
 
     def tokens(self, applied: str | None) -> int:
-        """The number of tokens in this call that are multiplied with a parameter whose field
-        `applied` is this.
-        """
+        """The number of tokens in this call that a parameter with this `applied` multiplies."""
         tokens_per_row = {"query": self.queries, "source": self.new_tokens, "recalled": self.keys}
         return self.batch * tokens_per_row[applied] if applied else 0
 
@@ -189,8 +187,7 @@ class QueryContext(NamedTuple):
 
 @runtime_checkable
 class ScorePosition(Protocol):
-    """Positions of the (query, key) pairs whose scores are being computed: `i` of the query and `j`
-    of the key.
+    """Positions of the (query, key) pairs being scored: `i` of the query and `j` of the key.
 
     `take` selects per-query factors at an index, such as the relative position.
     """
@@ -270,8 +267,8 @@ class SpecFactory(Protocol):
 class ReductionGroup(Protocol):
     """The processes over which the heads of a layer, or the tokens of its batch, are sharded.
 
-    `sum_over` adds up a tensor over all shards; `own_share` is this process's share of an auxiliary
-    loss, such that the gradients of all processes add up to that of the loss.
+    `sum_over` adds up a tensor over all shards. `own_share` is this process's share of an auxiliary
+    loss: the gradients of all processes add up to the gradient of the loss.
     """
 
     def sum_over(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor: ...
@@ -466,9 +463,7 @@ class ParallelContext(ABC):
     def gather_tokens(
         self, entry: dict[str, Tensor], at: SequenceInfo
     ) -> tuple[dict[str, Tensor], SequenceInfo]:
-        """The kv entry [B, tokens, ...] and positions of the tokens of all ranks, from those of
-        this rank.
-        """
+        """Gather kv entries [B, tokens, ...] and positions from all ranks."""
 
     @abstractmethod
     def head_local_rng(self, training: bool) -> AbstractContextManager[None]:

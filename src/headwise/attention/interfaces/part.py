@@ -231,7 +231,7 @@ class Part(CheckedDataclass, ABC):
     disagreements: ClassVar[
         tuple[str, ...]
     ] = ()  # where paper and released code disagree, and which one this follows
-    positional: ClassVar[bool] = False  # whether the result depends on token positions
+    positional: ClassVar[bool] = False  # True if the result depends on token positions
     # The sides on which this part allows any orthogonal map of a head's channels: "k" (keys with
     # their queries), "v".
     unrestricted_sides: ClassVar[str] = "kv"
@@ -261,9 +261,7 @@ class Part(CheckedDataclass, ABC):
         return {}
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
-        """FLOPs of matrix products beyond those of the declared parameters and of the attention
-        core.
-        """
+        """FLOPs of extra matrix products, not counting declared parameters and the core."""
         return 0
 
     def constant_flops(self, spec: AttentionSpec, work: CallSize) -> int:
@@ -366,9 +364,7 @@ class RecurrentPart(Part):
     """
 
     def state_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
-        """The tensors of the state, by name; empty if there is no state and
-        tokens must be cached.
-        """
+        """The tensors of the state, by name; empty if tokens must be cached instead."""
         return {}
 
     def num_state_features(self, core: CoreShape) -> int:
@@ -458,8 +454,9 @@ def _new_classes(before: set[str]) -> list[type]:
 
 
 def _is_imported(path: Path) -> bool:
-    """True if this file is a module already. Raises if its name is that of another module, which it
-    would hide.
+    """True if this file is already imported as a module.
+
+    Raises if another module has this name: the file would hide it.
     """
     try:
         module = sys.modules.get(path.stem) or importlib.util.find_spec(path.stem)
@@ -538,8 +535,9 @@ class ExternalPart(NamedTuple):
         return ExternalPart(*map(str, values))
 
     def check_registered(self, source: str) -> None:
-        """Raise unless this part is registered. Runs no code of a model's folder, only that of
-        installed packages.
+        """Raise unless this part is registered.
+
+        Runs only code of installed packages, never from a model's folder.
         """
         if self.name not in REGISTRY:
             load_entry_point(self.name)

@@ -160,7 +160,7 @@ class Normaliser(RecurrentPart):
 
     `proportional`: weights are the scores divided by `divisor` of their sum. This is the only kind
     that a similarity with a recurrent state can use; a normaliser that ignores the scores may have
-    a state of its own. `shift_invariant`: adding a constant to all scores of a row changes nothing.
+    a separate state. `shift_invariant`: adding a constant to all scores of a row changes nothing.
     `sums_to_one`: the weights of every row with an allowed key sum to one.
     """
 
@@ -310,7 +310,7 @@ class ScoreStep(Modifier):
     """
 
     additive: ClassVar[bool] = False
-    per_head: ClassVar[bool] = False  # whether the query factors differ between score heads
+    per_head: ClassVar[bool] = False  # True if query factors differ between score heads
     unrestricted_sides: ClassVar[str] = "v"
 
     @property
@@ -451,7 +451,7 @@ class OutputStep(Modifier):
 class Gate(Modifier):
     """Scales output heads by factors that are known before the attention core runs.
 
-    A backend can therefore skip heads whose factor is zero.
+    A backend can therefore skip heads with a factor of zero.
     """
 
     unrestricted_sides: ClassVar[str] = ""

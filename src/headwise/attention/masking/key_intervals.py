@@ -1,6 +1,6 @@
 """Exact counts of allowed (query, key) pairs without computing a mask.
 
-A row of a mask consists of a few spans of keys whose ends lie on straight lines: an end stays at a
+A row of a mask consists of a few spans of keys. Their ends lie on straight lines: an end stays at a
 fixed key (a column) or moves with the query (a diagonal). Between two intersections of such lines
 the number of keys in a row is linear in the query, so the first and the last row determine the sum.
 This is exact for every pattern. The cost depends on the number of intersections, which for windows,
@@ -267,8 +267,7 @@ def boundary_rows(pattern: HasKeySpans, queries: range, keys: range) -> Sequence
         intersections = rows | {
             column - diagonal for column, diagonal in product(columns, diagonals)
         }
-        # `|` of sets instead of set.union(generator), whose elements are lost when torch.compile
-        # traces it.
+        # `|` of sets instead of set.union(generator): torch.compile loses its elements in a trace.
         return sorted(
             {queries.start, queries.stop} | {row for row in intersections if row in queries}
         )

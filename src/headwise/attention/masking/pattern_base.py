@@ -270,7 +270,7 @@ class BandedPattern(Pattern):
     @property
     @abstractmethod
     def bands(self) -> tuple[KeyBand, ...]:
-        """The bands whose union is the pattern."""
+        """The bands that together form the pattern."""
 
     @final
     def allows(self, i: Any, j: Any) -> Any:
@@ -394,12 +394,11 @@ def _combine(kind: type[And] | type[Or], left: Pattern, right: Pattern) -> Patte
 class PerHead(Pattern):
     """Heads with different patterns: score head h has the pattern ``patterns[pattern_of_head[h]]``.
 
-    Examples are dilated heads beside undilated ones (Longformer, 2004.05150), random blocks of each
-    head (BigBird,
-    2007.14062), and streaming heads, which attend to sinks and recent tokens, beside retrieval heads (2410.10819).
-    If scores are mixed over heads, the masked heads are those after mixing.
+    Examples: dilated and undilated heads (Longformer, 2004.05150), different random blocks per head
+    (BigBird, 2007.14062), streaming heads, which attend to sinks and recent tokens, and retrieval
+    heads (2410.10819). If scores are mixed over heads, the mask applies after mixing.
 
-    The methods that it shares with other patterns describe the union, the keys that some head may
+    Methods shared with other patterns describe the union: the keys that at least one head may
     attend to. Equal patterns become one, and patterns without a head are dropped.
 
     >>> from headwise.attention.masking.patterns import Causal, First, Window
@@ -529,9 +528,7 @@ MAX_COUNTED_CELLS = 2**32  # some ten seconds
 
 
 def _count_fast(pattern: Pattern, queries: range, keys: range) -> int:
-    """`pattern.pairs`; with tensors if every row has its own spans, as those of
-    a dilated window.
-    """
+    """`pattern.pairs`; counted with tensors if spans differ per row, as in a dilated window."""
     if not queries or not keys or len(boundary_rows(pattern, queries, keys)) <= len(queries):
         return pattern.pairs(queries, keys)
     _, columns, diagonals = pattern.lines(queries, keys)
@@ -541,7 +538,7 @@ def _count_fast(pattern: Pattern, queries: range, keys: range) -> int:
     if width * len(queries) > MAX_COUNTED_CELLS:
         fact = f"cannot count {len(queries):,} tokens under the pattern {pattern.text[:60]}"
         raise SpecError(
-            f"{fact}, whose spans differ in every row; give at most {MAX_COUNTED_CELLS // width:,}"
+            f"{fact}: its spans differ in every row; give at most {MAX_COUNTED_CELLS // width:,}"
         )
     total = 0
     for start in range(queries.start, queries.stop, COUNTED_ROWS):

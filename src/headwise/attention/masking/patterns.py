@@ -202,8 +202,7 @@ class BigBird(Pattern):
         return -(-self.length // self.block)
 
     def _sample_rows(self) -> Iterator[list[int]]:
-        # random() is the only method of Random whose sequence is guaranteed not to change between
-        # Python versions.
+        # Python guarantees a stable sequence across versions only for Random.random().
         draw = random.Random(self.seed).random
         for row in range(self._num_rows):
             left = range(self.globals, max(self.globals, row - self.window // 2))
@@ -286,8 +285,7 @@ class Edges(Pattern):
         return cls(tuple(product(numbers, numbers)))
 
     def allows(self, i: Any, j: Any) -> Any:
-        # Without the first condition, the code of a key beyond `width` would be that of another
-        # query's key.
+        # Without the first condition, a key beyond `width` gets the code of another query's key.
         return (j < self.width) & is_listed(self.codes, i * self.width + j)
 
     @property
@@ -470,7 +468,7 @@ class Dilated(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class Blocks(Pattern):
-    """A query attends to the keys of its own block of `size` tokens: i // size == j // size.
+    """A query attends to the keys in its block of `size` tokens: i // size == j // size.
 
     >>> Blocks(3).pairs(range(8), range(8))
     22

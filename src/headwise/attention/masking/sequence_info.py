@@ -27,9 +27,9 @@ class BlockTable(NamedTuple):
 class SequenceInfo:
     """Positions and segments of the tokens of a batch.
 
-    `position` counts from 0 within each segment. Tokens attend only to tokens of their own segment;
-    segment -1 is padding. Both tensors are [B, T], or [1, T] if all rows are equal; those of
-    `contiguous` are made when they are first read.
+    `position` counts from 0 within each segment. Tokens attend only within their segment;
+    segment -1 is padding. Both tensors are [B, T], or [1, T] if all rows are equal; `contiguous`
+    makes them on first read.
 
     The other fields are set by the library and are known without reading tensors from the device:
 
@@ -139,7 +139,7 @@ class SequenceInfo:
     def contiguous(
         start: int, count: int, device: torch.device | str, num_visible: int | None = None
     ) -> SequenceInfo:
-        """Sequence info whose rows all have the positions start .. start + count - 1 of segment
+        """Sequence info with equal rows: the positions start .. start + count - 1 of segment
         0.
         """
         sequence = SequenceInfo.__new__(SequenceInfo)
@@ -277,7 +277,7 @@ class AttentionMask:
 
     @property
     def shape(self) -> str:
-        """The shape of the mask as far as it is known without reading tensors from the device.
+        """The shape of the mask if it is known without reading tensors from the device.
 
         "full": every query may attend to every key; "triangle": a square causal mask; "any":
         anything else.

@@ -202,9 +202,7 @@ class AttentionSpec:
         return sizes | {"out": len(self.score_head_of_output), "row": len(self.score_head_of_row)}
 
     def sizes_of(self, part: Part) -> dict[str, int]:
-        """The sizes of all axes that a part may use in its layouts: those of
-        the spec and its own.
-        """
+        """The sizes of all axes that a part may use in its layouts: from the spec and the part."""
         return self.sizes | dict(part.sizes(self))
 
     def num_heads_after(self, until: Phase) -> int:
@@ -251,10 +249,10 @@ class AttentionSpec:
 
     @property
     def core_score_heads(self) -> tuple[int, ...]:
-        """The score heads whose scores the attention core computes, in order.
+        """The heads that the attention core scores, in order.
 
-        They are all score heads unless pruning left some that only a gate needs, which sees queries
-        but no scores (`Routed` with router="norm"). If heads are mixed, if a part multiplies the
+        All score heads, unless pruning left some that only a gate needs: it sees queries but no
+        scores (`Routed` with router="norm"). If heads are mixed, if a part multiplies the
         layer's input with weights of each head to get scores (`Learned` with kind="dense"), or if
         some key or value head belongs to such heads alone, the core computes all.
         """
@@ -323,9 +321,7 @@ class AttentionSpec:
 
     @property
     def recurrent_part(self) -> tuple[str, RecurrentPart] | None:
-        """The part whose state can replace the cache of past tokens, with its name; None if there
-        is none.
-        """
+        """The name and part with a state that can replace the cache of past tokens, or None."""
         recurrent = [
             (name, part) for name, part in self.parts_of(RecurrentPart) if part.state_layouts(self)
         ]
@@ -348,9 +344,7 @@ class AttentionSpec:
         return self._required_heads(self._rows_of_output(out), [part for _, part in self.parts()])
 
     def compared_score_heads(self, out: int) -> frozenset[int]:
-        """The score heads whose scores this output head depends on; a gate may need the queries of
-        others.
-        """
+        """The score heads that this output head reads; a gate may need the queries of others."""
         return self._required_heads(self._rows_of_output(out), self._parts_of_scores)
 
     @property
