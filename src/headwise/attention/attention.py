@@ -110,8 +110,10 @@ class Attention(AttentionBase):
     def project_queries_and_kv(
         self, x_BTD: Tensor, call: PlannedCall
     ) -> tuple[Tensor, KVEntry, SequenceInfo, Sequence[HeadsKV]]:
-        """Queries of x, and the kv entry and positions of the tokens that they attend to: x and the
-        cached tokens, or the source. Groups of heads with caches of their own follow.
+        """Project queries from x; return also the kv entry and positions of the attended tokens.
+
+        Queries attend to x and the cached tokens, or to the source. Head groups with separate
+        caches follow.
         """
         project = call.plan.project
         transforms = QKTransforms(self.parts, call.sequence, call.plan.keeps_angles)

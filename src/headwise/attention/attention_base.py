@@ -161,7 +161,7 @@ class AttentionBase(HasParallelContext, nn.Module):
 
     @property
     def weights(self) -> Mapping[str, PartWeights]:
-        """The weights of each part by its name, those of other layers included."""
+        """The weights of each part by name, including weights shared from other layers."""
         return self.parts.weights
 
     @property

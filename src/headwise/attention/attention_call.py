@@ -52,9 +52,9 @@ class ExecutionPlan(NamedTuple):
 
     `project` is `spec.project`, or its form for a single query: MLA then compares queries with the
     cached latents. `dispatch` holds the backends that support the call, and `scale` multiplies the
-    scores. With `reads_cache_in_place` the backend reads cached tensors in the format in which they
-    are stored (pages, int8); with `reads_cache_by_heads` groups of heads read caches of their own.
-    `keeps_angles`: what depends on positions alone is kept for later calls.
+    scores. With `reads_cache_in_place` the backend reads cached tensors in their storage format
+    (pages, int8). With `reads_cache_by_heads` each group of heads reads a separate cache. With
+    `keeps_angles` tensors that depend only on positions are kept for later calls.
     """
 
     project: Project
@@ -67,9 +67,7 @@ class ExecutionPlan(NamedTuple):
 
 
 class PlannedCall(NamedTuple):
-    """One call of the layer: its arguments, checked and completed, and the plan
-    by which it runs.
-    """
+    """One call of the layer: checked and completed arguments, and the plan that runs them."""
 
     x: Tensor
     source: Tensor | ProjectedSource | None
@@ -187,8 +185,9 @@ class CallPlanner:
     def _splits_packed_rows(
         self, arguments: AttentionArguments, sequence: SequenceInfo, layer: PlannedLayer
     ) -> bool:
-        """True if the sequences of packed rows are computed separately; never in a compiled graph,
-        whose shapes may not depend on their lengths.
+        """True if the sequences of packed rows are computed separately.
+
+        Never in a compiled graph: its shapes may not depend on the lengths.
         """
         x, source, cache, _, mask, probe = arguments
         if cache is not None or mask is not None:

@@ -173,8 +173,8 @@ class QKTransforms:
     """Applies RoPE, QK-norm and the like of a layer's parts to queries, keys or values at given
     positions.
 
-    What a transform needs of the positions (angles, say) is computed once, for the first side that
-    asks for it; with `keeps_angles` it may be kept for later calls.
+    Tensors that depend on positions, such as angles, are computed once, for the first side that
+    needs them. With `keeps_angles` they may be kept for later calls.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class BoundParts:
     def select_core_heads(
         self, attention_mask: AttentionMask, inputs: CoreInputs
     ) -> tuple[AttentionMask, CoreInputs]:
-        """The queries of the heads whose scores the core computes, and the caller's mask for these
+        """Select the queries of the heads that the core scores, and the caller's mask for these
         heads.
         """
         heads = list(self.core_score_heads)
@@ -315,7 +315,7 @@ class BoundParts:
         return o_BTOV
 
     def _key_factors(self, z_BSE: Tensor) -> dict[str, Tensor]:
-        """The factors of each key that `Mix` parts cache beside keys and values."""
+        """The factors of each key that `Mix` parts cache along with keys and values."""
         return {
             f"{name}.{key}": factor
             for name, mix, p in self.mixes

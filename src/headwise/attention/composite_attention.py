@@ -27,10 +27,10 @@ class MergedAttention(nn.Module):
     """y_t = (concat_h softmax(q_h k_h^T / sqrt dim) v_h + mean over t' <= t of x_t' W_V) W_O: MAtt
     (1908.11365).
 
-    It replaces self-attention and cross-attention in a decoder layer. `spec` is that of the
-    cross-attention, whose keys and values come from the encoder's outputs. The mean runs over the
-    decoder's own tokens; both branches share W_V and W_O, which are stored once. Paper and released
-    code agree. Modifiers and `backend` concern the cross-attention only. Decoding caches one sum
+    It replaces self-attention and cross-attention in a decoder layer. `spec` describes the
+    cross-attention: its keys and values come from the encoder's outputs. The mean runs over the
+    decoder's own tokens. Both branches share W_V and W_O, which are stored once. Paper and released
+    code agree. Modifiers and `backend` apply to the cross-attention only. Decoding caches one sum
     per row, independent of the length. Rows may be padded on the left, which the released code does
     not support.
 
@@ -96,7 +96,7 @@ class MergedAttention(nn.Module):
         return self.cross.project_source(z, sequence=sequence)
 
     def cache(self, *, batch: int, capacity: int) -> KVCache:
-        """An empty cache: one sum per row, whose size does not depend on the capacity."""
+        """Return an empty cache: one sum per row, of the same size for every capacity."""
         return self.average.cache(batch=batch, capacity=capacity)
 
 
@@ -182,8 +182,8 @@ class LongformerAttention(nn.Module):
         cache: KVCache | None = None,
         probe: Probe | None = None,
     ) -> Tensor:
-        """y [B, T, model]; `probe` reads the local layer, whose outputs at global tokens are
-        replaced afterwards.
+        """y [B, T, model]; `probe` reads the local layer, before its outputs at global tokens
+        are replaced.
         """
         if cache is not None:
             raise ValueError(

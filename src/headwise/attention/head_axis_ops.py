@@ -135,16 +135,14 @@ class KeptHeads:
 
 
 def _index_of_each(heads: Sequence[int], kept_heads: Sequence[int]) -> tuple[int, ...]:
-    """The index of each head among the kept ones; 0 for a head whose scores are not computed."""
+    """The index of each head among the kept ones; 0 for a head without computed scores."""
     return tuple(kept_heads.index(head) if head in kept_heads else 0 for head in heads)
 
 
 def share_kv_heads(
     spec: AttentionSpec, weights: WeightTensors, groups: Sequence[Sequence[int]]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The layer whose key-value heads are the means of these groups; exact if the heads of a group
-    are equal.
-    """
+    """Average the key-value heads within each group; exact if the heads of a group are equal."""
     heads = spec.heads
     if heads.value_heads:
         raise SpecError(
@@ -187,8 +185,9 @@ def split_kv_heads(
 
 
 def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
-    """Raise SpecError for unequal groups if a part treats all key heads as one vector, whose mean
-    would change.
+    """Raise SpecError for unequal groups if a part treats all key heads as one vector.
+
+    The mean of that vector would change.
     """
     concatenating = [name for name, part in spec.parts() if part.concatenates_key_heads()]
     if concatenating and len(set(sizes)) > 1:

@@ -41,8 +41,8 @@ def depth_scaled_init(
     outputs, as where code holds them in one matrix: q, k and v in self-attention, k and v in
     cross-attention.
 
-    Every weight matrix is initialised again: in headwise layers those that are Xavier-uniform, and
-    those of each nn.Linear and nn.MultiheadAttention. Biases, norms, embeddings, constants, and
+    Every weight matrix is initialised again: Xavier-uniform ones in headwise layers, and all in
+    nn.Linear and nn.MultiheadAttention. Biases, norms, embeddings, constants, and
     matrices that a part initialises in another way stay.
 
     Four times as deep, half as wide:
@@ -72,7 +72,7 @@ def depth_scaled_init(
 
 def _factor(depth: int, exponent: float, alpha: float) -> float:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
-        raise SpecError(f"depth={depth!r} is no layer of a stack; count them from 1")
+        raise SpecError(f"depth={depth!r} is not a layer of a stack; count them from 1")
     if not (_number(exponent) and exponent >= 0):
         raise SpecError(
             f"exponent={exponent!r} would let weights grow with depth; use 0.5 (paper) or 0.25 "
@@ -116,7 +116,7 @@ def _grouped(layer: Attention) -> Iterator[Sequence[Tensor]]:
 
 
 def _inputs(module: nn.MultiheadAttention) -> Iterator[Sequence[Tensor]]:
-    """The maps of queries, keys and values; that of outputs is an nn.Linear."""
+    """The maps of queries, keys and values; the output map is an nn.Linear."""
     if module.in_proj_weight is not None:
         yield list(module.in_proj_weight.chunk(3))
     else:

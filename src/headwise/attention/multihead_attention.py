@@ -16,7 +16,7 @@ from .tensor_attention import attend
 
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention whose queries, keys and values may come from three sequences.
+    """Multi-head attention: queries, keys and values may come from three sequences.
 
     >>> layer = MultiHeadAttention(64, heads=8)
     >>> x, memory = torch.randn(2, 5, 64), torch.randn(2, 9, 64)
@@ -103,7 +103,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """As torch's: boolean masks are True where a query may not attend, others are added to the
         scores.
 
-        `is_causal` says that `attn_mask`, which has to be given, is causal.
+        `is_causal` declares that `attn_mask`, which has to be given, is causal.
         """
         if is_causal and attn_mask is None:
             raise ValueError(
@@ -156,9 +156,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return projected
 
     def _with_added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Keys and values with a zero at the end (`add_zero_attn`), and how many keys no mask
-        speaks of.
-        """
+        """Append a zero key and value (`add_zero_attn`); also count keys that no mask covers."""
         num_added = int(self.bias_k is not None)
         if self.add_zero_attn:
             k, v = (nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))

@@ -2,7 +2,7 @@
 and copies.
 
 A real layer runs on a random input under a `TorchFunctionMode`. Each operation belongs to the part
-whose method is on the call stack at that moment, so this module names no part.
+that has a method on the call stack at that moment, so this module names no part.
 
 `AttentionSteps` numbers the steps of multi-head attention as they are taught: 1 projection, 2 split
 into heads, 3 exchange of heads and tokens, 4 attention of each head, 5 exchange back, 6 contiguous
@@ -274,9 +274,7 @@ def _current_part_method() -> tuple[str, str]:
 
 
 def _merge_neighbours(steps: Sequence[OperationStep]) -> tuple[OperationStep, ...]:
-    """Merge neighbouring operations of one interface method whose results have equal shape and
-    strides.
-    """
+    """Merge neighbouring operations of one interface method with equal result shape and strides."""
     merged: list[OperationStep] = []
     for step in steps:
         last = merged[-1] if merged else None

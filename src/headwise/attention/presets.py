@@ -66,7 +66,7 @@ def design(*, preset: str | None = None, **options: Any) -> AttentionSpec:
     - `source`: the width of the sequence that cross-attention attends to;
     - `project`, `similarity`, `normaliser`, `merge`: parts that replace the usual ones.
 
-    With `preset`, the name of a preset, the other arguments override those of the preset.
+    With `preset`, the name of a preset, the other arguments override its arguments.
 
     >>> design(model=512, heads=8, kv=2).heads
     Heads.grouped(q=8, kv=2, dim=64)
@@ -259,9 +259,9 @@ def _moh_vit(
     """Mixture of heads for images (MoH-ViT): cosine attention with a continuous position bias
     (2410.11842).
 
-    `rows` and `columns` are those of the grid of patches, 7 x 7 in the last stage of MoH-TransNeXt,
-    whose attention layers with all tokens these are. A quarter of the heads is always active, and
-    each token chooses another half.
+    `rows` and `columns` are the size of the patch grid: 7 x 7 in the last stage of MoH-TransNeXt,
+    where layers attend to all tokens. A quarter of the heads is always active, and each token
+    chooses another half.
     """
     modifiers = (
         QKNorm(kind="l2-embedding", temperature=math.log(max(rows * columns, 2)) / 0.24),
@@ -297,8 +297,8 @@ def _diff(
     """Differential attention: pairs of query heads of half the usual width, values of the usual
     width (2410.05258).
 
-    `pairs` are those of `Rotary`: "interleaved" as in all released codes, or "half". `keys` matters
-    if `kv` is less than `heads`: "own" gives each head of a pair a key head of its own, as the
+    `pairs` is passed to `Rotary`: "interleaved" as in all released codes, or "half". `keys` matters
+    if `kv` is less than `heads`: "own" gives each head of a pair a separate key head, as the
     released flash code does; "repeated" gives score head j the key head j // (heads / kv), as the
     released naive code does.
     """
@@ -318,7 +318,7 @@ def _diff2(
     """Differential attention, version 2: twice as many query heads on shared key-value heads
     (unilm, 2026).
 
-    `pairs` are those of `Rotary`: "interleaved" as in the released code, or "half".
+    `pairs` is passed to `Rotary`: "interleaved" as in the released code, or "half".
     """
     modifiers = (_rotary(pairs, options), DifferentialV2())
     return _build(
@@ -400,8 +400,8 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
     ),
     "longformer": _preset(
         "Longformer: 256 neighbours on either side, and a global first token (2004.05150).\n\n"
-        "The paper gives global tokens projections of their own; hw.LongformerAttention takes "
-        "this spec and adds them.",
+        "The paper gives global tokens separate projections; hw.LongformerAttention takes this "
+        "spec and adds them.",
         pattern=NEIGHBOURS,
         bias="qkvo",
     ),
@@ -432,8 +432,8 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
     "bigbird": _preset(
         "BigBird: blocks of 64; three neighbours, two global and three random blocks, up to "
         "4,096 tokens (2007.14062).\n\n"
-        "All heads have the same random blocks. For those of each head, as in the released "
-        "code, give pattern=PerHead.from_heads(BigBird(4096, seed=head) for head in "
+        "All heads have the same random blocks. For different blocks per head, as in the "
+        "released code, give pattern=PerHead.from_heads(BigBird(4096, seed=head) for head in "
         "range(heads)).",
         pattern="bigbird(4096)",
         bias="qkvo",

@@ -136,7 +136,7 @@ def _find_plan(sizes: CoreSizes, choices: CoreChoices, signature: dict[str, obje
 def _signature(
     q_BHTK: Tensor, mask: Tensor | None, probe: Probe | None, choices: CoreChoices
 ) -> dict[str, object]:
-    """The properties that the choice of a backend depends on, beside the spec."""
+    """The properties besides the spec that decide the backend."""
     return {
         "device": q_BHTK.device.type,
         "dtype": q_BHTK.dtype,
@@ -207,7 +207,7 @@ def _check_options(options: AttendOptions) -> None:
 
 
 def _dropout_probability(dropout: float | nn.Dropout | None) -> float:
-    """The probability of a number or of a module, whose mode counts; 0 without any."""
+    """The dropout probability: of a module only in training mode; 0 for None."""
     if isinstance(dropout, nn.Dropout):
         return dropout.p if dropout.training else 0.0
     return 0.0 if dropout is None else dropout

@@ -140,8 +140,9 @@ def factorise_exact(form: BilinearForm) -> TrilinearFactors:
 
 
 def factorise_truncated_svd(form: BilinearForm, rank: int) -> TrilinearFactors:
-    """The largest singular triples over all heads: the best approximation whose vectors each belong
-    to one head.
+    """Keep the largest singular triples over all heads.
+
+    This is the best approximation with vectors that each belong to one head.
     """
     (uq, rq) = torch.linalg.qr(form.q.mT)
     (uk, rk) = torch.linalg.qr(form.k.mT)
@@ -260,7 +261,7 @@ class Collaborative(Project):
 
     `start` is the initialisation of the mixing, as in the released code: "normal" with deviation
     0.2 (which the code calls uniform), "ones", or "blocks", where every head has ceil(width / h)
-    channels of its own and the last head the rest. `convert_to_collaborative` converts a trained
+    separate channels and the last head the rest. `convert_to_collaborative` converts a trained
     layer.
 
     >>> import headwise as hw

@@ -28,7 +28,7 @@ class HeadPairs(OutputStep):
     combines_rows: ClassVar[bool] = True
 
     def pairing_errors(self, heads: Heads) -> Iterator[str]:
-        """Reasons why these heads do not form pairs whose first head stands for the output."""
+        """Reasons why these heads do not form pairs with the first head as output head."""
         name = type(self).__name__
         if heads.rows != heads.q:
             yield (

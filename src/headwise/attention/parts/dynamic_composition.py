@@ -30,8 +30,7 @@ from .initialisers import constant, normal_with_std, weight, zeros_init
 
 _EPS = 1e-6
 _FACTOR_NAMES = ("source", "target", "gate")
-# For each side: the axis that its factors are projected from, and the tokens whose inputs they are
-# computed from.
+# For each side: the axis that its factors are projected from, and the tokens that they depend on.
 _SIDE_AXES: dict[str, tuple[str, AppliedTo]] = {
     "query": ("model", "query"),
     "key": ("source", "source"),

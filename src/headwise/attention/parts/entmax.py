@@ -1,6 +1,4 @@
-"""Entmax and sparsemax: sparse attention weights, exactly zero for keys whose
-scores are too low.
-"""
+"""Entmax and sparsemax: sparse attention weights, exactly zero for keys with low scores."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ class Entmax(Normaliser):
     """w_j = [(alpha - 1) s_j - tau]_+ ^ (1 / (alpha - 1)), tau such that weights sum to one
     (1905.05702, 1909.00015).
 
-    alpha = 1 would be softmax, 2 is sparsemax; the larger alpha, the fewer weights are nonzero. Of
-    two keys whose scores differ by 1 / (alpha - 1) or more, the lower one has weight zero:
+    alpha = 1 would be softmax, 2 is sparsemax; the larger alpha, the fewer weights are nonzero. If
+    two scores differ by 1 / (alpha - 1) or more, the lower one gets weight zero:
 
     >>> Entmax().normalise_row(torch.tensor([2.0, 0.0]), {}).tolist()
     [1.0, 0.0]

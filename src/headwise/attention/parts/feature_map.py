@@ -63,8 +63,8 @@ class FeatureMap(Similarity):
     would only be nearly unbiased), and are shared by all heads as in its code. They are sampled
     from `seed`; `hw.redraw_features` and `Recipe.redraw_features` sample them again. Scores are
     computed up to one factor per query and one for all keys, which Sum divides out. `eps` is added
-    to the features of a query, after its largest w_i.q' was subtracted from the exponents as in the
-    released code, and to those of a key.
+    to the features of queries and keys; for queries after the largest w_i.q' was subtracted from
+    the exponents, as in the released code.
 
     In float32, weights are accurate to 2e-5 for queries and keys of length up to 12 dim^(1/4).
     Longer queries lose digits in proportion to their exponents, and keys of length 15 dim^(1/4)
@@ -255,7 +255,7 @@ class FeatureMap(Similarity):
     ) -> dict[str, Tensor]:
         wide = state[
             "k"
-        ].dtype  # wider than bfloat16, whose 8 bits are too few for sums over thousands of tokens
+        ].dtype  # wider than bfloat16: 8 bits are too few for sums over thousands of tokens
         phi = k_BHSK.to(wide).masked_fill(~live_BS[:, None, :, None], 0.0)
         return {
             "kv": state["kv"] + phi.transpose(-1, -2) @ v_BHSV.to(wide),
@@ -295,9 +295,7 @@ def key_exponent_offset(directions: Tensor) -> Tensor:
 
 
 def sample_orthogonal_gaussian(seed: int, shape: tuple[int, ...]) -> Tensor:
-    """A matrix [count, dim] whose rows are Gaussian vectors that are orthogonal within blocks of
-    dim rows.
-    """
+    """Sample a matrix [count, dim] of Gaussian rows, orthogonal within blocks of dim rows."""
     count, dim = shape
     generator = torch.Generator().manual_seed(seed)
     sample = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")

@@ -75,7 +75,7 @@ def identity_init(shape: tuple[int, ...]) -> Tensor:
 
 
 def weight(axes: str, init: Initialiser, applied: AppliedTo | None = None) -> Param:
-    """A trainable tensor whose axes are written as in "(q dim) model"."""
+    """Declare a trainable tensor with axes such as "(q dim) model"."""
     return Param(AxisLayout.parse(axes), init, applied)
 
 

@@ -36,7 +36,7 @@ class Latent(Project):
 
     Only the latent c (`rank` numbers) and the rotary key r (`rope` numbers) are cached. `heads.dim`
     is the number of key channels without RoPE. With `query_rank`, queries pass through a
-    down-projection and a norm of their own. form="expanded" computes keys and values from the
+    separate down-projection and norm. form="expanded" computes keys and values from the
     latent; form="absorbed" multiplies W_UK into the query and W_UV into the output, so that a
     single query attends to the latents directly. Both forms compute the same function of the same
     parameters. The scale is 1/sqrt(dim + rope). `bias`: "q" for queries, "kv" for c and r before
@@ -275,8 +275,9 @@ def convert_to_latent(
 def _other_part_weights(
     latent_spec: AttentionSpec, weights: Mapping[str, Tensor], new_weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Copies of the weights of all other parts; raises SpecError for parts whose shapes depend on
-    key-value heads.
+    """Copy the weights of all other parts.
+
+    Raises SpecError for parts with shapes that depend on key-value heads.
     """
     shapes = {key: shape for key, shape in latent_spec.shapes().items() if key not in new_weights}
     changed = [key for key, shape in shapes.items() if tuple(weights[key].shape) != tuple(shape)]
@@ -303,7 +304,7 @@ def _merged_key_transform(
         )
     if spec.heads.value_heads:
         raise SpecError(
-            f"cannot convert a layer whose keys and values are grouped differently ({spec.heads})"
+            f"cannot convert this layer: keys and values are grouped differently ({spec.heads})"
         )
     transforms = [
         (name, part)

@@ -33,23 +33,23 @@ class Routed(Gate):
 
     router="learned": p = softmax(x W_r) over the E routed heads. norm="code" follows the released
     code: the gates of the chosen heads are p, renormalised to sum to `active` (so a uniform router
-    gives 1); the gates of the shared heads are a softmax of their own that sums to `always`; and
-    the two kinds are weighted by 2 softmax(x W_h). norm="paper" omits these factors and the
+    gives 1); the gates of the shared heads are a separate softmax that sums to `always`; and the
+    two kinds are weighted by 2 softmax(x W_h). norm="paper" omits these factors and the
     renormalisation (eq. 5, 6).
 
     router="norm" has no parameters and suits trained models: p = softmax(|q_i| / s), where s is the
-    unbiased standard deviation of |q_i| over the routed heads. Gates are 0 or 1; those of shared
-    heads are 1. In the backward pass the gradient of every routed head's gate, chosen or not, goes
+    unbiased standard deviation of |q_i| over the routed heads. Gates are 0 or 1, and always 1 for
+    shared heads. In the backward pass the gradient of every routed head's gate, chosen or not, goes
     straight through to p (eq. 10; the released code supports inference only).
 
     Ties go to the first head. In training, the auxiliary loss "balance" is E sum_i P_i f_i, where
     P_i is the mean of p and f_i the fraction of tokens that chose head i; in the paper, and with
     norm="paper", it has no factor E. Auxiliary losses are summed over layers: balance="sum" is the
-    sum over layers, "mean", as released, the mean over the `layers` of a stack whose layers are all
-    routed; `at_depth` sets their number.
+    sum over layers, "mean", as released, the mean over the `layers` of a stack of routed layers
+    only; `at_depth` sets their number.
 
     A pruned head still takes part in the choice: `slot` is the index of each remaining head's gate,
-    `asker` the score head whose query scores each routed head. With router="norm" its query
+    `asker` the score head with the query that scores each routed head. With router="norm" its query
     projection therefore stays; its keys, values and scores do not.
 
     >>> import headwise as hw

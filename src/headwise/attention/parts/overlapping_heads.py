@@ -45,7 +45,7 @@ class Overlapping(Project):
 
     The soft division of MOHSA (2410.14874): projections as in plain attention, scale 1/sqrt(D)
     despite the wider slices, W_O with h (D + 2 overlap) columns. Keys and values are cached before
-    they are divided into heads. `heads.vdim` is D + 2 overlap. Channels have an axis of their own,
+    they are divided into heads. `heads.vdim` is D + 2 overlap. Channels have a separate axis,
     so pruning a head does not change the channels of its neighbours.
 
     `schedule` computes the overlap from the layer l = 0 .. L-1 when `spec.at_depth(l, L)` is

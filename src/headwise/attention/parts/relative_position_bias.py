@@ -265,7 +265,7 @@ class ContinuousBias(ScoreStep):
 
     Token t lies in row t // columns and column t % columns of a grid such as the patches of an
     image. An offset of n cells, query minus key, enters as sign(n) log_8(1 + 8 |n| / (size - 1)),
-    where size is that of the grid, or of the grid of pre-training (`trained_rows`,
+    where size is the size of this grid, or of the grid of pre-training (`trained_rows`,
     `trained_columns`), so that weights can move to another grid. Offsets beyond the grid count as
     the largest. output="sigmoid" is Swin v2; "linear" is b_h plus a learned number, as in TransNeXt
     (2311.17132) and MoH-ViT (2410.11842). Scaled-cosine attention is QKNorm(kind="l2") with

@@ -324,7 +324,7 @@ class Rotary(QKTransform):
             size = max(SMALLEST_TABLE, 2 ** (stop - 1).bit_length())
             positions = torch.arange(size, device=frequency.device)[None]
             table = AngleTable(*self._cos_sin(positions, frequency, exact), frequency, version)
-            # Fake tensors, and those of a CUDA graph that is being captured, hold no numbers yet.
+            # Fake tensors, and tensors of a CUDA graph during capture, hold no numbers yet.
             is_fake = type(table.cos) is not type(frequency)
             if not (is_fake or (frequency.is_cuda and torch.cuda.is_current_stream_capturing())):
                 p.cached[exact] = table

@@ -1,5 +1,5 @@
 """Softmax over the allowed keys of each query, and softmax with an attention sink: a learned score
-per head. Sigmoid attention, whose rows are not normalised, and dropout on weights.
+per head. Sigmoid attention (rows are not normalised) and dropout on weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Softmax(Normaliser):
 
 @part
 class SinkSoftmax(Normaliser):
-    """w_j = exp(s_j) / (exp(sink_h) + sum of exp(s)): one learned score per head beside the keys
+    """w_j = exp(s_j) / (exp(sink_h) + sum of exp(s)): one learned score per head next to the keys
     (2508.10925).
 
     A head with a large sink attends to almost nothing. A sink of 0 takes half the weight from one

@@ -66,8 +66,8 @@ class TalkingHeads(Mix):
             yield from self._head_count_conflicts(spec)
 
     def _head_count_conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        """Conflicts with later parts that have parameters per score head, whose number this mix
-        changes.
+        """Conflicts with later parts that have parameters per score head: this mix changes how
+        many.
         """
         mixes = [mix for _, mix in spec.parts_of(Mix)]
         mixes.remove(self)  # one of them: a spec may hold the same part twice
