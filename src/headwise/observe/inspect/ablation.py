@@ -26,8 +26,9 @@ MAX_SEED = 2**31
 
 
 class HeadCall(NamedTuple):
-    """One head in one forward call: its output [B, T, head_dim], and the tokens [B, T] to patch
-    (None: all).
+    """Describe one head in one forward call.
+
+    Holds its output [B, T, head_dim], and the tokens [B, T] to patch (None: all).
     """
 
     site: str
@@ -46,7 +47,8 @@ class HeadCall(NamedTuple):
 
     @property
     def patched_vectors(self) -> Tensor:
-        """The head's output at the tokens to patch, [tokens, head_dim], in float32 or wider."""
+        """Return the head's output at the tokens to patch, [tokens, head_dim], in float32 or wider.
+        """
         chosen = self.output.flatten(0, -2)
         if self.token_mask is not None:
             chosen = self.output[self.token_mask.expand(self.output.shape[:-1])]
@@ -57,17 +59,17 @@ class HeadPatch(ABC):
     """Base class of replacements for a head's output."""
 
     def make_generator(self, site: str, head: int) -> torch.Generator | None:
-        """The random numbers of one head while a context is active; None if it needs none."""
+        """Make the head's random generator for an active context; None if it needs none."""
         return None
 
     @abstractmethod
     def compute(self, head_call: HeadCall, generator: Any) -> Tensor:
-        """The new output of a head."""
+        """Compute the new output of a head."""
 
 
 @dataclass(frozen=True)
 class ScaledOutput(HeadPatch):
-    """The head's own output times `scale`."""
+    """Multiply the head's own output by `scale`."""
 
     scale: float
 
@@ -77,7 +79,7 @@ class ScaledOutput(HeadPatch):
 
 @dataclass(frozen=True)
 class MeanOutput(HeadPatch):
-    """The mean of the head's own output over the patched tokens of each call, per channel."""
+    """Replace the output by its own mean over the patched tokens of each call, per channel."""
 
     def compute(self, head_call: HeadCall, generator: Any) -> Tensor:
         vectors = head_call.patched_vectors
@@ -91,7 +93,7 @@ class MeanOutput(HeadPatch):
 
 @dataclass(frozen=True, eq=False)
 class ConstantOutput(HeadPatch):
-    """A vector [head_dim], or one for each token [B, T, head_dim]."""
+    """Replace the output by a vector [head_dim], or by one for each token [B, T, head_dim]."""
 
     value: Tensor
 
@@ -162,8 +164,8 @@ class Resample(HeadPatch):
 class Noise(HeadPatch):
     """Gaussian noise with this mean and standard deviation: a number, or a vector [head_dim].
 
-    The default for either is that of the head's own output over the tokens patched in the call, per
-    channel. Each head has its own random generator, which continues from call to call and restarts
+    By default, each is measured per channel on the head's own output over the tokens patched in
+    the call. Each head has its own random generator, which continues from call to call and restarts
     when the context is entered again.
 
     >>> import headwise as hw
@@ -252,7 +254,7 @@ TokenSelection = (
 
 
 class OutputEditor(AttentionHook):
-    """Observer that replaces the outputs of some heads of a site, at the given tokens or at all."""
+    """Replace the outputs of some heads of a site, at the given tokens or at all."""
 
     def __init__(self, site: str, patches: Mapping[int, HeadPatch], tokens: TokenSelection) -> None:
         self.site = site
@@ -263,7 +265,7 @@ class OutputEditor(AttentionHook):
         }
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor:
-        """Head outputs [..., heads, head_dim] with the patches applied."""
+        """Apply the patches to head outputs [..., heads, head_dim]."""
         count = outputs.shape[-2]
         wrong = [head for head in self.patches if head >= count]
         if wrong:
@@ -281,7 +283,7 @@ class OutputEditor(AttentionHook):
 
 
 def make_token_mask(site: str, tokens: TokenSelection, outputs: Tensor) -> Tensor | None:
-    """Boolean mask of the selected tokens of a call, [B or 1, T or 1]; None selects all tokens."""
+    """Make a boolean mask of the selected tokens of a call, [B or 1, T or 1]; None selects all."""
     if tokens is None:
         return None
     if isinstance(tokens, Tensor):
@@ -420,7 +422,7 @@ def edit_heads(
 def group_by_site(
     model: nn.Module, site_modules: Sequence[SiteModule], heads: Iterable[HeadRef]
 ) -> dict[str, dict[int, HeadRef]]:
-    """Group heads by site name: head number -> the reference by which the caller named it."""
+    """Group heads by site name: head number -> the reference that the caller used."""
     if not site_modules:
         raise ValueError(
             f"{type(model).__name__} has no attention that headwise finds; hw.sites(model, "
@@ -440,8 +442,9 @@ def group_by_site(
 
 
 def _head_indices(site: Site, head: int | str) -> Sequence[int]:
-    """Numbers of the heads that `head` names. Where the number of heads is unknown, the first call
-    checks it.
+    """Return the numbers of the heads that `head` names.
+
+    If the number of heads is unknown, the first call checks it.
     """
     if not isinstance(head, int):
         if not site.heads:
@@ -457,7 +460,7 @@ def _head_indices(site: Site, head: int | str) -> Sequence[int]:
 
 
 def _check_pairs(heads: Any) -> list[HeadRef]:
-    """List of `heads`; raises unless each is a pair (layer or site name, head or "all")."""
+    """Return `heads` as a list; raise unless each is a pair (layer or site name, head or "all")."""
     refs: list[Any] = list(heads) if isinstance(heads, Iterable) else [heads]
     for ref in refs:
         is_pair = isinstance(ref, tuple) and len(ref) == 2 and type(ref[0]) in (int, str)

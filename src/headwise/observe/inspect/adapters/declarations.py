@@ -26,8 +26,8 @@ class AttentionSite:
 
     `q`, `k`, `v` and `out` are names of nn.Linear children. If q, k and v are one child, `fused` is
     the order of its rows: "by projection" (all heads of q, then of k, then of v) or "by head" (q, k
-    and v of each head in turn). `heads` is the number of query heads, and `kv_heads` that of keys
-    and values (default: the same).
+    and v of each head in turn). `heads` is the number of query heads; `kv_heads` is the number of
+    key-value heads (default: `heads`).
 
     `attributes` maps attributes of the module that hold sizes to "heads", "kv_heads", or "q", "k",
     "v" or "out" for the channels of all heads there. `per_head` maps other parameters and buffers
@@ -47,7 +47,7 @@ class AttentionSite:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of heads of keys and values."""
+        """Count heads of keys and values."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -56,8 +56,7 @@ class AttentionSite:
         return self.q == self.k == self.v
 
     def check(self, module: nn.Module) -> None:
-        """Raise unless the module has these projections, attributes and parameters with these
-        sizes.
+        """Raise unless the module has these projections, attributes and parameters in these sizes.
         """
         kind = type(module).__name__
         children = dict(module.named_modules())
@@ -97,9 +96,7 @@ class AttentionSite:
                 )
 
     def _check_widths(self, children: Mapping[str, nn.Module]) -> None:
-        """Raise unless the channels of the projections are those of the heads; q and k need equal
-        head widths.
-        """
+        """Raise unless projection channels match the heads, and q and k have equal head widths."""
         rows = {
             name: len(children[name].get_parameter("weight")) for name in (self.q, self.k, self.v)
         }
@@ -135,8 +132,9 @@ class AttentionSite:
 
 
 class AttentionDeclaration(NamedTuple):
-    """A custom attention module: number of heads, path of its output projection, and all
-    projections if declared.
+    """Declare a custom attention module: number of heads and path of its output projection.
+
+    Holds all projections if they were declared.
     """
 
     heads: int
@@ -188,12 +186,12 @@ def declare(
 
 
 def get_declaration(module: nn.Module) -> AttentionDeclaration | None:
-    """The declaration of this module, if it was declared with `declare`."""
+    """Return the declaration that `declare` stored for this module, if any."""
     return _DECLARATIONS.get(module)
 
 
 def copy_declared(model: nn.Module) -> nn.Module:
-    """A copy of a model whose modules are declared as those of the model are."""
+    """Copy a model and re-register its attention declarations on the copy."""
     model_copy = copy.deepcopy(model)
     for module, copied in zip(model.modules(), model_copy.modules(), strict=True):
         declaration = get_declaration(module)
@@ -203,7 +201,7 @@ def copy_declared(model: nn.Module) -> nn.Module:
 
 
 def get_input_width(module: nn.Module) -> int:
-    """Number of input channels of a projection; 0 if the module is not a projection."""
+    """Return the number of input channels of a projection; 0 if it is not a projection."""
     in_features = getattr(module, "in_features", None)  # nn.Linear and its replacements
     if isinstance(in_features, int):
         return in_features
@@ -262,11 +260,10 @@ WIDTH_NAMES = (
 
 
 def propose_sites(module: nn.Module, heads: int, kv_heads: int) -> Iterator[AttentionSite]:
-    """Yield the declarations that fit a module by the names and sizes of its children, likely ones
-    first.
+    """Yield declarations that fit the names and sizes of a module's children, likely ones first.
 
-    Whether one is right can only be seen in its outputs: the rows of a fused projection may lie by
-    projection or by head.
+    Check a declaration by its outputs: the rows of a fused projection may be ordered by projection
+    or by head.
 
     >>> layer = nn.ModuleDict({"qkv": nn.Linear(6, 18), "proj": nn.Linear(6, 6)})
     >>> [site.fused for site in propose_sites(layer, 3, 3)]

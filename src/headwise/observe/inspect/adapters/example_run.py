@@ -71,10 +71,10 @@ UNKNOWN_JOINT_AXIS = (
 
 
 class AttentionLayout(NamedTuple):
-    """Heads and pattern of a traced attention module; `reason` if its attention is not understood.
+    """Store heads and pattern of a traced module; `reason` if its attention is not understood.
 
     `joint` is the size of an axis that joins batch and heads, and `joint_axis` how it is split.
-    With `separate_heads`, each head is computed by itself, and their outputs are concatenated.
+    With `separate_heads`, each head is computed separately, and their outputs are concatenated.
     """
 
     num_heads: int
@@ -104,7 +104,8 @@ def find_torch_attention(model: nn.Module) -> Iterator[SiteModule]:
 
 @contextmanager
 def _slow_path() -> Iterator[None]:
-    """Context without torch's fast path for whole encoder layers, which calls no forward of theirs."""
+    """Disable torch's fast path for whole encoder layers, which skips the forward of their modules.
+    """
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -117,9 +118,7 @@ SLOW_PATH = SharedPatch(_slow_path)
 
 
 def find_traced_attention(model: nn.Module) -> Iterator[SiteModule]:
-    """Yield the sites of modules with traced attention; those whose attention is not understood
-    have no abilities.
-    """
+    """Yield the sites of modules with traced attention; unreadable attention gets no abilities."""
     modules = dict(model.named_modules(remove_duplicate=False))
     declared = [path for path, module in modules.items() if get_declaration(module) is not None]
     for path, module in modules.items():
@@ -146,8 +145,9 @@ def find_traced_attention(model: nn.Module) -> Iterator[SiteModule]:
 def run_traced(
     module: nn.Module, run: Function, args: Any, kwargs: Any, layout: AttentionLayout
 ) -> Any:
-    """Run a hooked module, and the hooks on the attention that it computes; it must compute
-    attention once, with the same heads as when it was traced.
+    """Run a hooked module, and the hooks on the attention that it computes.
+
+    It must compute attention once, with the same heads as when it was traced.
     """
     hooks = get_hooks(module)
     if not hooks:
@@ -215,7 +215,7 @@ def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 @contextmanager
 def _tracing(layouts: dict[nn.Module, AttentionLayout]) -> Iterator[AttentionTracer]:
-    """Context in which the attention that modules compute in this thread is added to `layouts`."""
+    """Add the attention that modules compute in this thread to `layouts`."""
     # for each running module the attention computed by itself, and None for each within it
     frames: list[list[AttentionLayout | None]] = []
     running_modules: list[nn.Module] = []
@@ -277,9 +277,7 @@ def _layout_of(module: nn.Module, traced: TracedAttention) -> AttentionLayout:
 
 
 def _undeclared_heads_reason(module: nn.Module, heads: int) -> str:
-    """Why this number of heads cannot be right; "" if the attributes of the module do not say
-    otherwise.
-    """
+    """Explain why this number of heads contradicts the module's attributes; "" if it does not."""
     declared_heads = read_positive_int(module, NUM_HEADS_NAMES)
     is_other = declared_heads and declared_heads != heads
     return (
@@ -290,7 +288,7 @@ def _undeclared_heads_reason(module: nn.Module, heads: int) -> str:
 
 
 def _pattern_of_call(call: ObservedCall) -> str:
-    """Attention pattern as far as one call shows it."""
+    """Describe the attention pattern that one call shows."""
     if isinstance(call, AttentionInputs) and call.mask is None:
         return "causal()" if call.causal else "full()"
     attended = (call.weights if isinstance(call, WeightsOnlyCall) else call.head_weights(0)) > 0
@@ -355,7 +353,7 @@ def resolve_joint_axes(
 
 
 def _first_tensor(result: Any) -> Tensor | None:
-    """The first tensor of a module's output."""
+    """Return the first tensor of a module's output."""
     values: Any = result.values() if isinstance(result, Mapping) else result
     values = values if isinstance(result, (Mapping, tuple, list)) else [result]
     return next((value for value in values if isinstance(value, Tensor)), None)
@@ -364,8 +362,9 @@ def _first_tensor(result: Any) -> Tensor | None:
 def join_separate_heads(
     model: nn.Module, layouts: dict[nn.Module, AttentionLayout], run: Callable[[], None]
 ) -> None:
-    """Make one layout of heads that are computed one by one: by one module each, or in a loop;
-    edits `layouts`.
+    """Make one layout of heads that are computed one by one; edits `layouts`.
+
+    The heads are computed in one module each, or in a loop.
     """
     paths = {module: path for path, module in model.named_modules()}
     owners: dict[nn.Module, list[nn.Module]] = {}

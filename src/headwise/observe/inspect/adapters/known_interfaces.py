@@ -1,5 +1,7 @@
-"""Adapters of attention whose calls are known: `hw.Attention`, by its probe and its method `attend`;
-and transformers models that use its `AttentionInterface`, as two thirds of its model files do.
+"""Adapt attention with known calls: `hw.Attention` and transformers' `AttentionInterface`.
+
+`hw.Attention` is read by its probe and its method `attend`. Two thirds of transformers' model files
+use `AttentionInterface`.
 
 Their forward gets a function from `AttentionInterface.get_interface`, and calls it with queries,
 keys and values after position encoding; it returns the head outputs. While hooks are active, that
@@ -41,8 +43,7 @@ from .output_path import INTERFACE_GETTER, edit_behind_function, edit_place, pro
 from .output_projection import make_site, read_head_sizes
 
 BACKEND_NAME = "headwise"  # name of headwise's attention function in transformers
-# Functions whose mask has all pairs that are hidden, so that they ignore `sliding_window` and
-# packed positions.
+# Their mask covers all hidden pairs, so they ignore `sliding_window` and packed positions.
 MASK_BASED = ("eager", "sdpa", "flex_attention", BACKEND_NAME)
 # Options of the function that are applied when weights are recomputed, and options that do not
 # affect scores. A tensor under any other name makes the call unsupported.
@@ -75,7 +76,7 @@ KNOWN_OPTIONS = {"query", "key", "value"} | SUPPORTED_OPTIONS | IGNORED_OPTIONS
 
 
 def find_interface_attention(model: nn.Module) -> Iterator[SiteModule]:
-    """Yield the sites of modules whose forward uses transformers' attention interface."""
+    """Yield the sites of modules that use transformers' attention interface."""
     if "transformers" not in sys.modules:
         return
     for path, module in model.named_modules(remove_duplicate=False):
@@ -125,7 +126,7 @@ def _call_with_hooks(
 def inputs_of_call(
     name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> AttentionInputs:
-    """Attention inputs from the arguments of the attention function called `name`."""
+    """Build attention inputs from the arguments of the attention function called `name`."""
     arguments = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | dict(
         options
     )
@@ -156,8 +157,7 @@ def inputs_of_call(
 def _is_causal_call(
     name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int
 ) -> bool:
-    """True if the function applies a causal mask on its own, as the SDPA function does without a
-    mask.
+    """Return True if the function applies a causal mask, as the SDPA function does without a mask.
     """
     if name == "eager" or arguments.get("attention_mask") is not None or queries == 1:
         return False
@@ -168,8 +168,9 @@ def _is_causal_call(
 
 
 def _is_mask_based(name: str) -> bool:
-    """True if the function gets a mask of pairs, because it is one of these or is registered with
-    their mask.
+    """Return True if the function gets a mask of pairs.
+
+    It is one of the known functions, or is registered with their mask.
     """
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -180,8 +181,7 @@ def _is_mask_based(name: str) -> bool:
 
 
 def _flash_mask(arguments: Mapping[str, Any], is_causal: bool) -> Tensor | None:
-    """Mask [1, 1, queries, keys] of a call of FlashAttention without a mask; None if `is_causal`
-    says it all.
+    """Build the mask [1, 1, queries, keys] of a FlashAttention call; None if `is_causal` is enough.
 
     The last query is at the position of the last key. `sliding_window` is the number of keys up to
     the query's own, and, without causality, also from it.
@@ -201,8 +201,9 @@ def _flash_mask(arguments: Mapping[str, Any], is_causal: bool) -> Tensor | None:
 
 
 def _is_packed(arguments: Mapping[str, Any]) -> bool:
-    """True if FlashAttention separates several texts in one row, by their lengths or by positions
-    that start again.
+    """Return True if FlashAttention separates several texts in one row.
+
+    The texts are separated by their lengths, or by positions that start again.
     """
     if arguments.get("cu_seq_lens_q") is not None:
         return True
@@ -236,8 +237,9 @@ def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) 
 
 
 def find_headwise_attention(model: nn.Module) -> Iterator[SiteModule]:
-    """Yield the site of every `hw.Attention`. Its spec describes it completely, so its weights can
-    be recomputed for any queries.
+    """Yield the site of every `hw.Attention`.
+
+    Its spec describes it completely, so its weights can be recomputed for any queries.
     """
     names: set[str] = set()
     if isinstance(model, Transformer):
@@ -270,7 +272,7 @@ def find_headwise_attention(model: nn.Module) -> Iterator[SiteModule]:
 
 
 class HeadwiseCall(ObservedCall):
-    """One call of an `hw.Attention`; recomputes any rows of its weights."""
+    """Recompute any rows of weights of one `hw.Attention` call."""
 
     def __init__(
         self, signature: CallSignature, mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
@@ -292,7 +294,7 @@ class HeadwiseCall(ObservedCall):
 
     @cached_property
     def _inputs_by_head(self) -> CoreInputs:
-        """Inputs with the keys stored contiguously by head, for repeated reads by bands."""
+        """Return inputs with keys contiguous by head, for repeated reads by bands."""
         by_head = self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
         return self.inputs._replace(k=by_head)
 
@@ -306,7 +308,7 @@ class HeadwiseCall(ObservedCall):
 
     @property
     def attention_inputs(self) -> AttentionInputs | None:
-        """The inputs as tensors if the layer is plain softmax attention, else None."""
+        """Return the inputs as tensors if the layer is plain softmax attention, else None."""
         if not backends.is_softmax_with_bias(self.signature):
             return None
         return self._make_inputs(self.mask, self.inputs)
@@ -337,8 +339,9 @@ class HeadwiseCall(ObservedCall):
 
     @property
     def key_positions(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride] - computed when read
-        """Positions of the keys, -1 for an empty slot; None unless all rows have the same positions
-        and one segment.
+        """Return key positions, -1 for an empty slot.
+
+        None unless all rows have the same positions and one segment.
         """
         keys = self.mask.keys
         position = keys.position[:1]
@@ -355,8 +358,9 @@ class HeadwiseCall(ObservedCall):
 def _slice_call(
     attention_mask: AttentionMask, inputs: CoreInputs, queries: slice, keys: slice = ALL
 ) -> tuple[AttentionMask, CoreInputs]:
-    """Restrict a call to a range of queries, and to a range of keys if scores are only changed by
-    adding to them.
+    """Restrict a call to a range of queries.
+
+    Also restricts it to a range of keys if scores are only changed by adding to them.
     """
     keys_info = attention_mask.keys
     mask = attention_mask.mask
@@ -415,7 +419,7 @@ ATTENTION_PATCHES = (
 
 
 def _join_probe(hooks: tuple[AttentionHook, ...], probe: Probe | None) -> Probe:
-    """A probe that runs the hooks on head outputs, and then the caller's own probe."""
+    """Make a probe that runs the hooks on head outputs, then the caller's own probe."""
     own = Probe() if probe is None else probe
 
     def callback(point: str, tensor: Tensor) -> Tensor | None:

@@ -26,7 +26,7 @@ HEADS_FIRST = "heads first"
 
 
 class JointAxis(NamedTuple):
-    """Number of heads on a joint axis, and the order of batch and heads there."""
+    """Describe a joint axis: its number of heads, and its order of batch and heads."""
 
     num_heads: int
     order: str
@@ -45,8 +45,7 @@ class JointAxis(NamedTuple):
 
 
 def find_joint_axis(size: int, before: Tensor, after: Tensor) -> JointAxis | None:
-    """The joint axis of `size`, from the output of a module before and after slice 1 of the axis
-    was changed.
+    """Find the joint axis of `size` from a module's output before and after a change of slice 1.
 
     The axis of the output with a single changed index is the batch. With the batch first, slice 1
     belongs to row 0 (or, with one head, to row 1); with heads first, it belongs to row 1. None if
@@ -76,7 +75,7 @@ INSTANCE_FORWARD = Ability(
 
 
 def hook_ability(module: nn.Module) -> Ability:
-    """The ability to hook a module: calling it must run the forward of its class."""
+    """Return the ability to hook a module: calling it must run the forward of its class."""
     return INSTANCE_FORWARD if "forward" in vars(module) else POSSIBLE
 
 
@@ -87,12 +86,12 @@ MAX_OPEN_WEIGHTS = 4  # softmax outputs remembered at once
 
 
 class TracedAttention(NamedTuple):
-    """One traced attention computation: its inputs (`call`) and head outputs.
+    """Store one traced attention computation: its inputs (`call`) and head outputs.
 
     `depth` is the number of enclosing modules that were running both when the weights were computed
     and when the values were multiplied. `kv_shape` is the number and width of key heads where the
-    function gets them. `joint` is the size of an axis that joins batch and heads, if it could not be
-    split; it is the batch axis of `z_BTHV` then. Of a computation that is not understood, `call` is
+    function gets them. `joint` is the size of an axis that joins batch and heads, if it could not
+    be split; it is the batch axis of `z_BTHV` then. If a computation is not understood, `call` is
     an `UnreadableCall` with the reason.
     """
 
@@ -104,14 +103,15 @@ class TracedAttention(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why the computation is not understood; "" if it is."""
+        """Explain why the computation is not understood; "" if it is."""
         return self.call.reason if isinstance(self.call, UnreadableCall) else ""
 
 
 @dataclass
 class SoftmaxCall:
-    """A softmax over a tensor of `num_axes`, the modules running then, and whether its output was
-    applied to values.
+    """Record a softmax over a tensor of `num_axes`.
+
+    Holds the modules running then, and True if its output was applied to values.
     """
 
     running_modules: tuple[nn.Module, ...]
@@ -120,7 +120,7 @@ class SoftmaxCall:
 
 
 class OpenWeights(NamedTuple):
-    """The output of a softmax, and the tensor derived from it by dropout (`used`)."""
+    """Hold the output of a softmax, and the tensor derived from it by dropout (`used`)."""
 
     used: Tensor
     weights: Tensor
@@ -132,12 +132,12 @@ View = Callable[[Tensor], Tensor]  # returns a view of a tensor with its axes sp
 
 
 class AttentionTracer(TorchFunctionMode):
-    """Calls `callback` for each attention computation; a tensor that it returns replaces the head
+    """Call `callback` for each attention computation; a tensor that it returns replaces the
     outputs.
 
-    `joint_axes` are the ways to split an axis that joins batch and heads. `running_modules` is the stack of
-    running modules, which the caller maintains. With `joins_heads`, heads are computed one by one,
-    and `callback` gets all of them where their outputs are concatenated.
+    `joint_axes` are the ways to split an axis that joins batch and heads. `running_modules` is the
+    stack of running modules, which the caller maintains. With `joins_heads`, heads are computed one
+    by one, and `callback` gets all of them where their outputs are concatenated.
     """
 
     def __init__(
@@ -182,8 +182,10 @@ class AttentionTracer(TorchFunctionMode):
     def run_multihead(
         self, function: Callable[..., Any], arguments: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """The function of `nn.MultiheadAttention`, which projects head outputs itself: it runs with
-        an identity matrix in place of the output projection, which is applied afterwards.
+        """Run the function of `nn.MultiheadAttention`, which projects head outputs itself.
+
+        It runs with an identity matrix in place of the output projection, which is applied
+        afterwards.
         """
         query = arguments["query"]
         changed = {
@@ -207,7 +209,7 @@ class AttentionTracer(TorchFunctionMode):
         return y, weights.mean(-3) if arguments.get("average_attn_weights", True) else weights
 
     def join_heads(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Arguments of a concatenation, in which the outputs of separate heads are replaced."""
+        """Replace the outputs of separate heads in the arguments of a concatenation."""
         tensors = args[0] if args else kwargs["tensors"]
         outputs = [head.z_BTHV[:, :, 0] for head in self.separate_heads]
         is_joined = len(tensors) == len(outputs) > 1 and all(
@@ -225,7 +227,7 @@ class AttentionTracer(TorchFunctionMode):
         return (replaced.unbind(2), *args[1:]), others
 
     def on_sdpa(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
-        """Fused attention: its arguments are the inputs."""
+        """Report fused attention: its arguments are the inputs."""
         arguments = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)
         depth = len(self.running_modules)
         key = arguments["key"]
@@ -238,7 +240,7 @@ class AttentionTracer(TorchFunctionMode):
     def on_flex(
         self, args: Any, kwargs: Mapping[str, Any], outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """`flex_attention`: its functions give the scores and the mask of each pair."""
+        """Report `flex_attention`: its functions give the scores and the mask of each pair."""
         q, k, _, score_function, block_mask, scale, *_ = args
         call = WeightsOnlyCall(weights_of_flex(q, k, scale, score_function, block_mask[-1]))
         depth = len(self.running_modules)
@@ -247,9 +249,7 @@ class AttentionTracer(TorchFunctionMode):
         return (o, *outputs[1:])
 
     def on_softmax(self, args: Any, kwargs: Mapping[str, Any], weights: Tensor) -> Tensor:
-        """Remember a possible tensor of weights; it is one if values are
-        multiplied with it later.
-        """
+        """Remember a possible tensor of weights: later code may multiply it with values."""
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if weights.dim() >= 3 and dim in (-1, weights.dim() - 1):
             self.softmax_calls.append(SoftmaxCall(tuple(self.running_modules), weights.dim()))
@@ -257,8 +257,8 @@ class AttentionTracer(TorchFunctionMode):
         return weights
 
     def on_normalisation(self, args: Any, kwargs: Mapping[str, Any], weights: Any) -> Any:
-        """Remember the result of an element-wise function if each row sums to one, as a softmax
-        written by hand.
+        """Remember an element-wise result with rows that sum to one, as in a softmax written by
+        hand.
         """
         if isinstance(weights, Tensor) and weights.dim() >= 3 and _sums_to_one(weights):
             softmax = SoftmaxCall(tuple(self.running_modules), weights.dim())
@@ -266,7 +266,7 @@ class AttentionTracer(TorchFunctionMode):
         return weights
 
     def on_dropout(self, args: Any, kwargs: Mapping[str, Any], dropped: Tensor) -> Tensor:
-        """Remember dropped-out weights as derived from the weights before."""
+        """Remember dropped-out weights as derived from the weights before dropout."""
         source = args[0] if args else kwargs["input"]
         entry = self._find_weights(source)
         if entry:
@@ -323,15 +323,13 @@ class AttentionTracer(TorchFunctionMode):
         )
 
     def _common_depth(self, entry: OpenWeights) -> int:
-        """Number of enclosing modules that were running when these weights were computed and still
-        are.
-        """
+        """Count enclosing modules that have been running since these weights were computed."""
         entry.softmax.has_output = True
         both = zip(entry.softmax.running_modules, self.running_modules, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], both))
 
     def _find_weights(self, tensor: Tensor) -> OpenWeights | None:
-        """The remembered weights that equal this tensor, if any."""
+        """Return the remembered weights that equal this tensor, if any."""
         return next(
             (entry for entry in reversed(self.open_weights) if _is_same_tensor(entry.used, tensor)),
             None,
@@ -369,8 +367,9 @@ class AttentionTracer(TorchFunctionMode):
         return o
 
     def _splits(self, operand: Tensor) -> list[tuple[View, int]]:
-        """How the axes of an operand may be split as [batch, heads, ...], and the size of an axis
-        that joins both if this is unknown.
+        """Return the ways to split an operand's axes as [batch, heads, ...].
+
+        Also returns the size of an axis that joins both if the split is unknown.
         """
         if operand.dim() == 4:
             return [(_unchanged, 0)]
@@ -387,7 +386,7 @@ def _transpose(tensor: Tensor) -> Tensor:
 
 
 def _view_heads(view: View, split: View, o: Tensor) -> Tensor:
-    """Head outputs [B, T, H, V] as a view of the output of a function."""
+    """View the output of a function as head outputs [B, T, H, V]."""
     return split(view(o)).transpose(1, 2)
 
 
@@ -413,7 +412,10 @@ TRACED_FUNCTIONS |= dict.fromkeys(
 
 
 def _sums_to_one(weights: Tensor) -> bool:
-    """True if every row of a floating-point tensor is zero, or not negative with a sum of one."""
+    """Return True if every row of a floating-point tensor is zero, or a distribution.
+
+    A distribution is not negative and sums to one.
+    """
     if (
         not weights.is_floating_point()
         or weights.is_meta
@@ -428,8 +430,9 @@ def _sums_to_one(weights: Tensor) -> bool:
 
 
 def order_of_einsum(equation: str, number: int, num_axes: int) -> tuple[int, ...] | None:
-    """The order of axes in which the output of an einsum is [..., T, V], if its operand `number`
-    are weights [..., T, S]; None if it is another product.
+    """Return the order of axes in which an einsum's output is [..., T, V].
+
+    Operand `number` holds the weights [..., T, S]. None if it is another product.
 
     >>> order_of_einsum("bhts,bshd->bthd", 0, 4)
     (0, 2, 1, 3)
@@ -465,8 +468,9 @@ def weights_of_flex(
     score_function: Callable[..., Tensor],
     mask_function: Callable[..., Tensor],
 ) -> Tensor:
-    """Attention weights [B, H, T, S] of `flex_attention`; a query without any key has weights of
-    zero.
+    """Compute attention weights [B, H, T, S] of `flex_attention`.
+
+    A query without any key has weights of zero.
     """
     batch, heads, queries, _ = q.shape
     k = k.expand(batch, -1, -1, -1).repeat_interleave(heads // k.shape[1], 1)
@@ -486,8 +490,9 @@ def weights_of_flex(
 
 
 def inputs_of_sdpa(arguments: Mapping[str, Any], split: View) -> AttentionInputs:
-    """Attention inputs from the arguments of F.scaled_dot_product_attention, whose axes `split`
-    makes [batch, heads, ...].
+    """Build attention inputs from the arguments of F.scaled_dot_product_attention.
+
+    `split` turns their axes into [batch, heads, ...].
     """
     query = arguments["query"]
     rows = len(query)

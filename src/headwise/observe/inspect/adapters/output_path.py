@@ -1,5 +1,4 @@
-"""Where the head outputs of a module are edited: behind its attention function, or at its output
-projection.
+"""Decide where head outputs are edited: behind the attention function, or at the projection.
 
 Setting a head to zero behind the attention function equals zero columns of the output projection if
 the code between the two keeps heads apart and zeros zero, as reshapes and gates do. Behind a norm
@@ -34,8 +33,7 @@ INTERFACE_GETTER = "get_interface"
 
 
 class EditPlace(NamedTuple):
-    """Where the heads of a module are edited: at the input of `projection`, or behind the attention
-    function (None).
+    """Name where heads of a module are edited: the input of `projection`, or the function (None).
 
     `reason` is set if heads cannot be edited at either place.
     """
@@ -50,8 +48,7 @@ _IS_AT_FUNCTION: ContextVar[bool] = ContextVar("is_at_function", default=False)
 
 
 def edit_place(module: nn.Module) -> EditPlace:
-    """Where the heads of this module are edited, as measured on an example, or
-    as its forward says.
+    """Return where heads of this module are edited: measured on an example, or read in its forward.
     """
     return (
         AT_FUNCTION if _IS_AT_FUNCTION.get() else _MEASURED.get(module) or _read_edit_place(module)
@@ -60,9 +57,7 @@ def edit_place(module: nn.Module) -> EditPlace:
 
 @contextmanager
 def edits_at_function() -> Iterator[None]:
-    """Context in which all heads are edited behind the attention function, also where a norm
-    follows.
-    """
+    """Edit all heads behind the attention function, even if a norm follows."""
     token = _IS_AT_FUNCTION.set(True)
     try:
         yield
@@ -76,9 +71,7 @@ def edit_behind_function(module: nn.Module, hooks: Sequence[AttentionHook], z: T
 
 
 def projection_overrides(module: nn.Module, heads: int) -> tuple[ForwardOverride, ...]:
-    """Overrides that run the hooks of a module at its output projection, if its heads are edited
-    there.
-    """
+    """Return overrides that run the hooks at the output projection, if heads are edited there."""
     projection = edit_place(module).projection
     if projection is None:
         return ()
@@ -111,8 +104,10 @@ def _read_edit_place(module: nn.Module) -> EditPlace:
 
 @cache
 def read_forward(kind: type[nn.Module]) -> tuple[int, tuple[str, ...]]:
-    """Read the forward of a class: the number of calls of the attention function one after the
-    other, and the submodules that its output passes on the way to the output projection, in order.
+    """Read how often and where the forward of a class computes attention.
+
+    Returns the number of calls of the attention function one after the other, and the submodules
+    that its output passes on the way to the output projection, in order.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
@@ -144,13 +139,13 @@ def read_forward(kind: type[nn.Module]) -> tuple[int, tuple[str, ...]]:
 
 
 def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
-    """Names in a node, or only those that it assigns (`ast.Store`), in order."""
+    """List names in a node, or only assigned names (`ast.Store`), in order."""
     names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
     return [name.id for name in names if isinstance(name.ctx, context)]
 
 
 def _count_calls(tree: ast.AST, functions: set[str]) -> int:
-    """Largest number of assignments of one block that call the attention function."""
+    """Return the largest number of assignments of one block that call the attention function."""
     counts = [1]
     for node in ast.walk(tree):
         for block in [value for _, value in ast.iter_fields(node) if isinstance(value, list)]:
@@ -181,8 +176,7 @@ ProjectionInput = tuple[nn.Module, Tensor]  # a linear layer and its input
 
 
 class ProjectionRecorder:
-    """Records the inputs of the linear layers that run behind the first attention computation of
-    each module.
+    """Record inputs of the linear layers that run after each module's first attention computation.
 
     With `expected`, the inputs of an earlier run, each input is compared, and replaced by the
     expected one, so that a change of one module's heads does not reach the next module. `changes`
@@ -197,12 +191,13 @@ class ProjectionRecorder:
         self.module: nn.Module | None = None
 
     def start(self, module: nn.Module) -> None:
-        """The attention of a module was computed."""
+        """Record that the attention of a module was computed."""
         self.module = None if module in self.inputs else module
         self.inputs.setdefault(module, [])
 
     def before_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Global forward pre-hook: a layer gets these arguments."""
+        """Record the input of a layer, or replace it by the expected one (global forward pre-hook).
+        """
         if self.module is None or get_ident() != self.thread or not get_input_width(layer):
             return None
         inputs = self.inputs[self.module]
@@ -220,14 +215,15 @@ class ProjectionRecorder:
 
 
 def changed_columns(x: Tensor, expected: Tensor) -> Tensor:
-    """Boolean mask of the last axis: where two tensors differ."""
+    """Mark, along the last axis, where two tensors differ."""
     tolerance = TOLERANCE * float(expected.abs().max())
     return ((x - expected).abs() > tolerance).flatten(0, -2).any(0)
 
 
 class LastHeadEraser(AttentionHook):
-    """Hook that reports the attention of a module to a recorder, which sets its last head to zero
-    if it expects inputs.
+    """Report the attention of a module to a recorder.
+
+    Sets the last head to zero if the recorder expects inputs.
     """
 
     def __init__(self, module: nn.Module, recorder: ProjectionRecorder) -> None:
@@ -247,10 +243,11 @@ class LastHeadEraser(AttentionHook):
 def measure_edit_places(
     model: nn.Module, site_modules: Sequence[SiteModule], run: Callable[[], object]
 ) -> None:
-    """Run the model twice, the second time with the last head of each module zero, and store where
-    heads are edited.
+    """Run the model twice to find where heads are edited; store the result.
 
-    `site_modules` are those whose heads are edited behind the attention function.
+    The last head of each module is zero in the second run.
+
+    `site_modules` are the modules with heads edited behind the attention function.
     """
     modules = {site_module.module: site_module for site_module in site_modules}
     if not modules:
@@ -292,7 +289,7 @@ def _record_run(
 
 @contextmanager
 def without_compile_warning() -> Iterator[None]:
-    """Context without torch's warning that compiled submodules run eagerly under global hooks."""
+    """Silence torch's warning that compiled submodules run eagerly under global hooks."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"

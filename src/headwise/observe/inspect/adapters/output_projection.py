@@ -1,4 +1,4 @@
-"""Adapter for modules whose output projection is found by name or declared with `hw.declare`.
+"""Adapt modules with an output projection found by name or declared with `hw.declare`.
 
 Head outputs are the input of the projection. The weights are traced while the module's own code
 runs, and accepted only if weights @ values equal that input. Longformer and LED return their
@@ -49,7 +49,7 @@ UNKNOWN_PATTERN = "set by each call"
 
 
 def describe_pattern(module: nn.Module, kind: str) -> str:
-    """Pattern of a module as headwise spec text, or UNKNOWN_PATTERN."""
+    """Return the pattern of a module as headwise spec text, or UNKNOWN_PATTERN."""
     if kind == "cross":
         return "full()"
     config = getattr(module, "config", None)
@@ -71,13 +71,13 @@ def describe_pattern(module: nn.Module, kind: str) -> str:
 
 
 def is_causal(module: nn.Module) -> bool | None:
-    """Value of the module's `is_causal` or `is_decoder`; None if it has neither."""
+    """Return the module's `is_causal` or `is_decoder`; None if it has neither."""
     values = [getattr(module, name, None) for name in ("is_causal", "is_decoder")]
     return next((bool(value) for value in values if value is not None), None)
 
 
 def _read_layer_type(module: nn.Module, config: Any) -> str:
-    """Layer type ("sliding_attention", ...) from the config or from the module; "" if unknown."""
+    """Read the layer type ("sliding_attention", ...) from the config or module; "" if unknown."""
     kinds = getattr(config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)
     if isinstance(kinds, Sequence) and isinstance(layer, int) and layer < len(kinds):
@@ -86,7 +86,7 @@ def _read_layer_type(module: nn.Module, config: Any) -> str:
 
 
 def _read_window(module: nn.Module, config: Any, layer_type: str) -> int:
-    """Number of keys in the sliding window; 0 if there is none."""
+    """Return the number of keys in the sliding window; 0 if there is none."""
     if "sliding_window" in vars(module):
         return _read_int(module, "sliding_window")
     if layer_type == "local":
@@ -134,7 +134,7 @@ NOT_CONVERTIBLE = Ability(
 
 
 class HeadSizes(NamedTuple):
-    """Query heads, KV heads and head dimension; 0 where unknown."""
+    """Store query heads, KV heads and head dimension; 0 where unknown."""
 
     num_heads: int
     num_kv_heads: int
@@ -150,8 +150,10 @@ def make_site(
     observe: Ability = POSSIBLE,
     ablate: Ability | None = None,
 ) -> Site:
-    """Make the site of a third-party module; the stack is "encoder" or "decoder", from its path or
-    attributes. `ablate` is as `observe` unless it is given.
+    """Make the site of a third-party module.
+
+    The stack is "encoder" or "decoder", from its path or attributes. `ablate` is as `observe`
+    unless it is given.
     """
     parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
@@ -182,12 +184,12 @@ def make_site(
 
 
 def is_within(path: str, other: str) -> bool:
-    """True if the module at `path` is the module at `other` or inside it."""
+    """Return True if the module at `path` is the module at `other` or inside it."""
     return path == other or path.startswith(f"{other}.") or not other
 
 
 def overlaps(path: str, other: str) -> bool:
-    """True if one of two modules contains the other."""
+    """Return True if one of two modules contains the other."""
     return is_within(path, other) or is_within(other, path)
 
 
@@ -202,7 +204,7 @@ def _stack_name(path_parts: list[str], module: nn.Module) -> str:
 
 
 def read_head_sizes(module: nn.Module) -> HeadSizes:
-    """Head sizes from the attributes of a module or its config."""
+    """Read head sizes from the attributes of a module or its config."""
     config = getattr(module, "config", None)
     q = read_positive_int(module, NUM_HEADS_NAMES) or read_positive_int(config, NUM_HEADS_NAMES)
     kv = read_positive_int(module, NUM_KV_HEADS_NAMES)
@@ -218,7 +220,7 @@ def read_head_sizes(module: nn.Module) -> HeadSizes:
 
 
 def read_positive_int(source: Any, names: tuple[str, ...]) -> int:
-    """First of these attributes that is a positive int; 0 if none is."""
+    """Return the first of these attributes that is a positive int; 0 if none is."""
     for name in names:
         value = getattr(source, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -236,14 +238,14 @@ WINDOW_ATTRIBUTE = "one_sided_attn_window_size"
 
 
 def is_banded(module: nn.Module) -> bool:
-    """True if a module returns its weights as a band."""
+    """Return True if a module returns its weights as a band."""
     return isinstance(getattr(module, WINDOW_ATTRIBUTE, None), int)
 
 
 def run_banded(
     module: nn.Module, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, WeightsOnlyCall]:
-    """Run such a module; returns its output and its weights [B, H, T, S]."""
+    """Run a banded module; return its output and its weights [B, H, T, S]."""
     bound = signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     weights_requested = bound.arguments.pop("output_attentions")
@@ -259,8 +261,9 @@ def run_banded(
 def unband_weights(
     band: Tensor, half_window: int, is_global_BT: Tensor | None, rows: Tensor | None
 ) -> Tensor:
-    """Weights [B, H, T, S] from a band [B, T, H, global + 2 half_window + 1] and the rows of global
-    queries.
+    """Expand a band [B, T, H, global + 2 half_window + 1] into weights [B, H, T, S].
+
+    The rows of global queries are given separately.
 
     >>> band = torch.tensor([[0.0, 0.9, 0.1], [0.2, 0.3, 0.5], [0.6, 0.4, 0.0]])[None, :, None]
     >>> unband_weights(band, 1, None, None)[0, 0]
@@ -297,8 +300,10 @@ MISMATCH_REASON = "the input of its projection is not weights @ values"
 
 
 def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
-    """Yield the sites of declared modules, and of modules named "...Attention..." whose projection
-    is found by name; those whose projection is unclear have no abilities.
+    """Yield sites of declared modules and "...Attention..." modules with a projection found by
+    name.
+
+    If the projection is unclear, the site has no abilities.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
@@ -338,8 +343,9 @@ def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
 def _guess_projection(
     path: str, module: nn.Module, modules: dict[str, nn.Module]
 ) -> AttentionDeclaration | str | None:
-    """Guess heads and projection from names, or give the reason why they are unclear; the
-    projection is a child, or a sibling as in BERT.
+    """Guess heads and projection from names, or give the reason why they are unclear.
+
+    The projection is a child, or a sibling as in BERT.
     """
     if "Attention" not in type(module).__name__ or isinstance(module, nn.MultiheadAttention):
         return None
@@ -378,7 +384,7 @@ def _projection_path(path: str, name: str) -> str:
 
 
 def _names_softmax(module: nn.Module) -> bool:
-    """True if the code of a module or of its submodules names a softmax function."""
+    """Return True if the code of a module or of its submodules names a softmax function."""
     classes: set[type] = set()
     for part in module.modules():
         if type(part).__name__.lower() in SOFTMAX_NAMES:
@@ -402,8 +408,9 @@ def run_attention(
     projection: nn.Module,
     heads: int,
 ) -> Any:
-    """Run an attention module; if a hook needs it, trace its attention, of which the one whose head
-    outputs enter the projection is observed.
+    """Run an attention module; trace its attention if a hook needs it.
+
+    Observes the attention with the head outputs that enter the projection.
     """
     hooks = get_hooks(module)
     if not any(hook.needs_call for hook in hooks):
@@ -436,7 +443,7 @@ def run_attention(
 
 
 def _find_call(traced: Sequence[TracedAttention], z_BTHV: Tensor) -> ObservedCall:
-    """The call with these head outputs, or one that cannot be read."""
+    """Return the call with these head outputs, or an unreadable call."""
     found: ObservedCall = UnreadableCall(MISMATCH_REASON)
     for attention in reversed(traced):
         other = attention.z_BTHV
@@ -464,7 +471,8 @@ def run_projection(
 
 
 def _split_heads(z: Tensor, heads: int) -> Tensor:
-    """Input of a projection as [B, T, heads, head_dim]; it may have two token axes, or no batch
-    axis.
+    """Split the input of a projection as [B, T, heads, head_dim].
+
+    It may have two token axes, or no batch axis.
     """
     return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, heads, z.shape[-1] // heads)
