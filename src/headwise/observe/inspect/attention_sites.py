@@ -68,7 +68,7 @@ def split_shared_modules(model: nn.Module, sites: Sequence[SiteModule]) -> list[
 
 
 def _calls_of_module(model: nn.Module, site_module: SiteModule) -> list[SiteModule]:
-    """One site for each depth at which a grouped layer runs; else the site itself."""
+    """Return one site for each depth at which a grouped layer runs; else the site itself."""
     site = site_module.site
     match = GROUPED_LAYER.search(f"{site.path}.")
     layers, groups, inner = _read_group_sizes(model, site.path)
@@ -84,8 +84,9 @@ def _calls_of_module(model: nn.Module, site_module: SiteModule) -> list[SiteModu
 
 
 def _read_group_sizes(model: nn.Module, path: str) -> tuple[int, int, int]:
-    """Numbers of layer runs, groups, and layers per group, from the config nearest to `path`; zeros
-    without one.
+    """Read numbers of layer runs, groups, and layers per group from the config nearest to `path`.
+
+    Without a config, all are zero.
     """
     parts = path.split(".")
     for end in range(len(parts), -1, -1):
@@ -103,7 +104,7 @@ QUANTISERS = {"quantized", "bitsandbytes", "torchao"}
 
 
 def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
-    """Why these modules of a model cannot be observed; "" if they can."""
+    """Explain why these modules of a model cannot be observed; "" if they can."""
     if isinstance(model, nn.DataParallel):
         return "its replicas run in separate threads; give model.module"
     if is_compiled(model):
@@ -117,7 +118,7 @@ def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
 
 
 def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[SiteModule]:
-    """Replace the abilities that this model rules out by the reason."""
+    """Yield the sites; abilities that this model rules out are replaced by the reason."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for site_module in sites:
         site = site_module.site
@@ -133,7 +134,7 @@ def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[S
 
 
 def unprunable_reason(parts: Sequence[nn.Module]) -> str:
-    """Why heads of these modules cannot be pruned or converted; "" if they can."""
+    """Explain why heads of these modules cannot be pruned or converted; "" if they can."""
     for module in chain.from_iterable(part.modules() for part in parts):
         if isinstance(getattr(module, "base_layer", None), nn.Module):
             return "its weights have an adapter (LoRA); merge it first"
@@ -158,8 +159,7 @@ def unprunable_reason(parts: Sequence[nn.Module]) -> str:
 
 
 def _find_packed_weights(module: nn.Module) -> str:
-    """Type of the packed weights of a quantised module; "" if its weights are ordinary
-    floating-point tensors.
+    """Return the type of the packed weights of a quantised module; "" for floating-point tensors.
     """
     if QUANTISERS & set(type(module).__module__.split(".")):
         return type(module).__name__
@@ -175,8 +175,9 @@ def _find_packed_weights(module: nn.Module) -> str:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True for torch.compile and TorchScript. Compares a class name, because importing
-    torch._dynamo is slow.
+    """Return True for torch.compile and TorchScript.
+
+    Compares a class name, because importing torch._dynamo is slow.
     """
     if type(module).__name__ == "OptimizedModule" or isinstance(module, torch.jit.ScriptModule):
         return True
@@ -185,8 +186,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_part_reason(modules: Mapping[str, nn.Module], path: str) -> str:
-    """Why the module at `path` cannot be observed: it is compiled, lies in a compiled module or
-    contains one; or "".
+    """Explain why the module at `path` cannot be observed; "" if it can.
+
+    It is compiled, or inside or around a compiled module.
     """
     for other, module in modules.items():
         if overlaps(path, other) and is_compiled(module):
@@ -199,9 +201,7 @@ def compiled_part_reason(modules: Mapping[str, nn.Module], path: str) -> str:
 
 
 def find_layers_without_attention(model: nn.Module, sites: Sequence[Site]) -> list[str]:
-    """Describe the layers without attention in stacks where other layers have one, such as in
-    hybrid models.
-    """
+    """Describe layers without attention in stacks that also have attention, as in hybrid models."""
     lines: list[str] = []
     for path, layers in model.named_modules(remove_duplicate=False):
         is_inner = any(part.isdigit() for part in path.split("."))
@@ -240,8 +240,10 @@ STACK_NAMES = ("decoder", "encoder")
 
 
 class TowerSpecs:
-    """Specs from one config, for the modules whose paths contain one of `path_words` (empty: all
-    other modules); without a config that can be read, `reason` explains why no site gets a spec.
+    """Read specs from one config for modules with one of `path_words` in their path.
+
+    Without `path_words`, it covers all other modules. If no config can be read, `reason` explains
+    why no site gets a spec.
     """
 
     def __init__(
@@ -262,14 +264,13 @@ class TowerSpecs:
             self.ability = _conversion_ability(model_spec, path_words)
 
     def place(self, site: Site) -> Site:
-        """The site with the only stack of the config as its own if its stack is unknown."""
+        """Use the config's only stack for a site with an unknown stack."""
         if site.stack == UNKNOWN_STACK and len(set(self.stacks)) == 1:
             return replace(site, stack=self.stacks[0])
         return site
 
     def describe(self, site: Site) -> Site:
-        """The site with its spec, or with the reason why it has none, and with its stack named as
-        in the config.
+        """Add the spec to a site, or the reason why it has none; name its stack as in the config.
         """
         name = site.name
         named = {stack for stack in STACK_NAMES if stack in site.path}
@@ -298,8 +299,8 @@ class TowerSpecs:
 
 
 def read_towers(model: nn.Module) -> list[TowerSpecs]:
-    """Read the specs that the config of a transformers model describes; the last tower is that of
-    the whole config. `architectures` is ignored, because the task head does not matter here.
+    """Read the specs that the config of a transformers model describes; the last tower covers the
+    whole config. `architectures` is ignored, because the task head does not matter here.
     """
     as_dict = getattr(getattr(model, "config", None), "to_dict", None)
     if as_dict is None:
@@ -319,9 +320,7 @@ def read_towers(model: nn.Module) -> list[TowerSpecs]:
 
 
 def _conversion_ability(model_spec: ModelSpec, path_words: tuple[str, ...]) -> Ability:
-    """Whether headwise can load the model as its own, which pruning and
-    conversion of heads need.
-    """
+    """Return the ability to load the model in headwise, as pruning and conversion of heads need."""
     try:
         get_weight_names(model_spec.name)
     except SpecError as error:
@@ -354,7 +353,7 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
 
     With an `example` (ids or another tensor, a tuple or mapping of the model's arguments, or a
     text) the model runs on it once, and modules that are seen to compute attention during this run
-    are sites too. `tokenizer` encodes a text (default: that of the model).
+    are sites too. `tokenizer` encodes a text (default: the model's own).
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -372,9 +371,7 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
 
 
 def find_attention_in_run(model: nn.Module, inputs: ModelInputs) -> list[SiteModule]:
-    """Find the attention layers of a model; if there are none, look for them in a run on these
-    inputs.
-    """
+    """Find the attention layers of a model; if there are none, run these inputs to find them."""
     site_modules = find_attention(model)
     if any(one.site.observe.possible for one in site_modules) or unhookable_reason(model, [model]):
         return site_modules
@@ -383,9 +380,7 @@ def find_attention_in_run(model: nn.Module, inputs: ModelInputs) -> list[SiteMod
 
 
 def _trace_inputs(model: nn.Module, inputs: ModelInputs) -> None:
-    """Find attention in a run on these inputs, and measure where its heads are edited in two
-    further runs.
-    """
+    """Find attention in a run on these inputs; measure where heads are edited in two more runs."""
     trace_example(model, inputs.args, inputs.kwargs)
     unmeasured = [
         site_module
@@ -399,8 +394,9 @@ def _trace_inputs(model: nn.Module, inputs: ModelInputs) -> None:
 
 
 def find_attention(model: nn.Module) -> list[SiteModule]:
-    """Find the attention layers of a model with their modules and adapters; each site gets a unique
-    name.
+    """Find the attention layers of a model with their modules and adapters.
+
+    Each site gets a unique name.
     """
     check_is_module(model)
     candidates: list[SiteModule] = []
@@ -440,8 +436,9 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
 
 
 def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
-    """The sites of a model in eval mode that have an ability, "observe" or "ablate"; raises if
-    there are none.
+    """Return the sites of a model in eval mode that have an ability, "observe" or "ablate".
+
+    Raises if there are none.
     """
     site_modules = find_attention(model)
     able = [
@@ -466,8 +463,9 @@ def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
 def left_out_notes(
     model: nn.Module, ability: str, reasons: Mapping[str, str] = MappingProxyType({})
 ) -> list[str]:
-    """One note for each reason why sites are left out: they lack an ability, or `reasons` names
-    them.
+    """Write one note for each reason why sites are left out.
+
+    They lack an ability, or `reasons` names them.
     """
     left_out: dict[str, list[str]] = {}
     for site_module in find_attention(model):
@@ -482,8 +480,9 @@ def left_out_notes(
 
 
 def _rename_duplicates(site_modules: Sequence[SiteModule]) -> list[SiteModule]:
-    """Make names unique by naming stacks after module paths; repeated modules get `same_as`, the
-    first site's name.
+    """Make names unique by naming stacks after module paths.
+
+    Repeated modules get `same_as`, the first site's name.
     """
     sites = [site_module.site for site_module in site_modules]
     for part in ("first", "last", "full"):
@@ -502,8 +501,10 @@ def _rename_duplicates(site_modules: Sequence[SiteModule]) -> list[SiteModule]:
 
 
 def _name_stack(site: Site, part: str) -> Site:
-    """The site with its stack named by its path: up to the first number, up to the last number,
-    which becomes the layer, or the full path.
+    """Name the stack of a site by its path.
+
+    Uses the path up to the first number, up to the last number (which becomes the layer), or in
+    full.
     """
     parts = site.path.split(".")
     numbers = [n for n, name in enumerate(parts) if name.isdigit()]

@@ -1,4 +1,4 @@
-"""Statistics of head outputs over a data set, for mean ablation and noise."""
+"""Measure statistics of head outputs over a data set, for mean ablation and noise."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ ObserveOutputs = Callable[[str, Tensor, Tensor], None]
 
 @dataclass(eq=False)
 class OutputObserver(AttentionHook):
-    """Hook that passes the outputs of some heads of a site to `observe`; `token_mask` marks the
-    tokens of the batch that count.
+    """Pass the outputs of some heads of a site to `observe`.
+
+    `token_mask` marks the tokens of the batch that count.
     """
 
     site: str
@@ -55,8 +56,9 @@ def observe_dataset(
     observe: ObserveOutputs,
     tokenizer: object = None,
 ) -> HeadsBySite:
-    """Run the model over all batches and observe these heads (default: all); returns their numbers
-    by site.
+    """Run the model over all batches and observe these heads (default: all).
+
+    Returns their numbers by site.
     """
     is_single = isinstance(batches, (Tensor, Mapping, str)) or (
         isinstance(batches, tuple) and bool(batches) and isinstance(batches[0], Tensor)
@@ -106,8 +108,9 @@ def observe_dataset(
 
 
 def _split_mask(batch: Any) -> tuple[Any, Any]:
-    """The inputs and the mask of a batch that is a pair of both; of a tuple of arguments or texts,
-    all and None.
+    """Split a batch that is a pair of inputs and mask; return None as mask otherwise.
+
+    A tuple of arguments or texts is not such a pair.
     """
     if not isinstance(batch, tuple) or len(batch) != 2 or isinstance(batch[1], str):
         return batch, None
@@ -116,8 +119,7 @@ def _split_mask(batch: Any) -> tuple[Any, Any]:
 
 
 def _read_masks(token_masks: object, stacks: set[str], inputs: ModelInputs) -> TokenMasks:
-    """Masks given by the caller: one for all stacks, or a mapping by stack; without any, those of
-    the padding.
+    """Read the caller's masks: one for all stacks, or a mapping by stack; default: padding masks.
     """
     if token_masks is None:
         return _padding_masks(inputs, stacks)
@@ -134,9 +136,7 @@ def _read_masks(token_masks: object, stacks: set[str], inputs: ModelInputs) -> T
 
 
 def _padding_masks(inputs: ModelInputs, stacks: set[str]) -> TokenMasks:
-    """Padding masks from the batch itself; raises if it is unclear to which
-    stack a mask belongs.
-    """
+    """Read padding masks from the batch; raise if it is unclear to which stack a mask belongs."""
     named = next((value for value in inputs.args[:1] if isinstance(value, Mapping)), inputs.kwargs)
     padding = named.get("attention_mask", named.get("sequence"))
     mask = padding.is_real if isinstance(padding, SequenceInfo) else padding
@@ -160,11 +160,11 @@ def head_means(
     *,
     tokenizer: object = None,
 ) -> dict[HeadRef, Tensor]:
-    """Mean output of each head over the tokens of a data set, float64 [head_dim].
+    """Compute the mean output of each head over the tokens of a data set, float64 [head_dim].
 
     `batches` is one input, or a list of inputs: ids or another tensor, a tuple or mapping of the
-    model's arguments, or a text, which `tokenizer` encodes (default: that of the model). A batch
-    may also be a pair of such an input and a mask [B, T] of the tokens that count, or a mapping of
+    model's arguments, or a text, which `tokenizer` encodes (default: the model's own). A batch may
+    also be a pair of such an input and a mask [B, T] of the tokens that count, or a mapping of
     stack names to masks. Without a mask, tokens hidden by an `attention_mask`, or padding in a
     headwise `sequence`, do not count.
 
@@ -189,8 +189,9 @@ def head_noise(
     seed: int = 0,
     tokenizer: object = None,
 ) -> dict[HeadRef, Noise]:
-    """Noise with the mean and standard deviation of each head's outputs over a data set. Batches as
-    in `head_means`.
+    """Make noise with the mean and standard deviation of each head's outputs over a data set.
+
+    Batches as in `head_means`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -219,7 +220,7 @@ def head_outputs(
     *,
     tokenizer: object = None,
 ) -> dict[HeadRef, Tensor]:
-    """Outputs of each head for one input, [B, T, head_dim], before the output projection.
+    """Return outputs of each head for one input, [B, T, head_dim], before the output projection.
 
     Inputs and `tokenizer` as in `run_model`.
 
@@ -243,7 +244,7 @@ def head_outputs(
 
 
 def _by_head(numbers: HeadsBySite, values: Mapping[str, Tensor]) -> dict[HeadRef, Tensor]:
-    """Values of single heads, from those of sites [..., heads, head_dim]."""
+    """Select single heads from the values of sites [..., heads, head_dim]."""
     by_head: dict[HeadRef, Tensor] = {}
     for site, heads in numbers.items():
         by_head |= {(site, head): values[site][..., n, :] for n, head in enumerate(heads)}
@@ -251,7 +252,7 @@ def _by_head(numbers: HeadsBySite, values: Mapping[str, Tensor]) -> dict[HeadRef
 
 
 class OutputMoments:
-    """Count, mean and squared deviations of head outputs [heads, head_dim], updated batch by batch.
+    """Track count, mean and squared deviations of head outputs [heads, head_dim] batch by batch.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances" (1979).
@@ -276,7 +277,8 @@ class OutputMoments:
 def _dataset_moments(
     model: nn.Module, batches: Any, heads: Iterable[HeadRef] | None, tokenizer: object
 ) -> tuple[HeadsBySite, dict[str, OutputMoments]]:
-    """Moments of the outputs of heads over a data set by site, with the numbers of the heads."""
+    """Measure the moments of head outputs over a data set by site, with the numbers of the heads.
+    """
     moments: dict[str, OutputMoments] = {}
 
     def observe(site: str, outputs: Tensor, token_mask: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The recorder of runs: hooks at attention layers, and records of the calls of any module.
+"""Record runs: hook attention layers, and record the calls of any module.
 
 While at least one hook is active, methods of classes are patched; afterwards they are restored.
 Which module has which hooks, or an override of its forward, is stored in a context variable, not on
@@ -37,7 +37,7 @@ Function = Callable[..., Any]
 
 
 class SharedPatch:
-    """A context that several users share: the first one enters it, and the last one leaves it."""
+    """Share a context between users: the first one enters it, and the last one leaves it."""
 
     def __init__(self, make_context: Callable[[], AbstractContextManager[None]]) -> None:
         self.make_context = make_context
@@ -47,7 +47,7 @@ class SharedPatch:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which the patch is applied."""
+        """Apply the patch while the context is open."""
         with self._lock:
             if not self._users:
                 self._stack.enter_context(self.make_context())
@@ -87,8 +87,7 @@ COMPILING_MODULES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 @contextmanager
 def _eager_stance() -> Iterator[None]:
-    """Context in which torch runs compiled functions and modules eagerly, because a compiled graph
-    would skip hooks.
+    """Make torch run compiled functions and modules eagerly: a compiled graph would skip hooks.
 
     It does nothing in a process that has imported neither torch's compiler nor flex_attention,
     which compiles itself: importing the compiler takes seconds.
@@ -106,8 +105,9 @@ EAGER_STANCE = SharedPatch(_eager_stance)
 
 
 class ForwardOverride(NamedTuple):
-    """`function(module, run, args, kwargs, *options)` runs in place of the forward of a module,
-    which is `run`. Equal overrides of nested contexts run once.
+    """Run `function(module, run, args, kwargs, *options)` instead of a module's forward, `run`.
+
+    Equal overrides of nested contexts run once.
     """
 
     module: nn.Module
@@ -124,7 +124,7 @@ _RUNNING_MODULES: ContextVar[tuple[nn.Module, ...]] = ContextVar("running_module
 
 @contextmanager
 def override_forwards(overrides: Sequence[ForwardOverride]) -> Iterator[None]:
-    """Context in which these overrides are active, in addition to those that are active already."""
+    """Activate these overrides, in addition to those already active."""
     active = dict(_ACTIVE_OVERRIDES.get())
     with ExitStack() as stack:
         for override in overrides:
@@ -177,7 +177,7 @@ class AttentionHook:
 
     @property
     def needs_call(self) -> bool:
-        """True if `on_call` must be called."""
+        """Return True if `on_call` must be called."""
         return type(self).on_call is not AttentionHook.on_call
 
     def on_call(self, call: ObservedCall, /) -> None:
@@ -194,12 +194,12 @@ _ACTIVE_HOOKS: ContextVar[HooksByModule] = ContextVar("active_hooks", default=Ma
 
 
 def get_hooks(module: nn.Module) -> tuple[AttentionHook, ...]:
-    """Hooks on this module in the current context."""
+    """Return the hooks on this module in the current context."""
     return _ACTIVE_HOOKS.get().get(module, ())
 
 
 def run_call_hooks(hooks: Sequence[AttentionHook], make_call: Callable[[], ObservedCall]) -> None:
-    """Run the hooks that observe calls, on a call that is made only if there are any."""
+    """Run the hooks that observe calls; the call is only made if there are any."""
     observers = [hook for hook in hooks if hook.needs_call]
     if observers:
         call = make_call()
@@ -208,9 +208,7 @@ def run_call_hooks(hooks: Sequence[AttentionHook], make_call: Callable[[], Obser
 
 
 def run_output_hooks(hooks: Sequence[AttentionHook], outputs: Tensor) -> Tensor:
-    """Run the hooks in the order of installation; each gets the outputs that the one before it
-    returned.
-    """
+    """Run the hooks in the order of installation; each gets the previous one's outputs."""
     for hook in hooks:
         replacement = hook.on_head_outputs(outputs)
         outputs = outputs if replacement is None else replacement
@@ -218,7 +216,7 @@ def run_output_hooks(hooks: Sequence[AttentionHook], outputs: Tensor) -> Tensor:
 
 
 class SiteModule(NamedTuple):
-    """A site, the module that is hooked there, and the name of the adapter that found it.
+    """Link a site to its hooked module and to the name of the adapter that found it.
 
     A module may serve several sites: this site is call number `call_index` of its
     `calls_per_forward` calls. While the site has hooks, `patches` are active and `overrides`
@@ -242,8 +240,9 @@ def install_hooks(
     patches: Iterable[SharedPatch] = (),
     overrides: Sequence[ForwardOverride] = (),
 ) -> Iterator[None]:
-    """Context in which these modules have these hooks and overrides, in addition to those already
-    installed, with the patches and overrides of their sites.
+    """Install hooks and overrides on these modules, in addition to those already installed.
+
+    Also activates the patches and overrides of their sites.
     """
     active = dict(_ACTIVE_HOOKS.get())
     for module, module_hooks in hooks.items():
@@ -274,7 +273,7 @@ class ModuleCall(NamedTuple):
 
 @contextmanager
 def record_modules(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, list[ModuleCall]]]:
-    """Context that records the calls of modules in this thread: {module: its calls in order}.
+    """Record the calls of modules in this thread: {module: its calls in order}.
 
     >>> layer = nn.Linear(2, 3)
     >>> with record_modules([layer]) as calls:
@@ -297,7 +296,7 @@ def record_modules(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, lis
 
 
 class SiteHooks:
-    """The hooks at the sites of a model, and counts of the calls there."""
+    """Hold the hooks at the sites of a model, and count the calls there."""
 
     def __init__(
         self,
@@ -326,8 +325,9 @@ class SiteHooks:
                 self.modules_below.setdefault(ancestor, set()).add(module)
 
     def begin_forward(self) -> Counter[nn.Module]:
-        """Start a forward call: returns an empty counter of module calls; raises if a hooked module
-        was replaced.
+        """Start a forward call and return an empty counter of module calls.
+
+        Raises if a hooked module was replaced.
         """
         for path, module in self.module_of_path.items():
             try:
@@ -378,8 +378,9 @@ class SiteHooks:
 
 
 class SiteHook(AttentionHook):
-    """Hook on one module that passes each call to the hook of the depth that it belongs to, and
-    counts calls with head outputs, calls of the module, and forward calls.
+    """Pass each call of one module to the hook of its depth.
+
+    Counts calls with head outputs, calls of the module, and forward calls.
     """
 
     num_calls = 0
@@ -451,9 +452,7 @@ _RUNNING_FORWARDS: ContextVar[RunningForwards] = ContextVar(
 def hook_sites(
     model: nn.Module, sites: Sequence[SiteModule], hooks: Mapping[str, AttentionHook]
 ) -> Iterator[SiteHooks]:
-    """Context in which hooks are installed at sites by name; call `check_all_ran` on the result
-    afterwards.
-    """
+    """Install hooks at sites by name; call `check_all_ran` on the result afterwards."""
     hooked = [site_module for site_module in sites if site_module.site.name in hooks]
     site_hooks = SiteHooks(model, hooked, hooks)
     hooks_by_module = {module: (hook,) for module, hook in site_hooks.hook_of_module.items()}
@@ -473,7 +472,7 @@ def _call_patch(kind: type) -> SharedPatch:
 
 def _wrap_call(kind: type, original: Function) -> Function:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if type(self) is not kind:  # a subclass, which has a patch of its own
+        if type(self) is not kind:  # a subclass has its own patch
             return original(self, *args, **kwargs)
         running = _RUNNING_FORWARDS.get()
         started = {
@@ -500,7 +499,7 @@ def _wrap_call(kind: type, original: Function) -> Function:
 
 
 def _recomputes(module: nn.Module) -> bool:
-    """True if a module uses activation checkpointing, of headwise or of transformers."""
+    """Return True if a module uses activation checkpointing, of headwise or of transformers."""
     is_checkpointing = module.training and getattr(module, "gradient_checkpointing", False)
     return bool(is_checkpointing) or getattr(module, "checkpointing", "none") == "block"
 
@@ -515,7 +514,7 @@ def run_observed(
     hooks: Mapping[str, AttentionHook],
     max_new_tokens: int = 0,
 ) -> Any:
-    """Run a model with these hooks at its sites, and return its output; `inputs` of any form."""
+    """Run a model with these hooks at its sites and return its output; `inputs` of any form."""
     if not isinstance(inputs, ModelInputs):
         inputs = prepare_inputs(model, inputs, max_new_tokens)
     with hook_sites(model, sites, hooks), torch.inference_mode():
@@ -523,7 +522,7 @@ def run_observed(
 
 
 def run_prepared(model: nn.Module, inputs: ModelInputs, max_new_tokens: int = 0) -> Any:
-    """Run a model, and return its output, or the generated tokens if `max_new_tokens` is set."""
+    """Run a model and return its output, or the generated tokens if `max_new_tokens` is set."""
     kind = type(model).__name__
     try:
         if not max_new_tokens:
@@ -544,7 +543,7 @@ def run_prepared(model: nn.Module, inputs: ModelInputs, max_new_tokens: int = 0)
 
 
 class OutputRecorder(AttentionHook):
-    """Hook that keeps head outputs of the first text of a site, [tokens, heads, width]."""
+    """Keep head outputs of the first text of a site, [tokens, heads, width]."""
 
     outputs: Tensor | None = None
 
@@ -556,8 +555,9 @@ class OutputRecorder(AttentionHook):
 def record_head_outputs(
     model: nn.Module, inputs: Any, sites: Sequence[SiteModule]
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Run a model on a text; return its output, and head outputs by site name, [tokens, heads,
-    width].
+    """Run a model on a text; return its output and head outputs by site name.
+
+    Head outputs are [tokens, heads, width].
     """
     hooks = {module.site.name: OutputRecorder() for module in sites}
     output = run_observed(model, inputs, sites, hooks)

@@ -84,7 +84,7 @@ def find_ids_argument(model: nn.Module) -> str:
 
 
 def takes_mapping(model: nn.Module) -> bool:
-    """True if a model takes all its tensors as one dictionary, as SentenceTransformer does."""
+    """Return True if a model takes all its tensors as one dictionary, like SentenceTransformer."""
     signature = _forward_signature(model)
     if signature is None:
         return False
@@ -148,7 +148,7 @@ def bind_arguments(model: nn.Module, names: dict[str, Any]) -> CallArguments:
 
 
 def _to_tensor(name: str, value: Any) -> Any:
-    """A tensor from a list or array of numbers; a single row of ids gets a batch axis."""
+    """Make a tensor from a list or array of numbers; a single row of ids gets a batch axis."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if not isinstance(value, list) or not value:
@@ -165,7 +165,7 @@ def _to_tensor(name: str, value: Any) -> Any:
 
 
 def _rename_for_headwise(model: Transformer, names: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a headwise model from the names of transformers; names of its own stay."""
+    """Rename arguments from transformers' names to headwise's; headwise names stay."""
     if IDS not in names:
         return names
     has_source = model.spec.kind == "encoder-decoder"
@@ -185,7 +185,7 @@ def _rename_for_headwise(model: Transformer, names: dict[str, Any]) -> dict[str,
     return renamed
 
 
-# Arguments of transformers models that add no tokens to those of the ids.
+# Arguments of transformers models that add no tokens to the ids.
 NON_TOKEN_INPUTS = frozenset(
     {
         "input_ids",
@@ -209,8 +209,7 @@ TokenDecoder = Callable[[int], str]
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Positional and keyword arguments of a model call, and the token rows of its streams ("text",
-    "source").
+    """Hold the arguments of a model call, and the token rows of its streams ("text", "source").
 
     `token_counts` are the tokens per stream, or None if only a run can count them. `prompt_ids` are
     the prompts that are continued with new tokens. `has_source`: the model is an encoder-decoder,
@@ -227,7 +226,7 @@ class ModelInputs:
     decode_token: TokenDecoder = str
 
     def extend_rows(self, new_ids: Sequence[Sequence[int]]) -> tuple[TokenRow, ...]:
-        """Text rows extended by generated ids, which may include the prompt or only continue it."""
+        """Extend text rows by generated ids, which may include the prompt or only continue it."""
         old_rows = self.token_rows.get("text", ())
         rows: list[TokenRow] = []
         for number, ids in enumerate(new_ids):
@@ -261,8 +260,8 @@ def prepare_inputs(
     The forms: token ids or another tensor; a tuple of positional arguments; a mapping of named
     tensors, such as the output of a tokenizer; a text, or several that become the rows of one
     batch; {"source": ..., "text": ...} with two texts for an encoder-decoder model. The ids get the
-    name that the model gives them, such as "idx" or "x". `tokenizer` encodes texts (default: that
-    of the model).
+    name that the model gives them, such as "idx" or "x". `tokenizer` encodes texts (default: the
+    model's own).
     """
     check_is_module(model)
     if tokenizer is not None:
@@ -291,8 +290,7 @@ def prepare_inputs(
 
 
 def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any:
-    """Return the outputs of a model for inputs of any form that `prepare_inputs` describes, without
-    gradients.
+    """Run a model without gradients on inputs of any form that `prepare_inputs` describes.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -307,7 +305,7 @@ def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any
 
 
 def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelInputs:
-    """Inputs from tensors by argument name."""
+    """Make inputs from tensors by argument name."""
     is_headwise = isinstance(model, Transformer)
     has_source = is_encoder_decoder(model)
     if is_headwise:
@@ -348,7 +346,7 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelI
 
 
 def get_device(model: nn.Module) -> torch.device:
-    """Return the device of the inputs of a model: that of its first parameter with values."""
+    """Return the device for inputs of a model: the device of its first parameter with values."""
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
     return next(devices, torch.device("cpu"))
 
@@ -369,14 +367,14 @@ def _is_ids(tensor: Tensor) -> bool:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """True if a model has an encoder for a source and a decoder for a text."""
+    """Return True if a model has an encoder for a source and a decoder for a text."""
     if isinstance(model, Transformer):
         return model.spec.kind == "encoder-decoder"
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def get_streams(site: Site, has_source: bool) -> tuple[str, str]:
-    """Streams of the queries and of the keys at a site; `has_source` for encoder-decoder models."""
+    """Return the streams of queries and keys at a site; `has_source` for encoder-decoder models."""
     if not has_source:
         return "text", "text"
     if site.kind == "cross":
@@ -385,7 +383,7 @@ def get_streams(site: Site, has_source: bool) -> tuple[str, str]:
 
 
 def get_max_length(model: nn.Module) -> int | None:
-    """Maximum number of tokens of a model; None if it is unlimited or unknown."""
+    """Return the maximum number of tokens of a model; None if it is unlimited or unknown."""
     if isinstance(model, Transformer):
         limits = map(max_positions, model.spec.stacks)
         return min((limit for limit in limits if limit is not None), default=None)
@@ -395,8 +393,7 @@ def get_max_length(model: nn.Module) -> int | None:
 
 
 def _check_length(model: nn.Module, count: int) -> None:
-    """Raise if a model gets more tokens than its config allows; headwise models check this
-    themselves.
+    """Raise if a model gets more tokens than its config allows; headwise models check themselves.
     """
     max_length = None if isinstance(model, Transformer) else get_max_length(model)
     if max_length is not None and count > max_length:
@@ -411,9 +408,7 @@ def _check_length(model: nn.Module, count: int) -> None:
 
 
 class TextReader(NamedTuple):
-    """How a model reads texts: its source, or its only text; the text of its decoder; and the
-    string of an id.
-    """
+    """Read texts as a model does: its source or only text, its decoder text, and strings of ids."""
 
     read_source: Callable[[str], TokenRow]
     read_target: Callable[[str], TokenRow]
@@ -421,7 +416,7 @@ class TextReader(NamedTuple):
 
 
 def _make_reader(model: nn.Module) -> TextReader:
-    """The tokenizers of a model, with the special tokens around texts; raises if it has none."""
+    """Find the tokenizers of a model and the special tokens around texts; raise if it has none."""
     if not isinstance(model, Transformer):
         tokenizer = find_tokenizer(model)
         if tokenizer is None:
@@ -467,7 +462,7 @@ def _make_reader(model: nn.Module) -> TextReader:
 
 
 def _from_texts(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
-    """Inputs from texts, which are the source of an encoder-decoder model."""
+    """Make inputs from texts; for an encoder-decoder model they are the source."""
     reader = _make_reader(model)
     is_headwise = isinstance(model, Transformer)
     has_source = is_encoder_decoder(model)
@@ -510,7 +505,7 @@ def _from_texts(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
 
 
 def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelInputs:
-    """Inputs from a source and a target text for an encoder-decoder model."""
+    """Make inputs from a source and a target text for an encoder-decoder model."""
     if set(texts) != {"source", "text"} or not is_encoder_decoder(model):
         fact = f"{type(model).__name__} does not take the texts {', '.join(texts)}"
         raise ValueError(f"{fact}; give a text, or source and text to an encoder-decoder model")
@@ -530,7 +525,7 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
 def _surround(
     row: TokenRow, decode_token: TokenDecoder, before: Sequence[int], behind: Sequence[int] = ()
 ) -> TokenRow:
-    """A token row with special ids before and behind it."""
+    """Add special ids before and after a token row."""
     end = len(row.text)
     return TokenRow(
         (*before, *row.ids, *behind),
@@ -551,8 +546,7 @@ def _pad_row(row: TokenRow, length: int, left: bool) -> TokenRow:
 
 
 def get_tokenizer_documents(model: nn.Module) -> list[str]:
-    """The JSON texts of the tokenizers of a model, by which two models can be compared; empty if it
-    has none.
+    """Return the JSON texts of a model's tokenizers, to compare two models; empty if it has none.
     """
     if isinstance(model, Transformer):
         return [
@@ -576,7 +570,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
 
 
 def make_token_decoder(tokenizer: Tokenizer) -> TokenDecoder:
-    """Return a function that turns an id into text, for models that are not of headwise."""
+    """Return a function that turns an id into text, for models outside headwise."""
 
     def decode_token(token_id: int) -> str:
         text = decode_tokens(tokenizer, [token_id])

@@ -1,6 +1,4 @@
-"""The tokenizer of a model: the one that the caller gives, its own, or the tokenizer.json beside
-its weights.
-"""
+"""Find the tokenizer of a model: the caller's, its own, or tokenizer.json next to its weights."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def find_model_folder(model: nn.Module) -> Path | None:
 
 
 def _find_cached_folder(name: str, revision: str | None) -> Path | None:
-    """Folder of a model of the Hugging Face hub in the local cache."""
+    """Return the folder of a Hugging Face hub model in the local cache."""
     if find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -67,7 +65,7 @@ def _find_cached_folder(name: str, revision: str | None) -> Path | None:
 
 
 def find_tokenizer(model: nn.Module) -> Tokenizer | None:
-    """Return the tokenizer of a model that is not of headwise; None if there is none.
+    """Return the tokenizer of a model outside headwise; None if there is none.
 
     It is the tokenizer given by `use_tokenizer`, else the attribute `tokenizer` of the model, else
     the tokenizer.json in the folder of its weights.
@@ -108,7 +106,8 @@ def _read_file(path: Path) -> Tokenizer:
 
 
 def _find_fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """The `tokenizers.Tokenizer` in a tokenizer of transformers, or the argument if it is one."""
+    """Return the `tokenizers.Tokenizer` in a transformers tokenizer, or the argument if it is one.
+    """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     fast = getattr(tokenizer, "backend_tokenizer", None)
@@ -116,7 +115,7 @@ def _find_fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
 
 
 def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy without truncation and padding."""
+    """Copy a tokenizer without truncation and padding."""
     unlimited = parse_tokenizer(tokenizer.to_str())
     unlimited.no_truncation()
     unlimited.no_padding()
@@ -124,7 +123,7 @@ def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def get_surrounding_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that a tokenizer adds before and behind every text."""
+    """Return ids that a tokenizer adds before and after every text."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     words = tokenizer.get_vocab(with_added_tokens=False).keys() - {
@@ -167,8 +166,7 @@ def replace_tokenizer(
 
 @contextmanager
 def use_tokenizer(model: nn.Module, tokenizer: object = None) -> Iterator[nn.Module]:
-    """Context in which texts for a model are encoded with `tokenizer` (None: its own); yields the
-    model to use.
+    """Encode texts for a model with `tokenizer` (None: its own); yields the model to use.
 
     A headwise model is copied without its weights, which both share; other models are yielded
     unchanged.

@@ -22,7 +22,7 @@ ABILITIES = ("observe", "ablate", "prune", "convert")
 
 
 class Ability(NamedTuple):
-    """Whether an operation is possible at a site, and if not, the reason."""
+    """State if an operation is possible at a site, and if not, the reason."""
 
     possible: bool
     reason: str = ""
@@ -66,7 +66,7 @@ class Site:
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         fields = {
             name: value for name, value in asdict(self).items() if name not in (*ABILITIES, "spec")
         }
@@ -75,8 +75,9 @@ class Site:
 
 
 class Sites(list[Site]):
-    """The sites of a model in layer order. Prints as a table, followed by `notes` and the reasons
-    for each "no".
+    """List the sites of a model in layer order.
+
+    Prints as a table, followed by `notes` and the reasons for each "no".
     """
 
     def __init__(self, sites: Iterable[Site], model: str, notes: Sequence[str] = ()) -> None:
@@ -85,7 +86,7 @@ class Sites(list[Site]):
         self.notes = list(notes)
 
     def find(self, which: int | str) -> Site:
-        """The site with this name, or the only site at this layer number.
+        """Return the site with this name, or the only site at this layer number.
 
         >>> yes = Ability(True)
         >>> site = Site(
@@ -129,7 +130,7 @@ class Sites(list[Site]):
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {"model": self.model, "sites": [site.to_dict for site in self], "notes": self.notes}
 
     def __str__(self) -> str:
@@ -170,7 +171,7 @@ ALL = slice(None)
 
 
 class HeadValues(NamedTuple):
-    """Inputs of an output head: the row of weights that it uses, and its values."""
+    """Hold inputs of an output head: its row of weights, and its values."""
 
     row: int
     v_BSV: Tensor
@@ -201,7 +202,7 @@ class ObservedCall(ABC):
 
     @property
     def attention_inputs(self) -> AttentionInputs | None:
-        """The inputs as tensors, if the weights can be recomputed from them, else None."""
+        """Return the inputs as tensors, or None if the weights cannot be recomputed from them."""
         return None
 
     def head_weights(self, head: int, queries: slice = ALL) -> Tensor:
@@ -210,7 +211,7 @@ class ObservedCall(ABC):
 
 
 class WeightsOnlyCall(ObservedCall):
-    """A call of which only the attention weights [B, H, T, S] are known."""
+    """Represent a call with only its attention weights [B, H, T, S] known."""
 
     def __init__(self, weights: Tensor) -> None:
         self.weights = weights
@@ -230,7 +231,7 @@ class WeightsOnlyCall(ObservedCall):
 
 
 class UnreadableCall(ObservedCall):
-    """A call that was not understood; every question raises with the reason."""
+    """Represent a call that was not understood; every question raises with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -247,7 +248,7 @@ class UnreadableCall(ObservedCall):
 
 @dataclass(frozen=True)
 class AttentionInputs(ObservedCall):
-    """Queries, keys and values by head, the mask, and how scores are computed.
+    """Hold queries, keys and values by head, the mask, and how scores are computed.
 
     Scores are q k^T times `scale`, soft-capped at `softcap`, plus `bias`. `mask` is boolean (true:
     attend) or added to scores; with `causal`, keys after the query are masked. `sinks` are
@@ -279,7 +280,7 @@ class AttentionInputs(ObservedCall):
         return None if self.unsupported else self
 
     def kv_head_of(self, head: int) -> int:
-        """KV head of a query head."""
+        """Return the KV head of a query head."""
         if self.kv_head_of_query is not None:
             return self.kv_head_of_query[head]
         return head * self.k_BSGK.shape[2] // self.q_BTHK.shape[2]
@@ -321,7 +322,7 @@ class AttentionInputs(ObservedCall):
         return allowed
 
     def _scaled_products(self, queries: slice, keys: slice) -> Tensor:
-        """Scaled products q k^T; the heads of a KV group are computed in one matrix product."""
+        """Compute scaled products q k^T; heads of a KV group share one matrix product."""
         q_BHTK = to_at_least_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
         k_BGSK = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2))
         heads = q_BHTK.shape[1]
@@ -331,14 +332,14 @@ class AttentionInputs(ObservedCall):
         return (rows @ k_BGSK.transpose(2, 3)).unflatten(2, (-1, q_BHTK.shape[2])).flatten(1, 2)
 
     def _score_biases(self, queries: slice, keys: slice) -> list[Tensor]:
-        """Biases and additive masks, which are added to scores."""
+        """List biases and additive masks to add to scores."""
         is_added = self.mask is not None and self.mask.dtype != torch.bool
         biases = [self.bias, self.mask if is_added else None]
         slices = [self._slice(bias, queries, keys) for bias in biases if bias is not None]
         return [to_at_least_float32(bias) for bias in slices]
 
     def _masked_pairs(self, queries: slice, keys: slice) -> list[Tensor]:
-        """Boolean masks of the pairs to exclude."""
+        """List boolean masks of the pairs to exclude."""
         masks: list[Tensor] = []
         if self.causal:
             device = self.q_BTHK.device
@@ -350,8 +351,9 @@ class AttentionInputs(ObservedCall):
         return masks
 
     def _slice(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
-        """Slice a mask as [B or 1, heads or 1, T or 1, S or 1]; adds missing axes and drops columns
-        beyond the keys.
+        """Slice a mask as [B or 1, heads or 1, T or 1, S or 1].
+
+        Adds missing axes and drops columns beyond the keys.
         """
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask[:, :, queries] if mask.shape[2] > 1 else mask

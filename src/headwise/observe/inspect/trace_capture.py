@@ -28,7 +28,7 @@ EXTRA_TENSORS = ("v", "z")
 
 @dataclass(frozen=True)
 class Capture:
-    """Tensors to record of a run besides queries and keys.
+    """Choose tensors to record of a run besides queries and keys.
 
     `extra` may contain "v" (values) and "z" (head outputs). `sites` are site names or layer numbers
     (default: all). `budget` is the maximum number of bytes recorded. precision="own" keeps the
@@ -66,9 +66,7 @@ class Capture:
 
 @dataclass
 class CaptureBuffer:
-    """State shared by the recorders of a run: the bytes recorded so far, and the masks without
-    duplicates.
-    """
+    """Share state between the recorders of a run: recorded bytes, and masks without duplicates."""
 
     capture: Capture
     nbytes: int = 0
@@ -77,7 +75,7 @@ class CaptureBuffer:
     _masks_seen: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def copy_to_host(self, tensor: Tensor) -> Array:
-        """Copy a tensor to the CPU; raises if it does not fit into the budget."""
+        """Copy a tensor to the CPU; raise if it does not fit into the budget."""
         half = self.capture.precision == "half" or tensor.dtype == torch.float16
         dtype = torch.float16 if half else torch.float32
         self.reserve(tensor.numel() * dtype.itemsize)
@@ -86,7 +84,7 @@ class CaptureBuffer:
         return tensor.detach().to("cpu", dtype, copy=True).contiguous().numpy()
 
     def reserve(self, nbytes: int) -> None:
-        """Count `nbytes` more; raises if they exceed the budget."""
+        """Count `nbytes` more; raise if they exceed the budget."""
         self.nbytes += nbytes
         if self.nbytes > self.capture.budget:
             raise SpecError(
@@ -96,9 +94,7 @@ class CaptureBuffer:
             )
 
     def add_mask(self, tensor: Tensor) -> int:
-        """Store a mask or bias and return its index; a mask that several layers share is stored
-        once.
-        """
+        """Store a mask or bias and return its index; layers that share a mask store it once."""
         for stored, number in self._masks_seen:
             if stored is tensor:
                 return number
@@ -117,7 +113,7 @@ class CaptureBuffer:
 
 
 class CallRecorder(AttentionHook):
-    """Hook that records the calls of one attention layer, or the `reason` why it cannot."""
+    """Record the calls of one attention layer, or the `reason` why it cannot."""
 
     def __init__(self, site: Site, store: CaptureBuffer) -> None:
         self.site = site
@@ -175,11 +171,11 @@ class CallRecorder(AttentionHook):
         return sum(chunk.shape[1] for chunk in self.chunks.get(name, ()))
 
     def _fits(self, name: str, tensor: Tensor) -> bool:
-        """True if a tensor has the shape per token of the recorded ones."""
+        """Return True if a tensor has the shape per token of the recorded ones."""
         return name not in self.chunks or self.chunks[name][0].shape[2:] == tensor.shape[2:]
 
     def _next_queries(self, count: int) -> tuple[int, int]:
-        """Range of the next `count` queries in the text."""
+        """Return the range of the next `count` queries in the text."""
         start = self.calls[-1].queries[1] if self.calls else 0
         return start, start + count
 
@@ -206,9 +202,7 @@ class CallRecorder(AttentionHook):
         )
 
     def _record_scores(self, inputs: AttentionInputs) -> None:
-        """Record the queries, keys and masks of a call whose weights can be
-        recomputed from them.
-        """
+        """Record queries, keys and masks of a call; weights are recomputed from them."""
         if not self.kv_head_of_query:
             heads = inputs.q_BTHK.shape[2]
             self.kv_head_of_query = tuple(inputs.kv_head_of(head) for head in range(heads))
@@ -248,7 +242,7 @@ class CallRecorder(AttentionHook):
         )
 
     def _record_keys(self, inputs: AttentionInputs, queries: int) -> tuple[int, int]:
-        """Record the new keys of this call, and return the range of all its keys among the recorded
+        """Record the new keys of this call; return the range of all its keys among the recorded
         ones.
         """
         k_BSGK = inputs.k_BSGK
@@ -269,7 +263,7 @@ class CallRecorder(AttentionHook):
         return stop - count, stop
 
     def _ends_with(self, k_BSGK: Tensor) -> bool:
-        """True if the recorded keys end with these."""
+        """Return True if the recorded keys end with these."""
         half = self.chunks["k"][0].dtype == np.float16
         rest = k_BSGK.detach().to("cpu", torch.float16 if half else torch.float32).numpy()
         for chunk in reversed(self.chunks["k"]):
@@ -282,8 +276,8 @@ class CallRecorder(AttentionHook):
         return True
 
     def _record_key_positions(self, positions: Tensor) -> tuple[int | None, int | None]:
-        """Position of the first key if the positions have no gaps, else the number of a recorded
-        array of positions.
+        """Return the first key position, or the number of a recorded array of positions if it has
+        gaps.
         """
         count = len(positions)
         if not count:
@@ -297,7 +291,8 @@ class CallRecorder(AttentionHook):
         return None, number
 
     def _first_position(self, keys: tuple[int, int], tokens: int) -> int | None:
-        """Position of the first key; None if the order of keys in the cache is unknown."""
+        """Return the position of the first key; None if the order of keys in the cache is unknown.
+        """
         start, stop = keys
         if self.site.kind == "cross" or not self.calls:
             return 0
@@ -308,7 +303,7 @@ class CallRecorder(AttentionHook):
 
 
 def _key_order(positions: Tensor) -> Tensor:
-    """Indices that sort keys by position, without empty slots (position -1)."""
+    """Return indices that sort keys by position, without empty slots (position -1)."""
     return positions.argsort()[int((positions < 0).sum()) :]
 
 
@@ -344,7 +339,7 @@ def trace(
     as a `Trace`.
 
     `inputs` are ids or another tensor, a tuple or mapping of the model's arguments, or one or
-    several texts, which `tokenizer` encodes (default: that of the model).
+    several texts, which `tokenizer` encodes (default: the model's own).
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -390,11 +385,10 @@ MAX_IMAGE_SIDE = 512  # pixels of an image that is kept for pictures
 
 
 def _read_images(model_inputs: ModelInputs, layers: Sequence[AttentionRecord]) -> dict[str, Array]:
-    """The images of a model's inputs [B, 1 or 3, height, width] as bytes, by the stream that
-    attends to their patches.
+    """Return the images [B, 1 or 3, height, width] as bytes, by the stream attending to their
+    patches.
 
-    The lowest and the highest value of each image become 0 and 255, because the inputs are
-    normalised.
+    The lowest and highest values of each image become 0 and 255, because the inputs are normalised.
     """
     images = [
         tensor
@@ -417,7 +411,10 @@ def _read_images(model_inputs: ModelInputs, layers: Sequence[AttentionRecord]) -
 def _select_sites(
     model: nn.Module, all_sites: Sequence[SiteModule], capture: Capture
 ) -> list[SiteModule]:
-    """The sites to record; raises if a site named in `capture`, or every site, cannot be observed."""
+    """Select the sites to record.
+
+    Raises if a site named in `capture`, or every site, cannot be observed.
+    """
     sites = Sites([one.site for one in all_sites], type(model).__name__)
     if not sites:
         raise ValueError(
@@ -439,7 +436,7 @@ def _select_sites(
 
 
 def get_model_name(model: nn.Module) -> str:
-    """Name of a model: that of its spec, its folder, or its class."""
+    """Return the name of a model: from its spec, its folder, or its class."""
     if isinstance(model, Transformer):
         return model.spec.name
     path = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
