@@ -63,7 +63,7 @@ class TrainOptions(Options):
     --schedule NAME  constant, cosine, inverse-sqrt, one-cycle or wsd (default: one-cycle)
     --precision NAME  fp32, bf16, or auto, which is bf16 where it was measured to be faster
         (default: auto)
-    --compile WHEN  torch.compile: on or off (default: off)
+    --compile WHEN  torch.compile: auto, on or off (default: auto)
     --rows KIND  padded, or packed, with several texts per row (default: padded)
     --parallelism AXES  work per rank, as in data=2,shards=2; auto is data parallelism (default:
         auto)
