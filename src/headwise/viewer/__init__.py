@@ -3,9 +3,9 @@ HTML file.
 
 In reading order:
 
-- `open_model`: `OpenModel`, what the page shows: a trace, its measures, and the model if there is
-  one; and what can be opened by name: a trace, a folder, FILE.py:FACTORY, or a Hub model.
-- `weight_summaries`: what the page is sent: a description of what is open, pooled tiles, marginals,
+- `open_model`: `OpenModel`, the content of the page: a trace, its measures, and the model if there
+  is one; and loading by name: a trace, a folder, FILE.py:FACTORY, or a Hub model.
+- `weight_summaries`: data for the page: a description of the open model, pooled tiles, marginals,
   masks of thumbnails, and messages of arrays behind a JSON header.
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and
   cancellation, and one table of fields for each job.
@@ -13,7 +13,7 @@ In reading order:
   measure and compare heads, ablate them and continue the text, compare two runs, compute the cost,
   prune and convert.
 - `lab_runs`: runs of the open text with some heads ablated.
-- `answers`: what is answered at once, by address: pictures, exact rows, marginals, and the
+- `answers`: requests answered immediately, by address: pictures, exact rows, marginals, and the
   computation of one head for one query, step by step.
 - `export_files`: weights, measures and the trace as files, and a single HTML file of what is open.
 - `server`: which requests are answered, the routes of the HTTP interface, and `serve`.

@@ -1,8 +1,8 @@
-"""The answers of the page's interface: each reads the parameters of a request and returns arrays,
+"""Handlers of the page's read-only requests. Each reads the request parameters and returns arrays,
 JSON, or a file.
 
-`ask(view, address)` answers an address such as "/api/row?site=0&head=1&query=3", for the server and
-for the page in one file.
+`ask(view, address)` answers an address such as "/api/row?site=0&head=1&query=3". The server and the
+single-file page use it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MOST_SITES = 10**6
 
 
 class Query:
-    """The parameters of a request about an open model, read with their ranges."""
+    """Request parameters for an open model, parsed and range-checked."""
 
     def __init__(self, view: OpenModel, parameters: Mapping[str, str]) -> None:
         self.view = view
         self.parameters = parameters
 
     def _get(self, name: str, field: Field) -> Any:
-        """The value of a parameter; digits are a number."""
+        """Return the value of a parameter; digits become a number."""
         values: dict[str, Any] = dict(self.parameters)
         text = values.get(name, "")
         if NUMBER.fullmatch(text):
@@ -53,15 +53,15 @@ class Query:
         return field.get(self.view, name, values)
 
     def integer(self, name: str, low: int, high: int, default: Any = REQUIRED) -> int:
-        """An integer from `low` to `high`."""
+        """Read an integer from `low` to `high`."""
         return self._get(name, integer(low, high, default))
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
-        """A number from `low` to `high`."""
+        """Read a number from `low` to `high`."""
         return self._get(name, number(default, low, high))
 
     def span(self, prefix: str, count: int) -> slice:
-        """A range of positions, from `prefix`0 to `prefix`1; all by default."""
+        """Read a range of positions, from `prefix`0 to `prefix`1; all by default."""
         start = self.integer(f"{prefix}0", 0, count, 0)
         stop = self.integer(f"{prefix}1", 0, count, count)
         if stop <= start:
@@ -72,7 +72,7 @@ class Query:
         return slice(start, stop)
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
-        """One of several words; the first by default."""
+        """Read one of several words; the first by default."""
         return self._get(name, choice(choices, choices[0]))
 
     def text(self, name: str, default: str) -> str:
@@ -83,33 +83,33 @@ class Query:
 
     @property
     def site(self) -> str:
-        """The name of the attention layer."""
+        """Return the name of the attention layer."""
         return self.view.site_name(self.integer("site", 0, MOST_SITES))
 
     @property
     def layer(self) -> AttentionRecord:
-        """The layer as it is shown, perhaps with merged tokens."""
+        """Return the layer as shown, perhaps with merged tokens."""
         return self.view.get_trace().get_layer(self.site)
 
     @property
     def recorded(self) -> AttentionRecord:
-        """The layer as it was recorded."""
+        """Return the layer as recorded."""
         return self.view.get_recorded().get_layer(self.site)
 
     @property
     def part(self) -> TileRange:
-        """The range of queries and keys, all by default."""
+        """Read the range of queries and keys, all by default."""
         layer = self.layer
         return TileRange(self.span("q", layer.num_queries), self.span("k", layer.num_keys))
 
     @property
     def head(self) -> int:
-        """The number of the head."""
+        """Return the number of the head."""
         return self.integer("head", 0, self.layer.heads - 1)
 
     @property
     def lens(self) -> str:
-        """Name of the factor that weights are multiplied with."""
+        """Return the name of the factor applied to the weights."""
         return self.choice("lens", LENSES)
 
 
@@ -118,7 +118,7 @@ ANSWERS: dict[str, Answer] = {}
 
 
 def answer(path: str) -> Callable[[Answer], Answer]:
-    """Register a function as the answer of a path below /api/."""
+    """Register a function as the handler of a path below /api/."""
 
     def register(function: Answer) -> Answer:
         ANSWERS[path] = function
@@ -128,7 +128,7 @@ def answer(path: str) -> Callable[[Answer], Answer]:
 
 
 def ask(view: OpenModel, address: str) -> Any:
-    """The answer of an address, such as "/api/tile?site=0&head=0"."""
+    """Return the answer for an address such as "/api/tile?site=0&head=0"."""
     parts = urlsplit(address)
     parameters = dict(parse_qsl(parts.query))
     return ANSWERS[parts.path.removeprefix("/api/")](view, Query(view, parameters))
@@ -139,14 +139,14 @@ def ask(view: OpenModel, address: str) -> Any:
 
 @answer("document")
 def answer_document(view: OpenModel, query: Query) -> dict[str, Any]:
-    """Description of the open model or trace, in JSON."""
+    """Describe the open model or trace in JSON."""
     return view.describe()
 
 
 @answer("thumbnails")
 def answer_thumbnails(view: OpenModel, query: Query) -> bytes:
-    """The thumbnails of all heads, [heads, 64, 64], 255 for a weight of 1, and the masks that they
-    share.
+    """Return thumbnails of all heads, [heads, 64, 64], where 255 is a weight of 1, and their shared
+    masks.
     """
     masks, mask_of_head = thumbnail_masks(view.get_trace())
     arrays = {"thumbnails": view.thumbnails(), "masks": masks, "mask_of_head": mask_of_head}
@@ -155,8 +155,8 @@ def answer_thumbnails(view: OpenModel, query: Query) -> bytes:
 
 @answer("measures")
 def answer_measures(view: OpenModel, query: Query) -> bytes:
-    """The measures of all heads, [heads, measures, 4], with names and classes; no names if nothing
-    was measured.
+    """Return the measures of all heads, [heads, measures, 4], with names and classes. Without
+    measurements, the names are empty.
     """
     table = view.table
     if table is None:
@@ -174,7 +174,7 @@ def answer_measures(view: OpenModel, query: Query) -> bytes:
 
 @answer("image")
 def answer_image(view: OpenModel, query: Query) -> bytes:
-    """The image of a stream, [height, width, channels]."""
+    """Return the image of a stream, [height, width, channels]."""
     images = view.get_recorded().images
     stream = query.text("stream", "text")
     if stream not in images:
@@ -189,7 +189,9 @@ def answer_image(view: OpenModel, query: Query) -> bytes:
 
 @answer("tile")
 def answer_tile(view: OpenModel, query: Query) -> bytes:
-    """A range of weights as a picture with its masked cells; `scale` is the value of 255."""
+    """Return a range of weights as a picture with its masked cells; `scale` is the weight shown as
+    255.
+    """
     rows = query.integer("rows", 1, MAX_TILE_CELLS, 512)
     columns = query.integer("cols", 1, MAX_TILE_CELLS, 512)
     part = query.part._replace(size=(rows, columns))
@@ -207,7 +209,7 @@ def answer_tile(view: OpenModel, query: Query) -> bytes:
 
 @answer("row")
 def answer_row(view: OpenModel, query: Query) -> bytes:
-    """The exact weights of one query, and its masked keys."""
+    """Return the exact weights of one query, and its masked keys."""
     number = query.integer("query", 0, query.layer.num_queries - 1)
     block = slice(number, number + 1)
     weights = view.weights(query.site, query.head, block, lens=query.lens)[0]
@@ -217,7 +219,7 @@ def answer_row(view: OpenModel, query: Query) -> bytes:
 
 @answer("column")
 def answer_column(view: OpenModel, query: Query) -> bytes:
-    """The exact weights of one key."""
+    """Return the exact weights of one key."""
     number = query.integer("key", 0, query.layer.num_keys - 1)
     weights = view.weights(query.site, query.head, slice(None), lens=query.lens)
     return encode_arrays({"weights": np.ascontiguousarray(weights[:, number])}, key=number)
@@ -225,7 +227,9 @@ def answer_column(view: OpenModel, query: Query) -> bytes:
 
 @answer("rows")
 def answer_rows(view: OpenModel, query: Query) -> bytes:
-    """One query in all heads of the layers that have it: [heads, keys], padded with zeros."""
+    """Return one query's weights in all heads of the layers that have it: [heads, keys],
+    zero-padded.
+    """
     number = query.integer("query", 0, view.max_tokens)
     stream = query.text("stream", "text")
     rows: list[np.ndarray] = []
@@ -244,9 +248,7 @@ def answer_rows(view: OpenModel, query: Query) -> bytes:
 
 @answer("marginals")
 def answer_marginals(view: OpenModel, query: Query) -> bytes:
-    """The marginals of a head; `first` is the distance query - key of the first mean of
-    `by_offset`.
-    """
+    """Return the marginals of a head; `first` is the distance query - key of `by_offset[0]`."""
     marginals = view.marginals(query.site, query.head, lens=query.lens)
     first = 1 - query.layer.num_keys
     return encode_arrays(marginals._asdict(), first=first, revision=view.revision)
@@ -254,7 +256,7 @@ def answer_marginals(view: OpenModel, query: Query) -> bytes:
 
 @answer("peak")
 def answer_peak(view: OpenModel, query: Query) -> bytes:
-    """The exact largest weight of a part, for a cell that covers several pairs."""
+    """Find the exact largest weight in a range, for a cell that covers several pairs."""
     peak = view.peak(query.site, query.head, query.part, lens=query.lens)
     place = np.array([peak.query, peak.key], np.int32)
     return encode_arrays({"weight": np.array([peak.weight], np.float32), "place": place})
@@ -262,7 +264,7 @@ def answer_peak(view: OpenModel, query: Query) -> bytes:
 
 @answer("aggregate")
 def answer_aggregate(view: OpenModel, query: Query) -> bytes:
-    """Mean or maximum of the heads of a layer, or of all layers over the same tokens, or the
+    """Aggregate heads: mean or maximum over one layer or all layers of the same tokens, or the
     rollout up to a layer.
     """
     layer = query.layer
@@ -287,7 +289,7 @@ def answer_aggregate(view: OpenModel, query: Query) -> bytes:
 
 @answer("steps")
 def answer_steps(view: OpenModel, query: Query) -> bytes:
-    """The computation of one head for one query, step by step."""
+    """Return the computation of one head for one query, step by step."""
     layer = query.recorded
     key = None
     if "key" in query.parameters:
@@ -299,16 +301,14 @@ def answer_steps(view: OpenModel, query: Query) -> bytes:
 
 @answer("points")
 def answer_points(view: OpenModel, query: Query) -> bytes:
-    """The queries and keys of a head as points on the plane of their largest variance."""
+    """Project the queries and keys of a head onto their plane of largest variance."""
     points = map_queries_and_keys(view.get_trace(), query.site, query.head)
     return encode_arrays({"queries": points.queries, "keys": points.keys}, share=points.share)
 
 
 @answer("products")
 def answer_products(view: OpenModel, query: Query) -> bytes:
-    """The products [keys, channels] of a query with its allowed keys; or the reason why there are
-    none.
-    """
+    """Return products [keys, channels] of a query and its allowed keys, or why there are none."""
     number = query.integer("query", 0, query.recorded.num_queries - 1)
     trace = view.get_recorded()
     head = query.head
@@ -322,8 +322,8 @@ def answer_products(view: OpenModel, query: Query) -> bytes:
 
 @answer("written")
 def answer_written(view: OpenModel, query: Query) -> bytes:
-    """The tokens whose logits a head raises and lowers most at a position; or the reason why there
-    are none.
+    """Return the tokens that a head promotes and suppresses most at a position, or why there are
+    none.
     """
     head = query.head
     number = query.integer("query", 0, query.recorded.num_queries - 1)
@@ -355,7 +355,7 @@ def answer_written(view: OpenModel, query: Query) -> bytes:
 
 @answer("difference")
 def answer_difference(view: OpenModel, query: Query) -> bytes:
-    """One head in both traces of the last comparison, over the aligned tokens."""
+    """Return one head in both traces of the last comparison, over the aligned tokens."""
     site = query.site
     head = query.head
     cells = query.integer("cells", 1, MAX_TILE_CELLS, 256)
@@ -364,7 +364,7 @@ def answer_difference(view: OpenModel, query: Query) -> bytes:
 
 @answer("difference/pair")
 def answer_difference_pair(view: OpenModel, query: Query) -> bytes:
-    """The exact weights of both traces for the aligned pair number `query` and number `key`."""
+    """Return the exact weights of both traces for the aligned pairs `query` and `key`."""
     site = query.site
     head = query.head
     comparison = view.get_comparison()
@@ -380,12 +380,12 @@ WEIGHT_TOLERANCE = 5e-3  # a trace in half precision rounds its queries and keys
 
 
 def find_steps(view: OpenModel, place: HeadPlace, key: int | None = None) -> tuple[HeadSteps, str]:
-    """The steps of a head for a query, and why some are missing; the vectors of `key` are among
-    those shown.
+    """Return the steps of a head for a query, including the vectors of `key`, and why some are
+    missing.
 
     A headwise model, or a headwise copy of a transformers model, runs again on the tokens of the
-    trace, and its steps count only if they lead to the weights of the trace. For other models, and
-    without a model, the steps are those that the trace holds; the others are named with the reason.
+    trace. Its steps are accepted only if they reproduce the recorded weights. Other models, or a
+    trace without a model, give the recorded steps and name the missing ones with the reason.
     """
     if not view.has_model:
         return recorded_steps(view.get_recorded(), place, key), ONLY_TRACE
@@ -410,7 +410,7 @@ def find_steps(view: OpenModel, place: HeadPlace, key: int | None = None) -> tup
 def _steps_of_model(
     view: OpenModel, model: Transformer, place: HeadPlace, key: int | None
 ) -> HeadSteps:
-    """The steps of a headwise model, checked against the weights of the trace."""
+    """Compute the steps of a headwise model and check them against the recorded weights."""
     import torch
 
     from ..observe.head_analysis.model_steps import model_steps
@@ -448,7 +448,7 @@ def _steps_of_model(
 
 
 def _check_weights(actual: NDArray[Any], expected: NDArray[Any]) -> None:
-    """Refuse steps of another run than that of the trace."""
+    """Raise ValueError if the steps do not match the recorded run."""
     if actual.shape != expected.shape:
         raise ValueError(
             f"the open model has {len(actual)} keys here, and the trace {len(expected)}; capture "
@@ -463,7 +463,7 @@ def _check_weights(actual: NDArray[Any], expected: NDArray[Any]) -> None:
 
 
 def encode_steps(steps: HeadSteps, note: str = "") -> bytes:
-    """The steps as one message; the array "2.out" is the array "out" of step 2."""
+    """Encode the steps as one message; the array "2.out" is the array "out" of step 2."""
     arrays: dict[str, NDArray[Any]] = {"positions": steps.positions, "shown": steps.shown_keys}
     entries: list[dict[str, Any]] = []
     for place, step in enumerate(steps.steps):

@@ -1,6 +1,4 @@
-"""The Diff screen: compare the open trace with that of another text, of ablated heads, or of
-another model.
-"""
+"""The Diff screen: compare the open trace with another text, ablated heads, or another model."""
 
 from __future__ import annotations
 
@@ -36,13 +34,12 @@ SIGNED_ONE = 127  # 8-bit codes of a difference of 0, and of 1 above it
 
 
 class DifferenceTile(NamedTuple):
-    """The weights of one head in both traces over the aligned tokens, and second minus first,
-    pooled to some cells.
+    """Pooled weights of one head in both traces over the aligned tokens, and their difference.
 
-    `first` and `second` are 8-bit weights, the largest of each cell. `change` is the difference of
-    largest size in each cell, 128 for none. Cells begin at the aligned pairs with the numbers
-    `queries` and `keys`. `places` [pairs, 2] are the query and the key of the pairs that differ
-    most, and `weights` [pairs, 2] their exact weights in both traces.
+    `first` and `second` hold the largest weight of each cell in 8 bits. `change` is second minus
+    first, the largest magnitude in each cell; 128 means unchanged. `queries` and `keys` are the
+    first aligned pair of each cell. `places` [pairs, 2] are the query and key of the pairs that
+    differ most, and `weights` [pairs, 2] their exact weights in both traces.
     """
 
     first: Array
@@ -69,7 +66,7 @@ def compare_attention(
     target: str,
     source: str,
 ) -> bytes:
-    """Compare the open trace with another one and keep the comparison; the answer lists the heads.
+    """Compare the open trace with another one and keep the comparison. Returns the list of heads.
 
     `with` is "text" (the same model on `text`, and `source` or the open one), "ablated" (the open
     text without `heads`) or "other" (the open text in the model or trace that the page was started
@@ -98,7 +95,7 @@ def compare_attention(
 
 
 def _trace_ablated(model: OpenModel, heads: Sequence[AblatedHead], progress: JobProgress) -> Trace:
-    """The open text with some heads ablated: later layers attend differently."""
+    """Trace the open text with some heads ablated, which changes attention in later layers."""
     from ..observe.inspect.ablation import patch
 
     if not heads:
@@ -111,7 +108,7 @@ def _trace_ablated(model: OpenModel, heads: Sequence[AblatedHead], progress: Job
 
 
 def _trace_ids(net: nn.Module, first: Trace) -> Trace:
-    """The token ids of a trace in a model, under the words of that trace."""
+    """Trace a model on the token ids of a trace, with that trace's token strings."""
     from ..observe.inspect.trace_capture import Capture, trace
 
     inputs: Any = id_inputs(net, first)
@@ -122,8 +119,8 @@ def _trace_ids(net: nn.Module, first: Trace) -> Trace:
 def _trace_other(
     model: OpenModel, progress: JobProgress
 ) -> tuple[str, Trace, dict[str, list[int]]]:
-    """The name of the other model, its trace of the open text, and the heads that it kept of those
-    that are open.
+    """Return the other model's name, its trace of the open text, and which of the open heads it
+    kept.
     """
     if not model.other:
         raise ValueError("no other model is open; start `headwise view` with --compare MODEL")
@@ -143,8 +140,8 @@ def _trace_other(
 
 
 def _trace_same_text(model: OpenModel, other: nn.Module) -> Trace:
-    """The open text in another model: tokenized by that model, or the open token ids where the text
-    was generated.
+    """Trace another model on the open text, with its own tokenizer, or on the open token ids if the
+    text was generated.
     """
     from ..observe.inspect.model_inputs import get_tokenizer_documents
 
@@ -169,7 +166,7 @@ def _trace_same_text(model: OpenModel, other: nn.Module) -> Trace:
 
 
 def encode_comparison(comparison: TraceComparison, kind: str, name: str) -> bytes:
-    """The heads with their differences, [heads, 4], and the tokens of the second trace with their
+    """Encode the heads with their differences, [heads, 4], and the second trace's tokens with their
     alignment.
     """
     numbers = {layer.name: number for number, layer in enumerate(comparison.first.layers)}
@@ -197,7 +194,7 @@ def encode_comparison(comparison: TraceComparison, kind: str, name: str) -> byte
 def pool_difference(
     comparison: TraceComparison, site: str, head: int, cells: int
 ) -> DifferenceTile:
-    """The difference of one head, at most `cells` cells on each side."""
+    """Pool the difference of one head to at most `cells` cells per side."""
     layer = comparison.first.get_layer(site)
     counts = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
     queries, keys = (make_edges(0, count, min(cells, MAX_TILE_CELLS)) for count in counts)
@@ -224,8 +221,8 @@ def pool_difference(
 
 
 def _keep_most_different(pairs: Array, start: int, one: Array, other: Array) -> Array:
-    """The pairs [query, key, weight in one, weight in other] that differ most, those of more
-    queries included.
+    """Add the pairs [query, key, weight in one, weight in other] of more queries and keep the
+    largest differences.
     """
     queries, keys = np.nonzero(one != other)
     candidates = np.column_stack([start + queries, keys, one[queries, keys], other[queries, keys]])
@@ -234,11 +231,11 @@ def _keep_most_different(pairs: Array, start: int, one: Array, other: Array) -> 
 
 
 def _pool_keys(weights: Array, edges: Sequence[int] | Array, pool: np.ufunc) -> Array:
-    """The largest or smallest weight between the edges, over all queries."""
+    """Return the largest or smallest weight between the edges, over all queries."""
     return pool.reduceat(pool.reduce(weights, axis=0), np.asarray(edges)[:-1])
 
 
 def exact_pair(comparison: TraceComparison, site: str, head: int, query: int, key: int) -> Array:
-    """The exact weights of an aligned pair of queries and keys in both traces, [2]."""
+    """Return the exact weights of an aligned query and key in both traces, [2]."""
     one, other = comparison.weights(site, head, slice(query, query + 1))
     return np.array([one[0, key], other[0, key]], np.float32)

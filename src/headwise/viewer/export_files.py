@@ -1,5 +1,5 @@
-"""The files that the page offers to save: figures, weights as CSV, JSON or NPZ, the measures, the
-trace, and the page itself.
+"""Files that the page can save: figures, weights as CSV, JSON or NPZ, the measures, the trace, and
+the page itself.
 
 The page is a single HTML file that opens from a disk, needs no network, and shows the same page as
 the server. It contains the built page (`static/report.js` and its styles) and the answers of the
@@ -42,9 +42,7 @@ EXACT_BYTES = 8_000_000
 
 
 def collect_answers(model: OpenModel) -> dict[str, Any]:
-    """Everything that is open, as the page reads it: answers by address, and exact weights by site
-    and head.
-    """
+    """Collect everything that is open: answers by address, and exact weights by site and head."""
     trace = model.get_trace()
     answers: dict[str, Any] = {"/api/document": {**model.describe(), "readOnly": True}}
     addresses = ["/api/thumbnails", "/api/measures"]
@@ -61,19 +59,19 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
 
 
 def _number_heads(trace: Trace) -> Iterator[tuple[int, int, str]]:
-    """The numbers of site and head of every head, and the name of the site."""
+    """List the site number, head number and site name of every head."""
     for site, layer in enumerate(trace.layers):
         for head in range(layer.heads):
             yield site, head, layer.name
 
 
 def count_bytes(trace: Trace) -> int:
-    """Bytes of all weights of the first row in float32."""
+    """Return the bytes of all weights of the first row in float32."""
     return sum(4 * layer.heads * layer.num_queries * layer.num_keys for layer in trace.layers)
 
 
 def encode_answers(answers: Mapping[str, bytes | Mapping[str, Any]]) -> dict[str, Any]:
-    """The answers of the server by their address: JSON as it is, binary answers as {"base64": ...}.
+    """Return the server's answers by address: JSON unchanged, binary answers as {"base64": ...}.
 
     >>> encode_answers({"/api/row": b"ab", "/api/document": {"version": 1}})
     {'/api/row': {'base64': 'YWI='}, '/api/document': {'version': 1}}
@@ -146,7 +144,7 @@ def load_assets(folder: Path = STATIC) -> PageAssets:
 
 
 def escape_json(value: Any) -> str:
-    """JSON in ASCII that is safe inside an HTML script element.
+    """Encode as ASCII JSON that is safe inside an HTML script element.
 
     >>> escape_json({"token": "</script>\\u2028"})
     '{"token":"\\\\u003c/script\\\\u003e\\\\u2028"}'
@@ -158,7 +156,7 @@ def escape_json(value: Any) -> str:
 
 
 def content_policy(assets: PageAssets) -> str:
-    """The content security policy of a file with these assets."""
+    """Return the content security policy of a file with these assets."""
     script, style = (_base64(hashlib.sha256(text.encode()).digest()) for text in assets)
     return (
         f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; "
@@ -179,12 +177,12 @@ def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None =
 
 
 def render_export(opened: OpenModel) -> str:
-    """The page with everything that is open, as one HTML file."""
+    """Return the page with everything that is open as one HTML file."""
     return render_html(collect_answers(opened), opened.name)
 
 
 def make_title(name: str) -> str:
-    """Title of the page; characters that cannot be printed are written as their code.
+    """Return the page title; unprintable characters become their codes.
 
     >>> make_title("dates"), make_title("a\\u202eb")
     ('dates · headwise', 'a\\\\u202eb · headwise')
@@ -214,12 +212,12 @@ MAX_LINE_TOKENS = 64  # on each side of a drawing as lines
 
 
 class FileTooLarge(ValueError):
-    """The file would be too large for a browser."""
+    """Raised if a file would be too large for a browser."""
 
 
 class ExportScope(NamedTuple):
-    """Contents of a file: one head of a site, or all heads (site ""); of the weights those of at least
-    `min_weight`; of a figure a `part` through a `lens`, in a theme, as a matrix or as lines.
+    """File contents: one head of a site, or all heads (site ""). Weights below `min_weight` are
+    left out. A figure shows a `part` through a `lens`, in a theme, as a matrix or as lines.
     """
 
     site: str = ""
@@ -231,14 +229,14 @@ class ExportScope(NamedTuple):
     form: str = "matrix"
 
     def select(self, trace: Trace) -> WeightSelection:
-        """The selection of the library."""
+        """Return the library's selection object."""
         if not self.site:
             return WeightSelection(trace.layers, (), self.min_weight)
         return WeightSelection((trace.get_layer(self.site),), (self.head,), self.min_weight)
 
 
 class ExportFile(NamedTuple):
-    """A file: its name, its media type, and its contents in pieces."""
+    """A file with its name, media type, and contents in chunks."""
 
     name: str
     media_type: str
@@ -246,7 +244,7 @@ class ExportFile(NamedTuple):
 
 
 def make_file(view: OpenModel, kind: str, scope: ExportScope) -> ExportFile:
-    """The file of a kind; raises FileTooLarge, or ValueError if there is nothing to save."""
+    """Make a file of this kind. Raises FileTooLarge, or ValueError if there is nothing to save."""
     trace = view.get_trace()
     size = 0
     if kind in WEIGHT_KINDS:
@@ -271,7 +269,7 @@ def make_file(view: OpenModel, kind: str, scope: ExportScope) -> ExportFile:
 
 
 def _encode(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
-    """The contents of a file in pieces."""
+    """Encode the contents of a file in chunks."""
     if kind in WEIGHT_KINDS:
         trace = view.get_trace()
         yield from encode_weights(trace, f".{kind}", scope.select(trace))
@@ -290,7 +288,7 @@ def _encode(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
 
 
 def draw_head(view: OpenModel, scope: ExportScope) -> Figure:
-    """The weights of a head as the Head screen shows them: a matrix, or lines between tokens."""
+    """Draw the weights of a head as on the Head screen: a matrix, or lines between tokens."""
     trace = view.get_trace()
     layer = trace.get_layer(scope.site)
     part = scope.part._replace(size=(FIGURE_CELLS, FIGURE_CELLS))

@@ -1,4 +1,4 @@
-"""The jobs of the Lab: compare the model with and without some heads."""
+"""Jobs of the Lab: compare the model with and without some heads."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ MAX_TEXTS = 256  # an interval needs two; more than 256 take long
 def compute_effect(
     model: OpenModel, progress: JobProgress, random: int, **fields: Any
 ) -> dict[str, Any]:
-    """Compare the model with the heads of the job ablated to the model with all heads, on the open
-    text.
+    """Compare the model with and without ablated heads on the open text.
 
-    With `random` = N also to N random sets of as many other heads. The ablated heads of the model
-    change only if the job succeeds.
+    With `random` = N, also compare N random sets with the same number of other heads. The model's
+    ablated heads change only if the job succeeds.
     """
     ablation = Ablation(**fields)
     heads = ablation.heads
@@ -77,8 +76,8 @@ def compute_effect(
 def sample_heads(
     measured: Sequence[Pair], heads: Sequence[AblatedHead], count: int, seed: int = 0
 ) -> list[list[AblatedHead]]:
-    """Random sets of as many other heads, ablated in the same ways; of all heads where too few
-    others are left.
+    """Sample equally large random sets of other heads, ablated in the same way; all heads are
+    candidates if too few others remain.
     """
     chosen = {(head.site, head.head) for head in heads}
     others = [key for key in measured if key not in chosen]
@@ -93,7 +92,9 @@ def sample_heads(
 
 
 def compare_outputs(model: OpenModel, before: Outputs, after: Outputs) -> dict[str, Any]:
-    """Loss and change, in total and by position, and the likeliest next tokens before and after."""
+    """Compute loss and change, in total and by position, and the likeliest next tokens before and
+    after.
+    """
     changes = position_changes(before, after)
     pair = {"before": before, "after": after}
     losses = {name: _loss_by_position(model, outputs) for name, outputs in pair.items()}
@@ -120,7 +121,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _loss_by_position(model: OpenModel, outputs: Outputs) -> list[float]:
-    """The cross-entropy of each next token, in nats; none for a model that predicts no next
+    """Return the cross-entropy of each next token in nats; empty if the model predicts no next
     tokens.
     """
     import torch
@@ -143,9 +144,7 @@ def _loss(model: OpenModel, outputs: Outputs) -> float | None:
 def _next_tokens(
     before: Outputs, after: Outputs, decode: Callable[[int], str]
 ) -> list[list[dict[str, Any]]]:
-    """For each of the last positions, the tokens that are likely before or after, the likeliest
-    first.
-    """
+    """List the likely tokens before or after for each of the last positions, likeliest first."""
     import torch
 
     old = before.values[-LAST_POSITIONS:].softmax(-1)
@@ -226,13 +225,12 @@ def generate_text(model: OpenModel, progress: JobProgress, count: int) -> dict[s
 
 
 def unchecked(reason: str) -> dict[str, Any]:
-    """The answer of a check that is not possible."""
+    """Return the answer for a check that is not possible."""
     return {"possible": False, "reason": reason}
 
 
 def check_by_removal(model: OpenModel, ablation: Ablation, after: Outputs) -> dict[str, Any]:
-    """Compare the outputs with ablated heads to those of a copy of the model without the weights of
-    these heads.
+    """Compare the outputs with ablated heads to a copy of the model without these heads.
 
     Returns the largest difference of any output (a logit, if the model has some), the largest
     output, and whether the difference is within rounding; or the reason why the heads cannot be
@@ -268,8 +266,8 @@ def _compare(
     difference: float,
     after: Outputs,
 ) -> dict[str, Any]:
-    """Compare the outputs of both ways; if models of 16 bits agree within their rounding, compare
-    in float32.
+    """Compare the outputs of both models. If 16-bit models agree within rounding, compare in
+    float32.
     """
     import torch
 
@@ -297,7 +295,7 @@ def _compare(
 def _copy_without_weights(
     model: OpenModel, heads: Sequence[AblatedHead]
 ) -> tuple[Transformer, Transformer]:
-    """The model as a headwise model, and a copy of it without these heads."""
+    """Return the model as a headwise model, and a copy without these heads."""
     from ..surgery.attention_replacement import remove_heads
 
     native = get_native_copy(model.get_model())
@@ -319,8 +317,8 @@ def _copy_without_weights(
 
 @action("continue", **ABLATION_FIELDS)
 def continue_text(model: OpenModel, progress: JobProgress, **fields: Any) -> dict[str, Any]:
-    """The text that the model writes after the open one (an encoder-decoder: for its source), with
-    and without heads. The ablated heads of the model do not change.
+    """Generate text after the open one (an encoder-decoder: for its source), with and without
+    heads. The model's ablated heads do not change.
 
     Greedy decoding. Returns the tokens `before` and `after`, or the reason why there are none.
     """
@@ -342,7 +340,7 @@ def continue_text(model: OpenModel, progress: JobProgress, **fields: Any) -> dic
 
 
 def _prompt(runs: LabRuns) -> tuple[ModelInputs, int]:
-    """The inputs to continue, and the position of the first new token in the answer."""
+    """Return the inputs to continue, and the position of the first new token."""
     from ..observe.head_analysis.objectives import detect_head_objective
     from ..observe.inspect.model_inputs import is_encoder_decoder, prepare_inputs
 
@@ -362,7 +360,7 @@ def _prompt(runs: LabRuns) -> tuple[ModelInputs, int]:
 def _generate(
     runs: LabRuns, inputs: ModelInputs, first: int, patches: Mapping[Any, Any]
 ) -> list[str]:
-    """The new tokens, as texts."""
+    """Generate the new tokens as texts."""
     import torch
 
     from ..observe.inspect.hooks import run_observed
@@ -383,11 +381,11 @@ def _generate(
 def evaluate_texts(
     model: OpenModel, progress: JobProgress, texts: list[str], **fields: Any
 ) -> dict[str, Any]:
-    """Loss, perplexity and accuracy over the texts of the job, before and after, with intervals
+    """Evaluate loss, perplexity and accuracy over the job's texts, before and after, with intervals
     over texts.
 
-    Means and the moments of noise are those over the open text, as in its own effect. The ablated
-    heads of the model do not change.
+    Means and noise moments are taken over the open text, as in `compute_effect`. The model's
+    ablated heads do not change.
     """
     from ..observe.head_analysis.importance_methods import make_forward
     from ..observe.head_analysis.objectives import choose_objective, get_output_tensor

@@ -28,7 +28,7 @@ LASTING_MODES = ("zero", "mean", "noise")  # replacements that need no other tok
 
 
 class Ablation(NamedTuple):
-    """Which heads are ablated, at which tokens of each stream (no entry: all), the text of
+    """Ablated heads, the tokens of each stream where they are ablated (no entry: all), the text of
     "resample", and the random seed.
 
     Without a text, "resample" takes each head's output for the tokens of the open text in another
@@ -47,7 +47,7 @@ class Ablation(NamedTuple):
 
     @property
     def removes_heads(self) -> bool:
-        """True if it equals removing the weights of these heads."""
+        """True if the ablation equals removing the weights of these heads."""
         return not self.tokens and all(
             head.mode == "zero" and not head.scale for head in self.heads
         )
@@ -62,8 +62,8 @@ ABLATION_FIELDS = {
 
 
 class Outputs(NamedTuple):
-    """The output of one run: logits [T, vocabulary], or vectors [T, width] of a model without a
-    token head.
+    """Output of one run: logits [T, vocabulary], or vectors [T, width] of a model without a token
+    head.
     """
 
     values: Tensor
@@ -71,7 +71,7 @@ class Outputs(NamedTuple):
 
 
 def id_arguments(net: nn.Module) -> dict[str, str]:
-    """The argument of the model that takes the token ids of each stream."""
+    """Map each stream to the model argument that takes its token ids."""
     from ..models import Transformer
     from ..observe.inspect.model_inputs import is_encoder_decoder
 
@@ -83,14 +83,14 @@ def id_arguments(net: nn.Module) -> dict[str, str]:
 
 
 def id_rows(net: nn.Module, trace: Trace) -> dict[str, list[int]]:
-    """The recorded token ids of a trace by argument of a model."""
+    """Return the recorded token ids of a trace by model argument."""
     names = id_arguments(net)
     streams = trace.streams.items()
     return {names[name]: list(rows[0].ids) for name, rows in streams if rows and name in names}
 
 
 def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
-    """The recorded token ids of a trace as arguments of a model, [1, T]."""
+    """Return the recorded token ids of a trace as model arguments, [1, T]."""
     import torch
 
     from ..observe.inspect.model_inputs import get_device
@@ -102,7 +102,7 @@ def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
 
 
 def get_native_copy(model: nn.Module) -> Transformer:
-    """The model as a headwise model; a copy of a transformers model is made once."""
+    """Return the model as a headwise model; a transformers model is copied once."""
     from ..models import Transformer
     from ..observe.head_analysis.head_circuits import as_native_model
 
@@ -121,7 +121,7 @@ def get_native_copy(model: nn.Module) -> Transformer:
 
 
 def find_token_decoder(net: nn.Module) -> Callable[[int], str]:
-    """Turns ids into texts; a model without a tokenizer shows the ids."""
+    """Return a function from ids to texts; without a tokenizer it shows the ids."""
     from ..models import Transformer
     from ..observe.head_analysis.annotated_examples import ExampleReader
     from ..observe.inspect.model_inputs import make_token_decoder
@@ -137,7 +137,7 @@ def find_token_decoder(net: nn.Module) -> Callable[[int], str]:
 
 
 def open_inputs(model: OpenModel) -> ModelInputs:
-    """The inputs of the open text, from its recorded token ids."""
+    """Return the inputs of the open text, from its recorded token ids."""
     from ..observe.inspect.model_inputs import prepare_inputs
 
     net = model.get_model()
@@ -145,7 +145,7 @@ def open_inputs(model: OpenModel) -> ModelInputs:
 
 
 class LabRuns:
-    """The open model on the open text: its outputs with all heads, and with some ablated.
+    """Runs of the open model on the open text, with all heads and with some ablated.
 
     A headwise model restarts at the first layer with an ablated head.
     """
@@ -163,7 +163,7 @@ class LabRuns:
 
     @property
     def heads(self) -> list[Pair]:
-        """The heads that can be ablated on this text, layer by layer."""
+        """List the heads that can be ablated on this text, layer by layer."""
         heads: list[Pair] = []
         for layer in self.trace.layers:
             count = self.forward.head_counts.get(layer.name, 0)
@@ -268,7 +268,9 @@ class LabRuns:
 
 
 def position_changes(before: Outputs, after: Outputs) -> Tensor:
-    """The change of every position: KL(before || after) in nats for logits, 1 - cosine for vectors."""
+    """Return the change at every position: KL(before || after) in nats for logits, 1 - cosine for
+    vectors.
+    """
     import torch.nn.functional as F
 
     if not before.are_logits:
@@ -279,8 +281,8 @@ def position_changes(before: Outputs, after: Outputs) -> Tensor:
 
 
 def format_prune_command(model: OpenModel, ablation: Ablation) -> str:
-    """`headwise prune` of these heads; "" unless all of them are ablated by zero, whole, and at all
-    tokens.
+    """Return the `headwise prune` command for these heads; "" unless all are ablated to zero,
+    fully, and at all tokens.
     """
     if not ablation.heads or not ablation.removes_heads:
         return ""

@@ -1,5 +1,5 @@
-"""The jobs of the page on the whole model: capture a text, group tokens, measure the heads, and
-compute the cost.
+"""Jobs of the page on the whole model: capture a text, group tokens, measure heads, and compute
+costs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_BATCH = 2**12
 
 
 class TextTooLong(ValueError):
-    """The text has more tokens than the model or the page takes."""
+    """Raised if a text has more tokens than the model or the page takes."""
 
 
 # --- Texts ----------------------------------------------------------------------------------------
@@ -69,15 +69,13 @@ def group_shown_tokens(
 def name_classes(
     model: OpenModel, progress: JobProgress, classes: Mapping[Pair, str]
 ) -> dict[str, Any]:
-    """Keep the classes that the user gave to heads with the trace."""
+    """Store the user's head classes with the trace."""
     model.set_classes(classes)
     return {"count": len(classes)}
 
 
 def check_text_length(model: OpenModel, *texts: str) -> None:
-    """Raise TextTooLong for texts that have too many characters to fit; cheap, and without loading
-    the model.
-    """
+    """Raise TextTooLong for texts with too many characters to fit. Does not load the model."""
     count = sum(len(part) for part in texts)
     limit = model.max_tokens
     if model.model is not None:
@@ -142,7 +140,7 @@ def capture_image(net: nn.Module, path: str) -> Trace:
 
 
 def list_texts(model: OpenModel) -> list[str]:
-    """The open text as a line of texts; a source and its target are separated by a tab."""
+    """Return the open text as one line; a tab separates a source and its target."""
     streams = model.get_recorded().streams
     rows = [streams[name][0] for name in ("source", "text") if streams.get(name)]
     texts = [row.text or " ".join(row.words) for row in rows]
@@ -150,8 +148,8 @@ def list_texts(model: OpenModel) -> list[str]:
 
 
 def make_examples(model: OpenModel, texts: Sequence[str] = ()) -> list[Example]:
-    """The texts of a job as examples, where a tab separates source and target, or the text that is
-    shown.
+    """Make examples from the job's texts (a tab separates source and target), or from the open
+    text.
     """
     from ..observe.head_analysis.annotated_examples import ExampleReader
 
@@ -173,16 +171,14 @@ def make_examples(model: OpenModel, texts: Sequence[str] = ()) -> list[Example]:
 
 @action("measure", texts=LINES)
 def measure(model: OpenModel, progress: JobProgress, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure and classify all heads on texts; with a single text there are no confidence
-    intervals.
-    """
+    """Measure and classify all heads on texts. A single text gives no confidence intervals."""
     examples = make_examples(model, texts)
     model.set_table(measure_table(model.get_model(), examples, progress))
     return {"revision": model.revision, "texts": len(examples)}
 
 
 def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProgress) -> HeadTable:
-    """Measures and classes of all heads; the intervals of a single text are NaN."""
+    """Compute measures and classes of all heads; the intervals of a single text are NaN."""
     from ..observe.head_analysis.head_classes import classify_heads
     from ..observe.head_analysis.head_measurement import MeasureOptions, measure_heads
 
@@ -212,10 +208,10 @@ def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProg
 def compute_cost(
     model: OpenModel, progress: JobProgress, dtype: str | None, **sizes: Any
 ) -> dict[str, Any]:
-    """Cost of the whole model and of each attention layer for one workload, before it runs.
+    """Estimate the cost of the whole model and of each attention layer for one workload.
 
-    `context` defaults to 2,048 or the maximum of the model, `source` to the context, and `dtype` to
-    that of the model.
+    `context` defaults to 2,048 or the model's maximum, `source` to the context, and `dtype` to the
+    model's dtype.
     """
     from ..costs.cost_report import CostEstimate, cost
     from ..costs.flops import TORCH_DTYPES
@@ -269,8 +265,8 @@ def compute_cost(
 
 
 def read_spec(net: nn.Module) -> ModelSpec:
-    """The spec of a headwise model, or that of a transformers model by its config; raises
-    ValueError without one.
+    """Return the spec of a headwise model, or of a transformers model from its config. Raises
+    ValueError without a config.
     """
     from ..models import Transformer
     from ..models.families import read_model_spec
@@ -286,7 +282,7 @@ def read_spec(net: nn.Module) -> ModelSpec:
 
 
 def _select(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a row of the cost report that the page shows."""
+    """Select the numbers of a cost report row that the page shows."""
     names = ("name", "params", "kv_bytes_per_token", "kv_bytes", "intensity", "bound")
     flops = row["flops"]
     shown = {name: row[name] for name in names}
@@ -294,16 +290,16 @@ def _select(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MIN_TEXTS = 2  # an interval needs as many
-MAX_CIRCUITS = 400  # heads whose circuits are compared, pair by pair
+MAX_CIRCUITS = 400  # limit on heads with pairwise circuit comparison
 HALF_SIMILAR = 0.5  # cut of 1 - similarity, half way between equal heads (0) and unrelated ones (1)
 Distances = NDArray[np.float64]
 
 
 class HeadGroups:
-    """Groups of heads that can be compared, as the answer of the job.
+    """Groups of comparable heads: the result of the job.
 
     Group n has the arrays "n.distances" [heads, heads], "n.points" [heads, 2] on a plane and
-    "n.merges" [merges, 3] of a tree, which is cut at its `threshold` first.
+    "n.merges" [merges, 3] of a tree. `threshold` is where the tree is cut first.
     """
 
     def __init__(self, model: OpenModel) -> None:
@@ -320,7 +316,7 @@ class HeadGroups:
         merges: Any,
         **fields: Any,
     ) -> None:
-        """Add heads with their distances, their places on a plane, and the merges of their tree."""
+        """Add heads with their distances, coordinates on a plane, and tree merges."""
         number = len(self.groups)
         self.arrays[f"{number}.distances"] = distances.astype(np.float32)
         self.arrays[f"{number}.points"] = np.asarray(points, np.float32)
@@ -331,9 +327,9 @@ class HeadGroups:
     def add_similarity(
         self, by: str, streams: Sequence[str], heads: Sequence[HeadLocation], similarity: Distances
     ) -> None:
-        """Add heads by 1 - a similarity that is 1 for equal heads and 0 for unrelated ones.
+        """Add heads with the distance 1 - similarity: 0 for equal heads, 1 for unrelated ones.
 
-        Heads without a similarity to the others are left out; fewer than two heads are no group.
+        Skips heads without a similarity to the others. Adds no group for fewer than two heads.
         """
         from ..observe.head_analysis.head_similarity import average_linkage, embed_in_plane
 
@@ -349,8 +345,8 @@ class HeadGroups:
         self.add(chosen, distances, points, merges, **fields, clustersByChance=len(measured))
 
     def add_circuits(self, model: OpenModel) -> list[str]:
-        """Add heads by the cosine of their OV circuits, one group for each width of model; return
-        the reason why there are none.
+        """Add heads by the cosine of their OV circuits, one group per model width. Returns a reason
+        if there are none.
         """
         from ..observe.head_analysis.head_circuits import compare_circuits
 
@@ -372,8 +368,8 @@ class HeadGroups:
 
 @action("similarity", texts=LINES)
 def compute_similarity(model: OpenModel, progress: JobProgress, texts: Sequence[str]) -> bytes:
-    """Compare all heads: by their attention (Jensen-Shannon divergence in nats) and their outputs
-    (1 - CKA) over the texts of the job, and by their OV circuits (1 - cosine).
+    """Compare all heads by attention (Jensen-Shannon divergence in nats) and outputs (1 - CKA) over
+    the job's texts, and by OV circuits (1 - cosine).
     """
     from ..observe.head_analysis.head_redundancy import measure_redundancy
 

@@ -1,5 +1,5 @@
-"""One thread that runs jobs on the model, one after the other, with progress, cancellation and a
-time limit.
+"""A worker thread that runs jobs on the model in order, with progress, cancellation and a time
+limit.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ JobFunction = Callable[[OpenModel, Mapping[str, Any], "JobProgress"], Any]
 
 
 class QueueFull(Exception):
-    """Too many jobs are waiting."""
+    """Raised if too many jobs are waiting."""
 
 
 class JobCancelled(Exception):
-    """The job was cancelled, or took longer than its time limit."""
+    """Raised if a job was cancelled or exceeded its time limit."""
 
 
 class JobProgress:
-    """Reports the progress of one job, and stops it if it was cancelled or takes too long."""
+    """Reports the progress of one job, and stops it on cancellation or timeout."""
 
     def __init__(self, job: Job, max_seconds: float = MAX_JOB_SECONDS) -> None:
         self.job = job
         self.deadline = time.monotonic() + max_seconds
 
     def __call__(self, done: int, total: int = 0, note: str = "") -> None:
-        """Publish that `done` of `total` steps are done (total 0: unknown); raises JobCancelled."""
+        """Report that `done` of `total` steps are done (total 0: unknown). Raises JobCancelled."""
         self.check()
         self.job.publish({"state": "running", "done": done, "total": total, "note": note})
 
     def check(self) -> None:
-        """Raise JobCancelled if the job is to stop."""
+        """Raise JobCancelled if the job should stop."""
         if self.job.is_cancelled:
             raise JobCancelled("cancelled")
         if time.monotonic() > self.deadline:
@@ -79,11 +79,11 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """True if no further event follows."""
+        """True if no more events follow."""
         return self.state in END_STATES
 
     def publish(self, event: dict[str, Any]) -> None:
-        """Add an event; one that reports progress replaces another that came just before."""
+        """Add an event. A progress event replaces the one just before it."""
         with self._changing:
             now = time.monotonic()
             is_progress = event["state"] == self.state == "running"
@@ -94,7 +94,7 @@ class Job:
                 self._published = now
 
     def read_events(self, last: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Return the events after `last`; all of them if it is None, the last one if it was
+        """Return the events after `last`: all if `last` is None, the last one if `last` was
         replaced.
         """
         with self._changing:
@@ -115,7 +115,7 @@ class Job:
 class ModelWorker:
     """Runs jobs in one thread, in order; at most `MAX_QUEUED_JOBS` wait.
 
-    The model is only used while `lock` is held, so that quick requests may use it between two jobs.
+    Jobs hold `lock` while they use the model, so quick requests can use it between two jobs.
     """
 
     def __init__(self, model: OpenModel, job_kinds: Mapping[str, JobFunction]) -> None:
@@ -148,7 +148,7 @@ class ModelWorker:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Stop a job: at once if it waits, at its next progress report if it runs."""
+        """Stop a job: immediately if it is queued, at its next progress report if it runs."""
         job.cancel()
         with self._changed:
             is_waiting = job in self._waiting
@@ -170,7 +170,7 @@ class ModelWorker:
         self._thread.join(timeout)
 
     def _next_job(self) -> Job | None:
-        """The job that waits longest; None when the worker is closed."""
+        """Return the oldest queued job; None when the worker is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             return None if self._is_closing else self._waiting.popleft()
@@ -195,8 +195,7 @@ class ModelWorker:
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """Split a message of the library into its fact and its remedy; other errors are named by their
-    type.
+    """Split a library message into fact and remedy; other errors are named by type.
 
     >>> describe_error(ValueError("there is no file /srv/name/model.json; give a folder"))
     {'fact': 'there is no file model.json', 'remedy': 'give a folder'}
@@ -223,8 +222,8 @@ def describe_error(error: BaseException) -> dict[str, str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error says that memory does not suffice; torch reports that by the words of a
-    RuntimeError.
+    """True if an error means out of memory. torch may raise a plain RuntimeError, so the message is
+    checked too.
 
     >>> (
     ...     is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")),
@@ -239,8 +238,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def hide_folders(text: str) -> str:
-    """The text with only the last part of every absolute path, because a page may be shown to
-    others.
+    """Replace every absolute path by its last part, because a page may be shown to others.
 
     >>> hide_folders("cannot read '/srv/a name/x.json' (2/3 done)")
     "cannot read 'x.json' (2/3 done)"
@@ -259,8 +257,8 @@ Pair = tuple[str, int]  # the name of a site, and the number of a head
 
 
 class Field(NamedTuple):
-    """One field of a job: how its value is checked, its default, and its name in JSON if that is
-    not the name of the argument; "*" is the whole of the arguments.
+    """A field of a job: how to check its value, its default, and its JSON name if it differs from
+    the argument name. "*" means all arguments.
     """
 
     read: Callable[[OpenModel, str, Any], Any]
@@ -268,7 +266,7 @@ class Field(NamedTuple):
     key: str = ""
 
     def get(self, model: OpenModel, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The value in the arguments of a job, or the default."""
+        """Return the value from the job's arguments, or the default."""
         name = self.key or name
         value = arguments if name == "*" else arguments.get(name)
         if value is None and self.default is not REQUIRED:
@@ -277,7 +275,7 @@ class Field(NamedTuple):
 
 
 def action(kind: str, /, **fields: Field) -> Callable[[Callable[..., Any]], JobFunction]:
-    """Register a function of a model, its progress and these fields as a job."""
+    """Register a function as a job; it takes the model, its progress and these fields."""
 
     def register(function: Callable[..., Any]) -> JobFunction:
         @wraps(function)
@@ -295,7 +293,7 @@ def action(kind: str, /, **fields: Field) -> Callable[[Callable[..., Any]], JobF
 
 
 def integer(low: int, high: int, default: Any = REQUIRED) -> Field:
-    """An integer from `low` to `high`."""
+    """Make a field for an integer from `low` to `high`."""
 
     def read(model: OpenModel, name: str, value: Any) -> int:
         if type(value) is not int:
@@ -310,7 +308,7 @@ def integer(low: int, high: int, default: Any = REQUIRED) -> Field:
 def _checked(
     accepts: Callable[[Any], bool], fault: str, default: Any = REQUIRED, key: str = ""
 ) -> Field:
-    """A value that passes a test; `fault` is the message for others."""
+    """Make a field for a value that passes a test; `fault` is the message for others."""
 
     def read(model: OpenModel, name: str, value: Any) -> Any:
         if not accepts(value):
@@ -321,7 +319,7 @@ def _checked(
 
 
 def number(default: Any = REQUIRED, low: float = -math.inf, high: float = math.inf) -> Field:
-    """A finite number."""
+    """Make a field for a finite number."""
     scope = f" from {low:g} to {high:g}" if math.isfinite(high) else ""
     return _checked(
         lambda value: type(value) in (int, float) and math.isfinite(value) and low <= value <= high,
@@ -331,7 +329,7 @@ def number(default: Any = REQUIRED, low: float = -math.inf, high: float = math.i
 
 
 def flag() -> Field:
-    """True or false; false by default."""
+    """Make a field for a boolean, false by default."""
     fault = "{name}={value!r} is neither true nor false; give one of them"
     return _checked(lambda value: isinstance(value, bool), fault, False)
 
@@ -343,7 +341,7 @@ def text(default: Any = "", key: str = "") -> Field:
 
 
 def choice(names: Sequence[str], default: Any = REQUIRED, key: str = "") -> Field:
-    """One of several words."""
+    """Make a field for one of several words."""
     fault = f"{{name}}={{value!r}} is unknown; use one of {', '.join(names)}"
     return _checked(lambda value: value in names, fault, default, key)
 
@@ -411,7 +409,7 @@ def _read_classes(model: OpenModel, name: str, value: Any) -> dict[Pair, str]:
 
 MAX_CLASS_CHARACTERS = 60  # of the name of a class
 MAX_SEED = 2**31 - 1
-MOST = 10**6  # of a number without a limit of its own
+MOST = 10**6  # default limit of numbers
 LINES = Field(_read_lines, ())  # lines of text, without empty ones
 HEADS = Field(_read_heads, ())  # ablated heads: [site number, head, mode, scale], the last two free
 TOKENS = Field(_read_tokens, {})  # {stream: [positions]} where heads are ablated; none: everywhere

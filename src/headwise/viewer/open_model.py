@@ -1,4 +1,4 @@
-"""The open trace, which the page shows, and the model that made it, if it is open."""
+"""The trace that the page shows, and its model if one is open."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ Progress = Callable[[int, int, str], object]
 def import_libraries() -> None:
     """Import what a model and the actions need, in one thread at a time.
 
-    Python breaks an import if another thread imports a part of the same package for the first time
-    meanwhile.
+    Two threads that first import parts of the same package at once can break Python's import.
     """
     with _importing:
         for name in LIBRARIES:
@@ -70,9 +69,7 @@ def import_libraries() -> None:
 
 
 class AblatedHead(NamedTuple):
-    """A head that is switched off or scaled: its site, its number, the mode of `hw.ablate`, and the
-    scale.
-    """
+    """An ablated or scaled head: site, number, mode of `hw.ablate`, and scale."""
 
     site: str
     head: int
@@ -81,9 +78,7 @@ class AblatedHead(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """A range of queries and of keys, and the largest number of cells (rows, columns) to show it
-    with.
-    """
+    """A range of queries and keys, and the maximum number of cells (rows, columns) to show."""
 
     queries: slice
     keys: slice
@@ -91,8 +86,8 @@ class TileRange(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A picture of a range of weights: 8-bit weights, 1 where no key of a cell is allowed, and the
-    weight of 255.
+    """A picture of a range of weights: 8-bit weights, a mask (1 where no key of a cell is allowed),
+    and the weight shown as 255.
     """
 
     weights: NDArray[np.uint8]
@@ -102,17 +97,16 @@ class Tile(NamedTuple):
 
 @dataclass
 class OpenModel:
-    """A trace with its measures and, if there is one, the model that it was recorded from.
+    """A trace with its measures and, if available, its model.
 
-    With `load_model` the model is loaded when it is first needed, so that its trace is shown at
-    once. `revision` grows whenever the trace or the ablated heads change, so that the page can tell
-    old answers from new. `output_folder` is where pruned and converted models may be written; None
-    forbids it. `target` is the folder of the model as it was named on the command line, "" for
-    other models. `texts` are lines to start the screens with that need several texts. `pruned` are
-    the heads that were removed from each site before, in the numbers that they had. `other` is the
-    model or trace to compare with, "" for none, and `comparison` the last comparison of the trace.
-    While tokens are merged or left out by `grouping`, `trace` is that view of the trace that was
-    `recorded`.
+    `load_model` loads the model when it is first needed, so that the trace shows immediately.
+    `revision` grows whenever the trace or the ablated heads change, so that the page can detect
+    stale answers. `output_folder` is where pruned and converted models may be written; None forbids
+    writing. `target` is the model folder as named on the command line, "" for other models. `texts`
+    are the initial lines of screens that need several texts. `pruned` lists the heads removed
+    earlier from each site, by their original numbers. `other` is the model or trace to compare with
+    ("" for none), and `comparison` the last comparison. If `grouping` merges or leaves out tokens,
+    `trace` is that view of `recorded`.
     """
 
     trace: Trace | None = None
@@ -143,10 +137,9 @@ class OpenModel:
     # --- what is open -----------------------------------------------------------------------------
 
     def snapshot(self) -> OpenModel:
-        """A copy that keeps its trace, measures, ablated heads and revision while this one changes.
+        """Return a copy with a fixed trace, measures, ablated heads and revision.
 
-        A request answers from a snapshot, so that a new text that arrives meanwhile cannot mix two
-        traces.
+        Requests answer from a snapshot, so that a new text cannot mix two traces.
         """
         with self._changing:
             view = copy.copy(self)
@@ -155,16 +148,18 @@ class OpenModel:
 
     @property
     def name(self) -> str:
-        """The name of the model, for titles."""
+        """Model name for titles."""
         return "headwise" if self.trace is None else str(self.trace.model.get("name", "headwise"))
 
     @property
     def has_model(self) -> bool:
-        """True if the model is open, or can be loaded."""
+        """True if the model is open or can be loaded."""
         return self.model is not None or self.load_model is not None
 
     def get_model(self) -> nn.Module:
-        """The open model, loaded if necessary; raises ValueError if only a trace is open."""
+        """Return the open model, loading it if necessary. Raises ValueError if only a trace is
+        open.
+        """
         if self.model is None and self._origin is not None:
             self.model = self._origin.get_model()
         if not self.has_model:
@@ -179,9 +174,7 @@ class OpenModel:
 
     @property
     def sites(self) -> dict[str, Site]:
-        """The attention layers of the model by name; empty without a model, or
-        before it is loaded.
-        """
+        """Return the attention layers of the model by name; empty if no model is loaded."""
         if self.model is None:
             return {}
         from ..observe.inspect.attention_sites import sites
@@ -189,7 +182,7 @@ class OpenModel:
         return {site.name: site for site in sites(self.model)}
 
     def describe(self) -> dict[str, Any]:
-        """The document of the page."""
+        """Describe the open model for the page."""
         trace = self.trace if self.trace is not None else Trace({}, {}, ())
         site_names = [layer.name for layer in trace.layers]
         return describe_trace(
@@ -229,21 +222,21 @@ class OpenModel:
 
     @property
     def heads(self) -> list[tuple[str, int]]:
-        """All heads of the trace as (site, head), in the order of the page."""
+        """List all heads of the trace as (site, head), in page order."""
         return [] if self.trace is None else list_heads(self.trace)
 
     def get_trace(self) -> Trace:
-        """The open trace; raises ValueError if no text was captured yet."""
+        """Return the open trace. Raises ValueError if no text was captured yet."""
         if self.trace is None:
             raise ValueError("no text has been captured yet; enter a text first")
         return self.trace
 
     def get_recorded(self) -> Trace:
-        """The open trace with the tokens of the model, whatever grouping is shown."""
+        """Return the open trace with the model's tokens, ignoring any grouping."""
         return self.get_trace() if self.recorded is None else self.recorded
 
     def site_name(self, number: int) -> str:
-        """The name of the site with this number; raises ValueError if there is none."""
+        """Return the name of the site with this number. Raises ValueError for an unknown number."""
         layers = self.get_trace().layers
         if not 0 <= number < len(layers):
             raise ValueError(
@@ -255,16 +248,15 @@ class OpenModel:
     # --- weights ----------------------------------------------------------------------------------
 
     def weights(self, site: str, head: int, queries: slice, lens: str = "weight") -> FloatArray:
-        """Weights of one head for a range of queries, [queries, keys], through a lens.
+        """Return weights of one head for a range of queries, [queries, keys], through a lens.
 
-        "weight" are the attention weights, "value" the weights times the norm of each value vector,
-        "effect" the weights times the norm of each value vector after the head's output projection
-        (2004.10102).
+        "weight" gives the attention weights. "value" multiplies them by the norm of each value
+        vector, "effect" by its norm after the head's output projection (2004.10102).
         """
         return self.head_reader(site, head, lens).weights(queries)
 
     def head_reader(self, site: str, head: int, lens: str = "weight") -> HeadReader:
-        """The weights of one head through a lens, and its mask, by ranges of queries."""
+        """Return a reader of one head's weights through a lens, and its mask, by query range."""
         trace = self.get_trace()
         layer = trace.get_layer(site)
         # once, because the output projection takes long to read
@@ -280,7 +272,7 @@ class OpenModel:
         return HeadReader(read_weights, read_mask, layer.num_queries, layer.num_keys)
 
     def _value_norms(self, site: str, head: int, lens: str) -> FloatArray | None:
-        """The factor of every key in a lens; None for the weights themselves."""
+        """Return a lens's factor for every key; None for the plain weights."""
         layer = self.get_trace().get_layer(site)
         if lens not in LENSES:
             raise ValueError(f"unknown lens {lens!r}; use one of {', '.join(LENSES)}")
@@ -296,7 +288,7 @@ class OpenModel:
         return np.linalg.norm(values, axis=-1).astype(np.float32)
 
     def _output_matrix(self, site: str, head: int) -> FloatArray:
-        """The output projection of one head, [head_dim, model]."""
+        """Return the output projection of one head, [head_dim, model]."""
         net = self.get_model()
         from ..observe.head_analysis.head_circuits import (
             get_circuits,  # after the model, which imports torch in one thread
@@ -310,7 +302,7 @@ class OpenModel:
         return np.asarray(circuits[site].output_map(head).float().cpu().numpy(), np.float32)
 
     def tile(self, site: str, head: int, part: TileRange, lens: str = "weight") -> Tile:
-        """A picture of a range of weights; each cell is the largest weight in it."""
+        """Return a picture of a range of weights; each cell shows its largest weight."""
         layer = self.get_trace().get_layer(site)
         start, stop, _ = part.queries.indices(layer.num_queries)
         left, right, _ = part.keys.indices(layer.num_keys)
@@ -324,7 +316,7 @@ class OpenModel:
         return Tile(pixels, masked, scale)
 
     def thumbnails(self) -> NDArray[np.uint8]:
-        """Thumbnails of all heads, [heads, 64, 64], in the order of `heads`."""
+        """Return thumbnails of all heads, [heads, 64, 64], in the order of `heads`."""
         trace = self.get_trace()
         if not trace.thumbnails:
             with_thumbnails = trace.with_thumbnails(THUMBNAIL_SIZE)
@@ -337,21 +329,21 @@ class OpenModel:
         return atlas
 
     def _keep_thumbnails(self, trace: Trace, with_thumbnails: Trace) -> None:
-        """Show the trace with thumbnails, unless another trace was opened while they were drawn."""
+        """Show the trace with thumbnails, unless another trace was opened meanwhile."""
         with self._changing:
             if self.trace is trace:
                 self.trace = with_thumbnails
 
     def marginals(self, site: str, head: int, lens: str = "weight") -> Marginals:
-        """The weight on each key, the entropy and maximum of each query, and the mean weight at
-        each distance.
+        """Compute the weight on each key, the entropy and maximum of each query, and the mean
+        weight at each distance.
 
-        The entropy and the means by distance are those of the weights, whatever the lens.
+        The entropy and the means by distance ignore the lens.
         """
         return compute_marginals(self.head_reader(site, head), self._value_norms(site, head, lens))
 
     def peak(self, site: str, head: int, part: TileRange, lens: str = "weight") -> Peak:
-        """The largest weight of a range of queries and keys."""
+        """Find the largest weight in a range of queries and keys."""
         return find_peak(self.head_reader(site, head, lens).weights, part.queries, part.keys)
 
     # --- changes ----------------------------------------------------------------------------------
@@ -377,9 +369,9 @@ class OpenModel:
             self.revision += 1
 
     def set_trace(self, trace: Trace) -> None:
-        """Show another trace; measures and the comparison of the former one are dropped.
+        """Show another trace and drop the old measures and comparison.
 
-        The classes that a person gave to heads belong to the model, so they stay.
+        Head classes set by the user belong to the model and stay.
         """
         with self._changing:
             if self.trace is not None and self.trace.classes and not trace.classes:
@@ -394,9 +386,7 @@ class OpenModel:
             self.revision += 1
 
     def set_classes(self, classes: Mapping[tuple[str, int], str]) -> None:
-        """Keep the classes that a person gave to heads, in the trace that is saved and in the one
-        that is shown.
-        """
+        """Store the user's head classes in the saved and the shown trace."""
         heads = set(self.heads)
         wrong = [place for place in classes if place not in heads]
         if wrong:
@@ -408,8 +398,8 @@ class OpenModel:
                 self.recorded = replace(self.recorded, classes=dict(classes))
 
     def set_grouping(self, grouping: TokenGrouping) -> None:
-        """Merge tokens or leave some out in everything that is shown; measures and jobs keep to the
-        recorded tokens.
+        """Merge or leave out tokens in everything shown. Measures and jobs still use the recorded
+        tokens.
         """
         recorded = self.get_recorded()
         shown = (
@@ -426,7 +416,7 @@ class OpenModel:
             self.revision += 1
 
     def set_comparison(self, comparison: TraceComparison, trace: Trace) -> None:
-        """Keep a comparison of the open trace; raises ValueError if another trace was opened
+        """Store a comparison of the open trace. Raises ValueError if another trace was opened
         meanwhile.
         """
         with self._changing:
@@ -435,7 +425,7 @@ class OpenModel:
             self.comparison = comparison
 
     def get_comparison(self) -> TraceComparison:
-        """The last comparison of the open trace; raises ValueError if there is none."""
+        """Return the last comparison of the open trace. Raises ValueError if there is none."""
         if self.comparison is None:
             raise ValueError(
                 "nothing was compared with the open text yet; compare on the screen Diff first"
@@ -457,7 +447,7 @@ Log = Callable[[str], object]
 
 
 def is_trace(name: str) -> bool:
-    """True if a name is that of a trace file.
+    """True for the name of a trace file.
 
     >>> is_trace("a.trace"), is_trace("model")
     (True, False)
@@ -466,9 +456,7 @@ def is_trace(name: str) -> bool:
 
 
 def load_target(name: str, log: Log = lambda _: None) -> nn.Module:
-    """Load the model of this name in eval mode; `log` gets the path of a Python file before it is
-    run.
-    """
+    """Load the named model in eval mode. `log` gets the path of a Python file before it runs."""
     path, colon, factory = name.rpartition(":")
     if colon and path.endswith(".py"):
         return _call_factory(Path(path), factory, log)
@@ -493,7 +481,7 @@ def _load_folder(name: str) -> nn.Module:
 
 
 def read_pruned_heads(name: str | None) -> dict[str, list[int]]:
-    """The heads that `headwise prune` removed from the model in a folder, by site; none for other
+    """Return the heads that `headwise prune` removed from a model folder, by site; empty for other
     targets.
     """
     from ..models.model_spec.serialization import RECORD_FILE, SurgeryRecord
@@ -511,7 +499,7 @@ def read_pruned_heads(name: str | None) -> dict[str, list[int]]:
 
 
 def _call_factory(path: Path, name: str, log: Log) -> nn.Module:
-    """Import a Python file and return the model that its function makes."""
+    """Import a Python file, call its factory, and return the model."""
     from torch import nn
 
     if not path.is_file():
@@ -544,7 +532,7 @@ def _call_factory(path: Path, name: str, log: Log) -> nn.Module:
 
 
 def _fetch_from_hub(name: str) -> str:
-    """Download weights and settings of a Hub model, and return the folder."""
+    """Download the weights and settings of a Hub model; return the folder."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

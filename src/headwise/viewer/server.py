@@ -1,4 +1,4 @@
-"""The local server of the page: its routes, and `serve`."""
+"""Local server of the page: routes and `serve`."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ BINARY = "application/octet-stream"
 
 
 def read_static_files(folder: Path = STATIC) -> dict[str, tuple[bytes, str]]:
-    """The built front end by URL path. Requests are looked up here, so that no path is ever joined
-    with a request's.
+    """Return the built front end by URL path. Requests are looked up here, so no file path is built
+    from a request.
     """
     if not (folder / "index.html").is_file():
         raise SpecError(NOT_BUILT)
@@ -78,7 +78,7 @@ def read_static_files(folder: Path = STATIC) -> dict[str, tuple[bytes, str]]:
 
 @answer("export")
 def answer_export(view: OpenModel, query: Query) -> ExportFile:
-    """One file to save: of one head if `site` is given, else of all heads."""
+    """Return a file to save: one head if `site` is given, else all heads."""
     kind = query.choice("kind", EXPORT_KINDS)
     least = query.number("min_weight", 0.0, 1.0, 0.0)
     theme = query.choice("theme", tuple(THEMES))
@@ -93,7 +93,7 @@ def answer_export(view: OpenModel, query: Query) -> ExportFile:
 
 
 class ViewServer:
-    """The routes of the page over one open model."""
+    """Routes of the page for one open model."""
 
     def __init__(self, model: OpenModel, static: Mapping[str, tuple[bytes, str]]) -> None:
         self.model = model
@@ -105,7 +105,7 @@ class ViewServer:
         }
 
     def app(self) -> Starlette:
-        """The application without its security middleware."""
+        """Build the application without security middleware."""
         answers = [Route(f"/api/{path}", self._endpoint(make)) for path, make in ANSWERS.items()]
         routes = [
             *answers,
@@ -118,8 +118,8 @@ class ViewServer:
         return Starlette(routes=routes, exception_handlers={HTTPException: _answer_http_error})
 
     def _endpoint(self, make: Answer) -> Callable[[Request], Any]:
-        """An endpoint that runs `make` on a snapshot in a thread, and turns its errors into
-        answers.
+        """Make an endpoint that runs `make` on a snapshot in a thread and turns errors into
+        responses.
         """
 
         async def endpoint(request: Request) -> Response:
@@ -247,7 +247,7 @@ def _is_shallow(value: Any, depth: int) -> bool:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, which JSON cannot hold."""
+    """Replace NaN and infinities by None, because JSON cannot represent them."""
     if isinstance(value, dict):
         return {name: replace_non_finite(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -258,8 +258,8 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def respond(value: Any) -> Response:
-    """An answer: a file to save, arrays, or JSON in ASCII, because the words of a trace may hold
-    halves of surrogate pairs.
+    """Return a response: a file to save, arrays, or JSON. The JSON is ASCII, because tokens may
+    contain unpaired surrogates.
     """
     if isinstance(value, ExportFile):
         headers = {"content-disposition": f'attachment; filename="{value.name}"'}
@@ -271,7 +271,7 @@ def respond(value: Any) -> Response:
 
 
 async def _read_body(request: Request) -> bytes:
-    """The body of a request; raises HTTPException if it is too large."""
+    """Read the request body. Raises HTTPException if it is too large."""
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -283,7 +283,7 @@ async def _read_body(request: Request) -> bytes:
 
 
 def error_response(status: int, error: BaseException) -> JSONResponse:
-    """An answer with the fact and the remedy of an error."""
+    """Return a response with the fact and remedy of an error."""
     return JSONResponse({"error": describe_error(error)}, status)
 
 
@@ -294,7 +294,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where the page is: host, port, and the token of this launch."""
+    """Host, port, and the token of this launch."""
 
     host: str
     port: int
@@ -302,7 +302,7 @@ class ServerAddress:
 
     @property
     def url(self) -> str:
-        """The address to open; the token is in the fragment, which browsers never send."""
+        """URL to open. The token is in the fragment, which browsers never send."""
         name = f"[{self.host}]" if ":" in self.host else self.host
         if self.host in ALL_ADDRESSES:
             name = machine_names()[0]  # others cannot open an address that means all of them
@@ -310,7 +310,7 @@ class ServerAddress:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; raises SpecError if the port is taken. Port 0 is any free port."""
+    """Open a listening socket. Raises SpecError if the port is taken. Port 0 picks a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -339,9 +339,9 @@ def serve(
     allow_remote: bool = False,
     on_start: Callable[[ServerAddress], object] = lambda _: None,
 ) -> None:
-    """Serve the page until the process is interrupted; `on_start` gets its address.
+    """Serve the page until the process is interrupted. `on_start` receives its address.
 
-    Only this machine can reach it unless `allow_remote` is given.
+    Only this machine can connect, unless `allow_remote` is set.
     """
     import uvicorn
 
@@ -396,8 +396,8 @@ DOCUMENTATION_ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "200
 
 
 class SecurityMiddleware:
-    """Refuses requests of other hosts, origins and sessions, and adds security headers to every
-    answer.
+    """Refuses requests from other hosts, origins and sessions, and adds security headers to every
+    response.
     """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], token: str) -> None:
@@ -406,12 +406,12 @@ class SecurityMiddleware:
         self.token = token.encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # there are no web sockets
+            return  # web sockets are not supported
 
         own = (
             *SECURITY_HEADERS,
@@ -437,7 +437,7 @@ class SecurityMiddleware:
         await self.app(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Message) -> int:
-        """The status of a refused request; 0 if it may be answered."""
+        """Return the HTTP status of a refused request; 0 if it is allowed."""
         headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.lower(), []).append(value)
@@ -480,7 +480,7 @@ class SecurityMiddleware:
 
 
 def allowed_hosts(host: str, port: int) -> list[str]:
-    """The values of the Host header that name this server."""
+    """Return the Host header values that name this server."""
     if is_loopback(host):
         names = {*LOOPBACK_NAMES}
     elif host in ALL_ADDRESSES:
@@ -491,7 +491,7 @@ def allowed_hosts(host: str, port: int) -> list[str]:
 
 
 def machine_names() -> list[str]:
-    """The addresses of this machine in its networks, then its host name, as they stand in a URL."""
+    """Return this machine's network addresses, then its host name, in URL form."""
     names: list[str] = []
     for family, target in DOCUMENTATION_ADDRESSES:
         try:

@@ -1,5 +1,5 @@
-"""The jobs of the Prune & convert screen: sizes and possible forms, a plan, and a new model with
-its proof.
+"""Jobs of the Prune & convert screen: sizes and possible forms, a plan, and a new model with its
+proof.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SELECTION_STEPS = 3  # messages of choosing and removing heads
 
 
 class Change(NamedTuple):
-    """A change of the model: the selection of heads or the conversion, how it is made from examples,
-    what it uses texts for, its messages of progress, and the command and options that make the same.
+    """A model change: the head selection or conversion, how to make it from examples, its use of
+    texts, its progress messages, and the equivalent command and options.
     """
 
     command: str
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 
 def list_heads(heads: Sequence[tuple[str, int]]) -> list[str]:
-    """The heads as `headwise prune --heads` takes them.
+    """Format the heads as `headwise prune --heads` takes them.
 
     >>> list_heads([("decoder.0.attention", 3), ("decoder.0.cross", 0), ("decoder.0.attention", 1)])
     ['decoder.0.attention:1,3', 'decoder.0.cross:0']
@@ -74,7 +74,7 @@ def list_heads(heads: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def _list_options(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, ...]:
-    """The options that are not at their default."""
+    """List the options that are not at their default."""
     options: list[str] = []
     for name, value in values.items():
         if value != defaults.get(name):
@@ -94,8 +94,8 @@ SELECTIONS = ("heads", "keep", "clusters")
 
 
 def _read_pruning(model: OpenModel, name: str, arguments: Any) -> Change:
-    """Heads are chosen as a list `heads`, the best share `keep` by a method, or one of each of
-    `clusters`.
+    """Read which heads to choose: a list `heads`, the best share `keep` by a method, or one per
+    cluster in `clusters`.
     """
     from ..surgery import DropHeads, HeadRanking, HeadSelection, KeepOnePerCluster, KeepTop
     from ..surgery.pruning import list_text_uses, prune
@@ -141,7 +141,7 @@ FORM = choice(tuple(CONVERSION_FORMS))
 
 
 def _read_conversion(model: OpenModel, name: str, arguments: Any) -> Change:
-    """The form to convert to, with its numbers, and which kind of attention."""
+    """Read the target form, its numbers, and the kind of attention."""
     from ..surgery.conversion import convert
 
     form = FORM.get(model, "form", arguments)
@@ -164,7 +164,7 @@ def _read_conversion(model: OpenModel, name: str, arguments: Any) -> Change:
 
 
 def make_conversion(form: str, *numbers: Any) -> AttentionConversion:
-    """The conversion of a form with its numbers."""
+    """Make the conversion for a form and its numbers."""
     from .. import surgery
 
     classes = {
@@ -185,7 +185,7 @@ CONVERSION_CHANGE = Field(_read_conversion, key="*")
 
 
 class SurgeryTexts(NamedTuple):
-    """The lines of a job, the examples that heads are chosen by, those of the proof, and notes on
+    """The lines of a job, the examples for choosing heads, the examples for the proof, and notes on
     both.
     """
 
@@ -196,7 +196,7 @@ class SurgeryTexts(NamedTuple):
 
 
 def read_native_model(model: OpenModel) -> Transformer:
-    """The open model as a headwise model: itself, or read again from its folder, or a converted
+    """Return the open model as a headwise model: itself, reloaded from its folder, or a converted
     copy.
     """
     from ..hub.pretrained_models import load
@@ -212,10 +212,9 @@ def read_native_model(model: OpenModel) -> Transformer:
 def read_texts(
     net: Transformer, model: OpenModel, lines: Sequence[str], uses: Sequence[str]
 ) -> SurgeryTexts:
-    """Read the texts of a job, one a line, as `--data` of the commands does; without any, the open
-    text.
+    """Read the texts of a job, one per line, as `--data` does. Without any, use the open text.
 
-    `uses` is what the change of the model uses texts for.
+    `uses` names the purposes for which the change uses texts.
     """
     from ..observe.head_analysis.annotated_examples import examples_from_lines
     from ..surgery.model_and_texts import split_examples
@@ -234,8 +233,8 @@ def read_texts(
 
 
 def new_folder(model: OpenModel, name: str) -> Path:
-    """The folder of a new model inside the output folder; raises ValueError if it may not be
-    written.
+    """Return the folder for a new model inside the output folder. Raises ValueError if writing is
+    not allowed.
     """
     if not model.has_model:
         model.get_model()  # raises, because a trace has no weights
@@ -252,8 +251,7 @@ def new_folder(model: OpenModel, name: str) -> Path:
 
 
 def format_command(model: OpenModel, command: str, options: Sequence[str], folder: Path) -> str:
-    """The command that makes the same model on the terminal, from the texts that the new folder
-    keeps.
+    """Return the terminal command for the same model, using the texts saved in the new folder.
 
     >>> format_command(OpenModel(), "prune", ["--keep", "0.5"], Path("out/small"))
     'headwise prune MODEL --keep 0.5 --data out/small/texts.txt --out out/small-again'
@@ -264,16 +262,14 @@ def format_command(model: OpenModel, command: str, options: Sequence[str], folde
 
 @dataclass
 class StepLog:
-    """Turns the messages of the library into progress: each without a count of its own is one step
-    of `total`.
-    """
+    """Turns library messages into progress. A message without a count is one step of `total`."""
 
     progress: JobProgress
     total: int
     done: int = 0
 
     def __call__(self, message: str) -> None:
-        """Report the step that begins; raises JobCancelled if the job is to stop."""
+        """Report the step that begins. Raises JobCancelled if the job should stop."""
         is_counted = isinstance(message, CountedMessage)
         self.progress(min(self.done - is_counted, self.total - 1), self.total, message)
         self.done += not is_counted
@@ -284,8 +280,8 @@ class StepLog:
 
 @action("surgery")
 def describe_surgery(model: OpenModel, progress: JobProgress) -> dict[str, Any]:
-    """The sizes of the open model, and the forms that its attention can be converted to, with
-    reasons if it cannot.
+    """Describe the sizes of the open model and the forms its attention can take, with reasons if it
+    cannot.
     """
     from ..surgery.head_selection import RANKING_METHODS
     from ..surgery.pruning_plan import count_heads
@@ -309,9 +305,7 @@ def describe_surgery(model: OpenModel, progress: JobProgress) -> dict[str, Any]:
 def list_forms(
     net: Transformer, specs: Sequence[AttentionSpec], progress: JobProgress
 ) -> list[dict[str, Any]]:
-    """Try every form on one attention of each kind; a form that an attention refuses has that
-    reason.
-    """
+    """Try every form on one attention of each kind; record the reason for each refused form."""
     heads = min(len(spec.score_head_of_output) for spec in specs)
     width = max(spec.heads.dim for spec in specs)
     kv_heads = [spec.heads.kv for spec in specs]
@@ -342,9 +336,7 @@ def list_forms(
 
 
 def _find_refusal(net: Transformer, conversion: AttentionConversion) -> str:
-    """The reason why an attention of the model cannot be converted; empty if one of each kind
-    can.
-    """
+    """Return the reason why an attention cannot be converted; empty if one of each kind can."""
     from ..surgery.attention_replacement import get_attention, get_attention_parameters
     from ..util.errors import SpecError
 
@@ -366,9 +358,7 @@ def _find_refusal(net: Transformer, conversion: AttentionConversion) -> str:
 def plan_pruning(
     model: OpenModel, progress: JobProgress, change: Change, texts: Sequence[str]
 ) -> dict[str, Any]:
-    """The heads that a pruning would remove, and the sizes before and after it; nothing is
-    written.
-    """
+    """Return the heads to remove, and the sizes before and after. Writes nothing."""
     from ..surgery.verification.efficiency import compare_cost
 
     net = read_native_model(model)
@@ -390,7 +380,7 @@ def plan_pruning(
 
 @action("plan-conversion", change=CONVERSION_CHANGE)
 def plan_conversion(model: OpenModel, progress: JobProgress, change: Change) -> dict[str, Any]:
-    """The sizes before and after a conversion; they do not depend on texts, so that heads are
+    """Return the sizes before and after a conversion. Sizes do not depend on texts, so heads are
     pooled in order.
     """
     from ..surgery import HeadRanking, Pool, ToMixtureOfHeads
@@ -414,9 +404,7 @@ def plan_conversion(model: OpenModel, progress: JobProgress, change: Change) -> 
 def prune_heads(
     model: OpenModel, progress: JobProgress, change: Change, texts: Sequence[str], name: str
 ) -> dict[str, Any]:
-    """Write a copy of the model without some heads to a new folder, with the proof that it equals
-    their ablation.
-    """
+    """Write a pruned copy of the model to a new folder, with the proof that it equals ablation."""
     return write_new_model(model, progress, change, texts, new_folder(model, name))
 
 
@@ -424,17 +412,15 @@ def prune_heads(
 def convert_heads(
     model: OpenModel, progress: JobProgress, change: Change, texts: Sequence[str], name: str
 ) -> dict[str, Any]:
-    """Write the model with another number or form of key-value heads to a new folder, with a
-    proof.
-    """
+    """Write a copy with another number or form of key-value heads to a new folder, with a proof."""
     return write_new_model(model, progress, change, texts, new_folder(model, name))
 
 
 def write_new_model(
     model: OpenModel, progress: JobProgress, change: Change, lines: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """Change the model, write it with its proof, and describe both; if that fails or is cancelled,
-    no folder is left.
+    """Change the model, write it with its proof, and describe both. Leaves no folder on failure or
+    cancellation.
     """
     from ..surgery.model_and_texts import OutputFolder, write_and_prove
     from ..surgery.verification.efficiency import TimingOptions

@@ -1,5 +1,5 @@
-"""`hw.view` and `hw.view_attention`: the page for a model or a trace, in a notebook, the browser,
-or one file.
+"""`hw.view` and `hw.view_attention`: show a model or a trace in a notebook, the browser, or one
+file.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ export default { render };
 
 
 class Target(NamedTuple):
-    """A target: a name (None is the bundled sample), texts, the folder for new models (None:
-    read-only), the name of a model or trace to compare with, and the path of an image for a vision
-    model.
+    """A target to open: a name (None is the bundled sample), texts, the folder for new models
+    (None: read-only), a model or trace to compare with, and an image path for a vision model.
     """
 
     name: str | None = None
@@ -67,9 +66,7 @@ class ServerOptions(NamedTuple):
 
 
 def open_target(target: Target, log: Log = lambda _: None) -> OpenModel:
-    """Open what a name stands for. A trace, and the trace of the bundled sample, open without
-    torch.
-    """
+    """Open a target by name. Traces, including the bundled sample's, open without torch."""
     opened = _open_name(target, log)
     opened.other = target.other
     return opened
@@ -87,7 +84,7 @@ def _open_name(target: Target, log: Log) -> OpenModel:
 
 
 def open_model(model: Any, target: Target) -> OpenModel:
-    """Open a model: run it on the texts of a target and record its attention."""
+    """Run a model on the texts of a target and record its attention."""
     from .model_actions import capture_image, capture_trace
     from .open_model import MAX_TOKENS
 
@@ -122,9 +119,7 @@ def _check_inputs(model: Any, target: Target) -> None:
 
 
 def _open_sample(out: Path | None) -> OpenModel:
-    """Open the bundled sample: its trace and measures at once, its model when
-    it is first needed.
-    """
+    """Open the bundled sample: trace and measures immediately, the model when first needed."""
     trace = bundled_sample.load_sample_trace()
     table = bundled_sample.load_sample_table()
     load_model = bundled_sample.load_sample_model
@@ -144,15 +139,15 @@ MODELS_FOLDER = FolderKind("folder of models", ("*",))  # every model is a new f
 
 
 def write_export(opened: OpenModel, path: Path | str, existing: Existing = "refuse") -> None:
-    """Measure the heads of a model, unless that is done, and write the page to one HTML file."""
+    """Measure the heads of a model if necessary, and write the page to one HTML file."""
     path = check_output(path, HTML_PAGE, existing)
     measure_heads_once(opened)
     write_atomically(path, render_export(opened).encode())
 
 
 def measure_heads_once(opened: OpenModel) -> None:
-    """Measure and classify the heads of a model over the open text; a reason why not becomes a
-    warning of the page.
+    """Measure and classify the heads of a model over the open text. If that fails, the page shows
+    the reason as a warning.
     """
     if opened.table is not None or not opened.has_model:
         return
@@ -171,7 +166,7 @@ def measure_heads_once(opened: OpenModel) -> None:
 def serve_page(
     opened: OpenModel, options: ServerOptions, announce: Callable[[str], object]
 ) -> None:
-    """Serve the page until interrupted; `announce` is called with one line, the address."""
+    """Serve the page until interrupted. Calls `announce` with one line, the address."""
     from .export_files import load_assets
     from .server import ServerAddress, serve
 
@@ -186,9 +181,7 @@ def serve_page(
 
 
 def has_browser() -> bool:
-    """True if a browser with a window can be opened here; one in the terminal would hide the
-    address.
-    """
+    """True if a graphical browser can be opened here; a terminal browser would hide the address."""
     if sys.platform.startswith("linux") and not any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     ):
@@ -207,9 +200,9 @@ class View:
     """The page of a model or a trace. A notebook shows it; `save` writes it to a file, `serve`
     opens it live.
 
-    In a notebook the page is in a frame of its own that cannot reach the notebook, and shows what
-    was open when it was made. With anywidget installed it is a widget, so that it also appears
-    where notebooks remove frames.
+    In a notebook, the page is in a sandboxed frame without access to the notebook, and shows a
+    snapshot. With anywidget installed it is a widget, so that it also appears where notebooks
+    remove frames.
     """
 
     def __init__(self, opened: OpenModel) -> None:
@@ -218,7 +211,7 @@ class View:
 
     @property
     def html(self) -> str:
-        """The page as one HTML file."""
+        """Return the page as one HTML file."""
         if not self._html:
             measure_heads_once(self.opened)
             self._html = render_export(self.opened)
@@ -233,14 +226,14 @@ class View:
         write_atomically(path, self.html.encode())
 
     def serve(self, *, port: int = 0, open_browser: bool = True) -> None:
-        """Serve the live page to this computer until interrupted (Ctrl+C)."""
+        """Serve the live page on this computer until interrupted (Ctrl+C)."""
         serve_page(self.opened, ServerOptions(port=port, open_browser=open_browser), print_address)
 
     def _repr_html_(self) -> str:
         return frame_html(self.html, self.opened.name)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        """Content for a notebook: a widget if anywidget is installed, else the frame."""
+        """Return notebook content: a widget if anywidget is installed, else the frame."""
         if find_spec("anywidget") is None:
             return {"text/plain": repr(self), "text/html": self._repr_html_()}
         return make_widget(self.html)._repr_mimebundle_(**options)
@@ -253,9 +246,7 @@ class View:
 
 
 def make_widget(page: str, height: int = FRAME_HEIGHT) -> Any:
-    """A widget that shows a page in a sandboxed frame; `page` and `height` can be changed
-    afterwards.
-    """
+    """Make a widget with a page in a sandboxed frame; `page` and `height` can be changed later."""
     import anywidget  # pyright: ignore[reportMissingImports] - an extra, which `view` checks for
     import traitlets  # pyright: ignore[reportMissingImports] - comes with anywidget
 
@@ -276,8 +267,8 @@ def print_address(line: str) -> None:
 
 
 def frame_html(page: str, name: str) -> str:
-    """A sandboxed frame with a page: its scripts run and may save files, without access to the
-    document around it.
+    """Return a sandboxed frame with a page. Scripts can run and save files, but cannot access the
+    parent document.
 
     >>> frame_html("<p>1</p>", "a")[:60]
     '<iframe title="heads of a" sandbox="allow-scripts allow-down'
@@ -297,14 +288,13 @@ def view(
     image: Path | str | None = None,
     out: Path | str | None = None,
 ) -> View:
-    """The page of a model or a trace, which a notebook shows; `.serve()` opens it in the browser,
-    `.save(path)` writes it.
+    """Return the page of a model or a trace. A notebook shows it, `.serve()` opens it in the
+    browser, `.save(path)` writes it.
 
-    `model_or_trace` is a model, the name of a folder, a `Trace`, the path of a `.trace` file, or
-    None for the bundled sample. `text` is what the model reads; an encoder-decoder reads `source`
-    and `text` is what it writes. A vision model reads `image`, the path of an image, a folder of
-    images or an .npy. `out` is the folder for models that are pruned on the page; without it the
-    page writes no files.
+    `model_or_trace` is a model, a folder name, a `Trace`, the path of a `.trace` file, or None for
+    the bundled sample. `text` is the input; for an encoder-decoder, `source` is the input and
+    `text` the output. A vision model takes `image`: an image, a folder of images or an .npy. `out`
+    is the folder for models pruned on the page; without it the page writes no files.
 
     >>> import headwise as hw
     >>> hw.view()
@@ -332,8 +322,7 @@ def view_attention(
     cross_attention: Sequence[Any] = (),
     encoder_tokens: Sequence[str] = (),
 ) -> View:
-    """The page of attention weights computed elsewhere, in the format of BertViz: [1, heads, T, S]
-    for each layer.
+    """Return the page of external attention weights in BertViz format: [1, heads, T, S] per layer.
 
     `attention` is the self-attention of `tokens` (of the decoder, if there is an encoder),
     `encoder_attention` the self-attention of `encoder_tokens`, and `cross_attention` the attention

@@ -1,8 +1,8 @@
 """Summaries of attention weights too many to send: pooled tiles, marginals, the largest weight of a
 part, thumbnails.
 
-All of them read the weights of one head a few hundred queries at a time, so that a text of 8,192
-tokens needs megabytes and not gigabytes.
+Each reads one head a few hundred queries at a time, so a text of 8,192 tokens needs megabytes, not
+gigabytes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ MaskReader = Callable[
 
 
 class HeadReader(NamedTuple):
-    """The weights and the mask of one head, by ranges of queries, and its numbers of queries and
-    keys.
-    """
+    """Reads weights and mask of one head by query range; has its numbers of queries and keys."""
 
     weights: WeightReader
     mask: MaskReader
@@ -45,20 +43,18 @@ class HeadReader(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Edges of the cells of a picture: cell i covers the positions edges[i] to edges[i + 1] - 1."""
+    """Cell edges of a picture: cell i covers the positions edges[i] to edges[i + 1] - 1."""
 
     queries: NDArray[np.int64]
     keys: NDArray[np.int64]
 
 
 class Marginals(NamedTuple):
-    """One head without its pairs: what each key receives, how each query spreads, and the mean by
-    distance.
+    """Summary of one head: weight received by each key, spread of each query, and mean by distance.
 
     `received` is the mean over the queries that may attend to a key, [keys]. `entropy` (nats) and
-    `maximum` are those of each query, [queries]. `by_offset` is the mean weight at each distance
-    query - key over the allowed pairs, from
-    -(keys - 1) to queries - 1.
+    `maximum` are per query, [queries]. `by_offset` is the mean weight at each distance query - key
+    over the allowed pairs, from -(keys - 1) to queries - 1.
     """
 
     received: FloatArray
@@ -68,7 +64,7 @@ class Marginals(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The largest weight of a part, and where it is."""
+    """The largest weight in a range, and its position."""
 
     query: int
     key: int
@@ -76,7 +72,7 @@ class Peak(NamedTuple):
 
 
 def make_edges(start: int, stop: int, cells: int) -> NDArray[np.int64]:
-    """Edges of at most `cells` nearly equal cells over the positions from `start` to `stop`.
+    """Return edges of at most `cells` nearly equal cells over the positions from `start` to `stop`.
 
     >>> make_edges(3, 10, 3)
     array([ 3,  5,  7, 10])
@@ -86,7 +82,7 @@ def make_edges(start: int, stop: int, cells: int) -> NDArray[np.int64]:
 
 
 def pool_weights(head: HeadReader, cells: Cells) -> tuple[FloatArray, ByteArray]:
-    """The largest weight of each cell, and 1 where no pair of a cell is allowed."""
+    """Return the largest weight of each cell, and a mask: 1 where no pair of a cell is allowed."""
     values = np.zeros((len(cells.queries) - 1, len(cells.keys) - 1), np.float32)
     masked = np.zeros(values.shape, np.uint8)
     left = int(cells.keys[0])
@@ -122,8 +118,8 @@ def _reduce_cells(
 
 
 def _group_cells(edges: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbouring cells that cover up to `QUERY_BLOCK` positions, or one cell that
-    covers more.
+    """Yield ranges of neighbouring cells that cover up to `QUERY_BLOCK` positions, or one larger
+    cell.
     """
     first = 0
     while first < len(edges) - 1:
@@ -134,8 +130,8 @@ def _group_cells(edges: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def compute_marginals(head: HeadReader, factor: FloatArray | None = None) -> Marginals:
-    """The marginals of one head. `factor`, of every key, scales `received` and `maximum`, not the
-    entropy.
+    """Compute the marginals of one head. `factor` (per key) scales `received` and `maximum`, not
+    the entropy.
     """
     num_queries = head.num_queries
     num_keys = head.num_keys
@@ -168,13 +164,13 @@ def compute_marginals(head: HeadReader, factor: FloatArray | None = None) -> Mar
 
 
 def _row_entropy(weights: FloatArray) -> FloatArray:
-    """Entropy of every row in nats; 0 log 0 is 0."""
+    """Return the entropy of every row in nats; 0 log 0 is 0."""
     logs = np.log(weights, out=np.zeros_like(weights), where=weights > 0)
     return -np.einsum("qk,qk->q", weights, logs)
 
 
 def find_peak(weights: WeightReader, queries: slice, keys: slice) -> Peak:
-    """The largest weight of a range of queries and keys; the first of several."""
+    """Find the largest weight in a range of queries and keys; the first of ties."""
     peak = Peak(queries.start, keys.start, -1.0)
     for start, stop in query_blocks(queries.stop - queries.start):
         part = weights(slice(queries.start + start, queries.start + stop))[:, keys]
@@ -188,16 +184,16 @@ def find_peak(weights: WeightReader, queries: slice, keys: slice) -> Peak:
 
 
 def enlarge_picture(picture: ByteArray) -> ByteArray:
-    """A picture of at most 64 x 64 cells as one of 64 x 64 cells."""
+    """Enlarge a picture of at most 64 x 64 cells to 64 x 64."""
     rows = np.arange(THUMBNAIL_SIZE) * picture.shape[0] // THUMBNAIL_SIZE
     columns = np.arange(THUMBNAIL_SIZE) * picture.shape[1] // THUMBNAIL_SIZE
     return picture[rows[:, None], columns]
 
 
 def thumbnail_masks(trace: Trace) -> tuple[ByteArray, NDArray[np.int32]]:
-    """The masked cells of all thumbnails, [masks, 64, 64], and the number of the mask of each head.
+    """Return the distinct thumbnail masks, [masks, 64, 64], and the mask number of each head.
 
-    Most heads of a model share one mask, so that each mask is computed and sent once.
+    Most heads share one mask, so each mask is computed and sent once.
     """
     masks: dict[bytes, tuple[int, ByteArray]] = {}
     by_content: dict[object, int] = {}
@@ -217,7 +213,7 @@ def thumbnail_masks(trace: Trace) -> tuple[ByteArray, NDArray[np.int32]]:
 
 
 def _mask_content(trace: Trace, layer: AttentionRecord, head: int) -> object:
-    """A key of the mask of a head: equal for heads with equal masks."""
+    """Return a key for a head's mask; equal masks have equal keys."""
     owner: object = None
     if any(call.weights is not None or call.places is not None for call in layer.calls):
         owner = layer.name, head
@@ -230,7 +226,7 @@ def _mask_content(trace: Trace, layer: AttentionRecord, head: int) -> object:
 
 
 def _draw_mask(trace: Trace, layer: AttentionRecord, head: int) -> ByteArray:
-    """1 in every cell of a thumbnail in which no pair is allowed."""
+    """Return a thumbnail mask: 1 in cells without an allowed pair."""
     rows = make_edges(0, layer.num_queries, THUMBNAIL_SIZE)
     columns = make_edges(0, layer.num_keys, THUMBNAIL_SIZE)[:-1]
     masked = np.zeros((len(rows) - 1, len(columns)), np.uint8)
@@ -257,9 +253,9 @@ def describe_trace(
 ) -> dict[str, Any]:
     """Describe the recorded run: its model, the tokens of every stream, and its attention layers.
 
-    `sites` are the attention layers of the open model by name; without a model nothing can be done
-    to a layer. What can be done to the layers of a model that `is_loadable` is checked when it is
-    loaded. `pruned` are the heads that each site has lost, in the numbers that they had.
+    `sites` are the attention layers of the open model by name; without a model, no layer can be
+    changed. If the model `is_loadable`, possible changes are checked when it is loaded. `pruned`
+    lists the heads removed from each site, by their original numbers.
     """
     numbers = {layer.name: number for number, layer in enumerate(trace.layers)}
     return {
@@ -286,8 +282,8 @@ def describe_trace(
 
 
 def estimate_memory(trace: Trace, model: Any, max_tokens: int) -> dict[str, int | None]:
-    """Parameters and bytes of a loaded model, bytes of the recorded run, and about those of a run
-    of `max_tokens`.
+    """Estimate parameters and bytes of a loaded model, bytes of the recorded run, and bytes of a
+    run of `max_tokens`.
 
     Queries, keys and values grow with the number of tokens, recorded weights with its square.
     """
@@ -354,7 +350,7 @@ def _describe_ability(site: Site | None, name: str, is_loadable: bool) -> dict[s
 
 
 def list_heads(trace: Trace) -> list[tuple[str, int]]:
-    """All heads as (site, head), in the order of the page."""
+    """List all heads as (site, head), in page order."""
     heads: list[tuple[str, int]] = []
     for layer in trace.layers:
         heads += [(layer.name, head) for head in range(layer.heads)]
@@ -362,7 +358,7 @@ def list_heads(trace: Trace) -> list[tuple[str, int]]:
 
 
 def measure_names(table: HeadTable) -> list[str]:
-    """The measures that any head has, because self- and cross-attention have different ones."""
+    """Return every measure that some head has; self- and cross-attention differ."""
     names: dict[str, None] = {}
     for head in table.heads:
         names |= dict.fromkeys(head.measures)
@@ -388,7 +384,7 @@ def stack_measures(
     """Return the names of the measures, and [heads, measures, 4] with value, interval and chance
     level of each head.
 
-    `heads` are (site, head). What was not measured is NaN.
+    `heads` are (site, head). Missing measurements are NaN.
     """
     names = measure_names(table)
     by_head = {(head.site, head.head): head for head in table.heads}
@@ -401,9 +397,7 @@ def stack_measures(
 
 
 def list_classes(table: HeadTable, sites: Sequence[str]) -> list[dict[str, Any]]:
-    """List the classes of every head, the likeliest first: site as an index, head, name, score and
-    evidence.
-    """
+    """List the classes of every head, likeliest first: site index, head, name, score, evidence."""
     index = {name: number for number, name in enumerate(sites)}
     listed: list[dict[str, Any]] = []
     for head in table.heads:
@@ -414,7 +408,7 @@ def list_classes(table: HeadTable, sites: Sequence[str]) -> list[dict[str, Any]]
 
 
 def make_file_stem(name: str) -> str:
-    """The beginning of the names of all files of a model: letters, digits, points and hyphens only.
+    """Return the start of a model's file names: letters, digits, points and hyphens only.
 
     >>> make_file_stem("dates"), make_file_stem("../a b\\n"), make_file_stem("日期")
     ('headwise-dates', 'headwise-a-b', 'headwise-model')
@@ -425,9 +419,9 @@ def make_file_stem(name: str) -> str:
 
 # --- Binary messages ----------------------------------------------------------------------
 
-# Layout: the length of the header as 4 bytes, little-endian; the header, JSON padded with spaces; the
+# Layout: header length (4 bytes, little-endian); header (JSON padded with spaces); then the
 # arrays, each at a multiple of 8 bytes. The header lists the arrays with name, dtype, shape and
-# offset, counted from the end of the header, beside the fields of the caller.
+# offset, counted from the end of the header, and the fields of the caller.
 ALIGNMENT = 8  # bytes; JavaScript's typed arrays need aligned offsets
 DTYPE_NAMES = {"uint8": "u8", "float32": "f32", "int32": "i32"}
 LENGTH_BYTES = 4  # size of the length of the header
