@@ -3,8 +3,8 @@
 In reading order:
 
 - `flops` counts term by term and keeps the formula of every number, `weight_storage`
-  gives parameters and the bytes of weights, `roofline` the least time of an operation on a device;
-- `components` is the one walk over a spec or model, and gives all that a component costs;
+  gives parameters and the bytes of weights, `roofline` lower bounds of times on a device;
+- `components` is the one walk over a spec or model, and gives all costs of a component;
 - `workload` describes forward calls; `cost_report` makes the estimates of `hw.cost` and
   `headwise cost`, `cost_plots` their figures, `size_matching` sizes of equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;

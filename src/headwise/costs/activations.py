@@ -1,7 +1,7 @@
 """Bytes that the components of a model save for the backward pass: norms, feed-forwards, experts,
 heads, attention.
 
-For attention they are those of a run on meta tensors (`saved_tensors`). The other components have
+For attention they come from a run on meta tensors (`saved_tensors`). The other components have
 formulas of what torch's autograd saves for them; biases and additions save nothing.
 """
 
@@ -62,7 +62,7 @@ def lookup_activation(name: str) -> SavedByActivation:
 class ActivationContext:
     """How a component runs: rows, tokens of a row, bytes of an element, and dropout.
 
-    On CUDA, statistics of norms have 4 bytes and dropout masks 1; on the CPU those of the dtype.
+    On CUDA, statistics of norms have 4 bytes and dropout masks 1; on the CPU, the dtype's bytes.
     """
 
     rows: int
@@ -235,7 +235,7 @@ def layer_activation_memory(
     The profile is how the layer runs:
 
     - "dense": all scores at once, in plain operations;
-    - "chunked": in blocks of queries, whose scores are recomputed in the backward pass;
+    - "chunked": in blocks of queries, with scores recomputed in the backward pass;
     - "bf16_matmul": bf16 matrix products on the CPU;
     - "sdpa": torch's fused attention on the CPU;
     - "flash-cuda": torch's fused attention on CUDA, derived from what its kernels save, not
@@ -277,7 +277,7 @@ def default_profile(spec: AttentionSpec, workload: Workload) -> str:
     """Return how a layer runs in training on the device of a workload: fused if possible, else in
     blocks of queries.
 
-    Linear attention has no profile of its own; it is treated as "dense".
+    Linear attention has no separate profile; it is treated as "dense".
 
     >>> import headwise as hw
     >>> [

@@ -323,7 +323,7 @@ class LayerReach:
     """Measured range, gradients and equivariance of one layer with random weights over n tokens.
 
     `receptive_field` is the number of input tokens with a nonzero derivative in the middle output
-    or, if these are more, in the last one, whose later tokens a border cuts off. `layers` is the
+    or, if these are more, in the last one, where a border cuts off later tokens. `layers` is the
     number of stacked layers until the first token reaches the last output. `chain` is the longest
     chain of dependent operations that autograd records. `gradients` is the Frobenius norm of the
     last output's derivative by the token at each distance. `shift` and `permutation` are the
@@ -497,7 +497,7 @@ def longest_chain(output: Tensor) -> int:
 
 
 def _shift_error(layer: Layer, x_TD: Tensor, by: int = 2) -> float:
-    """Error of a circular shift, at tokens whose convolution does not see a border."""
+    """Error of a circular shift, at tokens where the convolution does not see a border."""
     inside = slice(2 * by + KERNEL, -by - KERNEL)
     return _error(layer(x_TD.roll(by, 0))[inside], layer(x_TD).roll(by, 0)[inside])
 

@@ -91,7 +91,7 @@ CPU_FP32 = ExecutionTarget()
 
 
 class ExecutionFormats(NamedTuple):
-    """The device of a call, the format of its products, and those of its weights."""
+    """The device of a call, and the formats of its products and weights."""
 
     device: Device
     dtype: str
@@ -235,7 +235,7 @@ class AttentionComponent:
         for part in split_by_pattern(signature):
             work = self.work(call)
             if part.head_group is not None and call.mode == "steps" and self.role == "attention":
-                # One query reads the keys of its own pattern, unless the slots of its cache are
+                # One query reads only the keys of its pattern, unless the slots of its cache are
                 # used again.
                 work = self._with_pattern(part.pattern).work(call)
                 cached = self._cached_pattern(part.head_group)
@@ -245,9 +245,7 @@ class AttentionComponent:
             yield ExecutedCore(backend, part, work, _executed_core_flops(backend, part, work, call))
 
     def _cached_pattern(self, heads: HeadGroup) -> Pattern:
-        """The pattern of all heads whose keys are cached together with those of a group of
-        heads.
-        """
+        """Return the pattern of all heads that share a key cache with a group of heads."""
         kv_head = self.spec.heads.kv_head_of_query[heads.score_heads[0]]
         for group in split_by_retention(self.spec):
             if kv_head in group.kv_heads:
@@ -352,9 +350,9 @@ def _cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:
 def _executed_core_flops(
     backend: ModuleType, signature: CallSignature, work: CallSize, call: ForwardCall
 ) -> int:
-    """FLOPs that a backend executes in the core.
+    """Count the FLOPs that a backend executes in the core.
 
-    Those of a single query are linear in the number of keys, so all decode steps follow from two
+    For a single query they are linear in the number of keys, so all decode steps follow from two
     evaluations.
     """
     core_flops: Callable[[CallSignature, CallSize], int] = backend.executed_flops
@@ -367,7 +365,7 @@ def _executed_core_flops(
 
 # --- Linear maps and tables -----------------------------------------------------------------------
 
-OPERATION_LABELS = {"feed": "feed-forward"}  # roles whose label differs from the role
+OPERATION_LABELS = {"feed": "feed-forward"}  # labels that differ from the role
 # How many tokens of each row an output head is applied to, by the position of the head.
 TOKENS_SCORED_BY_HEAD: dict[str, Callable[[ForwardCall], int]] = {
     "each": lambda call: 1 if call.mode == "prompt" else call.tokens,
@@ -497,11 +495,11 @@ def list_attentions(spec_or_model: SpecOrModel) -> list[AttentionComponent]:
 def list_block_components(
     stack: StackSpec, block: BlockSpec, depth: int = 0, times: int = 1, early: bool = False
 ) -> Iterator[ModelComponent]:
-    """Yield the components of `times` equal layers, the first of which is at `depth`."""
+    """Yield the components of `times` equal layers, starting at `depth`."""
     place = f"{stack.name}.{depth}"
     mixer = block.mixer
     if mixer:
-        # The matrices of every token, and that of the first state, which is computed once a row.
+        # The matrices of every token, and the matrix of the first state, computed once a row.
         for suffix in ("", ".start"):
             is_start = bool(suffix)
             named = [

@@ -19,7 +19,7 @@ from .workload import max_lengths
 SHORTEST = 2**6
 LONGEST = 2**17  # tokens; lines go at least so far
 BEYOND = 4  # lines go at least to this multiple of the workload's context
-MAX_PATTERN_TOKENS = 2**14  # for patterns whose rows have more segments the longer they are
+MAX_PATTERN_TOKENS = 2**14  # for patterns with more segments in longer rows
 PHASE_MARKERS = {"prefill": "o", "decode": "s"}
 SIZE = (4.6, 3.2)  # inches of a panel
 

@@ -90,8 +90,8 @@ class CostEstimate:
 
     @cached_property
     def flops_by_call(self) -> Mapping[str, CostBreakdown]:
-        """Required FLOPs of each call, term by term; those of the backward pass of prefill count
-        each product once for each factor that needs a gradient.
+        """Required FLOPs of each call, term by term. The backward pass of prefill counts each
+        product once for each factor that needs a gradient.
         """
         breakdowns: dict[str, CostBreakdown] = {}
         for phase in self.calls:
@@ -251,11 +251,11 @@ class CostEstimate:
             contents = "weights and cache"
         return find_shortfall(CALL_LABELS[phase], contents, needed, self.device)
 
-    # --- Least times ---
+    # --- Lower bounds of times ---
 
     @cached_property
     def operations(self) -> Mapping[str, tuple[RooflineOperation, ...]]:
-        """Operations of prefill and of a decode step, with their least times on the device."""
+        """Operations of prefill and of a decode step, with lower bounds of times on the device."""
         storage = self.workload.storage(self.spec_or_model)
         formats = ExecutionFormats(self.device, self.workload.dtype, storage)
         phases = [phase for phase in ("prefill", "decode") if phase in self.calls]
@@ -273,8 +273,8 @@ class CostEstimate:
 
     @property
     def core_operation(self) -> RooflineOperation:
-        """Attention cores of a decode step, or of prefill if there is none; all operations if there
-        is no attention.
+        """Attention cores of a decode step, or of prefill without one; all operations without
+        attention.
         """
         operations = self.operations["decode" if "decode" in self.calls else "prefill"]
         cores = [operation for operation in operations if operation.name.endswith("core")]

@@ -2,8 +2,8 @@
 number each.
 
 In formulas, the sizes of a call are letters: B rows (the batch), T queries, which are the tokens
-that pass through a matrix, S keys that a row attends to, `new` tokens whose keys and values are
-projected, and `pairs` of a query and a key that the pattern allows in one row. The sizes of a spec
+that pass through a matrix, S keys that a row attends to, `new` tokens with projected keys and
+values, and `pairs` of a query and a key that the pattern allows in one row. The sizes of a spec
 have the names of its axes, as `headwise spec` prints them: `q`, `kv` and `v` heads, `out` output
 heads, `row` rows of weights, `dim` and `vdim` channels, `model` and `source` widths.
 """
@@ -307,7 +307,7 @@ class SymbolicInt(int):
 
     @classmethod
     def of(cls, value: int, text: str, factor: int = 1, *, loose: str = "") -> Self:
-        """Create a number whose formula is `factor` times `text`; `loose` is not empty if `text` is
+        """Create a number with the formula `factor` times `text`; `loose` is not empty if `text` is
         a sum.
         """
         number = super().__new__(cls, value)

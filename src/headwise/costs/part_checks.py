@@ -187,7 +187,7 @@ def count_torch_flops(layer: Attention, x: Tensor, **call: Any) -> int:
 def decode_in_chunks(
     layer: Attention, x: Tensor, chunks: Iterable[int], cache: KVCache, **call: Any
 ) -> Tensor:
-    """Output of a layer whose input arrives in chunks through a cache."""
+    """Run a layer on chunks of its input through a cache, and return the whole output."""
     outputs = list[Tensor]()
     start = 0
     for count in chunks:
@@ -221,8 +221,8 @@ COLUMNS = (
 
 @dataclass
 class CheckResult:
-    """One check: the number of comparisons, the largest error of those of tensors, and the
-    failures, one line each.
+    """One check: the number of comparisons, the largest tensor error, and the failures, one line
+    each.
 
     `skipped` are the specs that the check does not apply to, with the reasons.
     """
@@ -424,9 +424,7 @@ def compare_outputs(spec: AttentionSpec) -> Iterator[Comparison]:
 
 
 def compare_gradients(spec: AttentionSpec) -> Iterator[Comparison]:
-    """Gradients of the input and of every parameter, by every backend, and
-    those of the definition.
-    """
+    """Compare gradients of the input and every parameter: each backend against the definition."""
     layer = make_layer(spec)
     x, source = make_inputs(spec)
     x.requires_grad_()

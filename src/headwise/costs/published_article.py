@@ -1,4 +1,4 @@
-"""The numbers of a published article on the cost of decoder-only models, beside those of headwise."""
+"""The numbers of a published article on the cost of decoder-only models, next to headwise's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARTICLE_SOURCE = (
 
 
 class ArticleRow(NamedTuple):
-    """One number of the article, that of headwise, and the reason of the difference."""
+    """One number of the article, headwise's number, and the reason for the difference."""
 
     model: str
     quantity: str

@@ -1,5 +1,5 @@
-"""Roofline model: peak FLOP/s, bandwidth and memory of devices, and the least time that an
-operation takes on one.
+"""Roofline model: peak FLOP/s, bandwidth and memory of devices, and lower bounds of operation
+times.
 
 Devices come from `hardware.toml`; the device "here" is the machine that runs this, which is
 measured once in a process.

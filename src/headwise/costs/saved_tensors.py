@@ -87,7 +87,7 @@ class SavedTensorRecorder:
         return sum(saved.nbytes for saved in self.saved.values())
 
     def label_storage(self, tensor: Tensor, name: str) -> None:
-        """Give the storage of a tensor a name, which replaces that of the step that saves it."""
+        """Name the storage of a tensor, in place of the step that saves it."""
         self._labels[storage_address(tensor)] = name
         self._alive.append(tensor)
 
@@ -174,9 +174,7 @@ CPU_FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class CallSizes(NamedTuple):
-    """Batch size, tokens per row, and tokens of the source, which equal those of the row for
-    self-attention.
-    """
+    """Batch size, tokens per row, and tokens of the source (the same number in self-attention)."""
 
     batch: int
     tokens: int
@@ -312,9 +310,7 @@ def _rms_norm(
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """CUDA's dropout, whose mask has one byte per element; that of the CPU has the dtype of the
-    input.
-    """
+    """CUDA's dropout, with a mask of one byte per element; the CPU's mask has the input's dtype."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 

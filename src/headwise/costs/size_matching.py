@@ -1,7 +1,7 @@
 """Match the size of one spec to another: choose a dimension so that parameters, FLOPs or cache
 bytes are nearest.
 
-`SizeSearch` finds the size whose count is nearest to a number; `match_size` applies it to a spec.
+`SizeSearch` finds the size with the count nearest to a number; `match_size` applies it to a spec.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class SizeSearch:
         return len(directions) < 2
 
     def _bisect(self, target: int) -> None:
-        """Try sizes between two neighbours whose counts bracket the target, until none is left
+        """Bisect between two sizes with counts that bracket the target, until no valid size is left
         between them.
         """
         if not self.is_bracketed(target):
@@ -246,7 +246,7 @@ def match_size(
     `free` is the size to change: "dim", "vdim", "kv", "q", "model", or a number of a part such as
     "project.rank"; by default the first that can reach the goal. Dependent sizes follow: `vdim` if
     it is a multiple of `dim`, `kv` if it equals `q`, and head dimensions if they are a fraction of
-    `model`. FLOPs and bytes are those of the workload.
+    `model`. FLOPs and bytes are counted for the workload.
 
     >>> import headwise as hw
     >>> mha = hw.design(model=512, heads=8)

@@ -36,10 +36,9 @@ class ActivationSettings:
     """How a model is trained: profile of the attention layers, activation checkpointing, and
     dropout.
 
-    `profile` is one of those of `layer_activation_memory`; the default is that of each layer on the
+    `profile` is a profile of `layer_activation_memory`; the default is each layer's own on the
     workload's device. `checkpoint` is what the backward pass recomputes: "none", or every "block".
-    `source` is the number of tokens of the encoder, if it differs from that
-    of the decoder.
+    `source` is the number of encoder tokens, if it differs from the decoder's.
     """
 
     profile: str = ""
@@ -200,7 +199,7 @@ def _block_items(
     for number, name in enumerate(_branches(block)):
         if norms_before:
             items = save_norm(f"{name}_norm")
-            # Branches side by side have norms of their own over one input, which the first saves.
+            # Parallel branches have separate norms over one input; the first norm saves it.
             yield from items[1:] if block.placement == "abreast" and number else items
         # The source of cross-attention is left out, because all layers of a decoder share it.
         left_out = {"source", "input"} if block.placement == "parallel" and number else {"source"}
@@ -250,8 +249,8 @@ def _branch_items(
 def _stack_workload(
     model: ModelSpec, stack: StackSpec, workload: Workload, settings: ActivationSettings
 ) -> Workload:
-    """Return the workload of one stack, whose context is the number of patches of images, or the
-    source's length.
+    """Return the workload of one stack; its context is the number of image patches, or the source's
+    length.
     """
     if stack.embedding and stack.embedding.patches:
         tokens = stack.embedding.patches.num_patches + stack.embedding.first

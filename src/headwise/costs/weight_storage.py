@@ -33,7 +33,7 @@ FP8 = "fp8"
 
 @dataclass(frozen=True)
 class WeightStorage:
-    """Formats of weights: `dtype`, and that of the matrices which `quantization` covers.
+    """Formats of weights: `dtype`, and `quantization` for the matrices that it covers.
 
     >>> from headwise.attention.interfaces.core_types import AxisLayout
     >>> up = WeightSpec(
@@ -53,8 +53,8 @@ class WeightStorage:
     def from_name(
         weights: str, dtype: str, spec_or_model: AttentionSpec | ModelSpec | None = None
     ) -> WeightStorage:
-        """Return the storage that `weights` names; "stored" is that of the model, or `dtype` if it
-        is not quantised.
+        """Return the storage that `weights` names; "stored" is the model's, or `dtype` if it is not
+        quantised.
         """
         check_weight_format(weights)
         if weights == STORED:
@@ -150,7 +150,7 @@ def group_blocks_stored_alike(
 def select_layers_storage(
     quantization: QuantizationSpec | None, stack: str, layers: range
 ) -> QuantizationSpec | None:
-    """Return the quantisation of some layers of a stack, as that of a model which has no others."""
+    """Return the quantisation of some layers of a stack, as for a model with only these layers."""
     if quantization is None:
         return None
 
@@ -217,9 +217,9 @@ def active_parameters(spec_or_model: AttentionSpec | ModelSpec, *, embeddings: b
     """Number of parameters that are active for one token: all, except experts that the token is not
     routed to.
 
-    With embeddings=False, embedding tables of which a token only reads a row are left out, as
-    published numbers often do; a table that is tied to an output head stays, because the head
-    multiplies with all of it.
+    With embeddings=False, embedding tables that only look up rows are left out, as published
+    numbers often do. A table tied to an output head stays, because the head multiplies with the
+    whole table.
 
     >>> from headwise.models.families import read_model_spec
     >>> gpt_oss = read_model_spec(
@@ -244,9 +244,7 @@ def active_parameters(spec_or_model: AttentionSpec | ModelSpec, *, embeddings: b
 
 
 def _lookup_tables(model: ModelSpec) -> Iterator[WeightSpec]:
-    """Yield the trainable embedding tables of which each token reads one row, and no output head
-    multiplies.
-    """
+    """Yield the trainable embedding tables that tokens only look up, without tables of heads."""
     tied = {head.table for head in model.heads}
     for stack in model.stacks:
         names = {"tokens", "positions", "types"} - ({"tokens"} if stack.name in tied else set())

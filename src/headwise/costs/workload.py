@@ -1,7 +1,7 @@
 """Workloads: batch size, context length, precision and device; and the forward calls that follow
 from them.
 
-Also: the lengths that a model supports, and single layers of a model as specs of their own.
+Also: the lengths that a model supports, and single layers of a model as separate specs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
     "decoder.3.cross".
 
     A block is returned as a model that consists of this block alone, stored as in the model. An
-    attention is returned as a spec, which has no format of its own.
+    attention is returned as a spec, which has no storage format.
 
     >>> from headwise.models.families import read_model_spec
     >>> from headwise.costs import count_parameters
@@ -205,8 +205,8 @@ class Workload:
     `context` defaults to 2,048, or the maximum of the spec or model that is estimated if that is
     less. `source` is the number of tokens that cross-attention reads; for a model it defaults to
     `context`. `generate` is the number of tokens generated after a prompt of `context` tokens.
-    `weights` is the format of the weights, by default "stored": that of a quantised checkpoint, or
-    else `dtype`. A quantised format such as dtype="fp8" is that of the weights, with everything
+    `weights` is the format of the weights, by default "stored": the quantised checkpoint's format,
+    or else `dtype`. A quantised format such as dtype="fp8" applies to the weights, with everything
     else in bf16.
 
     >>> Workload(dtype="mxfp4")
@@ -221,7 +221,7 @@ class Workload:
     generate: int = 0
     weights: str = STORED
 
-    has_default_context: ClassVar[bool] = False  # set for a workload whose context was not given
+    has_default_context: ClassVar[bool] = False  # set for a workload without a given context
 
     def __post_init__(self) -> None:
         if self.context is None:  # pyright: ignore[reportUnnecessaryComparison] - the default
