@@ -5,10 +5,10 @@ and judged.
 finds topics. `entry_text` writes them for a terminal, with the claims of stored studies, as HTML
 with figures and as the table of errata; `matrix_figures` makes the figures.
 
-The runs of each document are one module, or several, each with its texts in a .toml file beside it:
+The runs of each document are in one or more modules, with texts in a .toml file next to each:
 `self_attention_basics` (000), `parameters_and_scaling` (001), `multi_head_idea`,
 `multi_head_analysis`, `multi_head_code`, `head_variants` and `cited_papers` (002),
 `attention_mechanism`, `attention_comparison` and `misconceptions` (003), and `kernel_lookup` (004).
 `language` holds the language of the texts. `measured_layers` makes the random inputs and layers of
-the runs, and has those of the comparison tables of 000 and 003. `sample_tour` is `headwise demo`.
+the runs, and the layers of the comparison tables of 000 and 003. `sample_tour` is `headwise demo`.
 """

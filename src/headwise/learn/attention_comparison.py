@@ -1,5 +1,5 @@
-"""Runs of document 003, sections 4 and 5: attention beside RNN and CNN, its variants, and the
-listing.
+"""Runs of document 003, sections 4 and 5: attention compared with RNN and CNN, its variants, and
+the listing.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def receptive_field(*, kernel: int = 3, tokens: int = 4096) -> Outcome:
 
 
 def linear_attention(*, spread: float = 1.0) -> Outcome:
-    """Linear attention with elu features beside softmax attention, a Performer, and the blockwise
-    algorithm.
+    """Linear attention with elu features, compared with softmax attention, a Performer, and the
+    blockwise algorithm.
 
     `spread` scales queries and keys; at 0 all weights are uniform.
     """
@@ -224,7 +224,7 @@ def performer_curve(*, draws: tuple[int, ...] = DRAWS, repeated: bool = False) -
 
 
 def sparse_pairs(*, pattern: str = "window(64)") -> Outcome:
-    """Allowed pairs of a pattern at 1,024 and 2,048 tokens, beside the pairs of full attention."""
+    """Allowed pairs of a pattern at 1,024 and 2,048 tokens, and the pairs of full attention."""
     numbers = {}
     for tokens in (1024, 2048):
         numbers[f"pairs_{tokens}"] = _required_core(pattern, tokens)
@@ -474,5 +474,5 @@ def _count_saved_numbers(tokens: int, fused: bool) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT / 4).softmax(-1) @ v
     total = sum(sizes.values())
-    del y  # until here it kept the saved tensors, whose memory is the key
+    del y  # until here it kept the saved tensors; their memory is the key
     return total

@@ -1,6 +1,6 @@
-"""`Entry`, one formula, table, figure, listing or claim of a source document, `Result`, what its
-run found, and the catalogue of all entries, which reads the text files beside the code, joins them
-with the runs, and finds topics.
+"""`Entry`: one formula, table, figure, listing or claim of a source document. `Result`: what its
+run found. The catalogue of all entries reads the text files next to the code, joins them with the
+runs, and finds topics.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Entry:
 # --- The catalogue --------------------------------------------------------------------------------
 
 FOLDER = Path(__file__).parent
-# The modules of each document, in reading order; beside each is a .toml file with its texts.
+# The modules of each document, in reading order; each has a .toml file with its texts next to it.
 MODULES = {
     "000": ("self_attention_basics",),
     "001": ("parameters_and_scaling",),

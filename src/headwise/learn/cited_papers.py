@@ -76,7 +76,7 @@ def rank_collapse(*, local: str = "window(5)") -> Outcome:
 
 
 def rank_of_trained_states(*, trained: bool = True) -> Outcome:
-    """Effective rank and mean cosine of encoder states after the last layer, beside a randomly
+    """Effective rank and mean cosine of encoder states after the last layer, against a randomly
     initialised model.
     """
     net, inputs = read_translator()

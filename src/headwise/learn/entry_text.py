@@ -291,7 +291,7 @@ def find_study_runs(study: str, folder: Path = STUDIES) -> Sequence[StudyRun]:
 
 
 def _names_study(report: Path, study: str) -> bool:
-    """True if the first line names this study, and not another whose name begins alike."""
+    """True if the first line names this study, and not another with the same prefix."""
     lines = report.read_text(encoding="utf-8").splitlines()
     return lines[:1] == [f"# Study: {study}"]
 

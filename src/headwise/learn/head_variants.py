@@ -21,9 +21,7 @@ from .parameters_and_scaling import change_by_other_heads
 
 
 def overlapping_heads(*, overlap: int = 1) -> Outcome:
-    """Channels of the projected queries that each head uses, and those of the
-    concatenated outputs.
-    """
+    """Channels of the projected queries and of the concatenated outputs that each head uses."""
     heads = f"heads = {{q = 3, dim = 4, vdim = {4 + 2 * overlap}}}"
     text = f'model = 12\n{heads}\nproject = {{part = "Overlapping", overlap = {overlap}}}'
     layer = make_layer(from_toml(text))
@@ -97,7 +95,7 @@ def heads_do_not_exchange(*, modifiers: str = "") -> Outcome:
 
 
 def router_parameters(*, router: str = "learned") -> Outcome:
-    """Parameters of a mixture of heads beyond those of MHA, at d = 512 with 8 heads, 2 of them
+    """Count the parameters of a mixture of heads beyond MHA's, at d = 512 with 8 heads, 2 of them
     always active.
     """
     text = f'modifiers = [{{part = "Routed", always = 2, active = 3, router = "{router}"}}]'
@@ -121,8 +119,8 @@ def active_heads(*, active: int = 3) -> Outcome:
 
 
 def balance_loss(*, collapsed: bool = True) -> Outcome:
-    """Sum of P_i f_i over 6 routed heads, of which 3 are chosen: even routing, and tokens that
-    choose the same heads.
+    """Sum of P_i f_i over 6 routed heads, 3 chosen: even routing, and tokens that choose the same
+    heads.
 
     P_i is the mean probability of head i, f_i the fraction of tokens that chose it.
     """
@@ -265,7 +263,7 @@ def exchange_within_a_token(*, step: str = "output") -> Outcome:
     """Derivative of the output at a token by the heads' outputs at that token, and at others; for
     all of W_O.
 
-    With `step` "attention", it is that of the whole layer by its inputs.
+    With `step` "attention", differentiate the whole layer by its inputs.
     """
     layer = make_layer(design(model=12, heads=3))
     x = sample(1, 1, 4, 12)
@@ -284,8 +282,8 @@ def exchange_within_a_token(*, step: str = "output") -> Outcome:
 
 
 def two_stage_routing(*, stages: int = 2) -> Outcome:
-    """Gates of MoH written out, against the layer: the score of the head, and that of its kind,
-    shared or routed.
+    """Gates of MoH written out, against the layer: the scores of the head and of its kind, shared
+    or routed.
 
     With one of the `stages`, the score of the kind is left out.
     """

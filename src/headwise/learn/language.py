@@ -1,7 +1,7 @@
 """The language of the texts of `learn` and `demo`, and their short phrases in Chinese.
 
-The sentences of entries are in the TOML files beside the code, in both languages. `words.toml` has
-the labels of figures and pages, by their English text with `#` in the place of every number.
+The sentences of entries are in the TOML files next to the code, in both languages. `words.toml` has
+the labels of figures and pages, by their English text with `#` instead of every number.
 """
 
 from __future__ import annotations

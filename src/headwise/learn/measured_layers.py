@@ -53,9 +53,7 @@ def complexity_by_layer(tokens: int, model: int, **sizes: int) -> dict[str, Laye
 
 
 def make_layer(spec: AttentionSpec, seed: int = 0, scale: float | None = None) -> Attention:
-    """A layer in float64 whose weights are normal with deviation `scale`
-    (default: 1/sqrt(inputs)).
-    """
+    """Make a float64 layer with normal weights of deviation `scale` (default: 1/sqrt(inputs))."""
     layer = Attention(spec).double().eval()
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
@@ -99,7 +97,7 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
 
 TOKENS = 64
 LENGTHS = (512, 1024)
-ROUNDS = 5  # of timing: the range shows whether another process ran beside them
+ROUNDS = 5  # of timing: the range shows whether another process ran at the same time
 SHORT = 16
 LONG = 64
 VALUES = 4
@@ -264,7 +262,7 @@ def _train(name: str, steps: int, marked_last: bool) -> dict[str, float]:
 
 
 def _apply(layer: nn.Module, x_BTD: Tensor) -> Tensor:
-    """Run a layer over a batch; those of `complexity` take one sequence, their inner layers
+    """Run a layer over a batch; layers of `complexity` take one sequence, their inner layers
     several.
     """
     if isinstance(layer, Attention):

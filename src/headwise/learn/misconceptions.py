@@ -86,9 +86,7 @@ def sum_or_concat(*, tied: bool = True) -> Outcome:
 
 
 def unseen_angles(*, trained: int = 64, model: int = 64) -> Outcome:
-    """Pairs of a sinusoid whose angle beyond the trained length was never seen: those with a longer
-    period.
-    """
+    """Pairs of a sinusoid with unseen angles beyond the trained length: pairs of longer periods."""
     periods = 2 * math.pi * 10000 ** (torch.arange(0, model, 2, dtype=torch.float64) / model)
     table = sinusoidal_table(torch.arange(2 * trained), model)
     trained_rows = table[:trained]
@@ -118,7 +116,7 @@ def cheaper_than_recurrence(*, tokens: int = 512, model: int = 512) -> Outcome:
 
 
 def redundant_heads(*, trace_heads: bool = True) -> Outcome:
-    """Mean Jensen-Shannon divergence of pairs of heads in a layer of the bundled translator, beside
+    """Mean Jensen-Shannon divergence of head pairs in a layer of the bundled translator, against
     chance.
 
     For chance, the keys of the second head are permuted. Without `trace_heads`, six heads each
@@ -223,7 +221,7 @@ def not_an_ensemble(*, independent: bool = False) -> Outcome:
     """concat(z) W_O against the sum of z_h W_O^h, and the gradient that one head gets from another
     head's output.
 
-    An ensemble would train each head alone: with `independent`, each head has a loss of its own.
+    An ensemble would train each head alone: with `independent`, each head has a separate loss.
     """
     layer = make_layer(design(model=12, heads=3))
     x = sample(1, 1, 7, 12)

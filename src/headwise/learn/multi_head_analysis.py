@@ -56,7 +56,7 @@ def intensity_below_one(*, group: int = 8, dtype_bytes: float = 2.0) -> Outcome:
 
 
 def batching_and_compute(*, batch: int = 512) -> Outcome:
-    """FLOPs per byte of a bf16 weight product with a batch of tokens, beside the ridge point of an
+    """FLOPs per byte of a bf16 weight product with a batch of tokens, and the ridge point of an
     H200.
     """
     device = Device.from_name("h200")
@@ -272,7 +272,9 @@ def _positional_shares() -> dict[tuple[str, int], list[float]]:
 
 
 def fixed_patterns(*, shares: Sequence[float] | None = None) -> Outcome:
-    """Heads of the bundled translator whose weights the offset explains by more than half (R^2)."""
+    """Count heads of the bundled translator where the offset explains over half of the weights
+    (R^2).
+    """
     values = (
         [share for layer in _positional_shares().values() for share in layer]
         if shares is None
@@ -322,8 +324,8 @@ def diversity_by_depth(*, reverse: bool = False) -> Outcome:
 
 
 def left_or_right(*, alternate: bool = True) -> Outcome:
-    """A head whose largest weight alternates between both neighbours: share at left or right, and
-    at one offset.
+    """A head with its largest weight on the left and right neighbour in turn: share at left or
+    right, and at one offset.
     """
     offsets = [(-1 if position % 2 else 1) if alternate else -1 for position in range(1, 101)]
     either = sum(abs(offset) == 1 for offset in offsets) / 100
@@ -395,8 +397,8 @@ def cost_by_width(*, with_model: bool = False) -> Outcome:
 
 
 def weight_on_oneself(*, times: float = 2.0) -> Outcome:
-    """Self-attention heads of the translator whose weight on the token itself is at most `times`
-    that of chance.
+    """Self-attention heads of the translator with a weight on the token itself of at most `times`
+    chance.
     """
     heads = [
         head.measures["self"] for head in load_sample_table().heads if head.kind == "attention"

@@ -141,8 +141,8 @@ def _walk_figure() -> Figure:
 
 
 def three_or_many_matrices(*, blocks: str = "columns") -> Outcome:
-    """Queries by one large matrix and view, and by one small matrix per head; `blocks` says how it
-    is cut.
+    """Queries by one large matrix and view, and by one small matrix per head; `blocks` is how the
+    matrix is cut.
     """
     x = sample(1, 7, 12)
     w_q = sample(2, 12, 12)
@@ -269,7 +269,7 @@ def one_product_or_many(*, heads: int = 8) -> Outcome:
         expected = at_once()
     with _CountedProducts() as loop:
         difference = largest_difference(expected, in_a_loop())
-    # Processor time of the fastest of several runs over that of another call; the two alternate.
+    # Processor time of the fastest of several runs, of both calls; the two alternate.
     fastest = {in_a_loop: math.inf, at_once: math.inf}
     for call in (in_a_loop, at_once) * 60:
         start = time.process_time_ns()

@@ -43,7 +43,7 @@ def embedding_in_pieces(*, cut: bool = False) -> Outcome:
 
 
 def large_diagonal(*, tied: bool = False) -> Outcome:
-    """Diagonal of Q K^T / sqrt(d_k) beside the rest, for random W_Q and W_K, and for W_Q = W_K; 64
+    """Diagonal of Q K^T / sqrt(d_k) against the rest, for random W_Q and W_K, and for W_Q = W_K; 64
     tokens.
     """
     numbers = _diagonal(tied)
@@ -73,7 +73,7 @@ def _diagonal(tied: bool) -> dict[str, float]:
 
 
 def own_projections(*, kv: int = 3) -> Outcome:
-    """Heads whose output changes when W_K of one key head changes, of 3."""
+    """Count heads, of 3, with outputs that change when W_K of one key head changes."""
     numbers = heads_share_weights(kv=kv).numbers
     return judge(numbers["changed"] == 1, **numbers)
 
@@ -256,9 +256,7 @@ def messages_over_edges(*, missing: int = 0) -> Outcome:
 
 
 def shallow_and_wide(*, layer: str = "attention") -> Outcome:
-    """Longest chain of dependent operations of a layer at 32 and at 64 tokens, beside that of a
-    GRU.
-    """
+    """Longest chain of dependent operations at 32 and at 64 tokens, of a layer and of a GRU."""
     chains: dict[str, int] = {}
     for name, kind in (("layer", layer), ("gru", "GRU")):
         with torch.random.fork_rng(devices=[]):
@@ -271,8 +269,8 @@ def shallow_and_wide(*, layer: str = "attention") -> Outcome:
 
 
 def heads_get_roles(*, roles: Sequence[str] | None = None) -> Outcome:
-    """Heads of the bundled translator whose first class is a role, and those without; `roles` are
-    all unless given.
+    """Heads of the bundled translator with a role as first class, and heads without; `roles`
+    default to all.
     """
     first = [
         head.classes[0].name if head.classes else "unclear" for head in load_sample_table().heads
@@ -284,8 +282,8 @@ def heads_get_roles(*, roles: Sequence[str] | None = None) -> Outcome:
 
 
 def softmax_is_never_zero(*, alpha: int = 1) -> Outcome:
-    """Weight of a key whose score is lower by 50 and by 200, in float32 and in float64; `alpha` 2
-    is sparsemax.
+    """Weight of a key with a score lower by 50 and by 200, in float32 and in float64; `alpha` 2 is
+    sparsemax.
     """
     numbers = {}
     for name, dtype in (("single", torch.float32), ("double", torch.float64)):

@@ -1,5 +1,5 @@
-"""Runs of document 000: self-attention beside RNN and CNN, and why weights come from queries and
-keys.
+"""Runs of document 000: self-attention compared with RNN and CNN, and why weights come from queries
+and keys.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def constant_cost(*, of: str = "work") -> Outcome:
 
 
 def diluted_weight(*, gap: float = 3.0, grow: bool = False) -> Outcome:
-    """Weight of one key whose score is `gap` above n - 1 others, with softmax and 1.5-entmax.
+    """Weight of one key with a score `gap` above n - 1 others, with softmax and 1.5-entmax.
 
     With `grow`, scores are multiplied by log n / log 8.
     """
@@ -127,8 +127,8 @@ def parallel_convolution(*, layer: str = "convolution") -> Outcome:
 
 
 def no_decay(*, positions: str = "") -> Outcome:
-    """Weight of a key 40 steps earlier over that of the query's own, if all tokens are equal:
-    plain, and with ALiBi.
+    """Weight of a key 40 steps earlier over the weight of the query's own key, if all tokens are
+    equal: plain, and with ALiBi.
 
     Of 8 heads, the one that decays most. Also the mean weight at 16 and at 1,024 tokens, which is
     1/n.
@@ -159,8 +159,8 @@ def orders_of_layers(*, tokens: int = 256, model: int = 512) -> Outcome:
 
 
 def heads_share_weights(*, kv: int = 3) -> Outcome:
-    """Heads whose output changes when the first key head's W_K changes; with kv = 1, all heads have
-    that one.
+    """Count heads with outputs that change with the first key head's W_K; with kv = 1, all heads
+    share that key head.
     """
     layer = make_layer(design(model=12, heads=3, kv=kv))
     x = sample(1, 1, 5, 12)
@@ -177,7 +177,7 @@ def heads_share_weights(*, kv: int = 3) -> Outcome:
 
 
 def dot_product_as_similarity(*, unit: bool = False) -> Outcome:
-    """Share of queries whose highest dot product is with the nearest key: with unit keys, and with
+    """Share of queries with the highest dot product at the nearest key: for unit keys, and for
     random keys.
     """
     q, k = samples((500, 8), (20, 8))
@@ -218,7 +218,7 @@ LEARNED = (
 
 
 def learned_weight_count(*, tokens: int = 64, model: int = 512, heads: int = 8) -> Outcome:
-    """Parameters of learned weights, h T^2, beside those of W_Q and W_K, and the length at which
+    """Count parameters of learned weights, h T^2, and of W_Q and W_K, and find the length at which
     they are equal.
     """
     text = (
@@ -306,7 +306,7 @@ def weights_are_no_parameters(*, learned: bool = False) -> Outcome:
 
 
 def three_square_matrices(*, output: bool = True) -> Outcome:
-    """Parameters of a layer of width 512 with its output projection, beside 3 d^2."""
+    """Parameters of a layer of width 512 with its output projection, against 3 d^2."""
     counted = costs.count_parameters(design(model=512, heads=8)) - (0 if output else 512**2)
     return judge(counted == 3 * 512**2, counted=counted, claimed=3 * 512**2)
 
