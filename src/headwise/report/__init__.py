@@ -1,4 +1,4 @@
-"""Results as data, and every way to show them. This room knows no capability.
+"""Results as data, and every way to show them. This room does not depend on any capability.
 
 A capability returns an `Estimate`, `Table`, `Figure` or `Page` of `data`. `render` turns these into
 text, Markdown, HTML, JSON and CSV, `plots` into SVG, PNG and PDF. `text` formats numbers and aligns

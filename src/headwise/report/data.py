@@ -97,7 +97,7 @@ class Axis:
 class Series:
     """Points of one name, joined or not. A colour is "#rrggbb", "text", "muted" or "" (the palette).
 
-    `labels` are written at the points, `colours` and `sizes` (points) replace those of the series.
+    `labels` are written at the points; `colours` and `sizes` (points) replace the series's.
     """
 
     name: str

@@ -49,7 +49,7 @@ FALLBACK_FONTS = (
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a drawing; `palette` are those of Okabe and Ito, readable on the background."""
+    """Colours of a drawing; `palette` is Okabe and Ito's, readable on the background."""
 
     name: str
     background: str
@@ -60,7 +60,7 @@ class Theme:
     palette: tuple[str, ...]
 
     def colour(self, name: str, number: int = 0) -> str:
-        """Return a colour by name, "#rrggbb" as it is, or without a name that of a series."""
+        """Return a colour by name, "#rrggbb" as it is, or without a name the colour of a series."""
         named = {"": self.palette[number % len(self.palette)], "text": self.text}
         named |= {"muted": self.muted, "empty": self.empty}
         return named.get(name, name)
@@ -377,7 +377,7 @@ def _set_axis(axes: Axes, name: str, axis: Axis) -> None:
 
 
 def _name_ends(axes: Axes, series: Sequence[Series], theme: Theme) -> None:
-    """Write the name of each series beside its last point, with a thin line to it."""
+    """Write the name of each series next to its last point, with a thin line to it."""
     from matplotlib.transforms import Transform
 
     to_axes: Transform = axes.transData - axes.transAxes
@@ -478,7 +478,7 @@ def _ink(colour: str, alpha: float, theme: Theme) -> str:
 
 
 def _draw_scale(drawing: Drawing, all_axes: Sequence[Axes], label: str, theme: Theme) -> None:
-    """Draw the scale of values below all heat maps, whose strength is the square root."""
+    """Draw the scale of values below all heat maps; their strength is the square root."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 

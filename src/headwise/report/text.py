@@ -185,7 +185,7 @@ def is_light(colour: str) -> bool:
 
 
 NOT_MEASURED = "-"
-NO_SPREAD = "no spread"  # instead of an interval whose ends are equal
+NO_SPREAD = "no spread"  # instead of an interval with equal ends
 SMALLEST_FIXED = 0.01  # magnitudes that two decimals can show
 LARGEST_FIXED = 10_000.0
 UNIT_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")

@@ -96,7 +96,7 @@ def _write_for_later(path: Path, temporary: Path, data: bytes, written: ExitStac
 
 
 def make_temporary_path(path: Path) -> Path:
-    """Return a hidden path beside `path` for a file or folder that will take its place."""
+    """Return a hidden path next to `path` for a file or folder that will replace it."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
 
 
@@ -202,9 +202,7 @@ def remove_leftovers(folder: Path | str) -> None:
 
 
 def delete_abandoned(path: Path) -> None:
-    """Delete the temporary files and folders beside `path` that killed writers
-    of `path` have left.
-    """
+    """Delete the temporary files and folders that killed writers of `path` left next to it."""
     start = f".{path.name}."
     with suppress(OSError), os.scandir(path.parent) as entries:
         for name in [entry.name for entry in entries if entry.name.startswith(start)]:
@@ -366,7 +364,7 @@ class JsonLines:
 
 
 def read_lines(path: Path | str) -> list[dict[str, Any]]:
-    """The records of all complete lines of a JSON lines file; an empty list if there is no file.
+    """Return the records of all complete lines of a JSON lines file; an empty list without a file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -35,8 +35,8 @@ Existing = Literal["refuse", "overwrite", "continue"]
 
 
 class FileKind(NamedTuple):
-    """A kind of file that headwise writes: its name in messages, and bytes of which such a file has
-    one.
+    """A kind of file that headwise writes: its name in messages, and bytes that identify it, one of
+    `markers`.
     """
 
     name: str
@@ -197,7 +197,7 @@ def stage_folder(
     """Yield an empty folder to write to, which becomes `path` in one step if the block ends without
     an error.
 
-    The folder is beside `path`, in a hidden folder that is deleted in the end. Until the last step
+    The folder is next to `path`, in a hidden folder that is deleted in the end. Until the last step
     `path` is unchanged, even if the process is killed. Hidden folders of killed processes are
     deleted by the next call for the same path.
 
