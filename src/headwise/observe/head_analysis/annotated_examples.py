@@ -42,7 +42,7 @@ LABELS_INPUT = "labels"
 
 @dataclass(frozen=True, eq=False)
 class TokenAnnotations:
-    """Annotations of the tokens of one stream, one entry per token.
+    """Annotate the tokens of one stream, one entry per token.
 
     - `ids`, `words`: token ids and their texts.
     - `is_special`: tokens that stand for no text, such as [CLS], or that are padding.
@@ -73,7 +73,7 @@ class TokenAnnotations:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """Inputs of one model call, a text or a source and a target, with annotations of its streams.
+    """Hold the inputs of one model call, a text or a source and a target, and their annotations.
 
     `streams` maps "text" (and "source") to token annotations. `dependencies` are gold (dependent,
     governor, relation) triples of word indices from 0. `alignment_links` are gold (source word,
@@ -87,13 +87,13 @@ class Example:
 
     @property
     def parsed_stream(self) -> str:
-        """Name of the stream whose words have dependencies: the source of an encoder-decoder,
-        otherwise the text.
+        """Return the name of the stream with dependencies: the source of an encoder-decoder, else
+        the text.
         """
         return "source" if "source" in self.streams else "text"
 
     def is_within(self, lengths: range) -> bool:
-        """True if the number of tokens of every stream is one of `lengths`."""
+        """Return True if every stream's number of tokens is one of `lengths`."""
         return all(tokens.count in lengths for tokens in self.streams.values())
 
     @property
@@ -110,8 +110,7 @@ class Example:
 
 
 def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
-    """Tokens that act as attention sinks: special tokens, separators, and the first token if it was
-    measured to be one.
+    """Find attention sinks: special tokens, separators, and the first token if measured as one.
 
     `attention_sinks.mark_first_token_sinks` measures it.
     """
@@ -239,7 +238,7 @@ MAX_GENERATED_TOKENS = 64  # length of the target that the model generates for a
 
 @dataclass
 class ExampleReader:
-    """Collects the examples of one data set in order, and counts what was skipped or split.
+    """Collect the examples of one data set in order, and count what was skipped or split.
 
     Token frequencies cover the whole data set: call `examples_with_frequencies` after everything
     has been added.
@@ -276,7 +275,7 @@ class ExampleReader:
             self.skipped[reason] += 1
             return
         streams: dict[str, TokenAnnotations] = {}
-        num_lost = 0  # words without a token of their own
+        num_lost = 0  # words without a separate token
         for name, rows in inputs.token_rows.items():
             tokens = _annotate_tokens(rows[0], spans.get(name))
             streams[name] = tokens
@@ -293,8 +292,9 @@ class ExampleReader:
         self.examples.append(Example(arguments, streams, dependencies or (), links))
 
     def add_task_examples(self, task: Task, limit: int) -> None:
-        """Add examples of a task whose gold data aligns source and target tokens; each token counts
-        as a word.
+        """Add examples of a task with gold alignments of source and target tokens.
+
+        Each token counts as a word.
         """
         first = task.batch(0, 1, "valid")
         if first.source is None or not first.gold or not getattr(first.gold[0], "links", ()):
@@ -314,7 +314,7 @@ class ExampleReader:
             self.examples.append(Example(inputs, streams, (), links))
 
     def annotate_batch(self, batch: Batch) -> dict[str, TokenAnnotations]:
-        """Annotations of the streams of a batch of one example; each token counts as a word."""
+        """Annotate the streams of a batch of one example; each token counts as a word."""
         decoders = self.token_decoders()
         streams: dict[str, TokenAnnotations] = {}
         for name, ids in (("text", batch.x), ("source", batch.source)):
@@ -325,7 +325,7 @@ class ExampleReader:
         return streams
 
     def token_decoders(self) -> Mapping[str, Callable[[int], str]]:
-        """Functions that turn an id into text, for the streams "text" and "source"."""
+        """Return functions that turn an id into text, for the streams "text" and "source"."""
         if not isinstance(self.model, Transformer) or self.model.usage.tokenizer is None:
             return {"text": str, "source": str}
         source_tokenizer, target_tokenizer = load_tokenizers(self.model)
@@ -348,7 +348,7 @@ class ExampleReader:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Numbers of texts that were skipped or split."""
+        """Return the numbers of texts that were skipped or split."""
         return tuple(f"{reason}: {count}" for reason, count in self.skipped.items())
 
     def _prepare(self, text: str, target: str) -> ModelInputs:
@@ -490,7 +490,7 @@ def read_lines(path: Path | str) -> list[str]:
 
 
 def _split_text(model: nn.Module, text: str) -> Iterator[str]:
-    """The text, or its parts, halved at spaces until the model takes each."""
+    """Split a text in halves at spaces until the model takes each part."""
     words = text.split(" ")
     is_long = False
     try:
@@ -507,8 +507,9 @@ def _split_text(model: nn.Module, text: str) -> Iterator[str]:
 
 
 def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnotations:
-    """Annotate the tokens of a row; `spans` are the words of a parse, or None to split the text
-    into words.
+    """Annotate the tokens of a row.
+
+    `spans` are the words of a parse, or None to split the text into words.
     """
     ids = torch.tensor(row.ids)
     special = torch.zeros(len(ids), dtype=torch.bool)
@@ -533,7 +534,7 @@ def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnota
 
 
 def _is_punctuation(word: str) -> bool:
-    """True if a token consists of punctuation in any language (Unicode categories P).
+    """Return True if a token consists of punctuation in any language (Unicode categories P).
 
     >>> [_is_punctuation(word) for word in (".", "。", " ,", "a.", "")]
     [True, True, True, False, False]

@@ -36,8 +36,8 @@ class LayerAttention(NamedTuple):
     """Attention of one layer over one text: its weights, and the norms |v W_O| of what each head
     reads from each key.
 
-    `value_norms_HS` is None where no W_O belongs to a head; `reason` says why. `queries` and `keys`
-    are the strings of the tokens, empty if they are unknown.
+    `value_norms_HS` is None where no W_O belongs to a head; `reason` explains it. `queries` and
+    `keys` are the strings of the tokens, empty if they are unknown.
     """
 
     site: str
@@ -61,7 +61,7 @@ class LayerAttention(NamedTuple):
 
 
 class AttentionTable(NamedTuple):
-    """A matrix over the tokens of one text; prints the largest entries of every query."""
+    """Hold a matrix over the tokens of one text; prints the largest entries of every query."""
 
     title: str
     queries: tuple[str, ...]
@@ -99,9 +99,8 @@ class AttentionMaps:
     def norms(self, site: str) -> Tensor:
         """Norm-weighted attention |w v W_O| of a layer (2004.10102), [heads, queries, keys].
 
-        A large weight on a key whose value is short moves little: attention to separators is often
-        of this kind. Biases of keys and values are in v; the bias of the output, and gates, are
-        left out.
+        A large weight on a key with a short value moves little, as often with separators. Biases of
+        keys and values are in v; the bias of the output, and gates, are left out.
         """
         return self._layer(site).measure("norms")
 
@@ -140,7 +139,7 @@ class AttentionMaps:
         return self.layers[site]
 
     def _last_stack(self) -> list[LayerAttention]:
-        """The layers of self-attention of the last stack."""
+        """Return the self-attention layers of the last stack."""
         stack = list(self.layers.values())[-1].stack
         layers = [one for one in self.layers.values() if (one.stack, one.kind) == (stack, SELF)]
         if not layers:
@@ -149,7 +148,7 @@ class AttentionMaps:
 
 
 class _MapHook(AttentionHook):
-    """Hook that keeps weights and value norms of one layer, for the first text of the batch."""
+    """Keep weights and value norms of one layer, for the first text of the batch."""
 
     def __init__(self, circuits: AttentionCircuits | None) -> None:
         self.circuits = circuits
@@ -180,8 +179,8 @@ class _MapHook(AttentionHook):
 def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:
     """Run a model on one text and return its attention maps.
 
-    `inputs` are those of `hw.trace`: ids, a text, or a dictionary of arguments. Of several texts,
-    the first is used.
+    `inputs` are ids, a text, or a dictionary of arguments, as for `hw.trace`. Only the first of
+    several texts is used.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}

@@ -42,14 +42,12 @@ class FirstTokenWeight(NamedTuple):
 
     @property
     def score(self) -> float:
-        """How far the weight stands between chance (0) and 1."""
+        """Scale the weight between chance (0) and 1."""
         return (self.value - self.chance) / (1 - self.chance) if self.chance < 1 else 0.0
 
 
 class MarkedExamples(NamedTuple):
-    """Examples whose annotations state whether the first token is a sink, and a note on what was
-    measured.
-    """
+    """Mark in each example if the first token is a sink; `notes` describe what was measured."""
 
     examples: Iterator[Example]
     notes: tuple[str, ...]
@@ -64,7 +62,7 @@ def measure_first_token(
     """Measure how much weight every head puts on the first token of its key stream, over rows that
     may also read another token; p-values are corrected for the number of heads (Holm).
     """
-    sums: dict[str, Array] = {}  # weight, that of uniform attention and number of rows, [3, heads]
+    sums: dict[str, Array] = {}  # weight, uniform weight and number of rows, [3, heads]
 
     def add_band(site: str, band: WeightBand) -> None:
         sums.setdefault(site, np.zeros((3, len(band.w_HTS))))
@@ -142,8 +140,9 @@ def mark_first_token_sinks(
 
 
 class DistinctExamples:
-    """The examples whose inputs differ from those of all earlier ones; counts of both kinds after
-    the iteration.
+    """Iterate over examples with new inputs.
+
+    After the iteration, distinct and repeated examples are counted.
 
     >>> examples = DistinctExamples([Example({"x": n % 2}, {}) for n in range(5)])
     >>> len(list(examples)), examples.notes

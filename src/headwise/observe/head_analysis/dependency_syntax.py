@@ -40,11 +40,11 @@ class DependencyScores:
 
     Parsed sentences are the sources of an encoder-decoder. A relation is left out if the data has
     fewer than `min_arcs` of it. A dependency is found by a word that attends to the other word
-    most. `convention` says how dependencies count, "ours" or "clark" (1906.04341, section 4.2, and
-    its notebook):
+    most. `convention` defines how dependencies count, "ours" or "clark" (1906.04341, section 4.2,
+    and its notebook):
 
-    - Heads compete with fixed offsets between words: -8 to 8, or "clark" -3 to 2, of which one that
-      leads past the last word finds the last word. With "ours", they also compete with uniform
+    - Heads compete with fixed offsets between words: -8 to 8, or "clark" -3 to 2; an offset past
+      the last word finds the last word. With "ours", they also compete with uniform
       attention over tokens, which favours words of many tokens.
     - "ours" counts the dependencies that the attention mask allows, "clark" all of them.
     - With "clark", a dependent belongs to the word that attends to it most, attention of a word to
@@ -174,12 +174,12 @@ class DependencyScores:
         self._words.finish_example()
 
     def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """The share of each relation's dependencies that each head finds; chance is the best
-        baseline.
+        """Measure the share of each relation's dependencies that each head finds.
 
-        The interval is that of the head's margin over the best baseline, moved to the head's own
-        value. It is corrected for testing all heads, relations and directions at once (Bonferroni:
-        one false claim in 20 data sets), and cut off at 0 and 1.
+        Chance is the best baseline. The interval is computed for the head's margin over the best
+        baseline, then moved to the head's own value. It is corrected for testing all heads,
+        relations and directions at once (Bonferroni: one false claim in 20 data sets), and cut off
+        at 0 and 1.
         """
         stacked = stack_by_key(self.counts_by_example)
         stacked = {key: one for key, one in stacked.items() if one[..., -1].sum() >= self.min_arcs}
@@ -206,14 +206,14 @@ class DependencyScores:
 
 
 def _check_words(words: Iterable[int], index_of: Mapping[int, int], fact: str) -> None:
-    """Refuse a dependency between words that the tokens do not have."""
+    """Raise if a dependency names a word without tokens."""
     if not {*words} <= index_of.keys():
         valid = f"words {min(index_of)}..{max(index_of)}" if index_of else "no words"
         raise ValueError(f"{fact}: the tokens have {valid}; count words from 0")
 
 
 def is_relation_measure(measure: str) -> bool:
-    """True if `measure` is the name of a measure of a single relation.
+    """Return True if `measure` is the name of a measure of a single relation.
 
     >>> names = ("syntactic nsubj to governor", "syntactic all to governor", "sink")
     >>> [is_relation_measure(name) for name in names]
@@ -269,9 +269,9 @@ class ProbeResult:
     """Share of governors that the probe finds in the held-out texts (unlabelled attachment score,
     UAS).
 
-    `random_baseline` is the score of the randomly initialised baseline, `baseline` that of one
-    fixed `offset`. `head_weights` are the probe's weights by head; `texts` and `arcs` count the
-    training and the held-out part.
+    `random_baseline` is the score with random initialisation; `baseline` is the score of one fixed
+    `offset`. `head_weights` are the probe's weights by head; `texts` and `arcs` count the training
+    and the held-out part.
     """
 
     uas: Measure
@@ -430,7 +430,7 @@ def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
 
 
 def _split_texts(count: int, options: ProbeOptions) -> tuple[list[int], list[int]]:
-    """Indices of the training texts and of the held-out texts."""
+    """Return indices of the training texts and of the held-out texts."""
     num_test = round(options.test_fraction * count)
     if num_test < 2 or count - num_test < 2:
         split = f"{count - num_test} for training and {num_test} held out"

@@ -43,7 +43,7 @@ class LowRankMap(NamedTuple):
 
     @property
     def product(self) -> Tensor:
-        """The full matrix, [in, out]."""
+        """Compute the full matrix, [in, out]."""
         return self.left @ self.right
 
     @property
@@ -53,7 +53,7 @@ class LowRankMap(NamedTuple):
 
     @property
     def singular_values(self) -> Tensor:
-        """The r largest singular values, in descending order; all others are zero.
+        """Compute the r largest singular values, in descending order; all others are zero.
 
         >>> LowRankMap(
         ...     torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0, 0.0]])
@@ -67,7 +67,7 @@ class LowRankMap(NamedTuple):
         return torch.linalg.svdvals(left @ right.T)
 
     def inner_product(self, other: LowRankMap) -> Tensor:
-        """Frobenius inner product of two maps, computed on the narrow sides."""
+        """Compute the Frobenius inner product of two maps on the narrow sides."""
         left = self.left.double().T @ other.left.double()
         return (left * (self.right.double() @ other.right.double().T)).sum()
 
@@ -81,7 +81,7 @@ def copying_score(
     It is 1 if all eigenvalues are positive, so that the head raises the logits of tokens that it
     attends to, and -1 if all are negative. The map is embed W_V W_O unembed over tokens, with
     `embed` [tokens, model] and `unembed` [model, tokens], or W_V W_O over states without them. Its
-    nonzero eigenvalues are those of an [r, r] matrix.
+    nonzero eigenvalues are computed from an [r, r] matrix.
 
     >>> ov = LowRankMap(torch.eye(3)[:, :2], torch.eye(3)[:2])
     >>> copying_score(ov), copying_score(LowRankMap(ov.left, -ov.right))
@@ -275,7 +275,7 @@ class TokenTables(NamedTuple):
 
 
 def get_weight(net: Transformer, name: str) -> Tensor | None:
-    """A weight of a headwise model, which may be tied to another; None if there is none."""
+    """Return a weight of a headwise model, which may be tied to another; None if there is none."""
     tensor = net.state_dict(keep_vars=True).get(net.spec.tied_weights().get(name, name))
     return None if tensor is None else tensor.detach()
 
@@ -329,8 +329,8 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
     place = f"{stack_name}.{layer if stack.weights_of == 'each' else 0}"
 
     def fold(norm: NormSpec | None, name: str, table: Tensor, axis: int) -> Tensor:
-        """Apply a norm's linear part to a table whose `axis` holds the channels, before or after
-        the table.
+        """Apply a norm's linear part to the channels on `axis` of a table, before or after the
+        table.
         """
         if norm is None:
             return table
@@ -361,8 +361,7 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
 
 @dataclass(frozen=True)
 class HeadCircuit:
-    """Numbers of one head from its weights: its copying score, the norm of its slice of W_O, and
-    that of W_V W_O.
+    """Measure one head from its weights: copying score, norm of its slice of W_O, norm of W_V W_O.
 
     `copying` and `ov_norm` are NaN where no single W_V belongs to the head. `over` is what the
     copying score is over: "tokens", through embedding and unembedding, or "states".
@@ -377,8 +376,7 @@ class HeadCircuit:
 
 
 def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
-    """Copying score, norm of W_O and norm of W_V W_O of every head of a model, from the weights
-    alone.
+    """Measure copying score, norm of W_O and norm of W_V W_O of every head, from weights alone.
 
     Norms are Frobenius norms. Self-attention of a stack with a token embedding is scored over
     tokens, with the gains of the norm before it and of the final norm (see `fold_norms`), all other

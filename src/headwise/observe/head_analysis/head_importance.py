@@ -104,11 +104,10 @@ def estimate_importance(
 ) -> ImportanceResult:
     """Estimate how much each head of a model matters, over texts.
 
-    `method` and `objective` are names or objects with options of their own; see
-    `IMPORTANCE_METHODS` and `OBJECTIVES`. If no objective is given, it is the loss of the model's
-    own head, or the drift of its outputs if it has none; `notes` of the result say which. Examples
-    are read one at a time, and `progress` is called with their number so far. A note says if the
-    time limit left some out.
+    `method` and `objective` are names, or objects with options; see `IMPORTANCE_METHODS` and
+    `OBJECTIVES`. If no objective is given, it is the loss of the model's own head, or the drift of
+    its outputs if it has none; the result's `notes` name it. Examples are read one at a time, and
+    `progress` is called with their number so far. A note reports texts left out by the time limit.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -172,7 +171,7 @@ def estimate_importance(
 
 
 def _resolve_method(model: nn.Module, method: str | ImportanceMethod) -> ImportanceMethod:
-    """The method of this name; refuses one that cannot be used on the model."""
+    """Return the method of this name; raise if the model cannot use it."""
     if isinstance(method, str):
         if method not in IMPORTANCE_METHODS:
             raise ValueError(f"unknown method {method!r}; {suggest(method, IMPORTANCE_METHODS)}")
@@ -204,7 +203,7 @@ def _read_inputs(
 def _resolve_objective(
     model: nn.Module, requested: str | Objective | None, example: Example, method: ImportanceMethod
 ) -> tuple[Objective, str]:
-    """The objective and a note on how it was chosen; refuses one that the method cannot use."""
+    """Return the objective and a note on how it was chosen; raise if the method cannot use it."""
     if method.measured_quantity:
         if requested is not None:
             fact = f"method {method.name!r} measures the {method.measured_quantity}"
@@ -221,8 +220,8 @@ def _resolve_objective(
 def _sample_examples(
     examples: Iterable[Example], options: ImportanceOptions
 ) -> tuple[Iterator[Example], list[str]]:
-    """A uniform sample of the examples in their order (reservoir sampling), or all of them, with a
-    note.
+    """Sample examples uniformly in their order (reservoir sampling), or keep all; returns a note
+    too.
     """
     size = options.num_examples
     if size is None:
@@ -243,7 +242,7 @@ def _sample_examples(
 
 
 def _common_sites(sums: Sequence[ImportanceSums]) -> set[str]:
-    """Names of the sites that every text reaches."""
+    """Return names of the sites that every text reaches."""
     return set(sums[0]).intersection(*sums)
 
 

@@ -52,8 +52,7 @@ class MeasureCollector(Protocol):
 
 
 class MetricSums:
-    """Sums and counts of every metric, one small array per example, for the model and for its
-    chance level.
+    """Hold sums and counts of every metric per example, for the model and for its chance level.
 
     `sums_by_example` maps (site, metric, `OBSERVED` or `CHANCE`) to one (sums, counts) pair per
     example.
@@ -70,7 +69,7 @@ class MetricSums:
         """Add a band of rows, and the same band of a head that reads every allowed key equally (the
         chance level).
         """
-        # Most layers share one attention mask, so the baseline of a recent band may be that of this.
+        # Most layers share one attention mask, so a recent band may have the same baseline.
         key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
         uniform: dict[str, TextSums] | None = None
         for recent_key, allowed, sums in self._recent_uniform:
@@ -146,7 +145,7 @@ class MeasureOptions(NamedTuple):
     """Options of `measure_heads`.
 
     - `metrics`: names of the metrics.
-    - `sites`: names of the sites to measure; empty for all that can be observed.
+    - `sites`: names of the sites to measure; empty for every observable site.
     - `engine`: runs the examples elsewhere.
     - `min_texts`: fewest different texts; a single one has no intervals and no tests.
     """
@@ -219,7 +218,8 @@ def measure_heads(
 def _select_sites(
     model: nn.Module, options: MeasureOptions
 ) -> tuple[list[SiteModule], Mapping[str, tuple[str, str]]]:
-    """The sites to measure, and the streams of their queries and keys by site name."""
+    """Select the sites to measure; also returns the streams of their queries and keys by site name.
+    """
     sites = require_ability(model, "observe")
     sites = [one for one in sites if not options.sites or one.site.name in options.sites]
     has_source = is_encoder_decoder(model)
@@ -233,8 +233,9 @@ def sum_examples(
     collectors: Sequence[MeasureCollector] = (),
     progress: Callable[[int], object] = lambda _: None,
 ) -> MetricSums:
-    """Sums of every metric over examples whose first tokens are marked, one entry for each example,
-    in their order.
+    """Sum every metric over examples with marked first tokens.
+
+    Returns one entry for each example, in their order.
     """
     sites, streams = _select_sites(model, options)
     metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
@@ -292,7 +293,7 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
         p = excess_p_values(observed, baseline)
     else:
         p = np.full(len(rows), np.nan)
-        if reduce is select_largest:  # it exceeds that of the baseline, corrected for their number
+        if reduce is select_largest:  # larger than the baseline's; corrected for their number
             largest = np.nan_to_num(estimate.value).argmax(-1)
             sums, counts = (array[:, np.arange(len(rows)), largest] for array in observed)
             best = int(np.nan_to_num(chance)[0].argmax())

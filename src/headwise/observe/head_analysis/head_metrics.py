@@ -25,7 +25,7 @@ SumAndCount = tuple[
 ]  # sums over rows, [H] or [H, N], and the number of rows, of the same shape
 ReduceFunction = Callable[[Tensor], Tensor]
 MAX_OFFSET = 8  # largest offset considered, in both directions
-# largest offset with a mean weight of its own, in both directions; farther pairs form one group
+# largest offset with a separate mean weight, in both directions; farther pairs form one group
 MAX_DISTANCE = 16
 MAX_ROWS = 64  # rows of a text that `support_sums` sorts, at most
 SUPPORT_FRACTIONS = (0.5, 0.9, 0.95)
@@ -140,7 +140,7 @@ def make_offset_metric(offset: int) -> Callable[[WeightBand], SumAndCount]:
 
 
 def argmax_offset_sums(band: WeightBand) -> SumAndCount:
-    """Share of rows whose largest weight is at each offset of -8..8, [H, 17] (1905.09418)."""
+    """Count rows with their largest weight at each offset of -8..8, [H, 17] (1905.09418)."""
     weights, _ = band.weights_at_offsets(range(-MAX_OFFSET, MAX_OFFSET + 1))
     hits = (weights == band.max_weight[..., None]) / band.num_max_keys[..., None]
     counted = band.has_keys.expand(hits.shape[:2])
@@ -164,7 +164,7 @@ def induction_sums(band: WeightBand) -> SumAndCount:
 
 
 def rarest_token_sums(band: WeightBand) -> SumAndCount:
-    """Share of rows whose largest weight is on the rarest token of the text (1905.09418)."""
+    """Count rows with their largest weight on the rarest token of the text (1905.09418)."""
     keys = band.key_tokens
     readable = (keys.frequency > 0) & ~keys.is_special
     if not bool(readable.any()):
@@ -367,7 +367,7 @@ def patch_distance_sums(band: WeightBand) -> SumAndCount:
 
 def _differences(band: WeightBand) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and columns from query to key, [T, S] each, and whether both are patches."""
-    grids: list[Tensor] = []  # row and column of each token; -1 for tokens that are no patches
+    grids: list[Tensor] = []  # row and column of each token; -1 for tokens that are not patches
     for tokens in (band.query_tokens, band.key_tokens):
         grid = torch.full((tokens.count, 2), -1) if tokens.patch_grid is None else tokens.patch_grid
         grids.append(grid.to(band.w_HTS.device))
@@ -415,7 +415,7 @@ NOT_FOR_IMAGES = (
 
 # --- Published metrics ----------------------------------------------------------------------------
 
-# Those of Clark et al. (1906.04341) and Voita et al. (1905.09418) use the whole row, sinks included.
+# Clark et al. (1906.04341) and Voita et al. (1905.09418) use the whole row, sinks included.
 SENTENCE_ENDS = (".", ",")  # the punctuation that Clark et al. measure
 SMOOTHING = 1e-4
 

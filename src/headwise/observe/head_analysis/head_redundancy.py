@@ -196,13 +196,13 @@ class ComparableHeads:
 
     @property
     def num_pairs(self) -> int:
-        """Number of pairs of heads."""
+        """Count pairs of heads."""
         return len(self.heads) * (len(self.heads) - 1) // 2
 
     @property
     def similar_pairs(self) -> tuple[tuple[HeadLocation, HeadLocation], ...]:
-        """Pairs whose interval ends below the threshold and below their chance distance, the
-        closest first.
+        """Return pairs with an interval below both the threshold and their chance distance, closest
+        first.
         """
         first, second = np.triu_indices(len(self.heads), 1)
         is_similar = (self.high < np.minimum(self.threshold, self.chance))[first, second]
@@ -211,7 +211,7 @@ class ComparableHeads:
 
     @property
     def cluster_members(self) -> tuple[tuple[HeadLocation, ...], ...]:
-        """The heads of each cluster, the largest cluster first."""
+        """List the heads of each cluster, the largest cluster first."""
         members: dict[int, list[HeadLocation]] = {}
         for head, cluster in zip(self.heads, self.clusters, strict=True):
             members.setdefault(cluster, []).append(head)
@@ -219,7 +219,7 @@ class ComparableHeads:
 
     @property
     def sentence(self) -> str:
-        """Whether the heads are redundant, with the number of similar pairs."""
+        """State if the heads are redundant, with the number of similar pairs."""
         test = self.similar_pair_test
         counts = (
             f"{len(self.similar_pairs)} of {self.num_pairs} pairs of heads are significantly more "
@@ -341,8 +341,9 @@ class _RedundancySums:
         self.num_rows += rest.counted.numel() * row_weight
 
     def comparable_heads(self) -> list[int]:
-        """Indices of the heads of which every pair has rows; a head that has the fewest is left out
-        first.
+        """Return indices of heads such that every pair of them has rows.
+
+        Heads with the fewest rows are left out first.
         """
         counts = self.observed.count.copy()
         np.fill_diagonal(counts, 1)

@@ -119,7 +119,7 @@ class ReportOptions(NamedTuple):
     """Figures of a report besides the table.
 
     - `importance`, `redundancy`: results that get a figure.
-    - `drawn_heads`: heads with a figure of their own on the first text.
+    - `drawn_heads`: heads with a separate figure on the first text.
     - `existing`: "overwrite" replaces a folder with an earlier report.
     """
 
@@ -201,7 +201,7 @@ def _list_figures(
 
 
 def head_file_name(site: str, head: int) -> str:
-    """File name of the figure of one head.
+    """Return the file name of the figure of one head.
 
     >>> head_file_name("decoder.1.attention", 3)
     'head-decoder.1.attention-3'
@@ -276,8 +276,7 @@ Cells = list[tuple[int, int]]
 
 @dataclass
 class PictureMaker:
-    """Makes pictures of the heads of a model on the texts that show their classes; each text is run
-    once.
+    """Make pictures of a model's heads on the texts that show their classes; each text runs once.
     """
 
     model: nn.Module

@@ -111,8 +111,8 @@ def centred_kernel_alignment(features: Tensor) -> Tensor:
     heads].
 
     CKA measures similarity up to rotation and scale. `features` are [heads, tokens, width]. It uses
-    the unbiased estimator of HSIC (Song et al. 2012), whose mean is zero for unrelated features, so
-    that it can be negative. A head with constant output has NaN.
+    the unbiased estimator of HSIC (Song et al. 2012): its mean is zero for unrelated features, so
+    it can be negative. A head with constant output has NaN.
 
     >>> x = torch.arange(15.0).view(1, 5, 3) ** 2
     >>> centred_kernel_alignment(torch.cat([x, 3 * x]))[0, 1].round(decimals=6).item()
@@ -184,8 +184,9 @@ class SampledRows(NamedTuple):
     row_weight: float = 1.0
 
     def permute_weights(self, seed: Sequence[int]) -> Tensor:
-        """Permute the weights of each row among the keys that it may read, except for sinks, which
-        keep theirs: as sharp as before, with as much on sinks, but unrelated to the text.
+        """Permute the weights of each row among the keys that it may read, except for sinks.
+
+        The rows stay as sharp, with as much on sinks, but unrelated to the text.
         """
         generator = np.random.default_rng(seed)
         permuted = self.weights.clone()
@@ -201,7 +202,7 @@ class SampledRows(NamedTuple):
         return permuted
 
     def without_sinks(self, weights: Tensor) -> NonSinkRows:
-        """Leave out the sinks of `weights`, those of these rows or permuted ones."""
+        """Leave out the sinks of `weights`, for these rows or permuted ones."""
         rest = weights[..., :-1][..., ~self.is_sink]
         mass = rest.sum(-1)
         counted = mass >= MIN_NON_SINK_WEIGHT
@@ -407,11 +408,11 @@ MAX_STEPS = 1000
 
 
 def embed_in_plane(distances: DistanceArray, seed: int = 0) -> PlaneEmbedding:
-    """Points in the plane whose distances match the given ones best: multidimensional scaling by
-    SMACOF from several starts.
+    """Embed items in the plane to match distances: multidimensional scaling by SMACOF.
 
-    The first start is the classical solution, the others are random. The best result is rotated so
-    that it is widest along the first axis. The result is deterministic.
+    SMACOF runs from several starts. The first start is the classical solution, the others are
+    random. The best result is rotated so that it is widest along the first axis. The result is
+    deterministic.
 
     >>> corners = np.array([[0.0, 0], [3, 0], [3, 4]])
     >>> found = embed_in_plane(np.linalg.norm(corners[:, None] - corners, axis=-1))

@@ -15,8 +15,8 @@ from ...report.render import colour_text, note_lines, to_csv, to_plain, to_text
 from ...report.text import format_p, wrap
 from ...util.errors import pluralise
 
-# Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes
-# classes without colour.
+# Letter and colour of each class. Colours are from Okabe and Ito; the letter distinguishes classes
+# without colour.
 CLASS_STYLES: Mapping[str, tuple[str, str]] = {
     "sink": ("K", "#999999"),
     "positional": ("P", "#56B4E9"),
@@ -313,7 +313,7 @@ class HeadImportance:
 
     @property
     def measure(self) -> Measure:
-        """The importance as a `Measure` whose chance level is 0."""
+        """Return the importance as a `Measure` with chance level 0."""
         return Measure(self.value, self.low, self.high, 0.0)
 
 

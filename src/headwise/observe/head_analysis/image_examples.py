@@ -62,7 +62,7 @@ class PatchLayout(NamedTuple):
         return PatchLayout(image[0] // patch[0], image[1] // patch[1], image, channels)
 
     def annotate(self, num_others: int) -> TokenAnnotations:
-        """Annotations of the tokens of an image, whose patches follow `num_others` other tokens."""
+        """Annotate the tokens of an image: `num_others` other tokens, then its patches."""
         places = list(product(range(self.rows), range(self.columns)))
         count = num_others + len(places)
         is_other = torch.arange(count) < num_others
@@ -77,8 +77,9 @@ class PatchLayout(NamedTuple):
 
 
 def _normalise(model: nn.Module, pixels: np.ndarray) -> np.ndarray:
-    """Normalise pixels [n, height, width, channels] in 0..1 as the usage of a headwise model, or the
-    preprocessor_config.json of a transformers folder, says.
+    """Normalise pixels [n, height, width, channels] in 0..1 as the model expects.
+
+    Follows the usage of a headwise model, or preprocessor_config.json of a transformers folder.
     """
     channels = pixels.shape[-1]
     if isinstance(model, Transformer):
@@ -101,7 +102,7 @@ def _normalise(model: nn.Module, pixels: np.ndarray) -> np.ndarray:
 
 
 class ImageExamples(NamedTuple):
-    """Examples of images, the sites whose tokens are the patches, and notes on the others."""
+    """Hold examples of images, the sites with patches as tokens, and notes on the others."""
 
     examples: list[Example]
     sites: tuple[str, ...]
@@ -111,7 +112,7 @@ class ImageExamples(NamedTuple):
 def examples_from_images(
     model: nn.Module, path: str | Path, limit: int | None = None
 ) -> ImageExamples:
-    """Read images for a vision model: those of a folder, or an .npy [n, height, width, channels].
+    """Read images for a vision model, from a folder or an .npy [n, height, width, channels].
 
     Image files are resized to the size of the model. Integer pixels are scaled to 0..1 and
     normalised as the model's processor does; floats of an .npy are used as they are.

@@ -151,8 +151,9 @@ def _run_layers(
 
 
 def _layer_calls(stack: LayerStack, call: LayerInputs, states: Tensor | None) -> list[LayerInputs]:
-    """Inputs of each layer beside the hidden states; keys and values of another stack's states are
-    projected once.
+    """Return the inputs of each layer except the hidden states.
+
+    Keys and values of another stack's states are projected once.
     """
     sequence = call.source_sequence
     if states is None or sequence is None:
@@ -245,7 +246,7 @@ def shapley_value(
     orders of ablation.
 
     It needs no gradients, and it credits heads that stand in for each other, which leave-one-out
-    does not. Each text samples `num_permutations` orders of its own. The values of all heads sum
+    does not. Each text samples `num_permutations` separate orders. The values of all heads sum
     exactly to the increase of the objective when all heads are ablated.
     """
     heads: list[tuple[str, int]] = []

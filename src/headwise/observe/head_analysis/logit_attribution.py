@@ -86,11 +86,11 @@ def attribute_logit(
     """Direct logit attribution: what each head adds to the logit of a token through the residual
     stream.
 
-    `token` is the token whose logit is explained (default: the most likely one); with `baseline`,
-    the difference of the two logits is. The scale of the final norm is held at the value of the
-    text, so that contributions add up to the logit exactly. Effects through later layers are not
-    part of it. The model is a decoder or encoder whose layers add to one residual stream without a
-    norm after the attention (pre-norm), with a linear head over tokens.
+    The logit of `token` is explained (default: the most likely one), or with `baseline` the
+    difference of the two logits. The scale of the final norm is held at the value of the text, so
+    that contributions add up to the logit exactly. Effects through later layers are not part of it.
+    The model is a pre-norm decoder or encoder with one residual stream, no norm after the
+    attention, and a linear head over tokens.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -153,7 +153,7 @@ def _run_to_head(
 
 
 def _check_residual_stream(net: Transformer) -> Any:
-    """The only stack of a model whose heads add to the logits directly; raises if there is none."""
+    """Return the only stack, if its heads add to the logits directly; raise otherwise."""
     problem = f"cannot attribute logits of {net.spec.name}"
     stacks = list(net.stacks.values())
     if len(stacks) != 1:
@@ -189,11 +189,10 @@ def _output_table(net: Transformer) -> Tensor:
 
 
 class LogitEffects(NamedTuple):
-    """Direct effects of a head on every logit at one position, minus their mean over all tokens;
-    and what is left out.
+    """Hold direct effects of a head on every logit at one position, minus their mean over tokens.
 
-    A number that is added to all logits changes no probability, so only differences from the mean
-    count.
+    Also names what is not included. A number that is added to all logits changes no probability, so
+    only differences from the mean count.
     """
 
     values: Tensor
@@ -204,12 +203,11 @@ class LogitEffects(NamedTuple):
 def attribute_all_logits(
     model: nn.Module, inputs: Any, site: str, head: int, position: int
 ) -> LogitEffects:
-    """The effect of a head on the logit of every token through the residual stream, [tokens], in
+    """Compute the effect of a head on every logit through the residual stream, [tokens], in
     float64.
 
     The scale of the final norm is held at the value of the text. Effects through later layers are
-    not part of it, and norms between the head and the end of its stack are left out, which the note
-    then says.
+    not part of it. Norms between the head and the end of its stack are left out, with a note.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -252,7 +250,7 @@ def attribute_all_logits(
 
 
 def _apply_frozen_norm(norm: NormLayer | None, h: Tensor, written: Tensor) -> Tensor:
-    """Contributions [..., model] to the state h after the norm, whose scale is held at that of h."""
+    """Apply the norm to contributions [..., model] to h, with the scale computed from h."""
     if norm is None:
         return written
     weight = norm.get_weight("weight")

@@ -4,8 +4,8 @@ total conserved.
 The relevance of an output is divided among its inputs in proportion to their contributions.
 Positive and negative contributions are divided separately and weighted by alpha and beta; a bias is
 shared equally by all inputs. After each operation the relevance is rescaled to its sum before
-(1905.09418; the rule is from Bach et al. 2015). Each operation is a function of autograd whose
-backward pass is this rule, so that a gradient is a relevance.
+(1905.09418; the rule is from Bach et al. 2015). Each operation is an autograd function with this
+rule as its backward pass, so a gradient is a relevance.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from .importance_methods import ImportanceInput, ImportanceSums, stack_inputs
 ALPHA = BETA = 0.5
 STABILISER = 1e-5
 MAX_CELLS = 2**22  # largest number of contributions computed at once
-Rule = Callable[[Tensor], Sequence[Tensor]]  # relevance of the output -> that of each input
+Rule = Callable[[Tensor], Sequence[Tensor]]  # relevance of the output -> relevance of each input
 
 
 class _Operation(torch.autograd.Function):
-    """A value that was computed from `inputs`, whose backward pass divides relevance by `rule`."""
+    """Attach `rule` to a value computed from `inputs`; the backward pass divides relevance by it.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, rule: Rule, *inputs: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def attention_read(v: Tensor, w_HTS: Tensor, value_heads: Sequence[int]) -> Tens
 
 # --- Relevance of heads for the largest logit -----------------------------------------------------
 
-TOLERANCE = 1e-4  # relative error allowed between recorded values and those of the model
+TOLERANCE = 1e-4  # relative error allowed between recorded values and the model's
 LRP_NOTE = "attention weights, gates and standard deviations of norms are treated as constants"
 
 
@@ -376,7 +377,7 @@ def _affine_map(
 
 
 def _check_same_output(name: str, recorded: Tensor, expected: Tensor) -> None:
-    """Refuse a model with other values than the recorded ones: it does more than is recorded."""
+    """Raise if the model's values differ from the recorded ones: it does more than is recorded."""
     error = float((recorded - expected).abs().max())
     if not error <= TOLERANCE * max(1.0, float(expected.abs().max())):
         fact = f"{name} is more than a weighted sum of values"

@@ -239,7 +239,7 @@ class MaskedTokenLoss(Objective):
 
 @dataclass(frozen=True)
 class OutputDrift(Objective):
-    """Distance of the outputs from those of the unedited model.
+    """Measure the distance between the outputs of the edited and the unedited model.
 
     `metric` is "cosine", 1 - cosine similarity, or "l2", |a - b| / |b|. `representation` "pooled"
     compares means over tokens; "tokens" averages the distances of single tokens. At the unedited

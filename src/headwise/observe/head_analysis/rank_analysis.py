@@ -58,7 +58,7 @@ class DimensionCount:
 class LayerSpectrum:
     """Dimensions of one layer: of each head's W_Q W_K^T, and of their sum over heads.
 
-    If heads compare the same few channels, the sum has far fewer dimensions than that of Gaussian
+    If heads compare the same few channels, the sum has far fewer dimensions than with Gaussian
     weights (2006.16362).
     """
 
@@ -74,8 +74,8 @@ def measure_qk_spectra(
     """Measure in how many dimensions the heads of each layer compare tokens, from the weights
     alone.
 
-    Layers whose scores are not a product of two linear maps are left out. `caveats` of a layer name
-    what changes queries and keys token by token, such as rotary embeddings.
+    Layers are left out if their scores are not a product of two linear maps. `caveats` of a layer
+    name what changes queries and keys token by token, such as rotary embeddings.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -129,7 +129,7 @@ def measure_qk_spectra(
 
 
 def spectra_table(spectra: Sequence[LayerSpectrum]) -> Table:
-    """Return the dimensions of every layer, beside those of Gaussian weights."""
+    """Return the dimensions of every layer next to Gaussian weights."""
     columns = ("site", "of all heads", "at most", "Gaussian", "of a head", "most", "Gaussian head")
     rows: list[tuple[Any, ...]] = []
     for one in spectra:

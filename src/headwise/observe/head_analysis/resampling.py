@@ -2,7 +2,7 @@
 permutation tests.
 
 Intervals and t tests use the jackknife, which needs the statistic of all units and of all units but
-one. The jackknife of a mean gives its standard error, so that its interval is that of Student's t.
+one. The jackknife of a mean gives its standard error, so its interval equals Student's t.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARES = ("accuracy", "exact")
 # from this many units on, intervals and tests are corrected for skewness; fewer hardly show it
 MIN_SKEWED_UNITS = 10
 # Units without spread have no standard error. Their interval is their common value from this many
-# units on (so many values fall on one side by chance with p = 2 / 2^6 = 0.03), and NaN below.
+# units on (6 values fall on one side by chance with p = 2 / 2^6 = 0.03), and NaN below.
 MIN_EQUAL_UNITS = 6
 # a standard error below this share of the value is rounding: attention weights are float32
 ROUNDING = 1e-6
@@ -247,9 +247,8 @@ class MeanIntervals(NamedTuple):
 class FoldedSums:
     """Sums and row counts in at most `MAX_FOLDS` folds, which bound the memory of an interval.
 
-    Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, every text is a fold of its own. A
-    count is a number, or an array of the shape of the sums; the mean of what was never counted is
-    NaN.
+    Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, each text is one fold. A count is a
+    number, or an array of the shape of the sums; the mean of what was never counted is NaN.
 
     >>> folds = FoldedSums()
     >>> for number in range(3):
@@ -326,9 +325,9 @@ class PermutationTest(NamedTuple):
 def compare_with_null(value: float, null_values: Array, tail: str = "both") -> PermutationTest:
     """Compare a statistic with samples of its null distribution.
 
-    Values as far from the mean count as extreme; with `tail="low"`, values that are no larger. The
-    statistic itself counts as one more sample, so that p is never zero. The result is NaN if there
-    are no samples.
+    Values at least as far from the mean count as extreme; with `tail="low"`, values at most as
+    large. The statistic itself counts as one more sample, so that p is never zero. The result is
+    NaN without samples.
 
     >>> compare_with_null(-1.0, np.arange(9.0), "low").p
     0.1
@@ -357,9 +356,8 @@ def poisson_test(count: int, expected: float) -> PermutationTest:
 
 
 def expected_pairs_below(intervals: MeanIntervals, threshold: float, num_units: int) -> float:
-    """Expected number of values whose interval would end below both the value itself and the
-    threshold, if each value were sampled again with its own standard error. The intervals are those
-    of `num_units` units.
+    """Estimate how many intervals would end below both their value and the threshold, if each value
+    were sampled again with its own standard error. The intervals are for `num_units` units.
 
     >>> five = MeanIntervals(*(np.full(1000, value) for value in (5.0, 4.0, 6.0)))
     >>> [round(expected_pairs_below(five, threshold, num_units=1000)) for threshold in (9.0, 2.0)]

@@ -136,10 +136,10 @@ def heads(
     """Measure what every head of a model attends to over texts, and classify it; the result prints
     as a table.
 
-    `model` is a transformers model, a headwise model, or a module of your own whose attention
-    `hw.sites` finds. `texts` are strings, pairs (source, target) for an encoder-decoder model, or
-    two or more images for a vision model, floats [n, channels, height, width] as the model takes
-    them. `tokenizer` is needed if none is beside the model. `criteria` define the classes, as in
+    `model` is a transformers model, a headwise model, or your own module, if `hw.sites` finds its
+    attention. `texts` are strings, pairs (source, target) for an encoder-decoder model, or two or
+    more images for a vision model, floats [n, channels, height, width] as the model takes them.
+    `tokenizer` is needed if the model has none. `criteria` define the classes, as in
     `classify_heads`.
 
     >>> import headwise as hw

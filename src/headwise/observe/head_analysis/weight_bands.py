@@ -22,7 +22,7 @@ from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 # columns are gathered if fewer than one key in 32 is selected; else a product over all keys is
 # faster
 GATHER_RATIO = 32
-MIN_NON_SINK_WEIGHT = 0.01  # rows whose sinks leave less weight than this do not count
+MIN_NON_SINK_WEIGHT = 0.01  # rows with less weight than this outside sinks do not count
 
 
 def row_entropy(w_HTS: Tensor) -> Tensor:
@@ -300,8 +300,7 @@ def stream_weight_bands(
 
 
 def number_words(annotations: TokenAnnotations) -> Tensor:
-    """Word index of each token, counted from 0; a token without a word counts
-    as a word of its own.
+    """Return the word index of each token, counted from 0; a token without a word is its own word.
     """
     word = annotations.word_index
     if not len(word):
@@ -319,7 +318,7 @@ def number_words(annotations: TokenAnnotations) -> Tensor:
 
 
 def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
-    """Annotations of the words of a text, from those of its tokens.
+    """Merge token annotations into annotations of words.
 
     Two words have the same id if their tokens have; a word is as frequent as its rarest token.
     """
@@ -371,8 +370,8 @@ class WordBandMerger:
     def __init__(self, add_word_band: BandCallback) -> None:
         self._add_word_band = add_word_band
         self._groupings: dict[TokenAnnotations, WordGrouping] = {}
-        # Sums of a word whose tokens continue in the next band: weights [H, S], allowed pairs [H or
-        # 1, S], number of tokens.
+        # Sums of a word that continues in the next band: weights [H, S], allowed pairs [H or 1, S],
+        # number of tokens.
         self._unfinished: dict[str, tuple[Tensor, Tensor, int]] = {}
 
     def add_band(self, site: str, band: WeightBand) -> None:

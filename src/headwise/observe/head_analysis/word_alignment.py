@@ -81,9 +81,7 @@ class AlignmentScores:
             words.add_band(site, replace(band, query_tokens=self._query_tokens[row]))
 
     def _add_word_band(self, row: str, site: str, band: WeightBand) -> None:
-        """Count the links of a band of words: those of the heads, of uniform attention and of the
-        diagonal.
-        """
+        """Count the links of a band of words: from heads, uniform attention and the diagonal."""
         assert self._gold is not None
         num_targets, num_sources = self._gold[0].shape
         targets = band.query_tokens.word_index[band.query_positions]
