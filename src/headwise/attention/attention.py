@@ -41,8 +41,7 @@ from .masking.sequence_info import AttentionMask, SequenceInfo
 
 
 class Attention(AttentionBase):
-    """Multi-head attention as its spec describes it, run by the first backend that supports the
-    call.
+    """Multi-head attention built from a spec, run by the first backend that supports the call.
 
     >>> import headwise as hw, torch
     >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, pattern="causal"))

@@ -38,7 +38,7 @@ class AttentionArguments(NamedTuple):
 
 
 class PlannedLayer(Protocol):
-    """The properties of a layer that the plan of a call depends on."""
+    """Layer properties that the plan of a call depends on."""
 
     spec: AttentionSpec
     backend_name: str | None
@@ -392,7 +392,7 @@ def _autocasts(x: Tensor) -> bool:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which matrix products of x run."""
+    """Return the dtype of matrix products with x."""
     device = x.device.type
     is_cast = device != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_cast else x.dtype

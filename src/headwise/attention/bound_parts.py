@@ -148,7 +148,7 @@ class PartWeights(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Constants move between devices but keep their dtype: angles and slopes rounded to bfloat16
-        # would stand for other positions.
+        # would encode other positions.
         exact = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, before in exact.items():
@@ -290,9 +290,7 @@ class BoundParts:
         return own_mask, inputs._replace(q=q_BTHK, query_context=context)
 
     def feature_map(self, x_BTHK: Tensor, side: str) -> Tensor:
-        """Queries or keys as the similarity compares them: mapped to features in linear attention,
-        else unchanged.
-        """
+        """Map queries or keys to features in linear attention; return them unchanged otherwise."""
         return self.core_steps.similarity.feature_map(x_BTHK, side, self.core_steps.similarity_p)
 
     def gate_values(self, context: QueryContext, aux_losses: AuxLosses | None) -> list[Tensor]:

@@ -168,9 +168,7 @@ def share_kv_heads(
 def split_kv_heads(
     spec: AttentionSpec, weights: WeightTensors
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The layer in which every query head has its own copy of its key-value head; computes the same
-    function.
-    """
+    """Give every query head a copy of its key-value head; the layer computes the same function."""
     heads = spec.heads
     if heads.value_heads:
         raise SpecError(

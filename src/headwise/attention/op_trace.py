@@ -77,7 +77,7 @@ class OperationStep:
 
 @dataclass(frozen=True)
 class OperationTrace:
-    """The steps of one call, in the order in which they ran; `rows` are the same as plain data.
+    """The steps of one call in execution order; `rows` has the same steps as plain data.
 
     >>> import headwise as hw
     >>> steps = walk(hw.design(model=512, heads=8)).steps
@@ -331,9 +331,7 @@ MERGE_STEPS = {
 
 
 class AttentionStep(NamedTuple):
-    """One step: its number (0 without one), what it does, the tensor, its shape, and whether its
-    memory is new.
-    """
+    """One step: number (0 without one), action, tensor, shape, and True if its memory is new."""
 
     number: int
     name: str

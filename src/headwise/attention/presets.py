@@ -206,8 +206,9 @@ DILATED = "dilated(513, 2, after=256) | global((0,))"
 
 
 def _build(options: Mapping[str, Any], **choices: Any) -> AttentionSpec:
-    """The spec of a preset's choices, overridden by the caller's options; a function among them
-    takes the number of heads.
+    """Build a preset's spec, with the caller's options on top.
+
+    A choice that is a function takes the number of heads.
     """
     chosen: dict[str, Any] = {"model": 512, "heads": 8} | choices | dict(options)
     for name, choice in chosen.items():
@@ -481,5 +482,5 @@ def from_toml(text: str) -> AttentionSpec:
 
 
 def from_json(text: str) -> AttentionSpec:
-    """The spec that a JSON document describes; a choice it does not make is the usual one."""
+    """Build the spec described by a JSON document; missing choices have their defaults."""
     return _from_json(text, DEFAULT_CHOICES)

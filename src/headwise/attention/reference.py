@@ -191,9 +191,7 @@ class _SingleQueryAttention:
         return torch.stack(weighted).sum(0)
 
     def _normalised(self, s_N: Tensor, head: int, i: int, j_N: Sequence[int]) -> Tensor:
-        """Weights of one head over keys at positions j, which are zero at keys that its own pattern
-        does not allow.
-        """
+        """Weights of one head over keys at positions j; zero where its pattern forbids a key."""
         pattern = head_pattern(self.spec.pattern, head)
         own = [n for n, j in enumerate(j_N) if pattern.allows(i, j)]
         if not own:

@@ -46,8 +46,8 @@ def attend(
     Shapes are [B, H, T, K], [B, G, S, K] and [B, G, S, V], where H is a multiple of G; for one head
     also without H, or without B and H. `mask` is True or 1 where a query may attend to a key;
     `bias` is added to the scores. Both broadcast to [B, H, T, S]. With `causal`, the last query
-    sees all keys. `scale` is 1/sqrt(K) unless given. `dropout` is a probability, or a module that
-    knows whether it is training. A query that may attend to nothing gets zeros. Weights and biases
+    sees all keys. `scale` is 1/sqrt(K) unless given. `dropout` is a probability, or a module with
+    a training mode. A query that may attend to nothing gets zeros. Weights and biases
     need all scores in memory; other calls run on the first backend that supports them.
 
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16)
@@ -85,7 +85,7 @@ def attend(
 
 
 class CoreChoices(NamedTuple):
-    """The arguments of a call that its spec depends on."""
+    """Call arguments that its spec depends on."""
 
     causal: bool
     scale: float | None

@@ -152,7 +152,7 @@ UP_TO_POINTS = tuple(UP_TO)
 
 @dataclass(frozen=True)
 class TakeoverPoints:
-    """The sizes that apply; those that were not measured on this class keep torch's path."""
+    """The sizes in use; sizes not measured on this class keep torch's path."""
 
     machine_class: str
     sizes: Mapping[str, float]

@@ -137,9 +137,7 @@ STATE = CompilationState()
 
 @contextmanager
 def compile_when_called() -> Iterator[None]:
-    """Context in which a call compiles missing kernels itself, so that its bits do not depend on
-    the cache on disk.
-    """
+    """Compile missing kernels inside the call, so that its bits do not depend on the disk cache."""
     STATE.waiting += 1
     try:
         yield

@@ -1,7 +1,6 @@
 """FlashAttention on the CPU: every query reads one range of keys; torch operations with gradients.
 
-They run in place of the kernels while these are being compiled, and are what the tests compare the
-kernels with.
+They run while the kernels are being compiled. The tests compare the kernels with them.
 
 For batch b, query head h, its key head g and a query t that may read the keys first <= j < end:
 

@@ -161,9 +161,7 @@ KERNEL_SOURCE_HASH = _hash_kernel_sources()
 
 
 def _cache_folders() -> Iterator[Path]:
-    """Yield the folders that may hold compiled kernels: the user's, then one that lasts as long as
-    this process.
-    """
+    """Yield the folders for compiled kernels: the user's, then a temporary one of this process."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     if chosen:
         yield Path(chosen)
@@ -222,9 +220,7 @@ class KernelCacheImpl(CompileResultCacheImpl):
 
 
 class KernelCache(FunctionCache):
-    """A cache that is left out where it fails: a full disk, or a damaged file,
-    must not end a call.
-    """
+    """A cache that is skipped on failure: a full disk or a damaged file must not end a call."""
 
     _impl_class = KernelCacheImpl
 

@@ -91,9 +91,7 @@ def _import_problem() -> str | None:
 
 
 def kernel_problem() -> str | None:
-    """Return why kernels cannot be compiled here, as a property of the backend that needs them;
-    None if they can.
-    """
+    """Return why kernels cannot be compiled here, as a backend property; None if they can."""
     if STATE.policy == "off":
         return "needs Numba kernels, which HEADWISE_KERNELS=off disables"
     if not _IMPORT_PROBLEMS:
@@ -115,9 +113,7 @@ OPENMP_LIBRARIES = ("libgomp*.so*", "libomp*.so*", "libiomp5*.so*", "libomp*.dyl
 
 
 def _find_openmp() -> ctypes.CDLL | None:
-    """Load the OpenMP runtime that is shipped with torch; None if there is none or it lacks
-    `GOMP_parallel`.
-    """
+    """Load torch's OpenMP runtime; None if there is none or it lacks `GOMP_parallel`."""
     root = Path(torch.__file__).parent
     paths = [
         path
@@ -145,9 +141,7 @@ OPENMP_RUNTIME = _find_openmp()
 
 
 def max_threads() -> int:
-    """Return the number of threads that a kernel may use: torch's, or 1 if its OpenMP runtime
-    cannot be called.
-    """
+    """Return the number of kernel threads: torch's, or 1 if its OpenMP runtime cannot be called."""
     return torch.get_num_threads() if OPENMP_RUNTIME is not None else 1
 
 

@@ -92,9 +92,7 @@ def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """True if the kernel runs this product: sizes at which it is faster on this class of machine,
-    and no gradient.
-    """
+    """True if the kernel runs this product: faster at this size on this machine; no gradient."""
     if torch.is_grad_enabled() or x.dtype not in GEMV_POINTS:
         return False
     one_token, several_tokens, most_tokens = GEMV_POINTS[x.dtype]

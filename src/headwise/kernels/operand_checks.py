@@ -8,8 +8,8 @@ and dtypes of its tensors once, and checks each call:
     check_indices("scale_rows", "rows", rows, x.shape[0])
 
 The dispatcher of torch resolves tensors with the negative or conjugate bit, and tensors of zeros
-without memory; `can_skip_dispatcher` sends such tensors there. The last section has what the kernels do not
-support: double backward, forward-mode derivatives and torch.func transforms.
+without memory; `can_skip_dispatcher` sends such tensors there. The last section lists unsupported
+features: double backward, forward-mode derivatives and torch.func transforms.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def refuse_operands(operation: str, fact: str, remedy: str) -> NoReturn:
 
 
 class OperandChecks:
-    """The operands of one operation; `check` takes them in the order in which they were declared.
+    """The operands of one operation; `check` takes them in declaration order.
 
     >>> checks = OperandChecks("scale_rows", x=FLOAT + "R C", factors="R")
     >>> checks.check(torch.ones(2, 3), torch.ones(2))
@@ -223,7 +223,7 @@ FLASH_CHECKS = OperandChecks(
 def check_flash_operands(
     tensors: Sequence[Tensor], ends: Tensor | None, tables: Sequence[Tensor], tile_rows: int
 ) -> None:
-    """Raise ValueError for tensors that do not fit each other, or tables that point outside them.
+    """Raise ValueError for tensors that do not fit each other, or for indices outside them.
 
     `tensors` holds q, k, v and, in a backward pass, output, log-sum-exp and gradient. `tables` is
     empty or holds query rows and the work items of both passes; an item of the forward pass has at

@@ -247,9 +247,7 @@ def attend_paged(
 
 
 def _options_to_tensors(options: PagedDecodeOptions) -> list[Tensor]:
-    """Return the tensor options; empty tensors stand for missing ones, as an operation's list
-    cannot hold None.
-    """
+    """Replace None options by empty tensors: an operation's tensor list cannot hold None."""
     return [EMPTY_TENSOR if t is None else t for t in options[:4]]
 
 

@@ -397,9 +397,7 @@ POINTERS = {kind: Pointer(kind) for kind in MEMORY_TYPES}
 
 
 class StorageType(types.Type):
-    """Numba type for the dtype in which a kernel's tensors are stored; kernels are compiled once
-    per storage type.
-    """
+    """Numba type for the storage dtype of a kernel's tensors; one compiled kernel per type."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(name=f"storage dtype {kind}")

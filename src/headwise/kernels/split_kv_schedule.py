@@ -14,7 +14,7 @@ For row b with n[b] keys and split i:
 
 Loop order of the `plan` kernel, which runs in one thread: check the spans, order the rows, cut each
 row, then for each row and split make one work item: the plan entry of this split for all rows that
-read it together. It computes no tensor. In plain PyTorch, the keys that a row's entries name, in order, are
+read it together. It computes no tensor. In plain PyTorch, a row's entries name the keys
 `torch.cat([k[page, :, begin:end] for page, begin, end in spans[b]], 1)`.
 """
 
@@ -45,7 +45,7 @@ def find_invalid_span(args):
 
 @njit
 def count_shared_spans(args, row, other_row, n):
-    """Return the number of first spans that two rows share, given that they share n."""
+    """Return how many first spans two rows share, given that they share n."""
     count = 3 * args.num_spans
     spans = ints(args.spans) + row * count
     other_spans = ints(args.spans) + other_row * count
@@ -73,9 +73,7 @@ def begins_as_earlier_row(args, row):
 
 @njit
 def order_rows_by_prefix(args):
-    """Order the rows so that those with a common prefix are neighbours: insertion sort, which keeps
-    the order of equal rows.
-    """
+    """Sort rows with a common prefix next to each other: a stable insertion sort."""
     order = ints(args.row_order)
     for row in range(args.batch):
         order_index = row

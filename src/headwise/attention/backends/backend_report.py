@@ -386,7 +386,7 @@ def _check_known(name: str, words: Sequence[str], names: Iterable[str]) -> None:
 
 
 def _parse_tokens(tokens: str | int | CallSize) -> tuple[str, CallSize | None]:
-    """The kind of call, and its size where it is given."""
+    """Return the kind of call, and its size if given."""
     if isinstance(tokens, CallSize):
         return "one" if tokens.queries == 1 else "many", tokens
     if str(tokens).isascii() and str(tokens).isdigit() and int(tokens) > 0:

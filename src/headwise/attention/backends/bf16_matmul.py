@@ -37,7 +37,7 @@ class CausalBlock(NamedTuple):
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """Lengths at which the number of blocks changes, or from which weights are recomputed."""
+    """Lengths where the number of blocks changes, or where weight recomputation starts."""
     return *QUERY_BLOCK_LENGTHS, MAX_SAVED_KEYS + 1
 
 

@@ -470,7 +470,7 @@ def _count_call_pairs(
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """Lengths at which the number of blocks changes."""
+    """Lengths where the number of blocks changes."""
     return query_blocks.QUERY_BLOCK_LENGTHS
 
 

@@ -41,7 +41,7 @@ NUM_QUERY_TENSORS = 3  # of `_tensors_of`: one row per query; the others have on
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """Lengths at which the number of blocks changes."""
+    """Lengths where the number of blocks changes."""
     return QUERY_BLOCK_LENGTHS
 
 
@@ -119,8 +119,9 @@ def _can_gather_values(call: CallSignature) -> bool:
 
 
 def _must_keep_graph(inputs: CoreInputs, learned: Sequence[Tensor]) -> bool:
-    """True under functorch, for meta tensors, which need no memory, and for parameters with hooks,
-    which recomputation would call once per block.
+    """True under functorch, for meta tensors and for parameters with hooks.
+
+    Meta tensors need no memory, and recomputation would call a hook once per block.
     """
     return is_under_functorch() or inputs.q.is_meta or any(t._backward_hooks for t in learned)
 

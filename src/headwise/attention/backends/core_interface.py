@@ -35,7 +35,7 @@ from ..spec.attention_spec import AttentionSpec
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Score heads of a layer that have the same pattern, if the layer has several (`PerHead`)."""
+    """Score heads with the same pattern, in a layer with several patterns (`PerHead`)."""
 
     pattern: Pattern
     score_heads: tuple[int, ...]
@@ -60,8 +60,9 @@ def list_head_groups(spec: AttentionSpec) -> tuple[HeadGroup, ...]:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """One kind of call: everything that is known without reading a tensor's values, which would
-    wait for the device.
+    """One kind of call: everything known without reading a tensor's values.
+
+    Reading values would wait for the device.
     """
 
     spec: AttentionSpec
@@ -208,9 +209,7 @@ def never_slower(call: CallSignature, size: CallSize, mask_shape: str) -> list[s
 
 
 def flops_of_all_pairs(call: CallSignature, size: CallSize) -> int:
-    """`executed_flops` of backends that compute every (query, key) pair, including those that the
-    mask hides.
-    """
+    """`executed_flops` of backends that compute every (query, key) pair, also masked ones."""
     return call.core.flops(size.batch * size.queries * size.keys)
 
 
@@ -334,9 +333,7 @@ class CoreSteps:
         return self.normaliser_p.broadcast_over_scores()["sink"].flatten()
 
     def additive_bias(self, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-        """The sum of all additive score steps, [B or 1, H or 1, T, S]: their result for scores of
-        zero.
-        """
+        """Sum all additive score steps, [B or 1, H or 1, T, S]: their result for zero scores."""
         zero = inputs.q.new_zeros(1, 1, attention_mask.queries.count, attention_mask.keys.count)
         for act in self.scores:
             zero = act(zero, attention_mask, inputs)

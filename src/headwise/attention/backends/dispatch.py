@@ -304,9 +304,7 @@ class PackedDispatch:
 
 
 def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreDispatch:
-    """The backends that support a call, or the one that the caller names;
-    refuses if there is none.
-    """
+    """Return the backends that support a call, or the named one; raise if there is none."""
     check_backend_name(backend_name)
     refusals = {}
     supported = []
@@ -324,9 +322,7 @@ def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreD
 
 
 def choose_backend(call: CallSignature, size: CallSize | None = None) -> ModuleType:
-    """The backend that a call runs on; without a size, the preferred one of
-    those that support it.
-    """
+    """Return the backend of a call; without a size, the preferred one."""
     dispatch = make_dispatch(call)
     return BACKENDS[dispatch.backend_names[0] if size is None else dispatch.select_for_size(size)]
 
@@ -338,7 +334,7 @@ def check_backend_name(name: str | None) -> None:
 
 
 def preference_order(call: CallSignature) -> list[str]:
-    """The names of all backends, the preferred first."""
+    """Return all backend names, preferred first."""
     last: list[str] = []  # even behind `dense`
     if not bf16_matmul.is_preferred(call):
         last.append("bf16_matmul")
@@ -380,9 +376,7 @@ def never_preferred_reasons(name: str, call: CallSignature) -> list[str]:
 
 
 def backends_by_length(call: CallSignature) -> list[tuple[int, str]]:
-    """Pairs (least number of tokens, backend): what a call of one row runs on
-    as it grows longer.
-    """
+    """Return pairs (least number of tokens, backend) for a call of one row as it grows longer."""
     try:
         dispatch = make_dispatch(call)
     except NoBackend:
@@ -472,7 +466,7 @@ PROBED_BY_ALL_HEADS = frozenset({"scores", "weights", "lse"})
 def split_by_pattern(
     call: CallSignature, backend_name: str | None = None
 ) -> tuple[CallSignature, ...]:
-    """The calls that a call runs as: one for each pattern of its heads, or the call itself."""
+    """Split a call into one call per head pattern; with one pattern return it unchanged."""
     if call.probed_tensors & PROBED_BY_ALL_HEADS or backend_name in MASK_PER_HEAD_BACKENDS:
         return (call,)
     groups = list_head_groups(call.spec) if call.head_group is None else ()
@@ -532,7 +526,7 @@ class GroupHeads:
 
     @staticmethod
     def of(call: CallSignature, group: HeadGroup) -> GroupHeads:
-        """The places of a group's heads in the call of all heads."""
+        """Find the indices of a group's heads in the call of all heads."""
         spec = call.spec
         core = call.core
         own = frozenset(group.score_heads)

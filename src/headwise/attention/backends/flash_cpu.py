@@ -28,7 +28,7 @@ from .core_interface import (
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """Lengths at which work items are full, and one at which a part of the keys ends."""
+    """Lengths where work items are full, and one where a part of the keys ends."""
     return QUERY_TILE_ROWS - 1, QUERY_TILE_ROWS, QUERY_TILE_ROWS + 1, 259
 
 

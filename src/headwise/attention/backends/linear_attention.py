@@ -26,7 +26,7 @@ CHUNK_SIZE = 128  # tokens that are scored before they are added to the state
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """Lengths at which the number of chunks changes."""
+    """Lengths where the number of chunks changes."""
     return CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 2 * CHUNK_SIZE + 3
 
 

@@ -27,7 +27,7 @@ from .core_interface import CallSignature, CoreInputs
 
 
 def find_dilation(pattern: Pattern) -> int:
-    """The largest r known for which allows(i, j) implies that r divides i - j.
+    """Find the largest r that is known to divide i - j for every allowed pair (i, j).
 
     >>> from headwise.attention.masking.patterns import Dilated, Window
     >>> [
@@ -61,9 +61,7 @@ def split_by_residue(count: int, positions: range) -> list[range]:
 
 @dataclass(frozen=True)
 class ResiduePattern:
-    """A pattern restricted to positions with one residue, which are numbered among themselves: n
-    stands for `residue + modulus * n`.
-    """
+    """A pattern restricted to positions with one residue: number n is `residue + modulus * n`."""
 
     pattern: Pattern
     modulus: int
@@ -85,7 +83,7 @@ class ResiduePattern:
         return [range(self._first(span.start), self._first(span.stop)) for span in spans]
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        """The lines on which the ends of these ranges lie."""
+        """The boundary lines of these ranges."""
         if self.modulus == 1:
             return self.pattern.lines(queries, keys)
         if isinstance(self.pattern, Dilated) and self.pattern.rate == self.modulus:
@@ -302,7 +300,7 @@ def add_to_ranges(total: Tensor, x: Tensor, ranges: Sequence[range]) -> None:
 
 
 def range_to_slice(tokens: range) -> slice:
-    """The slice that selects the same indices."""
+    """Convert a range to the slice with the same indices."""
     return slice(tokens.start, tokens.stop, tokens.step)
 
 
@@ -369,7 +367,7 @@ class SparseBlock(NamedTuple):
 
     @property
     def batching_key(self) -> object:
-        """A key that is equal for blocks which can share a fused call and its mask."""
+        """Return a key that is equal for blocks that can share a fused call and its mask."""
         widths = tuple(map(len, chain.from_iterable(self.keys)))
         if self.is_full:
             return len(self.queries), sum(widths), len(widths) == 1

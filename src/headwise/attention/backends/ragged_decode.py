@@ -55,9 +55,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def leading_softcap(spec: AttentionSpec) -> Softcap | None:
-    """The soft cap that is the first score step of the spec; None if the first step is another
-    part.
-    """
+    """Return the soft cap if it is the first score step of the spec, else None."""
     steps = [step for _, step in spec.parts_of(ScoreStep)]
     return steps[0] if steps and isinstance(steps[0], Softcap) else None
 
@@ -101,9 +99,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
 
 
 def min_bytes(call: CallSignature) -> float:
-    """Bytes of keys and values from which the kernel runs; infinity if torch's calls are faster at
-    every size.
-    """
+    """Bytes of keys and values from which the kernel runs; infinity if torch is always faster."""
     return takeover_size(POINT_BY_DTYPE[call.dtype])
 
 

@@ -56,8 +56,9 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
 
 
 def _open_shares(call: CallSignature) -> list[tuple[Fraction, ...] | None]:
-    """For each gate, the share of tokens for which each head is open; None if outputs of closed
-    heads are needed.
+    """For each gate, the fraction of tokens with each head open.
+
+    None if outputs of closed heads are needed.
     """
     shares = []
     for _, gate in call.spec.parts_of(Gate):
@@ -109,7 +110,7 @@ def attend(
 
 
 def _open_heads(call: CallSignature, inputs: CoreInputs) -> Tensor:
-    """True for each head and token, [B, T, H], where no gate that closes heads is zero."""
+    """True for each head and token, [B, T, H], unless a closing gate is zero."""
     opened = torch.ones(inputs.q.shape[:3], dtype=torch.bool, device=inputs.q.device)
     for shares, gate in zip(_open_shares(call), inputs.gates, strict=True):
         if shares is not None:

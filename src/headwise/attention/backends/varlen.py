@@ -124,7 +124,7 @@ def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iter
 
 
 def group_plan(attention_mask: AttentionMask) -> VarlenPlan:
-    """The groups of a call; computed once for all layers with the same tokens."""
+    """Group the sequences of a call; computed once for all layers with the same tokens."""
     reads_future = attention_mask.pattern.tokens_before_decode != 0
     queries = attention_mask.queries
     keys = attention_mask.keys

@@ -93,9 +93,7 @@ class PageAllocator:
                 self._free_unnamed.append(page)
 
     def name(self, page: int, name: Hashable) -> None:
-        """Name a page so that `find` returns it; does nothing if the page has a name or the name is
-        taken.
-        """
+        """Name a page for `find`; do nothing if the page has a name or the name is taken."""
         if name not in self._named and page not in self._names:
             self._names[page] = name
             self._named[name] = page

@@ -190,8 +190,8 @@ class KVCache(TokenCache):
     `cache=`.
 
     The layer passes the kv entry of new tokens to `extend`, which stores it and returns what their
-    queries attend to. `storage_format` is the format in which keys and values are stored, None for
-    the layer's own dtype; `state` is the recurrent state of all past tokens in linear attention,
+    queries attend to. `storage_format` is the format of stored keys and values, None for the
+    layer's dtype; `state` is the recurrent state of all past tokens in linear attention,
     and empty in other caches.
     """
 
@@ -288,9 +288,7 @@ def _without_empty_slots(entry: KVEntry, sequence: SequenceInfo) -> tuple[KVEntr
 
 
 def check_causal(spec: AttentionSpec) -> None:
-    """Raise SpecError for a pattern that attends to future tokens, which cannot be decoded step by
-    step.
-    """
+    """Raise SpecError for a pattern with future tokens: it cannot be decoded step by step."""
     if spec.pattern.tokens_before_decode is None:
         raise SpecError(
             f"pattern {spec.pattern.text} attends to future tokens, so it cannot be decoded step "

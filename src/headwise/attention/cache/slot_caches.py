@@ -486,9 +486,7 @@ class HeadGroupCache(KVCache):
         self.storage_format = largest.storage_format
 
     def extend_by_heads(self, entry: KVEntry, new_tokens: SequenceInfo) -> list[CachedHeads]:
-        """Append these tokens; return what the queries of each group of heads attend to, in the
-        layer's own dtype.
-        """
+        """Append these tokens; return each head group's attended tokens in the layer's dtype."""
         cached: list[CachedHeads] = []
         for group, cache in zip(
             self.groups, self.caches, strict=True

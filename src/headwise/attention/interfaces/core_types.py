@@ -292,9 +292,7 @@ class AuxLosses:
         self.terms[self.layer, term] = value if self.group is None else self.group.own_share(value)
 
     def sum_over(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor:
-        """Sum x, which is a sum over this process's "heads" or "tokens", over all processes that
-        share the layer.
-        """
+        """Sum x, a sum over this process's "heads" or "tokens", over the layer's processes."""
         return x if self.group is None else self.group.sum_over(x, over)
 
     def total(self, term: str) -> Tensor | float:
@@ -441,7 +439,7 @@ def _axis_size(axis: str, sizes: Mapping[str, int]) -> int:
 
 
 class ParallelContext(ABC):
-    """The ranks that hold the other heads of a layer, or the other tokens of its rows.
+    """The ranks with the other heads of a layer, or the other tokens of its rows.
 
     Each rank computes a partial output and the partial outputs are summed, so the gradient of
     anything that several ranks hold is the sum of their gradients. `adds_output_bias` is true on

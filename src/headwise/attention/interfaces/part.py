@@ -95,8 +95,9 @@ def find_class(name: str) -> type:
 
 
 def load_entry_point(name: str) -> None:
-    """Import the module that an installed package declares for this part in the group
-    `headwise.attention.parts`, if any does.
+    """Import the module that an installed package declares for this part, if any.
+
+    Packages declare parts in the entry point group `headwise.attention.parts`.
     """
     entries = [*entry_points(group=ENTRY_POINT_GROUP, name=name)]
     places = sorted({entry.value for entry in entries})
@@ -251,9 +252,7 @@ class Part(CheckedDataclass, ABC):
         return {}
 
     def resample_constants(self, spec: AttentionSpec, seed: int) -> Mapping[str, Tensor]:
-        """New values of the constants that were sampled at random, such as random features; empty
-        if there are none.
-        """
+        """Return new values of random constants, such as random features; empty without any."""
         return {}
 
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
@@ -265,15 +264,11 @@ class Part(CheckedDataclass, ABC):
         return 0
 
     def constant_flops(self, spec: AttentionSpec, work: CallSize) -> int:
-        """The FLOPs of `flops` that multiply with constants, which need one product in the backward
-        pass, not two.
-        """
+        """The part of `flops` with constants: one product in the backward pass, not two."""
         return 0
 
     def query_independent_flops(self, spec: AttentionSpec) -> int:
-        """The FLOPs of `flops` that do not depend on the queries, which blocks of queries compute
-        again.
-        """
+        """The part of `flops` independent of the queries: each block of queries repeats it."""
         return 0
 
     def field_conflicts(self, spec: AttentionSpec) -> Iterator[str]:
@@ -341,9 +336,7 @@ class Part(CheckedDataclass, ABC):
         return heads
 
     def max_positions(self, spec: AttentionSpec) -> int | None:
-        """The number of positions that this part supports, counted from 0; None if there is no
-        limit.
-        """
+        """The number of supported positions, counted from 0; None if there is no limit."""
         return None
 
     def at_depth(self, layer: int, layers: int) -> Self:
@@ -368,9 +361,7 @@ class RecurrentPart(Part):
         return {}
 
     def num_state_features(self, core: CoreShape) -> int:
-        """The number of key features that the state sums over; 0 if all tokens
-        have equal weight.
-        """
+        """The number of key features in the state; 0 if all tokens have equal weight."""
         return 0
 
     def unnormalised_weights(
@@ -405,8 +396,7 @@ IMPORTED_FILES: list[Path] = []  # by `import_part_file`, in this order
 
 
 def import_part_file(name: str | Path) -> None:
-    """Import a Python file, which registers the parts it defines; a file that was imported before
-    is not run again.
+    """Import a Python file that registers parts; a file is run only once.
 
     The folder of the file is added at the end of `sys.path`, so that the file can import its
     neighbours.
@@ -443,9 +433,7 @@ def import_part_file(name: str | Path) -> None:
 
 
 def imported_part_files() -> tuple[str, ...]:
-    """The paths of all files that `import_part_file` has imported, so that another process can
-    import them too.
-    """
+    """List the files imported by `import_part_file`, for import in another process."""
     return tuple(map(str, IMPORTED_FILES))
 
 

@@ -242,7 +242,7 @@ class QKTransform(Modifier):
         return Phase.QK_TRANSFORM
 
     def transformed_sides(self, spec: AttentionSpec) -> frozenset[str]:
-        """The sides that this transform changes, of "q", "k" and "v"."""
+        """The sides changed by this transform, of "q", "k" and "v"."""
         return frozenset("qk")
 
     def normalises_length(self) -> bool:
@@ -250,9 +250,7 @@ class QKTransform(Modifier):
         return False
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
-        """The orthogonal maps that commute with this transform; by default none on the sides that
-        it changes.
-        """
+        """Orthogonal maps that commute with this transform; by default none on changed sides."""
         changed = self.transformed_sides(spec) & frozenset({"k": "qk", "v": "v"}[side])
         return SymmetryGroup() if changed else super().symmetry(spec, side, p)
 
@@ -271,9 +269,7 @@ class QKTransform(Modifier):
     def transform(self, x_BTHK: Tensor, side: str, precomputed: Any, p: PartParams) -> Tensor: ...
 
     def as_matrix(self, side: str, p: Mapping[str, Tensor]) -> Tensor | None:
-        """The matrix [out, in] that this transform multiplies every head's channels with; None if
-        it is not linear.
-        """
+        """The matrix [out, in] applied to every head's channels; None if not linear."""
         return None
 
     def without_sides(self, sides: frozenset[str]) -> Self | None:
@@ -341,9 +337,7 @@ class Mix(Modifier):
         return heads
 
     def mixed_flops(self, spec: AttentionSpec, work: CallSize) -> int:
-        """The FLOPs of `flops` that multiply the scores or weights which the part mixes, and not
-        other products.
-        """
+        """The part of `flops` that multiplies mixed scores or weights, without other products."""
         return self.flops(spec, work)
 
     def query_factors(self, x_BTD: Tensor, p: PartParams) -> dict[str, Tensor]:
@@ -467,8 +461,9 @@ class Gate(Modifier):
     ) -> Tensor: ...
 
     def open_fractions(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
-        """The fraction of tokens for which each output head's gate is not exactly zero; None if
-        gates never close.
+        """The fraction of tokens with each output head's gate not exactly zero.
+
+        None if gates never close.
         """
         return None
 
@@ -477,7 +472,5 @@ class Gate(Modifier):
         return False
 
     def open_probabilities(self, p: PartParams) -> Tensor | None:
-        """The probability that each output head's gate is open, if it does not depend on the input;
-        else None.
-        """
+        """The probability that each output head's gate is open; None if it depends on the input."""
         return None

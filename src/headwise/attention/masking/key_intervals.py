@@ -31,9 +31,7 @@ class KeyRetention(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The number of tokens that a cache must hold for one sequence; infinite if no token can be
-        dropped.
-        """
+        """The number of tokens to cache for one sequence; infinite if no token can be dropped."""
         return float("inf") if self.last is None else self.first + self.last
 
 
@@ -60,10 +58,10 @@ def largest_retention(*retentions: KeyRetention) -> KeyRetention:
 
 
 class BoundaryLines(NamedTuple):
-    """The lines on which the ends of key spans lie.
+    """Boundaries of key spans as row, column and diagonal lines.
 
-    Ends lie at key c for columns and at key i + d of query i for diagonals; at the given rows they
-    may jump.
+    A span ends at key c for column c, and at key i + d of query i for diagonal d. It may jump at
+    the given rows.
     """
 
     rows: frozenset[int] = NO_LINES
@@ -132,7 +130,7 @@ class KeyBand(NamedTuple):
 
     @property
     def lines(self) -> BoundaryLines:
-        """The lines on which the two ends of the band lie."""
+        """The boundary lines of the band."""
         back = NO_LINES if self.back is None else {-self.back}
         ahead = NO_LINES if self.ahead is None else {self.ahead + 1}
         return BoundaryLines(
@@ -159,14 +157,14 @@ class KeyBand(NamedTuple):
 
 @runtime_checkable
 class HasKeySpans(Protocol):
-    """The interface that counting needs from a pattern."""
+    """Methods of a pattern that counting needs."""
 
     def spans(self, i: int, keys: range) -> list[range]:
         """The keys in `keys` that query i may attend to, as disjoint spans in order."""
         ...
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        """The lines on which the ends of those spans lie."""
+        """The boundary lines of those spans."""
         ...
 
 

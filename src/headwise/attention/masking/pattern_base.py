@@ -175,8 +175,9 @@ def _argument(node: ast.expr, functions: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Pattern(ABC):
-    """A rule for which keys each query may attend to, and so for which past keys a KV cache must
-    keep (`retention`).
+    """A rule for the keys that each query may attend to.
+
+    It also decides which past keys a KV cache must keep (`retention`).
     """
 
     differs_by_head: ClassVar[bool] = False  # only `PerHead` has several patterns
@@ -210,7 +211,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        """The lines on which the ends of the spans lie."""
+        """The boundary lines of the spans."""
 
     @final
     def pairs(self, queries: range, keys: range) -> int:
@@ -508,8 +509,7 @@ def select_heads(pattern: Pattern, heads: Iterable[int]) -> Pattern:
 def count_pairs_by_head(
     pattern: Pattern, queries: range, keys: range
 ) -> tuple[int, tuple[int, ...]]:
-    """The pairs that some head allows, and the pairs that each head allows; () if all have the same
-    pattern.
+    """Count the pairs that any head allows, and each head's pairs; () if patterns are equal.
 
     >>> from headwise.attention.masking.patterns import Causal, Window
     >>> count_pairs_by_head(PerHead((Causal(), Window(2)), (0, 1)), range(4), range(4))

@@ -132,7 +132,7 @@ def factorise_least_squares(
 
 
 def factorise_exact(form: BilinearForm) -> TrilinearFactors:
-    """The exact factorisation of rank heads * dim, in which every head has its own vectors."""
+    """Factorise exactly with rank heads * dim: every head has separate vectors."""
     rank = form.q.shape[0] * form.q.shape[1]
     return TrilinearFactors(
         form.q.flatten(0, 1), init_head_blocks((len(form.q), rank)).to(form.q), form.k.flatten(0, 1)

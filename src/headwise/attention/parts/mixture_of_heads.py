@@ -195,9 +195,7 @@ class Routed(Gate):
         return torch.cat(gates, -1).index_select(-1, p["slot"])[..., None]
 
     def _factor(self, count: int) -> int:
-        """The factor that makes a uniform softmax over `count` entries 1 each; no factor with
-        norm="paper".
-        """
+        """Scale a uniform softmax over `count` entries to 1 each; no scale with norm="paper"."""
         return count if self.norm == "code" else 1
 
     def _shared(self, x_BTD: Tensor, p: PartParams) -> Tensor:

@@ -249,7 +249,7 @@ class AttentionSpec:
 
     @property
     def core_score_heads(self) -> tuple[int, ...]:
-        """The heads that the attention core scores, in order.
+        """The score heads that the attention core computes, in order.
 
         All score heads, unless pruning left some that only a gate needs: it sees queries but no
         scores (`Routed` with router="norm"). If heads are mixed, if a part multiplies the
@@ -289,9 +289,7 @@ class AttentionSpec:
 
     @property
     def core_rows(self) -> tuple[int, ...]:
-        """The rows of weights that the core computes: one for each of its score heads, or those
-        that these mix to.
-        """
+        """The weight rows of the core: one per score head, or the rows that these are mixed to."""
         return (
             self.core_score_heads
             if self.heads.rows == self.heads.q
