@@ -230,8 +230,10 @@ def heads_by_width(*, heads: int | None = None) -> Outcome:
     """
     specs = [next(iter(read_model_spec(name).attention_specs()))[1] for name in PUBLISHED_MODELS]
     sizes = sorted((spec.model, heads or spec.heads.q) for spec in specs)
-    is_constant = len({count for _, count in sizes}) == 1
-    correlation = 0.0 if is_constant else float(spearmanr(sizes).statistic)
+    correlation = 0.0
+    if len({count for _, count in sizes}) > 1:
+        ranks: Any = spearmanr(sizes)
+        correlation = float(ranks.statistic)
     numbers = {
         "narrowest": sizes[0][0],
         "fewest": sizes[0][1],

@@ -50,7 +50,6 @@ from ..surgery.l0_gates import GateTrainingOptions, KeepOpenGates
 from ..surgery.pruning import prune
 from ..training.data import Task, make_task
 from ..training.evaluation import sum_batch_metrics
-from ..training.loggers import MetricLogger
 from ..training.loop import train
 from ..training.recipe import Recipe, from_dict as read_recipe
 from ..training.training_run import CHECKPOINT_FOLDER, CheckpointFolder, read_checkpoint
@@ -173,7 +172,7 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-class StepClock(MetricLogger):
+class StepClock:
     """Logger of a training run that measures the processor time of its steps, which other processes
     do not change.
     """
@@ -186,6 +185,12 @@ class StepClock(MetricLogger):
     def median(self) -> float:
         """Median processor seconds of a step; NaN if fewer than two steps were taken."""
         return statistics.median(self._steps) if self._steps else math.nan
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Nothing is opened."""
+
+    def close(self) -> None:
+        """Nothing is closed."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add the time since the last step, unless something else was recorded between the two."""

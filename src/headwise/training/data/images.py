@@ -98,7 +98,7 @@ class ImageFiles:
                     f"use size={(high, wide)} to resize all images"
                 )
         is_grey = all(mode in GREY_MODES for *_, mode in headers)
-        self.shape = (high, wide, 1 if is_grey else 3)
+        self.shape: tuple[int, int, int] = (high, wide, 1 if is_grey else 3)
 
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
         """Load images as [n, height, width, channels], with pixels from 0 to 1."""
