@@ -1,17 +1,15 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-The commands `view`, `cost`, `train`, `study`, `heads`, `trace`, `prune` and `learn` are modules of
-these names, and `run` is a package; `prune` also holds `convert`, `learn` also `demo`, and
-`describe` the four that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
+The commands `view`, `cost`, `train`, `study`, `heads`, `trace`, `prune` and `learn` are modules
+with the same names, and `run` is a package. `prune` also contains `convert`, `learn` contains
+`demo`, and `describe` contains `spec`, `walk`, `sites` and `why`.
 
-The options of a command are a frozen dataclass, from which `options` generates the command line
-and its help. `exit_status` turns every error into one line and an exit code. `arguments` parses what
-commands share: specs, presets, folders of models and `--set KEY=VALUE`. It refuses bad files before
-a model is loaded. `text_arguments` has the options for texts and for models that are written to a
-folder.
+The options of a command are a frozen dataclass, from which `options` generates the command line and
+its help. `exit_status` turns every error into one line and an exit code. `arguments` parses shared
+arguments: specs, presets, model folders and `--set KEY=VALUE`. It refuses bad files before a model
+is loaded. `text_arguments` has the options for texts and for writing models to a folder.
 
-Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help`
-answers at once.
+Commands import heavy modules such as torch inside `main`, so that `headwise --help` is fast.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ COMMANDS = {
     "trace": "record queries, keys and values of a run in one file",
     "why": "which backend would run a spec, and why the others refuse",
 }
-# Commands in the module of another name, whose functions are called NAME_main.
+# Commands in a module with another name; their functions are named NAME_main.
 MODULES = {
     **dict.fromkeys(("spec", "walk", "sites", "why"), "describe"),
     "demo": "learn",
@@ -85,7 +83,7 @@ def usage() -> str:
 
 
 def _print_version(argv: Sequence[str]) -> int:
-    """`headwise --version`, or with --json the versions of everything that is installed."""
+    """Print `headwise --version`, or with --json the versions of all installed packages."""
     if argv == ["--json"]:
         print(json.dumps(describe_environment(), indent=1))
         return 0
@@ -96,7 +94,7 @@ def _print_version(argv: Sequence[str]) -> int:
 
 
 def _print_completion(argv: Sequence[str]) -> int:
-    """`headwise --completion SHELL`: the script that the shell runs."""
+    """Print `headwise --completion SHELL`: the completion script for a shell."""
     if len(argv) != 1 or argv[0] not in SCRIPTS:
         got = repr(" ".join(argv)) if argv else "nothing"
         raise UsageError(
@@ -107,7 +105,7 @@ def _print_completion(argv: Sequence[str]) -> int:
 
 
 def _list_commands(_: Sequence[str]) -> int:
-    """`headwise --list-options`: what may follow the word headwise, one a line."""
+    """Print `headwise --list-options`: the words that may follow headwise, one per line."""
     print("\n".join([*COMMANDS, "--help", "--version", "--completion"]))
     return 0
 
@@ -121,7 +119,7 @@ GLOBAL_OPTIONS: Mapping[str, Callable[[list[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 on success, 2 on bad input, and those of
+    """Run one command and return its exit code: 0 on success, 2 on bad input, or a code of
     `exit_status`.
     """
     is_closed = sys.stdout is None  # pyright: ignore[reportUnnecessaryComparison] - None if the shell closed it
@@ -189,10 +187,9 @@ REQUIREMENT = re.compile(r"^([\w.-]+)(?:\[[\w,-]+\])?[^;]*(?:;.*extra == ['\"]([
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, platform and built parts of this installation; nothing that takes long to import is
-    imported.
+    """Return versions, platform and compiled parts of this installation. Imports nothing slow.
 
-    Packages of no extra are under "base"; the version of one that is missing is None.
+    Packages without an extra are under "base"; a missing package has the version None.
 
     >>> describe_environment()["headwise"] == __version__
     True

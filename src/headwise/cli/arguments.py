@@ -1,4 +1,4 @@
-"""Shared by all commands: specs and models named on the command line, and output."""
+"""Shared by all commands: output, and parsing of specs and models from the command line."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _noted_encodings = set[str]()
 
 
 def _note_replaced_characters(encoding: str) -> None:
-    """Say once why characters are missing."""
+    """Warn once that unsupported characters were replaced."""
     if encoding in _noted_encodings:
         return
     _noted_encodings.add(encoding)
@@ -98,8 +98,8 @@ def print_result(args: Any, result: Any, data: Any = None) -> None:
 
 
 def terminal_language(option: str | None) -> str:
-    """Return the language that `--lang` names, else that of the locale; English, with a note, if
-    the encoding of stdout has no Chinese characters.
+    """Return the language of `--lang`, or else of the locale. Falls back to English, with a note,
+    if stdout's encoding has no Chinese characters.
     """
     locale = next(filter(None, map(os.environ.get, LOCALE_NAMES)), "")
     language = option or ("zh" if locale.lower().startswith("zh") else "en")
@@ -137,7 +137,7 @@ class SpecOptions(Options):
     changes: tuple[str, ...] = ()
 
     def resolve(self) -> AttentionSpec | ModelSpec:
-        """Return the spec or model that SPEC names, in its sizes and with its changes."""
+        """Return the spec or model named by SPEC, with its sizes and changes."""
         return resolve_target(self.spec, {"model": self.model, "heads": self.heads}, self.changes)
 
     def resolve_spec(self) -> AttentionSpec:
@@ -229,7 +229,7 @@ def _read_text(name: str) -> str:
 
 
 def _parse_table(text: str) -> dict[str, Any]:
-    """Parse JSON or TOML into a table; empty if the text is neither, which its parser reports."""
+    """Parse JSON or TOML into a table; empty if the text is neither (its parser reports that)."""
     try:
         table = (json.loads if text.lstrip().startswith("{") else tomllib.loads)(text)
     except (ValueError, RecursionError):
@@ -248,7 +248,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def is_published_model(path: Path) -> bool:
-    """True if a name is that of a published model, and not of a preset, file or folder."""
+    """True if a name refers to a published model, not to a preset, file or folder."""
     if path.exists() or path.name != str(path) or path.name in PRESETS:
         return False
     from ..models.families.published_models import PUBLISHED_MODELS
@@ -286,7 +286,7 @@ def _apply_change(table: dict[str, Any], change: str) -> None:
 
 
 def _find_key(parent: Any, key: str, path: str) -> Any:
-    """Return the key or index of a table or list; refuse one that it does not have."""
+    """Return the key or index of a table or list. Raises UsageError if it is missing."""
     keys = dict(parent) if isinstance(parent, dict) else {}
     if isinstance(parent, list):
         keys = {str(n): n for n in range(len(parent))}
@@ -351,7 +351,7 @@ def to_json(data: Any) -> str:
 
 
 CONFIG_FILE = "config.json"
-MANIFEST_FILE = "headwise.toml"  # that of headwise.models.model_spec, which imports torch
+MANIFEST_FILE = "headwise.toml"  # as in headwise.models.model_spec, which imports torch
 
 
 def check_model_path(_: str, name: str) -> None:

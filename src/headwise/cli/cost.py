@@ -1,4 +1,4 @@
-"""`headwise cost`: the cost of specs and models before they run, side by side."""
+"""`headwise cost`: estimate the costs of specs and models side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class View(NamedTuple):
-    """A report besides the table of costs: shown as text, or under its name in the JSON document."""
+    """An extra report: shown as text, or under its name in the JSON document."""
 
     data: Any
     items: Sequence[Item]
@@ -155,7 +155,7 @@ class CostOptions(Options):
 
 
 def estimate_costs(args: CostOptions) -> CostReport:
-    """Estimate the cost of every target on the command line, in its order."""
+    """Estimate the cost of every target on the command line, in order."""
     if not args.specs:
         raise UsageError(
             "name at least one spec or model: a file, a model's folder, or a preset such as gqa"
@@ -209,7 +209,7 @@ def with_unique_names(costs: CostReport) -> dict[str, CostEstimate]:
 
 
 def _match_sizes(args: CostOptions, by: str, costs: CostReport) -> tuple[CostReport, View]:
-    """Resize every spec to match the first; return the new estimates, and a report of the changes."""
+    """Resize every spec to match the first; return the new estimates and a report."""
     from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.cost_report import CostReport, estimate_cost
     from ..costs.size_matching import match_size
@@ -254,7 +254,7 @@ def _match_sizes(args: CostOptions, by: str, costs: CostReport) -> tuple[CostRep
 
 
 def _optimiser_view(args: CostOptions, costs: CostReport) -> View:
-    """Bytes of weights, gradients and optimiser state."""
+    """Show bytes of weights, gradients and optimiser state."""
     from ..costs.training_memory import OptimiserMemory
     from ..report.data import Table
 
@@ -274,7 +274,7 @@ def _optimiser_view(args: CostOptions, costs: CostReport) -> View:
 
 
 def _activations_view(args: CostOptions, costs: CostReport) -> View:
-    """Activation memory of training: saved and peak bytes, and recomputed FLOPs."""
+    """Show activation memory of training: saved and peak bytes, and recomputed FLOPs."""
     from ..costs import training_memory
     from ..report.data import Table
 
@@ -310,7 +310,7 @@ def _activations_view(args: CostOptions, costs: CostReport) -> View:
 
 
 def _complexity_view(args: CostOptions, costs: CostReport) -> View:
-    """The table of complexities."""
+    """Show the table of complexities."""
     from ..costs.complexity import ComplexityTable, LayerSizes
 
     estimate = costs.estimates[0]

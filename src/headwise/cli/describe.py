@@ -184,7 +184,7 @@ def walk_main(argv: list[str]) -> int:
 
 
 def _select_attention(args: WalkOptions) -> tuple[str, AttentionSpec]:
-    """Return the place and the spec of --layer, or of the first attention; a layer has no place."""
+    """Return the place and spec of --layer, or of the first attention. A layer has no place."""
     target = args.resolve()
     from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.workload import select_layer
@@ -231,9 +231,7 @@ def sites_main(argv: list[str]) -> int:
 
 
 def _list_sites(name: str) -> Sites:
-    """Return the attention layers of a model with weights, or of a spec or model that is only
-    described.
-    """
+    """Return the attention layers of a model with or without weights, or of a spec."""
     from ..observe.inspect.attention_sites import sites
 
     path = Path(name)
@@ -280,7 +278,7 @@ class WhyOptions(SpecOptions):
 
 
 def why_main(argv: list[str]) -> int:
-    """Print the chosen backend, and for each other one its reasons to refuse."""
+    """Print the chosen backend, and why each other backend refuses."""
     args = WhyOptions.parse(argv)
     spec = args.resolve_spec()
     from ..attention.backends.backend_report import why

@@ -1,6 +1,4 @@
-"""How a command ends: one line for every error or warning, its exit code, closed streams, and
-SIGTERM.
-"""
+"""Exit handling of commands: one-line errors and warnings, exit codes, closed streams, SIGTERM."""
 
 from __future__ import annotations
 
@@ -42,14 +40,14 @@ REMEDIES = {
 
 
 class Terminated(SystemExit):
-    """SIGTERM was received; every context manager of the command ends as after an error."""
+    """Raised on SIGTERM, so that the command's context managers exit as after an error."""
 
 
 def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int:
     """Run a command and return its exit code.
 
-    0 is success, 1 and 2 are results and bad input, 3 an error of headwise itself, 130 Ctrl-C, 141
-    a reader that has left, 143 SIGTERM.
+    0 is success, 1 a result, 2 bad input, 3 an internal error, 130 Ctrl-C, 141 a closed pipe, 143
+    SIGTERM.
     """
     signals = _SignalRecord()
     try:
@@ -72,7 +70,7 @@ def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int
         return print_error(_text_of(error) or type(error).__name__)
     except MemoryError:
         return print_error(OUT_OF_MEMORY)
-    except BaseException as error:  # panics of libraries written in Rust are no Exception
+    except BaseException as error:  # Rust panics do not derive from Exception
         if isinstance(error, RuntimeError) and "allocate memory" in _text_of(error):
             return print_error(OUT_OF_MEMORY)
         return _report_internal_error(error, argv)
@@ -81,7 +79,7 @@ def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int
 
 
 def _text_of(error: BaseException) -> str:
-    """The text of an exception; "" if its class cannot make one."""
+    """Return the text of an exception; "" if its class cannot make one."""
     try:
         return str(error)
     except Exception:
@@ -89,8 +87,8 @@ def _text_of(error: BaseException) -> str:
 
 
 def _describe_os_error(error: OSError) -> str:
-    """The path, what the system says about it, and a remedy; errors that headwise has explained
-    stay.
+    """Describe an OS error: path, system message, and a remedy. Keeps errors already explained by
+    headwise.
     """
     if error.strerror is None or error.errno is None:
         return _text_of(error) or type(error).__name__
@@ -101,7 +99,7 @@ def _describe_os_error(error: OSError) -> str:
 
 
 def print_error(message: str, code: int = BAD_INPUT) -> int:
-    """Print an error in one line to stderr, if it can be written; return the exit code."""
+    """Print an error as one line to stderr, if possible; return the exit code."""
     line = shorten_message(message)
     line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]} ..."
     with suppress(OSError, ValueError):
@@ -110,7 +108,7 @@ def print_error(message: str, code: int = BAD_INPUT) -> int:
 
 
 def _report_internal_error(error: BaseException, argv: Sequence[str]) -> int:
-    """Write the traceback to a temporary file, and print one line that names it."""
+    """Write the traceback to a temporary file, and print its path in one line."""
     reason = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())[:300]
     versions = f"headwise {__version__}, Python {platform.python_version()}, {platform.platform()}"
     lines = [versions, f"arguments: {list(argv)!r}", "", "".join(traceback.format_exception(error))]
@@ -132,10 +130,10 @@ def _report_internal_error(error: BaseException, argv: Sequence[str]) -> int:
 
 
 def open_closed_streams() -> None:
-    """Connect standard streams that are closed to the null device.
+    """Connect closed standard streams to the null device.
 
-    Otherwise the next file that is opened would get the number of a closed stream, and libraries
-    would write to it.
+    Otherwise the next opened file would get a closed stream's number, and libraries would write to
+    it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -150,8 +148,8 @@ def open_closed_streams() -> None:
 
 
 def _drop_unwritten_output() -> None:
-    """Connect streams that cannot be written to the null device; Python would report the error
-    again when it exits.
+    """Connect unwritable streams to the null device; otherwise Python reports the error again on
+    exit.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -164,9 +162,7 @@ def _drop_unwritten_output() -> None:
 
 
 class _SignalRecord:
-    """Context that records the signals which arrive, whoever handles them; in
-    the main thread only.
-    """
+    """Context that records received signals, including handled ones. Main thread only."""
 
     def __init__(self) -> None:
         self.received: set[int] = set()
@@ -192,9 +188,7 @@ class _SignalRecord:
 
 @contextmanager
 def _notices_in_one_line() -> Iterator[None]:
-    """Show warnings as errors are shown, and records of loggers with invisible
-    characters as codes.
-    """
+    """Show warnings in the same way as errors, and escape invisible characters in log records."""
 
     def make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make_any_record(*args, **kwargs)
@@ -220,7 +214,7 @@ def _notices_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def _sigterm_as_exception() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM, unless the caller has a handler of its own."""
+    """Raise `Terminated` on SIGTERM, unless the caller has installed a handler."""
 
     def terminate(signum: int, frame: FrameType | None) -> None:
         raise Terminated(TERMINATED)

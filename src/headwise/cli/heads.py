@@ -129,12 +129,12 @@ class HeadsOptions(TextOptions):
 
     @property
     def text_sources(self) -> dict[str, bool]:
-        """The options that name texts or images, and whether they are given."""
+        """Return the options that name texts or images, and which of them are set."""
         more = {"--align": bool(self.align_files), "--images": self.images is not None}
         return super().text_sources | more
 
     def check(self) -> None:
-        """Refuse what cannot work before the model is loaded."""
+        """Refuse impossible options before the model is loaded."""
         from ..observe.head_analysis.head_table import check_head_name
 
         for name in (*self.draw, *filter(None, [self.head])):
@@ -172,7 +172,7 @@ class HeadsOptions(TextOptions):
                 raise UsageError(f"{flag} {fact}; leave it out")
 
     def _list_measures(self) -> list[str]:
-        """The measures of texts without annotations."""
+        """Return the measures that need no annotations."""
         from ..observe.head_analysis.head_metrics import HEAD_METRICS, LITERATURE_METRICS
 
         published = [name for name in LITERATURE_METRICS if name.startswith(f"{self.criteria} ")]
@@ -347,7 +347,7 @@ def _locate_heads(names: Sequence[str], layers: Sequence[Any]) -> list[tuple[str
 
 
 def _draw_from_trace(args: HeadsOptions) -> int:
-    """Draw heads of a trace, which needs neither the model nor texts."""
+    """Draw heads of a trace, without model or texts."""
     from ..observe.head_analysis.head_report import draw_traced_heads
     from ..observe.traces import load_trace
 
@@ -403,7 +403,7 @@ def _measure_model(
 
 
 def _show_one_text(model: Any, args: HeadsOptions) -> Any:
-    """Return the view of one text that the options name."""
+    """Return the view of the text named by the options."""
     from ..observe.head_analysis.attention_maps import compute_attention_maps
     from ..observe.head_analysis.logit_attribution import attribute_logit
     from ..observe.inspect.attention_sites import sites

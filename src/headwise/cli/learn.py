@@ -46,7 +46,7 @@ class LearnOptions(Options):
 
 
 def main(argv: list[str]) -> int:
-    """Run the entries of a document or topic, each printed as soon as it is computed."""
+    """Run the entries of a document or topic; print each as soon as it is computed."""
     args = LearnOptions.parse(argv)
     language = terminal_language(args.lang)
     from ..learn.catalogue import MODULES, find_entries, load_documents

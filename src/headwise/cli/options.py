@@ -1,9 +1,9 @@
-"""Options of a command as one frozen dataclass, from which the command line is generated.
+"""Options of a command as one frozen dataclass that generates its command line.
 
-The docstring of a class is the help of its command: a description, a line `--flag VALUE  meaning`
+The docstring of a class is the help of its command: a description, a line `--flag VALUE meaning`
 for every field (continued below, further in), and examples. Fields have types and defaults. A field
 `top_k` is the option `--top-k`. Options below a heading are for experts: only `--help-all` shows
-them. Types and `choices` say which values are refused, as soon as an object is made.
+them. Types and `choices` are checked when an object is created.
 
 >>> @options
 ... class Example(Options):
@@ -62,17 +62,17 @@ class UsageError(ValueError):
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def options(cls: type) -> Any:
-    """Make a class of options a frozen dataclass whose arguments have names."""
+    """Make an options class a frozen dataclass with keyword-only arguments."""
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
 @options
 class Options:
-    """Base class of the options of a command. Its tables name fields.
+    """Base class for command options. Its tables refer to fields.
 
-    `names`: fields of options with other names. `choices`: names that a field accepts. `needs`:
-    fields without which one has no effect. `excludes`: fields of which one may be given. `outputs`:
-    the kind of file or folder that is written. "module:NAME" is a constant of headwise.
+    `names`: fields with another option name. `choices`: names that a field accepts. `needs`: fields
+    required by another field. `excludes`: mutually exclusive fields. `outputs`: the kind of file or
+    folder to write. "module:NAME" is a constant of headwise.
     """
 
     command: ClassVar[str]
@@ -110,10 +110,10 @@ class Options:
                 check_choice(flag, item, choices)
 
     def check(self) -> None:
-        """Refuse options that do not go together."""
+        """Refuse incompatible options."""
 
     def require(self, name: str, other: str) -> None:
-        """Refuse a field that has no effect unless another one is given."""
+        """Refuse a field that needs another field."""
         if other not in self.options_set:
             entries = help_entries(type(self))
             flag = entries[name].flag
@@ -123,7 +123,7 @@ class Options:
 
     @property
     def options_set(self) -> dict[str, str]:
-        """The options that differ from their defaults: names of fields, with those of options."""
+        """Return the options that differ from their defaults, as {field: option}."""
         flags = help_entries(type(self))
         return {
             each.name: flags[each.name].flag
@@ -133,7 +133,7 @@ class Options:
 
     @property
     def existing(self) -> Existing:
-        """Treatment of an earlier output; commands without --overwrite go on in it."""
+        """How to treat earlier output; commands without --overwrite continue it."""
         overwrite = vars(self).get("overwrite")
         if overwrite is None:
             return "continue"
@@ -141,12 +141,12 @@ class Options:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
-        """Return the options that the words of a command line give."""
+        """Parse command-line words into options."""
         return cls(**vars(CommandParser(cls).parse_args(argv)))
 
 
 def _collect(cls: type[Options], name: str) -> dict[str, str]:
-    """Return the tables of this name of a class and its bases as one."""
+    """Merge the tables with this name from a class and its bases."""
     table: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         table |= vars(base).get(name, {})
@@ -180,14 +180,14 @@ def help_entries(cls: type[Options]) -> dict[str, HelpEntry]:
 
 
 def _docstring_parts(cls: type) -> tuple[str, str, list[str]]:
-    """Return the description of a docstring, the lines on options, and the examples."""
+    """Split a docstring into description, option lines, and examples."""
     text, _, examples = (inspect.cleandoc(cls.__doc__ or "")).partition("\n\nexamples:\n")
     description, _, lines = text.partition("\n\n")
     return " ".join(description.split()), lines, examples.splitlines()
 
 
 def parse_entries(text: str) -> list[HelpEntry]:
-    """Return the entries in lines of a docstring.
+    """Parse the entries in docstring lines.
 
     >>> parse_entries("--a N  one\\n    two\\n\\nmore:\\n--b  three")[1]
     HelpEntry(flag='--b', metavar='', text='three', group='more')
@@ -211,7 +211,7 @@ def parse_entries(text: str) -> list[HelpEntry]:
 
 
 class NumberKind(NamedTuple):
-    """Numbers that an option accepts: how a word is parsed, the test, and what is accepted."""
+    """Kind of number that an option accepts: parser, test, and description."""
 
     parse: type[int | float]
     accepts: Callable[[float], bool]
@@ -237,7 +237,7 @@ CHECKS = {  # functions of `arguments`, which imports this module
 
 
 def check_value(kind: str, flag: str, value: Any) -> None:
-    """Refuse a value that an option of this kind does not accept."""
+    """Raise UsageError for a value that this kind of option does not accept."""
     if kind in CHECKS:
         look_up(f"cli.arguments:{CHECKS[kind]}")(flag, value)
     elif kind in NUMBERS and not NUMBERS[kind].accepts(value):
@@ -245,7 +245,9 @@ def check_value(kind: str, flag: str, value: Any) -> None:
 
 
 def check_choice(flag: str, value: str, names: Sequence[str]) -> None:
-    """Refuse an unknown name, with the most similar one; "module:NAMES" stands for several."""
+    """Refuse an unknown name and suggest the most similar one. "module:NAMES" refers to a constant
+    with names.
+    """
     choices: list[str] = []
     for name in names:
         choices += look_up(name) if ":" in name else [name]
@@ -276,9 +278,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of the options of one command; errors are raised as `UsageError`.
+    """Parser for the options of one command. Errors are raised as `UsageError`.
 
-    Without `expert`, it has the everyday options alone, which `--help` shows.
+    Without `expert`, it has only the everyday options of `--help`.
     """
 
     def __init__(self, options: type[Options], *, expert: bool = True) -> None:
@@ -318,7 +320,7 @@ class CommandParser(argparse.ArgumentParser):
         self.usage = " ".join([self.prog, *self._required_words(), "[OPTIONS]"])
 
     def _required_words(self) -> list[str]:
-        """Return the positional and required arguments, as the usage line shows them."""
+        """Return the positional and required arguments as shown in the usage line."""
         forms = {None: "{}", "?": "[{}]", "*": "[{} ...]"}
         words = [
             forms[action.nargs].format(action.metavar) for action in self._get_positional_actions()
@@ -334,8 +336,8 @@ class CommandParser(argparse.ArgumentParser):
         return f"{parser.format_help()}\n{self.prog} --help-all lists {more}\n"
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse the arguments; raise `UsageError` for an option that does not exist, with the most
-        similar one.
+        """Parse the arguments. Raises `UsageError` for an unknown option, with the most similar
+        one.
         """
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -343,8 +345,8 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse the arguments, import the files of `--import`, and return the others with those
-        that are unknown.
+        """Parse the arguments, import the files of `--import`, and return known and unknown
+        arguments.
         """
         words = list(args or ())
         if words == [LIST_OPTIONS]:
@@ -368,7 +370,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
     def reject_unknown(self, unknown: Sequence[str]) -> NoReturn:
-        """Raise `UsageError` for arguments that the command does not have."""
+        """Raise `UsageError` for unknown arguments."""
         option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         names = [name for action in self._actions for name in action.option_strings]
         if option is None:
@@ -381,7 +383,7 @@ class CommandParser(argparse.ArgumentParser):
         self.error(f"there is no option {option}" + (f"; {hint}" if is_similar else ""))
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UsageError` for a fault that argparse found: the option, the fault, a remedy."""
+        """Raise `UsageError` for an argparse error: the option, the fault, a remedy."""
         required = "the following arguments are required: "
         if message.startswith(required):
             names = message.removeprefix(required).split(", ")
@@ -400,7 +402,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"{option} {fault}"
 
     def _with_metavar(self, name: str) -> str:
-        """Return an option with its value, as in "--out DIR"; a positional argument as it is."""
+        """Return an option with its value, as in "--out DIR"; a positional argument unchanged."""
         action = next((action for action in self._actions if name in action.option_strings), None)
         if action is None:
             return name

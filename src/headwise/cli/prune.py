@@ -78,7 +78,7 @@ class PruneOptions(CompressionOptions):
     fold: str = "none"
 
     def check(self) -> None:
-        """Refuse anything but one way of choosing heads, and heads that the model lacks."""
+        """Require exactly one way of choosing heads; refuse malformed heads and amounts."""
         super().check()
         ways = ("keep", "heads", "clusters", "budget")
         chosen = [f"--{name}" for name in ways if getattr(self, name)]
@@ -92,7 +92,7 @@ class PruneOptions(CompressionOptions):
             self.selection()  # refuses amounts
 
     def selection(self) -> HeadSelection:
-        """Return the selection of heads that needs no model."""
+        """Return the head selection, without a model."""
         from .. import surgery
 
         if self.gates is not None:
@@ -245,7 +245,7 @@ class SweepCommandOptions(SurgeryOptions):
     min_heads: Natural = 0
 
     def check(self) -> None:
-        """Refuse what are not shares, and gates that are not trained."""
+        """Refuse invalid shares, and gate options without training steps."""
         super().check()
         _parse_shares(self.points)
         for name in ("by", "answers"):
@@ -291,7 +291,7 @@ def _parse_shares(text: str) -> tuple[float, ...]:
 
 
 def _sweep_config(args: SweepCommandOptions, run: CompressionRun) -> SweepOptions:
-    """Return the library objects that the options describe."""
+    """Return the library objects described by the options."""
     from ..surgery.pruning_curves import DEFAULT_SHARES, SweepOptions
 
     return SweepOptions(
@@ -312,8 +312,8 @@ def _sweep_config(args: SweepCommandOptions, run: CompressionRun) -> SweepOption
 
 
 def _gate_training(args: Any, run: CompressionRun) -> GateTrainingOptions:
-    """Return options for training gates on the frozen model with half of the heads open; heads are
-    ranked by how likely their gates are to be open.
+    """Return options for training gates on the frozen model with half of the heads open. Heads are
+    ranked by the probability that their gates are open.
     """
     from ..observe.head_analysis.objectives import choose_objective
     from ..surgery.l0_gates import GateTrainingOptions
@@ -373,7 +373,7 @@ class ConvertOptions(CompressionOptions):
     by: str = "best"
 
     def check(self) -> None:
-        """Refuse a target that the model cannot have."""
+        """Refuse an impossible target."""
         super().check()
         if (self.kv is None) == (self.to is None):
             raise UsageError(
@@ -410,7 +410,7 @@ def convert_main(argv: list[str]) -> int:
 
 
 def _parse_conversion(args: ConvertOptions) -> AttentionConversion:
-    """Return the conversion that the options ask for."""
+    """Return the conversion described by the options."""
     from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 
     if args.kv is not None:

@@ -59,7 +59,7 @@ class StudyOptions(Options):
     json: bool = False
 
     def check(self) -> None:
-        """Refuse an engine that runs cells in this process."""
+        """Refuse an engine that would run cells in this process."""
         if self.engine == "ray" and self.jobs == 0:
             raise UsageError(
                 "--jobs 0 runs cells in this process, which --engine ray does not; give 1 or more"
@@ -67,7 +67,7 @@ class StudyOptions(Options):
 
 
 def main(argv: list[str]) -> int:
-    """Plan or run a study; cells that were finished before are not run again."""
+    """Plan or run a study. Finished cells are not run again."""
     args = StudyOptions.parse(argv)
     from ..report.render import to_text
     from ..studies.process_engine import ProcessEngine
@@ -116,7 +116,7 @@ def _make_engine(args: StudyOptions) -> CellEngine:
 
 
 def _make_filter(patterns: Sequence[str]) -> Callable[[Cell], bool]:
-    """Return a test that accepts cells which match one of the patterns; without patterns, all."""
+    """Return a test for cells that match any of the patterns; without patterns, all match."""
 
     def is_chosen(cell: Cell) -> bool:
         names = (f"{cell.task}/{cell.variant}/{cell.seed}", cell.id)

@@ -1,6 +1,4 @@
-"""Options for the texts that `heads`, `prune` and `convert` read: lines, parsed or aligned
-sentences, or a task.
-"""
+"""Text options of `heads`, `prune` and `convert`: lines, parsed or aligned sentences, or a task."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ class TextOptions(Options):
 
     @property
     def text_sources(self) -> dict[str, bool]:
-        """The options that name texts, and whether they are given."""
+        """Return the options that name texts, and which of them are set."""
         return {
             "--data": self.data is not None,
             "--conllu": self.conllu is not None,
@@ -68,7 +66,7 @@ class TextOptions(Options):
         }
 
     def check_texts(self) -> None:
-        """Refuse anything but one source of texts, and a model of another kind."""
+        """Require exactly one source of texts that fits the model."""
         chosen_sources = [name for name, is_given in self.text_sources.items() if is_given]
         if len(chosen_sources) != 1:
             sources = ["--data FILE", "--conllu FILE"]
@@ -103,7 +101,7 @@ def parse_task(args: Any, changes: Sequence[str]) -> Task:
 def read_examples(
     model: Any, args: Any, task: Task | None = None
 ) -> tuple[list[Example], tuple[str, ...]]:
-    """Read the texts that the options name; return them with notes on texts that were skipped.
+    """Read the texts named by the options; return them with notes on skipped texts.
 
     Examples of `task` carry its targets; without `task`, examples of --task carry its alignments.
     """
@@ -182,7 +180,7 @@ class SurgeryOptions(TextOptions):
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse what cannot work before the model is loaded."""
+        """Refuse impossible options before the model is loaded."""
         if Path(self.model.partition(":")[0]).suffix == ".py":
             is_conversion = "kv" in vars(self)
             call = "convert_module(model, 2" if is_conversion else "prune_module(model, [(0, 1)]"
@@ -222,8 +220,8 @@ class CompressionOptions(SurgeryOptions):
 
 @dataclass
 class CompressionRun:
-    """The original model, the texts that it is changed by, the texts of the proof, and notes for
-    its report.
+    """The original model, the texts for changing it, the texts for the proof, and notes for the
+    report.
     """
 
     args: Any
@@ -236,7 +234,7 @@ class CompressionRun:
 
     @staticmethod
     def from_options(args: SurgeryOptions) -> CompressionRun:
-        """Read the model and the texts; nothing is written."""
+        """Read the model and the texts. Writes nothing."""
         task = None if args.task is None else parse_task(args, args.changes)
         from ..hub.pretrained_models import load
 
@@ -253,9 +251,7 @@ class CompressionRun:
         return CompressionRun(args, model, examples, examples, task, [*reading_notes])
 
     def split_texts(self, uses: Sequence[str]) -> None:
-        """Keep texts for the proof that the change does not use; `uses` is what the others are used
-        for.
-        """
+        """Reserve texts for the proof; `uses` is what the change uses the others for."""
         from ..surgery.model_and_texts import split_examples
 
         is_retrained = vars(self.args).get("uptrain") is not None
@@ -269,7 +265,7 @@ class CompressionRun:
         self.notes[:0] = notes
 
     def distillation_texts(self) -> list[Example]:
-        """Return the texts for retraining; the proof uses none of them."""
+        """Return the texts for retraining, separate from the proof's texts."""
         from ..observe.head_analysis.annotated_examples import (
             examples_from_lines,
             examples_from_task,

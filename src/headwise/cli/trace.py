@@ -85,7 +85,7 @@ class TraceOptions(Options):
     tokenizer: TokenizerFile | None = None
 
     def check(self) -> None:
-        """Refuse what cannot work before anything is loaded."""
+        """Refuse impossible options before anything is loaded."""
         from ..observe.traces.import_export import EXPORT_SUFFIXES
 
         if self.export is not None and Path(self.export).suffix.lower() not in EXPORT_SUFFIXES:
@@ -111,7 +111,7 @@ class TraceOptions(Options):
 
 
 def main(argv: list[str]) -> int:
-    """Record a trace, or open one; optionally export its weights, and print a summary."""
+    """Record or open a trace, optionally export its weights, and print a summary."""
     args = TraceOptions.parse(argv)
     if args.model.endswith(TRACE_SUFFIX):
         from ..observe.traces import load_trace

@@ -100,12 +100,12 @@ class TrainOptions(Options):
 
     @property
     def recipe_fields(self) -> dict[str, Any]:
-        """The fields of the recipe that options set."""
+        """Recipe fields set by options."""
         values = {name: getattr(self, name) for name in RECIPE_FIELDS}
         return {name: value for name, value in values.items() if value is not None}
 
     def check(self) -> None:
-        """Refuse what cannot work before data or a model is loaded."""
+        """Refuse impossible options before data or a model is loaded."""
         _check_data(self.what, self.data)
         path = Path(self.model or "")
         if self.model is not None and path.exists() and path.suffix not in DESCRIPTION_SUFFIXES:
@@ -120,7 +120,7 @@ RESUME_HINT = "run the same command with --resume to continue"
 
 
 def main(argv: list[str]) -> int:
-    """Train and print the scores; with several ranks, only one prints results or errors."""
+    """Train and print the scores. With several ranks, only one prints results or errors."""
     started_at = time.perf_counter()  # before torch is imported
     from ..models.distributed import join_process_group
 
@@ -171,7 +171,7 @@ def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
 
 
 def _check_data(name: str | None, data: str | None) -> None:
-    """Refuse a task that does not exist, and data that does not."""
+    """Refuse an unknown task, or missing data."""
     if data is not None:
         if not _may_be_data(data):
             fact = f"there is no file or folder {data!r} for --data"
@@ -185,7 +185,7 @@ def _check_data(name: str | None, data: str | None) -> None:
 
 
 def _list_tasks() -> list[str]:
-    """The built-in tasks, without those that read files."""
+    """List the built-in tasks, except tasks that read files."""
     from ..training.data import TASKS
     from ..training.data.file_task import FileTask
 
@@ -193,9 +193,7 @@ def _list_tasks() -> list[str]:
 
 
 def _may_be_data(name: str) -> bool:
-    """True if a name is that of existing data, or has the form of one that `open_data` reads
-    itself.
-    """
+    """True if a name refers to existing data, or has a form that `open_data` reads."""
     return ":" in name or "," in name or name == "stdlib" or Path(name).exists()
 
 
@@ -224,9 +222,7 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
 
 
 def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
-    """Refuse a model whose weights, gradients and optimiser state do not fit into the memory of the
-    device.
-    """
+    """Raise if weights, gradients and optimiser state do not fit into device memory."""
     import torch
 
     from ..costs import count_parameters
@@ -257,10 +253,10 @@ def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
 
 
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
-    """Return the model to train: a description, the task's model with another attention, or a model
-    with weights.
+    """Return the model to train: from a description, the task's model with another attention, or
+    loaded weights.
 
-    A model of the literature gets the vocabulary of the task.
+    A published model gets the vocabulary of the task.
     """
     from ..attention.spec.attention_spec import AttentionSpec
     from ..models.families import PUBLISHED_MODELS
@@ -293,7 +289,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
 
 
 def _check_width(new: AttentionSpec, file: str, task: str, old: AttentionSpec) -> AttentionSpec:
-    """Return the spec of a file, which takes the place of `old` in the model of a task."""
+    """Return the spec of a file, which replaces `old` in the task's model."""
     if new.source is not None:
         fact = f"{file} describes cross-attention, with source = {new.source}"
         raise UsageError(f"{fact}; give a self-attention")

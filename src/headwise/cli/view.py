@@ -72,7 +72,7 @@ class ViewOptions(Options):
     allow_remote: bool = False
 
     def check(self) -> None:
-        """Refuse what cannot work before anything is loaded."""
+        """Refuse impossible options before anything is loaded."""
         if not 0 <= self.port <= LARGEST_PORT:
             raise UsageError(
                 f"--port {self.port} is not a port; give 1 to {LARGEST_PORT}, or 0 for a free one"

@@ -1,7 +1,6 @@
 """`headwise run`: run a trained model on a text, an image, or every line of stdin.
 
-`main` loads the model. `answers` has what models answer that generate text or classify. `inputs`
-reads lines and images.
+`main` loads the model. `answers` generates text or classifies, and reads lines and images.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class RunOptions(Options):
     tokenizer: TokenizerFile | None = None
 
     def check(self) -> None:
-        """Refuse what cannot work before the model is loaded."""
+        """Refuse impossible options before the model is loaded."""
         if (self.best or 1) > (self.beams or 1):
             fact = f"--best {self.best} is more than --beams {self.beams or 1}"
             raise UsageError(f"{fact}; give --beams {self.best}")
@@ -105,7 +104,7 @@ def main(argv: list[str]) -> int:
 
 
 def task_kind(model: Transformer) -> str:
-    """Return what the model does: "texts" (generates) or "classes" (classifies)."""
+    """Return the kind of task: "texts" (generation) or "classes" (classification)."""
     from ...util.errors import SpecError
 
     spec = model.spec

@@ -46,15 +46,15 @@ BAR_WIDTH = 40  # columns of a bar for probability 1
 
 
 class Answer(NamedTuple):
-    """The lines that are printed for an input, and its part of the JSON document."""
+    """Printed lines for an input, and its part of the JSON document."""
 
     lines: Sequence[str]
     data: Mapping[str, Any]
 
 
 class Answerer(ABC):
-    """Answers inputs. `input_name` is the name of an input in the document, `data` what the document
-    has besides the answers.
+    """Answers inputs. `input_name` is the name of an input in the document, `data` its other
+    fields.
     """
 
     input_name = "prompt"
@@ -77,7 +77,7 @@ class Answerer(ABC):
 
     @abstractmethod
     def answer(self, lines: Sequence[InputLine[Any]]) -> list[Answer]:
-        """Return an answer to every line, whose inputs were parsed."""
+        """Answer every line; their inputs are already parsed."""
 
 
 def answer(model: Transformer, args: Any, kind: str) -> int:
@@ -111,9 +111,7 @@ def answer(model: Transformer, args: Any, kind: str) -> int:
 
 
 class TextAnswerer(Answerer):
-    """Generates texts. A single text is printed as it is decoded, unless beams or JSON are asked
-    for.
-    """
+    """Generates texts. A single text is streamed, except with beams or JSON."""
 
     def __init__(self, model: Transformer, args: Any) -> None:
         super().__init__(model, args)
@@ -134,7 +132,7 @@ class TextAnswerer(Answerer):
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """The seed of samples."""
+        """Return the sampling seed."""
         return {"seed": self.seed} if self.args.temperature else {}
 
     def empty(self, number: int) -> Answer:
