@@ -1,5 +1,4 @@
-"""Studies: train variants of attention on tasks, over several seeds, and say which differences are
-real.
+"""Train variants of attention on tasks, over several seeds, and test which differences are real.
 
 In reading order:
 

@@ -44,14 +44,14 @@ from .study_file import CELL_EXECUTION, Readout, Study, StudyTask, Variant
 # It grows when the results of a cell change, so that old results are not mixed with new ones.
 CELL_FORMAT = 3
 ID_LENGTH = 12
-MIN_CHECKPOINT_STEPS = 50  # shorter runs take seconds, of which checkpoints would be a tenth
+MIN_CHECKPOINT_STEPS = 50  # in shorter runs of seconds, checkpoints would take a tenth of the time
 
 PairKey = tuple[str, str]  # a variant and a task
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run: a variant on a task with a learning rate and a seed.
+    """Specify one training run: a variant on a task with a learning rate and a seed.
 
     `config` holds everything that determines its numbers, as plain values; equal configs have equal
     ids, also in different studies.
@@ -65,13 +65,13 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """Hash of the config, the name of the cell's folder."""
+        """Hash the config; names the cell's folder."""
         text = json.dumps(self.config, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
 class CellGrid:
-    """The models of a study, one for each variant on each task, and the cells that train them."""
+    """Hold the models of a study, one per variant and task, and the cells that train them."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -101,13 +101,13 @@ class CellGrid:
 
     @property
     def pairs(self) -> Iterator[tuple[Variant, StudyTask]]:
-        """Every variant with every task, task by task."""
+        """List every variant with every task, task by task."""
         for task in self.study.tasks.values():
             for variant in self.study.variants.values():
                 yield variant, task
 
     def _check_step(self, readout: Readout) -> None:
-        """Raise unless the heads of the readout are measured at its step on one task or more."""
+        """Raise unless the heads of the readout are measured at its step on at least one task."""
         if readout.place != "at step":
             return
         problems = [
@@ -118,11 +118,11 @@ class CellGrid:
             raise SpecError(f"the contrast of {readout.text!r} cannot be measured: {problems[0]}")
 
     def rates(self, variant: Variant) -> tuple[float, ...]:
-        """The learning rates that are tried for a variant."""
+        """Return the learning rates to try for a variant."""
         return variant.rates or self.study.rates
 
     def tuning_cells(self) -> list[Cell]:
-        """The cells that choose a learning rate, for variants with more than one."""
+        """List the cells that choose a learning rate, for variants with more than one."""
         cells: list[Cell] = []
         for variant, task in self.pairs:
             rates = self.rates(variant)
@@ -131,7 +131,9 @@ class CellGrid:
         return cells
 
     def report_cells(self, chosen: Mapping[PairKey, float]) -> list[Cell]:
-        """The cells of the report, with the learning rate chosen for each variant on each task."""
+        """List the cells of the report, with the learning rate chosen for each variant on each
+        task.
+        """
         cells: list[Cell] = []
         for variant, task in self.pairs:
             rate = chosen.get((variant.name, task.name))
@@ -140,7 +142,7 @@ class CellGrid:
         return cells
 
     def cell(self, variant: Variant, task: StudyTask, rate: float, seed: int) -> Cell:
-        """The cell of a variant on a task, with this learning rate and seed."""
+        """Make the cell of a variant on a task, with this learning rate and seed."""
         key = (variant.name, task.name)
         recipe = from_dict({"lr": rate, "seed": seed}, self.recipes[key])
         config = {
@@ -157,8 +159,8 @@ class CellGrid:
 
 
 def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
-    """The recipe of a variant on a task: the study's, changed by the task and
-    then by the variant.
+    """Return the recipe of a variant on a task: the study's, changed by the task, then by the
+    variant.
     """
     changes = {**study.recipe, **task.recipe, **variant.recipe}
     try:
@@ -204,11 +206,10 @@ def check_training(
 
 
 def explain_missing_step(recipe: Recipe, text: str) -> str:
-    """Why the heads may not be measured at a step, with a remedy; "" at step 0 and where a
-    checkpoint is kept.
+    """Explain why heads cannot be measured at a step, with a remedy.
 
-    Any evaluation can be the best so far and write a checkpoint, which counts among the last
-    `keep`.
+    Returns "" at step 0 and where a checkpoint is kept. Any evaluation can be the best so far and
+    write a checkpoint, which counts among the last `keep`.
     """
     step = int(text)
     last = recipe.steps
@@ -220,7 +221,7 @@ def explain_missing_step(recipe: Recipe, text: str) -> str:
             f"checkpoints are written every {every} steps and at the last, {last}; use one of "
             "these, or step 0"
         )
-    # Later multiples of either number, those of both counted once, and the last step.
+    # Later multiples of either number, common ones counted once, and the last step.
     later = sum(last // number - step // number for number in (every, recipe.evaluate_every))
     common = math.lcm(every, recipe.evaluate_every)
     later -= last // common - step // common
@@ -237,7 +238,7 @@ def explain_missing_step(recipe: Recipe, text: str) -> str:
 
 
 def describe_task(task: Task) -> dict[str, Any]:
-    """A task as plain values, from which `make_task` makes it again."""
+    """Return a task as plain values, so that `make_task` can make it again."""
     return {
         "task": task.name,
         **{one.name: getattr(task, one.name) for one in fields(task) if one.init},
@@ -254,8 +255,9 @@ FIXED_SIZES = ("model", "q")  # matching changes other sizes of a layer
 
 
 class ModelSize(NamedTuple):
-    """Size and cost of a model on a task: parameters, FLOPs of one training step, and KV bytes of a
-    row in fp32.
+    """Hold size and cost of a model on a task.
+
+    Parameters, FLOPs of one training step, and KV bytes of a row in fp32.
     """
 
     parameters: int
@@ -266,7 +268,7 @@ class ModelSize(NamedTuple):
 
 @dataclass(frozen=True)
 class VariantModel:
-    """The model spec of a variant on a task, its size, and how it was matched."""
+    """Hold the model spec of a variant on a task, its size, and how it was matched."""
 
     spec: ModelSpec
     size: ModelSize
@@ -276,8 +278,9 @@ class VariantModel:
 def make_variant_model(
     study: Study, variant: Variant, task: StudyTask, batch: Batch
 ) -> VariantModel:
-    """Make the model of a variant, matched to the baseline's if the study matches sizes; `batch`
-    has its lengths.
+    """Make the model of a variant, matched to the baseline's if the study matches sizes.
+
+    `batch` has its lengths.
     """
     spec = _edit_model(study, variant, task)
     match = ""
@@ -306,7 +309,7 @@ def measure_size(spec: ModelSpec, batch: Batch) -> ModelSize:
 
 
 def count_cache_bytes(spec: ModelSpec, length: int) -> int:
-    """Bytes that decoding keeps for one row of this length, in fp32."""
+    """Count the bytes that decoding keeps for one row of this length, in fp32."""
     layers = [layer for _, layer in spec.attention_specs()]
     attention = sum(cache_bytes(layer, batch=1, capacity=length) for layer in layers)
     return attention + BYTES_PER_VALUE * spec.num_state_values
@@ -341,8 +344,7 @@ def read_shape(spec: ModelSpec) -> ModelShape:
 
 
 def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
-    """The model of a task with another width, heads, layers, feed-forward width, positions or
-    network.
+    """Change the width, heads, layers, feed-forward width, positions or network of a task's model.
 
     >>> from headwise.training.data import make_task
     >>> [
@@ -429,16 +431,14 @@ def _edit_attention(
 # --- Matching -------------------------------------------------------------------------------------
 
 
-# Matches of this process: the layers of a model, and those of other tasks and scales of a study,
-# are mostly alike.
+# Matches of this process: layers of a model, other tasks and other scales are mostly alike.
 _matches: dict[tuple[AttentionSpec, AttentionSpec, str, float, Workload], SizeMatch] = {}
 
 
 def _match_model(
     study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batch
 ) -> tuple[ModelSpec, str]:
-    """Match every self-attention to the baseline's of the same name; returns a sentence about the
-    sizes.
+    """Match every self-attention to the baseline's of the same name; return a sentence about sizes.
     """
     goals = [layer for name, layer in baseline.attention_specs() if not name.endswith("cross")]
     length = batch.x.shape[1] if batch.x.dim() == 2 else 1
@@ -459,8 +459,9 @@ def _match_model(
 def _match_layer(
     old: AttentionSpec, goal: AttentionSpec, by: str, tolerance: float, workload: Workload
 ) -> SizeMatch:
-    """The first size that reaches the goal; never the model width or the query heads, which the
-    whole model shares.
+    """Match the first size that reaches the goal.
+
+    Never changes the model width or the query heads, which the whole model shares.
     """
     sizes = {name: size for name, size in list_sizes(old).items() if name not in FIXED_SIZES}
     matches: list[SizeMatch] = []

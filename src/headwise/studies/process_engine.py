@@ -1,5 +1,4 @@
-"""Run cells in a pool of processes: one cell and one thread a process, killed processes are
-replaced.
+"""Run cells in a pool of processes: one cell and one thread per process; replace killed processes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ..util.python_processes import safe_import_path
 from .cells import Cell
 from .run_cell import read_result, run_cell, write_result
 
-MAX_ATTEMPTS = 3  # of a cell whose process dies
+MAX_ATTEMPTS = 3  # of a cell if its process dies
 STARTED_FILE = "started"
 WORKERS_FAIL = (
     f"the worker processes ended {MAX_ATTEMPTS} times before they ran a cell (their output above "
@@ -42,12 +41,12 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 class ProcessEngine:
-    """Runs cells in `jobs` spawned processes on this machine; 0 runs them one by one in this
+    """Run cells in `jobs` spawned processes on this machine; 0 runs them one by one in this
     process.
 
-    A cell whose process dies (out of memory, kill -9) goes on from its last checkpoint. When a
-    process dies, all cells that run may have been the cause. Each is tried at most three times, the
-    last time alone; if its process dies then too, it is recorded as killed.
+    If a cell's process dies (out of memory, kill -9), the cell goes on from its last checkpoint.
+    When a process dies, all running cells may have been the cause. Each is tried at most three
+    times, the last time alone; if its process dies then too, it is recorded as killed.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
@@ -68,7 +67,7 @@ class ProcessEngine:
             self._pool = None
 
     def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
-        """Run the cells; yields each with its result."""
+        """Run the cells; yield each with its result."""
         for cell in () if self.jobs else cells:
             yield cell, run_cell(cell.config, str(folder / cell.id))
         pending = {cell.id: cell for cell in cells} if self.jobs else {}
@@ -128,7 +127,7 @@ class ProcessEngine:
 
 
 def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, Any]) -> str:
-    """One line about a finished cell.
+    """Write one line about a finished cell.
 
     >>> make_progress_line(
     ...     3,
@@ -149,8 +148,8 @@ def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, A
 
 
 def prepare_worker(part_files: Sequence[str]) -> None:
-    """Prepare a worker: one thread for every library, the user's own parts, and Ctrl-C is left to
-    the parent.
+    """Prepare a worker: one thread for every library, the user's parts, and Ctrl-C left to the
+    parent.
     """
     import signal
 
@@ -171,7 +170,7 @@ def _run_marked(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def record_killed(folder: Path) -> dict[str, Any]:
-    """Write and return the result of a cell whose process died too often."""
+    """Write and return the result of a cell after its process died too often."""
     result = {
         "status": "killed",
         "message": f"its process died {MAX_ATTEMPTS} times",
@@ -189,12 +188,11 @@ NEW_CLUSTER = "local"  # Ray's name for a cluster that is started with the call
 
 
 class RayEngine:
-    """Runs cells on the Ray cluster at `address`, as "host:port"; without one, on a cluster of
-    `jobs` processors here.
+    """Run cells on the Ray cluster at `address` ("host:port").
 
-    The machines of a cluster need the same version of headwise, and the files of `--import` at the
-    same paths. A cell whose process dies is run again from its start, at most three times; then it
-    is recorded as killed.
+    Without an address, starts a cluster of `jobs` processors here. The machines of a cluster need
+    the same version of headwise, and the files of `--import` at the same paths. If a cell's process
+    dies, the cell runs again from its start, at most three times; then it is recorded as killed.
     """
 
     def __init__(self, address: str = "", jobs: int | None = None) -> None:
@@ -241,17 +239,17 @@ class RayEngine:
 
     @property
     def lost_task_errors(self) -> tuple[type[Exception], ...]:
-        """Exceptions of tasks whose process or machine ended, or whose result was lost."""
+        """Return the exceptions of tasks that lost their process, machine or result."""
         errors = self.ray.exceptions
         names = ("OutOfMemoryError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError")
         return tuple(getattr(errors, name) for name in names)
 
     def remote(self, function: Callable[..., Any]) -> Any:
-        """Return the function as a task of one processor that is tried again if its process dies."""
+        """Return the function as a one-processor task that is tried again if its process dies."""
         return self.ray.remote(num_cpus=1, max_retries=MAX_ATTEMPTS - 1)(function).remote
 
     def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
-        """Run the cells; yields each with its result."""
+        """Run the cells; yield each with its result."""
         start = self.remote(run_cell_elsewhere)
         tasks = {start(cell.config, imported_part_files()): cell for cell in cells}
         while tasks:
@@ -287,12 +285,11 @@ SumsByExample = dict[tuple[str, str, str], list[TextSums]]
 
 
 class RayHeads:
-    """Engine of `measure_heads` on the Ray cluster at `address` ("host:port"); without one, on a
-    cluster started here.
+    """Run `measure_heads` on the Ray cluster at `address` ("host:port").
 
-    Workers have one processor and one thread, so that measures are those of one process with one
-    thread, bit for bit. The machines need the same version of headwise, and the files of `--import`
-    at the same paths.
+    Without an address, starts a cluster here. Workers have one processor and one thread, so
+    measures equal one process with one thread, bit for bit. The machines need the same version of
+    headwise, and the files of `--import` at the same paths.
     """
 
     def __init__(self, address: str = "") -> None:
@@ -305,7 +302,7 @@ class RayHeads:
         options: MeasureOptions,
         progress: Callable[[int], object],
     ) -> MetricSums:
-        """Sums of every metric of the examples, in their order."""
+        """Sum every metric of the examples, in their order."""
         texts = list(examples)
         options = options._replace(engine=None)
         shards = [texts[first : first + SHARD_SIZE] for first in range(0, len(texts), SHARD_SIZE)]
@@ -332,6 +329,6 @@ def sum_shard_elsewhere(
     options: MeasureOptions,
     part_files: Sequence[str],
 ) -> SumsByExample:
-    """Sums of the texts of one shard, in a worker of Ray."""
+    """Sum the texts of one shard, in a worker of Ray."""
     prepare_worker(part_files)
     return sum_examples(model, examples, options).sums_by_example

@@ -62,7 +62,7 @@ RUN_FOLDER = "run"
 EDIT_FOLDER = "edits"
 LOG_FILE = "metrics.jsonl"
 TEST_BATCHES = 4  # batches of each further test
-MAX_QUERIES = 256  # queries of a text whose scores are summarised
+MAX_QUERIES = 256  # queries of a text with summarised scores
 
 
 def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """The result of a cell, or None if it has not ended."""
+    """Return the result of a cell, or None if it has not ended."""
     try:
         return json.loads((folder / RESULT_FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -173,9 +173,7 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class StepClock:
-    """Logger of a training run that measures the processor time of its steps, which other processes
-    do not change.
-    """
+    """Log the processor time of training steps; other processes do not change it."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -183,7 +181,7 @@ class StepClock:
 
     @property
     def median(self) -> float:
-        """Median processor seconds of a step; NaN if fewer than two steps were taken."""
+        """Return the median processor seconds of a step; NaN if fewer than two steps were taken."""
         return statistics.median(self._steps) if self._steps else math.nan
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -204,28 +202,28 @@ class StepClock:
 
 
 def read_task(values: Mapping[str, Any]) -> Task:
-    """The task that `describe_task` described."""
+    """Make the task that `describe_task` described."""
     options = lists_to_tuples(values)
     name = str(options.pop("task"))
     return make_task(name, **options)
 
 
 def lists_to_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a task as read from a file."""
+    """Convert lists from a file to tuples in options of a task."""
     return {
         key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
     }
 
 
 def evaluate_model(net: Transformer, task: Task, batch_size: int) -> dict[str, float]:
-    """Mean of each metric of a model on a few batches for tests."""
+    """Average each metric of a model over a few batches for tests."""
     sums = sum_batch_metrics(net, task, (batch_size, TEST_BATCHES), "test")
     return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 def read_curve(path: Path) -> list[dict[str, Any]]:
-    """Step and metrics of the evaluations of a run; those of steps that a resumed run repeated are
-    given once.
+    """Return step and metrics of the evaluations of a run, once for steps that a resumed run
+    repeated.
     """
     evaluations: dict[int, dict[str, Any]] = {}
     for record in read_lines(path):
@@ -259,11 +257,9 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
     - `diversity`: generalised Jensen-Shannon divergence of the heads of a layer, from 0 (equal) to
       1 (1909.00015);
     - `support`, `support_spread`: number of keys with a weight above 0, mean over heads, and the
-      standard deviation of
-      this number over the heads of the model;
+      standard deviation of this number over the heads of the model;
     - `score_deviation`: standard deviation of the scores of a query over its keys; `score_rank`:
-      their effective rank;
-      `score_change`: size of what modifiers and mixing add to the scores, as a share of the scores;
+      their effective rank; `score_change`: size of what modifiers and mixing add to the scores, as a share of the scores;
     - `gates`: for each attention with gates, the share of tokens for which each head is on;
     - `residual`: how different the tokens of a text are after each layer, from 0 (equal) to 1
       (2103.03404).
@@ -291,7 +287,7 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
 
 
 def _means(table: HeadTable, kind: str) -> dict[str, float]:
-    """Mean over heads of the values or chance levels of every measure that has them."""
+    """Average values or chance levels over the heads, for every measure that has them."""
     means: dict[str, float] = {}
     for name in HEAD_MEASURES:
         measures = [head.measures[name] for head in table.heads if name in head.measures]
@@ -303,8 +299,9 @@ def _means(table: HeadTable, kind: str) -> dict[str, float]:
 
 
 class HeadSpread(MeasureCollector):
-    """Collects, during `measure_heads`, the diversity of the heads within each layer, and the number
-    of keys to which each head gives a weight above 0.
+    """Collect head diversity within each layer during `measure_heads`.
+
+    Also collects the number of keys to which each head gives a weight above 0.
     """
 
     def __init__(self) -> None:
@@ -313,13 +310,13 @@ class HeadSpread(MeasureCollector):
 
     @property
     def diversity(self) -> float | None:
-        """Mean over rows and layers; None if no layer has two heads."""
+        """Average over rows and layers; None if no layer has two heads."""
         total, count = self._diversity.tolist()
         return total / count if count else None
 
     @property
     def support(self) -> list[float]:
-        """Mean number of keys over the rows of each head."""
+        """Average the number of keys over the rows of each head."""
         return [float(total / count) for total, count in self._support.values()]
 
     def add_band(self, site: str, band: WeightBand) -> None:
@@ -332,7 +329,7 @@ class HeadSpread(MeasureCollector):
 
 
 class _CallHook(AttentionHook):
-    """Hook that reads scores and gates of each call of one attention."""
+    """Read scores and gates of each call of one attention."""
 
     def __init__(self) -> None:
         self.scores: list[tuple[float, float, float]] = []
@@ -367,8 +364,9 @@ class _CallHook(AttentionHook):
 
 
 def _row_deviation(scores_BHTS: Tensor, allowed: Tensor) -> float:
-    """Standard deviation of the scores of a query over its allowed keys, mean over queries with at
-    least two.
+    """Average the standard deviation of a query's scores over its allowed keys.
+
+    The mean covers queries with at least two allowed keys.
     """
     count = allowed.sum(-1)
     mean = scores_BHTS.masked_fill(~allowed, 0).sum(-1) / count.clamp(min=1)
@@ -377,8 +375,8 @@ def _row_deviation(scores_BHTS: Tensor, allowed: Tensor) -> float:
 
 
 def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str, Any]:
-    """Means of scores over attentions and texts, gates of each attention, and the differences
-    between tokens.
+    """Average scores over attentions and texts; also gates of each attention, and token
+    differences.
     """
     sites = [module for module in find_attention(net) if module.site.observe.possible]
     scores: list[tuple[float, float, float]] = []
@@ -416,13 +414,11 @@ GATES = "gates"  # trained L0 gates instead of a ranking
 class ModelEdit:
     """One edit of every trained model of a study, as the table [edits.NAME] of its file states it.
 
-    - `change`: "ablate" replaces the outputs of a `share` of all heads, or of `count` heads, as
-      `mode` says; "prune"
-      removes that share, and "convert" shares keys and values so that `kv` key-value heads are left
-      in each layer;
+    - `change`: "ablate" replaces the outputs of a `share` of all heads, or of `count` heads, by
+      `mode`; "prune" removes that share, and "convert" shares keys and values so that `kv`
+      key-value heads are left in each layer;
     - `ranking`: which heads are changed, the least important ones by a method of `HeadRanking`, or
-      by "gates", which
-      are trained for `gate_steps` (1905.09418);
+      by "gates", which are trained for `gate_steps` (1905.09418);
     - `align`: how heads are rotated before their mean is taken, as in `Pool`;
     - `texts`: texts of the task on which heads are judged or compared;
     - `steps`: training steps after the edit, with the recipe of the cell.
@@ -441,7 +437,7 @@ class ModelEdit:
 
     @property
     def description(self) -> str:
-        """The fields that are not defaults.
+        """Return the fields that are not defaults.
 
         >>> ModelEdit("prune", share=0.5, ranking="michel").description
         'change prune, share 0.5, ranking michel'
@@ -451,7 +447,7 @@ class ModelEdit:
 
     @staticmethod
     def parse(name: str, values: Mapping[str, Any]) -> ModelEdit:
-        """Read the table of an edit; raises SpecError for unknown fields and values."""
+        """Read the table of an edit; raise SpecError for unknown fields and values."""
         record = Record(f"edits.{name}", values, "correct the file")
         record.check_fields(one.name for one in fields(ModelEdit))
         readers = {str: record.read_text, float: record.read_number, int: record.read_int}
@@ -496,7 +492,9 @@ class ModelEdit:
             )
 
     def check_model(self, net: Transformer) -> None:
-        """Raise SpecError if the heads of a model cannot share keys and values as the edit says."""
+        """Raise SpecError if the heads of a model cannot share keys and values as the edit
+        requires.
+        """
         if self.change == "convert":
             convert(net, Pool(self.kv), kind="self")
 

@@ -2,8 +2,8 @@
 to a threshold.
 
 Cells of one seed see the same data in the same order, so variants are compared seed by seed. The
-variance over seeds says how much a new training run would differ; the error of the test set says
-how much other test examples would. They are reported apart.
+variance over seeds estimates how much a new training run would differ; the test set error estimates
+the effect of other test examples. They are reported separately.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ SIGNIFICANCE = 0.05
 
 @dataclass(frozen=True)
 class Comparison:
-    """A variant minus the baseline on one task, or a planned contrast: paired differences over
-    seeds.
+    """Compare a variant with the baseline on one task, or a planned contrast, paired over seeds.
 
     A positive `difference` means a larger metric, whether that is better or not. Its interval and
     `p` are of the paired t test; `corrected_p` is corrected over all comparisons of the study.
@@ -41,13 +40,13 @@ class Comparison:
 
     @property
     def is_significant(self) -> bool:
-        """True if the corrected p is below 5 %."""
+        """Return True if the corrected p is below 5 %."""
         return self.corrected_p < SIGNIFICANCE
 
 
 @dataclass(frozen=True)
 class VariantScore:
-    """Scores of a variant on one task.
+    """Hold the scores of a variant on one task.
 
     `values` are the metrics of the seeds that ended; `seed_deviation` is their standard deviation,
     `test_error` the standard error from the finite test set (only for shares, such as accuracies).
@@ -69,8 +68,7 @@ class VariantScore:
 def score_variants(
     results: StudyResults, comparisons: Mapping[PairKey, Comparison]
 ) -> dict[PairKey, VariantScore]:
-    """Score every variant on every task, with its comparison with the baseline from
-    `compare_seeds`.
+    """Score every variant on every task, compared with the baseline by `compare_seeds`.
 
     A variant is the best of a task only if it is significantly better than the baseline, or is the
     baseline and all others are significantly worse.
@@ -96,10 +94,10 @@ def score_variants(
 
 
 def compare_seeds(results: StudyResults) -> dict[PairKey, Comparison]:
-    """Every variant minus the baseline and every contrast of the study, by variant or contrast, and
-    task.
+    """Compare every variant with the baseline, and every contrast of the study, by task.
 
-    p values are corrected over all of them (Holm). Those with fewer than two seeds are left out.
+    p values are corrected over all of them (Holm). Comparisons with fewer than two seeds are left
+    out.
     """
     study = results.study
     trained = {name: Readout.of(name) for name in study.variants}
@@ -122,7 +120,7 @@ def compare_seeds(results: StudyResults) -> dict[PairKey, Comparison]:
 
 
 def estimate_mean(values: Sequence[float], metric: str = "") -> Estimate:
-    """Mean of the values, its 95 % interval by Student's t, and p of the t test that it is 0.
+    """Estimate a mean, its 95 % interval by Student's t, and p of the t test that it is 0.
 
     The interval of a share, such as an accuracy, is cut off at 0 and 1. Values without spread have
     no p, and fewer than 6 of them no interval.
@@ -140,12 +138,12 @@ def estimate_mean(values: Sequence[float], metric: str = "") -> Estimate:
 
 
 def mean_of_seeds(results: StudyResults, task: StudyTask, readout: Readout) -> Estimate:
-    """Mean over seeds of a readout on a task."""
+    """Average a readout on a task over seeds."""
     return estimate_mean([*_read_seeds(results, task, readout).values()], task.metric)
 
 
 def _read_seeds(results: StudyResults, task: StudyTask, readout: Readout) -> dict[int, float]:
-    """A readout of every seed that has it, by seed."""
+    """Return a readout by seed, for every seed that has it."""
     values: dict[int, float] = {}
     for one in results.done_cells(readout.variant, task.name):
         value = readout.read(one.result, task.metric)
@@ -201,7 +199,7 @@ def draw_task(
     scores: Mapping[PairKey, VariantScore],
     comparisons: Mapping[PairKey, Comparison],
 ) -> Iterator[Figure]:
-    """All figures of a task."""
+    """Draw all figures of a task."""
     study = results.study
     of_task = {variant: scores[variant, task.name] for variant in study.variants}
     ranks = {name: -task.sign * score.mean.value for name, score in of_task.items()}
@@ -223,7 +221,7 @@ def draw_task(
 def draw_differences(
     results: StudyResults, task: StudyTask, comparisons: Mapping[PairKey, Comparison]
 ) -> Iterator[Figure]:
-    """Every comparison of the study on a task; none if nothing was compared."""
+    """Draw every comparison of the study on a task; none if nothing was compared."""
     rows: dict[str, tuple[Sequence[float], Estimate]] = {}
     for (name, of_task), one in comparisons.items():
         if of_task == task.name:
@@ -240,7 +238,7 @@ def _seeds_figure(
     rows: Mapping[str, tuple[Sequence[float], Estimate]],
     references: Sequence[Reference],
 ) -> Figure:
-    """A column per name: a dot for each seed, and the mean with its interval."""
+    """Draw a column per name: a dot for each seed, and the mean with its interval."""
     seeds: list[tuple[float, float]] = []
     means: list[tuple[float, ...]] = []
     for place, (values, mean) in enumerate(rows.values()):
@@ -262,7 +260,7 @@ def _seeds_figure(
 def _draw_costs(
     results: StudyResults, task: StudyTask, scores: Mapping[str, VariantScore]
 ) -> Iterator[Figure]:
-    """Quality against each cost; the variants that no other beats in both are joined."""
+    """Draw quality against each cost; joins the variants that no other beats in both."""
     panels: list[Plot] = []
     costs = {
         "parameters": "parameters",
@@ -290,7 +288,7 @@ def _draw_costs(
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]], sign: int = 1) -> list[str]:
-    """Names of the points that no other beats in cost and quality at once, by rising cost.
+    """Return the names of points that no other beats in both cost and quality, by rising cost.
 
     >>> pareto_front({"a": (1, 0.5), "b": (2, 0.4), "c": (3, 0.9)})
     ['a', 'c']
@@ -306,7 +304,7 @@ def pareto_front(points: Mapping[str, tuple[float, float]], sign: int = 1) -> li
 
 
 def _loss_curves(results: StudyResults, task: StudyTask) -> dict[str, dict[str, Curve]]:
-    """Validation loss of the median seed against steps, time and FLOPs."""
+    """Draw validation loss of the median seed against steps, time and FLOPs."""
     curves: dict[str, dict[str, Curve]] = {"step": {}, "seconds": {}, "training FLOPs": {}}
     for name in results.study.variants:
         cells = results.done_cells(name, task.name)
@@ -325,7 +323,7 @@ def _loss_curves(results: StudyResults, task: StudyTask) -> dict[str, dict[str, 
 def draw_lengths(
     results: StudyResults, task: StudyTask, scores: Mapping[str, VariantScore]
 ) -> Iterator[Figure]:
-    """The metric against the length of the inputs, if further tests have other lengths."""
+    """Draw the metric against the length of the inputs, if further tests have other lengths."""
     trained = _longest(task.task)
     lengths = {name: _longest(test) for name, test in task.tests.items()}
     if not set(lengths.values()) - {trained}:
@@ -343,12 +341,12 @@ def draw_lengths(
 
 
 def _longest(task: Task) -> int:
-    """Tokens of the longest of a few inputs."""
+    """Return the number of tokens of the longest of a few inputs."""
     return task.batch(0, 64, "test").labels.shape[-1]
 
 
 def draw_decoding(decoding: Mapping[str, Any]) -> Iterator[Figure]:
-    """Milliseconds of a token and of the prompt against the context."""
+    """Draw milliseconds of a token and of the prompt against the context."""
     panels: list[Plot] = []
     measured = {name: of for name, of in decoding["variants"].items() if isinstance(of, list)}
     for kind, label in (("step", "ms a token"), ("prompt", "ms of the prompt")):
@@ -364,7 +362,7 @@ def draw_decoding(decoding: Mapping[str, Any]) -> Iterator[Figure]:
 def _curves_figure(
     title: str, curves: Mapping[str, Mapping[str, Curve]], label: str
 ) -> Iterator[Figure]:
-    """A panel for each horizontal axis, with a line per variant; none without points."""
+    """Draw a panel for each horizontal axis, with a line per variant; none without points."""
     panels: list[Plot] = []
     for x_label, of_variant in curves.items():
         series: list[Series] = []

@@ -3,7 +3,7 @@ sizes.
 
 A contrast is a further comparison that the file plans before the runs, such as of an edited and a
 trained model. It has two readouts, and each is one number of every seed. Their difference is tested
-over seeds, like that of a variant from the baseline.
+over seeds, like a variant minus the baseline.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Readout:
-    """One number of every cell of a variant, written as `[MEASURE of] VARIANT [after EDIT | on TEST
-    | at step N]`.
+    """Read one number of every cell of a variant.
 
-    Without a measure it is the metric of the task: of the trained model, after an edit, or on a
-    further test. "change" is what the edit or the test changed in it, and "learning" its mean over
-    the evaluations during training. "residual" is how different the tokens of a text are after the
-    last layer, and all other measures are means over heads.
+    Written as `[MEASURE of] VARIANT [after EDIT | on TEST | at step N]`. Without a measure it is
+    the metric of the task: of the trained model, after an edit, or on a further test. "change" is
+    what the edit or the test changed in it, and "learning" its mean over the evaluations during
+    training. "residual" is how different the tokens of a text are after the last layer, and all
+    other measures are means over heads.
     """
 
     text: str
@@ -66,12 +66,12 @@ class Readout:
 
     @staticmethod
     def of(variant: str, place: str = "", name: str = "") -> Readout:
-        """The metric of a variant: trained, "after" an edit or "on" a further test."""
+        """Make the metric of a variant: trained, "after" an edit or "on" a further test."""
         return Readout(variant, "", variant, place, name)
 
     @staticmethod
     def parse(text: str) -> Readout:
-        """Read a readout; raises SpecError if it is none.
+        """Read a readout; raise SpecError if it is not one.
 
         >>> Readout.parse("change of h4 after half").name
         'half'
@@ -101,8 +101,8 @@ class Readout:
         return readout
 
     def read(self, result: Mapping[str, Any], metric: str) -> float | None:
-        """The number of one cell; None if it was not measured, as on a test that the task does not
-        have.
+        """Read the number of one cell; None if it was not measured, as on a test that the task
+        lacks.
         """
         if self.measure == LEARNING:
             points = [point["metrics"] for point in result["curve"]]
@@ -127,8 +127,9 @@ class Readout:
         return value[-1] if isinstance(value, list) else value  # the residual of all layers
 
     def is_chosen(self, tables: Tables) -> bool:
-        """False if the scale sets the variant, edit or test to false; raises SpecError for one that
-        the file does not have.
+        """Return False if the scale sets the variant, edit or test to false.
+
+        Raises SpecError for one that the file does not have.
         """
         names = {"variants": self.variant}
         if self.place in ("after", "on"):
@@ -142,14 +143,14 @@ class Readout:
 
 @dataclass(frozen=True)
 class Contrast:
-    """The difference `left` minus `right`, paired over seeds."""
+    """Subtract `right` from `left`, paired over seeds."""
 
     left: Readout
     right: Readout
 
     @property
     def name(self) -> str:
-        """The contrast in words."""
+        """Write the contrast in words."""
         return f"{self.left.text} minus {self.right.text}"
 
 
@@ -166,7 +167,7 @@ def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contras
         is_pair = isinstance(pair, list) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
             raise SpecError(
-                f'contrasts has {pair!r}, which is no pair of texts; write [["VARIANT", "VARIANT"]]'
+                f'contrasts has {pair!r}, which is not a pair of texts; write [["VARIANT", "VARIANT"]]'
             )
         contrast = Contrast(*map(Readout.parse, pair))
         left = contrast.left
@@ -239,7 +240,7 @@ STUDY_KEYS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One arm of a study: a preset or a spec file with options, and changes of the model and the
+    """Describe one arm of a study: a preset or a spec file with options, and changes of model and
     recipe.
 
     Options are arguments of `hw.design`, such as `kv = 2`, and fields of the spec, such as
@@ -258,11 +259,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A task of a study, the metric that compares variants on it, and further tests of the trained
-    models.
+    """Describe a task of a study, the metric that compares variants on it, and further tests.
 
-    A seed whose metric reaches `threshold` counts as a success. `tests` are tasks with other
-    options, such as longer sequences, on which the same models are evaluated.
+    A seed succeeds if its metric reaches `threshold`. `tests` are tasks with other options, such as
+    longer sequences, on which the same models are evaluated.
     """
 
     name: str
@@ -275,13 +275,13 @@ class StudyTask:
 
     @property
     def sign(self) -> int:
-        """1 if a larger metric is the better one, otherwise -1."""
+        """Return 1 if a larger metric is better, otherwise -1."""
         return -1 if self.metric in LOWER_IS_BETTER else 1
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study as read from its file, at one scale; `folder` is where paths in the file start."""
+    """Hold a study as read from its file, at one scale; paths in the file start at `folder`."""
 
     name: str
     hypothesis: str
@@ -305,8 +305,9 @@ class Study:
 def read_study(
     path: Path | str, scale: str = "small", overrides: Mapping[str, Any] | None = None
 ) -> Study:
-    """Read a study file at a scale; `overrides` sets keys such as "recipe.steps" after the scale's
-    own changes.
+    """Read a study file at a scale.
+
+    `overrides` sets keys such as "recipe.steps" after the scale's own changes.
     """
     path = Path(path)
     try:
@@ -334,9 +335,7 @@ def parse_study(
     overrides: Mapping[str, Any],
     folder: Path = Path(),
 ) -> Study:
-    """Make a study from the tables of its file; raises SpecError for unknown keys, variants, tasks
-    and values.
-    """
+    """Make a study from tables; raise SpecError for unknown keys, variants, tasks and values."""
     scales = _read_table(table.get("scales", {}), "scales").values
     if scale not in (*scales, "small"):
         raise SpecError(
@@ -454,7 +453,7 @@ def _parse_task(name: str, record: Record) -> StudyTask:
 
 
 def _read_changes(record: Record) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The changes of the model and of the recipe in a table of a variant or a task."""
+    """Read the changes of model and recipe in a table of a variant or a task."""
     keys = {"model": MODEL_KEYS, "recipe": RECIPE_KEYS}
     model, recipe = (
         _read_table(record.values.get(key, {}), f"{record.where}.{key}", names)
@@ -464,10 +463,10 @@ def _read_changes(record: Record) -> tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def _contrast_tables(table: Mapping[str, Any], merged: Mapping[str, Any]) -> Tables:
-    """Names that contrasts may have, with those that the scale sets to false; tests are those of
-    any task.
+    """Return the names that contrasts may use, including names that the scale sets to false.
 
-    Tests of a task that the scale leaves out are only in the unmerged table.
+    Tests may belong to any task. Tests of a task that the scale leaves out are only in the unmerged
+    table.
     """
     tests: dict[str, bool] = {}
     for task in table.get("tasks", {}).values():
@@ -496,7 +495,7 @@ def _parse_seeds(value: Any) -> tuple[int, ...]:
 
 
 def _read_table(value: object, where: str, names: Sequence[str] | set[str] = ()) -> Record:
-    """A table of the file; raises SpecError for anything else, and for keys that are not `names`."""
+    """Read a table of the file; raise SpecError for anything else, and for keys not in `names`."""
     record = Record(where, value, REMEDY)
     if names:
         record.check_fields(names)
@@ -504,7 +503,7 @@ def _read_table(value: object, where: str, names: Sequence[str] | set[str] = ())
 
 
 def _chosen(values: Mapping[str, Any], key: str) -> dict[str, Record]:
-    """The tables below a key, without those that a scale leaves out by setting them to false."""
+    """Return the tables below a key, without those that a scale sets to false."""
     tables = _read_table(values.get(key, {}), key).values
     return {
         name: _read_table(table, f"{key}.{name}")
@@ -514,7 +513,7 @@ def _chosen(values: Mapping[str, Any], key: str) -> dict[str, Record]:
 
 
 def _merge(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the changes: tables are merged key by key, everything else is replaced."""
+    """Merge changes into a table key by key; replace everything that is not a table."""
     merged = dict(table)
     for key, value in changes.items():
         old = merged.get(key)
@@ -525,7 +524,7 @@ def _merge(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _nest(path: str, value: Any) -> dict[str, Any]:
-    """The table that sets one dotted key.
+    """Make the table that sets one dotted key.
 
     >>> _nest("recipe.steps", 3)
     {'recipe': {'steps': 3}}

@@ -51,7 +51,7 @@ MIN_SEEDS_TO_CLAIM = 3
 CellsByVariant = Mapping[str, Sequence[CellResult]]
 CLAIMS_TITLE = "What can be claimed"  # the report.md has this section, which `learn` reads
 HEAD_NUMBERS = (*HEAD_MEASURES, *OTHER_HEAD_NUMBERS)
-# What the notes of a table of heads say about a column.
+# Notes of a table of heads, by column.
 COLUMN_NOTES = {
     "diversity": "diversity: how different the heads of a layer attend, 0 equal, 1 disjoint",
     "support": "support: keys with a weight above 0",
@@ -67,7 +67,7 @@ COLUMN_NOTES = {
 
 @dataclass(frozen=True)
 class StudyReport:
-    """Everything that a report shows; `decoding` is the result of `read_decode_times`."""
+    """Hold everything that a report shows; `decoding` is the result of `read_decode_times`."""
 
     results: StudyResults
     scores: Mapping[PairKey, VariantScore]
@@ -77,12 +77,12 @@ class StudyReport:
 
     @property
     def claims(self) -> list[str]:
-        """Sentences that the tests support."""
+        """List sentences that the tests support."""
         return list_claims(self.results, self.scores, self.comparisons)
 
     @property
     def failures(self) -> list[str]:
-        """One line for each cell without metrics."""
+        """List one line for each cell without metrics."""
         return [
             f"{one.cell.variant} on {one.cell.task}, lr {one.cell.rate:g}, seed {one.cell.seed}: "
             f"{one.result['status']}: {one.result.get('message', '')}"
@@ -92,7 +92,7 @@ class StudyReport:
 
     @property
     def page(self) -> Page:
-        """The report as one page."""
+        """Make the report as one page."""
         study = self.results.study
         claims: list[Item] = [self.claims]
         sections = [Section(CLAIMS_TITLE, claims)]
@@ -112,7 +112,7 @@ class StudyReport:
     # --- Tables ---
 
     def tables(self, task: StudyTask) -> list[Table]:
-        """The tables of a task that have rows."""
+        """List the tables of a task that have rows."""
         variants = self.results.study.variants
         cells = {variant: self.results.done_cells(variant, task.name) for variant in variants}
         tables = (
@@ -126,7 +126,7 @@ class StudyReport:
         return [table for table in tables if table.rows]
 
     def _score_table(self, task: StudyTask, cells: CellsByVariant) -> Table:
-        """Size, metric, difference from the baseline and success of every variant."""
+        """Tabulate size, metric, difference from the baseline and success of every variant."""
         results = self.results
         columns = [
             "variant",
@@ -183,7 +183,7 @@ class StudyReport:
         return Table(task.name, columns, rows, notes, frozenset(best))
 
     def _contrast_table(self, task: StudyTask) -> Table:
-        """The contrasts that the study planned, on one task."""
+        """Tabulate the contrasts that the study planned, on one task."""
         rows: list[list[Value]] = []
         for contrast in self.results.study.contrasts:
             one = self.comparisons.get((contrast.name, task.name))
@@ -205,7 +205,7 @@ class StudyReport:
         return Table(f"{task.name}, planned contrasts", columns, rows, notes)
 
     def _slice_table(self, task: StudyTask, cells: CellsByVariant) -> Table:
-        """The metric on each part of the test set and on each further test."""
+        """Tabulate the metric on each part of the test set and on each further test."""
         metrics = {key: [one.result["metrics"] for one in of_key] for key, of_key in cells.items()}
         slices = set[str]()
         for of_variant in metrics.values():
@@ -222,7 +222,7 @@ class StudyReport:
         return Table(f"{task.name}, by part and test", columns, rows, (note,))
 
     def _edit_table(self, task: StudyTask) -> Table:
-        """The metric after each edit of the trained models."""
+        """Tabulate the metric after each edit of the trained models."""
         edits = self.results.study.edits
         rows: list[list[Value]] = []
         for variant in self.results.study.variants if edits else ():
@@ -235,7 +235,7 @@ class StudyReport:
         return Table(f"{task.name}, {task.metric} after edits", columns, rows, notes)
 
     def _size_table(self) -> Table:
-        """Counted against built parameters, and how each variant was matched."""
+        """Tabulate counted against built parameters, and how each variant was matched."""
         rows: list[list[Value]] = []
         for (variant, task), model in self.results.grid.models.items():
             cells = self.results.done_cells(variant, task)
@@ -246,8 +246,9 @@ class StudyReport:
 
 
 def tabulate_heads(task: StudyTask, cells: CellsByVariant) -> Table:
-    """Means of measures of heads, and the number of heads of each class: of the trained model,
-    before and during training, and on further tests.
+    """Tabulate mean head measures and the number of heads of each class.
+
+    Covers the trained model, before and during training, and further tests.
     """
     rows: list[list[Value]] = []
     for variant, of_variant in cells.items():
@@ -280,7 +281,7 @@ def tabulate_heads(task: StudyTask, cells: CellsByVariant) -> Table:
 
 
 def tabulate_gates(task: StudyTask, cells: CellsByVariant) -> Table:
-    """Share of tokens for which each gated head is on."""
+    """Tabulate the share of tokens for which each gated head is on."""
     rows: list[list[Value]] = []
     for variant, of_variant in cells.items():
         gates = [one.result["heads"].get("gates", {}) for one in of_variant]
@@ -294,7 +295,7 @@ def tabulate_gates(task: StudyTask, cells: CellsByVariant) -> Table:
 
 
 def tabulate_decoding(decoding: Mapping[str, Any]) -> Table:
-    """Milliseconds of a decode step and bytes of the cache, by variant and context."""
+    """Tabulate milliseconds of a decode step and bytes of the cache, by variant and context."""
     rows: list[list[Value]] = []
     for name, records in decoding["variants"].items():
         if isinstance(records, str):
@@ -312,12 +313,12 @@ def tabulate_decoding(decoding: Mapping[str, Any]) -> Table:
 
 
 def format_difference(difference: Estimate) -> str:
-    """A difference with its sign and its interval."""
+    """Format a difference with its sign and its interval."""
     return format_interval(*difference[:3], sign="+")
 
 
 def sort_places(places: Collection[str]) -> list[str]:
-    """Training steps by number, then further tests by name.
+    """Sort training steps by number, then further tests by name.
 
     >>> sort_places(["test longer", "step 100", "step 20"])
     ['step 20', 'step 100', 'test longer']
@@ -326,7 +327,7 @@ def sort_places(places: Collection[str]) -> list[str]:
 
 
 def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Mean of a value over the records that have it."""
+    """Average a value over the records that have it."""
     values = [record[name] for record in records if record.get(name) is not None]
     return sum(values) / len(values) if values else None
 
@@ -336,7 +337,7 @@ def list_claims(
     scores: Mapping[PairKey, VariantScore],
     comparisons: Mapping[PairKey, Comparison],
 ) -> list[str]:
-    """One line for each comparison, and one for the baseline of each task."""
+    """List one line for each comparison, and one for the baseline of each task."""
     study = results.study
     if len(study.seeds) < MIN_SEEDS_TO_CLAIM:
         seeds = pluralise(len(study.seeds), "seed")
@@ -363,7 +364,7 @@ def list_claims(
 
 
 def describe_protocol(report: StudyReport) -> list[str]:
-    """How the study was run, one fact a line."""
+    """Describe how the study was run, one fact a line."""
     results = report.results
     study = results.study
     grid = results.grid
@@ -390,7 +391,7 @@ def describe_protocol(report: StudyReport) -> list[str]:
 
 
 def tabulate_cells(cells: Sequence[CellResult]) -> Table:
-    """One row for each cell and metric."""
+    """Tabulate one row for each cell and metric."""
     rows: list[list[Value]] = []
     for one in cells:
         cell = one.cell

@@ -43,7 +43,7 @@ REPORT = "report"
 
 @dataclass(frozen=True)
 class CellResult:
-    """A cell with its result; `stage` is "tune" or "report"."""
+    """Pair a cell with its result; `stage` is "tune" or "report"."""
 
     cell: Cell
     stage: str
@@ -51,13 +51,14 @@ class CellResult:
 
     @property
     def is_done(self) -> bool:
-        """True if the cell ended with metrics."""
+        """Return True if the cell ended with metrics."""
         return self.result["status"] == "done"
 
     @property
     def record(self) -> dict[str, Any]:
-        """The cell and its result as plain values, without times, so that equal runs give equal
-        bytes.
+        """Return the cell and its result as plain values.
+
+        Times are left out, so that equal runs give equal bytes.
         """
         cell = self.cell
         names = {"id": cell.id, "stage": self.stage, "task": cell.task, "variant": cell.variant}
@@ -67,9 +68,7 @@ class CellResult:
 
 @dataclass
 class StudyResults:
-    """The results of a study: all cells, and the learning rate chosen for each variant on each
-    task.
-    """
+    """Hold all cells of a study, and the learning rate chosen for each variant on each task."""
 
     grid: CellGrid
     rates: dict[PairKey, float]
@@ -77,17 +76,17 @@ class StudyResults:
 
     @property
     def study(self) -> Study:
-        """The study that was run."""
+        """Return the study that was run."""
         return self.grid.study
 
     def report_cells(self, variant: str, task: str) -> list[CellResult]:
-        """The report cells of a variant on a task, by seed."""
+        """Return the report cells of a variant on a task, by seed."""
         key = (REPORT, variant, task)
         cells = [one for one in self.cells if (one.stage, one.cell.variant, one.cell.task) == key]
         return sorted(cells, key=lambda one: one.cell.seed)
 
     def done_cells(self, variant: str, task: str) -> list[CellResult]:
-        """The report cells of a variant on a task that ended with metrics."""
+        """Return the report cells of a variant on a task that ended with metrics."""
         return [one for one in self.report_cells(variant, task) if one.is_done]
 
 
@@ -130,11 +129,10 @@ def run_study(
 
 
 def choose_rates(study: Study, tuned: Sequence[CellResult]) -> dict[PairKey, float]:
-    """The learning rate with the best validation metric for each variant on each task; none where
-    all cells failed.
+    """Choose the learning rate with the best validation metric for each variant on each task.
 
-    If the metric is not measured during training, as of generated texts, the validation loss
-    chooses.
+    None where all cells failed. If the metric is not measured during training, as for generated
+    texts, the validation loss chooses.
     """
     best: dict[PairKey, tuple[float, float]] = {}
     for one in tuned:
@@ -150,7 +148,7 @@ def choose_rates(study: Study, tuned: Sequence[CellResult]) -> dict[PairKey, flo
 
 
 def write_results(results: StudyResults, folder: Path) -> None:
-    """Write all cells in the order of the study; their times are in a file of their own."""
+    """Write all cells in the order of the study; their times go to a separate file."""
     times = [{"id": one.cell.id, **one.result.get("timing", {})} for one in results.cells]
     records = {RESULTS_FILE: [one.record for one in results.cells], TIMINGS_FILE: times}
     contents: dict[str, bytes] = {}
@@ -162,7 +160,7 @@ def write_results(results: StudyResults, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class StageRunner:
-    """Runs the chosen cells of a stage by an engine, and reports each."""
+    """Run the chosen cells of a stage by an engine, and report each."""
 
     folder: Path
     engine: CellEngine
@@ -170,7 +168,8 @@ class StageRunner:
     progress: Callable[[str], object]
 
     def run(self, cells: list[Cell], stage: str) -> list[CellResult]:
-        """The results of the chosen cells, in their order; finished ones are not run again."""
+        """Return the results of the chosen cells in their order; finished ones are not run again.
+        """
         chosen = [cell for cell in cells if self.only(cell)]
         done: dict[str, Mapping[str, Any]] = {}
         for cell in chosen:
@@ -202,7 +201,7 @@ FORWARD_SHARE = 1 / 3  # of a training step: the backward pass takes about two f
 
 @dataclass(frozen=True)
 class CellPrice:
-    """The price of one cell of a variant on a task, and the number of such cells.
+    """Price one cell of a variant on a task, and count such cells.
 
     `seconds` is None if no steps were timed, or if they failed, which `problem` explains.
     """
@@ -218,13 +217,13 @@ class CellPrice:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the training of one cell."""
+        """Count FLOPs of the training of one cell."""
         return self.steps * self.size.step_flops
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """The prices of all cells of a study, and the number of processes that share them."""
+    """Hold the prices of all cells of a study, and the number of processes that share them."""
 
     study: Study
     prices: tuple[CellPrice, ...]
@@ -232,12 +231,12 @@ class StudyPlan:
 
     @property
     def num_cells(self) -> int:
-        """Number of cells, those that choose learning rates included."""
+        """Count cells, including those that choose learning rates."""
         return sum(price.count for price in self.prices)
 
     @property
     def seconds(self) -> float | None:
-        """Predicted duration of the study; None if some cells were not timed."""
+        """Predict the duration of the study; None if some cells were not timed."""
         total = 0.0
         for price in self.prices:
             if price.seconds is None:
@@ -247,7 +246,7 @@ class StudyPlan:
 
     @property
     def data(self) -> list[dict[str, Any]]:
-        """The prices as plain values."""
+        """Return the prices as plain values."""
         records: list[dict[str, Any]] = []
         for price in self.prices:
             record = {**vars(price), **price.size._asdict()}
@@ -295,7 +294,7 @@ def plan_study(
         result = timings[trials[key].id]
         is_done = result["status"] == "done"
         seconds = None
-        if is_done:  # the trial's, with its steps and its evaluation as often as the recipe says
+        if is_done:  # the trial's seconds, scaled to the recipe's steps and evaluations
             timing = result["timing"]
             step = timing["step"]
             evaluations = -(-recipe.steps // recipe.evaluate_every)
@@ -317,7 +316,7 @@ def plan_study(
 
 
 def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
-    """The first cell of a variant on a task, cut to a few steps and one evaluation."""
+    """Cut the first cell of a variant on a task to a few steps and one evaluation."""
     study = grid.study
     cell = grid.cell(
         study.variants[variant], study.tasks[task], grid.rates(study.variants[variant])[0], seed
@@ -327,7 +326,7 @@ def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
 
 
 def tabulate_plan(plan: StudyPlan) -> Table:
-    """The plan as a table, with the time of the study and problems as notes."""
+    """Tabulate the plan, with the time of the study and problems as notes."""
     columns = [
         *("task", "variant", "cells", "steps", "parameters"),
         Column("FLOPs", format_count),
@@ -364,11 +363,10 @@ FORMAT = 1  # grows when other things are measured
 
 
 def read_decode_times(grid: CellGrid, folder: Path) -> Mapping[str, Any]:
-    """Decoding of each variant on the first task with a decoder; measured once, then read from the
-    study's folder.
+    """Time decoding of each variant on the first task with a decoder.
 
-    The result has `task`, and `variants`: by name a list with one record for each context, or a
-    note why there is none.
+    Measured once, then read from the study's folder. The result has `task`, and `variants`: by name
+    a list with one record for each context, or a note why there is none.
     """
     path = folder / DECODE_FILE
     baseline = grid.study.baseline
@@ -394,8 +392,10 @@ def read_decode_times(grid: CellGrid, folder: Path) -> Mapping[str, Any]:
 def measure_decoding(
     spec: ModelSpec, contexts: Sequence[int] = CONTEXTS
 ) -> list[dict[str, Any]] | str:
-    """Processor seconds of a prompt and of a decode step, and bytes of the cache, at each context,
-    for one row and random weights; or why the model does not decode.
+    """Measure decoding at each context, for one row and random weights.
+
+    Returns processor seconds of a prompt and of a decode step, and bytes of the cache; or why the
+    model does not decode.
     """
     net = build(spec, seed=0).eval()
     generator = torch.Generator().manual_seed(0)
@@ -413,8 +413,7 @@ def measure_decoding(
 
 @torch.inference_mode()
 def _measure_context(net: Transformer, ids: torch.Tensor) -> dict[str, Any]:
-    """Times of the prompt `ids` and of a step after it, and bytes of the cache by formula and as
-    held.
+    """Measure the prompt `ids` and a step after it, and bytes of the cache by formula and as held.
     """
     capacity = ids.shape[1] + STEPS + 1
     cache = net.cache(batch=1, capacity=capacity)
