@@ -438,8 +438,7 @@ _matches: dict[tuple[AttentionSpec, AttentionSpec, str, float, Workload], SizeMa
 def _match_model(
     study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batch
 ) -> tuple[ModelSpec, str]:
-    """Match every self-attention to the baseline's of the same name; return a sentence about sizes.
-    """
+    """Match each self-attention to the baseline's of the same name; describe the sizes too."""
     goals = [layer for name, layer in baseline.attention_specs() if not name.endswith("cross")]
     length = batch.x.shape[1] if batch.x.dim() == 2 else 1
     workload = Workload() if study.match == "params" else Workload(context=length)

@@ -1,5 +1,4 @@
-"""Run cells in a pool of processes: one cell and one thread per process; replace killed processes.
-"""
+"""Run cells in a pool, one cell and one thread per process; replace killed processes."""
 
 from __future__ import annotations
 

@@ -259,7 +259,8 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
     - `support`, `support_spread`: number of keys with a weight above 0, mean over heads, and the
       standard deviation of this number over the heads of the model;
     - `score_deviation`: standard deviation of the scores of a query over its keys; `score_rank`:
-      their effective rank; `score_change`: size of what modifiers and mixing add to the scores, as a share of the scores;
+      their effective rank; `score_change`: size of what modifiers and mixing add to the scores, as
+      a share of the scores;
     - `gates`: for each attention with gates, the share of tokens for which each head is on;
     - `residual`: how different the tokens of a text are after each layer, from 0 (equal) to 1
       (2103.03404).

@@ -167,7 +167,8 @@ def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contras
         is_pair = isinstance(pair, list) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
             raise SpecError(
-                f'contrasts has {pair!r}, which is not a pair of texts; write [["VARIANT", "VARIANT"]]'
+                f"contrasts has {pair!r}, which is not a pair of texts; write "
+                '[["VARIANT", "VARIANT"]]'
             )
         contrast = Contrast(*map(Readout.parse, pair))
         left = contrast.left

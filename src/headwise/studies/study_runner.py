@@ -168,8 +168,7 @@ class StageRunner:
     progress: Callable[[str], object]
 
     def run(self, cells: list[Cell], stage: str) -> list[CellResult]:
-        """Return the results of the chosen cells in their order; finished ones are not run again.
-        """
+        """Return results of the chosen cells in order; finished ones are not run again."""
         chosen = [cell for cell in cells if self.only(cell)]
         done: dict[str, Mapping[str, Any]] = {}
         for cell in chosen:
@@ -413,8 +412,7 @@ def measure_decoding(
 
 @torch.inference_mode()
 def _measure_context(net: Transformer, ids: torch.Tensor) -> dict[str, Any]:
-    """Measure the prompt `ids` and a step after it, and bytes of the cache by formula and as held.
-    """
+    """Time the prompt `ids` and a next step; count cache bytes by formula and as held."""
     capacity = ids.shape[1] + STEPS + 1
     cache = net.cache(batch=1, capacity=capacity)
     prompt = _time_call(net, ids, cache)

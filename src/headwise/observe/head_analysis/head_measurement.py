@@ -218,7 +218,7 @@ def measure_heads(
 def _select_sites(
     model: nn.Module, options: MeasureOptions
 ) -> tuple[list[SiteModule], Mapping[str, tuple[str, str]]]:
-    """Select the sites to measure; also returns the streams of their queries and keys by site name."""
+    """Select the sites to measure; also return the streams of their queries and keys by name."""
     sites = require_ability(model, "observe")
     sites = [one for one in sites if not options.sites or one.site.name in options.sites]
     has_source = is_encoder_decoder(model)

@@ -276,7 +276,7 @@ Cells = list[tuple[int, int]]
 
 @dataclass
 class PictureMaker:
-    """Make pictures of a model's heads on the texts that show their classes; each text runs once."""
+    """Make pictures of heads on the texts that show their classes; each text runs once."""
 
     model: nn.Module
     examples: Sequence[Example]

@@ -37,7 +37,7 @@ Rule = Callable[[Tensor], Sequence[Tensor]]  # relevance of the output -> releva
 
 
 class _Operation(torch.autograd.Function):
-    """Attach `rule` to a value computed from `inputs`; the backward pass divides relevance by it."""
+    """Attach `rule` to a value computed from `inputs`; backward divides relevance by it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, rule: Rule, *inputs: Tensor) -> Tensor:

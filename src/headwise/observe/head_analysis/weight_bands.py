@@ -300,7 +300,7 @@ def stream_weight_bands(
 
 
 def number_words(annotations: TokenAnnotations) -> Tensor:
-    """Return the word index of each token, counted from 0; a token without a word is its own word."""
+    """Return the word index of each token from 0; a token without a word is its own word."""
     word = annotations.word_index
     if not len(word):
         return word

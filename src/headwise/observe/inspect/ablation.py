@@ -47,7 +47,7 @@ class HeadCall(NamedTuple):
 
     @property
     def patched_vectors(self) -> Tensor:
-        """Return the head's output at the tokens to patch, [tokens, head_dim], in float32 or wider."""
+        """Return the output at the tokens to patch, [tokens, head_dim], in float32 or wider."""
         chosen = self.output.flatten(0, -2)
         if self.token_mask is not None:
             chosen = self.output[self.token_mask.expand(self.output.shape[:-1])]

@@ -159,7 +159,7 @@ def unprunable_reason(parts: Sequence[nn.Module]) -> str:
 
 
 def _find_packed_weights(module: nn.Module) -> str:
-    """Return the type of the packed weights of a quantised module; "" for floating-point tensors."""
+    """Return the type of a quantised module's packed weights; "" for floating-point tensors."""
     if QUANTISERS & set(type(module).__module__.split(".")):
         return type(module).__name__
     buffers = dict(module.named_buffers(recurse=False))
@@ -269,7 +269,7 @@ class TowerSpecs:
         return site
 
     def describe(self, site: Site) -> Site:
-        """Add the spec to a site, or the reason why it has none; name its stack as in the config."""
+        """Add the spec to a site, or the reason for none; name its stack as in the config."""
         name = site.name
         named = {stack for stack in STACK_NAMES if stack in site.path}
         if name not in self.specs and len(self.stacks) == 1:

@@ -119,7 +119,7 @@ def _split_mask(batch: Any) -> tuple[Any, Any]:
 
 
 def _read_masks(token_masks: object, stacks: set[str], inputs: ModelInputs) -> TokenMasks:
-    """Read the caller's masks: one for all stacks, or a mapping by stack; default: padding masks."""
+    """Read the caller's masks: one, or a mapping by stack; default: padding masks."""
     if token_masks is None:
         return _padding_masks(inputs, stacks)
     masks = token_masks if isinstance(token_masks, Mapping) else dict.fromkeys(stacks, token_masks)
@@ -276,7 +276,7 @@ class OutputMoments:
 def _dataset_moments(
     model: nn.Module, batches: Any, heads: Iterable[HeadRef] | None, tokenizer: object
 ) -> tuple[HeadsBySite, dict[str, OutputMoments]]:
-    """Measure the moments of head outputs over a data set by site, with the numbers of the heads."""
+    """Measure moments of head outputs over a data set by site, with the head numbers."""
     moments: dict[str, OutputMoments] = {}
 
     def observe(site: str, outputs: Tensor, token_mask: Tensor) -> None:

@@ -393,7 +393,7 @@ def get_max_length(model: nn.Module) -> int | None:
 
 
 def _check_length(model: nn.Module, count: int) -> None:
-    """Raise if a model gets more tokens than its config allows; headwise models check themselves."""
+    """Raise if a model gets too many tokens for its config; headwise models check themselves."""
     max_length = None if isinstance(model, Transformer) else get_max_length(model)
     if max_length is not None and count > max_length:
         fact = (
@@ -545,7 +545,7 @@ def _pad_row(row: TokenRow, length: int, left: bool) -> TokenRow:
 
 
 def get_tokenizer_documents(model: nn.Module) -> list[str]:
-    """Return the JSON texts of a model's tokenizers, to compare two models; empty if it has none."""
+    """Return the JSON texts of a model's tokenizers, to compare models; empty if none."""
     if isinstance(model, Transformer):
         return [
             text

@@ -106,7 +106,7 @@ def _read_file(path: Path) -> Tokenizer:
 
 
 def _find_fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """Return the `tokenizers.Tokenizer` in a transformers tokenizer, or the argument if it is one."""
+    """Return the `tokenizers.Tokenizer` in a transformers tokenizer, or the argument itself."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     fast = getattr(tokenizer, "backend_tokenizer", None)

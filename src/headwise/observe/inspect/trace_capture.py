@@ -291,7 +291,7 @@ class CallRecorder(AttentionHook):
         return None, number
 
     def _first_position(self, keys: tuple[int, int], tokens: int) -> int | None:
-        """Return the position of the first key; None if the order of keys in the cache is unknown."""
+        """Return the first key's position; None if the order of keys in the cache is unknown."""
         start, stop = keys
         if self.site.kind == "cross" or not self.calls:
             return 0

@@ -275,7 +275,7 @@ def _head_pairs(
     min_weight: float,
     queries: tuple[int, int],
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield table rows for the pairs of one head and a range of queries with large enough weights."""
+    """Yield table rows for pairs of one head and some queries with large enough weights."""
     layer, row, number = head
     query_tokens = _token_strings(trace, layer.query_stream, row, layer.num_queries)
     key_tokens = _token_strings(trace, layer.key_stream, row, layer.num_keys)
@@ -295,7 +295,7 @@ def _head_pairs(
 
 
 def _token_strings(trace: Trace, stream: str, row: int, count: int) -> list[str]:
-    """Return strings of the first `count` tokens of a stream; numbers for tokens without a string."""
+    """Return strings of the first `count` tokens of a stream; numbers if they have none."""
     rows = trace.streams.get(stream, ())
     words = list(rows[row].words) if row < len(rows) else []
     return (words + [str(n) for n in range(len(words), count)])[:count]

@@ -56,7 +56,7 @@ class AttentionSite:
         return self.q == self.k == self.v
 
     def check(self, module: nn.Module) -> None:
-        """Raise unless the module has these projections, attributes and parameters in these sizes."""
+        """Raise unless the module has these projections, attributes, parameters and sizes."""
         kind = type(module).__name__
         children = dict(module.named_modules())
         for name in (self.q, self.k, self.v, self.out):

@@ -104,7 +104,7 @@ def find_torch_attention(model: nn.Module) -> Iterator[SiteModule]:
 
 @contextmanager
 def _slow_path() -> Iterator[None]:
-    """Disable torch's fast path for whole encoder layers, which skips the forward of their modules."""
+    """Disable torch's fast path for encoder layers, which skips the forward of their modules."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -157,7 +157,7 @@ def inputs_of_call(
 def _is_causal_call(
     name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int
 ) -> bool:
-    """Return True if the function applies a causal mask, as the SDPA function does without a mask."""
+    """Return True if the function applies a causal mask, as SDPA does without a mask."""
     if name == "eager" or arguments.get("attention_mask") is not None or queries == 1:
         return False
     is_causal = arguments.get("is_causal")

@@ -48,7 +48,7 @@ _IS_AT_FUNCTION: ContextVar[bool] = ContextVar("is_at_function", default=False)
 
 
 def edit_place(module: nn.Module) -> EditPlace:
-    """Return where heads of this module are edited: measured on an example, or read in its forward."""
+    """Return where heads are edited: measured on an example, or read in the forward."""
     return (
         AT_FUNCTION if _IS_AT_FUNCTION.get() else _MEASURED.get(module) or _read_edit_place(module)
     )
@@ -195,7 +195,7 @@ class ProjectionRecorder:
         self.inputs.setdefault(module, [])
 
     def before_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Record the input of a layer, or replace it by the expected one (global forward pre-hook)."""
+        """Record a layer's input, or replace it by the expected one (global pre-hook)."""
         if self.module is None or get_ident() != self.thread or not get_input_width(layer):
             return None
         inputs = self.inputs[self.module]
