@@ -44,7 +44,7 @@ class Batch:
         return replace(self, **moved)
 
     def rows(self, rows: slice) -> Self:
-        """The batch of the examples that a slice selects.
+        """Return the batch of the examples that a slice selects.
 
         >>> ids = torch.arange(6).view(3, 2)
         >>> tokens = SequenceInfo.from_batch(ids, lengths=[2, 1, 2])

@@ -194,8 +194,8 @@ class TransformerLayer(nn.Module):
         )  # a constant sublayer has a norm only if placement="post"
 
     def _sublayer_output(self, name: str, z: Tensor, inputs: LayerInputs) -> Tensor:
-        """The output of one sublayer after scale and dropout; a constant
-        sublayer gives its vector.
+        """Return the output of one sublayer after scale and dropout; a constant sublayer gives its
+        vector.
         """
         if name in self.constant_sublayers:
             return cast(ConstantSublayer, self._modules[name]).constant
@@ -226,7 +226,7 @@ class TransformerLayer(nn.Module):
 def _iter_tied_weights(
     role: str, spec: AttentionSpec
 ) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """Names of weights that layers may share, each with its key in `SharedWeightOwners`."""
+    """Yield names of weights that layers may share, each with its key in `SharedWeightOwners`."""
     for name, part in spec.parts():
         for key, param in part.params(spec).items():
             if param.tied_to:

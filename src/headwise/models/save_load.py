@@ -227,8 +227,8 @@ def load(folder: Path | str, *, dropout: float = 0.0) -> Transformer:
 
 
 def _backup_path(folder: Path, name: str) -> Path:
-    """The backup of a file while its new version is written; `load` uses it if its checksum is in
-    the manifest.
+    """Return the backup of a file while its new version is written; `load` uses it if its checksum
+    is in the manifest.
     """
     return folder / f".{name}.before"
 

@@ -390,7 +390,7 @@ class Transformer(nn.Module):
         encoded: Tensor | EncoderOutput | None,
         source_sequence: SequenceInfo | None,
     ) -> list[LayerInputs]:
-        """The inputs of each layer of the last stack, besides its hidden states."""
+        """Return the inputs of each layer of the last stack, besides its hidden states."""
         depth = self._first_and_last_stack()[1].depth
         caches = repeat(None, depth) if cache is None else cache.layers
         sources = encoded.layers if isinstance(encoded, EncoderOutput) else repeat(encoded, depth)
@@ -403,7 +403,7 @@ class Transformer(nn.Module):
     def _source_state(
         self, encoded: Tensor | EncoderOutput | None, sequence: SequenceInfo | None
     ) -> Tensor | None:
-        """The encoder's state after its last token, if a recurrence starts from it."""
+        """Return the encoder's state after its last token, if a recurrence starts from it."""
         blocks = self.spec.stacks[-1].layers
         if encoded is None or not any(block.starts_from_source for block in blocks):
             return None

@@ -45,7 +45,7 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def encode(self, texts: Iterable[str]) -> list[IdArray]:
-        """The ids of each text."""
+        """Return the ids of each text."""
 
     @property
     @abstractmethod
@@ -145,7 +145,7 @@ class SubwordVocabulary(Vocabulary):
         return ids
 
     def special(self, name: str) -> int:
-        """The id of a special token."""
+        """Return the id of a special token."""
         token_id = self._tokenizer.token_to_id(name)
         if token_id is None:
             raise ValueError(f"there is no special token {name!r} in this vocabulary")
@@ -254,7 +254,7 @@ def _explain(action: str, error: BaseException) -> SpecError:
 
 
 def parse_tokenizer(document: str) -> Tokenizer:
-    """The tokenizer that a JSON document describes; raises Exception with the reason if it
+    """Return the tokenizer that a JSON document describes; raises Exception with the reason if it
     describes none.
 
     >>> parse_tokenizer("{}")
@@ -266,7 +266,7 @@ def parse_tokenizer(document: str) -> Tokenizer:
 
 
 def read_tokenizer_file(path: Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json."""
+    """Return the tokenizer in a tokenizer.json."""
     try:
         return parse_tokenizer(read_text_file(path))
     except (SpecError, OSError):
@@ -278,7 +278,7 @@ def read_tokenizer_file(path: Path) -> Tokenizer:
 
 
 def encode_tokens(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> Encoding:
-    """The tokens of a text; raises SpecError with the library's error as its cause."""
+    """Tokenize a text; raises SpecError with the library's error as its cause."""
     try:
         with _panics_as_errors("encode this text"):
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -289,6 +289,6 @@ def encode_tokens(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool =
 
 
 def decode_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids, without special tokens."""
+    """Decode ids to text, without special tokens."""
     with _panics_as_errors("decode these ids"):
         return tokenizer.decode(list(ids))

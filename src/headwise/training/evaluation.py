@@ -172,7 +172,7 @@ def evaluate(
 def sum_batch_metrics(
     net: Transformer, task: Task, sizes: tuple[int, int], split: str
 ) -> MetricSums:
-    """Sum and count of every metric over batches of a split; `sizes` are examples per batch, and
+    """Sum and count every metric over batches of a split; `sizes` are examples per batch, and
     batches at most.
     """
     batch_size, max_batches = sizes
@@ -189,7 +189,7 @@ def sum_batch_metrics(
 
 
 def measure_batch(task: Task, logits: Tensor, batch: Batch) -> MetricSums:
-    """Sum and count of the loss and of the task's metrics."""
+    """Sum and count the loss and the task's metrics."""
     check_label_shape(logits, batch.labels)
     loss = (float(cross_entropy(logits, batch.labels)), count_labels(batch))
     return {"loss": loss, **task.measure(logits, batch)}
@@ -210,8 +210,7 @@ def sum_metrics(parts: Iterable[MetricSums]) -> dict[str, tuple[float, int]]:
 
 
 def average_metrics(parts: Iterable[MetricSums]) -> dict[str, float]:
-    """The mean of each metric over several parts of the data; metrics with a count of 0 are left
-    out.
+    """Average each metric over several parts of the data; metrics with a count of 0 are left out.
 
     >>> average_metrics([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
     {'accuracy': 0.8}
@@ -221,8 +220,8 @@ def average_metrics(parts: Iterable[MetricSums]) -> dict[str, float]:
 
 
 def order_slices(names: Sequence[str]) -> list[str]:
-    """Names of metrics in their order, each followed by its slices, by number: batches may have
-    them in any order.
+    """Order names of metrics, each followed by its slices, by number: batches may have them in any
+    order.
 
     >>> order_slices(["loss", "accuracy", "accuracy@length=12", "accuracy@length=8", "bleu"])
     ['loss', 'accuracy', 'accuracy@length=8', 'accuracy@length=12', 'bleu']

@@ -96,7 +96,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def flatten_numbers(record: Record) -> dict[str, float]:
-    """The numbers of a record under names such as "evaluation/loss".
+    """Return the numbers of a record under names such as "evaluation/loss".
 
     >>> flatten_numbers({"event": "evaluation", "step": 3, "metrics": {"loss": 0.5}, "at": "noon"})
     {'evaluation/loss': 0.5}
@@ -147,7 +147,7 @@ def create_logger(name: str) -> MetricLogger:
 
 
 def format_record(record: Mapping[str, Any], startup: float = 0.0) -> str:
-    """A record as one line of text; metrics without slices such as "exact_match@date".
+    """Format a record as one line of text; metrics without slices such as "exact_match@date".
 
     >>> format_record(
     ...     {"event": "evaluation", "step": 100, "metrics": {"loss": 0.25, "accuracy": 0.5}}
@@ -222,7 +222,8 @@ STEP_AXIS = Axis("step")
 def make_curves(
     records: Iterable[Mapping[str, Any]], title: str, changes: Sequence[int] = ()
 ) -> Figure:
-    """The curves of a run over its steps: loss, other metrics of evaluations, and learning rate.
+    """Make the curves of a run over its steps: loss, other metrics of evaluations, and learning
+    rate.
 
     `changes` are the steps after which the recipe changed.
     """
@@ -265,7 +266,7 @@ def _metric_series(metrics: Mapping[str, Mapping[int, float]]) -> list[Series]:
 
 
 def average_over_windows(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the last `window` values at each position, of fewer at the beginning.
+    """Average the last `window` values at each position, fewer at the beginning.
 
     >>> average_over_windows([4.0, 2.0, 6.0], 2)
     [4.0, 3.0, 4.0]

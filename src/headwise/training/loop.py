@@ -250,7 +250,7 @@ def train(
 
 
 def _start_or_resume(setup: TrainingSetup, resume: str) -> tuple[TrainingRun, list[str]]:
-    """The new or resumed run, and notes about it for the loggers."""
+    """Start or resume the run, and return it with notes about it for the loggers."""
     checkpoint, notes = setup.ranks.run_on_leader(lambda: _find_checkpoint(setup.folder, resume))
     if checkpoint is None:
         run = setup.start_run()

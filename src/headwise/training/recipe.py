@@ -300,7 +300,7 @@ def _is_number(value: Any) -> bool:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """All fields of a recipe as plain values."""
+    """Return all fields of a recipe as plain values."""
     values = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
     return values | {"betas": list(recipe.betas), "aux_losses": dict(recipe.aux_losses)}
 

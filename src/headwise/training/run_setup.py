@@ -59,7 +59,7 @@ RecipeChange = dict[str, Any]  # {"step": 24, "fields": {"lr": [0.002, 0.001]}}
 
 
 def describe_change(change: Mapping[str, Any]) -> str:
-    """A change of the recipe in words.
+    """Describe a change of the recipe in words.
 
     >>> describe_change({"step": 24, "fields": {"steps": [24, 48], "lr": [0.002, 0.001]}})
     'after step 24: steps 24 -> 48, lr 0.002 -> 0.001'
@@ -74,7 +74,7 @@ def describe_change(change: Mapping[str, Any]) -> str:
 def find_changes(
     step: int, old_config: Mapping[str, Any], config: Mapping[str, Any], resume: str, folder: Path
 ) -> RecipeChange | None:
-    """The change of the recipe of a run at this step; None if its configuration is the same.
+    """Return the change of the recipe of a run at this step; None if its configuration is the same.
 
     Raises SpecError if anything else differs, and for any difference unless `resume` is
     "with-changes".
@@ -332,7 +332,7 @@ class TrainingSetup:
         return [note]
 
     def start_run(self) -> TrainingRun:
-        """A new run before its first step, with its step options saved, so that resuming keeps
+        """Make a new run before its first step, with its step options saved, so that resuming keeps
         them.
         """
         net = self._make_model()
@@ -374,8 +374,8 @@ class TrainingSetup:
     def resume_run(
         self, checkpoint: TrainingCheckpoint, resume: str
     ) -> tuple[TrainingRun, RecipeChange | None]:
-        """The run of a checkpoint, and how its recipe changes; raises SpecError for changes that
-        are not allowed.
+        """Return the run of a checkpoint, and how its recipe changes; raises SpecError for changes
+        that are not allowed.
 
         A change is saved at once. It resets the patience of early stopping.
         """
@@ -391,7 +391,7 @@ class TrainingSetup:
         return run, change
 
     def _make_run(self, net: Transformer, options: StepOptions) -> TrainingRun:
-        """A run with the part of the model that belongs to this rank."""
+        """Make a run with the part of the model that belongs to this rank."""
         train_step = TrainStep(shard_model(net, self.ranks), self.recipe, options)
         return TrainingRun(self.task, train_step, self.folder, self.started_at)
 
@@ -418,8 +418,8 @@ class TrainingSetup:
 
 
 def build_config(task: Task, model_spec: ModelSpec, recipe: Recipe, first: Batch) -> dict[str, Any]:
-    """Everything that determines the numbers of a run, as plain values; `first`
-    is its first batch.
+    """Return everything that determines the numbers of a run, as plain values; `first` is its first
+    batch.
     """
     options = {f.name: getattr(task, f.name) for f in fields(task)}
     entries = to_dict(recipe)
@@ -476,7 +476,7 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of this name; "auto" is a CUDA GPU if there is one, otherwise the CPU.
+    """Return the device of this name; "auto" is a CUDA GPU if there is one, otherwise the CPU.
 
     >>> resolve_device("cpu")
     device(type='cpu')

@@ -75,7 +75,7 @@ class BatchPrefetcher:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Sum of -log p(label) over all labels but IGNORE_INDEX, in float32 at least.
+    """Sum -log p(label) over all labels but IGNORE_INDEX, in float32 at least.
 
     `logits` are [B, T, classes] or [B, classes], `labels` [B, T] or [B]. With label smoothing e,
     the target is 1 - e on the label plus e spread evenly over all classes (1512.00567).
@@ -96,7 +96,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Ten
 
 
 def count_labels(batch: Batch) -> int:
-    """Number of labels in a batch, IGNORE_INDEX left out."""
+    """Count labels in a batch, IGNORE_INDEX left out."""
     return int((batch.labels != IGNORE_INDEX).sum())
 
 
@@ -283,7 +283,7 @@ class TrainStep:
         return self.world.sum(torch.stack(losses).sum())
 
     def compute_loss(self, part: Batch) -> Tensor:
-        """Sum of the cross entropy over the labels of a part of a batch."""
+        """Sum the cross entropy over the labels of a part of a batch."""
         part = pack_batch(part).batch if self.options.rows == "packed" else part
         index, labels = self._scored_positions(part)
         self._terms.clear()
@@ -382,7 +382,7 @@ def group_parameters(
 
 
 def get_parameter_name(key: str) -> str:
-    """Name of the parameter that an optimiser state tensor belongs to.
+    """Return the name of the parameter that an optimiser state tensor belongs to.
 
     >>> get_parameter_name("exp_avg decoder.norm.weight")
     'decoder.norm.weight'

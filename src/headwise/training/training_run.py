@@ -160,8 +160,8 @@ def read_checkpoint(path: Path) -> TrainingCheckpoint:
 
 
 def read_checkpoint_state(path: Path) -> dict[str, Any] | None:
-    """The JSON state of a checkpoint without its tensors, which are not verified; None if it cannot
-    be read.
+    """Return the JSON state of a checkpoint without its tensors, which are not verified; None if it
+    cannot be read.
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -171,7 +171,7 @@ def read_checkpoint_state(path: Path) -> dict[str, Any] | None:
 
 
 def describe_first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """The first difference between two configurations as text; None if they are equal.
+    """Describe the first difference between two configurations; None if they are equal.
 
     >>> describe_first_difference(
     ...     {"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}}
@@ -231,7 +231,7 @@ def count_step_flops(model_spec: ModelSpec, batch: Batch) -> int:
 
 
 def count_stack_tokens(stack: StackSpec, shape: tuple[int, ...]) -> int:
-    """Number of tokens per row in a stack, for an input of this shape."""
+    """Count tokens per row in a stack, for an input of this shape."""
     embedding = stack.embedding
     if embedding is None or not embedding.patches:
         return shape[1]
@@ -240,7 +240,7 @@ def count_stack_tokens(stack: StackSpec, shape: tuple[int, ...]) -> int:
 
 
 def count_batch_tokens(model_spec: ModelSpec, batch: Batch) -> int:
-    """Number of tokens in the inputs of a model, padding left out."""
+    """Count tokens in the inputs of a model, padding left out."""
     rows = len(batch.labels)
     count = 0
     for stack, x, tokens in (
@@ -293,8 +293,8 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def find_first_non_finite(
     sharded_model: ShardedModel, groups: ParameterGroups, forward: Callable[[], Tensor]
 ) -> str:
-    """Message about the first NaN or inf: in the weights, else in the outputs of `forward`, else in
-    the gradients.
+    """Describe the first NaN or inf: in the weights, else in the outputs of `forward`, else in the
+    gradients.
 
     All ranks search together; the message comes from the first rank that finds one.
     """
@@ -518,7 +518,7 @@ class TrainingRun:
             save(net, self.folder, readme=readme)
 
     def load_best(self) -> tuple[Transformer, str | None]:
-        """The full model with the best weights, read by the leader.
+        """Return the full model with the best weights, read by the leader.
 
         If their checkpoint is damaged, the model has the last weights, and the second result is a
         message about it.

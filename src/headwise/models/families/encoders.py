@@ -308,7 +308,7 @@ def _narrow_embedding(config: TransformersConfig, sizes: EncoderSizes, narrow: i
 
 
 def _narrow_head(config: TransformersConfig, sizes: EncoderSizes, narrow: int) -> UnsupportedPart:
-    """The bias of the head of narrow token embeddings, and its matrix unless tied."""
+    """Return the bias of the head of narrow token embeddings, and its matrix unless tied."""
     own = [("head.tokens.bias", sizes.tokens)]
     if not read_tied_stack(config, "encoder", True):
         own.append(("head.tokens.weight", sizes.tokens * narrow))
@@ -399,7 +399,7 @@ def _deberta_attention(config: TransformersConfig, sizes: EncoderSizes) -> Layer
 def _deberta_parts(
     config: TransformersConfig, sizes: EncoderSizes, length: int
 ) -> tuple[UnsupportedPart, ...]:
-    """The relative position table, its norm, and the convolution next to the first layer."""
+    """Return the relative position table, its norm, and the convolution next to the first layer."""
     parts = list[UnsupportedPart]()
     if config.read_bool("relative_attention", False):
         settings = [

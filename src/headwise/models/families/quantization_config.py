@@ -193,8 +193,8 @@ def _exclude_weights(
 
 
 def _module_path(weight: WeightSpec, names: WeightNames) -> str:
-    """Name of the module that holds a tensor in the file; axes in braces, such as the expert axis,
-    become 0.
+    """Return the name of the module that holds a tensor in the file; axes in braces, such as the
+    expert axis, become 0.
     """
     location = names.find_location(weight.name)
     layer = LAYER.match(weight.name)

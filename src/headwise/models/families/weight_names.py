@@ -256,8 +256,8 @@ class CheckpointPlan:
 
 
 def find_unnamed_weight(model_spec: ModelSpec, names: WeightNames) -> str:
-    """The first trainable tensor of a model that checkpoints with these names cannot store; "" if
-    there is none.
+    """Return the first trainable tensor of a model that checkpoints with these names cannot store;
+    "" if there is none.
     """
     weights = (weight for weight in model_spec.weights() if weight.trainable)
     return next((weight.name for weight in weights if names.find_location(weight.name) is None), "")

@@ -87,7 +87,7 @@ class DecodingConfig:
         return tuple(stop for stop in self.stop if isinstance(stop, str))
 
     def ends(self, default_ids: Iterable[int]) -> frozenset[int]:
-        """The ids that an output stops before; `default_ids` are the model's own end ids."""
+        """Return the ids that an output stops before; `default_ids` are the model's own end ids."""
         end_ids = default_ids if self.end is None else self.end
         return frozenset([*end_ids, *(stop for stop in self.stop if isinstance(stop, int))])
 

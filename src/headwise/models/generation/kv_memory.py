@@ -159,7 +159,7 @@ class KVMemory:
         return pages
 
     def _bytes_per_page(self, dtype: torch.dtype) -> int:
-        """Bytes of a page and of its part of the gather buffer."""
+        """Count the bytes of a page and of its part of the gather buffer."""
         return (self.paging.numel + self.paging.widest) * dtype.itemsize
 
 

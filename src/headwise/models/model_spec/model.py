@@ -359,7 +359,7 @@ def find_repeats(items: Sequence[Item]) -> Iterator[tuple[int, tuple[Item, ...]]
 
 
 def _repeats(items: Sequence[Item], start: int, period: int) -> int:
-    """How often the `period` items from `start` on occur in succession."""
+    """Count how often the `period` items from `start` on occur in succession."""
     pattern = items[start : start + period]
     times = 1
     while (

@@ -41,7 +41,7 @@ class WeightFormat(SpecNode):
     order: str = "grid"
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix with its scales and zero points."""
+        """Count the bytes of a matrix with its scales and zero points."""
         if self.order == "flat":
             blocks = -(-rows * columns // (self.block_columns or rows * columns))
         else:

@@ -114,8 +114,8 @@ class CopyTask(SyntheticTask):
         return [".", "|", ">", *map(str, range(self.symbols))]
 
     def model(self) -> ModelSpec:
-        """A decoder of two layers, the least for induction heads: the first attends to the previous
-        token. kind="source" has an encoder and a decoder of two layers each.
+        """Return a decoder of two layers, the least for induction heads: the first attends to the
+        previous token. kind="source" has an encoder and a decoder of two layers each.
         """
         make = make_small_translator if self.kind == "source" else make_small_decoder
         return make(self.name, self.num_ids, self.shape)
@@ -379,7 +379,7 @@ class GraphDistance(SyntheticTask):
         return (self.nodes,)
 
     def model(self) -> ModelSpec:
-        """An encoder of `reach` layers, the least that carry information `reach` steps."""
+        """Return an encoder of `reach` layers, the least that carry information `reach` steps."""
         shape = replace(self.shape, layers=self.reach, positions="none")
         head = OutputHeadSpec("distance", self.num_answers)
         return make_small_encoder(self.name, self.num_ids, shape, head, self.pattern)

@@ -141,7 +141,7 @@ LANGUAGES: Mapping[str, Callable[[Date | Amount], TokenizedPhrase]] = {
 
 
 def format_chinese_numeral(number: int, letter: str, last: int = 0) -> TokenizedPhrase:
-    """An integer from 1 to 10**8 - 1 as a Chinese numeral; its last digit expresses the part
+    """Format an integer from 1 to 10**8 - 1 as a Chinese numeral; its last digit expresses the part
     f"{letter}{last}".
 
     >>> [join_tokens(format_chinese_numeral(n, "n")) for n in (10, 1005, 1050, 12_000_345)]
@@ -169,7 +169,7 @@ def format_chinese_numeral(number: int, letter: str, last: int = 0) -> Tokenized
 
 
 def _count(number: int, last: int) -> TokenizedPhrase:
-    """A number of units; empty for 0."""
+    """Format a number of units; empty for 0."""
     return _use_counting_two(format_chinese_numeral(number, "n", last)) if number else []
 
 
@@ -204,7 +204,7 @@ def _spell_digits(
 
 
 def join_tokens(phrase: TokenizedPhrase) -> str:
-    """The text of a phrase."""
+    """Join the text of a phrase."""
     return "".join(token for token, _ in phrase)
 
 
@@ -276,7 +276,7 @@ class DateTranslation(SyntheticTask):
         self.check_extent(self.answers, count, "use more years, or more digits")
 
     def _num_values(self, subject: str) -> int:
-        """Number of different dates, or of different numbers in an amount."""
+        """Count different dates, or different numbers in an amount."""
         return self._num_days if subject == "date" else 10 ** (self.digits + 2) - 1
 
     @property
@@ -364,7 +364,7 @@ class DateTranslation(SyntheticTask):
         return Batch(x, labels, tokens, source_ids, source_tokens, gold)
 
     def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
-        """The start token of every answer."""
+        """Return the start token of every answer."""
         return batch.x[:, :1], None
 
     @property
@@ -421,7 +421,7 @@ class DateTranslation(SyntheticTask):
 
 
 def date_of_day_number(number: int) -> Date:
-    """The date `number` days after 1 January 1970.
+    """Return the date `number` days after 1 January 1970.
 
     >>> date_of_day_number(0), date_of_day_number(-1)
     (Date(year=1970, month=1, day=1), Date(year=1969, month=12, day=31))

@@ -88,7 +88,7 @@ class FileTask(CheckedDataclass, Task):
         """Batch number `index` of a split that is not empty."""
 
     def count_batches(self, size: int, split: str) -> int:
-        """Number of batches in one pass over a split that is not empty."""
+        """Count batches in one pass over a split that is not empty."""
         return -(-self.data.sizes[split] // size)
 
     @property
@@ -225,7 +225,7 @@ class ClassificationTask(FileTask):
 def make_classifier(
     name: str, embedding: EmbeddingSpec, classes: int, pooling: str, kind: str = "encoder"
 ) -> ModelSpec:
-    """An encoder of four layers with 128 channels; pooling="mean" gives one class per example,
+    """Make an encoder of four layers with 128 channels; pooling="mean" gives one class per example,
     "each" one per token.
     """
     stack = DEFAULT_SHAPE.stack("encoder", embedding, "full()")
@@ -298,7 +298,7 @@ class EpochCache(Generic[Order]):
         self._orders: dict[tuple[int, int], Order] = {}
 
     def get(self, seed: int, epoch: int) -> Order:
-        """The order of an epoch."""
+        """Return the order of an epoch."""
         key = (seed, epoch)
         if key not in self._orders:
             last = dict(list(self._orders.items())[-1:])
@@ -363,7 +363,7 @@ class BatchPlan:
         return np.array_split(examples, self.batches)[batches[batch]]
 
     def _draw_order(self, rng: np.random.Generator) -> tuple[IndexArray, IndexArray]:
-        """The examples by length, equal lengths shuffled, and an order of the batches."""
+        """Return the examples by length, equal lengths shuffled, and an order of the batches."""
         examples = np.lexsort((rng.random(len(self.lengths)), self.lengths))
         return examples, rng.permutation(self.batches)
 

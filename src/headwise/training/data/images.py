@@ -303,7 +303,7 @@ def _read_npz_splits(path: Path) -> dict[str, LabelledImages]:
 
 
 def _find_array(arrays: Mapping[str, Any], kind: str, split: str) -> str:
-    """Name of the array with the images or labels of a split; "" if there is none."""
+    """Return the name of the array with the images or labels of a split; "" if there is none."""
     names: list[str] = []
     for name in ARRAY_NAMES[kind]:
         for word in SPLIT_PREFIXES[split]:
@@ -399,7 +399,7 @@ class FrameClassification(ClassificationTask):
         return LabelledDataset(UtteranceInputs(utterances, splits["train"]), classes, names, splits)
 
     def _split_utterances(self, frames: Any, lengths: Any) -> list[Any]:
-        """The frames of each utterance; raises SpecError unless all are finite numbers."""
+        """Return the frames of each utterance; raises SpecError unless all are finite numbers."""
         flat = frames.reshape(-1, frames.shape[-1]) if frames.ndim == 3 else frames
         is_whole = lengths.ndim == 1 and lengths.dtype.kind in "ui"
         if flat.ndim != 2 or not is_whole or lengths.sum() != len(flat) or (lengths < 1).any():
@@ -444,8 +444,8 @@ class UtteranceInputs(ClassifierInputs):
         return x, SequenceInfo.from_batch(x, lengths=[len(row) for row in rows])
 
     def model(self, num_classes: int, pooling: str) -> ModelSpec:
-        """An encoder that embeds each frame linearly: an utterance is an image of one column, a
-        frame one patch.
+        """Return an encoder that embeds each frame linearly: an utterance is an image of one
+        column, a frame one patch.
         """
         longest = max(map(len, self.utterances))
         width = self.utterances[0].shape[1]

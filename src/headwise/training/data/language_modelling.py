@@ -60,7 +60,7 @@ class TokenSpan:
         return self.stop - self.start
 
     def counts(self, vocab_size: int) -> NDArray[np.int64]:
-        """Number of occurrences of each id, counted in chunks."""
+        """Count occurrences of each id, in chunks."""
         counts = np.zeros(vocab_size, np.int64)
         for start in range(self.start, self.stop, SCAN_TOKENS):
             chunk = self.ids[start : min(start + SCAN_TOKENS, self.stop)]
@@ -239,7 +239,9 @@ class TextTask(FileTask):
         return ProcessorSpec(tokenizer=self.tokenizer)
 
     def model(self) -> ModelSpec:
-        """A causal decoder of four layers with 128 channels, embedding and output weights tied."""
+        """Return a causal decoder of four layers with 128 channels, embedding and output weights
+        tied.
+        """
         return make_small_decoder("text", self.data.size, DEFAULT_SHAPE, table="decoder")
 
 
@@ -254,7 +256,7 @@ def split_points(count: int, shares: tuple[float, float]) -> tuple[int, int]:
 
 
 def read_files(paths: Sequence[Path]) -> ByteArray:
-    """The concatenated bytes of text files, all checked to be UTF-8; a single uncompressed file is
+    """Concatenate the bytes of text files, all checked to be UTF-8; a single uncompressed file is
     memory-mapped.
     """
     use_memmap = len(paths) == 1 and paths[0].stat().st_size and not is_gzipped(paths[0])
@@ -268,7 +270,7 @@ def read_files(paths: Sequence[Path]) -> ByteArray:
 
 
 def iter_text_blocks(raw: ByteArray) -> Iterator[str]:
-    """A text in blocks that end with a line, or with a character if a line is longer."""
+    """Split a text into blocks that end with a line, or with a character if a line is longer."""
     start = 0
     while start < len(raw):
         block = raw[start : start + BLOCK_BYTES].tobytes()
@@ -280,7 +282,7 @@ def iter_text_blocks(raw: ByteArray) -> Iterator[str]:
 
 
 def _end_of_character(raw: ByteArray, at: int) -> int:
-    """The first index from `at` on that does not cut a UTF-8 character in two."""
+    """Return the first index from `at` on that does not cut a UTF-8 character in two."""
     while at < len(raw) and raw[at] & 0xC0 == 0x80:
         at += 1
     return at

@@ -379,7 +379,7 @@ class MarkovChains(SyntheticTask):
         return {"content": content, "x": np.concatenate([start, content], 1), "labels": labels}
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
-        """The batch of these examples; `gold` holds the bigram prediction after each symbol,
+        """Return the batch of these examples; `gold` holds the bigram prediction after each symbol,
         [length, symbols].
         """
         optimal = torch.from_numpy(predict_by_bigrams(examples["content"], self.symbols))

@@ -101,7 +101,9 @@ class ModelShape(CheckedDataclass):
         self.check_fields(ranges, {"positions": POSITIONS, "network": NETWORKS})
 
     def blocks(self, pattern: str | Pattern, cross: str = "") -> list[BlockSpec]:
-        """The pre-norm blocks of a stack; `cross` is the pattern of their cross-attention, if any."""
+        """Return the pre-norm blocks of a stack; `cross` is the pattern of their cross-attention,
+        if any.
+        """
         if self.network != "transformer":
             return [self._mixer_block(cross, depth) for depth in range(self.layers)]
         modifiers = (find_class("Rotary")(),) if self.positions == "rotary" else ()
@@ -137,13 +139,13 @@ class ModelShape(CheckedDataclass):
     def stack(
         self, name: str, embedding: EmbeddingSpec, pattern: str | Pattern, cross: str = ""
     ) -> StackSpec:
-        """A stack of these blocks on an embedding, with a norm at its end."""
+        """Return a stack of these blocks on an embedding, with a norm at its end."""
         blocks = self.blocks(pattern, cross)
         return StackSpec.from_blocks(name, self.width, blocks, embedding=embedding, norm=NormSpec())
 
 
 def make_small_decoder(name: str, vocab_size: int, shape: ModelShape, table: str = "") -> ModelSpec:
-    """A causal decoder with an output per position; table="decoder" ties embedding and output."""
+    """Make a causal decoder with an output per position; table="decoder" ties embedding and output."""
     stack = shape.stack("decoder", shape.embedding(vocab_size), "causal()")
     head = OutputHeadSpec("tokens", vocab_size, table=table)
     return ModelSpec(name, "decoder", (stack,), (head,))
@@ -156,7 +158,7 @@ def make_small_encoder(
     head: OutputHeadSpec,
     pattern: str | Pattern = "full()",
 ) -> ModelSpec:
-    """An encoder with `head` on top; `pattern` is the attention pattern of every layer."""
+    """Make an encoder with `head` on top; `pattern` is the attention pattern of every layer."""
     stack = shape.stack("encoder", shape.embedding(vocab_size), pattern)
     return ModelSpec(name, "encoder", (stack,), (head,))
 
@@ -324,7 +326,9 @@ class SyntheticTask(CheckedDataclass, Task):
         return sums
 
     def model(self) -> ModelSpec:
-        """A small model that can learn the task: a decoder, unless the task needs another kind."""
+        """Return a small model that can learn the task: a decoder, unless the task needs another
+        kind.
+        """
         return make_small_decoder(self.name, self.num_ids, self.shape)
 
     @property
@@ -361,7 +365,8 @@ def assign_splits(content: Ints) -> Ints:
 
 
 def parse_sizes(name: str, value: int | tuple[int, ...], minimum: int) -> tuple[int, ...]:
-    """The sizes that an option allows: a single one, or a tuple from which each example draws one.
+    """Return the sizes that an option allows: a single one, or a tuple from which each example
+    draws one.
 
     >>> parse_sizes("pairs", 4, 1), parse_sizes("pairs", (4, 8), 1)
     ((4,), (4, 8))
@@ -379,7 +384,7 @@ def parse_sizes(name: str, value: int | tuple[int, ...], minimum: int) -> tuple[
 def sum_by_slice(
     name: str, correct: Tensor, has_label: Tensor, slices: Mapping[str, Tensor] | None = None
 ) -> dict[str, tuple[float, int]]:
-    """Sum and count of `correct` where there is a label, overall and per slice: "accuracy@D=8".
+    """Sum and count `correct` where there is a label, overall and per slice: "accuracy@D=8".
 
     Empty slices are left out; a mask of rows [B] selects all labels of these rows.
 
@@ -402,7 +407,7 @@ def sum_by_slice(
 
 
 def slice_by_value(name: str, values: Sequence[int]) -> dict[str, Tensor]:
-    """A mask "name=value" of rows [B] for every value that occurs."""
+    """Return a mask "name=value" of rows [B] for every value that occurs."""
     value_of_row = torch.tensor(values)
     return {f"{name}={value}": value_of_row == value for value in sorted(set(values))}
 

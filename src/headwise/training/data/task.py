@@ -92,7 +92,7 @@ class Task(ABC):
         return ()
 
     def batches(self, size: int, split: str = "train") -> int | None:
-        """Number of batches of this size in one pass over a split; None if examples are generated
+        """Count batches of this size in one pass over a split; None if examples are generated
         without end.
         """
         return None

@@ -103,7 +103,9 @@ def _split_pair(path: str) -> str | tuple[str, ...]:
 
 
 def find_adapter(source: str) -> str:
-    """Name of the adapter for a source, from its suffix or from the content of the folder."""
+    """Return the name of the adapter for a source, from its suffix or from the content of the
+    folder.
+    """
     if source == STDLIB:
         return "text"
     if isinstance(_split_pair(source), tuple):

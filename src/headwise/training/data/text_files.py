@@ -29,7 +29,7 @@ MAX_UNPACKED_BYTES = 4 * 2**30  # of a compressed file; a few megabytes can unpa
 
 
 def existing_path(path_text: str) -> Path:
-    """The path of an existing regular file or folder; raises SpecError for anything else."""
+    """Return the path of an existing regular file or folder; raises SpecError for anything else."""
     path = Path(path_text)
     try:
         exists = path.exists()
@@ -52,7 +52,7 @@ def existing_path(path_text: str) -> Path:
 
 
 def existing_file(path_text: str) -> Path:
-    """The path of an existing regular file; raises SpecError for anything else."""
+    """Return the path of an existing regular file; raises SpecError for anything else."""
     path = existing_path(path_text)
     if path.is_dir():
         raise SpecError(f"{path_text} is a folder; give the path of a file")
@@ -62,7 +62,7 @@ def existing_file(path_text: str) -> Path:
 def list_files(
     folder: Path, suffixes: Collection[str], skipped_folders: Collection[str] = ()
 ) -> list[Path]:
-    """Files below a folder with one of these suffixes, sorted by name; hidden files and
+    """List files below a folder with one of these suffixes, sorted by name; hidden files and
     `skipped_folders` left out.
 
     Raises SpecError for the root of the file system, and for a folder with many other files: it is
@@ -98,7 +98,7 @@ def is_gzipped(path: Path) -> bool:
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file in chunks, decompressed if it is a gzip file."""
+    """Yield the bytes of a file in chunks, decompressed if it is a gzip file."""
     is_packed = is_gzipped(path)
     size = 0
     try:
@@ -131,7 +131,7 @@ def _read_error(path: Path, error: OSError) -> SpecError:
 
 
 def read_text_chunks(path: Path) -> Iterator[str]:
-    """The text of a UTF-8 file in chunks."""
+    """Yield the text of a UTF-8 file in chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     bytes_read = 0
     num_lines = 1
@@ -160,8 +160,8 @@ def read_text_chunks(path: Path) -> Iterator[str]:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    r"""The lines of a UTF-8 file, without "\n" or "\r\n" at their ends and without a byte order
-    mark.
+    r"""Yield the lines of a UTF-8 file, without "\n" or "\r\n" at their ends and without a byte
+    order mark.
     """
     parts: list[str] = []  # of the line that is being read
     for n, chunk in enumerate(read_text_chunks(path)):
@@ -183,7 +183,7 @@ SPLIT_NAMES = {
 
 
 def find_splits(folder: Path) -> dict[str, Path]:
-    """The folders of each split, found by their names, such as train and val."""
+    """Return the folders of each split, found by their names, such as train and val."""
     split_of_name: dict[str, str] = {}
     for split, words in SPLIT_NAMES.items():
         split_of_name |= dict.fromkeys(words, split)
@@ -226,7 +226,7 @@ ARRAY_ERRORS = (
 
 
 def format_shape(shape: Iterable[int]) -> str:
-    """A shape as text, "28 x 28"."""
+    """Format a shape as text, "28 x 28"."""
     return " x ".join(map(str, shape))
 
 

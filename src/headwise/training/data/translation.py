@@ -80,8 +80,8 @@ def choose_bleu_tokenizer(references: Iterable[str]) -> str:
 
 
 def join_words(line: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The text of words separated by spaces, as its language is written, and the words' character
-    spans.
+    """Return the text of words separated by spaces, as its language is written, and the words'
+    character spans.
 
     Two words are joined if one ends and the other begins with a character of a script without
     spaces (Chinese, Japanese, Thai, Lao, Khmer or Burmese), or if one of these characters is its
@@ -183,7 +183,7 @@ def split_pairs(
     held_out: Mapping[str, list[SentencePair]],
     split_by: str = "sentences",
 ) -> tuple[dict[str, list[SentencePair]], list[str]]:
-    """The pairs of each split, and notes about those that were left out.
+    """Return the pairs of each split, and notes about those that were left out.
 
     Held-out pairs are given, or are a share of `train`. No source and no target sentence is trained
     on and held out; with `split_by="sources"` targets may be. Sentences that differ only in case,
@@ -259,14 +259,14 @@ def normalise_sentence(sentence: str) -> str:
 
 
 def _side_keys(pair: SentencePair, split_by: str) -> list[SideKey]:
-    """The normalised sentences of a pair that must not be trained on and held out."""
+    """Return the normalised sentences of a pair that must not be trained on and held out."""
     sides = ("source", "target") if split_by == "sentences" else ("source",)
     return [(side, normalise_sentence(getattr(pair, side))) for side in sides]
 
 
 def _group_keys(keys: Sequence[Sequence[SideKey]], num_splits: int) -> list[str]:
-    """The first source of the group of each pair; pairs that share a sentence, also by way of
-    others, are a group.
+    """Return the first source of the group of each pair; pairs that share a sentence, also by way
+    of others, are a group.
 
     Raises SpecError if there are fewer groups than splits, but enough sources.
     """
@@ -508,7 +508,7 @@ class ParallelTextTask(FileTask):
         return batch.x[:, :1], None
 
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
-        """Number of answers that equal the reference translation, character for character."""
+        """Count answers that equal the reference translation, character for character."""
         answers = [self.text(row) for row in generated]
         correct = sum(answer == target for answer, target in zip(answers, batch.gold, strict=True))
         return {"exact_match": (float(correct), len(answers))}
