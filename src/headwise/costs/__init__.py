@@ -38,7 +38,7 @@ __all__ = [
 
 
 def count_parameters(spec: AttentionSpec | ModelSpec) -> int:
-    """Number of trainable parameters of one layer, or of a whole model.
+    """Count trainable parameters of one layer, or of a whole model.
 
     >>> import headwise as hw
     >>> count_parameters(hw.design(model=512, heads=8, bias="qkvo"))  # 4 d^2 + 4 d
@@ -49,15 +49,13 @@ def count_parameters(spec: AttentionSpec | ModelSpec) -> int:
 
 
 def count_constants(spec: AttentionSpec | ModelSpec) -> int:
-    """Number of constants (buffers), which are saved and moved but not trained, such as ALiBi
-    slopes.
-    """
+    """Count constants (buffers), which are saved and moved but not trained, such as ALiBi slopes."""
     return sum(math.prod(shape) for shape in spec.shapes().values()) - count_parameters(spec)
 
 
 def cached_numbers_per_token(spec: AttentionSpec) -> int:
-    """Number of values that the KV cache stores per token and layer; 0 for a spec that keeps one
-    state instead.
+    """Count values that the KV cache stores per token and layer; 0 for a spec that keeps one state
+    instead.
     """
     return (
         0
@@ -74,8 +72,8 @@ def cache_bytes(
     bytes_per_number: int = 4,
     storage: str | None = None,
 ) -> int:
-    """Bytes of one layer's cache for `capacity` tokens: a ring buffer of the tokens its pattern can
-    read, or a state.
+    """Count the bytes of one layer's cache for `capacity` tokens: a ring buffer of the tokens its
+    pattern can read, or a state.
 
     A recurrent state sums over thousands of tokens and so has at least 4 bytes per value. With
     storage="int8" the entries of the projection have 1 byte per value, plus a float32 scale for

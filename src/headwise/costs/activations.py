@@ -87,14 +87,14 @@ class ActivationContext:
         return self.rows * self.tokens
 
     def tensor_bytes(self, *sizes: int) -> int:
-        """Bytes of a tensor of these sizes."""
+        """Count the bytes of a tensor of these sizes."""
         total = self.element_bytes
         for size in sizes:
             total *= size
         return total
 
     def mask_bytes(self, count: int, width: int) -> int:
-        """Bytes of the dropout mask of `count` tokens; 0 without dropout."""
+        """Count the bytes of the dropout mask of `count` tokens; 0 without dropout."""
         each = 1 if self.is_cuda else self.element_bytes
         return each * count * width if self.has_dropout else 0
 
@@ -230,7 +230,8 @@ def layer_activation_memory(
     source: int | None = None,
     checkpoint: str = "none",
 ) -> CostBreakdown:
-    """Bytes that one attention layer saves for the backward pass, by the step that saves them.
+    """Count the bytes that one attention layer saves for the backward pass, by the step that saves
+    them.
 
     The profile is how the layer runs:
 

@@ -450,7 +450,7 @@ def gradient_norms(layer: Layer, x_TD: Tensor, output: int = -1) -> Tensor:
 
 
 def layers_to_reach(layer: Layer, x_TD: Tensor) -> int:
-    """Number of times that a layer is applied until the last output depends on the first token.
+    """Count how often a layer is applied until the last output depends on the first token.
 
     >>> layers_to_reach(lambda x_TD: x_TD.roll(1, 0), torch.zeros(5, 2))
     4
@@ -475,8 +475,7 @@ def layers_to_reach(layer: Layer, x_TD: Tensor) -> int:
 
 
 def longest_chain(output: Tensor) -> int:
-    """Number of operations on the longest path of autograd's graph, from an output back to its
-    inputs.
+    """Count operations on the longest path of autograd's graph, from an output back to its inputs.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> longest_chain((x * 2).exp().sum()), longest_chain(x.exp() + x)

@@ -145,7 +145,7 @@ class AttentionComponent:
         return self.role == "cross" or (prefix is not None and prefix <= max(past, 1))
 
     def work(self, call: ForwardCall) -> CallSize:
-        """The size of a call; for decode steps, summed over the steps."""
+        """Return the size of a call; for decode steps, summed over the steps."""
         batch, new, past, source, mode = call.encoder_call if self.before_last_stack else call
         pattern = self.spec.pattern
         queries = range(past, past + new)
@@ -162,15 +162,15 @@ class AttentionComponent:
         return replace(self, spec=replace(self.spec, pattern=pattern))
 
     def key_reads(self, call: ForwardCall) -> tuple[int, ...]:
-        """The number of keys that one row reads: of each key-value head, or one number for all of
-        them.
+        """Return the number of keys that one row reads: of each key-value head, or one number for
+        all of them.
         """
         patterns = patterns_of_kv_heads(self.spec)
         return tuple(self._with_pattern(pattern).work(call).keys for pattern in patterns)
 
     def required_products(self, call: ForwardCall) -> Iterator[MatrixProduct]:
-        """The required products: allowed pairs only, or linear attention's running sums where the
-        spec permits them.
+        """Yield the required products: allowed pairs only, or linear attention's running sums where
+        the spec permits them.
         """
         work = self.work(call)
         signature = self._call_signature(call)
@@ -190,8 +190,8 @@ class AttentionComponent:
         yield MatrixProduct("core (sums)", sums, 2 if num_features else 1)
 
     def counted_products(self, call: ForwardCall) -> list[MatrixProduct] | None:
-        """The products that `FlopCounterMode` counts in the dense backend: every pair, allowed or
-        not.
+        """Return the products that `FlopCounterMode` counts in the dense backend: every pair,
+        allowed or not.
 
         None for decode steps of a recurrent state, which the dense backend does not run.
         """
@@ -253,8 +253,8 @@ class AttentionComponent:
         return self.spec.pattern
 
     def weights_read(self, call: ForwardCall) -> list[WeightSpec]:
-        """The tensors that the call reads: all, except projections that no token of the call passes
-        through.
+        """Return the tensors that the call reads: all, except projections that no token of the call
+        passes through.
         """
         spec = self._executed_spec(call)
         work = self.work(call)
@@ -291,8 +291,8 @@ class AttentionComponent:
         yield LayerOperation(f"{self.role} core", core_flops, work.batch * moved, formats.dtype)
 
     def _cached_bytes_read(self, call: ForwardCall, number_bytes: int) -> int:
-        """Bytes of keys and values that one row reads, each token once; a recurrent state is read
-        and written per step.
+        """Count bytes of keys and values that one row reads, each token once; a recurrent state is
+        read and written per step.
         """
         heads = self.spec.heads
         per_token = cached_numbers(self.spec).total
@@ -319,8 +319,8 @@ class AttentionComponent:
         )
 
     def _products_outside_core(self, call: ForwardCall, core: int) -> Iterable[MatrixProduct]:
-        """The products outside the core; the number of pairs that they see follows from the core's
-        FLOPs.
+        """Yield the products outside the core; the number of pairs that they see follows from the
+        core's FLOPs.
         """
         flops_per_pair = self._executed_spec(call).core.flops(self.work(call).batch)
         pairs = core // flops_per_pair if flops_per_pair else self._all_pairs(call)
@@ -376,7 +376,7 @@ TOKENS_SCORED_BY_HEAD: dict[str, Callable[[ForwardCall], int]] = {
 
 
 def count_all_tokens(call: ForwardCall) -> int:
-    """Number of tokens per row that a layer is applied to."""
+    """Count tokens per row that a layer is applied to."""
     return call.tokens
 
 
@@ -411,7 +411,7 @@ class LinearComponent:
             yield MatrixProduct(matrix.name, flops, self.num_grad_factors)
 
     def counted_products(self, call: ForwardCall) -> list[MatrixProduct]:
-        """The products that `FlopCounterMode` counts, which are the required ones."""
+        """Return the products that `FlopCounterMode` counts, which are the required ones."""
         return list(self.required_products(call))
 
     def executed_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
@@ -433,7 +433,9 @@ class LinearComponent:
         yield LayerOperation(label, flops, moved, formats.product_dtype(self.weights))
 
     def _weight_bytes_read(self, call: ForwardCall, storage: WeightStorage) -> int:
-        """Bytes of the weights that are read; of experts, the expected number of different ones."""
+        """Count bytes of the weights that are read; of experts, the expected number of different
+        ones.
+        """
         tokens = call.batch * self._num_tokens(call)
         if not tokens:
             return 0
@@ -448,8 +450,8 @@ class LinearComponent:
 
 
 def _input_output_sizes(matrix: WeightSpec) -> int:
-    """Number of input and output values of a matrix for one token; experts have one input and
-    output per choice.
+    """Count input and output values of a matrix for one token; experts have one input and output
+    per choice.
     """
     sizes = dict(matrix.axis_sizes)
     num_active = sizes.pop("active", 1)

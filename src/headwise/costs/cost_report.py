@@ -268,7 +268,7 @@ class CostEstimate:
         return None if self.shortfall(phase) else self.total_operation(phase).seconds
 
     def total_operation(self, phase: str) -> RooflineOperation:
-        """Sum of all operations of a phase."""
+        """Sum all operations of a phase."""
         return merge_operations(phase, self.operations[phase])
 
     @property
@@ -564,7 +564,7 @@ def _count(number: int | None) -> str:
 
 
 def _flops_rows(call: str, is_optional: bool = False) -> list[Row]:
-    """The FLOP rows of one call: required, executed, counted."""
+    """Return the FLOP rows of one call: required, executed, counted."""
     return [
         (
             f"{call}, FLOPs required",
@@ -577,7 +577,7 @@ def _flops_rows(call: str, is_optional: bool = False) -> list[Row]:
 
 
 def _time_rows(phase: str) -> list[Row]:
-    """The rows of the time that a phase takes."""
+    """Return the rows of the time that a phase takes."""
 
     def seconds(estimate: CostEstimate) -> str:
         if phase not in estimate.operations:

@@ -132,8 +132,8 @@ def backward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
 
 
 def spec_as_executed(spec: AttentionSpec, work: CallSize) -> AttentionSpec:
-    """The spec with its projections in the form that this call runs (MLA, for one, has another form
-    for one query).
+    """Return the spec with its projections in the form that this call runs (MLA, for one, has
+    another form for one query).
     """
     return replace(spec, project=spec.projection_form(work.queries == 1))
 
@@ -209,7 +209,7 @@ def _core_products(spec: AttentionSpec, core: CoreShape, work: CallSize) -> Iter
 
 
 def value_grad_factors(spec: AttentionSpec, core: CoreShape) -> int:
-    """How many factors of the product "weights @ values" need a gradient.
+    """Count the factors of the product "weights @ values" that need a gradient.
 
     It is 1 if the attention weights depend on no parameter and no score, and 2 otherwise.
     """
@@ -260,8 +260,8 @@ def patterns_of_kv_heads(spec: AttentionSpec) -> tuple[Pattern, ...]:
 
 
 def pairs_over_heads(spec: AttentionSpec, work: CallSize) -> tuple[int, int]:
-    """The (query, key) pairs of one row of the batch, summed over score heads and over rows of
-    weights.
+    """Return the (query, key) pairs of one row of the batch, summed over score heads and over rows
+    of weights.
 
     If heads have different patterns, a mix needs the pairs that some head allows.
 

@@ -51,7 +51,7 @@ COMPILED_BACKENDS = ("flex",)  # compile every call, which takes minutes
 
 
 def make_base_spec(**sizes: Any) -> AttentionSpec:
-    """A small spec; sizes that are not given differ from each other."""
+    """Make a small spec; sizes that are not given differ from each other."""
     options: dict[str, Any] = {"model": 10, "heads": 6, "dim": 4} | sizes
     return design(**options)
 
@@ -80,7 +80,7 @@ def list_cases(part: Part) -> tuple[dict[str, AttentionSpec], dict[str, str]]:
 
 
 def _slot_of(part: Part) -> dict[str, Any]:
-    """The argument of `design` that puts this part into a spec."""
+    """Return the argument of `design` that puts this part into a spec."""
     if isinstance(part, Modifier):
         return {"modifiers": (part,)}
     slots = [name for name, kind in SLOTS.items() if isinstance(part, kind)]
@@ -96,8 +96,8 @@ class NotApplicableError(SpecError):
 
 
 def as_causal(spec: AttentionSpec) -> AttentionSpec:
-    """The spec in a form that can be decoded: self-attention, causal where its own pattern reads
-    future tokens.
+    """Return the spec in a form that can be decoded: self-attention, causal where its own pattern
+    reads future tokens.
     """
     pattern = spec.pattern if spec.pattern.tokens_before_decode == 0 else Causal()
     try:
@@ -107,14 +107,14 @@ def as_causal(spec: AttentionSpec) -> AttentionSpec:
 
 
 def as_cross_attention(spec: AttentionSpec) -> AttentionSpec:
-    """The spec as cross-attention over a source of another width."""
+    """Return the spec as cross-attention over a source of another width."""
     return replace(spec, pattern=Full(), source=WIDTH)
 
 
 def make_layer(
     spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend: str | None = None
 ) -> Attention:
-    """A layer with random weights, so that no parameter stays at its initial zero or one."""
+    """Make a layer with random weights, so that no parameter stays at its initial zero or one."""
     layer = Attention(spec, backend=backend).to(dtype).eval()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -272,8 +272,8 @@ class CheckResult:
 
 
 def measure_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest |actual - expected| / (|expected| + 0.1); infinite if one is not finite where the
-    other is.
+    """Return the largest |actual - expected| / (|expected| + 0.1); infinite if one is not finite
+    where the other is.
 
     >>> round(measure_error(torch.tensor([0.9, 2.0]), torch.tensor([0.9, 2.1])), 4)
     0.0455
@@ -451,8 +451,8 @@ def compare_decoding(spec: AttentionSpec) -> Iterator[Comparison]:
 
 
 def compare_pruning(spec: AttentionSpec) -> Iterator[Comparison]:
-    """A layer without some heads, and the whole layer with the outputs of these
-    heads set to zero.
+    """Compare a layer without some heads to the whole layer with the outputs of these heads set to
+    zero.
     """
     layer = make_layer(spec)
     x, source = make_inputs(spec)

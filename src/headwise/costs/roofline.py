@@ -70,7 +70,7 @@ class Device:
         return self.flops[dtype] / self.bandwidth
 
     def compute_bound_tokens(self, dtype: str) -> float:
-        """Number of tokens per step above which the product with a weight matrix is compute-bound.
+        """Return the tokens per step that make the product with a weight matrix compute-bound.
 
         A token needs two FLOPs per weight, against the bytes of that weight; inputs and outputs are
         neglected.

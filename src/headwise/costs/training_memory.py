@@ -75,7 +75,7 @@ def block_activation_memory(
     workload: Workload,
     settings: ActivationSettings = DEFAULT_SETTINGS,
 ) -> CostBreakdown:
-    """Bytes that one block of width `model` saves for the backward pass.
+    """Count the bytes that one block of width `model` saves for the backward pass.
 
     A GPT block with fused attention saves 16 b s h elements, and the statistics of softmax and
     norms (2205.05198 has 34 b s h bytes, with two masks of one byte):
@@ -99,8 +99,8 @@ def activation_memory(
     workload: Workload,
     settings: ActivationSettings = DEFAULT_SETTINGS,
 ) -> CostBreakdown:
-    """Bytes that a layer, or a model with the cross-entropy loss of its first head, saves for the
-    backward pass.
+    """Count the bytes that a layer, or a model with the cross-entropy loss of its first head, saves
+    for the backward pass.
 
     Equal blocks are one term. With checkpoint="block" every block saves only its input;
     `peak_activation_memory` adds what the backward pass recomputes.

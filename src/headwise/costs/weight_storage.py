@@ -66,14 +66,14 @@ class WeightStorage:
         return WeightStorage(dtype, QuantizationSpec(WEIGHT_FORMATS[weights]))
 
     def num_bytes(self, weight: WeightSpec) -> int:
-        """Bytes of one tensor, which has its full name."""
+        """Count the bytes of one tensor, which has its full name."""
         if self.quantization is None or not self.quantization.covers(weight):
             return weight.numel * DTYPE_BYTES[self.dtype]
         count, rows, columns = matrix_sizes(weight.shape)
         return count * self.quantization.format.matrix_bytes(rows, columns)
 
     def total_bytes(self, weights: Iterable[WeightSpec]) -> int:
-        """Bytes of several tensors."""
+        """Count the bytes of several tensors."""
         return sum(map(self.num_bytes, weights))
 
     def describe(self) -> str:
@@ -84,7 +84,7 @@ class WeightStorage:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one number of a format that matrix products are computed in.
+    """Return the bytes per number of a format that matrix products are computed in.
 
     >>> dtype_bytes("bf16")
     2
@@ -113,7 +113,7 @@ def list_head_matrices(head: OutputHeadSpec, model: int) -> tuple[WeightSpec, ..
 
 
 def total_weight_bytes(spec_or_model: AttentionSpec | ModelSpec, storage: WeightStorage) -> int:
-    """Bytes of all trained tensors of a layer or model."""
+    """Count the bytes of all trained tensors of a layer or model."""
     if isinstance(spec_or_model, AttentionSpec):
         weights = add_prefix(SINGLE_LAYER, "attention", attention_weights(spec_or_model))
     else:
@@ -214,7 +214,7 @@ def _num_elements(weight: WeightSpec) -> int:
 
 
 def active_parameters(spec_or_model: AttentionSpec | ModelSpec, *, embeddings: bool = True) -> int:
-    """Number of parameters that are active for one token: all, except experts that the token is not
+    """Count parameters that are active for one token: all, except experts that the token is not
     routed to.
 
     With embeddings=False, embedding tables that only look up rows are left out, as published

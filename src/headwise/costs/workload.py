@@ -322,7 +322,7 @@ def list_calls(
 
 
 def _full_call(spec_or_model: SpecOrModel, workload: Workload) -> ForwardCall:
-    """A single forward over the whole workload, or over all patches of an image."""
+    """Return a single forward over the whole workload, or over all patches of an image."""
     limits = max_lengths(spec_or_model)
     source = workload.source or workload.context
     if isinstance(spec_or_model, AttentionSpec):

@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 def format_duration(seconds: float) -> str:
-    """A duration as h:mm:ss, or m:ss below an hour.
+    """Format a duration as h:mm:ss, or m:ss below an hour.
 
     >>> format_duration(59.6), format_duration(3723)
     ('1:00', '1:02:03')

@@ -33,7 +33,7 @@ class CacheFull(RuntimeError):
 
 
 def suggest(word: str, names: Iterable[str]) -> str:
-    """The remedy for an unknown name: the closest known name, or a list of all known names.
+    """Suggest a remedy for an unknown name: the closest known name, or a list of all known names.
 
     >>> suggest("windo", ["window", "first"])
     "did you mean 'window'?"

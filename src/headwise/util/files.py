@@ -279,7 +279,7 @@ def read_json_file(path: Path | str) -> Any:
 
 
 def sha256(path: Path | str) -> str:
-    """The SHA-256 checksum of a file in hexadecimal, as `sha256sum` prints it."""
+    """Return the SHA-256 checksum of a file in hexadecimal, as `sha256sum` prints it."""
     digest = hashlib.sha256()
     with Path(path).open("rb") as file:
         while block := file.read(BLOCK):

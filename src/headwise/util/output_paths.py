@@ -179,7 +179,7 @@ def _is_special(path: Path) -> bool:
 
 
 def _list_names(folder: Path) -> list[str]:
-    """Names in a folder, without the locks and temporary files of headwise."""
+    """Return names in a folder, without the locks and temporary files of headwise."""
     return sorted(name for name in os.listdir(folder) if not is_leftover(folder / name))
 
 
