@@ -35,7 +35,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSource:
-    """The tensors of a checkpoint: infos by name, and a function that yields each once.
+    """Tensors of a checkpoint: infos by name, and a function that yields each once.
 
     `path` is for messages; `files` are the files that hold them.
     """
@@ -60,14 +60,14 @@ def open_folder(folder: Path) -> TensorSource:
     def iter_tensors() -> Iterator[tuple[str, Tensor]]:
         for path in files:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                for name in file.keys():  # noqa: SIM118 - not a mapping
                     yield name, file.get_tensor(name)
 
     return TensorSource(index if has_index else files[0], infos, iter_tensors, files)
 
 
 def wrap_tensors(name: str, tensors: Mapping[str, Tensor]) -> TensorSource:
-    """Return tensors in memory as those of a checkpoint."""
+    """Present in-memory tensors as a checkpoint."""
     dtype_names = {dtype: word for word, dtype in DTYPES.items()}
     infos = {
         key: TensorInfo(
@@ -89,7 +89,7 @@ def _read_infos(path: Path) -> dict[str, TensorInfo]:
         raise SpecError(f"{path} is missing; copy the folder again")
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             return {
                 name: TensorInfo(tuple(tensor_slice.get_shape()), tensor_slice.get_dtype())
                 for name, tensor_slice in slices.items()
@@ -101,9 +101,7 @@ def _read_infos(path: Path) -> dict[str, TensorInfo]:
 
 
 def _list_shards(index: Path) -> list[str]:
-    """Shard files of an index; raises unless each contains exactly the tensors that the index
-    assigns to it.
-    """
+    """List the shard files of an index. Raises unless each contains exactly its indexed tensors."""
     index_fields = parse_json(str(index), read_text_file(index), "copy the file again")
     weight_map = index_fields.get("weight_map") if isinstance(index_fields, dict) else None
     if (
@@ -179,7 +177,7 @@ def build_from_weights(
 def read_tensors(
     model_spec: ModelSpec, names: WeightNames, source: TensorSource
 ) -> dict[str, Tensor]:
-    """Read the tensors of a model, by headwise names; raises before reading if anything does not
+    """Read the tensors of a model by headwise names. Raises before reading if anything does not
     fit.
     """
     infos = {names.canonical_name(name): kind for name, kind in source.infos.items()}
@@ -216,18 +214,17 @@ def read_tensors(
     return tensors
 
 
-MIN_ROWS = 8  # of a matrix whose second half should not be zero
+MIN_ROWS = 8  # of a matrix that is checked for a zero second half
 MAX_ZERO_SHARE = 0.25  # of the matrices of a checkpoint; some are zero before training
 
 
 def note_zero_weights(
     path: Path, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, and warn at their end if they look like those of a file that was copied in
-    part.
+    """Yield the tensors, and warn at the end if the file looks only partly copied.
 
-    Then the second half of a matrix is zero, or many matrices are. Embeddings with rows for padding
-    are longer than their padding. One row of almost every matrix is read.
+    In such a file, the second half of a matrix or many whole matrices are zero. Padding rows of
+    embeddings do not count: they fill less than half. Reads only one row of almost every matrix.
     """
     halves = list[str]()
     num_zero = 0
@@ -298,7 +295,7 @@ def _find_mismatches(
 def build_tensor(
     pieces: Sequence[TensorPiece], tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Return a tensor of a file, in its layout, from the tensors of a headwise model."""
+    """Build a file tensor, in the file's layout, from the tensors of a headwise model."""
     tensor = torch.empty(pieces[0].shape, dtype=dtype)
     for piece in pieces:
         own = tensors[piece.name].detach().cpu().contiguous()

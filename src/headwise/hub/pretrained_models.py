@@ -113,7 +113,7 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
 
 
 def find_pickle(folder: Path) -> str:
-    """Name of the first pickle in a folder; "" if there is none."""
+    """Return the name of the first pickle in a folder; "" if there is none."""
     return next(
         (path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES), ""
     )
@@ -174,7 +174,7 @@ def load_original(path: Path | str) -> nn.Module:
         return load(folder)
     if not (folder / CONFIG_FILE).is_file():
         raise SpecError(
-            f"{str(path)!r} is no folder of a model; give one with {MANIFEST_FILE} or {CONFIG_FILE}"
+            f"{str(path)!r} is not a model folder; give one with {MANIFEST_FILE} or {CONFIG_FILE}"
         )
     if find_spec("transformers") is not None:
         check_folder(folder)
@@ -246,7 +246,7 @@ def export(
     `form` is "llama", "mistral", "qwen2", "qwen3" or "gpt2"; "auto" takes the first that can
     express the model. Raises with the first difference if the written config would not describe the
     same model. `max_length` is written as max_position_embeddings of a model with rotary positions,
-    which has no limit of its own.
+    which have no built-in limit.
 
     >>> import headwise as hw, os, tempfile
     >>> net = hw.build(
@@ -302,8 +302,8 @@ def export(
 
 
 def _token_ids(usage: ProcessorSpec) -> dict[str, Any]:
-    """Begin and end ids of a text. Null if there is none, because transformers' defaults are for
-    other tokenizers.
+    """Return the begin and end ids of a text. Missing ids are null, because transformers' defaults
+    are for other tokenizers.
     """
     begin = usage.before[:1]
     end = usage.end
@@ -314,7 +314,7 @@ def _token_ids(usage: ProcessorSpec) -> dict[str, Any]:
 
 
 def _tokenizer_json(usage: ProcessorSpec) -> str:
-    """The tokenizer document, changed if needed to add the ids before and behind a text."""
+    """Return the tokenizer document, changed if needed to add the prefix and suffix ids."""
     document = usage.tokenizer or ""
     tokenizer = parse_tokenizer(document)
     if get_surrounding_ids(tokenizer) == (usage.before, usage.behind):
@@ -341,8 +341,8 @@ def _tokenizer_json(usage: ProcessorSpec) -> str:
 
 
 def _tokenizer_config(usage: ProcessorSpec) -> dict[str, Any]:
-    """Config that makes transformers read tokenizer.json as it is, instead of the default tokenizer
-    of the family.
+    """Return a config that makes transformers read tokenizer.json unchanged, not the family's
+    default tokenizer.
     """
     tokenizer = parse_tokenizer(usage.tokenizer or "")
     ids = _token_ids(usage)

@@ -4,10 +4,10 @@ Importing `headwise.hub` registers both, immediately if transformers is imported
 it is imported; it never imports transformers itself. `model.set_attn_implementation("headwise")`
 then selects them.
 
-Masks are the explicit ones that transformers' eager functions get. So None always means no mask,
-fully masked rows behave as in eager attention, and models that do not use the interface, or compare
-the implementation's name, are as correct as with eager. Purely causal masks carry a mark and are
-not read, because the fused call has `is_causal`.
+Masks are explicit, as for transformers' eager functions. So None always means no mask, fully masked
+rows behave as in eager attention, and models that do not use the interface, or compare the
+implementation's name, are as correct as with eager. Purely causal masks carry a mark and are not
+read, because the fused call has `is_causal`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attention_forward(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function for transformers: head outputs [B, T, heads, head_dim], and weights if
+    """Compute attention for transformers: head outputs [B, T, heads, head_dim], and weights if
     `output_attentions`.
 
     Computes the weights [B, heads, T, S] explicitly with a soft cap or sinks; else calls torch's
@@ -73,7 +73,7 @@ def attention_forward(
 
 
 def make_mask(*sizes: Any, **options: Any) -> Tensor | None:
-    """Mask function for transformers: [B, 1, T, S] as for eager attention, 0 or the minimum of the
+    """Make the mask for transformers: [B, 1, T, S] as for eager attention, 0 or the minimum of the
     dtype.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
@@ -200,11 +200,11 @@ def _split_masked_rows(bias: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _attend_uniformly(qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
-    """Mean of the values for each query, [B, heads, T, V], with the gradients of a softmax of equal
-    scores.
+    """Return the mean value for each query, [B, heads, T, V], with the gradients of a softmax of
+    equal scores.
 
-    Gradients with respect to queries and keys are those of the first-order expansion of the
-    softmax, which needs no scores in memory: o = mean(v) + scale * q (k^T (v - mean(v))) / S.
+    Query and key gradients use the first-order expansion of the softmax, which needs no scores in
+    memory: o = mean(v) + scale * q (k^T (v - mean(v))) / S.
     """
     q, k, v = qkv
     group_size = q.shape[1] // k.shape[1]
@@ -235,7 +235,7 @@ def _attend_with_weights(
 
 
 def _score_bias(inputs: AttentionInputs) -> Tensor:
-    """Mask and bias as one tensor to add to scores, in the dtype of the queries."""
+    """Combine mask and bias into one tensor to add to scores, in the dtype of the queries."""
     dtype = inputs.q_BTHK.dtype
     mask = inputs.mask
     if inputs.causal:
@@ -254,7 +254,7 @@ def _score_bias(inputs: AttentionInputs) -> Tensor:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Dtype that torch computes with under autocast, else the dtype of `x`."""
+    """Return the autocast dtype, or else the dtype of `x`."""
     device_type = x.device.type
     return (
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
@@ -272,5 +272,5 @@ def _has_causal_mark(mask: Tensor | None) -> bool:
 
 
 def _tensor_version(tensor: Tensor) -> int:
-    """Version counter of a tensor; 0 where torch does not count (compiling, inference mode)."""
+    """Return the version counter of a tensor; 0 if torch has none (compiling, inference mode)."""
     return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version

@@ -1,9 +1,9 @@
 """Load folders with transformers without running code that their settings name, and without reading
 pickles.
 
-Every call of a loader of transformers in headwise is in this module, so that the protection has one
-place. The scripts in `surgery.hf_export`, which run without headwise, repeat its arguments. Also read
-here: tokenizers, special ids and class names of a folder.
+All calls of transformers loaders are in this module, so that the protection is in one place. The
+scripts in `surgery.hf_export`, which run without headwise, repeat its arguments. Also reads
+tokenizers, special ids and class names of a folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..util.files import read_text_file
 from ..util.size_limits import parse_json
 from .checkpoint_weights import note_zero_weights
 
-# Settings whose values may name code of the Hub, which transformers would download and run
+# Settings that may name code of the Hub, which transformers would download and run
 # (CVE-2026-4372).
 IMPLEMENTATION_KEY = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 IMPLEMENTATIONS = {
@@ -68,8 +68,8 @@ def remove_code_settings(config: Mapping[str, Any], source: str) -> dict[str, An
     """Return a config.json without settings that name code, at any depth; `source` is its name in
     messages.
 
-    Raises SpecError for a setting that asks for code of the Hub. Code shipped with a model is left
-    out, because transformers has the classes of known models itself.
+    Raises SpecError for a setting that asks for code of the Hub. Code shipped with a model is
+    dropped, because transformers has classes for known models.
 
     >>> remove_code_settings({"model_type": "gpt2", "_attn_implementation": "sdpa"}, "config.json")
     {'model_type': 'gpt2'}
@@ -122,7 +122,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
     ignored.
 
     Raises SpecError if they ask for code of the Hub, or if the folder is an adapter of another
-    model. Settings that cannot be read give {}; the loader says what is wrong with them.
+    model. Unreadable settings give {}; the loader reports the error.
     """
     if (folder / ADAPTER_FILE).exists():
         raise SpecError(
@@ -143,7 +143,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> Any:
-    """The config of transformers for a folder, from its settings without those that name code."""
+    """Load the transformers config of a folder, without settings that name code."""
     import transformers
 
     settings = remove_code_settings(read_json(folder / CONFIG_FILE), f"{CONFIG_FILE} of {folder}")
@@ -182,9 +182,7 @@ def load_model(folder: Path) -> nn.Module:
 
 @contextmanager
 def without_hub_kernels() -> Iterator[None]:
-    """Context in which transformers does not find the package `kernels`, through which models fetch
-    code of the Hub.
-    """
+    """Hide the package `kernels` from transformers; models use it to fetch code of the Hub."""
     from transformers.integrations import hub_kernels
 
     module: Any = hub_kernels
@@ -204,7 +202,7 @@ def build_without_weights(model_class: Any, config: Any) -> nn.Module:
 
 
 def find_model_class(config: Any) -> Any:
-    """The model class that a config names, else AutoModel."""
+    """Return the model class named by a config, else AutoModel."""
     import transformers
 
     model_class = getattr(transformers, str((config.architectures or [""])[0]), None)
@@ -215,7 +213,7 @@ def find_model_class(config: Any) -> Any:
 
 
 def check_config_values(keys: Mapping[str, Any]) -> None:
-    """Make the config of transformers for these keys, which raises what its own checks raise."""
+    """Build the transformers config for these keys, to run its checks."""
     import transformers
 
     options = {
@@ -234,8 +232,8 @@ TOKENIZER_CONFIG_FILES = (
 
 
 def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
-    """Processor spec of a folder. Special tokens in texts are parsed as such,
-    as in transformers.
+    """Return the processor spec of a folder. Special tokens in texts are parsed, as in
+    transformers.
     """
     config = read_json(folder / CONFIG_FILE) | read_json(folder / GENERATION_FILE)
     fields = _read_config_fields(folder, config, model_spec)
@@ -259,7 +257,7 @@ def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
 def _read_config_fields(
     where: Path, config: Mapping[str, Any], model_spec: ModelSpec
 ) -> dict[str, Any]:
-    """Special ids and class names in a config."""
+    """Read special ids and class names from a config."""
     vocab_size = _vocab_size(model_spec)
     fields: dict[str, Any] = {
         "specials": "read",
@@ -282,11 +280,10 @@ def _read_config_fields(
 def read_live_processor(
     model: nn.Module, model_spec: ModelSpec, tokenizer: object = None, needed: str = "if it fits"
 ) -> ProcessorSpec:
-    """Processor spec of a transformers model in memory, with the given tokenizer or the one beside
-    its weights.
+    """Return the processor spec of a transformers model in memory, with the given tokenizer or the
+    one next to its weights.
 
-    `needed` is "required", which raises if there is no tokenizer that fits the model, or "if it
-    fits".
+    `needed` is "required", which raises without a matching tokenizer, or "if it fits".
     """
     name = Path(type(model).__name__)
     config = dict[str, Any]()
@@ -327,8 +324,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read_ids(
     folder: Path, config: Mapping[str, Any], name: str, vocab_size: int
 ) -> tuple[int, ...]:
-    """One id or several from a config; ids outside the vocabulary are dropped: no model output has
-    them.
+    """Read one or several ids from a config. Ids outside the vocabulary are dropped: no model
+    output has them.
     """
     value = config.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -347,8 +344,8 @@ def _vocab_size(model_spec: ModelSpec) -> int:
 
 
 def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]:
-    """Size, mean and deviation of the pixels of a vision model; {} for other models, or if they are
-    not recorded.
+    """Read pixel size, mean and deviation of a vision model; {} for other models, or if not
+    recorded.
 
     Images are resized to the size of the model; cropping is left out.
     """
@@ -366,8 +363,8 @@ def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]
 
 
 def read_pixel_statistics(folder: Path, channels: int) -> dict[str, tuple[float, ...]]:
-    """Mean and deviation by which a folder's processor normalises the channels of pixels in 0..1;
-    {} if it does not say.
+    """Read the channel means and deviations for normalising pixels in 0..1; {} if they are not
+    recorded.
     """
     path = folder / PROCESSOR_FILE
     config = read_json(path)

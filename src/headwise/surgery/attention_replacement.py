@@ -248,7 +248,7 @@ def output_without_heads(
 
 
 def merge_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], outputs_BTOV: Tensor) -> Tensor:
-    """Return what these head outputs of one token become after the output projection, [model]."""
+    """Apply the output projection to these head outputs of one token; return a vector [model]."""
     own = weights_of_part(weights, "output")
     for name, weight in own.items():
         own[name] = weight.to(outputs_BTOV) if weight.is_floating_point() else weight

@@ -80,7 +80,7 @@ class AttentionConversion(ABC):
 
     @property
     def importance_ranking(self) -> HeadRanking | None:
-        """How the importance that `convert_layer` needs is estimated; None if it needs none."""
+        """How to estimate the importance for `convert_layer`; None if it needs none."""
         return None
 
     @property
@@ -253,7 +253,7 @@ class ToMixtureOfHeads(AttentionConversion):
 
     @property
     def importance_ranking(self) -> HeadRanking | None:
-        """The ranking that chooses the heads that are always active."""
+        """Return the ranking that chooses the always-active heads."""
         return self.ranking
 
     @property
@@ -291,9 +291,7 @@ MAX_STATISTICS = 2**26  # numbers of cross products collected in one pass over t
 
 @dataclass(frozen=True, eq=False)
 class ConversionResult(SurgeryResult):
-    """Model before and after, and the converted layers before their weights are rounded to the
-    dtype of the model.
-    """
+    """Model before and after, and the converted layers before rounding to the model's dtype."""
 
     conversion: AttentionConversion
     layers: Mapping[str, ConvertedLayer]
@@ -304,10 +302,9 @@ class ConversionResult(SurgeryResult):
 
     @property
     def equivalent(self) -> Transformer | None:
-        """The model with aligned heads, not yet pooled, which computes the same as `before`; None
-        without alignment.
+        """Model with aligned heads before pooling, equivalent to `before`; None without alignment.
 
-        It is made anew at each access, in float32 if `before` has 16 bits.
+        Rebuilt at each access, in float32 if `before` has 16 bits.
         """
         aligned = dict[str, AttentionChange]()
         for site, layer in self.layers.items():
@@ -342,13 +339,13 @@ class ConversionResult(SurgeryResult):
 
     @property
     def groups(self) -> dict[str, HeadGroups]:
-        """The groups of key-value heads that were pooled, by site."""
+        """Pooled groups of key-value heads by site."""
         groups = {site: layer.groups for site, layer in self.layers.items() if layer.groups}
         return {site: tuple(map(tuple, own)) for site, own in groups.items()}
 
     @property
     def data(self) -> dict[str, Any]:
-        """The conversion as JSON-serialisable values."""
+        """Conversion as JSON-serialisable values."""
         errors = {site: dict(own.pooling_errors) for site, own in self.layers.items()}
         return {
             "operation": "convert",

@@ -39,8 +39,8 @@ STREAMS = {"x": ("sequence", -1), "source": ("source_sequence", 0)}
 
 
 class DistillationBatch(NamedTuple):
-    """Padded batch: the model's keyword arguments, a mask of output positions that are no padding,
-    and labels.
+    """Padded batch: the model's keyword arguments, a mask of output positions without padding, and
+    labels.
 
     `positions` and `labels` are [texts, positions]; a text with one output, such as a class, has
     one position.
@@ -161,7 +161,7 @@ def _count_positions(net: Transformer, question: EvaluationInput) -> int:
 
 
 def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor:
-    """Rows [1, tokens] of ids, or [1, ..., tokens, width], in one tensor."""
+    """Pad rows [1, tokens] of ids, or [1, ..., tokens, width], into one tensor."""
     axis = 1 if rows[0].dim() == 2 else -2
     longest = max(row.shape[axis] for row in rows)
     unpadded = (0,) if axis == 1 else (0, 0, 0)
@@ -177,7 +177,7 @@ def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor:
 
 # --- Retraining -----------------------------------------------------------------------------------
 
-HELD_OUT_STREAM = 1  # random stream for the held-out split, separate from that of the batches
+HELD_OUT_STREAM = 1  # random stream for the held-out split, separate from the batches
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -187,7 +187,7 @@ class RetrainingOptions(CheckedDataclass, ABC):
     The loss is alpha times the distance from the teacher plus (1 - alpha) times the model's own
     loss, averaged over texts. The distance is KL(teacher || model) of the logits at a
     `temperature`, times its square (1503.02531); for a model without an output head it is 1 -
-    cosine of the hidden states. A model without a loss of its own learns from the teacher alone.
+    cosine of the hidden states. A model without a loss learns only from the teacher.
 
     The optimiser is AdamW with peak learning rate `rate`; `warmup` is a fraction of the steps of
     the `schedule`. `clip` limits the gradient norm, 0 disables it. A fraction `held_out` of the
@@ -519,10 +519,10 @@ KEEP_MODES = ("best", "last")
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class UptrainingOptions(RetrainingOptions):
-    """Options of `uptrain`: those of retraining, and which weights to return.
+    """Options of `uptrain`: retraining options, and which weights to return.
 
-    keep="best" returns the weights with the lowest held-out loss, which may be those of step 0,
-    before any training; keep="last" those of the last step.
+    keep="best" returns the weights with the lowest held-out loss, possibly from step 0, before any
+    training; keep="last" returns the last weights.
 
     >>> UptrainingOptions(steps=50, alpha=1.0)
     UptrainingOptions(steps=50, alpha=1.0)
@@ -533,7 +533,7 @@ class UptrainingOptions(RetrainingOptions):
 
 
 class UptrainingResult(NamedTuple):
-    """Uptrained model and its loss curve; its weights are those of `step`. `stop_reason` is set if
+    """Uptrained model with the weights of `step`, and its loss curve. `stop_reason` is set if
     interrupted.
     """
 

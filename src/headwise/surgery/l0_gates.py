@@ -86,7 +86,7 @@ class GateTrainingOptions(RetrainingOptions):
     alpha: float = 0.0
 
     def target_count(self, count: int) -> int:
-        """Return how many of `count` units are to stay open.
+        """Return how many of `count` units should stay open.
 
         >>> (
         ...     GateTrainingOptions(heads=0.25).target_count(8),
@@ -238,8 +238,8 @@ def get_open_probabilities(net: Transformer, site: str) -> Tensor:
 
 
 class GateCountConstraint(AuxiliaryTraining):
-    """Optimiser of the gates and of the multiplier that holds the number of open gates at a target;
-    trained beside a model by `Retraining`.
+    """Optimiser of the gates and the multiplier that holds the number of open gates at a target.
+    `Retraining` trains it together with a model.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ def _add_gate(net: Transformer, site: str, options: GateTrainingOptions) -> Atte
 
 
 def _trainable_names(net: Transformer, freeze: str) -> list[str]:
-    """Return the names of the parameters that are trained besides the gates."""
+    """Return the names of the parameters trained in addition to the gates."""
     if freeze == "model":
         return []
     names = [name for name, _ in net.named_parameters()]
@@ -342,11 +342,10 @@ def _trainable_names(net: Transformer, freeze: str) -> list[str]:
 
 @dataclass(frozen=True)
 class KeepOpenGates(HeadSelection):
-    """Keep the heads whose gates stay open when the model is trained with a gate on every head
-    (1905.09418).
+    """Train the model with a gate on every head, and keep the heads with open gates (1905.09418).
 
-    The trained model is the one that is pruned: its weights have adapted to fewer heads. With
-    freeze="model" they are unchanged.
+    Prunes the trained model: its weights have adapted to fewer heads. With freeze="model" they are
+    unchanged.
     """
 
     options: GateTrainingOptions

@@ -39,9 +39,7 @@ from .verification.proof import ModelProof, ProofOptions, prove, write_proof
 
 
 class OriginalModel(NamedTuple):
-    """A model as the caller gave it, and the tokenizer given with it, for writing folders of its
-    kind.
-    """
+    """The caller's model and tokenizer, for writing folders of the same kind."""
 
     model: nn.Module
     tokenizer: object = None
@@ -116,8 +114,8 @@ class SurgeryResult(ABC):
         """Write the changed model to a new folder, with its tokenizer and the change in heads.json.
 
         The folder of a transformers model is one that transformers loads, if its layers can be
-        described or resized; `summary` of the result says which kind was written. The weights in
-        memory count, not those of the folder that the model came from.
+        described or resized; `summary` of the result names the kind of folder. Uses the weights in
+        memory, not the weights in the original folder.
         """
         check_output(folder, COMPRESSED_MODEL)
         original = self.original.model
@@ -138,9 +136,9 @@ def split_examples(
     """Split the examples in two, for the change of a model and for its proof; also return notes for
     the report.
 
-    `uses` is what the change uses texts for; if that is nothing, the proof takes all examples. With
-    fewer than `min_count` examples, both are all of them. Examples that repeat an earlier one are
-    left out before, so that no text is on both sides.
+    `uses` is what the change uses texts for; if empty, the proof takes all examples. With fewer
+    than `min_count` examples, both sides take all of them. Duplicates are dropped first, so that no
+    text is on both sides.
 
     >>> split_examples([], ["heads were aligned"])[2]
     ['heads were aligned with the 0 texts of the proof, because they are too few to split']

@@ -1,11 +1,11 @@
-"""Pruning and conversion of heads in any nn.Module whose projections are declared with
-`hw.AttentionSite` or have usual names.
+"""Pruning and conversion of heads in any nn.Module with projections that are declared with
+`hw.AttentionSite` or have conventional names.
 
 Every projection is a row of blocks, one per head; a changed module keeps some blocks or the means
-of groups of them. The copy is compared on an example with the original: with the ablated one after
-pruning, with one whose grouped heads are equal after conversion. A module that does not read its
-number of key-value heads, such as `nn.MultiheadAttention`, keeps its shapes when converted: a
-parametrization stores each shared block once and repeats it when the weight is read.
+of groups of them. An example compares the copy with the original: with ablated heads after pruning,
+with equal heads in each group after conversion. A module that does not read its number of key-value
+heads, such as `nn.MultiheadAttention`, keeps its shapes when converted: a parametrization stores
+each shared block once and repeats it when the weight is read.
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ def average_blocks(tensor: Tensor, axis: int, num_blocks: int, groups: HeadGroup
 
 
 def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> ModuleChange:
-    """Return a copy of any model without these heads, at sites whose projections are declared or
-    have usual names.
+    """Return a copy of any model without these heads, at sites with declared or conventionally
+    named projections.
 
-    A head is (layer, head) or (site name, head), as for `hw.ablate`. `example` is an input of the
-    model, on which the copy must equal the ablated model; it is an error if it does not, for
-    example because another parameter has heads that `AttentionSite(per_head=...)` does not name.
-    `model` is not changed, and the copy is declared as well.
+    A head is (layer, head) or (site name, head), as for `hw.ablate`. The copy must equal the
+    ablated model on `example`, an input of the model. Raises if it does not, for example because
+    `AttentionSite(per_head=...)` misses a parameter with heads. `model` is not changed, and the
+    copy is declared as well.
 
     >>> import headwise as hw
     >>> class Mine(nn.Module):
@@ -200,14 +200,14 @@ CONVERSION_REMEDY = (
 def convert_module(
     model: nn.Module, conversion: AttentionConversion | int, example: Any, *, kind: str = "all"
 ) -> ModuleChange:
-    """Return a copy of any model whose attentions have `conversion` key-value heads, each the mean
-    of neighbours.
+    """Return a copy of any model with `conversion` key-value heads per attention, each the mean of
+    neighbours.
 
     `conversion` is a number, `Pool(number)` or, for modules that read their number of key-value
-    heads, `ToMHA()`. It applies to all sites, or to those of one `kind`, "self" or "cross". On
-    `example`, an input of the model, the copy must equal the model with full projections whose
-    heads are equal. `model` is not changed. A copy made of another model of the same class has the
-    same parameters, so that it can load the state dict of the result.
+    heads, `ToMHA()`. It applies to all sites, or to one `kind`, "self" or "cross". On `example`, an
+    input of the model, the copy must equal the model with full projections and equal heads per
+    group. `model` is not changed. A copy made of another model of the same class has the same
+    parameters, so that it can load the state dict of the result.
 
     >>> attention = nn.TransformerEncoder(
     ...     nn.TransformerEncoderLayer(8, 4, 12, batch_first=True), 2
@@ -336,12 +336,12 @@ def list_projections(model: nn.Module, sites: Mapping[str, Site], name: str) -> 
 def _find_projections(
     model: nn.Module, site: Site, proposed: Sequence[AttentionSite], inputs: ModelInputs
 ) -> AttentionSite:
-    """Return the first proposed projections whose rows belong to heads as they say; raises if there
+    """Return the first proposed projections with the claimed row-to-head layout. Raises if there
     are none.
 
     While the query heads of a key-value head are ablated, the outputs must not depend on their rows
-    of q, k and v. If these are one projection, the outputs must be affine in the rows of v, which
-    those of q and k would not be.
+    of q, k and v. If these are one projection, the outputs must be affine in the rows of v; they
+    are not affine in the rows of q and k.
     """
     module = model.get_submodule(site.path)
     if isinstance(module, nn.MultiheadAttention):
@@ -406,8 +406,8 @@ def _find_projections(
 
 
 def _row_tensors(model: nn.Module, path: str, projection: str) -> list[str]:
-    """Names of the parameters of a model whose rows are those of one projection of the module at
-    `path`.
+    """Return the names of the model parameters that hold the rows of one projection of the module
+    at `path`.
     """
     module = model.get_submodule(path)
     if isinstance(module, nn.MultiheadAttention):
@@ -523,11 +523,10 @@ def run_and_record(
     paths: Sequence[str],
     tensors: Mapping[str, Tensor] = NO_TENSORS,
 ) -> list[Tensor]:
-    """The outputs of a model, and before them those of its modules at `paths`, in the order of
-    their calls.
+    """Return the outputs of the modules at `paths` in call order, then the model outputs.
 
-    The outputs alone would prove nothing if they do not depend on the modules, as with a last layer
-    of zeros. `tensors` take the place of parameters during the run.
+    Model outputs alone prove nothing if they do not depend on the modules, as with a zero last
+    layer. `tensors` replace parameters during the run.
     """
     recorded: list[Tensor] = []
 

@@ -86,7 +86,7 @@ def _site_constant(net: Transformer, site: str, head_outputs: Mapping[HeadId, Te
 
 
 def list_text_uses(selection: HeadSelection, fold: str) -> tuple[str, ...]:
-    """Return what a pruning uses texts for, as the notes of its proof say it.
+    """Return the uses of texts in a pruning, as worded in the notes of its proof.
 
     >>> from headwise.surgery import DropHeads
     >>> (
@@ -105,9 +105,9 @@ def list_text_uses(selection: HeadSelection, fold: str) -> tuple[str, ...]:
 class PruningResult(SurgeryResult):
     """Model before and after pruning, the plan, and the constants that replace removed heads.
 
-    `removal_source` is the model whose heads were removed: `before`, unless the selection trained
-    it (KeepOpenGates). `head_constants` are the outputs of removed heads before the output
-    projection, empty with fold="none"; `site_constants` those of their sites after it, [model].
+    `removal_source` is the model before removal: `before`, unless the selection trained it
+    (KeepOpenGates). `head_constants` are the outputs of removed heads before the output projection,
+    empty with fold="none"; `site_constants` are the resulting site outputs after it, [model].
     """
 
     removal_source: Transformer
@@ -162,7 +162,7 @@ def prune(
 
     `model` is a transformers or headwise model; it is not changed. Heads are judged on `texts`:
     strings, pairs (source, target) for an encoder-decoder model, or Examples. `tokenizer` is needed
-    if none is found beside the model. fold="mean" adds the average output of the removed heads over
+    if the model comes without one. fold="mean" adds the average output of the removed heads over
     the texts to the output bias, fold="bias" the part of it that comes from their value bias.
     `save_pretrained` of the result writes the pruned model.
 

@@ -1,8 +1,8 @@
-"""Pruning curves: quality of many pruned versions of one model, all compared with it on the same
-texts; shown as tables and figures, and in the report CURVES.md.
+"""Pruning curves: quality of many pruned versions of one model on the same texts, as tables,
+figures, and the report CURVES.md.
 
-The question is that of 1905.10650 and 1905.09418: how many heads can be removed, in which order,
-from which part. A difference whose interval contains 0 shows nothing.
+Answers the question of 1905.10650 and 1905.09418: how many heads can be removed, in which order,
+from which part. A difference is inconclusive if its interval contains 0.
 """
 
 from __future__ import annotations

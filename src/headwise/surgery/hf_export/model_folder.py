@@ -139,7 +139,7 @@ def _candidate_configs(
     for extra in (head_dim, kv_heads, head_dim | kv_heads):
         if not any(config.get(name) is not None for name in extra):
             yield updated | extra
-    # transformers rejects a llama config whose number of heads does not divide its width, but not
+    # transformers rejects a llama config if the number of heads does not divide its width, but not
     # one of another model type with the same tensor names
     try:
         keys = write_config(model_spec)

@@ -177,7 +177,7 @@ def _locate_attentions(
         ]
         output_path = paths.get("output.o")
         if not projections or output_path is None:
-            raise SpecError(f"{site} has no weight matrices of its own in these files")
+            raise SpecError(f"{site} has no separate weight matrices in these files")
         folders = [path.replace(".", "/") for path in projections]
         module_path = commonpath(folders).replace("/", ".")
         # the innermost element of a list, such as "layers.3"
@@ -188,7 +188,7 @@ def _locate_attentions(
         for path in tensor_paths:
             inner_paths |= {one for one in _parent_paths(path) if len(one) > len(layer_path)}
         prefix = f"{module_path}."
-        # keys and values, if each is projected by a module of its own
+        # keys and values, if each has a separate projection module
         kv_paths = tuple(paths[key] for key in ("project.k", "project.v") if key in paths)
         yield AttentionLocation(
             site,

@@ -260,7 +260,7 @@ class ShardRewrite(NamedTuple):
 
     @property
     def new_tensors(self) -> dict[str, str]:
-        """Tensors missing in the source, each with the tensor in whose shard it is written."""
+        """Return tensors missing in the source, each with a tensor in its target shard."""
         source_names = {self.plan_name(name): name for name in self.source_tensors.infos}
         last = list(self.source_tensors.infos)[-1]
         neighbours = dict[str, str]()

@@ -82,7 +82,7 @@ def _check_finite(model: object, output: Tensor) -> Tensor:
     return output
 
 
-# --- Models whose outputs must be equal -----------------------------------------------------------
+# --- Models that must have equal outputs ----------------------------------------------------------
 
 MAX_DOUBLE_PARAMETERS = (
     2 * 10**7
@@ -258,7 +258,7 @@ def compare_ablated(
 
 
 def compare_weights(what: str, after: Transformer, exact: Transformer) -> OutputDifference:
-    """Compare the weights of a changed model with those of the same change made in float32.
+    """Compare the weights of a changed model with the same change made in float32.
 
     The difference of each tensor is relative to its largest value and within one machine epsilon if
     it was rounded.

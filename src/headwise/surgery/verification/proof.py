@@ -103,7 +103,7 @@ class ModelProof(JsonRecord):
 
     @property
     def data(self) -> dict[str, Any]:
-        """The proof as JSON-serialisable values; NaN and infinities are None."""
+        """Proof as JSON-serialisable values; NaN and infinities become None."""
         rounding = [asdict(difference) for difference in self.rounding]
         return {"version": PROOF_VERSION, **super().data, "rounding": rounding}
 
@@ -214,11 +214,11 @@ def prove(
 def check_surgery(
     pair: tuple[Transformer, Transformer], texts: Sequence[Example], options: ProofOptions
 ) -> tuple[list[OutputDifference], list[OutputDifference]]:
-    """Compare the models that must be equal, and those of 16 bits also in their own dtype, where
-    nothing is tolerated.
+    """Compare the models that must be equal. Compares 16-bit models also in their own dtype,
+    without tolerance.
 
-    A change that rounds new weights to 16 bits is compared as it was in float32, and the weights
-    with those rounded.
+    A change that rounds new weights to 16 bits is compared before rounding, in float32, and its
+    weights with the rounded ones.
     """
     full, changed = pair
     dtype = parameter_dtype(full)
@@ -415,7 +415,7 @@ def _cost_row(pair: CostPair) -> tuple[Any, ...]:
 
 
 def _site_table(proof: ModelProof) -> Table:
-    """Sizes of the attentions that changed."""
+    """Tabulate the sizes of the changed attentions."""
     rows = list[tuple[str, ...]]()
     for site, before, after in proof.savings.sites:
         pairs = zip(before, after, strict=True)

@@ -52,7 +52,7 @@ class IntervalEstimate(NamedTuple):
     high: float
 
     def clip(self, smallest: float, largest: float) -> IntervalEstimate:
-        """Cut the interval off at the smallest and the largest possible value."""
+        """Clip the interval to the smallest and largest possible value."""
         return IntervalEstimate(
             self.value, *(float(np.clip(end, smallest, largest)) for end in self[1:])
         )
@@ -99,10 +99,10 @@ def measure_quality(
     objective: str | Objective | None = None,
     baseline: Transformer | None = None,
 ) -> QualityReport:
-    """Measure the quality of a model over texts, paired with `baseline`, the model before, if that
-    is given.
+    """Measure the quality of a model over texts, paired with `baseline`, the model before, if
+    given.
 
-    The default objective is that of the model's output head; for an unknown head it is the drift
+    The default objective follows from the model's output head; for an unknown head it is the drift
     from `baseline`. The loss is a mean over all scored positions; confidence intervals are over
     texts.
 
@@ -156,7 +156,7 @@ class QualityTally:
 
     @property
     def report(self) -> QualityReport:
-        """The metrics of all texts added so far."""
+        """Return the metrics of all texts added so far."""
         count = len(self.after)
         name = self.objective.name
         check_min_count(count, "texts with targets")
@@ -175,7 +175,7 @@ class QualityTally:
 
 
 def check_min_count(count: int, what: str) -> None:
-    """Raise ValueError for fewer than 2 items, over which there is no confidence interval."""
+    """Raise ValueError for fewer than 2 items, because they give no confidence interval."""
     if count < 2:
         raise ValueError(
             f"cannot compute a confidence interval over {count} {what}. Give at least 2"
@@ -203,7 +203,7 @@ def build_metric_row(
             continue
         sums = np.array([text.sums[sum_name] for text in texts])
         mean = Jackknife.of_ratio(sums, np.array([float(text.num_positions) for text in texts]))
-        # of an increasing function, the interval is that of the mean at its ends
+        # `transform` is increasing, so it maps the ends of the mean's interval
         ends = [float(transform(number)) for number in (mean.value, *mean.interval())]
         estimates.append(IntervalEstimate(*ends).clip(0, largest))
         means.append(mean.map(transform))
@@ -229,8 +229,8 @@ def describe_change(row: MetricRow) -> str:
     compared".
 
     If the interval of the change contains 0, a metric counts as unchanged only if the interval is
-    narrow: within a tenth of the larger value. Otherwise the texts are too few to decide, as they
-    are if the change has no interval.
+    narrow: within a tenth of the larger value. Otherwise, or without an interval, the texts are too
+    few to decide.
 
     >>> after, before = IntervalEstimate(0.0, 0.0, 0.0), IntervalEstimate(69.0, 0.0, 100.0)
     >>> describe_change(
@@ -355,8 +355,8 @@ def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list
 
 
 def can_compute_bleu(net: Transformer) -> bool:
-    """Return whether BLEU can be computed: encoder-decoder, tokenizer and begin token known,
-    sacrebleu installed.
+    """True if BLEU can be computed: encoder-decoder, tokenizer and begin token known, sacrebleu
+    installed.
     """
     return (
         net.spec.kind == "encoder-decoder"
@@ -373,8 +373,8 @@ def compare_translated_texts(
     "".
 
     The metric is sacreBLEU (0 to 100) with the tokenizer for the script of the references. BLEU
-    counts n-grams of up to four tokens, so that it needs references with as many; if most have
-    fewer, the metric is the share of answers that equal their reference.
+    counts n-grams of up to four tokens. If most references are shorter, the metric is the share of
+    answers that equal their reference.
     """
     check_min_count(len(pairs), "translations")
     references = [pair.target for pair in pairs]
@@ -431,7 +431,7 @@ def _jackknife_bleu(bleu: Any, translations: Sequence[str], references: Sequence
 
 
 class ModelEvaluator:
-    """Evaluates pruned models against one baseline model, whose outputs are computed once.
+    """Evaluates pruned models against one baseline model. The baseline runs once.
 
     `count` wraps the texts of the baseline, to show progress.
 
