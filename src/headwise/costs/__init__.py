@@ -49,7 +49,7 @@ def count_parameters(spec: AttentionSpec | ModelSpec) -> int:
 
 
 def count_constants(spec: AttentionSpec | ModelSpec) -> int:
-    """Count constants (buffers), which are saved and moved but not trained, such as ALiBi slopes."""
+    """Count constants (buffers): saved and moved but not trained, such as ALiBi slopes."""
     return sum(math.prod(shape) for shape in spec.shapes().values()) - count_parameters(spec)
 
 

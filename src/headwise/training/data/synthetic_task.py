@@ -145,7 +145,7 @@ class ModelShape(CheckedDataclass):
 
 
 def make_small_decoder(name: str, vocab_size: int, shape: ModelShape, table: str = "") -> ModelSpec:
-    """Make a causal decoder with an output per position; table="decoder" ties embedding and output."""
+    """Make a causal decoder with outputs per position; table="decoder" ties embedding and output."""
     stack = shape.stack("decoder", shape.embedding(vocab_size), "causal()")
     head = OutputHeadSpec("tokens", vocab_size, table=table)
     return ModelSpec(name, "decoder", (stack,), (head,))
