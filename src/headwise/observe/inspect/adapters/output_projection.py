@@ -444,14 +444,14 @@ def run_attention(
 
 def _find_call(traced: Sequence[TracedAttention], z_BTHV: Tensor) -> ObservedCall:
     """Return the call with these head outputs, or an unreadable call."""
-    found: ObservedCall = UnreadableCall(MISMATCH_REASON)
+    call: ObservedCall = UnreadableCall(MISMATCH_REASON)
     for attention in reversed(traced):
         other = attention.z_BTHV
         if attention.reason:
-            found = attention.call
+            call = attention.call
         elif other.shape == z_BTHV.shape and torch.equal(other.to(z_BTHV.dtype), z_BTHV):
             return attention.call
-    return found
+    return call
 
 
 def run_projection(
