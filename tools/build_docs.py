@@ -216,27 +216,27 @@ ERRATA_HEADS = {
     "en": ("id", "claim", "correction", "reference", "command"),
     "zh": ("编号", "原文的说法", "更正", "参考", "命令"),
 }
-errata_rows: dict[str, tuple[Any, Any]] = {}  # filled once: each entry is run
+errata_rows: list[tuple[str, Any, Any]] = []  # filled once: each entry is run
 
 
-def read_errata() -> dict[str, tuple[Any, Any]]:
-    """The entry and the result of every row such as C1.4, by document and number."""
+def read_errata() -> list[tuple[str, Any, Any]]:
+    """Rows such as C1.4 with entry and result, by document and number. Entries may share a row."""
     from headwise.learn.catalogue import load_entries
 
     if not errata_rows:
-        entries = {row: entry for entry in load_entries() for row in entry.rows if row[0] == "C"}
-        results = {entry.id: entry.check() for entry in entries.values()}
-        for row in sorted(entries, key=lambda row: [int(part) for part in row[1:].split(".")]):
-            errata_rows[row] = entries[row], results[entries[row].id]
+        for entry in load_entries():
+            rows = [row for row in entry.rows if row[0] == "C"]
+            result = entry.check() if rows else None
+            errata_rows.extend((row, entry, result) for row in rows)
+        errata_rows.sort(key=lambda one: [int(part) for part in one[0][1:].split(".")])
     return errata_rows
 
 
-def erratum_cells(row: str, language: str) -> list[str]:
+def erratum_cells(row: str, entry: Any, result: Any, language: str) -> list[str]:
     """Id, claim, correction, reference and command; lines of a correction are joined by `<br>`."""
     from headwise.learn.entry_text import Words
     from headwise.learn.language import use_language
 
-    entry, result = read_errata()[row]
     with use_language(language):
         lines = map(table_as_sentence, result.reason(language).splitlines())
         reason = "<br>".join(lines)
@@ -257,8 +257,9 @@ def table_as_sentence(line: str) -> str:
 
 def errata_table(document: str, language: str) -> str:
     """The errata of one document in one language, with the numbers of their runs."""
-    rows = [row for row in read_errata() if row.startswith(f"C{int(document)}.")]
-    return table(ERRATA_HEADS[language], [erratum_cells(row, language) for row in rows])
+    prefix = f"C{int(document)}."
+    rows = [erratum_cells(*one, language) for one in read_errata() if one[0].startswith(prefix)]
+    return table(ERRATA_HEADS[language], rows)
 
 
 for document in ("000", "001", "002", "003", "004"):
