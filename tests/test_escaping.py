@@ -148,7 +148,6 @@ PRINTS = {
     "cli/exit_status.py": 1,
     "cli/options.py": 2,
     "cli/run/answers.py": 1,
-    "attention/masking/patterns.py": 1,
     "report/progress.py": 2,
     "training/loggers.py": 1,
     "viewer/view.py": 1,
