@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -236,3 +237,12 @@ def test_a_full_disk_is_reported_for_lines_too(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match=r"a.jsonl cannot be written: No space left"):
         lines.append({"step": 1})
     lines.close()
+
+
+def test_a_lock_waits_for_a_process_that_ends(tmp_path: Path):
+    """A killed process holds its lock for some milliseconds."""
+    holder = files.FolderLock(tmp_path)
+    holder.__enter__()
+    Timer(0.2, holder.__exit__, (None, None, None)).start()
+    with files.FolderLock(tmp_path):
+        pass

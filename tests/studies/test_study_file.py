@@ -145,7 +145,7 @@ MISTAKES = {
         {"contrasts": [["few on longer", "mha"], ["mha", "few on longer"]]},
         "twice, perhaps in another",
     ),
-    "single contrast": ({"contrasts": ["few"]}, "no pair of texts"),
+    "single contrast": ({"contrasts": ["few"]}, "not a pair of texts"),
     "words": ({"contrasts": [["few in half", "mha"]]}, "VARIANT after EDIT"),
     "empty": ({"variants": {}}, "0 variants and 1 tasks"),
 }

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from .errors import SpecError
 
 BLOCK = 1 << 20
 LOCK = ".lock"
+LOCK_SECONDS = 1.0  # a killed process may take as long to end
 HOLDER = b"process "  # name of a lock, and how its contents begin
 TEMPORARY = ".tmp"
 TEMPORARY_NAME = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(TEMPORARY)}")
@@ -319,7 +321,7 @@ class FolderLock:
 
     def _acquire(self, handle: int) -> None:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _wait_for_lock(handle)
         except OSError:
             holder = os.read(handle, BLOCK).decode(errors="replace").strip() or "another process"
             raise SpecError(
@@ -333,6 +335,18 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._handle)
+
+
+def _wait_for_lock(handle: int) -> None:
+    """Lock a file; raise OSError if another process still holds it after `LOCK_SECONDS`."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(LOCK_SECONDS / 20)
 
 
 class JsonLines:
