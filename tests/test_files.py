@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from threading import Timer
 
@@ -241,8 +242,15 @@ def test_a_full_disk_is_reported_for_lines_too(tmp_path: Path, monkeypatch: pyte
 
 def test_a_lock_waits_for_a_process_that_ends(tmp_path: Path):
     """A killed process holds its lock for some milliseconds."""
+    released: list[float] = []
+
+    def release() -> None:
+        released.append(time.monotonic())
+        holder.__exit__(None, None, None)
+
     holder = files.FolderLock(tmp_path)
     holder.__enter__()
-    Timer(0.2, holder.__exit__, (None, None, None)).start()
+    Timer(0.2, release).start()
     with files.FolderLock(tmp_path):
-        pass
+        assert released
+        assert released[0] <= time.monotonic()

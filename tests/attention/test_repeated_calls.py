@@ -80,6 +80,17 @@ def test_what_inference_mode_kept_can_be_trained_with(layer: hw.Attention):
     torch.testing.assert_close(found, expected.clone())
 
 
+def test_positions_read_in_inference_mode_can_be_trained_with():
+    sequence = hw.SequenceInfo.contiguous(0, 5, "cpu")
+    with torch.inference_mode():
+        assert sequence.position.tolist() == [[0, 1, 2, 3, 4]]
+        assert sequence.segment.tolist() == [[0] * 5]
+    table = torch.nn.Embedding(7, 3)
+    (table(sequence.position) + table(sequence.segment)).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad[:, 0].tolist() == [6, 1, 1, 1, 1, 0, 0]
+
+
 def test_copies_keep_nothing(layer: hw.Attention):
     check_layer(layer, 7)
     assert not angles_of(copy.deepcopy(layer))

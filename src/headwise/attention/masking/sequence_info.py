@@ -79,14 +79,16 @@ class SequenceInfo:
         if self._position is None:
             assert self.start is not None
             stop = self.start + self.count
-            self._position = torch.arange(self.start, stop, device=self.device)[None]
+            with torch.inference_mode(False):  # they may be saved for a backward pass later
+                self._position = torch.arange(self.start, stop, device=self.device)[None]
         return self._position
 
     @property
     def segment(self) -> Tensor:
         """Segments [B, T], or [1, T] if all rows are equal."""
         if self._segment is None:
-            self._segment = torch.zeros_like(self.position)
+            with torch.inference_mode(False):
+                self._segment = torch.zeros_like(self.position)
         return self._segment
 
     def __repr__(self) -> str:
@@ -115,7 +117,9 @@ class SequenceInfo:
         if segments is not None:
             return _from_segments(_as_integers("segments", segments, x.device), batch, count)
         if lengths is None:
-            return SequenceInfo.contiguous(0, count, x.device)
+            sequence = SequenceInfo.contiguous(0, count, x.device)
+            _ = sequence.segment  # made here, so that a compiled call does not change the object
+            return sequence
         sizes = _as_integers("lengths", lengths, x.device)
         if (
             sizes.shape != (batch,)
