@@ -389,10 +389,8 @@ class _PagedRows:
             )
         batch = self.pool.batch_of(self.rows)
         batch.next_positions([1] * len(lengths))
-        pages = batch.accesses[0].row_pages
-        assert pages is not None
-        self.pages = pages
-        self.spans = pages.spans(True)
+        self.pages = batch.accesses[0]
+        self.spans = self.pages.spans(True)
         self.q = torch.randn(len(lengths), NUM_HEADS, HEAD_DIM).to(dtype)
 
     def _start_shared(self, shared: int) -> list[PagedSequence]:
@@ -447,7 +445,7 @@ class _PagedRows:
 
     def gathered_sdpa(self) -> TimedCall:
         """Return a call that copies the pages of each row into one tensor, then attends."""
-        is_real = self.pages.gathered.sequence.is_real[:, None, None]
+        is_real = self.pages.gathered[2].is_real[:, None, None]
         mask = None if is_real.all() else is_real
 
         def run() -> Tensor:
@@ -460,7 +458,7 @@ class _PagedRows:
 
     def padded_sdpa(self) -> TimedCall:
         """Return a call that attends over rows padded to the longest, copied beforehand."""
-        is_real = self.pages.gathered.sequence.is_real[:, None, None]
+        is_real = self.pages.gathered[2].is_real[:, None, None]
         entry: Any = {
             name: tensor.clone() for name, tensor in self.pool.gather(0, self.pages).items()
         }
