@@ -62,7 +62,7 @@ def mixture_of_heads_cases(quick: bool) -> Iterator[BenchmarkCase]:
 
 def _make_layer() -> Attention:
     torch.manual_seed(0)
-    routed = REGISTRY["Routed"](always=NUM_SHARED_HEADS, active=NUM_ROUTED_HEADS)
+    routed = REGISTRY["MixtureOfHeads"](always=NUM_SHARED_HEADS, active=NUM_ROUTED_HEADS)
     return Attention(
         design(model=MODEL_WIDTH, heads=NUM_HEADS, pattern="causal()", modifiers=(routed,))
     )

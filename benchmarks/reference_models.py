@@ -50,7 +50,7 @@ class GPTShape:
 
 def to_model_spec(shape: GPTShape) -> ModelSpec:
     """Return the headwise description of the same model."""
-    norm = NormSpec("unbiased")
+    norm = NormSpec("layer_no_bias")
     spec = design(model=shape.model, heads=shape.heads, pattern="causal")
     block = BlockSpec(spec, feed=FeedForwardSpec(4 * shape.model), norm=norm)
     embedding = EmbeddingSpec(shape.tokens, positions=PositionSpec("learned", shape.length))

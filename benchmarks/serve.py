@@ -142,7 +142,7 @@ def run_engine(
     engine = hw.Engine(net, budget=BUDGET)
     watch = Watch()
     streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in requests]
-    engine.run()
+    engine.finish_requests()
     return watch.read(), [stream.ids for stream in streams], engine
 
 
@@ -238,7 +238,9 @@ def steps(net: hw.Transformer, here: Device) -> tuple[list[dict[str, Any]], list
     what they do.
     """
     generator = torch.Generator().manual_seed(SEED)
-    engine = hw.Engine(net, budget=2**28, batching=hw.BatchingConfig(rows=ROWS[0], chunk=2048))
+    engine = hw.Engine(
+        net, budget=2**28, batching=hw.generation.BatchingConfig(rows=ROWS[0], chunk=2048)
+    )
     prompts = torch.randint(CONFIG["vocab_size"], (ROWS[0], PROMPT), generator=generator).tolist()
     streams = [engine.submit(prompt, max_new_tokens=PROMPT) for prompt in prompts]
     while not all(stream.ids for stream in streams):

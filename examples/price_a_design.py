@@ -2,7 +2,7 @@ import headwise as hw
 
 presets = {name: hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla", "moh")}
 window = hw.design(
-    model=4096, heads=32, kv=8, pattern="window(1024) | first(4)", modifiers=(hw.Rotary(),)
+    model=4096, heads=32, kv=8, pattern="window(1024) | first(4)", modifiers=(hw.parts.Rotary(),)
 )
 print(hw.cost({**presets, "window": window}, hw.Workload(context=32_768, batch=8)))
 print(

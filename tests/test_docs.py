@@ -25,6 +25,7 @@ from headwise.attention import head_axis_ops
 from headwise.attention.parts import REGISTRY
 from support import layer_cases as cases
 from support.small_training import SHORT_RUNS
+from support.spec_strategies import REPR_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -110,7 +111,7 @@ def test_the_part_of_the_page_is_pruned_and_printed(temperature: ModuleType):
         torch.testing.assert_close(
             weights["temperature.log"], layer.state_dict()["temperature.log"][[1, 4]]
         )
-        assert eval(repr(spec), vars(hw) | {"Temperature": temperature.Temperature}) == spec
+        assert eval(repr(spec), REPR_NAMES | {"Temperature": temperature.Temperature}) == spec
 
 
 CHINESE = [path.name for path in sorted((ROOT / "docs").glob("*.zh.md"))]
@@ -224,8 +225,8 @@ def test_every_command_of_the_session_runs(tmp_path: Path, monkeypatch: pytest.M
             assert printed, line
     for name in (
         "runs/dates",
-        "runs/pruned/PROOF.md",
-        "runs/grouped/PROOF.md",
+        "runs/pruned/VERIFICATION.md",
+        "runs/grouped/VERIFICATION.md",
         "dates.html",
         "runs/windows/report",
     ):

@@ -21,13 +21,13 @@ NOTEBOOKS = {
 # Smaller numbers than those of the first code cell, and a part of what the notebook prints.
 SMALL = {
     "see_heads": {"num_texts": 4},
-    "prune_and_prove": {"num_texts": 96, "steps": 2, "timing_seconds": 0.01},
+    "prune_and_verify": {"num_texts": 96, "steps": 2, "timing_seconds": 0.01},
     "design_a_variant": {"steps": 2},
     "reproduce_a_figure": {"num_texts": 4, "num_points": 3, "batches": 1},
 }
 PRINTED = {
     "see_heads": "encoder.5.attention  12  12",
-    "prune_and_prove": "dates: 27 of 54 heads kept",
+    "prune_and_verify": "dates: 27 of 54 heads kept",
     "design_a_variant": "LogLength(): all 6 checks hold",
     "reproduce_a_figure": "43 of 54 heads ablated: loss",
 }

@@ -379,7 +379,7 @@ def test_a_file_is_replaced_by_its_kind_only(
 def test_other_functions_refuse_a_folder_of_others(tmp_path: Path):
     from headwise.studies.study_report import write_report
     from headwise.surgery.hf_export.model_folder import write_model_folder
-    from headwise.surgery.verification.proof import write_proof
+    from headwise.surgery.verification.verify import write_verification
 
     net = hw.build(
         hw.families.read_model_spec(
@@ -393,7 +393,7 @@ def test_other_functions_refuse_a_folder_of_others(tmp_path: Path):
         lambda folder: hw.save(net, folder),
         lambda folder: hw.export(net, folder),
         lambda folder: write_model_folder(net, None, folder, {}),
-        lambda folder: write_proof(nothing, folder),  # pyright: ignore[reportArgumentType] - it is not read
+        lambda folder: write_verification(nothing, folder),  # pyright: ignore[reportArgumentType] - it is not read
         lambda folder: write_report(nothing, folder),  # pyright: ignore[reportArgumentType] - it is not read
         lambda folder: hw.train(hw.data.make_task("copy"), out=folder),
     ]

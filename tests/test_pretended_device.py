@@ -153,7 +153,10 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "ablate": (small_model, ablated),
     "ablate to noise": (small_model, lambda m: ablated(m, "noise")),
     "head means": (small_model, lambda m: hw.head_means(m, [IDS])),
-    "attention maps": (small_model, lambda m: hw.compute_attention_maps(m, IDS).rollout()),
+    "attention maps": (
+        small_model,
+        lambda m: hw.head_analysis.compute_attention_maps(m, IDS).rollout(),
+    ),
     "logit": (
         small_model,
         lambda m: [share.value for share in hw.attribute_logit(m, IDS[:1]).heads],

@@ -138,7 +138,9 @@ class SlowEngine:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+    def run_cells(
+        self, cells: Sequence[Cell], folder: Path
+    ) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         for cell in cells:
             self.clock.seconds += 5
             yield cell, {"status": "done", "timing": {"seconds": 5.0}}
@@ -149,6 +151,8 @@ def test_a_study_prints_the_time_left(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(study_runner, "TimeLeft", lambda: progress.TimeLeft(clock))
     cells = [Cell("gqa", "recall", 1e-3, seed, {"seed": seed}) for seed in range(14)]
     engine: Any = SlowEngine(clock)
-    study_runner.StageRunner(tmp_path, engine, lambda cell: True, lines.append).run(cells, "tune")
+    study_runner.StageRunner(tmp_path, engine, lambda cell: True, lines.append).run_stage(
+        cells, "tune"
+    )
     assert lines[1].endswith("seed 1  done in 5.0 s, 1:00 left")
     assert lines[-1].endswith("seed 13  done in 5.0 s, 0:00 left")

@@ -16,8 +16,8 @@ from headwise.util import size_limits
 from support.refusals import check_refused, refused_calls
 
 SPEC = (
-    "model = 8\npattern = 'full()'\nproject = 'Direct'\nsimilarity = 'Dot'\nnormaliser = "
-    "'Softmax'\nmerge = 'Concat'\n"
+    "model = 8\npattern = 'full()'\nproject = 'LinearProjection'\nsimilarity = 'DotProduct'\nnormaliser = "
+    "'Softmax'\nmerge = 'ConcatMerge'\n"
 )
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2, "vocab_size": 11}
 HEADS = "heads = {{q = {q}, kv = {kv}, dim = {dim}, kv_head_of_query = [{map}]}}\n"

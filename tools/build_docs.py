@@ -197,7 +197,8 @@ def api() -> str:
     """Every public name as a directive of mkdocstrings, by section."""
     from headwise import _MODULE_OF_NAME
 
-    rest, lines = dict(_MODULE_OF_NAME), []
+    rest = {name: home for name, home in _MODULE_OF_NAME.items() if not home.endswith(":")}
+    lines = []
     for title, packages in API_SECTIONS.items():
         prefixes = tuple(f"{package}." for package in packages)
         names = [name for name, module in rest.items() if f"{module}.".startswith(prefixes)]

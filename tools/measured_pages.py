@@ -155,7 +155,7 @@ def _equal_lengths(measured: list[dict[str, Any]]) -> str:
     head = ["rows x (prompt + answer)", "`Engine`, s (processor)", "transformers", "`hw.generate`"]
     return (
         "Requests of equal lengths, submitted together, where a padded batch has no padding: the "
-        "least time of each in "
+        "lower-bound latency of each in "
         "interleaved rounds, and how many times as fast the engine is, by processor time. Other "
         "work ran on the "
         f"machine. {same} of {sum(row['rows'] for row in measured)} answers are equal.\n\n"

@@ -150,10 +150,10 @@ def rules(pattern: Pattern) -> Iterator[str]:
     if isinstance(pattern, And | Or):
         yield from rules(pattern.left)
         yield from rules(pattern.right)
-    elif isinstance(pattern, hw.PerHead):
-        yield f"  - {sentence(hw.PerHead.__doc__)}"
+    elif isinstance(pattern, hw.patterns.PerHead):
+        yield f"  - {sentence(hw.patterns.PerHead.__doc__)}"
         yield from dict.fromkeys(rule for one in pattern.patterns for rule in rules(one))
-    elif pattern not in (hw.Full(), hw.Causal()):
+    elif pattern not in (hw.patterns.Full(), hw.patterns.Causal()):
         paragraphs = (type(pattern).__doc__ or "").split(">>>")[0].strip().split("\n\n")
         yield from (f"  - {sentence(paragraph)}" for paragraph in paragraphs)
 

@@ -69,7 +69,7 @@ def measure_sample(net: Transformer) -> hw.head_analysis.head_table.HeadTable:
         collectors=[AlignmentScores()],
         name="dates translator",
     )
-    return hw.classify_heads(table)
+    return hw.head_analysis.classify_heads(table)
 
 
 def capture(net: Transformer) -> hw.Trace:

@@ -54,7 +54,11 @@ def gpt2(by_depth: bool = False) -> Model:
     for depth, block in enumerate(model.h):
         scale = 7**-0.5 / (depth + 1 if by_depth else 1)
         spec = hw.design(
-            model=21, heads=3, pattern="causal()", bias="qkvo", similarity=hw.Dot(scale=scale)
+            model=21,
+            heads=3,
+            pattern="causal()",
+            bias="qkvo",
+            similarity=hw.parts.DotProduct(scale=scale),
         )
         # Conv1D keeps its matrix as (in, out), and q, k and v side by side.
         sides = (
@@ -96,7 +100,11 @@ def gated(
 
 def llama(rope: dict[str, Any] | None = None, scaling: Any = None, bias: bool = False) -> Model:
     """`rope` is their spelling of what `scaling` says."""
-    rotary = hw.Rotary(base=500.0) if scaling is None else hw.Rotary(base=500.0, scaling=scaling)
+    rotary = (
+        hw.parts.Rotary(base=500.0)
+        if scaling is None
+        else hw.parts.Rotary(base=500.0, scaling=scaling)
+    )
     keys = {"max_position_embeddings": 8, "rope_parameters": ROPE | (rope or {})}
     spec = {"modifiers": (rotary,), "bias": "qkvo" if bias else ""}
     return gated("Llama", spec, attention_bias=bias, **keys)
@@ -104,7 +112,7 @@ def llama(rope: dict[str, Any] | None = None, scaling: Any = None, bias: bool = 
 
 def stablelm() -> Model:
     """Only the first 4 of 10 channels turn."""
-    spec = {"model": 60, "modifiers": (hw.Rotary(base=500.0, dims=4),), "bias": "qkv"}
+    spec = {"model": 60, "modifiers": (hw.parts.Rotary(base=500.0, dims=4),), "bias": "qkv"}
     rope = ROPE | {"partial_rotary_factor": 0.4}
     return gated("StableLm", spec, hidden_size=60, use_qkv_bias=True, rope_parameters=rope)
 
@@ -118,7 +126,7 @@ def normed(attention: nn.Module) -> dict[str, Tensor]:
 
 
 def qwen3() -> Model:
-    spec = {"modifiers": (hw.QKNorm(eps=1e-2), hw.Rotary(base=10_000.0))}
+    spec = {"modifiers": (hw.parts.QKNorm(eps=1e-2), hw.parts.Rotary(base=10_000.0))}
     return gated("Qwen3", spec, normed, rms_norm_eps=1e-2)
 
 
@@ -126,7 +134,7 @@ def olmo2() -> Model:
     spec = {
         "model": 24,
         "dim": 4,
-        "modifiers": (hw.QKNorm(scope="full", eps=1e-2), hw.Rotary(base=10_000.0)),
+        "modifiers": (hw.parts.QKNorm(scope="full", eps=1e-2), hw.parts.Rotary(base=10_000.0)),
     }
     keys = {"hidden_size": 24, "head_dim": 4, "pad_token_id": 0, "eos_token_id": 1}
     return gated("Olmo2", spec, normed, rms_norm_eps=1e-2, **keys)
@@ -134,8 +142,8 @@ def olmo2() -> Model:
 
 def gemma2() -> Model:
     """The softcap bites, the scale follows no width, and every second layer sees 5 keys."""
-    modifiers = (hw.Rotary(), hw.Softcap(1.5))
-    spec = {"similarity": hw.Dot(scale=3**-0.5), "modifiers": modifiers}
+    modifiers = (hw.parts.Rotary(), hw.parts.Softcap(1.5))
+    spec = {"similarity": hw.parts.DotProduct(scale=3**-0.5), "modifiers": modifiers}
     keys = LOCAL | {"query_pre_attn_scalar": 3, "attn_logit_softcapping": 1.5}
     return gated("Gemma2", spec, patterns=("window(5)", "causal()"), **keys)
 
@@ -143,8 +151,10 @@ def gemma2() -> Model:
 def gpt_oss() -> Model:
     """A sink in every head, biases everywhere, YaRN, and every second layer sees 5 keys."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5}
-    rotary = hw.Rotary(base=500.0, scaling=hw.YaRN(4.0, original=64, fast=8.0, slow=0.5))
-    spec = {"bias": "qkvo", "modifiers": (rotary,), "normaliser": hw.SinkSoftmax()}
+    rotary = hw.parts.Rotary(
+        base=500.0, scaling=hw.parts.YaRN(4.0, original=64, beta_fast=8.0, beta_slow=0.5)
+    )
+    spec = {"bias": "qkvo", "modifiers": (rotary,), "normaliser": hw.parts.SinkSoftmax()}
     keys = {
         "num_local_experts": 3,
         "experts_implementation": "eager",
@@ -183,21 +193,21 @@ def t5() -> Model:
         (model.decoder, "back", "causal()"),
     ):
         table = stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.detach()
-        bias = hw.T5Bias(buckets=8, reach=11, looking=looking)
+        bias = hw.parts.T5Bias(buckets=8, reach=11, looking=looking)
         spec = hw.design(
             model=19,
             heads=3,
             dim=5,
             pattern=pattern,
             modifiers=(bias,),
-            similarity=hw.Dot(scale=1.0),
+            similarity=hw.parts.DotProduct(scale=1.0),
         )
         for depth, block in enumerate(stack.block):
             attention = block.layer[0].SelfAttention
             message = f"{'encoder' if looking == 'both' else 'decoder'}_attentions"
             weights = projections(attention, "qkvo") | {"t5_bias.table": table}
             sites.append(Site(attention, attention, spec, weights, (message, depth)))
-    cross = hw.design(model=19, heads=3, dim=5, similarity=hw.Dot(scale=1.0))
+    cross = hw.design(model=19, heads=3, dim=5, similarity=hw.parts.DotProduct(scale=1.0))
     for depth, block in enumerate(model.decoder.block):
         attention = block.layer[1].EncDecAttention
         sites.append(
@@ -238,12 +248,12 @@ def deepseek(
         "rope_parameters": ROPE | (rope or {}),
     }
     turned = {} if scaling is None else {"scaling": scaling}
-    rotary = hw.Rotary(base=500.0, pairs="interleaved" if interleaved else "half", **turned)
+    rotary = hw.parts.Rotary(base=500.0, pairs="interleaved" if interleaved else "half", **turned)
     sizes = {"model": 23, "heads": 3, "kv": None, "dim": 5, "vdim": 11}
     spec = sizes | {
-        "project": hw.Latent(rank=7, rope=6, query_rank=query_rank, eps=1e-6),
+        "project": hw.parts.MLAProjection(rank=7, rope=6, query_rank=query_rank, eps=1e-6),
         "modifiers": (rotary,),
-        "similarity": hw.Dot(scale=scale),
+        "similarity": hw.parts.DotProduct(scale=scale),
     }
     return gated("DeepseekV3", spec, latent, **keys)
 

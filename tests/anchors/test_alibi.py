@@ -34,7 +34,7 @@ def test_slopes_are_the_published_ones(heads):
 
 def test_scores_fall_with_distance_by_the_slope():
     layer = hw.Attention(
-        hw.design(model=16, heads=8, pattern="causal()", modifiers=(hw.Alibi(),))
+        hw.design(model=16, heads=8, pattern="causal()", modifiers=(hw.parts.Alibi(),))
     ).double()
     with torch.no_grad():
         layer.project["q"].zero_()

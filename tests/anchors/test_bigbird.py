@@ -23,7 +23,7 @@ from anchors.hf import Site, linear, randomised
 
 B, BLOCK, ROWS = 3, 2, 11
 T = BLOCK * ROWS
-LAST = hw.Global(tuple(range(T - BLOCK, T)))
+LAST = hw.patterns.Global(tuple(range(T - BLOCK, T)))
 LENGTHS = [T, 13, 6]
 
 
@@ -82,16 +82,18 @@ def plan(attention: nn.Module) -> list[list[list[int]]]:
     return [rows.tolist() for rows in chosen]
 
 
-def fixed() -> hw.Pattern:
+def fixed() -> hw.patterns.Pattern:
     """Its window and its two global blocks, as a pattern of ours."""
-    return hw.BigBird(T, block=BLOCK, window=3, globals=1, random=0) | LAST
+    return hw.patterns.BigBird(T, block=BLOCK, window=3, globals=1, random=0) | LAST
 
 
-def edges(rows: list[list[int]]) -> hw.Edges:
+def edges(rows: list[list[int]]) -> hw.patterns.Edges:
     """One head's drawn blocks, token by token."""
     pairs = [(row, block) for row, blocks in enumerate(rows, 1) for block in blocks]
     within = list(product(range(BLOCK), repeat=2))
-    return hw.Edges(tuple((r * BLOCK + i, c * BLOCK + j) for r, c in pairs for i, j in within))
+    return hw.patterns.Edges(
+        tuple((r * BLOCK + i, c * BLOCK + j) for r, c in pairs for i, j in within)
+    )
 
 
 def tokens(pad: str) -> hw.SequenceInfo:
@@ -161,7 +163,7 @@ def test_where_blocks_are_drawn_from(random: int):
     early, ours anywhere.
     """
     attention = bigbird(3, random).train().encoder.layer[1].attention.self
-    ours = hw.BigBird(T, block=BLOCK, window=3, globals=1, random=random, seed=1)
+    ours = hw.patterns.BigBird(T, block=BLOCK, window=3, globals=1, random=random, seed=1)
     for rows in plan(attention):
         for row, blocks in enumerate(rows, 1):
             assert len(set(blocks)) == len(blocks) == random

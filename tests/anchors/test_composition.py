@@ -26,7 +26,7 @@ def softmax(s):
 @pytest.mark.parametrize("causal", [False, True])
 def test_rectangular_talking_heads(causal):
     """2003.02436, figure 2: h_k = 6 logits, h = 7 softmaxes, h_v = 5 value heads."""
-    mixes = (hw.TalkingHeads(heads=7), hw.TalkingHeads(on="weights", heads=5))
+    mixes = (hw.parts.TalkingHeads(heads=7), hw.parts.TalkingHeads(on="weights", heads=5))
     spec = base(vdim=3, modifiers=mixes, pattern="causal" if causal else "full")
     layer = cases.layer(spec)
     w, (x, _) = arrays(layer), cases.tensors(spec)
@@ -49,7 +49,7 @@ def test_talking_heads_of_cait():
     """2103.17239 as timm's TalkingHeadAttn: proj_l on the scaled scores and proj_w on the weights,
     both with a bias.
     """
-    mixes = (hw.TalkingHeads(bias=True), hw.TalkingHeads(on="weights", bias=True))
+    mixes = (hw.parts.TalkingHeads(bias=True), hw.parts.TalkingHeads(on="weights", bias=True))
     spec = hw.design(model=12, heads=3, bias="qkvo", modifiers=mixes)
     layer = cases.layer(spec)
     w, x = arrays(layer), np.random.default_rng(0).normal(size=(2, 5, 12))
@@ -71,7 +71,7 @@ def test_talking_heads_of_cait():
 
 
 def test_a_bias_of_talking_heads_is_added_at_allowed_pairs():
-    spec = base(modifiers=(hw.TalkingHeads(on="weights", bias=True),), pattern="causal")
+    spec = base(modifiers=(hw.parts.TalkingHeads(on="weights", bias=True),), pattern="causal")
     layer, probe = cases.layer(spec), hw.Probe("weights")
     x, _ = cases.tensors(spec)
     layer(x, probe=probe)
@@ -80,38 +80,42 @@ def test_a_bias_of_talking_heads_is_added_at_allowed_pairs():
 
 
 def test_another_number_of_heads_starts_as_the_first_ones_alone():
-    spec = base(modifiers=(hw.TalkingHeads(on="weights", heads=4),))
+    spec = base(modifiers=(hw.parts.TalkingHeads(on="weights", heads=4),))
     mixing = hw.Attention(spec).talking_heads["mixing"]
     check_close(mixing, torch.eye(6)[:, :4])
 
 
 def test_who_has_parameters_by_score_head_cannot_follow_another_number():
     for changes in (
-        {"normaliser": hw.SinkSoftmax()},
-        {"modifiers": (hw.TalkingHeads(heads=7), hw.Alibi())},
-        {"modifiers": (hw.TalkingHeads(heads=7), hw.Dynamic(on="weights"))},
-        {"modifiers": (hw.TalkingHeads(heads=7), hw.TalkingHeads())},
+        {"normaliser": hw.parts.SinkSoftmax()},
+        {"modifiers": (hw.parts.TalkingHeads(heads=7), hw.parts.Alibi())},
+        {"modifiers": (hw.parts.TalkingHeads(heads=7), hw.parts.DynamicComposition(on="weights"))},
+        {"modifiers": (hw.parts.TalkingHeads(heads=7), hw.parts.TalkingHeads())},
     ):
         with pytest.raises(hw.SpecError, match="use heads=0"):
-            base(**({"modifiers": (hw.TalkingHeads(heads=7),)} | changes))
+            base(**({"modifiers": (hw.parts.TalkingHeads(heads=7),)} | changes))
     with pytest.raises(
         hw.SpecError, match="there are 7 rows of attention weights, but heads has 6"
     ):
         hw.AttentionSpec(
             model=10,
             heads=hw.Heads.grouped(q=6, dim=4),
-            project=hw.Direct(),
-            similarity=hw.Dot(),
-            pattern=hw.Full(),
-            normaliser=hw.Softmax(),
-            merge=hw.Concat(),
-            modifiers=(hw.TalkingHeads(heads=7),),
+            project=hw.parts.LinearProjection(),
+            similarity=hw.parts.DotProduct(),
+            pattern=hw.patterns.Full(),
+            normaliser=hw.parts.Softmax(),
+            merge=hw.parts.ConcatMerge(),
+            modifiers=(hw.parts.TalkingHeads(heads=7),),
         )
 
 
 def test_average_attention_is_a_running_mean():
     """1908.11365: (1/t) times the sum of x W_V up to t; the state is the sum and the number."""
-    spec = base(project=hw.Values(), normaliser=hw.Average(), pattern="causal")
+    spec = base(
+        project=hw.parts.ValueProjection(),
+        normaliser=hw.parts.AverageNormaliser(),
+        pattern="causal",
+    )
     layer = cases.layer(spec)
     w, (x, _) = arrays(layer), cases.tensors(spec)
     running = np.cumsum(x.numpy() @ w["project.v"].T, 1) / np.arange(1, 8)[None, :, None]
@@ -123,13 +127,17 @@ def test_average_attention_is_a_running_mean():
 
 
 def test_recurrent_state_has_constant_size_and_linear_cost():
-    spec = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal")
+    spec = base(
+        similarity=hw.parts.FeatureMap(), normaliser=hw.parts.SumNormaliser(), pattern="causal"
+    )
     sizes = {costs.cache_bytes(spec, batch=2, capacity=c) for c in (1, 1000, 10**9)}
     assert len(sizes) == 1
     from headwise.attention.backends import CallSignature, linear_attention
 
     values = [
-        linear_attention.executed_flops(CallSignature(spec, spec.core), hw.CallSize(1, n, n, n))
+        linear_attention.executed_flops(
+            CallSignature(spec, spec.core), hw.costs.CallSize(1, n, n, n)
+        )
         for n in (2**10, 2**11, 2**12)
     ]
     assert values[2] - values[1] == 2 * (values[1] - values[0])

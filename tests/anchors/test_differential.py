@@ -33,7 +33,7 @@ def set_noise(layer: hw.Attention, value: float) -> None:
 
 @pytest.mark.parametrize(("kv", "vdim"), [(6, None), (3, None), (2, 5), (1, 5)])
 def test_version_2_as_published(kv: int, vdim: int | None):
-    layer = cases.layer(base(modifiers=(hw.DifferentialV2(),), kv=kv, vdim=vdim, **LAST))
+    layer = cases.layer(base(modifiers=(hw.parts.DifferentialV2(),), kv=kv, vdim=vdim, **LAST))
     heads = layer.spec.heads
     assert (heads.q, heads.kv, heads.vdim, len(layer.spec.score_head_of_output)) == (
         12,
@@ -51,9 +51,11 @@ def test_version_2_as_published(kv: int, vdim: int | None):
 
 
 def test_version_2_that_takes_nothing_away_is_grouped_attention_on_the_even_heads():
-    layer = cases.layer(base(modifiers=(hw.DifferentialV2(), hw.Rotary()), kv=2, **LAST))
+    layer = cases.layer(
+        base(modifiers=(hw.parts.DifferentialV2(), hw.parts.Rotary()), kv=2, **LAST)
+    )
     set_noise(layer, -1e4)
-    plain = hw.Attention(base(modifiers=(hw.Rotary(),), kv=2, **LAST)).double()
+    plain = hw.Attention(base(modifiers=(hw.parts.Rotary(),), kv=2, **LAST)).double()
     state = layer.state_dict()
     even = state["project.q"].unflatten(0, (12, 4))[::2].flatten(0, 1)
     plain.load_state_dict({name: state[name] for name in plain.state_dict()} | {"project.q": even})
@@ -61,7 +63,7 @@ def test_version_2_that_takes_nothing_away_is_grouped_attention_on_the_even_head
 
 
 def test_version_2_outputs_zero_if_it_subtracts_equal_heads_fully():
-    layer = cases.layer(base(modifiers=(hw.DifferentialV2(),), kv=2))
+    layer = cases.layer(base(modifiers=(hw.parts.DifferentialV2(),), kv=2))
     set_noise(layer, 1e4)
     with torch.no_grad():
         pairs = layer.project["q"].unflatten(0, (6, 2, 4))
@@ -71,7 +73,7 @@ def test_version_2_outputs_zero_if_it_subtracts_equal_heads_fully():
 
 def test_version_2_costs_a_second_query_and_a_number_a_head():
     twice, usual = (
-        hw.design(model=512, heads=8, kv=2, modifiers=m) for m in ((hw.DifferentialV2(),), ())
+        hw.design(model=512, heads=8, kv=2, modifiers=m) for m in ((hw.parts.DifferentialV2(),), ())
     )
     assert hw.costs.count_parameters(twice) - hw.costs.count_parameters(usual) == 512**2 + 512 * 8
     assert hw.costs.cached_numbers_per_token(twice) == hw.costs.cached_numbers_per_token(usual)
@@ -79,21 +81,21 @@ def test_version_2_costs_a_second_query_and_a_number_a_head():
 
 @pytest.mark.parametrize(("tokens", "runs"), [("many", "flash_cpu"), ("one", "ragged")])
 def test_version_2_runs_fused(tokens: str, runs: str):
-    reasons = hw.why(base(modifiers=(hw.DifferentialV2(),), kv=2, **LAST), tokens=tokens)
+    reasons = hw.why(base(modifiers=(hw.parts.DifferentialV2(),), kv=2, **LAST), tokens=tokens)
     assert reasons.backend == runs
     assert reasons.reasons_against[runs] == []
 
 
 @pytest.mark.parametrize("vdim", [None, 4, 5])
 def test_options_of_values_do_not_change_the_number_of_heads(vdim: int | None):
-    assert base(modifiers=(hw.DifferentialV2(),), kv=2, vdim=vdim).heads.q == 12
+    assert base(modifiers=(hw.parts.DifferentialV2(),), kv=2, vdim=vdim).heads.q == 12
 
 
 # --- version 1 ------------------------------------------------------------------------------------
 
 
 def test_version_1_that_takes_nothing_away_is_attention_on_the_first_of_each_pair_and_a_norm():
-    layer = cases.layer(base(heads=3, modifiers=(hw.Differential(depth=2),), **LAST))
+    layer = cases.layer(base(heads=3, modifiers=(hw.parts.Differential(depth=2),), **LAST))
     start = 0.8 - 0.6 * np.exp(-0.6)
     with torch.no_grad():  # exp(0) - exp(log(1 + start)) + start = 0
         p = layer.differential
@@ -116,7 +118,7 @@ def test_version_1_that_takes_nothing_away_is_attention_on_the_first_of_each_pai
 def test_version_1_as_released(kv: int):
     """Keys of a pair lie side by side, and either head reads its own where they are grouped."""
     layer = cases.layer(
-        base(heads=3, kv=kv, modifiers=(hw.Differential(depth=1, eps=1e-3),), **LAST)
+        base(heads=3, kv=kv, modifiers=(hw.parts.Differential(depth=1, eps=1e-3),), **LAST)
     )
     w, x = written.numbers(layer), X.numpy()
     q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 6), ("k", 2 * kv), ("v", kv)))
@@ -133,7 +135,7 @@ def test_version_1_as_released(kv: int):
 
 
 def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
-    first = cases.layer(base(heads=3, modifiers=(hw.Differential(),), **LAST))
+    first = cases.layer(base(heads=3, modifiers=(hw.parts.Differential(),), **LAST))
     with torch.no_grad():
         p = first.differential
         pairs = first.project["k"].unflatten(0, (3, 2, 4))
@@ -143,7 +145,7 @@ def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
         noise = ((p["a1"] * p["b1"]).sum().exp() - (p["a2"] * p["b2"]).sum().exp() + 0.2).item()
     assert 0 < noise < 1
     second = hw.Attention(
-        base(heads=3, vdim=8, modifiers=(hw.DifferentialV2(), hw.HeadNorm()), **LAST)
+        base(heads=3, vdim=8, modifiers=(hw.parts.DifferentialV2(), hw.parts.HeadNorm()), **LAST)
     ).double()
     state = first.state_dict()
     theirs = {name: state[name] for name in ("project.q", "project.v", "output.o")}
@@ -157,22 +159,26 @@ def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
     assert far(first(X), second(X).detach().numpy()) < EXACT
 
 
-@pytest.mark.parametrize("pairs", [hw.Differential(), hw.DifferentialV2()], ids=repr)
+@pytest.mark.parametrize("pairs", [hw.parts.Differential(), hw.parts.DifferentialV2()], ids=repr)
 @pytest.mark.parametrize("keep", [[0], [1], [2], [0, 2]])
 def test_groups_of_three_heads_hold_no_whole_pairs(pairs: hw.Modifier, keep: list[int]):
-    layer = cases.layer(base(heads=3, dim=2, modifiers=(hw.Dynamic(groups=2), pairs)))
+    layer = cases.layer(
+        base(heads=3, dim=2, modifiers=(hw.parts.DynamicComposition(groups=2), pairs))
+    )
     small, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     assert far(cut.head_outputs(X), layer.head_outputs(X)[:, :, keep].detach().numpy()) < EXACT
 
 
-@pytest.mark.parametrize("project", [hw.Latent(rank=8, rope=2), hw.Overlapping()], ids=repr)
+@pytest.mark.parametrize(
+    "project", [hw.parts.MLAProjection(rank=8, rope=2), hw.parts.Overlapping()], ids=repr
+)
 def test_pairs_of_version_2_share_a_key(project: hw.Project):
     with pytest.raises(
-        hw.SpecError, match=r"pairs of heads that share a key.* use project Direct\(\)$"
+        hw.SpecError, match=r"pairs of heads that share a key.* use project LinearProjection\(\)$"
     ):
-        base(heads=3, project=project, modifiers=(hw.DifferentialV2(),))
+        base(heads=3, project=project, modifiers=(hw.parts.DifferentialV2(),))
 
 
 # --- what cannot be -------------------------------------------------------------------------------
@@ -199,7 +205,7 @@ def test_pairs_of_version_2_share_a_key(project: hw.Project):
     ],
 )
 def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
-    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.DifferentialV2(),)}
+    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.parts.DifferentialV2(),)}
     with pytest.raises(hw.SpecError, match=words):
         cases.change_spec(base(), **parts)
 
@@ -213,14 +219,14 @@ def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
     ],
 )
 def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: str):
-    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.Differential(),)}
+    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.parts.Differential(),)}
     with pytest.raises(hw.SpecError, match=words):
         cases.change_spec(base(), **parts)
 
 
 def test_rows_are_joined_once():
     with pytest.raises(hw.SpecError, match="each combine rows into output heads"):
-        base(modifiers=(hw.Differential(), hw.DifferentialV2()))
+        base(modifiers=(hw.parts.Differential(), hw.parts.DifferentialV2()))
 
 
 # --- the presets ----------------------------------------------------------------------------------
@@ -303,7 +309,7 @@ def test_the_presets_pair_channels_as_the_released_codes_do(preset: str):
     default, half = (
         hw.design(preset=preset, **options).modifiers[0] for options in ({}, {"pairs": "half"})
     )
-    assert (default, half) == (hw.Rotary(pairs="interleaved"), hw.Rotary())
+    assert (default, half) == (hw.parts.Rotary(pairs="interleaved"), hw.parts.Rotary())
 
 
 def test_wrong_options_of_the_presets_are_errors():
@@ -314,6 +320,8 @@ def test_wrong_options_of_the_presets_are_errors():
     ):
         hw.design(preset="diff2", pairs="odd")
     with pytest.raises(hw.SpecError, match="pairs='half' and modifiers exclude each other"):
-        hw.design(preset="diff", pairs="half", modifiers=(hw.Rotary(), hw.Differential()))
+        hw.design(
+            preset="diff", pairs="half", modifiers=(hw.parts.Rotary(), hw.parts.Differential())
+        )
     with pytest.raises(hw.SpecError, match="design has no 'pairs'"):
         hw.design(preset="gqa", pairs="half")

@@ -75,7 +75,7 @@ def diffllama(heads: int, kv: int, bias: bool) -> Model:
             dim=D,
             pattern="causal()",
             bias="qkvo" if bias else "",
-            modifiers=(hw.Rotary(base=500.0), hw.Differential(depth=depth, eps=1e-2)),
+            modifiers=(hw.parts.Rotary(base=500.0), hw.parts.Differential(depth=depth, eps=1e-2)),
         )
         sites.append(
             Site(

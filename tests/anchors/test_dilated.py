@@ -19,8 +19,10 @@ CASES = [
 
 def layers(keys: int, rate: int, after: int) -> tuple[hw.Attention, hw.Attention]:
     """A dilated layer, and a plain one with the same weights."""
-    dilated = cases.layer(base(kv=2, vdim=5, pattern=hw.Dilated(keys, rate, after=after)))
-    window = hw.Attention(base(kv=2, vdim=5, pattern=hw.Window(keys, after=after))).double()
+    dilated = cases.layer(base(kv=2, vdim=5, pattern=hw.patterns.Dilated(keys, rate, after=after)))
+    window = hw.Attention(
+        base(kv=2, vdim=5, pattern=hw.patterns.Window(keys, after=after))
+    ).double()
     window.load_state_dict(dilated.state_dict())
     return dilated, window
 
@@ -45,6 +47,6 @@ def test_residue_classes_are_segments(keys: int, rate: int, after: int):
 @pytest.mark.parametrize(("keys", "rate", "after"), CASES)
 def test_pairs_add_up(keys: int, rate: int, after: int):
     lengths = [len(range(first, T, rate)) for first in range(rate)]
-    window = hw.Window(keys, after=after)
+    window = hw.patterns.Window(keys, after=after)
     expected = sum(window.pairs(range(n), range(n)) for n in lengths)
-    assert hw.Dilated(keys, rate, after=after).pairs(range(T), range(T)) == expected
+    assert hw.patterns.Dilated(keys, rate, after=after).pairs(range(T), range(T)) == expected

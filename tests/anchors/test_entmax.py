@@ -34,7 +34,7 @@ def way(request, monkeypatch):
 METHOD_NAME = {"taken": "normalise"}
 
 
-def made(part: hw.Entmax, s_BHTS: Tensor, allowed: Tensor, p: object = None) -> Tensor:
+def made(part: hw.parts.Entmax, s_BHTS: Tensor, allowed: Tensor, p: object = None) -> Tensor:
     """Weights in the way that is tried."""
     return getattr(part, METHOD_NAME["taken"])(s_BHTS, allowed, p)
 
@@ -43,13 +43,13 @@ def weights(s_S: Tensor, alpha: float, allowed: Tensor | None = None) -> Tensor:
     """Weights of scores [..., S]."""
     s_BHTS = s_S.reshape(1, 1, -1, s_S.shape[-1])
     visible = torch.ones(1, 1, 1, s_S.shape[-1], dtype=torch.bool) if allowed is None else allowed
-    return made(hw.Entmax(alpha=alpha), s_BHTS, visible).reshape(s_S.shape)
+    return made(hw.parts.Entmax(alpha=alpha), s_BHTS, visible).reshape(s_S.shape)
 
 
 def learned(heads: int, alpha: float = 1.5, a: Tensor | None = None) -> hw.Attention:
     """A layer whose heads learn their alpha; a sets it."""
     layer = hw.Attention(
-        base(heads=heads, kv=heads, normaliser=hw.Entmax(alpha=alpha, kind="learned"))
+        base(heads=heads, kv=heads, normaliser=hw.parts.Entmax(alpha=alpha, kind="learned"))
     ).double()
     if a is not None:
         with torch.no_grad():
@@ -116,7 +116,7 @@ def test_the_gradient_in_alpha_is_the_packages():
 def test_masked_keys_are_keys_that_are_not_there():
     s, sample = numbers(2, 3, 5, 11), torch.rand(2, 1, 5, 11) < 0.6
     for alpha in ALPHAS:
-        ours = made(hw.Entmax(alpha=alpha), s, sample)
+        ours = made(hw.parts.Entmax(alpha=alpha), s, sample)
         for b, h, t in np.ndindex(2, 3, 5):
             keys = sample[b, 0, t]
             assert (ours[b, h, t, ~keys] == 0).all()
@@ -152,7 +152,7 @@ def entmax15(z: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("alpha", "oracle"), [(1.5, entmax15), (2.0, sparsemax)])
 def test_sorting_and_stepping_agree(alpha, oracle):
-    part, halving = hw.Entmax(alpha=alpha), hw.Entmax(kind="learned")
+    part, halving = hw.parts.Entmax(alpha=alpha), hw.parts.Entmax(kind="learned")
     for spread in (0.01, 0.3, 2.0, 40.0):
         for n in (1, 2, 23, 211):
             s = numbers(n) * spread
@@ -253,8 +253,8 @@ def test_the_larger_alpha_the_fewer_keys_are_read():
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_equal_scores_are_averaged(alpha):
     s, sample = torch.full((2, 3, 5, 4096), 7.25), torch.rand(2, 1, 5, 4096) < 0.5
-    expected = hw.Average().normalise(s, sample, None)
-    check_close(made(hw.Entmax(alpha=alpha), s, sample), expected, rtol=1e-5, atol=0)
+    expected = hw.parts.AverageNormaliser().normalise(s, sample, None)
+    check_close(made(hw.parts.Entmax(alpha=alpha), s, sample), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -271,7 +271,7 @@ def test_a_query_with_nothing_to_read_gets_no_weight(alpha, dtype):
     s = numbers(2, 3, 5, 7).to(dtype).requires_grad_()
     visible = torch.ones(2, 1, 5, 7, dtype=torch.bool)
     visible[1, :, 2] = False
-    w = made(hw.Entmax(alpha=alpha), s, visible)
+    w = made(hw.parts.Entmax(alpha=alpha), s, visible)
     w.backward(torch.ones_like(w) * torch.arange(7.0).to(dtype))
     assert (w[1, :, 2] == 0).all()
     assert (s.grad[1, :, 2] == 0).all()
@@ -364,9 +364,9 @@ def test_a_second_derivative_is_exact_or_refused():
         return
     for alpha in (1.25, 1.5, 1.75, 2.0, 2.5):
         assert torch.autograd.gradgradcheck(
-            lambda s, alpha=alpha: made(hw.Entmax(alpha=alpha), s, sample), s, fast_mode=True
+            lambda s, alpha=alpha: made(hw.parts.Entmax(alpha=alpha), s, sample), s, fast_mode=True
         )
-    part, learned_a = hw.Entmax(kind="learned"), numbers(3, 1, 1).requires_grad_()
+    part, learned_a = hw.parts.Entmax(kind="learned"), numbers(3, 1, 1).requires_grad_()
     assert torch.autograd.gradgradcheck(
         lambda s, a: part.normalise(s, sample, PartStub(a)), (s, learned_a)
     )
@@ -385,7 +385,7 @@ class PartStub:
 @pytest.mark.compile
 @pytest.mark.parametrize("kind", ["fixed", "learned"])
 def test_one_graph_holds_the_gradients_too(kind):
-    spec = base(normaliser=hw.Entmax(kind=kind), pattern="causal()")
+    spec = base(normaliser=hw.parts.Entmax(kind=kind), pattern="causal()")
     layer, x = hw.Attention(spec).double(), numbers(3, 7, 10)
     expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
     torch._dynamo.reset()
@@ -415,4 +415,4 @@ def test_one_graph_holds_the_gradients_too(kind):
 )
 def test_bad_fields_are_refused(fields, words):
     with pytest.raises(hw.SpecError, match=words):
-        base(normaliser=hw.Entmax(**fields))
+        base(normaliser=hw.parts.Entmax(**fields))

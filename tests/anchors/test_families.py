@@ -133,7 +133,7 @@ STACKS |= {"cross_attentions": ("decoder", "cross")}
 def plainly(spec: hw.AttentionSpec) -> hw.AttentionSpec:
     """The same spec, a scale that is written out left out where it is the usual one."""
     usual = spec.similarity.score_scale(spec.core) == spec.core.scale
-    return replace(spec, similarity=hw.Dot()) if usual else spec
+    return replace(spec, similarity=hw.parts.DotProduct()) if usual else spec
 
 
 def saved(model: hf_models.Model, folder: Path) -> ModelSpec:
@@ -199,7 +199,9 @@ def test_attention_of_bart_and_vit_computes_the_same():
     check_computes(
         bart.decoder.layers[0].encoder_attn, specs["decoder.0.cross"], "out_proj", source
     )
-    assert specs["decoder.0.attention"] == replace(specs["decoder.0.cross"], pattern=hw.Causal())
+    assert specs["decoder.0.attention"] == replace(
+        specs["decoder.0.cross"], pattern=hw.patterns.Causal()
+    )
 
     options = {
         "hidden_size": 42,
@@ -269,8 +271,8 @@ def test_windows_begin_at_the_layer_in_the_qwen_config():
     for pattern, value in zip(ours, seen_by_transformers(theirs, 9), strict=True):
         assert torch.equal(
             value,
-            hw.AttentionMask(*[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern).allowed[
-                0, 0
-            ],
+            hw.attention.AttentionMask(
+                *[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern
+            ).allowed[0, 0],
         )
-    assert ours == [hw.Causal()] * 2 + [hw.Window(3)] * 3
+    assert ours == [hw.patterns.Causal()] * 2 + [hw.patterns.Window(3)] * 3

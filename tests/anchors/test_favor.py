@@ -17,9 +17,12 @@ from support.layer_checks import decode_in_chunks
 
 def favor(draws=0, seed=0, **options) -> hw.AttentionSpec:
     """Attention by positive random features."""
-    similarity = hw.FeatureMap(kind="favor", draws=draws, seed=seed)
+    similarity = hw.parts.FeatureMap(kind="favor", draws=draws, seed=seed)
     return base(
-        **({"similarity": similarity, "normaliser": hw.Sum(), "pattern": "causal"} | options)
+        **(
+            {"similarity": similarity, "normaliser": hw.parts.SumNormaliser(), "pattern": "causal"}
+            | options
+        )
     )
 
 
@@ -73,7 +76,7 @@ def test_a_product_of_features_is_the_exponential_on_average(draws):
     rng = np.random.default_rng(7)
     q, k = rng.normal(size=(2, 6, 8)) * 0.5
     truth = np.exp((q * k).sum(-1) / np.sqrt(8))
-    kind = hw.FeatureMap(kind="favor", draws=draws)
+    kind = hw.parts.FeatureMap(kind="favor", draws=draws)
     found = np.stack([_products(kind, seed, q, k) for seed in range(4000)])
     error = found.std(0, ddof=1) / np.sqrt(len(found))
     assert (abs(found.mean(0) - truth) < 4.5 * error).all()
@@ -187,7 +190,11 @@ def test_more_features_come_closer_to_softmax():
 @pytest.mark.parametrize("kind", ["elu", "relu", "favor"])
 def test_parallel_chunked_and_recurrent_are_one_function(kind):
     spec = base(
-        similarity=hw.FeatureMap(kind=kind), normaliser=hw.Sum(), pattern="causal", kv=3, vdim=5
+        similarity=hw.parts.FeatureMap(kind=kind),
+        normaliser=hw.parts.SumNormaliser(),
+        pattern="causal",
+        kv=3,
+        vdim=5,
     )
     layer = cases.layer(spec)
     x = torch.randn(2, 131, 10, dtype=torch.float64)
@@ -241,7 +248,11 @@ def forms(layer: hw.Attention, x: torch.Tensor) -> list[torch.Tensor]:
 
 def test_eps_of_the_sum_is_that_of_the_released_linear_attention():
     spec = base(
-        similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=0.7), pattern="causal", kv=3, vdim=5
+        similarity=hw.parts.FeatureMap(),
+        normaliser=hw.parts.SumNormaliser(eps=0.7),
+        pattern="causal",
+        kv=3,
+        vdim=5,
     )
     layer, x = cases.layer(spec), torch.randn(2, 131, 10, dtype=torch.float64)
     expected = []
@@ -258,7 +269,7 @@ def test_eps_of_the_sum_is_that_of_the_released_linear_attention():
 @pytest.mark.parametrize("eps", [1e-4, 0.3])
 def test_eps_of_random_features_is_added_to_each_of_them(eps: float):
     spec = favor(
-        9, 3, kv=3, vdim=5, similarity=hw.FeatureMap(kind="favor", draws=9, seed=3, eps=eps)
+        9, 3, kv=3, vdim=5, similarity=hw.parts.FeatureMap(kind="favor", draws=9, seed=3, eps=eps)
     )
     layer, x = cases.layer(spec), torch.randn(2, 131, 10, dtype=torch.float64)
     w, expected = layer.similarity["directions"].numpy(), []
@@ -278,7 +289,7 @@ def test_eps_of_random_features_is_added_to_each_of_them(eps: float):
 def test_eps_counts_against_directions_that_need_an_offset():
     """At dim 128 all exponents of keys lose an offset; eps loses it too."""
     layer = hw.Attention(
-        favor(model=128, heads=1, dim=128, similarity=hw.FeatureMap(kind="favor", eps=0.05))
+        favor(model=128, heads=1, dim=128, similarity=hw.parts.FeatureMap(kind="favor", eps=0.05))
     ).double()
     x, w = torch.randn(1, 40, 128, dtype=torch.float64), layer.similarity["directions"].numpy()
     assert (w**2).sum(-1).max() / 2 > 64
@@ -294,23 +305,38 @@ def test_eps_counts_against_directions_that_need_an_offset():
 
 
 def test_sums_with_eps_do_not_reach_one():
-    plain = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", bias="v")
-    short = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=1.0), pattern="causal", bias="v")
+    plain = base(
+        similarity=hw.parts.FeatureMap(),
+        normaliser=hw.parts.SumNormaliser(),
+        pattern="causal",
+        bias="v",
+    )
+    short = base(
+        similarity=hw.parts.FeatureMap(),
+        normaliser=hw.parts.SumNormaliser(eps=1.0),
+        pattern="causal",
+        bias="v",
+    )
     folded, reasons = (
         hw.fold_bias(spec, hw.Attention(spec).state_dict()).reasons_kept for spec in (plain, short)
     )
     assert "v" not in folded
     assert "do not always sum to one" in str(reasons["v"])
     with pytest.raises(
-        hw.SpecError, match=r"Sum\(eps=1e-06\) needs scores of a known scale, unlike FeatureMap"
+        hw.SpecError,
+        match=r"SumNormaliser\(eps=1e-06\) needs scores of a known scale, unlike FeatureMap",
     ):
-        favor(normaliser=hw.Sum(eps=1e-6))
-    with pytest.raises(hw.SpecError, match=r"Sum\(eps=-1.0\) must be at least 0"):
-        base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=-1.0))
+        favor(normaliser=hw.parts.SumNormaliser(eps=1e-6))
+    with pytest.raises(hw.SpecError, match=r"SumNormaliser\(eps=-1.0\) must be at least 0"):
+        base(similarity=hw.parts.FeatureMap(), normaliser=hw.parts.SumNormaliser(eps=-1.0))
 
 
 def test_a_query_that_meets_no_channel_reads_zero():
-    spec = base(similarity=hw.FeatureMap(kind="relu"), normaliser=hw.Sum(), pattern="causal")
+    spec = base(
+        similarity=hw.parts.FeatureMap(kind="relu"),
+        normaliser=hw.parts.SumNormaliser(),
+        pattern="causal",
+    )
     layer = cases.layer(spec)
     with torch.no_grad():
         layer.project["q"][4:8] = 0  # the second head asks for nothing
@@ -330,8 +356,13 @@ def test_what_lifting_costs():
     channels.
     """
     spec = favor(9, kv=2)
-    plain = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", kv=2)
-    work = hw.CallSize(3, 7, 7, 7)
+    plain = base(
+        similarity=hw.parts.FeatureMap(),
+        normaliser=hw.parts.SumNormaliser(),
+        pattern="causal",
+        kv=2,
+    )
+    work = hw.costs.CallSize(3, 7, 7, 7)
     features = 2 * 3 * 7 * (6 + 2) * 9 * 4
     wider = 2 * 3 * 49 * 6 * (9 - 4)
     assert costs.counted_flops(spec, work) - costs.counted_flops(plain, work) == features + wider
@@ -342,27 +373,31 @@ def test_what_lifting_costs():
 @pytest.mark.parametrize(
     ("similarity", "message"),
     [
-        (hw.FeatureMap(kind="exp"), "'exp'.* is unknown; use 'elu', 'relu' or 'favor'"),
-        (hw.FeatureMap(draws=8), "'elu'.* samples nothing; leave draws and seed out"),
-        (hw.FeatureMap(kind="relu", seed=1), "'relu'.* samples nothing"),
+        (hw.parts.FeatureMap(kind="exp"), "'exp'.* is unknown; use 'elu', 'relu' or 'favor'"),
+        (hw.parts.FeatureMap(draws=8), "'elu'.* samples nothing; leave draws and seed out"),
+        (hw.parts.FeatureMap(kind="relu", seed=1), "'relu'.* samples nothing"),
         (
-            hw.FeatureMap(eps=1e-6),
-            r"'elu', eps=1e-06\) has no eps; use normaliser Sum\(eps=1e-06\)",
+            hw.parts.FeatureMap(eps=1e-6),
+            r"'elu', eps=1e-06\) has no eps; use normaliser SumNormaliser\(eps=1e-06\)",
         ),
-        (hw.FeatureMap(kind="favor", eps=-1.0), "eps=-1.0.* must be at least 0"),
-        (hw.FeatureMap(kind="favor", draws=-1), "draws=-1.* at least 0"),
-        (hw.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
+        (hw.parts.FeatureMap(kind="favor", eps=-1.0), "eps=-1.0.* must be at least 0"),
+        (hw.parts.FeatureMap(kind="favor", draws=-1), "draws=-1.* at least 0"),
+        (hw.parts.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
     ],
 )
 def test_features_that_cannot_be(similarity, message):
     with pytest.raises(hw.SpecError, match=message):
-        base(similarity=similarity, normaliser=hw.Sum())
+        base(similarity=similarity, normaliser=hw.parts.SumNormaliser())
 
 
 def test_an_absorbed_query_keeps_nothing_but_products():
     with pytest.raises(
         hw.SpecError, match="needs a dot product for its absorbed form, unlike FeatureMap"
     ):
-        base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), project=hw.Latent(rank=8))
+        base(
+            similarity=hw.parts.FeatureMap(),
+            normaliser=hw.parts.SumNormaliser(),
+            project=hw.parts.MLAProjection(rank=8),
+        )
     with pytest.raises(hw.SpecError, match=r"heads.dim channels, unlike Overlapping"):
-        favor(project=hw.Overlapping(overlap=1))
+        favor(project=hw.parts.Overlapping(overlap=1))

@@ -68,7 +68,7 @@ def test_their_order_is_the_one_we_follow():
 
 
 def text_generator(net: hw.Transformer, **options: Any) -> TextGenerator:
-    return TextGenerator.of(net, options.pop("count"), 0.0, hw.DecodingConfig(**options))
+    return TextGenerator.from_options(net, options.pop("count"), 0.0, hw.DecodingConfig(**options))
 
 
 def generate_with_transformers(theirs: Any, ids: Tensor, **options: Any) -> Any:
@@ -99,7 +99,7 @@ def cut(rows: Tensor, end: int) -> list[list[int]]:
 def test_beams_find_what_theirs_find(name: str, penalty: float):
     theirs, ours = build_pair(name)
     x = torch.randint(4, VOCABULARY, (3, 5))
-    ours.usage = hw.ProcessorSpec(begin=(START,))
+    ours.usage = hw.ProcessorSpec(bos=(START,))
     free = hw.generate(ours.float(), x, max_new_tokens=6, config=hw.DecodingConfig(beams=4, best=4))
     end = free[0][1][3]  # so that some answers end early
     options = {

@@ -26,7 +26,7 @@ def normed(o: Any, eps: float) -> Any:
 @pytest.mark.parametrize(("scope", "shape"), [("shared", (5,)), ("head", (6, 5))])
 def test_every_head_by_itself(scope: str, shape: tuple[int, ...], eps: float):
     layer = cases.layer(
-        base(modifiers=(hw.HeadNorm(scope=scope, eps=eps),), kv=2, vdim=5, pattern="causal()")
+        base(modifiers=(hw.parts.HeadNorm(scope=scope, eps=eps),), kv=2, vdim=5, pattern="causal()")
     )
     w, x = written.numbers(layer), X.numpy()
     assert w["head_norm.scale"].shape == shape
@@ -36,7 +36,7 @@ def test_every_head_by_itself(scope: str, shape: tuple[int, ...], eps: float):
 
 
 def test_it_forgets_how_long_values_are_and_not_where_they_point():
-    layer = cases.layer(base(modifiers=(hw.HeadNorm(eps=1e-30),)))
+    layer = cases.layer(base(modifiers=(hw.parts.HeadNorm(eps=1e-30),)))
     before = layer.head_outputs(X)
     with torch.no_grad():
         layer.project["v"].mul_(1e3)
@@ -45,7 +45,7 @@ def test_it_forgets_how_long_values_are_and_not_where_they_point():
 
 @pytest.mark.parametrize("first", ["norm", "pairs"])
 def test_a_norm_acts_in_the_order_written(first: str):
-    norm, pairs = hw.HeadNorm(eps=1e-2), hw.DifferentialV2()
+    norm, pairs = hw.parts.HeadNorm(eps=1e-2), hw.parts.DifferentialV2()
     layer = cases.layer(base(modifiers=(norm, pairs) if first == "norm" else (pairs, norm), kv=2))
     w, x = written.numbers(layer), X.numpy()
     q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 12), ("k", 2), ("v", 2)))
@@ -60,9 +60,12 @@ def test_a_norm_acts_in_the_order_written(first: str):
 @pytest.mark.parametrize(
     ("modifiers", "words"),
     [
-        ((hw.HeadNorm(eps=0.0),), r"eps=0.0\) must be positive"),
-        ((hw.HeadNorm(scope="all"),), r"scope='all'\) is unknown; use 'shared' or 'head'"),
-        ((hw.HeadNorm(scope="head"), hw.DifferentialV2()), "write it after DifferentialV2"),
+        ((hw.parts.HeadNorm(eps=0.0),), r"eps=0.0\) must be positive"),
+        ((hw.parts.HeadNorm(scope="all"),), r"scope='all'\) is unknown; use 'shared' or 'head'"),
+        (
+            (hw.parts.HeadNorm(scope="head"), hw.parts.DifferentialV2()),
+            "write it after DifferentialV2",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(modifiers: Any, words: str):
@@ -71,7 +74,9 @@ def test_what_cannot_be_meant_is_refused(modifiers: Any, words: str):
 
 
 def test_weights_of_each_output_head_may_stand_behind_a_join():
-    layer = cases.layer(base(modifiers=(hw.DifferentialV2(), hw.HeadNorm(scope="head")), kv=2))
+    layer = cases.layer(
+        base(modifiers=(hw.parts.DifferentialV2(), hw.parts.HeadNorm(scope="head")), kv=2)
+    )
     assert layer.head_norm["scale"].shape == (6, 4)
     small, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 4])
     cut = hw.Attention(small).double()

@@ -210,7 +210,10 @@ def ours(form: str) -> bp.ModelSpec:
         positions = bp.PositionSpec("learned", 23)
     else:
         turns = (
-            hw.Rotary(base=300.0, scaling=hw.YaRN(2.0, original=16, ramp="exact", swelling=1.25)),
+            hw.parts.Rotary(
+                base=300.0,
+                scaling=hw.parts.YaRN(2.0, original=16, truncate=False, attention_factor=1.25),
+            ),
         )
         own = {"model": 42 if form == "llama" else 21, "bias": "qkvo" if form == "llama" else ""}
         spec = hw.design(heads=6, kv=2, dim=10, pattern="causal()", modifiers=turns, **own)
@@ -247,7 +250,7 @@ def test_a_model_of_ours_is_read_by_transformers(form: str, tmp_path: Path):
     generated = theirs.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False
     )
-    assert generated[:, 3:].tolist() == hw.greedy_decode(net, prompt, max_new_tokens=9)
+    assert generated[:, 3:].tolist() == hw.generation.greedy_decode(net, prompt, max_new_tokens=9)
 
 
 def check_same(net: hw.Transformer, theirs: nn.Module) -> None:
@@ -270,7 +273,7 @@ def test_a_tokenizer_goes_both_ways(tmp_path: Path):
     )
     for n, (before, behind) in enumerate((((), ()), ((0,), ()), ((0,), (1,)))):
         net.usage = bp.ProcessorSpec(
-            before=before, behind=behind, end=(1,), tokenizer=words.document
+            prefix_ids=before, suffix_ids=behind, eos=(1,), tokenizer=words.document
         )
         out = tmp_path / str(n)
         hw.export(net, out)
@@ -283,11 +286,11 @@ def test_a_tokenizer_goes_both_ways(tmp_path: Path):
         assert (theirs.bos_token_id, theirs.eos_token_id) == (before[0] if before else None, 1)
         assert tf.AutoConfig.from_pretrained(out).eos_token_id == 1
         again = hw.load(out).usage
-        assert (again.before, again.behind, again.end, again.specials) == (
+        assert (again.prefix_ids, again.suffix_ids, again.eos, again.parse_special) == (
             before,
             behind,
             (1,),
-            "read",
+            True,
         )
         assert (again.tokenizer == words.document) == (n == 0)
 
@@ -311,7 +314,7 @@ def test_transformers_makes_no_tokenizer_of_its_own(tmp_path: Path):
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes
         )
     )
-    net.usage = bp.ProcessorSpec(before=(1,), tokenizer=make_tokenizer(pieces).to_str())
+    net.usage = bp.ProcessorSpec(prefix_ids=(1,), tokenizer=make_tokenizer(pieces).to_str())
     hw.export(net, tmp_path / "out")
     theirs = tf.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("low lo w\n", " lo\u2581w", "lowlo \u00e9"):
@@ -337,13 +340,13 @@ def test_usage_settings_of_a_folder_are_read(tmp_path: Path):
     config["id2label"] = {str(n): f"class {n}" for n in range(5)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     usage = hw.load(tmp_path).usage
-    assert (usage.before, usage.behind, usage.mask, usage.end) == ((2,), (3,), 4, ())
+    assert (usage.prefix_ids, usage.suffix_ids, usage.mask, usage.eos) == ((2,), (3,), 4, ())
     assert usage.labels == tuple(f"class {n}" for n in range(5))
     saved_model("t5", tmp_path / "t5")
     (tmp_path / "t5" / "generation_config.json").write_text(
         '{"decoder_start_token_id": 0, "eos_token_id": [1, 36, 37]}'
     )
-    assert (hw.load(tmp_path / "t5").usage.begin, hw.load(tmp_path / "t5").usage.end) == (
+    assert (hw.load(tmp_path / "t5").usage.bos, hw.load(tmp_path / "t5").usage.eos) == (
         (0,),
         (1, 36),
     )

@@ -40,25 +40,31 @@ EYE = torch.eye(6)
 @pytest.mark.parametrize("on", ["scores", "weights"])
 def test_talking_heads_that_repeat_themselves(on):
     check_same(
-        base(modifiers=(hw.TalkingHeads(on=on),)), base(), X, {"talking_heads": {"mixing": EYE}}
+        base(modifiers=(hw.parts.TalkingHeads(on=on),)),
+        base(),
+        X,
+        {"talking_heads": {"mixing": EYE}},
     )
 
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
 def test_dynamic_heads_without_factors(on):
-    spec = base(pattern="causal()", modifiers=(hw.Dynamic(on=on, static="full"),))
+    spec = base(pattern="causal()", modifiers=(hw.parts.DynamicComposition(on=on, static="full"),))
     names = [f"{side}_{kind}" for side in ("query", "key") for kind in ("target", "gate")]
     check_same(
-        spec, base(pattern="causal()"), X, {"dynamic": dict.fromkeys((*names, "static"), 0.0)}
+        spec,
+        base(pattern="causal()"),
+        X,
+        {"dynamic_composition": dict.fromkeys((*names, "static"), 0.0)},
     )
 
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
 def test_dynamic_heads_as_published(on):
     """One pair of tokens by the formula of the paper's released code, written out."""
-    spec = base(modifiers=(hw.Dynamic(on=on, rank=2, static="full"),))
+    spec = base(modifiers=(hw.parts.DynamicComposition(on=on, rank=2, static="full"),))
     layer = cases.layer(spec)
-    p, place = layer.dynamic, "scores" if on == "scores" else "weights"
+    p, place = layer.dynamic_composition, "scores" if on == "scores" else "weights"
     probe, usual = hw.Probe(place), hw.Probe(place)
     layer(X, probe=probe)
     plain(layer, base())(X, probe=usual)
@@ -75,13 +81,13 @@ def test_dynamic_heads_as_published(on):
 
 
 def test_overlapping_heads_without_overlap():
-    check_same(base(project=hw.Overlapping(overlap=0)), base(), X)
+    check_same(base(project=hw.parts.Overlapping(overlap=0)), base(), X)
 
 
 def test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixing():
     overlap, heads, dim = 1, 6, 4
-    wide = cases.layer(base(project=hw.Overlapping(overlap=overlap)))
-    shared = cases.layer(base(project=hw.Collaborative(width=heads * dim)))
+    wide = cases.layer(base(project=hw.parts.Overlapping(overlap=overlap)))
+    shared = cases.layer(base(project=hw.parts.Collaborative(width=heads * dim)))
     channel = torch.arange(heads * dim)
     band = [
         (channel >= h * dim - overlap) & (channel < (h + 1) * dim + overlap) for h in range(heads)
@@ -99,7 +105,7 @@ def test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixin
 
 def test_collaborative_heads_of_full_width_with_blocks_and_the_query_bias():
     usual = cases.layer(base(bias="qkv"))
-    shared = cases.layer(base(project=hw.Collaborative(width=24, bias="v")))
+    shared = cases.layer(base(project=hw.parts.Collaborative(width=24, bias="v")))
     p = usual.project
     with torch.no_grad():
         for name in ("q", "k", "v", "v_bias"):
@@ -112,12 +118,12 @@ def test_collaborative_heads_of_full_width_with_blocks_and_the_query_bias():
 
 
 def test_differential_heads_that_subtract_nothing():
-    spec = base(heads=3, modifiers=(hw.Differential(),))
+    spec = base(heads=3, modifiers=(hw.parts.Differential(),))
     layer = cases.layer(spec)
     with torch.no_grad():
         for name in ("b1", "b2"):
             layer.differential[name].zero_()  # lambda is what it starts from
-    start = hw.Differential().initial_lambda
+    start = hw.parts.Differential().initial_lambda
     probe = hw.Probe("heads")
     layer(X, probe=probe)
     rows = hw.Attention(hw.design(model=10, heads=6, dim=4)).double()
@@ -137,26 +143,28 @@ def test_differential_heads_that_subtract_nothing():
 
 
 def test_a_sink_that_takes_nothing():
-    spec = base(normaliser=hw.SinkSoftmax(), pattern="causal()")
+    spec = base(normaliser=hw.parts.SinkSoftmax(), pattern="causal()")
     check_same(spec, base(pattern="causal()"), X, {"normaliser": {"sink": -1e9}})
 
 
-@pytest.mark.parametrize("gate", [hw.HeadGate(start=1e3), hw.OutputGate(start=1e3)], ids=str)
+@pytest.mark.parametrize(
+    "gate", [hw.parts.HeadGate(start=1e3), hw.parts.OutputGate(start=1e3)], ids=str
+)
 def test_gates_that_stand_open(gate):
     name = {"HeadGate": "head_gate", "OutputGate": "output_gate"}[type(gate).__name__]
     check_same(base(modifiers=(gate,)), base(), X, {name: {"gate": 0.0, "bias": 1e3}})
 
 
 def test_routing_without_a_preference_and_all_heads_active():
-    spec = base(modifiers=(hw.Routed(always=2, active=4),))
-    check_same(spec, base(), X, {"routed": {"router": 0.0, "shared": 0.0, "kind": 0.0}})
+    spec = base(modifiers=(hw.parts.MixtureOfHeads(always=2, active=4),))
+    check_same(spec, base(), X, {"mixture_of_heads": {"router": 0.0, "shared": 0.0, "kind": 0.0}})
 
 
 def test_routing_sets_its_balance_once():
-    layer = cases.layer(base(modifiers=(hw.Routed(always=2, active=3),)))
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(always=2, active=3),)))
     with torch.no_grad():
-        layer.routed["router"].zero_()
-    aux_losses = hw.AuxLosses()
+        layer.mixture_of_heads["router"].zero_()
+    aux_losses = hw.attention.AuxLosses()
     for _ in range(2):
         layer(X, probe=hw.Probe(aux_losses=aux_losses))
     assert aux_losses.total("balance").item() == pytest.approx(
@@ -165,8 +173,8 @@ def test_routing_sets_its_balance_once():
 
 
 def test_routing_leaves_padding_out_of_its_balance():
-    layer = cases.layer(base(modifiers=(hw.Routed(always=2, active=1),)))
-    short, padded = hw.AuxLosses(), hw.AuxLosses()
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(always=2, active=1),)))
+    short, padded = hw.attention.AuxLosses(), hw.attention.AuxLosses()
     layer(X[:, :4], probe=hw.Probe(aux_losses=short))
     layer(
         X,
@@ -177,20 +185,23 @@ def test_routing_leaves_padding_out_of_its_balance():
 
 
 def test_latent_forms_are_one_function():
-    turned = (hw.Rotary(pairs="interleaved"),)
+    turned = (hw.parts.Rotary(pairs="interleaved"),)
     for rank in (None, 9):
         expanded = base(
-            project=hw.Latent(rank=8, rope=2, query_rank=rank), vdim=5, modifiers=turned
+            project=hw.parts.MLAProjection(rank=8, rope=2, query_rank=rank),
+            vdim=5,
+            modifiers=turned,
         )
         layer = cases.layer(expanded)
         absorbed = cases.change_spec(
-            expanded, project=hw.Latent(rank=8, rope=2, query_rank=rank, form="absorbed")
+            expanded,
+            project=hw.parts.MLAProjection(rank=8, rope=2, query_rank=rank, form="absorbed"),
         )
         check_close(plain(layer, absorbed)(X), layer(X))
 
 
 def test_the_temperature_of_unit_vectors():
-    spec = base(similarity=hw.Dot(scale=1.0), modifiers=(hw.QKNorm(kind="l2"),))
+    spec = base(similarity=hw.parts.DotProduct(scale=1.0), modifiers=(hw.parts.QKNorm(kind="l2"),))
     probe = hw.Probe("scores")
     layer = cases.layer(spec)
     with torch.no_grad():
@@ -206,7 +217,7 @@ SIZES = {
             preset="mla",
             model=7168,
             heads=128,
-            project=hw.Latent(rank=512, rope=64, query_rank=1536),
+            project=hw.parts.MLAProjection(rank=512, rope=64, query_rank=1536),
         ),
     ),
     "DeepSeek-V2-Lite attention": (13_763_072, lambda: hw.design(preset="mla")),
@@ -216,29 +227,35 @@ SIZES = {
     ),
     "DCMHA extra at 32 heads of 80": (
         4 * 2560**2 + 20 * 32 * 2560 + 64 * 32**2,
-        lambda: hw.design(model=2560, heads=32, modifiers=(hw.Dynamic(), hw.Dynamic(on="weights"))),
+        lambda: hw.design(
+            model=2560,
+            heads=32,
+            modifiers=(hw.parts.DynamicComposition(), hw.parts.DynamicComposition(on="weights")),
+        ),
     ),
     "MoH extra (h + 2) d": (
         4 * 512**2 + 10 * 512,
-        lambda: hw.design(model=512, heads=8, modifiers=(hw.Routed(2, 3),)),
+        lambda: hw.design(model=512, heads=8, modifiers=(hw.parts.MixtureOfHeads(2, 3),)),
     ),
     "MOHSA extra 2 o h d": (
         4 * 192**2 + 2 * 3 * 12 * 192,
-        lambda: hw.design(model=192, heads=12, project=hw.Overlapping(overlap=3)),
+        lambda: hw.design(model=192, heads=12, project=hw.parts.Overlapping(overlap=3)),
     ),
     "collaborative": (
         2 * 768 * 256 + 12 * 256 + 12 * 768 + 2 * 768**2,
-        lambda: hw.design(model=768, heads=12, project=hw.Collaborative(width=256)),
+        lambda: hw.design(model=768, heads=12, project=hw.parts.Collaborative(width=256)),
     ),
     "talking heads 2 h^2": (
         4 * 512**2 + 2 * 64,
         lambda: hw.design(
-            model=512, heads=8, modifiers=(hw.TalkingHeads(), hw.TalkingHeads(on="weights"))
+            model=512,
+            heads=8,
+            modifiers=(hw.parts.TalkingHeads(), hw.parts.TalkingHeads(on="weights")),
         ),
     ),
     "differential v1: 4 D + 2 D": (
         4 * 512**2 + 4 * 64 + 128,
-        lambda: hw.design(model=512, heads=4, dim=64, modifiers=(hw.Differential(),)),
+        lambda: hw.design(model=512, heads=4, dim=64, modifiers=(hw.parts.Differential(),)),
     ),
 }
 
@@ -254,11 +271,15 @@ CACHES = {
     "DeepSeek-V3, a layer": (576, lambda: hw.design(preset="mla", model=7168, heads=128)),
     "DCMHA factors 10 N": (
         2 * 2560 + 10 * 32,
-        lambda: hw.design(model=2560, heads=32, modifiers=(hw.Dynamic(), hw.Dynamic(on="weights"))),
+        lambda: hw.design(
+            model=2560,
+            heads=32,
+            modifiers=(hw.parts.DynamicComposition(), hw.parts.DynamicComposition(on="weights")),
+        ),
     ),
     "overlapping, before it overlaps": (
         2 * 192,
-        lambda: hw.design(model=192, heads=12, project=hw.Overlapping(3)),
+        lambda: hw.design(model=192, heads=12, project=hw.parts.Overlapping(3)),
     ),
 }
 

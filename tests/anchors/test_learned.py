@@ -16,16 +16,16 @@ from support.layer_cases import base, check_close
 from support.layer_checks import decode_in_chunks
 
 KINDS = {
-    "random": hw.Learned(length=9),
-    "factorised": hw.Learned(length=9, kind="factorised", rank=3),
-    "dense": hw.Learned(length=9, kind="dense"),
+    "random": hw.parts.LearnedScores(length=9),
+    "factorised": hw.parts.LearnedScores(length=9, kind="factorised", rank=3),
+    "dense": hw.parts.LearnedScores(length=9, kind="dense"),
 }
 PLACES = torch.tensor([[1, 2, 3, 5, 6, 7, 8]])
 
 
 def rows(kind, w, x, places):
     """R_h[i_t, :] of each query, [6, B, T, 9], by section 3.1 and 3.2 of 2005.00743."""
-    w = {name.removeprefix("learned."): value for name, value in w.items()}
+    w = {name.removeprefix("learned_scores."): value for name, value in w.items()}
     if kind == "random":
         return np.stack([np.stack([table[places]] * len(x)) for table in w["table"]])
     if kind == "factorised":
@@ -37,7 +37,9 @@ def rows(kind, w, x, places):
     )
 
 
-@pytest.mark.parametrize("project", [hw.Direct(), hw.Values()], ids=["mixture", "pure"])
+@pytest.mark.parametrize(
+    "project", [hw.parts.LinearProjection(), hw.parts.ValueProjection()], ids=["mixture", "pure"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_synthesizers_by_their_formulas(kind, project):
     layer = cases.layer(base(project=project, modifiers=(KINDS[kind],), pattern="causal"))
@@ -45,7 +47,7 @@ def test_synthesizers_by_their_formulas(kind, project):
     x, _ = cases.tensors(layer.spec)
     result, places = x.numpy(), PLACES[0].numpy()
     s = rows(kind, w, result, places)[..., places]
-    if project == hw.Direct():
+    if project == hw.parts.LinearProjection():
         q, k = (
             np.einsum("btd,hkd->hbtk", result, w[f"project.{side}"].reshape(6, 4, 10))
             for side in "qk"
@@ -65,14 +67,25 @@ def test_synthesizers_by_their_formulas(kind, project):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_that_are_zero_are_an_average(kind):
-    layer = cases.layer(base(project=hw.Values(), modifiers=(KINDS[kind],), pattern="window(3)"))
+    layer = cases.layer(
+        base(project=hw.parts.ValueProjection(), modifiers=(KINDS[kind],), pattern="window(3)")
+    )
     average = hw.Attention(
-        base(project=hw.Values(), normaliser=hw.Average(), pattern="window(3)")
+        base(
+            project=hw.parts.ValueProjection(),
+            normaliser=hw.parts.AverageNormaliser(),
+            pattern="window(3)",
+        )
     ).double()
     average.load_state_dict({k: v for k, v in layer.state_dict().items() if "learned" not in k})
     with torch.no_grad():
         for name, weight in layer.named_parameters():
-            if name in ("learned.table", "learned.asking", "learned.out", "learned.out_bias"):
+            if name in (
+                "learned_scores.table",
+                "learned_scores.asking",
+                "learned_scores.out",
+                "learned_scores.out_bias",
+            ):
                 weight.zero_()
     x, _ = cases.tensors(layer.spec)
     check_close(layer(x), average(x))
@@ -83,7 +96,11 @@ def test_a_table_breaks_even_with_queries_and_keys():
     plain = hw.design(model=18, heads=5, dim=4)
     for length, cheaper in ((11, True), (12, None), (13, False)):
         table = hw.design(
-            model=18, heads=5, dim=4, project=hw.Values(), modifiers=(hw.Learned(length=length),)
+            model=18,
+            heads=5,
+            dim=4,
+            project=hw.parts.ValueProjection(),
+            modifiers=(hw.parts.LearnedScores(length=length),),
         )
         difference = costs.count_parameters(plain) - costs.count_parameters(table)
         assert difference == 2 * 18 * 5 * 4 - 5 * length**2
@@ -109,25 +126,25 @@ def test_the_papers_sizes():
 def learned(**options) -> hw.Attention:
     """A layer that knows seven positions."""
     return cases.layer(
-        base(**({"modifiers": (hw.Learned(length=7),), "pattern": "causal"} | options))
+        base(**({"modifiers": (hw.parts.LearnedScores(length=7),), "pattern": "causal"} | options))
     )
 
 
 def test_input_beyond_the_table_is_refused():
     layer, x = learned(), torch.randn(3, 8, 10, dtype=torch.float64)
     message = (
-        r"Learned\(length=7\) knows no position 7, its last one is 6; give it a length of "
+        r"LearnedScores\(length=7\) knows no position 7, its last one is 6; give it a length of "
         r"8, or give shorter input"
     )
     with pytest.raises(ValueError, match=message):
         layer(x)
     assert layer(x[:, :7]).isfinite().all()
     assert layer(x[:, :0]).shape == (3, 0, 10)
-    assert PositionLimit.of(layer.spec) == (7, "Learned(length=7)")
-    assert PositionLimit.of(base()) is None
-    both = base(modifiers=(hw.Learned(length=9), hw.Learned(length=8)))
-    assert PositionLimit.of(both) == (8, "Learned(length=8)")
-    with pytest.raises(ValueError, match=r"Learned\(length=8\) knows no position 8"):
+    assert PositionLimit.from_spec(layer.spec) == (7, "LearnedScores(length=7)")
+    assert PositionLimit.from_spec(base()) is None
+    both = base(modifiers=(hw.parts.LearnedScores(length=9), hw.parts.LearnedScores(length=8)))
+    assert PositionLimit.from_spec(both) == (8, "LearnedScores(length=8)")
+    with pytest.raises(ValueError, match=r"LearnedScores\(length=8\) knows no position 8"):
         hw.Attention(both).double()(torch.randn(1, 9, 10).double())
 
 
@@ -198,13 +215,16 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (hw.Learned(length=0), r"length=0\) must be at least 1"),
+        (hw.parts.LearnedScores(length=0), r"length=0\) must be at least 1"),
         (
-            hw.Learned(length=5, kind="sparse"),
+            hw.parts.LearnedScores(length=5, kind="sparse"),
             "'sparse'.* is unknown; use 'random', 'factorised' or 'dense'",
         ),
-        (hw.Learned(length=5, rank=3), "rank=3.* is not factorised; leave rank out"),
-        (hw.Learned(length=5, kind="factorised", rank=0), "rank=0.* must be at least 1"),
+        (hw.parts.LearnedScores(length=5, rank=3), "rank=3.* is not factorised; leave rank out"),
+        (
+            hw.parts.LearnedScores(length=5, kind="factorised", rank=0),
+            "rank=0.* must be at least 1",
+        ),
     ],
 )
 def test_tables_that_cannot_be(part, message):

@@ -47,7 +47,7 @@ def longformer() -> nn.Module:
 def site(attention: nn.Module, window: int) -> Site:
     """One of their layers, beside our spec."""
     inner, outer = attention.self, attention.output.dense
-    pattern = hw.Window(keys=window + 1, after=window // 2) | hw.Global(GLOBALS)
+    pattern = hw.patterns.Window(keys=window + 1, after=window // 2) | hw.patterns.Global(GLOBALS)
     return Site(
         inner,
         outer,
@@ -57,9 +57,9 @@ def site(attention: nn.Module, window: int) -> Site:
     )
 
 
-def block(site: Site) -> hw.LongformerAttention:
+def block(site: Site) -> hw.attention.LongformerAttention:
     """Ours, with their weights."""
-    ours, inner = hw.LongformerAttention(site.spec).double().eval(), site.reads
+    ours, inner = hw.attention.LongformerAttention(site.spec).double().eval(), site.reads
     weights = linear("local.output.o", site.writes)
     for side, name in zip("qkv", ("query", "key", "value"), strict=True):
         weights |= linear(f"local.project.{side}", getattr(inner, name))

@@ -94,12 +94,14 @@ def test_greedy_decoding_agrees(name: str):
     if name in PAIRS:
         expected = likeliest(theirs, 17, input_ids=source, decoder_input_ids=prompt)
         encoded = ours.encode(source)
-        answer = hw.greedy_decode(ours, prompt, max_new_tokens=17, encoder_output=encoded)
+        answer = hw.generation.greedy_decode(
+            ours, prompt, max_new_tokens=17, encoder_output=encoded
+        )
         assert answer == expected
         check_close(ours(prompt, source=encoded), ours(prompt, source=source), "bart")
         return
     expected = likeliest(theirs, 17, input_ids=prompt)
-    assert hw.greedy_decode(ours, prompt, max_new_tokens=17) == expected
+    assert hw.generation.greedy_decode(ours, prompt, max_new_tokens=17) == expected
     theirs.generation_config.eos_token_id = None
     generated = theirs.generate(
         prompt,

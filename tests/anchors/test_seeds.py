@@ -100,7 +100,7 @@ THETA = 500_000.0
 
 def llama(kv: int) -> tuple[nn.Module, hw.Attention]:
     theirs = seeds.scattered(seeds.LlamaAttention(24, 6, kv, BATCH, 16))
-    rotary = hw.Rotary(base=THETA, pairs="interleaved")
+    rotary = hw.parts.Rotary(base=THETA, pairs="interleaved")
     spec = hw.design(model=24, heads=6, kv=kv, pattern="causal()", modifiers=(rotary,))
     return theirs, adopted(spec, q=theirs.wq, k=theirs.wk, v=theirs.wv, o=theirs.wo)
 
@@ -131,7 +131,7 @@ def test_the_other_pairing_is_another_function():
     """
     theirs, layer = llama(2)
     halves = hw.design(
-        model=24, heads=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(base=THETA),)
+        model=24, heads=6, kv=2, pattern="causal()", modifiers=(hw.parts.Rotary(base=THETA),)
     )
     other = hw.Attention(halves).double()
     other.load_state_dict(layer.state_dict())

@@ -53,7 +53,7 @@ def test_additive_scores_by_their_formula(kv):
     """1409.0473, section A.1.2: v^T tanh(W_a s + U_a h), with the bias that the paper does not
     print.
     """
-    layer = cases.layer(base(similarity=hw.Additive(), kv=kv, vdim=5))
+    layer = cases.layer(base(similarity=hw.parts.Additive(), kv=kv, vdim=5))
     w, (x, _) = arrays(layer), cases.tensors(layer.spec)
     v, b = w["similarity.v"], w["similarity.bias"]
     expected = attended(w, x.numpy(), lambda h, q, k: np.tanh(q + k + b[h]) @ v[h], kv)
@@ -62,14 +62,16 @@ def test_additive_scores_by_their_formula(kv):
 
 def test_one_additive_head_has_the_papers_parameters():
     hidden, state, annotations = 7, 10, 13
-    spec = hw.design(model=state, heads=1, dim=hidden, source=annotations, similarity=hw.Additive())
+    spec = hw.design(
+        model=state, heads=1, dim=hidden, source=annotations, similarity=hw.parts.Additive()
+    )
     ours = [
         np.prod(shape)
         for name, shape in spec.shapes().items()
         if name not in ("project.v", "output.o")
     ]
     assert sum(ours) == hidden * state + hidden * annotations + hidden + hidden
-    work = hw.CallSize(1, 3, 11, 11)
+    work = hw.costs.CallSize(1, 3, 11, 11)
     assert spec.core.flops(work.pairs) == 2 * 33 * (hidden + spec.heads.vdim)
     assert costs.count_parameters(spec) == sum(map(np.prod, spec.shapes().values()))
 
@@ -99,7 +101,7 @@ class Translator(nn.Module):
 def test_a_recurrent_decoder_reads_through_the_layer():
     lengths = [11, 5, 2]
     layer = cases.layer(
-        hw.design(model=10, heads=1, dim=7, vdim=10, source=10, similarity=hw.Additive())
+        hw.design(model=10, heads=1, dim=7, vdim=10, source=10, similarity=hw.parts.Additive())
     )
     with torch.no_grad():
         for name in ("project.v", "output.o"):
@@ -145,7 +147,7 @@ def test_a_recurrent_decoder_reads_through_the_layer():
 
 @pytest.mark.parametrize("numbers", [1, 2 * 6 * 11 * 4 * 3])
 def test_blocks_of_additive_queries_are_one_pass(numbers, monkeypatch):
-    layer = cases.layer(base(similarity=hw.Additive(), kv=2, pattern="causal"))
+    layer = cases.layer(base(similarity=hw.parts.Additive(), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
     monkeypatch.setattr(dot_product, "MAX_PAIR_NUMEL", numbers)
@@ -157,7 +159,7 @@ def test_blocks_of_additive_queries_are_one_pass(numbers, monkeypatch):
 
 def regression(width, keys=KEYS, values=VALUES, dtype=torch.float64):
     """A layer that looks a number up among pairs of key and value, and the pairs as its source."""
-    spec = hw.design(model=1, heads=1, dim=1, source=2, similarity=hw.Gaussian(width=width))
+    spec = hw.design(model=1, heads=1, dim=1, source=2, similarity=hw.parts.Gaussian(width=width))
     layer = hw.Attention(spec).to(dtype)
     reads = {"project.q": [1], "project.k": [1, 0], "project.v": [0, 1], "output.o": [1]}
     with torch.no_grad():
@@ -189,7 +191,7 @@ def test_widths_run_from_the_nearest_key_to_the_average():
 
 
 def test_gaussian_scores_by_their_formula():
-    layer = cases.layer(base(similarity=hw.Gaussian(width=1.7), kv=2, vdim=5))
+    layer = cases.layer(base(similarity=hw.parts.Gaussian(width=1.7), kv=2, vdim=5))
     x, _ = cases.tensors(layer.spec)
     expected = attended(
         arrays(layer), x.numpy(), lambda h, q, k: -((q - k) ** 2).sum(-1) / (2 * 1.7**2), 2
@@ -201,9 +203,9 @@ def test_among_unit_keys_the_nearest_is_the_most_alike():
     """|q - k|^2 = |q|^2 + 1 - 2 q.k, and a softmax does not see |q|^2 + 1: only q.k / width^2 is
     left.
     """
-    width, unit = 0.8, (hw.QKNorm(kind="l2"),)
-    near = cases.layer(base(similarity=hw.Gaussian(width=width), modifiers=unit))
-    alike = cases.layer(base(similarity=hw.Dot(scale=1.0), modifiers=unit))
+    width, unit = 0.8, (hw.parts.QKNorm(kind="l2"),)
+    near = cases.layer(base(similarity=hw.parts.Gaussian(width=width), modifiers=unit))
+    alike = cases.layer(base(similarity=hw.parts.DotProduct(scale=1.0), modifiers=unit))
     alike.load_state_dict(near.state_dict())
     with torch.no_grad():
         alike.get_parameter("qk_norm.temperature").div_(width**2)
@@ -229,7 +231,7 @@ def test_far_tokens_that_nobody_reads_change_nothing(away):
     """In float32: a future token, padding, and the tokens of another document, as far off as they
     like.
     """
-    layer = hw.Attention(base(similarity=hw.Gaussian(), pattern="causal"))
+    layer = hw.Attention(base(similarity=hw.parts.Gaussian(), pattern="causal"))
     x = torch.randn(2, 7, 10)
     moved = x.clone()
     moved[:, 5:] = away
@@ -246,7 +248,7 @@ def test_far_tokens_that_nobody_reads_change_nothing(away):
 
 
 def test_clusters_far_apart_are_each_as_if_alone():
-    spec = base(similarity=hw.Gaussian(width=0.9))
+    spec = base(similarity=hw.parts.Gaussian(width=0.9))
     layer, judge = hw.Attention(spec), hw.Attention(spec).double()
     with torch.no_grad():
         layer.project["k"].copy_(layer.project["q"])
@@ -264,7 +266,7 @@ def test_clusters_far_apart_are_each_as_if_alone():
 
 @pytest.mark.parametrize("numbers", [1, 2 * 2 * 11 * 4 * 5])
 def test_blocks_of_gaussian_queries_are_one_pass(numbers, monkeypatch):
-    layer = cases.layer(base(similarity=hw.Gaussian(width=1.3), kv=2, pattern="causal"))
+    layer = cases.layer(base(similarity=hw.parts.Gaussian(width=1.3), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
     monkeypatch.setattr(dot_product, "MAX_PAIR_NUMEL", numbers)
@@ -273,7 +275,9 @@ def test_blocks_of_gaussian_queries_are_one_pass(numbers, monkeypatch):
 
 def test_empty_slots_do_not_cost_digits_either():
     """Ragged rows decode among slots of zeros, 1e4 away from every key."""
-    spec = hw.design(model=1, heads=1, dim=1, pattern="causal", similarity=hw.Gaussian(width=0.6))
+    spec = hw.design(
+        model=1, heads=1, dim=1, pattern="causal", similarity=hw.parts.Gaussian(width=0.6)
+    )
     layer, judge = hw.Attention(spec), hw.Attention(spec).double()
     for built in (layer, judge):
         with torch.no_grad():
@@ -298,9 +302,9 @@ def test_empty_slots_do_not_cost_digits_either():
 @pytest.mark.parametrize(
     ("similarity", "message"),
     [
-        (hw.Gaussian(width=0.0), r"width=0.0\) must be at least 1e-09"),
-        (hw.Gaussian(width=-1.0), "must be at least 1e-09"),
-        (hw.Gaussian(width=1e-300), "must be at least 1e-09"),
+        (hw.parts.Gaussian(width=0.0), r"width=0.0\) must be at least 1e-09"),
+        (hw.parts.Gaussian(width=-1.0), "must be at least 1e-09"),
+        (hw.parts.Gaussian(width=1e-300), "must be at least 1e-09"),
     ],
 )
 def test_a_width_that_cannot_be(similarity, message):
@@ -308,10 +312,18 @@ def test_a_width_that_cannot_be(similarity, message):
         base(similarity=similarity)
 
 
-@pytest.mark.parametrize("similarity", [hw.Additive(), hw.Gaussian(width=1.0)], ids=repr)
 @pytest.mark.parametrize(
-    "project", [hw.Collaborative(width=9), hw.Overlapping(overlap=1), hw.Latent(rank=8)], ids=repr
+    "similarity", [hw.parts.Additive(), hw.parts.Gaussian(width=1.0)], ids=repr
+)
+@pytest.mark.parametrize(
+    "project",
+    [
+        hw.parts.Collaborative(width=9),
+        hw.parts.Overlapping(overlap=1),
+        hw.parts.MLAProjection(rank=8),
+    ],
+    ids=repr,
 )
 def test_who_compares_vectors_themselves_wants_them_as_they_are(similarity, project):
-    with pytest.raises(hw.SpecError, match=r"use project Direct\(\)"):
+    with pytest.raises(hw.SpecError, match=r"use project LinearProjection\(\)"):
         base(similarity=similarity, project=project)

@@ -81,7 +81,7 @@ def test_the_model_is_the_one_described(story: hw.Transformer, data: Path, golde
     assert sum(p.numel() for p in story.parameters()) == 512 * 64 + 5 * 45_440 + 64
     layers = [block.attention for block in story.decoder.blocks]
     assert [sum(p.numel() for p in layer.parameters()) for layer in layers] == [12_288] * 5
-    assert (story.usage.before, story.usage.end) == ((1,), (1,))
+    assert (story.usage.prefix_ids, story.usage.eos) == ((1,), (1,))
     rate = torch.tensor(layers[0].spec.modifiers[0].frequencies(8), dtype=torch.float64)
     with np.load(data / "model_stories260k" / "weights.npz") as stored:
         angle = torch.arange(len(stored["freqs_cos"]), dtype=torch.float64)[:, None] * rate
@@ -126,7 +126,7 @@ def check_story(net: hw.Transformer, golden: dict[str, Any]) -> None:
     """Ids, text, and the five likeliest ids with their logits."""
     ids = golden["greedy_ids"]
     first = torch.tensor([ids[:1]])
-    assert hw.greedy_decode(net, first, max_new_tokens=len(ids) - 1) == [ids[1:]]
+    assert hw.generation.greedy_decode(net, first, max_new_tokens=len(ids) - 1) == [ids[1:]]
     check_top_five(net(torch.tensor([ids[:PROMPT]]))[0, -1], golden)
     tokenizer = Tokenizer.from_str(net.usage.tokenizer or "")
     assert (
@@ -241,7 +241,7 @@ def test_training_goes_on_from_it(data: Path, story: hw.Transformer, text: str, 
         == 0
     )
     after = hw.load(out)
-    assert (after.usage.before, after.usage.end) == ((1,), (1,))
+    assert (after.usage.prefix_ids, after.usage.eos) == ((1,), (1,))
     assert (
         Tokenizer.from_str(after.usage.tokenizer or "").get_vocab()
         == Tokenizer.from_str(story.usage.tokenizer or "").get_vocab()

@@ -57,9 +57,9 @@ def test_talking_before_the_softmax_is_collaboration_in_blocks():
     """P mixes whole heads, m_i = repeat(P_i, D): what heads share are then blocks of channels of
     one space.
     """
-    talking = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="scores"),)))
+    talking = cases.layer(base(vdim=V, modifiers=(hw.parts.TalkingHeads(on="scores"),)))
     mixing = talking.talking_heads["mixing"].detach()  # of head g into head h
-    shared = base(vdim=V, project=hw.Collaborative(width=H * D))
+    shared = base(vdim=V, project=hw.parts.Collaborative(width=H * D))
     blocks = {
         "project_mixing": mixing.T.repeat_interleave(D, 1),
         "project_content": torch.zeros(H, 10),
@@ -71,7 +71,7 @@ def test_talking_after_the_softmax_is_all_pairs_of_heads():
     """h^2 heads: the weights of each with the values and the output of each
     other, P[j, i] of them.
     """
-    layer = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="weights"),)))
+    layer = cases.layer(base(vdim=V, modifiers=(hw.parts.TalkingHeads(on="weights"),)))
     mixing = layer.talking_heads["mixing"].detach()
     each, out = read(layer)
     pairs = [mixing[j, i].item() * each[:, :, j, i] @ out[i].T for j in range(H) for i in range(H)]
@@ -79,7 +79,7 @@ def test_talking_after_the_softmax_is_all_pairs_of_heads():
 
 
 def test_all_pairs_of_heads_are_a_layer_of_their_own():
-    layer = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="weights"),)))
+    layer = cases.layer(base(vdim=V, modifiers=(hw.parts.TalkingHeads(on="weights"),)))
     state = layer.state_dict()
     first, second = (tuple(pair[n] for pair in np.ndindex(H, H)) for n in range(2))
     heads = hw.Heads(q=H * H, kv=H, dim=D, vdim=V, kv_head_of_query=first, value_heads=second)
@@ -94,7 +94,7 @@ def test_all_pairs_of_heads_are_a_layer_of_their_own():
 
 @pytest.mark.parametrize("of", ["sum", "mean"])
 def test_an_unprojected_sum_is_concatenation_with_one_projection_for_all(of: str):
-    added = cases.layer(base(vdim=V, bias="o", merge=hw.SumHeads(of=of)))
+    added = cases.layer(base(vdim=V, bias="o", merge=hw.parts.SumMerge(of=of)))
     tied = added.output["o"].detach().repeat(1, H) / (1 if of == "sum" else H)
     assert (
         far(
@@ -106,7 +106,7 @@ def test_an_unprojected_sum_is_concatenation_with_one_projection_for_all(of: str
 
 
 def test_an_unprojected_sum_is_invariant_to_the_order_of_heads():
-    added = cases.layer(base(vdim=V, merge=hw.SumHeads()))
+    added = cases.layer(base(vdim=V, merge=hw.parts.SumMerge()))
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     state, wide = added.state_dict(), {"q": D, "k": D, "v": V}
     moved = {
@@ -132,18 +132,18 @@ def test_the_number_of_heads_costs_no_parameters_at_one_width(heads: int):
 
 
 def test_a_mean_is_of_the_heads_that_were_there():
-    layer = cases.layer(base(merge=hw.SumHeads(of="mean")))
+    layer = cases.layer(base(merge=hw.parts.SumMerge(of="mean")))
     small, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 2])
-    assert small.merge == hw.SumHeads(of="mean", heads=6)
+    assert small.merge == hw.parts.SumMerge(of="mean", heads=6)
     cut = hw.Attention(small).double()
     cut.load_state_dict(weights)
     o = layer.head_outputs(X)[:, :, [0, 2]].detach().numpy()
     assert far(cut(X), o.sum(2) / 6 @ weights["output.o"].numpy().T) < EXACT
     assert (
-        hw.attention.head_axis_ops.keep_heads(base(merge=hw.SumHeads()), layer.state_dict(), [0])[
-            0
-        ].merge
-        == hw.SumHeads()
+        hw.attention.head_axis_ops.keep_heads(
+            base(merge=hw.parts.SumMerge()), layer.state_dict(), [0]
+        )[0].merge
+        == hw.parts.SumMerge()
     )
 
 
@@ -151,15 +151,18 @@ def test_a_mean_is_of_the_heads_that_were_there():
 
 SIZES = {"model": 30, "heads": 5}
 EQUAL = hw.match_size(
-    hw.design(merge=hw.SumHeads(), **SIZES), like=hw.design(**SIZES), free="vdim"
+    hw.design(merge=hw.parts.SumMerge(), **SIZES), like=hw.design(**SIZES), free="vdim"
 ).chosen
 ARMS = {
     "concat": (hw.design(**SIZES), 4 * 30**2),
-    "sum": (hw.design(merge=hw.SumHeads(), **SIZES), 3 * 30**2 + 30 * 6),
-    "sum, equal": (hw.design(merge=hw.SumHeads(), vdim=EQUAL, **SIZES), 4 * 30**2),
-    "mean": (hw.design(merge=hw.SumHeads(of="mean"), **SIZES), 3 * 30**2 + 30 * 6),
-    "fixed": (hw.design(merge=hw.Concat(output="fixed"), **SIZES), 3 * 30**2),
-    "sum, fixed": (hw.design(merge=hw.SumHeads(output="fixed", bias="o"), **SIZES), 3 * 30**2 + 30),
+    "sum": (hw.design(merge=hw.parts.SumMerge(), **SIZES), 3 * 30**2 + 30 * 6),
+    "sum, equal": (hw.design(merge=hw.parts.SumMerge(), vdim=EQUAL, **SIZES), 4 * 30**2),
+    "mean": (hw.design(merge=hw.parts.SumMerge(of="mean"), **SIZES), 3 * 30**2 + 30 * 6),
+    "fixed": (hw.design(merge=hw.parts.ConcatMerge(output="fixed"), **SIZES), 3 * 30**2),
+    "sum, fixed": (
+        hw.design(merge=hw.parts.SumMerge(output="fixed", bias="o"), **SIZES),
+        3 * 30**2 + 30,
+    ),
 }
 
 
@@ -179,7 +182,7 @@ def test_equal_parameters_are_as_equal_as_widths_allow():
         {"model": 30, "heads": 6, "kv": 2},
         {"model": 7, "heads": 7, "bias": "qkvo"},
     ):
-        added, usual = hw.design(merge=hw.SumHeads(), **options), hw.design(**options)
+        added, usual = hw.design(merge=hw.parts.SumMerge(), **options), hw.design(**options)
         expected = hw.costs.count_parameters(usual)
         off = [
             abs(hw.costs.count_parameters(added.with_heads(vdim=v)) - expected)
@@ -193,7 +196,9 @@ def test_equal_parameters_are_as_equal_as_widths_allow():
 
 
 @pytest.mark.parametrize(
-    "merge", [hw.Concat(output="fixed", bias="o"), hw.SumHeads(output="fixed", bias="o")], ids=str
+    "merge",
+    [hw.parts.ConcatMerge(output="fixed", bias="o"), hw.parts.SumMerge(output="fixed", bias="o")],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_fixed_projection_runs_in_every_precision_and_keeps_its_own(
@@ -212,10 +217,12 @@ def test_a_fixed_projection_runs_in_every_precision_and_keeps_its_own(
 
 @pytest.mark.parametrize("of", ["sum", "mean"])
 def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
-    layer = cases.layer(base(vdim=V, kv=2, bias="qkv", merge=hw.SumHeads(of=of, output="fixed")))
+    layer = cases.layer(
+        base(vdim=V, kv=2, bias="qkv", merge=hw.parts.SumMerge(of=of, output="fixed"))
+    )
     folded = hw.fold_bias(layer.spec, layer.state_dict())
     assert (folded.spec.project, folded.spec.merge.bias, folded.reasons_kept) == (
-        hw.Direct(bias="q"),
+        hw.parts.LinearProjection(bias="q"),
         "o",
         {},
     )
@@ -229,13 +236,16 @@ def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
 @pytest.mark.parametrize(
     ("merge", "words"),
     [
-        (lambda: hw.SumHeads(bias="v"), r"bias='v'.*use '' or 'o'"),
-        (lambda: hw.SumHeads(of="max"), r"of='max'.*use 'sum' or 'mean'"),
-        (lambda: hw.SumHeads(output="random"), r"output='random'.*use 'learned' or 'fixed'"),
-        (lambda: hw.SumHeads(heads=6), r"heads=6.*leave heads out, or use of='mean'"),
-        (lambda: hw.SumHeads(of="mean", heads=5), r"heads=5.*less than the 6"),
-        (lambda: hw.SumHeads(of="mean", heads=-1), r"heads=-1.*less than the 6"),
-        (lambda: hw.Concat(output="random"), r"Concat\(output='random'.*use 'learned' or 'fixed'"),
+        (lambda: hw.parts.SumMerge(bias="v"), r"bias='v'.*use '' or 'o'"),
+        (lambda: hw.parts.SumMerge(of="max"), r"of='max'.*use 'sum' or 'mean'"),
+        (lambda: hw.parts.SumMerge(output="random"), r"output='random'.*use 'learned' or 'fixed'"),
+        (lambda: hw.parts.SumMerge(heads=6), r"heads=6.*leave heads out, or use of='mean'"),
+        (lambda: hw.parts.SumMerge(of="mean", heads=5), r"heads=5.*less than the 6"),
+        (lambda: hw.parts.SumMerge(of="mean", heads=-1), r"heads=-1.*less than the 6"),
+        (
+            lambda: hw.parts.ConcatMerge(output="random"),
+            r"ConcatMerge\(output='random'.*use 'learned' or 'fixed'",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(merge: Any, words: str):

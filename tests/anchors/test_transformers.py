@@ -44,14 +44,16 @@ MODELS: dict[str, Callable[[], Model]] = {
     "llama": hf_models.llama,
     "llama-bias": partial(hf_models.llama, bias=True),
     "llama-llama3": partial(
-        hf_models.llama, LLAMA3 | LONG, hw.Llama3(8.0, low=0.5, high=4.0, original=64)
+        hf_models.llama, LLAMA3 | LONG, hw.parts.Llama3Scaling(8.0, low=0.5, high=4.0, original=64)
     ),
     "llama-yarn": partial(
-        hf_models.llama, YARN | LONG, hw.YaRN(4.0, original=64, fast=8.0, slow=0.5)
+        hf_models.llama, YARN | LONG, hw.parts.YaRN(4.0, original=64, beta_fast=8.0, beta_slow=0.5)
     ),
-    "llama-linear": partial(hf_models.llama, {"rope_type": "linear", "factor": 3.0}, hw.PI(3.0)),
+    "llama-linear": partial(
+        hf_models.llama, {"rope_type": "linear", "factor": 3.0}, hw.parts.PositionInterpolation(3.0)
+    ),
     "llama-dynamic": partial(
-        hf_models.llama, {"rope_type": "dynamic", "factor": 2.0}, hw.NTK(STRETCHED)
+        hf_models.llama, {"rope_type": "dynamic", "factor": 2.0}, hw.parts.NTKScaling(STRETCHED)
     ),
     "stablelm": hf_models.stablelm,
     "qwen3": hf_models.qwen3,
@@ -65,7 +67,13 @@ MODELS: dict[str, Callable[[], Model]] = {
     "deepseek-yarn": partial(
         hf_models.deepseek,
         rope=MSCALED,
-        scaling=hw.YaRN(4.0, original=64, fast=8.0, slow=0.5, swelling=mscale(0.7) / mscale(1.3)),
+        scaling=hw.parts.YaRN(
+            4.0,
+            original=64,
+            beta_fast=8.0,
+            beta_slow=0.5,
+            attention_factor=mscale(0.7) / mscale(1.3),
+        ),
         scale=11**-0.5 * mscale(1.3) ** 2,
     ),
 }
@@ -204,7 +212,7 @@ def test_every_second_layer_forgets(name: str, layer: int):
 def test_t5_buckets(buckets: int, reach: int, looking: str):
     ahead = torch.arange(-3 * reach, 3 * reach + 1)
     theirs = T5Attention._relative_position_bucket(ahead, looking == "both", buckets, reach)
-    ours = hw.T5Bias(buckets=buckets, reach=reach, looking=looking).relative_bucket(ahead)
+    ours = hw.parts.T5Bias(buckets=buckets, reach=reach, looking=looking).relative_bucket(ahead)
     assert ours.tolist() == theirs.tolist()
     assert set(ours.tolist()) == set(range(buckets)) - (
         {buckets // 2} if looking == "both" else set()
@@ -214,32 +222,47 @@ def test_t5_buckets(buckets: int, reach: int, looking: str):
 # --- frequencies ----------------------------------------------------------------------------------
 
 SCALINGS: dict[str, tuple[int, float, dict[str, Any], Any]] = {
-    "linear": (10, 500.0, {"rope_type": "linear", "factor": 3.0}, hw.PI(3.0)),
-    "linear-wide": (128, 1e6, {"rope_type": "linear", "factor": 8.0}, hw.PI(8.0)),
+    "linear": (
+        10,
+        500.0,
+        {"rope_type": "linear", "factor": 3.0},
+        hw.parts.PositionInterpolation(3.0),
+    ),
+    "linear-wide": (
+        128,
+        1e6,
+        {"rope_type": "linear", "factor": 8.0},
+        hw.parts.PositionInterpolation(8.0),
+    ),
     "llama-3.1": (
         128,
         5e5,
         LLAMA3 | {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192},
-        hw.Llama3(),
+        hw.parts.Llama3Scaling(),
     ),
     "llama-3.2": (
         64,
         5e5,
         LLAMA3 | {"factor": 32.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192},
-        hw.Llama3(32.0),
+        hw.parts.Llama3Scaling(32.0),
     ),
-    "llama3-short": (22, 1e4, LLAMA3 | LONG, hw.Llama3(8.0, low=0.5, high=4.0, original=64)),
+    "llama3-short": (
+        22,
+        1e4,
+        LLAMA3 | LONG,
+        hw.parts.Llama3Scaling(8.0, low=0.5, high=4.0, original=64),
+    ),
     "yarn": (
         128,
         1e6,
         YARN | {"beta_fast": 32.0, "beta_slow": 1.0} | LONG,
-        hw.YaRN(4.0, original=64),
+        hw.parts.YaRN(4.0, original=64),
     ),
     "yarn-qwen": (
         128,
         1e6,
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-        hw.YaRN(4.0, original=32768),
+        hw.parts.YaRN(4.0, original=32768),
     ),
     "yarn-deepseek": (
         64,
@@ -251,26 +274,37 @@ SCALINGS: dict[str, tuple[int, float, dict[str, Any], Any]] = {
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        hw.YaRN(40.0, original=4096, swelling=1.0),
+        hw.parts.YaRN(40.0, original=4096, attention_factor=1.0),
     ),
     "yarn-mscaled": (
         22,
         1e4,
         MSCALED,
-        hw.YaRN(4.0, original=64, fast=8.0, slow=0.5, swelling=mscale(0.7) / mscale(1.3)),
+        hw.parts.YaRN(
+            4.0,
+            original=64,
+            beta_fast=8.0,
+            beta_slow=0.5,
+            attention_factor=mscale(0.7) / mscale(1.3),
+        ),
     ),
     "yarn-said": (
         22,
         1e4,
         YARN | LONG | {"attention_factor": 1.7},
-        hw.YaRN(4.0, 64, 8.0, 0.5, swelling=1.7),
+        hw.parts.YaRN(4.0, 64, 8.0, 0.5, attention_factor=1.7),
     ),
-    "yarn-short": (10, 500.0, YARN | LONG, hw.YaRN(4.0, original=64, fast=8.0, slow=0.5)),
+    "yarn-short": (
+        10,
+        500.0,
+        YARN | LONG,
+        hw.parts.YaRN(4.0, original=64, beta_fast=8.0, beta_slow=0.5),
+    ),
     "yarn-beyond": (
         14,
         50.0,
         YARN | {"original_max_position_embeddings": 9999},
-        hw.YaRN(4.0, original=9999, fast=8.0, slow=0.5),
+        hw.parts.YaRN(4.0, original=9999, beta_fast=8.0, beta_slow=0.5),
     ),
 }
 
@@ -283,10 +317,10 @@ def test_frequencies(name: str):
         head_dim=dims, rope_parameters=rope | {"rope_theta": base}, max_position_embeddings=9999
     )
     theirs, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    ours = torch.tensor(hw.Rotary(base=base, scaling=scaling).frequencies(dims))
+    ours = torch.tensor(hw.parts.Rotary(base=base, scaling=scaling).frequencies(dims))
     assert len(ours) == dims // 2
     torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0.0)
-    assert scaling.attention_factor == pytest.approx(factor, rel=1e-12)
+    assert scaling.channel_scale == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +332,6 @@ def test_dynamic_frequencies_are_ours_at_one_length(
     rope = {"rope_type": "dynamic", "rope_theta": base, "factor": factor}
     config = tf.LlamaConfig(head_dim=dims, rope_parameters=rope, max_position_embeddings=8)
     theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
-    scaling = hw.NTK(factor * length / 8 - (factor - 1))
-    ours = torch.tensor(hw.Rotary(base=base, scaling=scaling).frequencies(dims))
+    scaling = hw.parts.NTKScaling(factor * length / 8 - (factor - 1))
+    ours = torch.tensor(hw.parts.Rotary(base=base, scaling=scaling).frequencies(dims))
     torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0.0)

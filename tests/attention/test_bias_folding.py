@@ -22,24 +22,27 @@ ROUNDING = 1e-12
 TRUE = {
     "plain": {},
     "causal": {"pattern": "causal()"},
-    "alibi": {"pattern": "window(3)", "modifiers": (hw.Alibi(),)},
-    "t5": {"modifiers": (hw.T5Bias(buckets=8, reach=9),)},
-    "talking-scores": {"modifiers": (hw.TalkingHeads(),)},
-    "gate": {"modifiers": (hw.HeadGate(),)},
+    "alibi": {"pattern": "window(3)", "modifiers": (hw.parts.Alibi(),)},
+    "t5": {"modifiers": (hw.parts.T5Bias(buckets=8, reach=9),)},
+    "talking-scores": {"modifiers": (hw.parts.TalkingHeads(),)},
+    "gate": {"modifiers": (hw.parts.HeadGate(),)},
 }
 # Where a bias of keys is seen, and why.
 NOT_FOLDABLE = {
-    "turned afterwards": {"modifiers": (hw.Rotary(),)},
-    "normed afterwards": {"modifiers": (hw.QKNorm(),)},
-    "bent scores": {"modifiers": (hw.Softcap(0.5),)},
-    "a sink beside the keys": {"normaliser": hw.SinkSoftmax()},
-    "no competition": {"normaliser": hw.Sigmoid()},
-    "sums of features": {"similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
+    "turned afterwards": {"modifiers": (hw.parts.Rotary(),)},
+    "normed afterwards": {"modifiers": (hw.parts.QKNorm(),)},
+    "bent scores": {"modifiers": (hw.parts.Softcap(0.5),)},
+    "a sink beside the keys": {"normaliser": hw.parts.SinkSoftmax()},
+    "no competition": {"normaliser": hw.parts.Sigmoid()},
+    "sums of features": {
+        "similarity": hw.parts.FeatureMap(),
+        "normaliser": hw.parts.SumNormaliser(),
+    },
 }
 UNEQUAL = {
-    "a sink takes weight": {"normaliser": hw.SinkSoftmax()},
-    "no competition": {"normaliser": hw.Sigmoid()},
-    "mixed afterwards": {"modifiers": (hw.TalkingHeads(on="weights"),)},
+    "a sink takes weight": {"normaliser": hw.parts.SinkSoftmax()},
+    "no competition": {"normaliser": hw.parts.Sigmoid()},
+    "mixed afterwards": {"modifiers": (hw.parts.TalkingHeads(on="weights"),)},
 }
 
 
@@ -112,7 +115,7 @@ def test_a_bias_of_queries_is_no_bias_of_keys():
 
 def test_a_bias_before_the_turn_of_a_single_position_is_forgotten():
     """Rotary fails the law by distance alone: keys that all stand at one place keep it."""
-    plain, biased = built("k", modifiers=(hw.Rotary(),), source=13)
+    plain, biased = built("k", modifiers=(hw.parts.Rotary(),), source=13)
     x, z = numbers(BATCH, 1, 10), numbers(BATCH, SOURCE, 13)
     assert change(plain, biased, x, source=z) > 1e-3
     assert change(plain, biased, x, source=z[:, :1]) < ROUNDING
@@ -153,11 +156,11 @@ def test_the_constant_follows_the_pattern(heads: hw.Heads):
     spec = hw.AttentionSpec(
         model=10,
         heads=heads,
-        project=hw.Direct(bias="v"),
-        similarity=hw.Dot(),
-        pattern=hw.Causal(),
-        normaliser=hw.Softmax(),
-        merge=hw.Concat(),
+        project=hw.parts.LinearProjection(bias="v"),
+        similarity=hw.parts.DotProduct(),
+        pattern=hw.patterns.Causal(),
+        normaliser=hw.parts.Softmax(),
+        merge=hw.parts.ConcatMerge(),
     )
     layer, x = hw.Attention(spec).double(), numbers(BATCH, TOKENS, 10)
     without = layer(x).detach()
@@ -224,28 +227,32 @@ def test_biases_in_general(h: int, g: int, d_k: int, d_v: int, d: int):
 FOLDED = {
     "plain": ({}, "q", "o", ()),
     "grouped": (
-        {"kv": 2, "vdim": 5, "pattern": "causal()", "modifiers": (hw.Alibi(),)},
+        {"kv": 2, "vdim": 5, "pattern": "causal()", "modifiers": (hw.parts.Alibi(),)},
         "q",
         "o",
         (),
     ),
     "with an output bias": ({"bias": "qkvo", "kv": 3}, "q", "o", ()),
-    "talking scores": ({"modifiers": (hw.TalkingHeads(),)}, "q", "o", ()),
-    "turned": ({"modifiers": (hw.Rotary(),)}, "qk", "o", ("k",)),
-    "bent": ({"modifiers": (hw.Softcap(0.5),)}, "qk", "o", ("k",)),
-    "mixed by who asks": ({"modifiers": (hw.Dynamic(),)}, "qk", "o", ("k",)),
-    "gated": ({"modifiers": (hw.HeadGate(),)}, "qv", "", ("v",)),
-    "mixed weights": ({"modifiers": (hw.TalkingHeads(on="weights"),)}, "qv", "", ("v",)),
-    "a sink": ({"normaliser": hw.SinkSoftmax()}, "qkv", "", ("k", "v")),
-    "no competition": ({"normaliser": hw.Sigmoid()}, "qkv", "", ("k", "v")),
+    "talking scores": ({"modifiers": (hw.parts.TalkingHeads(),)}, "q", "o", ()),
+    "turned": ({"modifiers": (hw.parts.Rotary(),)}, "qk", "o", ("k",)),
+    "bent": ({"modifiers": (hw.parts.Softcap(0.5),)}, "qk", "o", ("k",)),
+    "mixed by who asks": ({"modifiers": (hw.parts.DynamicComposition(),)}, "qk", "o", ("k",)),
+    "gated": ({"modifiers": (hw.parts.HeadGate(),)}, "qv", "", ("v",)),
+    "mixed weights": ({"modifiers": (hw.parts.TalkingHeads(on="weights"),)}, "qv", "", ("v",)),
+    "a sink": ({"normaliser": hw.parts.SinkSoftmax()}, "qkv", "", ("k", "v")),
+    "no competition": ({"normaliser": hw.parts.Sigmoid()}, "qkv", "", ("k", "v")),
     "sums of features": (
-        {"similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
+        {"similarity": hw.parts.FeatureMap(), "normaliser": hw.parts.SumNormaliser()},
         "qk",
         "o",
         ("k",),
     ),
     "sums that may be zero": (
-        {"similarity": hw.FeatureMap(kind="relu"), "normaliser": hw.Sum(), "dim": 1},
+        {
+            "similarity": hw.parts.FeatureMap(kind="relu"),
+            "normaliser": hw.parts.SumNormaliser(),
+            "dim": 1,
+        },
         "qkv",
         "",
         ("k", "v"),

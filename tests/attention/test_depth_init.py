@@ -13,19 +13,19 @@ from support.layer_cases import base
 
 WIDE, HIGH = 96, 160  # enough numbers that their spread is known to 2 %
 EVERY = (
-    hw.QKNorm(),
-    hw.Alibi(),
-    hw.T5Bias(buckets=8),
-    hw.Shaw(),
-    hw.TalkingHeads(),
-    hw.HeadGate(start=1.0),
+    hw.parts.QKNorm(),
+    hw.parts.Alibi(),
+    hw.parts.T5Bias(buckets=8),
+    hw.parts.Shaw(),
+    hw.parts.TalkingHeads(),
+    hw.parts.HeadGate(start=1.0),
 )
 
 
 def changed(module: nn.Module, **options) -> set[str]:
     """The names of what a depth-scaled start draws."""
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    hw.depth_scaled_init(module, depth=4, **options)
+    hw.attention.depth_scaled_init(module, depth=4, **options)
     return {
         name
         for name, tensor in module.state_dict().items()
@@ -38,7 +38,7 @@ def changed(module: nn.Module, **options) -> set[str]:
 def test_the_interval_narrows_with_depth(depth: int, exponent: float):
     """gamma alpha / l^e; the spread of a uniform number is its bound over the square root of 3."""
     linear = nn.Linear(WIDE, HIGH)
-    hw.depth_scaled_init(linear, depth=depth, exponent=exponent, alpha=0.75)
+    hw.attention.depth_scaled_init(linear, depth=depth, exponent=exponent, alpha=0.75)
     bound = math.sqrt(6 / (WIDE + HIGH)) * 0.75 / depth**exponent
     assert 0.995 * bound < linear.weight.abs().max().item() <= bound * (1 + 1e-6)
     assert linear.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
@@ -49,7 +49,7 @@ def test_paper_and_code_at_layer_16(options: dict[str, float], factor: float):
     """The released code's interval at depth 16 is twice as wide as the paper's."""
     first, deep = nn.Linear(WIDE, HIGH), nn.Linear(WIDE, HIGH)
     for linear, depth in ((first, 1), (deep, 16)):
-        hw.depth_scaled_init(
+        hw.attention.depth_scaled_init(
             linear, depth=depth, generator=torch.Generator().manual_seed(3), **options
         )
     torch.testing.assert_close(deep.weight, first.weight * factor)
@@ -57,7 +57,7 @@ def test_paper_and_code_at_layer_16(options: dict[str, float], factor: float):
 
 def test_each_matrix_of_a_layer_by_its_own_widths():
     layer = hw.Attention(hw.design(model=WIDE, heads=8, kv=2, dim=24, bias="qkvo"))
-    hw.depth_scaled_init(layer, depth=9)
+    hw.attention.depth_scaled_init(layer, depth=9)
     widths = {"project.q": 192, "project.k": 48, "project.v": 48, "output.o": 192}
     for name, tensor in layer.state_dict().items():
         bound = math.sqrt(6 / (WIDE + widths[name]) / 9) if name in widths else 0.0
@@ -67,7 +67,7 @@ def test_each_matrix_of_a_layer_by_its_own_widths():
 @pytest.mark.parametrize("source", [None, 64])
 def test_projections_of_one_input_count_as_one_matrix_if_they_are_joined(source: int | None):
     layer = hw.Attention(hw.design(model=WIDE, heads=8, kv=2, dim=24, source=source))
-    hw.depth_scaled_init(layer, depth=9, fans="joined")
+    hw.attention.depth_scaled_init(layer, depth=9, fans="joined")
     q, k = (192 + 48 + 48,) * 2 if source is None else (192, 48 + 48)
     fans = {
         "project.q": WIDE + q,
@@ -81,7 +81,7 @@ def test_projections_of_one_input_count_as_one_matrix_if_they_are_joined(source:
 
 def test_the_joined_matrix_of_torch_keeps_its_own_fans_if_asked():
     layer = nn.MultiheadAttention(64, 2)
-    hw.depth_scaled_init(layer, depth=4, fans="joined")
+    hw.attention.depth_scaled_init(layer, depth=4, fans="joined")
     bound = math.sqrt(6 / (64 + 3 * 64) / 4)
     assert 0.99 * bound < layer.in_proj_weight.abs().max().item() <= bound * (1 + 1e-6)
 
@@ -89,7 +89,9 @@ def test_the_joined_matrix_of_torch_keeps_its_own_fans_if_asked():
 def test_biases_norms_tables_and_constants_stay():
     layer = hw.Attention(base(bias="qkvo", modifiers=EVERY))
     assert changed(layer) == {"project.q", "project.k", "project.v", "output.o", "head_gate.gate"}
-    assert changed(hw.Attention(base(project=hw.Latent(rank=8, rope=2, query_rank=9), vdim=5))) == {
+    assert changed(
+        hw.Attention(base(project=hw.parts.MLAProjection(rank=8, rope=2, query_rank=9), vdim=5))
+    ) == {
         *(f"project.{name}" for name in ("q_down", "q_up", "kv_down", "k_up", "v_up")),
         "output.o",
     }
@@ -122,10 +124,10 @@ def test_any_module():
 
 
 def test_shared_weights_are_sampled_once():
-    merged = hw.MergedAttention(base(kv=2))
-    hw.depth_scaled_init(merged, depth=4, generator=torch.Generator().manual_seed(5))
+    merged = hw.attention.MergedAttention(base(kv=2))
+    hw.attention.depth_scaled_init(merged, depth=4, generator=torch.Generator().manual_seed(5))
     alone = hw.Attention(base(kv=2))
-    hw.depth_scaled_init(alone, depth=4, generator=torch.Generator().manual_seed(5))
+    hw.attention.depth_scaled_init(alone, depth=4, generator=torch.Generator().manual_seed(5))
     for name, tensor in alone.state_dict().items():
         assert torch.equal(merged.state_dict()[f"cross.{name}"], tensor)
 
@@ -133,10 +135,10 @@ def test_shared_weights_are_sampled_once():
 def test_several_modules_and_a_generator_of_ones_own():
     modules = [nn.Linear(3, 5), hw.Attention(base())]
     state = torch.get_rng_state()
-    hw.depth_scaled_init(modules, depth=2, generator=torch.Generator().manual_seed(1))
+    hw.attention.depth_scaled_init(modules, depth=2, generator=torch.Generator().manual_seed(1))
     assert torch.equal(torch.get_rng_state(), state)
     again = [nn.Linear(3, 5), hw.Attention(base())]
-    hw.depth_scaled_init(iter(again), depth=2, generator=torch.Generator().manual_seed(1))
+    hw.attention.depth_scaled_init(iter(again), depth=2, generator=torch.Generator().manual_seed(1))
     assert torch.equal(modules[0].weight, again[0].weight)
     assert torch.equal(modules[1].output["o"], again[1].output["o"])
 
@@ -160,5 +162,5 @@ def test_invalid_arguments_are_refused_before_sampling(options: dict[str, object
     linear = nn.Linear(3, 5)
     before = linear.weight.clone()
     with pytest.raises(hw.SpecError, match=words):
-        hw.depth_scaled_init(**({"modules": linear, "depth": 2} | options))
+        hw.attention.depth_scaled_init(**({"modules": linear, "depth": 2} | options))
     assert torch.equal(linear.weight, before)

@@ -45,7 +45,7 @@ def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
     used, x = layer(backend, pattern=pattern, kv=2), numbers(3, 7, 10)
     at = TOKENS[tokens](x)
     x[1, 1] = NAN
-    y, attention_mask = used(x, sequence=at), hw.AttentionMask(at, at, used.spec.pattern)
+    y, attention_mask = used(x, sequence=at), hw.attention.AttentionMask(at, at, used.spec.pattern)
     reads = attention_mask.allowed.expand(3, -1, -1, -1)[1, 0, :, 1]
     assert reads.any()
     assert y[1][reads].isnan().all()
@@ -74,7 +74,7 @@ def test_a_nan_that_a_ring_has_forgotten_is_gone():
 
 
 EVERYWHERE = [("dense", normaliser) for normaliser in slot_values("normaliser")]
-EVERYWHERE += [("sdpa", hw.Softmax()), ("sdpa", hw.SinkSoftmax())]
+EVERYWHERE += [("sdpa", hw.parts.Softmax()), ("sdpa", hw.parts.SinkSoftmax())]
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["padding", "mask"])
@@ -89,7 +89,11 @@ def test_a_query_without_allowed_keys_gives_zero(backend: str, normaliser: objec
         ):
             layer(backend, kv=2)(X[:2, :1], mask=torch.ones(2, 1, 1, 1, dtype=torch.bool))
         return
-    similarity = hw.FeatureMap() if isinstance(normaliser, hw.Sum) else hw.Dot()
+    similarity = (
+        hw.parts.FeatureMap()
+        if isinstance(normaliser, hw.parts.SumNormaliser)
+        else hw.parts.DotProduct()
+    )
     used = layer(backend, normaliser=normaliser, similarity=similarity, bias="qkvo", kv=2)
     z = numbers(2, 7, 10)
     x = z
@@ -141,7 +145,11 @@ def test_strides_do_not_matter(backend: str):
     torch.testing.assert_close(used(one), used(one[:1]).expand(3, -1, -1), rtol=0, atol=1e-12)
 
 
-STATED = {"similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "pattern": "causal()"}
+STATED = {
+    "similarity": hw.parts.FeatureMap(),
+    "normaliser": hw.parts.SumNormaliser(),
+    "pattern": "causal()",
+}
 SPEAKING = {"all": (1, 4, 5, 0, 2, 3), "one twice": (0, 1, 2, 2, 4, 5), "two": (5, 1)}
 
 
@@ -236,7 +244,7 @@ def test_positions_of_small_types_are_positions(dtype: torch.dtype):
     """A window reaches back by subtraction, which small unsigned numbers cannot take."""
     for options in (
         {"pattern": "window(3)"},
-        {"pattern": "causal()", "modifiers": (hw.Shaw(reach=2), hw.Alibi())},
+        {"pattern": "causal()", "modifiers": (hw.parts.Shaw(reach=2), hw.parts.Alibi())},
     ):
         used, x = layer(**options), numbers(2, 7, 10)
         small = hw.SequenceInfo(torch.arange(7, dtype=dtype)[None], torch.zeros(1, 7, dtype=dtype))
@@ -260,7 +268,11 @@ def test_segments_may_be_any_numbers():
 
 def test_a_state_keeps_sums_that_its_inputs_could_not():
     spec = hw.design(
-        model=16, heads=2, pattern="causal", similarity=hw.FeatureMap(), normaliser=hw.Sum()
+        model=16,
+        heads=2,
+        pattern="causal",
+        similarity=hw.parts.FeatureMap(),
+        normaliser=hw.parts.SumNormaliser(),
     )
     used = hw.Attention(spec).to(torch.bfloat16).eval()
     x = torch.randn(1, 600, 16).to(torch.bfloat16)
@@ -288,8 +300,10 @@ def test_caches_work_under_autocast(kind: str):
     torch.testing.assert_close(torch.cat([first, *rest], 1), whole, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("project", [hw.Latent(rank=4, rope=0), hw.Collaborative(width=2)], ids=str)
-@pytest.mark.parametrize("part", [hw.Shaw(reach=2), hw.ShawValues(reach=2)], ids=str)
+@pytest.mark.parametrize(
+    "project", [hw.parts.MLAProjection(rank=4, rope=0), hw.parts.Collaborative(width=2)], ids=str
+)
+@pytest.mark.parametrize("part", [hw.parts.Shaw(reach=2), hw.parts.ShawValues(reach=2)], ids=str)
 def test_widths_that_happen_to_agree_do_not_make_a_part_fit(project: object, part: object):
     with pytest.raises(hw.SpecError, match="Shaw"):
         hw.design(model=8, heads=2, project=project, modifiers=(part,))
@@ -297,7 +311,7 @@ def test_widths_that_happen_to_agree_do_not_make_a_part_fit(project: object, par
 
 def test_only_distances_matter_however_far_out():
     """In float32 too: an angle is worked out in float64 before it is rounded."""
-    used = hw.Attention(base(pattern="causal()", modifiers=(hw.Rotary(),)))
+    used = hw.Attention(base(pattern="causal()", modifiers=(hw.parts.Rotary(),)))
     x, place = torch.randn(1, 7, 10), torch.arange(7)[None]
     far = hw.SequenceInfo(place + 2**24, torch.zeros_like(place))
     torch.testing.assert_close(used(x, sequence=far), used(x), rtol=1e-4, atol=1e-5)

@@ -46,7 +46,7 @@ def test_every_layer_gets_new_features_of_its_own():
         {name: p.detach().clone() for name, p in net.named_parameters()},
         directions(net),
     )
-    assert hw.redraw_features(net, 5) == 2
+    assert hw.attention.redraw_features(net, 5) == 2
     after = directions(net)
     assert all(not torch.equal(*pair) for pair in [*zip(before, after, strict=True), after])
     expected = sample_orthogonal_gaussian(5 * 1_000_003 + 1, tuple(after[1].shape)).to(
@@ -54,25 +54,28 @@ def test_every_layer_gets_new_features_of_its_own():
     )
     torch.testing.assert_close(after[1], expected)
     assert all(torch.equal(p, weights[name]) for name, p in net.named_parameters())
-    hw.redraw_features(net, 6)
+    hw.attention.redraw_features(net, 6)
     assert not torch.equal(directions(net)[0], after[0])
-    hw.redraw_features(net, 5)
+    hw.attention.redraw_features(net, 5)
     assert all(map(torch.equal, directions(net), after))
 
 
 def test_models_without_random_features_stay_as_they_are():
     net = hw.build(Echo().model())
-    assert hw.redraw_features(net, 1) == 0
-    assert hw.redraw_features(hw.Attention(hw.design(preset="linear", model=8, heads=2)), 1) == 0
+    assert hw.attention.redraw_features(net, 1) == 0
+    assert (
+        hw.attention.redraw_features(hw.Attention(hw.design(preset="linear", model=8, heads=2)), 1)
+        == 0
+    )
     with pytest.raises(hw.SpecError, match="seed=-1 is not a valid seed"):
-        hw.redraw_features(net, -1)
+        hw.attention.redraw_features(net, -1)
 
 
 def test_training_redraws_features_and_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
     recipe = short_recipe(steps=6, redraw_features=2, seed=3)
     whole = train(RandomFeatures(), recipe=recipe, out=tmp_path / "whole").net
     expected = hw.build(RandomFeatures().model())
-    hw.redraw_features(expected, 3 + 5)  # before steps 3 and 5
+    hw.attention.redraw_features(expected, 3 + 5)  # before steps 3 and 5
     assert all(map(torch.equal, directions(whole), directions(expected)))
     again = hw.load(tmp_path / "whole")
     assert all(

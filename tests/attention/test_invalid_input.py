@@ -29,7 +29,9 @@ def causal(**options: object) -> hw.Attention:
 
 def listing(**options: object) -> hw.AttentionSpec:
     """A spec with these modifiers: the name of the part, and its fields."""
-    return base(modifiers=tuple(getattr(hw, name)(**fields) for name, fields in options.items()))
+    return base(
+        modifiers=tuple(getattr(hw.parts, name)(**fields) for name, fields in options.items())
+    )
 
 
 def numbers(*shape: int) -> Tensor:
@@ -76,7 +78,11 @@ def test_a_call_that_cannot_be_meant(does: str, words: str):
 def test_an_unsupported_call_lists_the_reason_of_each_backend():
     with pytest.raises(hw.NoBackend, match=r"'sdpaa'.*did you mean 'sdpa'"):
         layer(backend="sdpaa")(X)
-    state = {"similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "pattern": "causal()"}
+    state = {
+        "similarity": hw.parts.FeatureMap(),
+        "normaliser": hw.parts.SumNormaliser(),
+        "pattern": "causal()",
+    }
     stated = layer(**state)
     with pytest.raises(hw.NoBackend) as caught:
         stated(X, cache=stated.cache(batch=2, capacity=9), probe=hw.Probe("weights"))
@@ -89,7 +95,11 @@ def test_an_unsupported_call_lists_the_reason_of_each_backend():
 CACHES = {
     "plain": {"pattern": "causal()"},
     "ring": {"pattern": "window(3)"},
-    "state": {"pattern": "causal()", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
+    "state": {
+        "pattern": "causal()",
+        "similarity": hw.parts.FeatureMap(),
+        "normaliser": hw.parts.SumNormaliser(),
+    },
 }
 REFUSALS = {
     "tokens that go back": {"sequence": hw.SequenceInfo.contiguous(1, 2, "cpu")},

@@ -17,14 +17,20 @@ SPECS = {
     "plain": {},
     "grouped": {"kv": 2, "vdim": 5},
     "one key head": {"kv": 1},
-    "alibi": {"modifiers": (hw.Alibi(),), "kv": 3},
-    "rotary, window both ways": {"modifiers": (hw.Rotary(),), "pattern": "window(9, after=4)"},
-    "shaw": {"modifiers": (hw.Shaw(reach=3),)},
-    "softcap after t5": {"modifiers": (hw.T5Bias(buckets=8, reach=9), hw.Softcap(1.5))},
-    "talking scores": {"modifiers": (hw.TalkingHeads(),)},
-    "values of places": {"modifiers": (hw.ShawValues(reach=3),)},
-    "gates": {"modifiers": (hw.HeadGate(), hw.OutputGate())},
-    "latent": {"project": hw.Latent(rank=8, rope=2), "modifiers": (hw.Rotary(),)},
+    "alibi": {"modifiers": (hw.parts.Alibi(),), "kv": 3},
+    "rotary, window both ways": {
+        "modifiers": (hw.parts.Rotary(),),
+        "pattern": "window(9, after=4)",
+    },
+    "shaw": {"modifiers": (hw.parts.Shaw(reach=3),)},
+    "softcap after t5": {"modifiers": (hw.parts.T5Bias(buckets=8, reach=9), hw.parts.Softcap(1.5))},
+    "talking scores": {"modifiers": (hw.parts.TalkingHeads(),)},
+    "values of places": {"modifiers": (hw.parts.ShawValues(reach=3),)},
+    "gates": {"modifiers": (hw.parts.HeadGate(), hw.parts.OutputGate())},
+    "latent": {
+        "project": hw.parts.MLAProjection(rank=8, rope=2),
+        "modifiers": (hw.parts.Rotary(),),
+    },
     "causal": {"pattern": "causal()"},
     "sinks": {"pattern": "window(3) | first(2)", "kv": 2},
 }
@@ -107,7 +113,7 @@ def test_slices_merge_with_uneven_reading(sizes: tuple[int, ...]):
 
 def test_slices_of_the_sequence_itself_merge():
     """Self-attention's own keys, handed over in parts."""
-    layer = built(source=10, pattern="causal()", modifiers=(hw.Alibi(),), kv=2)
+    layer = built(source=10, pattern="causal()", modifiers=(hw.parts.Alibi(),), kv=2)
     x = numbers(BATCH, TOKENS, 10)
     parts = [
         read(layer, x, keep)

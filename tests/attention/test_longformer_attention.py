@@ -23,13 +23,17 @@ KINDS = {
     "plain": base(pattern=PATTERN, bias="qkvo"),
     "grouped": base(pattern=PATTERN, kv=2, vdim=5),
     "three in a union": base(pattern="global((4,)) | dilated(3, 2, after=1) | global((0, 4))"),
-    "turned": base(pattern=PATTERN, kv=3, modifiers=(hw.QKNorm(), hw.Rotary())),
-    "by distance": base(pattern=PATTERN, modifiers=(hw.Alibi(), hw.Shaw(2), hw.ShawValues(2))),
-    "mixed": base(pattern=PATTERN, modifiers=(hw.Dynamic(rank=1), hw.HeadGate())),
-    "in pairs": base(pattern=PATTERN, heads=3, modifiers=(hw.Differential(),)),
+    "turned": base(pattern=PATTERN, kv=3, modifiers=(hw.parts.QKNorm(), hw.parts.Rotary())),
+    "by distance": base(
+        pattern=PATTERN, modifiers=(hw.parts.Alibi(), hw.parts.Shaw(2), hw.parts.ShawValues(2))
+    ),
+    "mixed": base(
+        pattern=PATTERN, modifiers=(hw.parts.DynamicComposition(rank=1), hw.parts.HeadGate())
+    ),
+    "in pairs": base(pattern=PATTERN, heads=3, modifiers=(hw.parts.Differential(),)),
     "dilated heads": base(
-        pattern=hw.PerHead.from_heads(
-            hw.masking.patterns.parse_pattern(f"{near} | global((0, 4))")
+        pattern=hw.patterns.PerHead.from_heads(
+            hw.patterns.parse_pattern(f"{near} | global((0, 4))")
             for near in (
                 "window(3, after=1)",
                 *["dilated(3, 2, after=1)"] * 2,
@@ -37,22 +41,26 @@ KINDS = {
             )
         )
     ),
-    "latent": base(pattern=PATTERN, project=hw.Latent(rank=8, rope=2), modifiers=(hw.Rotary(),)),
+    "latent": base(
+        pattern=PATTERN,
+        project=hw.parts.MLAProjection(rank=8, rope=2),
+        modifiers=(hw.parts.Rotary(),),
+    ),
 }
 
 
-def built(spec: hw.AttentionSpec) -> hw.LongformerAttention:
-    block = hw.LongformerAttention(spec).double().eval()
+def built(spec: hw.AttentionSpec) -> hw.attention.LongformerAttention:
+    block = hw.attention.LongformerAttention(spec).double().eval()
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
     return block
 
 
-def truth(block: hw.LongformerAttention, x: Tensor, tokens: hw.SequenceInfo) -> Tensor:
+def truth(block: hw.attention.LongformerAttention, x: Tensor, tokens: hw.SequenceInfo) -> Tensor:
     """Each layer by the reference, on every token; the second's where a token is global."""
     near = reference.reference_attention(block.local, x, tokens=tokens)
-    spec = replace(block.local.spec, pattern=hw.Full(), source=block.local.spec.model)
+    spec = replace(block.local.spec, pattern=hw.patterns.Full(), source=block.local.spec.model)
     shares = {
         name: (block.overall if name == "project" else block.local).weights[name]
         for name, _ in spec.parts()
@@ -82,7 +90,10 @@ def test_gradients_are_the_references():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_block_is_the_plain_layer(kind: str):
     """Both sets of projections start alike, so what global tokens read anew is what they read."""
-    block, plain = hw.LongformerAttention(KINDS[kind]).double(), hw.Attention(KINDS[kind]).double()
+    block, plain = (
+        hw.attention.LongformerAttention(KINDS[kind]).double(),
+        hw.Attention(KINDS[kind]).double(),
+    )
     plain.load_state_dict(block.local.state_dict())
     x = torch.randn(BATCH, TOKENS, 10).double()
     check_close(block(x), plain(x))
@@ -91,16 +102,18 @@ def test_a_fresh_block_is_the_plain_layer(kind: str):
 
 
 LEARNED = {
-    "gates": {"modifiers": (hw.Concrete(start=0.3), hw.HeadGate())},
-    "a router": {"modifiers": (hw.Routed(2, 2), hw.T5Bias(buckets=8, reach=9))},
-    "by queries": {"modifiers": (hw.Routed(2, 2, router="norm"), hw.Knocking())},
-    "sinks": {"normaliser": hw.SinkSoftmax(), "similarity": hw.Additive()},
+    "gates": {"modifiers": (hw.parts.HardConcreteGate(start=0.3), hw.parts.HeadGate())},
+    "a router": {"modifiers": (hw.parts.MixtureOfHeads(2, 2), hw.parts.T5Bias(buckets=8, reach=9))},
+    "by queries": {
+        "modifiers": (hw.parts.MixtureOfHeads(2, 2, router="norm"), hw.parts.KnockingHeads())
+    },
+    "sinks": {"normaliser": hw.parts.SinkSoftmax(), "similarity": hw.parts.Additive()},
 }
 
 
 @pytest.mark.parametrize("kind", LEARNED)
 def test_only_the_projections_come_twice(kind: str):
-    block = hw.LongformerAttention(base(pattern=PATTERN, **LEARNED[kind]))
+    block = hw.attention.LongformerAttention(base(pattern=PATTERN, **LEARNED[kind]))
     names = [name for name, _ in block.named_parameters()]
     assert [name for name in names if name.startswith("overall.")] == [
         f"overall.project.{side}" for side in "qkv"
@@ -114,14 +127,14 @@ def test_a_fresh_block_is_the_plain_layer_while_training_too(kind: str):
     """A gate is drawn once a call, and its term tells all of it."""
     spec = base(pattern=PATTERN, **LEARNED[kind])
     block, plain = (
-        hw.LongformerAttention(spec).double().train(),
+        hw.attention.LongformerAttention(spec).double().train(),
         hw.Attention(spec).double().train(),
     )
     plain.load_state_dict(block.local.state_dict())
     x, recorded = torch.randn(BATCH, TOKENS, 10).double(), []
     for built in (block, plain):
         torch.manual_seed(3)
-        probe = hw.Probe(aux_losses=hw.AuxLosses())
+        probe = hw.Probe(aux_losses=hw.attention.AuxLosses())
         recorded.append((built(x, probe=probe), probe.aux_losses.terms))
     check_close(recorded[0][0], recorded[1][0])
     assert recorded[0][1] == recorded[1][1]
@@ -143,19 +156,19 @@ def test_only_global_tokens_have_second_queries(kind: str):
     without its merge.
     """
     spec = KINDS[kind]
-    block = hw.LongformerAttention(spec).eval()
+    block = hw.attention.LongformerAttention(spec).eval()
     block.local.backend_name = block.overall.backend_name = "dense"
     x = torch.randn(BATCH, TOKENS, 10)
     merge = 2 * BATCH * len(block.positions) * 10 * len(spec.score_head_of_output) * spec.heads.vdim
-    local = costs.counted_flops(spec, hw.CallSize(BATCH, TOKENS, TOKENS, TOKENS))
+    local = costs.counted_flops(spec, hw.costs.CallSize(BATCH, TOKENS, TOKENS, TOKENS))
     overall = costs.counted_flops(
-        block.overall.spec, hw.CallSize(BATCH, len(block.positions), TOKENS, TOKENS)
+        block.overall.spec, hw.costs.CallSize(BATCH, len(block.positions), TOKENS, TOKENS)
     )
     assert torch_flops(block, x) == local + overall - merge
 
 
 def test_no_global_token_no_second_layer():
-    block, x = hw.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 3, 10)
+    block, x = hw.attention.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 3, 10)
     run = hw.SequenceInfo.contiguous(20, 3, "cpu")
     assert torch_flops(block, x, sequence=run) == torch_flops(block.local, x, sequence=run)
     for empty in (x[:0], x[:, :0]):
@@ -171,7 +184,7 @@ def test_one_merge_is_saved_once(tmp_path: Path):
     file = tmp_path / "block.safetensors"
     safetensors.torch.save_file(block.state_dict(), file)
     assert sum(name.endswith("output.o") for name in block.state_dict()) == 1
-    fresh = hw.LongformerAttention(KINDS["plain"]).double()
+    fresh = hw.attention.LongformerAttention(KINDS["plain"]).double()
     fresh.load_state_dict(safetensors.torch.load_file(file))
     check_close(fresh(x), block(x))
     copied = copy.deepcopy(block)
@@ -207,12 +220,12 @@ def test_a_probe_looks_into_the_local_layer():
 )
 def test_patterns_without_global_tokens_are_refused(spec: hw.AttentionSpec, words: str):
     with pytest.raises(hw.SpecError, match=words):
-        hw.LongformerAttention(spec)
+        hw.attention.LongformerAttention(spec)
 
 
 def test_decoding_is_refused():
-    block, x = hw.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 1, 10)
-    cache = hw.Attention(replace(KINDS["plain"], pattern=hw.Causal())).cache(
+    block, x = hw.attention.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 1, 10)
+    cache = hw.Attention(replace(KINDS["plain"], pattern=hw.patterns.Causal())).cache(
         batch=BATCH, capacity=9
     )
     with pytest.raises(ValueError, match="cache= is not supported; pass whole sequences"):

@@ -28,10 +28,10 @@ KINDS = {
     ),
 }
 POSITIONED = {
-    "turned": base(kv=3, source=10, modifiers=(hw.Rotary(),)),
-    "mixed": base(kv=3, source=10, modifiers=(hw.TalkingHeads(on="weights"),)),
+    "turned": base(kv=3, source=10, modifiers=(hw.parts.Rotary(),)),
+    "mixed": base(kv=3, source=10, modifiers=(hw.parts.TalkingHeads(on="weights"),)),
     "biased and gated": base(
-        kv=2, vdim=5, source=10, bias="v", modifiers=(hw.Alibi(), hw.HeadGate())
+        kv=2, vdim=5, source=10, bias="v", modifiers=(hw.parts.Alibi(), hw.parts.HeadGate())
     ),
 }
 EVERY = KINDS | POSITIONED
@@ -55,8 +55,8 @@ class Doubled(QKTransform):
         return 2 * x_BTHK
 
 
-def built(spec: hw.AttentionSpec) -> hw.MergedAttention:
-    block = hw.MergedAttention(spec).double().eval()
+def built(spec: hw.AttentionSpec) -> hw.attention.MergedAttention:
+    block = hw.attention.MergedAttention(spec).double().eval()
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -67,7 +67,7 @@ def numbers() -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, TOKENS, 10).double(), torch.randn(BATCH, SOURCE, 10).double()
 
 
-def rendered(block: hw.MergedAttention, x: np.ndarray, z: np.ndarray) -> np.ndarray:
+def rendered(block: hw.attention.MergedAttention, x: np.ndarray, z: np.ndarray) -> np.ndarray:
     """y of one row as the formula says, head by head and token by token."""
     heads, tensors = (
         block.cross.spec.heads,
@@ -165,7 +165,7 @@ def test_padded_rows_come_out_as_if_alone(kind: str, pad: str):
             )
 
 
-def block_heads(block: hw.MergedAttention) -> tuple[int, int]:
+def block_heads(block: hw.attention.MergedAttention) -> tuple[int, int]:
     spec = block.cross.spec
     return len(spec.score_head_of_output), spec.heads.vdim
 
@@ -228,7 +228,7 @@ def test_rows_of_a_cache_can_be_taken():
 
 def test_merging_saves_a_self_attention():
     d = 512
-    block = hw.MergedAttention(hw.design(model=d, heads=8))
+    block = hw.attention.MergedAttention(hw.design(model=d, heads=8))
     assert sum(p.numel() for p in block.parameters()) == 4 * d**2
     assert (
         costs.count_parameters(averaging_spec(block.cross.spec)) == 2 * d**2
@@ -237,7 +237,7 @@ def test_merging_saves_a_self_attention():
     assert len({p.data_ptr() for p in block.parameters()}) == len(block.state_dict()) == 4
 
 
-def check_shared(block: hw.MergedAttention) -> None:
+def check_shared(block: hw.attention.MergedAttention) -> None:
     """Both branches read one W_V and one W_O: changing one changes what the other says."""
     spec = block.cross.spec
     for name, key in (("project", "v"), ("output", "o")):
@@ -258,7 +258,7 @@ def test_copies_moves_and_reloads_stay_tied(tmp_path: Path):
     file = tmp_path / "block.safetensors"
     safetensors.torch.save_file(block.state_dict(), file)
     for assign in (False, True):
-        fresh = hw.MergedAttention(KINDS["plain"]).double()
+        fresh = hw.attention.MergedAttention(KINDS["plain"]).double()
         fresh.load_state_dict(safetensors.torch.load_file(file), strict=True, assign=assign)
         check_close(fresh(x, source=z), y)
         check_shared(fresh)
@@ -296,20 +296,20 @@ def test_weights_that_differ_cannot_be_shared():
             "W_V projects the source and x, but their widths are 13 and 10; use source=10",
         ),
         (
-            base(project=hw.Latent(rank=8, rope=2)),
-            r"Latent has no value projection W_V; use project Direct\(\)",
+            base(project=hw.parts.MLAProjection(rank=8, rope=2)),
+            r"MLAProjection has no value projection W_V; use project LinearProjection\(\)",
         ),
-        (base(project=hw.Collaborative()), "Collaborative has no value projection"),
-        (base(project=hw.Overlapping(1), vdim=6), "Overlapping has no value projection"),
-        (base(heads=3, modifiers=(hw.Differential(),)), "differential combines rows"),
-        (base(modifiers=(hw.TalkingHeads(heads=5),)), "6 score heads are mixed to 5 rows"),
+        (base(project=hw.parts.Collaborative()), "Collaborative has no value projection"),
+        (base(project=hw.parts.Overlapping(1), vdim=6), "Overlapping has no value projection"),
+        (base(heads=3, modifiers=(hw.parts.Differential(),)), "differential combines rows"),
+        (base(modifiers=(hw.parts.TalkingHeads(heads=5),)), "6 score heads are mixed to 5 rows"),
         (base(modifiers=(Doubled(),)), "doubled changes values"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value.project).__name__,
 )
 def test_specs_without_a_mean_are_refused(spec: hw.AttentionSpec, words: str):
     with pytest.raises(hw.SpecError, match=words):
-        hw.MergedAttention(spec)
+        hw.attention.MergedAttention(spec)
 
 
 def test_a_refused_call_leaves_the_cache_as_it_was():

@@ -105,13 +105,15 @@ def test_every_modifier_is_seen_acting():
         acting = {step.part for step in walk(spec, 3, 7, 11 if spec.source else None).steps}
         silent = name in (
             "WeightDropout",
-            "Concrete",
+            "HardConcreteGate",
         )  # a walk is not training, and no token has a say in a gate
         assert (name in acting) != silent, name
 
 
 def test_a_single_query_walks_the_absorbed_way():
-    spec = hw.design(preset="mla", model=20, heads=3, dim=4, project=hw.Latent(rank=7, rope=2))
+    spec = hw.design(
+        preset="mla", model=20, heads=3, dim=4, project=hw.parts.MLAProjection(rank=7, rope=2)
+    )
     assert "project_heads" in {step.interface for step in walk(spec, 3, 1).steps}
     assert "project_heads" not in {step.interface for step in walk(spec, 3, 7).steps}
 

@@ -31,10 +31,10 @@ def test_a_state_in_half_precision_sums_thousands():
 
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
-@pytest.mark.parametrize("merge", [hw.Concat(), hw.SumHeads()], ids=repr)
+@pytest.mark.parametrize("merge", [hw.parts.ConcatMerge(), hw.parts.SumMerge()], ids=repr)
 @pytest.mark.parametrize(("heads", "rows", "keep"), [(1, 2, [0]), (2, 4, [0, 1]), (3, 2, [1])])
 def test_a_cut_behind_another_number_of_rows(heads, rows, keep, merge, on):
-    modifiers = (hw.TalkingHeads(on=on, heads=rows),)
+    modifiers = (hw.parts.TalkingHeads(on=on, heads=rows),)
     spec = hw.design(model=8, heads=heads, dim=4, merge=merge, modifiers=modifiers)
     layer, x = cases.layer(spec), torch.randn(2, 5, 8, dtype=torch.float64)
     loud = torch.zeros(rows, 1, dtype=x.dtype)
@@ -48,9 +48,15 @@ def test_a_cut_behind_another_number_of_rows(heads, rows, keep, merge, on):
 
 @pytest.mark.parametrize("rank", [4, 7])
 def test_an_average_of_latent_values_is_no_sum_of_them(rank):
-    latent = hw.Latent(rank=rank, rope=0)
+    latent = hw.parts.MLAProjection(rank=rank, rope=0)
     layer = cases.layer(
-        hw.design(model=8, heads=2, project=latent, normaliser=hw.Average(), pattern="causal")
+        hw.design(
+            model=8,
+            heads=2,
+            project=latent,
+            normaliser=hw.parts.AverageNormaliser(),
+            pattern="causal",
+        )
     )
     x, cache = torch.randn(1, 6, 8, dtype=torch.float64), layer.cache(batch=1, capacity=9)
     parts = [
@@ -63,13 +69,22 @@ def test_an_average_of_latent_values_is_no_sum_of_them(rank):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"modifiers": (hw.TalkingHeads(heads=2), hw.Shaw(reach=2))}, "Shaw has parameters for"),
-        ({"modifiers": (hw.TalkingHeads(heads=3),) * 2}, "must be the only mix on the scores"),
         (
-            {"modifiers": (hw.Dynamic(groups=3), hw.TalkingHeads(heads=2))},
+            {"modifiers": (hw.parts.TalkingHeads(heads=2), hw.parts.Shaw(reach=2))},
+            "Shaw has parameters for",
+        ),
+        (
+            {"modifiers": (hw.parts.TalkingHeads(heads=3),) * 2},
+            "must be the only mix on the scores",
+        ),
+        (
+            {"modifiers": (hw.parts.DynamicComposition(groups=3), hw.parts.TalkingHeads(heads=2))},
             "does not divide 4 heads",
         ),
-        ({"modifiers": (hw.Dynamic(rank=0), hw.TalkingHeads(heads=2))}, "must be at least 1"),
+        (
+            {"modifiers": (hw.parts.DynamicComposition(rank=0), hw.parts.TalkingHeads(heads=2))},
+            "must be at least 1",
+        ),
         ({"preset": "diff", "heads": 0}, "design needs heads"),
         ({"preset": "collaborative", "heads": None}, "design needs heads"),
         ({"preset": "gqa", "heads": "a"}, "design needs heads"),
@@ -90,7 +105,7 @@ def test_a_depth_is_a_whole_number(layer, layers):
 
 
 def test_the_order_of_writing_is_the_order_of_phases():
-    late, early = hw.TalkingHeads(on="weights", heads=5), hw.TalkingHeads(heads=2)
+    late, early = hw.parts.TalkingHeads(on="weights", heads=5), hw.parts.TalkingHeads(heads=2)
     one, other = (
         hw.design(model=12, heads=3, modifiers=both) for both in ((late, early), (early, late))
     )
@@ -98,7 +113,7 @@ def test_the_order_of_writing_is_the_order_of_phases():
 
 
 def test_impossible_conversions_give_reasons():
-    spec = hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(on="weights", heads=2),))
+    spec = hw.design(model=8, heads=4, modifiers=(hw.parts.TalkingHeads(on="weights", heads=2),))
     with pytest.raises(hw.SpecError, match="have different groups"):
         head_axis_ops.share_kv_heads(spec, hw.Attention(spec).state_dict(), [[0, 1], [2, 3]])
 
@@ -106,11 +121,13 @@ def test_impossible_conversions_give_reasons():
 @pytest.mark.parametrize("kv", [1, 2, 4])
 def test_no_rows_at_all(kv):
     layer = hw.Attention(
-        hw.design(model=8, heads=4, kv=kv, pattern="causal", modifiers=(hw.Alibi(),))
+        hw.design(model=8, heads=4, kv=kv, pattern="causal", modifiers=(hw.parts.Alibi(),))
     )
     assert layer(torch.randn(0, 1, 8)).shape == (0, 1, 8)
     latent = hw.Attention(
-        hw.design(model=8, heads=2, project=hw.Latent(rank=4, rope=2), pattern="causal")
+        hw.design(
+            model=8, heads=2, project=hw.parts.MLAProjection(rank=4, rope=2), pattern="causal"
+        )
     )
     assert latent(torch.randn(0, 1, 8), cache=latent.cache(batch=0, capacity=4)).shape == (0, 1, 8)
 
@@ -123,7 +140,7 @@ def test_no_rows_at_all(kv):
         ("linear", {"preset": "linear", "source": 12}, 5, 9),
         (
             "chunked",
-            {"pattern": "causal", "modifiers": (hw.TalkingHeads(),), "source": 12},
+            {"pattern": "causal", "modifiers": (hw.parts.TalkingHeads(),), "source": 12},
             300,
             280,
         ),
@@ -135,7 +152,7 @@ def test_flops_of_a_source_and_of_a_single_query(backend, words, tokens, source)
     layer = hw.Attention(spec, backend=backend)
     z = None if source is None else torch.randn(1, source, 12)
     work, job = (
-        hw.CallSize(1, tokens, source or tokens, source or tokens),
+        hw.costs.CallSize(1, tokens, source or tokens, source or tokens),
         CallSignature(spec, spec.core, single_query=tokens == 1),
     )
     if hasattr(BACKENDS[backend], "count_formed_pairs"):

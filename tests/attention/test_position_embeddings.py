@@ -52,7 +52,7 @@ def test_the_layouts_hold_the_same_numbers_in_another_order():
 
 
 def test_one_position_by_hand():
-    entry = hw.SinusoidalPositions(4)(torch.zeros(1, 4, 4))[0, 3]
+    entry = hw.attention.SinusoidalPositions(4)(torch.zeros(1, 4, 4))[0, 3]
     by_hand = [math.sin(3), math.cos(3), math.sin(0.03), math.cos(0.03)]
     torch.testing.assert_close(entry, torch.tensor(by_hand), rtol=0, atol=1e-6)
 
@@ -74,7 +74,7 @@ def test_sines_follow_the_tokens():
     """Left padding, packing and a run that starts later: what counts is where a token stands, not
     its column.
     """
-    add, x = hw.SinusoidalPositions(6), torch.randn(2, TOKENS, 6)
+    add, x = hw.attention.SinusoidalPositions(6), torch.randn(2, TOKENS, 6)
     for tokens in (
         hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4], pad="left"),
         hw.SequenceInfo.from_batch(
@@ -92,11 +92,15 @@ def test_sines_follow_the_tokens():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sines_keep_the_dtype_of_x(dtype: torch.dtype):
-    assert hw.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=dtype)).dtype == dtype
+    assert (
+        hw.attention.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=dtype)).dtype == dtype
+    )
 
 
 def test_sines_in_float64_are_exact_in_float64():
-    result = hw.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=torch.float64))[0].numpy()
+    result = hw.attention.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=torch.float64))[
+        0
+    ].numpy()
     np.testing.assert_allclose(
         result, laid_out(np.arange(TOKENS), 6, "interleaved"), rtol=0, atol=1e-14
     )
@@ -115,14 +119,14 @@ def test_sines_in_float64_are_exact_in_float64():
 )
 def test_sines_refuse_invalid_widths_and_layouts(options: dict[str, object], message: str):
     with pytest.raises(hw.SpecError, match=message):
-        hw.SinusoidalPositions(**options)
+        hw.attention.SinusoidalPositions(**options)
 
 
 # --- learned --------------------------------------------------------------------------------------
 
 
 def test_learned_positions_add_the_row_of_their_position():
-    add, x = hw.LearnedPositions(5, length=9), torch.randn(2, TOKENS, 5)
+    add, x = hw.attention.LearnedPositions(5, length=9), torch.randn(2, TOKENS, 5)
     torch.testing.assert_close(add(x), x + add.table[:TOKENS], rtol=0, atol=0)
     later = hw.SequenceInfo.contiguous(2, TOKENS, "cpu")
     torch.testing.assert_close(add(x, sequence=later), x + add.table[2:9], rtol=0, atol=0)
@@ -133,7 +137,7 @@ def test_learned_positions_add_the_row_of_their_position():
 
 
 def test_learned_positions_end_where_they_end():
-    add = hw.LearnedPositions(5, length=TOKENS)
+    add = hw.attention.LearnedPositions(5, length=TOKENS)
     assert add(torch.zeros(1, TOKENS, 5)).shape == (1, TOKENS, 5)
     message = r"position 7 is beyond the 7 learned ones; use length=8 or more"
     with pytest.raises(ValueError, match=message):
@@ -149,7 +153,7 @@ def test_learned_positions_end_where_they_end():
 
 
 def test_learned_positions_of_empty_input():
-    add = hw.LearnedPositions(5, length=3)
+    add = hw.attention.LearnedPositions(5, length=3)
     assert add(torch.zeros(2, 0, 5)).shape == (2, 0, 5)
     empty = torch.zeros(2, 0, dtype=torch.int64)
     assert add(torch.zeros(2, 0, 5), sequence=hw.SequenceInfo(empty, empty)).shape == (2, 0, 5)
@@ -159,7 +163,7 @@ def test_padding_needs_no_learned_position():
     """A row of 2 in a batch as wide as 5: only where tokens stand counts against the table."""
     x = torch.randn(2, 5, 4)
     tokens = hw.SequenceInfo.from_batch(x, lengths=[3, 2])
-    add = hw.LearnedPositions(4, length=3)
+    add = hw.attention.LearnedPositions(4, length=3)
     result = add(x, sequence=tokens)
     torch.testing.assert_close(result[0, :3], x[0, :3] + add.table, rtol=0, atol=0)
 
@@ -167,11 +171,13 @@ def test_padding_needs_no_learned_position():
 @pytest.mark.parametrize(("model", "length"), [(0, 3), (4, 0), (-1, 3)])
 def test_an_empty_table_is_refused(model: int, length: int):
     with pytest.raises(hw.SpecError, match=f"{length} positions of width {model}.*at least 1"):
-        hw.LearnedPositions(model, length=length)
+        hw.attention.LearnedPositions(model, length=length)
 
 
 @pytest.mark.parametrize(
-    "add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"]
+    "add",
+    [hw.attention.SinusoidalPositions(4), hw.attention.LearnedPositions(4, length=9)],
+    ids=["sines", "learned"],
 )
 @pytest.mark.parametrize("shape", [(1, 3, 1), (1, 3, 5), (3, 4)])
 def test_x_of_another_width_is_refused(add: torch.nn.Module, shape: tuple[int, ...]):
@@ -180,7 +186,9 @@ def test_x_of_another_width_is_refused(add: torch.nn.Module, shape: tuple[int, .
 
 
 @pytest.mark.parametrize(
-    "add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"]
+    "add",
+    [hw.attention.SinusoidalPositions(4), hw.attention.LearnedPositions(4, length=9)],
+    ids=["sines", "learned"],
 )
 def test_tokens_of_another_batch_are_refused(add: torch.nn.Module):
     with pytest.raises(ValueError, match=r"sequence is \[1, 1\] but x is \[2, 3\]"):

@@ -16,7 +16,7 @@ from headwise.attention import reference
 from headwise.attention.backends.dispatch import BACKENDS
 from headwise.kernels.capabilities import assume_points, current_points
 
-SPEC = hw.design(model=24, heads=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
+SPEC = hw.design(model=24, heads=6, kv=2, pattern="causal()", modifiers=(hw.parts.Rotary(),))
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_copies_keep_nothing(layer: hw.Attention):
     check_layer(copy.deepcopy(layer), 7)
 
 
-def test_a_choice_of_backend_follows_the_takeover_points(
+def test_a_choice_of_backend_follows_the_crossovers(
     layer: hw.Attention, monkeypatch: pytest.MonkeyPatch
 ):
     ran: list[str] = []

@@ -109,7 +109,7 @@ def test_walk_follows_an_attention_of_a_named_model(capsys, argv: tuple[str, ...
     assert out.splitlines()[0] == f"{argv[0]}, {place}"
     width = 768 if argv[0] == "vit-base" else 512
     assert f"2 rows of 3 tokens, width {width}" in out
-    assert (f"source            2 3 {width}" in out) == place.endswith("cross")
+    assert (f"source              2 3 {width}" in out) == place.endswith("cross")
 
 
 def test_a_spec_travels_through_a_file(capsys, tmp_path: Path):
@@ -135,7 +135,7 @@ def test_set_changes_one_thing(capsys):
         "project.bias=qv",
     )
     data = json.loads(run(capsys, *argv, "--json")[1])
-    expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.Rotary(base=500000.0),))
+    expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.parts.Rotary(base=500000.0),))
     assert hw.from_json(json.dumps(data["spec"])) == expected
     assert data["counts"]["parameters"] == hw.costs.count_parameters(expected)
 

@@ -1,4 +1,4 @@
-"""`headwise convert` on folders of every kind: files, proof and refusals."""
+"""`headwise convert` on folders of every kind: files, verification and refusals."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_one_command_converts_and_verifies_a_model(
         "--json",
     )
     assert code == 0, err
-    proof = json.loads(stdout)
-    assert proof["folder"]["kind"] == kind, proof["folder"]["sentence"]
-    assert {one["what"] for one in proof["equal"]} == {
+    verification = json.loads(stdout)
+    assert verification["folder"]["kind"] == kind, verification["folder"]["sentence"]
+    assert {one["what"] for one in verification["equal"]} == {
         "aligned, before heads are pooled",
         "headwise.load of the written folder",
     }
-    assert proof["holds"] is True
+    assert verification["holds"] is True
     assert {spec.heads.kv for _, spec in hw.load(out).spec.attention_specs()} == {2}
     done = json.loads((out / "heads.json").read_text())["change"]
     assert done["operation"] == "convert"
@@ -122,11 +122,11 @@ def test_notes_name_what_texts_were_used_for(
         "--json",
     )
     assert code == 0, err
-    proof = json.loads(stdout)
-    assert [note for note in proof["notes"] if "the proof" in note] == [
-        f"{use} with 6 texts that the proof does not use" for use in uses
+    verification = json.loads(stdout)
+    assert [note for note in verification["notes"] if "the verification" in note] == [
+        f"{use} with 6 texts that the verification does not use" for use in uses
     ]
-    assert proof["texts"] == (5 if uses else 11)
+    assert verification["texts"] == (5 if uses else 11)
 
 
 @pytest.mark.parametrize("form", ["mha", "latent", "collaborative=24", "routed=2,2"])

@@ -267,7 +267,7 @@ def test_a_vision_folder_of_transformers_classifies_images(
 ):
     net = make_classifier(tmp_path, image_mean=MEAN, image_std=DEVIATION)
     usage = hw.load(tmp_path).usage
-    assert (usage.size, usage.mean, usage.deviation) == ((12, 20), tuple(MEAN), tuple(DEVIATION))
+    assert (usage.size, usage.mean, usage.std) == ((12, 20), tuple(MEAN), tuple(DEVIATION))
     pixels = torch.from_numpy(normalise(np.load(folders["bytes"]))).permute(0, 3, 1, 2)
     with torch.no_grad():
         shares = net(pixels).logits.softmax(-1)
@@ -282,7 +282,7 @@ def test_a_vision_folder_of_transformers_classifies_images(
 def test_processors_without_statistics(tmp_path: Path, capsys):
     make_classifier(tmp_path, do_normalize=False)
     usage = hw.load(tmp_path).usage
-    assert (usage.mean, usage.deviation) == ((0.0,) * 3, (1.0,) * 3)
+    assert (usage.mean, usage.std) == ((0.0,) * 3, (1.0,) * 3)
     for processor in (
         {"image_mean": MEAN},
         {"image_mean": MEAN, "image_std": DEVIATION, "do_rescale": False},
@@ -295,7 +295,7 @@ def test_processors_without_statistics(tmp_path: Path, capsys):
             in capsys.readouterr().err
         )
     make_classifier(tmp_path, image_mean=0.5, image_std=0.25)
-    assert hw.load(tmp_path).usage.deviation == (0.25,) * 3
+    assert hw.load(tmp_path).usage.std == (0.25,) * 3
     make_classifier(tmp_path, image_mean=[0.5, 0.5], image_std=DEVIATION)
     with pytest.raises(hw.SpecError, match="is not one number for each of 3 channels; correct it"):
         hw.load(tmp_path)

@@ -60,7 +60,9 @@ READ_MODELS = [verb for verb, argv in MINIMAL.items() if "MODEL" in argv]
 def own_model() -> ModelSpec:
     """A small byte model with the part, which must be registered."""
     part = find_class("Temperature")(start=0.5)
-    spec = hw.design(model=12, heads=2, dim=4, pattern="causal", modifiers=(hw.Rotary(), part))
+    spec = hw.design(
+        model=12, heads=2, dim=4, pattern="causal", modifiers=(hw.parts.Rotary(), part)
+    )
     block = BlockSpec(spec, feed=FeedForwardSpec(17))
     stack = StackSpec.from_blocks("decoder", 12, [block] * 2, embedding=EmbeddingSpec(256))
     return ModelSpec("own", "decoder", (stack,), (OutputHeadSpec("tokens", 256, table="decoder"),))

@@ -1,4 +1,4 @@
-"""`headwise prune` on folders of every kind: files, proof and refusals."""
+"""`headwise prune` on folders of every kind: files, verification and refusals."""
 
 from __future__ import annotations
 
@@ -101,23 +101,25 @@ def test_one_command_prunes_and_verifies_a_model(
         "--json",
     )
     assert code == 0, err
-    proof = json.loads(stdout)
-    assert proof["holds"] is True
-    assert {one["what"] for one in proof["equal"]} >= {
+    verification = json.loads(stdout)
+    assert verification["holds"] is True
+    assert {one["what"] for one in verification["equal"]} >= {
         "heads ablated vs. removed",
         "headwise.load of the written folder",
     }
-    assert proof["folder"]["kind"] == KINDS.get(name, "ours"), proof["folder"]["sentence"]
+    assert verification["folder"]["kind"] == KINDS.get(name, "ours"), verification["folder"][
+        "sentence"
+    ]
     before, after = heads(folders[name]), heads(out)
     assert [round(q / 2) for q in before] == after
-    assert json.loads((out / "proof.json").read_text())["quality"] == proof["quality"]
-    assert "heads kept" in (out / "PROOF.md").read_text()
-    assert json.loads((out / "heads.json").read_text())["change"]["head_counts"] == proof_heads(
+    assert json.loads((out / "verification.json").read_text())["quality"] == verification["quality"]
+    assert "heads kept" in (out / "VERIFICATION.md").read_text()
+    assert json.loads((out / "heads.json").read_text())["change"]["head_counts"] == verified_heads(
         folders[name]
     )
 
 
-def proof_heads(folder: Path) -> dict[str, int]:
+def verified_heads(folder: Path) -> dict[str, int]:
     return {
         site: len(spec.score_head_of_output)
         for site, spec in hw.load(folder).spec.attention_specs()
@@ -186,7 +188,7 @@ def test_the_terminal_shows_progress_and_result(
     assert code == 0, err
     assert stdout.startswith("gpt2: 5 of 8 heads kept, all but the listed heads")
     assert max(map(len, stdout.replace(str(out), "OUT").splitlines())) <= 80
-    assert "mean outputs were computed with 6 texts that the proof does not use" in stdout
+    assert "mean outputs were computed with 6 texts that the verification does not use" in stdout
     assert "heads were chosen" not in stdout
     assert [
         len(keep)
@@ -223,9 +225,11 @@ def test_a_share_that_is_no_number_of_groups_is_reported(
     assert heads(tmp_path / "out") == [6, 6]
     note = "keep=0.75 was rounded to whole key-value groups: 6 of 9 heads (0.667) in each layer"
     assert note in " ".join(stdout.split())
-    assert note in json.loads((tmp_path / "out" / "proof.json").read_text())["notes"]
-    assert "heads were chosen" not in stdout  # at random, so that the proof takes all 11 texts
-    assert json.loads((tmp_path / "out" / "proof.json").read_text())["texts"] == 11
+    assert note in json.loads((tmp_path / "out" / "verification.json").read_text())["notes"]
+    assert (
+        "heads were chosen" not in stdout
+    )  # at random, so that the verification takes all 11 texts
+    assert json.loads((tmp_path / "out" / "verification.json").read_text())["texts"] == 11
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
 
 # --- --model FILE: a spec of one layer ------------------------------------------------------------
 
-LAYER = hw.design(model=64, heads=4, kv=2, dim=10, modifiers=(hw.Softcap(limit=5.0),))
+LAYER = hw.design(model=64, heads=4, kv=2, dim=10, modifiers=(hw.parts.Softcap(limit=5.0),))
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
@@ -155,7 +155,9 @@ def test_a_spec_file_takes_the_place_of_every_self_attention(
     old = [spec for _, spec in own.attention_specs()]
     assert len(new) == len(old) == 2
     # The task's pattern and its positional modifiers stay; everything else is that of the file.
-    expected = replace(LAYER, pattern=hw.Causal(), modifiers=(hw.Rotary(), *LAYER.modifiers))
+    expected = replace(
+        LAYER, pattern=hw.patterns.Causal(), modifiers=(hw.parts.Rotary(), *LAYER.modifiers)
+    )
     assert new == [expected, expected]
     assert [block.feed for block in net.spec.stacks[0].layers] == [
         block.feed for block in own.stacks[0].layers

@@ -95,7 +95,7 @@ def test_any_spec_is_cut_and_counted(spec):
     assert costs.count_parameters(small) == sum(p.numel() for p in cut.parameters())
     assert hw.from_json(hw.to_json(small)) == small
     keys = cases.TOKENS if z is None else cases.SOURCE
-    work = hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
+    work = hw.costs.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
     layer.backend_name = "dense"
     assert torch_flops(layer, x, source=z) == costs.counted_flops(spec, work)
     assert BACKENDS["dense"].executed_flops(

@@ -9,6 +9,7 @@ import headwise as hw
 from headwise.attention import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EVERY_CASE, check_close
+from support.spec_strategies import REPR_NAMES
 
 KEEP_CASES = [(0,), (1, 3, 4), (5, 0), (0, 1, 2, 3, 4)]
 
@@ -57,7 +58,7 @@ def test_a_cut_layer_decodes_and_round_trips(name):
     steps = torch.cat([cut(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1)
     check_close(steps, cut(x))
     assert hw.from_toml(str(small)) == small
-    assert eval(repr(small), vars(hw)) == small
+    assert eval(repr(small), REPR_NAMES) == small
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if not EVERY[name].heads.value_heads])
@@ -91,7 +92,7 @@ def test_permuting_outputs_changes_nothing(spec, layer, x, z):
 
 
 def test_uneven_groups_under_a_norm_over_all_keys_are_refused():
-    spec = cases.base(kv=3, modifiers=(hw.QKNorm(scope="full"),))
+    spec = cases.base(kv=3, modifiers=(hw.parts.QKNorm(scope="full"),))
     weights = cases.layer(spec).state_dict()
     with pytest.raises(hw.SpecError, match="use groups of equal size"):
         head_axis_ops.share_kv_heads(spec, weights, [[0, 1], [2]])

@@ -24,9 +24,9 @@ def worth(text: str, sizes: dict[str, int]) -> float:
     return eval(text, {"FLOOR": math.floor}, sizes)
 
 
-def work_of(spec) -> hw.CallSize:
+def work_of(spec) -> hw.costs.CallSize:
     keys = cases.TOKENS if spec.source is None else cases.SOURCE
-    return hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
+    return hw.costs.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
 
 
 @pytest.mark.parametrize("name", EVERY_CASE)
@@ -43,7 +43,7 @@ def test_bills_add_up(name):
         assert 8 * flops.cached_numbers(spec).total == costs.cache_bytes(
             spec, batch=1, capacity=9, bytes_per_number=8
         )
-    one = hw.CallSize(2, 1, 1, 9)
+    one = hw.costs.CallSize(2, 1, 1, 9)
     assert flops.forward_flops(spec, one).total == costs.required_flops(spec, one)
 
 
@@ -89,7 +89,7 @@ def test_a_formula_is_worth_its_number(name):
 
 
 def test_symbols_compute_like_numbers():
-    q, dim = SymbolicInt.of(6, "q"), SymbolicInt.of(4, "dim")
+    q, dim = SymbolicInt.with_formula(6, "q"), SymbolicInt.with_formula(4, "dim")
     options = {
         "2 q dim": 2 * q * dim,
         "3 (q + dim) q": (q + dim) * 3 * q,

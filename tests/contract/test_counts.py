@@ -29,7 +29,7 @@ def test_products_are_counted_as_torch_counts_them(name):
     spec = EVERY[name]
     x, z = cases.tensors(spec, torch.float32)
     keys = cases.TOKENS if z is None else cases.SOURCE
-    work = hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
+    work = hw.costs.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
     built = {}
     for backend in {"dense", "sdpa", "linear"} & {
         *cases.supporting_backends(spec, dtype=torch.float32)
@@ -43,21 +43,27 @@ def test_products_are_counted_as_torch_counts_them(name):
 
 NO_PART = ((),)
 ON_SCORES = (
-    (hw.TalkingHeads(),),
-    (hw.Dynamic(static="full"),),
-    (hw.Learned(9), hw.TalkingHeads()),
-    (hw.Alibi(),),
+    (hw.parts.TalkingHeads(),),
+    (hw.parts.DynamicComposition(static="full"),),
+    (hw.parts.LearnedScores(9), hw.parts.TalkingHeads()),
+    (hw.parts.Alibi(),),
 )
-FACTORISED = (hw.Learned(9, kind="factorised", rank=2),)
+FACTORISED = (hw.parts.LearnedScores(9, kind="factorised", rank=2),)
 ON_WEIGHTS = (
-    (hw.TalkingHeads(on="weights", bias=True),),
-    (hw.Dynamic(on="weights", static="full"),),
-    (hw.WeightDropout(0.5), hw.TalkingHeads(on="weights")),
+    (hw.parts.TalkingHeads(on="weights", bias=True),),
+    (hw.parts.DynamicComposition(on="weights", static="full"),),
+    (hw.parts.WeightDropout(0.5), hw.parts.TalkingHeads(on="weights")),
 )
 
 
-@pytest.mark.parametrize("project", [hw.Direct(), hw.Values()], ids=repr)
-@pytest.mark.parametrize("normaliser", [hw.Softmax(), hw.Average(), hw.SinkSoftmax()], ids=repr)
+@pytest.mark.parametrize(
+    "project", [hw.parts.LinearProjection(), hw.parts.ValueProjection()], ids=repr
+)
+@pytest.mark.parametrize(
+    "normaliser",
+    [hw.parts.Softmax(), hw.parts.AverageNormaliser(), hw.parts.SinkSoftmax()],
+    ids=repr,
+)
 def test_a_backward_pass_is_counted_as_torch_counts_it(project, normaliser):
     """Scores and weights may be constants, which need no gradient."""
     for before, after in product((*NO_PART, *ON_SCORES, FACTORISED), (*NO_PART, *ON_WEIGHTS)):
@@ -77,7 +83,7 @@ def test_a_step_is_counted_as_torch_counts_it(name):
     # Heads with patterns of their own read the keys of these alone; one call with a mask for each
     # reads all.
     layer = cases.layer(
-        spec, torch.float32, "dense" if isinstance(spec.pattern, hw.PerHead) else None
+        spec, torch.float32, "dense" if isinstance(spec.pattern, hw.patterns.PerHead) else None
     )
     x, _ = cases.tensors(spec, torch.float32)
     cache = layer.cache(batch=cases.BATCH, capacity=9)
@@ -86,12 +92,12 @@ def test_a_step_is_counted_as_torch_counts_it(name):
     cached = getattr(cache, "caches", [cache])[0].slots  # one call reads the tokens of the largest
     reads_all = spec.pattern.pairs(range(7, 8), range(8)) == min(8, cached)
     slots = min(8, cached) if reads_all else cached
-    assert built == costs.counted_flops(spec, hw.CallSize(cases.BATCH, 1, 1, slots))
+    assert built == costs.counted_flops(spec, hw.costs.CallSize(cases.BATCH, 1, 1, slots))
 
 
 @pytest.mark.parametrize("name", ONE_SEQUENCE)
 def test_counted_pairs_equal_allowed_pairs(spec, x):
-    attention_mask = hw.AttentionMask(
+    attention_mask = hw.attention.AttentionMask(
         hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern
     )
     work = costs.self_attention_work(spec, batch=cases.BATCH, queries=cases.TOKENS)
@@ -99,6 +105,6 @@ def test_counted_pairs_equal_allowed_pairs(spec, x):
     by_head = work.head_pairs or (work.pairs,)
     assert list(by_head) == allowed.sum((1, 2)).tolist()
     assert work.pairs == int(allowed.any(0).sum())
-    full = hw.CallSize(cases.BATCH, cases.TOKENS, cases.TOKENS, cases.TOKENS)
+    full = hw.costs.CallSize(cases.BATCH, cases.TOKENS, cases.TOKENS, cases.TOKENS)
     saved = costs.counted_flops(spec, full) - costs.required_flops(spec, work)
     assert saved == 0 if set(by_head) == {full.pairs} else saved > 0

@@ -25,7 +25,9 @@ def test_cached_decode_is_one_pass(name):
 
 @pytest.mark.parametrize("name", WITHOUT_STATE)  # which cannot forget
 def test_a_ring_forgets_only_what_nobody_reads(name):
-    spec = replace(cases.as_causal(EXAMPLES[name]), pattern=hw.Window(3) | hw.First(2))
+    spec = replace(
+        cases.as_causal(EXAMPLES[name]), pattern=hw.patterns.Window(3) | hw.patterns.First(2)
+    )
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 17, spec.model, dtype=torch.float64)
     expected = layer(x)

@@ -68,7 +68,7 @@ def boundary_lengths(spec, backends, counts_by_backend):
     """The backends to run at each length, as far as the spec knows positions; skips a test that has
     none.
     """
-    limit, backends_of = PositionLimit.of(spec), defaultdict(list)
+    limit, backends_of = PositionLimit.from_spec(spec), defaultdict(list)
     for backend in backends:
         for count in counts_by_backend.get(backend, ()):
             if limit is None or count + 2 <= limit.max_positions:
@@ -169,7 +169,7 @@ def test_sparse_patterns_touch_what_they_read(backend, pattern):
 
 
 def test_a_long_prompt_is_read_in_blocks_behind_what_is_cached():
-    spec = cases.base(pattern="window(150) | first(3)", modifiers=(hw.TalkingHeads(),))
+    spec = cases.base(pattern="window(150) | first(3)", modifiers=(hw.parts.TalkingHeads(),))
     layer = cases.layer(spec)
     x = torch.randn(2, 420, 10, dtype=torch.float64)
     layer.backend_name = "dense"
@@ -181,7 +181,12 @@ def test_a_long_prompt_is_read_in_blocks_behind_what_is_cached():
 
 
 @pytest.mark.parametrize(
-    "modifiers", [(hw.Dynamic(), hw.Dynamic(on="weights")), (hw.TalkingHeads(),)], ids=repr
+    "modifiers",
+    [
+        (hw.parts.DynamicComposition(), hw.parts.DynamicComposition(on="weights")),
+        (hw.parts.TalkingHeads(),),
+    ],
+    ids=repr,
 )
 def test_mixing_heads_keeps_no_square(modifiers):
     spec = hw.design(model=16, heads=4, pattern="causal", modifiers=modifiers)
@@ -197,9 +202,16 @@ def test_mixing_heads_keeps_no_square(modifiers):
 @pytest.mark.parametrize(
     ("backend", "words"),
     [
-        ("chunked", {"pattern": "causal", "modifiers": (hw.TalkingHeads(),)}),
+        ("chunked", {"pattern": "causal", "modifiers": (hw.parts.TalkingHeads(),)}),
         ("block_sparse", {"pattern": "window(20) | first(3)"}),
-        ("linear", {"pattern": "causal", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()}),
+        (
+            "linear",
+            {
+                "pattern": "causal",
+                "similarity": hw.parts.FeatureMap(),
+                "normaliser": hw.parts.SumNormaliser(),
+            },
+        ),
     ],
     ids=["chunked", "block_sparse", "linear"],
 )

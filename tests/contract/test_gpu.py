@@ -57,7 +57,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges(tokens):
         kv=2,
         dim=16,
         pattern="window(40) | first(3)",
-        modifiers=(hw.Rotary(), hw.Softcap(limit=2.0)),
+        modifiers=(hw.parts.Rotary(), hw.parts.Softcap(limit=2.0)),
     )
     layer, judge = (hw.Attention(spec, backend=name).cuda() for name in ("flex", "dense"))
     judge.load_state_dict(layer.state_dict())

@@ -18,7 +18,7 @@ from headwise.models import model_spec as bp
 
 MODEL, ROWS, WORDS, SOURCES = 32, 3, 13, 17
 NEW = 6  # tokens generated
-SMALL = {"mla": {"project": hw.Latent(rank=8, rope=4), "dim": 6}}
+SMALL = {"mla": {"project": hw.parts.MLAProjection(rank=8, rope=4), "dim": 6}}
 
 
 def preset(name: str) -> hw.AttentionSpec:
@@ -26,7 +26,11 @@ def preset(name: str) -> hw.AttentionSpec:
 
 
 def decodable(spec: hw.AttentionSpec) -> hw.AttentionSpec:
-    return spec if spec.pattern.tokens_before_decode == 0 else replace(spec, pattern=hw.Causal())
+    return (
+        spec
+        if spec.pattern.tokens_before_decode == 0
+        else replace(spec, pattern=hw.patterns.Causal())
+    )
 
 
 def crossed(spec: hw.AttentionSpec) -> hw.AttentionSpec:
@@ -34,7 +38,7 @@ def crossed(spec: hw.AttentionSpec) -> hw.AttentionSpec:
     try:
         if not spec.core.dim:
             return hw.design(model=MODEL, heads=4)
-        return replace(spec, pattern=hw.Full(), source=MODEL)
+        return replace(spec, pattern=hw.patterns.Full(), source=MODEL)
     except hw.SpecError:
         return hw.design(model=MODEL, heads=4)
 
@@ -71,7 +75,9 @@ def merged(spec: hw.AttentionSpec) -> bp.ModelSpec:
     """The average of the past in the place of self-attention, where the spec
     can be its other half.
     """
-    one = replace(block(spec, replace(spec, pattern=hw.Full())), attention=None, form="merged")
+    one = replace(
+        block(spec, replace(spec, pattern=hw.patterns.Full())), attention=None, form="merged"
+    )
     stacks = (stack("encoder", SOURCES, block(spec)), stack("decoder", WORDS, one))
     return bp.ModelSpec("small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),))
 
@@ -152,7 +158,9 @@ def check_decodes(described: bp.ModelSpec) -> None:
     lengths = [5, 2, 4]
     memory = net.encode(read["source"]) if read else None
     at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad="left")
-    generated = hw.greedy_decode(net, x, max_new_tokens=NEW, sequence=at, encoder_output=memory)
+    generated = hw.generation.greedy_decode(
+        net, x, max_new_tokens=NEW, sequence=at, encoder_output=memory
+    )
     alone = []
     for row, length in enumerate(lengths):
         ids, own = (
@@ -182,4 +190,4 @@ def test_what_reads_ahead_cannot_decode(name: str):
     one = stack("decoder", WORDS, block(spec))
     net = hw.build(bp.ModelSpec("small", "decoder", (one,), (bp.OutputHeadSpec("tokens", WORDS),)))
     with pytest.raises(hw.SpecError, match=r"attends to future tokens.*use a causal pattern"):
-        hw.greedy_decode(net, torch.tensor([[1, 2]]), max_new_tokens=3)
+        hw.generation.greedy_decode(net, torch.tensor([[1, 2]]), max_new_tokens=3)

@@ -41,7 +41,9 @@ def test_weights_stay_within_the_pattern(spec, layer, x, z):
     probe = hw.Probe("weights")
     layer(x, source=z, probe=probe)
     sequence = hw.SequenceInfo.from_batch(x if z is None else z)
-    allowed = hw.AttentionMask(hw.SequenceInfo.from_batch(x), sequence, spec.pattern).allowed
+    allowed = hw.attention.AttentionMask(
+        hw.SequenceInfo.from_batch(x), sequence, spec.pattern
+    ).allowed
     if any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for part in spec.modifiers):
         allowed = allowed.any(
             1, keepdim=True
@@ -113,7 +115,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
         heads=4,
         kv=2,
         pattern="window(40) | first(3)",
-        modifiers=(hw.Rotary(), hw.Softcap(2.0)),
+        modifiers=(hw.parts.Rotary(), hw.parts.Softcap(2.0)),
     )
     layer = hw.Attention(spec, backend="flex")
     judge = hw.Attention(spec, backend="dense")
@@ -135,7 +137,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
 )
 def test_one_graph_holds_a_cached_step(name, pattern):
     spec = cases.change_spec(
-        cases.as_causal(EXAMPLES[name]), pattern=hw.masking.patterns.parse_pattern(pattern)
+        cases.as_causal(EXAMPLES[name]), pattern=hw.patterns.parse_pattern(pattern)
     )
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 11, spec.model, dtype=torch.float64)

@@ -92,8 +92,10 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
 def knows_places(spec) -> bool:
     """True if positions were learned one by one, or the pattern allows keys by their positions."""
     pairs = [(i, j) for i in range(cases.TOKENS) for j in range(cases.SOURCE)]
-    patterns = spec.pattern.patterns if isinstance(spec.pattern, hw.PerHead) else (spec.pattern,)
-    return PositionLimit.of(spec) is not None or any(
+    patterns = (
+        spec.pattern.patterns if isinstance(spec.pattern, hw.patterns.PerHead) else (spec.pattern,)
+    )
+    return PositionLimit.from_spec(spec) is not None or any(
         one.allows(i, j) != one.allows(i + 1000, j + 1000) for one in patterns for i, j in pairs
     )
 

@@ -88,8 +88,8 @@ def test_plain_attention_saves_the_tabulated_bytes(dtype, n, g):
     flash = each * (b * s * d + b * n * s * k + b * g * s * 2 * k + b * s * n * k) + 4 * b * n * s
     assert of("flash", width=k) == flash
     spec = hw.design(model=d, heads=n, kv=g, dim=k)
-    assert hw.layer_activation_memory(spec, load(b, s, dtype), "sdpa").total == flash
-    assert hw.layer_activation_memory(spec, load(b, s, dtype), "flash-cuda").total == flash
+    assert hw.costs.layer_activation_memory(spec, load(b, s, dtype), "sdpa").total == flash
+    assert hw.costs.layer_activation_memory(spec, load(b, s, dtype), "flash-cuda").total == flash
 
 
 def test_dense_saves_weights_and_the_mask_twice():
@@ -100,7 +100,7 @@ def test_dense_saves_weights_and_the_mask_twice():
     manual = 4 * (b * s * d + 3 * b * n * s * k + b * n * s * s + b * s * n * k)
     spec = hw.design(model=d, heads=n, dim=k, pattern="causal")
     assert (
-        hw.layer_activation_memory(spec, load(b, s), "dense").total
+        hw.costs.layer_activation_memory(spec, load(b, s), "dense").total
         == manual + 4 * b * n * s * s + 2 * s * s
     )
 
@@ -125,7 +125,7 @@ def test_any_small_layer_saves_the_bytes_of_its_formula(sizes, pattern, dtype):
     )  # sdpa leaves single queries of shared keys to another backend
     for profile in ("dense",) if in_rows else ("dense", "sdpa"):
         layer = hw.Attention(spec, backend=profile).to(dtype)
-        assert hw.layer_activation_memory(
+        assert hw.costs.layer_activation_memory(
             spec, load(batch, tokens, dtype), profile
         ).total == layer_saved_bytes(layer, x)
 
@@ -138,7 +138,9 @@ def test_every_part_saves_the_bytes_of_its_formula(name):
     for profile in ["dense"] + ["sdpa"] * (
         "sdpa" in cases.supporting_backends(spec, dtype=dtype, training=True, needs_grad=True)
     ):
-        bill = hw.layer_activation_memory(spec, load(*x.shape[:2], dtype), profile, source=source)
+        bill = hw.costs.layer_activation_memory(
+            spec, load(*x.shape[:2], dtype), profile, source=source
+        )
         assert bill.total == layer_saved_bytes(
             hw.Attention(spec, backend=profile).to(dtype), x, z
         ), profile
@@ -146,30 +148,30 @@ def test_every_part_saves_the_bytes_of_its_formula(name):
 
 def test_query_blocks_save_the_inputs_of_the_core():
     b, s, spec = 2, 150, hw.design(preset="entmax", model=6, heads=2, dim=3, modifiers=())
-    memory = hw.layer_activation_memory(spec, load(b, s), "chunked")
+    memory = hw.costs.layer_activation_memory(spec, load(b, s), "chunked")
     assert memory.total == layer_saved_bytes(
         hw.Attention(spec, backend="chunked"), torch.randn(b, s, 6, requires_grad=True)
     )
-    assert hw.layer_activation_memory(spec, load(b, 128), "chunked") == hw.layer_activation_memory(
-        spec, load(b, 128), "dense"
-    )  # one block
+    assert hw.costs.layer_activation_memory(
+        spec, load(b, 128), "chunked"
+    ) == hw.costs.layer_activation_memory(spec, load(b, 128), "dense")  # one block
 
 
 def test_weight_dropout_keeps_a_mask_of_the_cpu_and_one_byte_elsewhere():
-    spec = hw.design(model=8, heads=2, modifiers=(hw.WeightDropout(0.5),))
+    spec = hw.design(model=8, heads=2, modifiers=(hw.parts.WeightDropout(0.5),))
     without, b, s = hw.design(model=8, heads=2), 3, 7
     layer = hw.Attention(spec, backend="dense").train()
-    cpu = hw.layer_activation_memory(spec, load(b, s), "dense")
+    cpu = hw.costs.layer_activation_memory(spec, load(b, s), "dense")
     assert cpu.total == layer_saved_bytes(layer, torch.randn(b, s, 8, requires_grad=True))
     assert (
-        cpu.total - hw.layer_activation_memory(without, load(b, s), "dense").total
+        cpu.total - hw.costs.layer_activation_memory(without, load(b, s), "dense").total
         == b * 2 * s * s * 4
     )
     with pytest.raises(
         hw.SpecError,
         match=r"needs dropout on weights, which only chunked and dense apply.*profile='dense'",
     ):
-        hw.layer_activation_memory(spec, load(b, s), "sdpa")
+        hw.costs.layer_activation_memory(spec, load(b, s), "sdpa")
 
 
 # --- blocks and models, held to plain modules -----------------------------------------------------
@@ -194,19 +196,22 @@ def test_a_gpt_block(dtype):
     block = bp.BlockSpec(hw.design(model=h, heads=a), feed=bp.FeedForwardSpec(4 * h, bias="ud"))
     plain, x = Gpt(h, a).to(dtype), torch.randn(b, s, h, dtype=dtype, requires_grad=True)
     assert bytes_saved_by(lambda: plain(x), *plain.parameters()) == formula
-    at, way = load(b, s, dtype), hw.ActivationSettings("sdpa")
+    at, way = load(b, s, dtype), hw.costs.ActivationSettings("sdpa")
     assert block_activation_memory(block, h, at, way).total == formula
     dense = each * (16 * b * s * h + b * a * s * s) + 4 * b * s * each
     more = 4 * b * a * s * s + 2 * s * s  # in single precision as well, and the masks: see above
     assert (
-        block_activation_memory(block, h, at, hw.ActivationSettings("dense")).total == dense + more
+        block_activation_memory(block, h, at, hw.costs.ActivationSettings("dense")).total
+        == dense + more
     )
     dropped = Gpt(h, a, 0.5).to(dtype)
     two = bytes_saved_by(lambda: dropped(x), *dropped.parameters()) - formula
     assert two == 2 * b * s * h * each  # of the CPU masks are as wide as numbers
     inside = 4 * b * s * h * each  # what a feed-forward of ours drops inside besides
     assert (
-        block_activation_memory(block, h, at, hw.ActivationSettings("sdpa", dropout=0.5)).total
+        block_activation_memory(
+            block, h, at, hw.costs.ActivationSettings("sdpa", dropout=0.5)
+        ).total
         == formula + two + inside
     )
 
@@ -216,7 +221,7 @@ def test_the_two_published_constants_fall_out():
     b, s, h, a = 3, 7, 24, 4
     block = bp.BlockSpec(hw.design(model=h, heads=a), feed=bp.FeedForwardSpec(4 * h, bias="ud"))
     memory = block_activation_memory(
-        block, h, load(b, s, torch.bfloat16), hw.ActivationSettings("flash-cuda", dropout=0.1)
+        block, h, load(b, s, torch.bfloat16), hw.costs.ActivationSettings("flash-cuda", dropout=0.1)
     )
     small = (
         4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h
@@ -260,7 +265,7 @@ def test_a_llama_block(dtype):
         bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms")),
         d,
         load(b, s, dtype),
-        hw.ActivationSettings("sdpa"),
+        hw.costs.ActivationSettings("sdpa"),
     )
     turns = sum(term.value for term in memory.terms if "rotary" in term.name)
     assert turns == 8 * s * k  # a cosine and a sine of every channel; rounded, once for either side
@@ -282,7 +287,7 @@ def test_the_tail_of_a_language_model():
         "decoder", h, [], embedding=bp.EmbeddingSpec(vocab), norm=bp.NormSpec()
     )
     model = bp.ModelSpec("tail", "decoder", (stack,), (bp.OutputHeadSpec("tokens", vocab),))
-    assert hw.activation_memory(model, load(b, s)).total == measured
+    assert hw.costs.activation_memory(model, load(b, s)).total == measured
 
 
 FORMS = {
@@ -355,13 +360,13 @@ def test_checkpoints_of_a_whole_model():
     gpt = hw.families.read_model_spec(
         {"model_type": "gpt2", "n_layer": 5, "n_embd": 24, "n_head": 4, "vocab_size": 31}
     )
-    at, way = load(3, 7), hw.ActivationSettings("sdpa", "block")
+    at, way = load(3, 7), hw.costs.ActivationSettings("sdpa", "block")
     every, stored = (
-        hw.activation_memory(gpt, at, hw.ActivationSettings("sdpa")).total,
-        hw.activation_memory(gpt, at, way).total,
+        hw.costs.activation_memory(gpt, at, hw.costs.ActivationSettings("sdpa")).total,
+        hw.costs.activation_memory(gpt, at, way).total,
     )
     block = block_activation_memory(
-        gpt.stacks[0].layers[0], 24, at, hw.ActivationSettings("sdpa")
+        gpt.stacks[0].layers[0], 24, at, hw.costs.ActivationSettings("sdpa")
     ).total
     assert every - stored == 5 * (block - 4 * 3 * 7 * 24)
     assert peak_activation_memory(gpt, at, way) == stored + block - 4 * 3 * 7 * 24
@@ -370,13 +375,13 @@ def test_checkpoints_of_a_whole_model():
 def test_long_workloads_stay_exact_and_larger_ones_are_refused():
     batch, tokens = 2**10, 2**20
     spec = hw.design(model=512, heads=8)
-    memory = hw.layer_activation_memory(spec, hw.Workload(batch, tokens, "bf16"), "sdpa")
+    memory = hw.costs.layer_activation_memory(spec, hw.Workload(batch, tokens, "bf16"), "sdpa")
     assert memory.total == 2 * 5 * batch * tokens * 512 + 4 * batch * 8 * tokens
     window = hw.design(model=512, heads=8, pattern="window(5)")
-    masked = hw.layer_activation_memory(window, hw.Workload(batch, tokens, "bf16"), "sdpa")
+    masked = hw.costs.layer_activation_memory(window, hw.Workload(batch, tokens, "bf16"), "sdpa")
     assert masked.total - memory.total == 2 * tokens**2
     with pytest.raises(hw.SpecError, match="larger than torch supports; use fewer"):
-        hw.layer_activation_memory(spec, hw.Workload(2**62, 2**62, "bf16"), "sdpa")
+        hw.costs.layer_activation_memory(spec, hw.Workload(2**62, 2**62, "bf16"), "sdpa")
 
 
 def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
@@ -386,39 +391,41 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
             torch.randn(1, tokens, 8, requires_grad=True),
         )
         layer = hw.Attention(spec, backend="sdpa")
-        assert hw.layer_activation_memory(spec, load(1, tokens), "sdpa").total == layer_saved_bytes(
-            layer, x
-        )
-    short = hw.design(model=8, heads=2, modifiers=(hw.Learned(length=1),))
+        assert hw.costs.layer_activation_memory(
+            spec, load(1, tokens), "sdpa"
+        ).total == layer_saved_bytes(layer, x)
+    short = hw.design(model=8, heads=2, modifiers=(hw.parts.LearnedScores(length=1),))
     result = layer_saved_bytes(
         hw.Attention(short, backend="dense"), torch.randn(3, 1, 8, requires_grad=True)
     )
-    assert hw.layer_activation_memory(short, load(3, 1), "dense").total == result
+    assert hw.costs.layer_activation_memory(short, load(3, 1), "dense").total == result
     with pytest.raises(ValueError, match="knows no position 1"):
-        hw.layer_activation_memory(short, load(3, 2), "dense")
+        hw.costs.layer_activation_memory(short, load(3, 2), "dense")
 
 
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda s, at: hw.layer_activation_memory(s, at, "spda"), "did you mean 'sdpa'"),
+        (lambda s, at: hw.costs.layer_activation_memory(s, at, "spda"), "did you mean 'sdpa'"),
         (
-            lambda s, at: hw.layer_activation_memory(s, at, checkpoint="blok"),
+            lambda s, at: hw.costs.layer_activation_memory(s, at, checkpoint="blok"),
             "did you mean 'block'",
         ),
         (
-            lambda s, at: hw.layer_activation_memory(s, at, "sdpa", checkpoint="core"),
+            lambda s, at: hw.costs.layer_activation_memory(s, at, "sdpa", checkpoint="core"),
             "use one of block, none",
         ),
-        (lambda s, at: hw.layer_activation_memory(s, at, source=3), "reads no source"),
+        (lambda s, at: hw.costs.layer_activation_memory(s, at, source=3), "reads no source"),
         (
-            lambda s, at: hw.activation_memory(s, at, hw.ActivationSettings(dropout=0.1)),
+            lambda s, at: hw.costs.activation_memory(
+                s, at, hw.costs.ActivationSettings(dropout=0.1)
+            ),
             "a layer alone has none",
         ),
-        (lambda s, at: hw.ActivationSettings(dropout=1.0), "dropout must be at least 0"),
-        (lambda s, at: hw.ActivationSettings(source=0), "source must be a whole number"),
+        (lambda s, at: hw.costs.ActivationSettings(dropout=1.0), "dropout must be at least 0"),
+        (lambda s, at: hw.costs.ActivationSettings(source=0), "source must be a whole number"),
         (
-            lambda s, at: hw.layer_activation_memory(hw.design(preset="dcmha"), at, "sdpa"),
+            lambda s, at: hw.costs.layer_activation_memory(hw.design(preset="dcmha"), at, "sdpa"),
             "use profile='dense'",
         ),
     ],

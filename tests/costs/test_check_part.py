@@ -16,7 +16,7 @@ from headwise.attention.interfaces import Part, ScoreStep
 from headwise.attention.interfaces.core_types import AxisLayout, Param
 from headwise.attention.interfaces.part import part
 from headwise.attention.parts.initialisers import zeros_init
-from headwise.costs.part_checks import CHECKS, CheckResult, measure_error
+from headwise.costs.part_checks import CHECKS, CheckResult, PartReport, measure_error
 from support.own_parts import forget_parts
 
 pytestmark = pytest.mark.lengthy
@@ -29,22 +29,22 @@ def forgotten() -> Iterator[None]:
         yield
 
 
-def failed(report: hw.part_checks.PartReport) -> set[str]:
+def failed(report: PartReport) -> set[str]:
     return {result.name for result in report.results if result.outcome == "failed"}
 
 
 # --- Parts that keep the contract -----------------------------------------------------------------
 
 KEEP = {
-    "project": lambda: hw.Overlapping(overlap=1),
-    "similarity": lambda: hw.Gaussian(),
-    "normaliser": lambda: hw.SinkSoftmax(),
-    "merge": lambda: hw.SumHeads(),
-    "queries and keys": lambda: hw.Rotary(base=30.0),
-    "scores": lambda: hw.Shaw(reach=2),
-    "mix": lambda: hw.TalkingHeads(on="weights"),
-    "gate": lambda: hw.HeadGate(),
-    "outputs": lambda: hw.HeadNorm(),
+    "project": lambda: hw.parts.Overlapping(overlap=1),
+    "similarity": lambda: hw.parts.Gaussian(),
+    "normaliser": lambda: hw.parts.SinkSoftmax(),
+    "merge": lambda: hw.parts.SumMerge(),
+    "queries and keys": lambda: hw.parts.Rotary(base=30.0),
+    "scores": lambda: hw.parts.Shaw(reach=2),
+    "mix": lambda: hw.parts.TalkingHeads(on="weights"),
+    "gate": lambda: hw.parts.HeadGate(),
+    "outputs": lambda: hw.parts.HeadNorm(),
 }
 
 
@@ -80,7 +80,7 @@ def keeps() -> Part:
 
 def vectorised_form_differs() -> Part:
     @part
-    class Doubled(hw.TalkingHeads):
+    class Doubled(hw.parts.TalkingHeads):
         def mix(self, a_BHTS, from_query, from_key, p):
             return super().mix(a_BHTS, from_query, from_key, {"mixing": 2 * p["mixing"]})
 
@@ -111,7 +111,7 @@ def depends_on_the_number_of_queries() -> Part:
 
 def declares_no_dependencies() -> Part:
     @part
-    class Forgetful(hw.TalkingHeads):
+    class Forgetful(hw.parts.TalkingHeads):
         def required_score_heads(self, spec, heads):
             return heads
 
@@ -223,7 +223,7 @@ def test_the_report_is_a_table_and_plain_values():
 def test_a_report_depends_on_the_seed_alone_and_leaves_the_generator():
     state = torch.get_rng_state()
     first, other, again = (
-        hw.check_part(hw.Softcap(limit=2.0), seed=seed).data for seed in (1, 2, 1)
+        hw.check_part(hw.parts.Softcap(limit=2.0), seed=seed).data for seed in (1, 2, 1)
     )
     assert first == again
     assert first != other
@@ -231,10 +231,10 @@ def test_a_report_depends_on_the_seed_alone_and_leaves_the_generator():
 
 
 def test_specs_that_a_part_conflicts_with_are_listed():
-    report = hw.check_part(hw.Average())
+    report = hw.check_part(hw.parts.AverageNormaliser())
     assert report.passed
     assert len(report.impossible) + len(report.specs) >= 4
-    skipping = hw.check_part(hw.Sum())
+    skipping = hw.check_part(hw.parts.SumNormaliser())
     assert skipping.impossible
     assert f"not used   {skipping.impossible[0]}" in str(skipping)
     assert "use similarity FeatureMap()" in skipping.impossible[0]
@@ -244,7 +244,7 @@ def test_checks_that_do_not_apply_are_listed_with_the_reason():
     @part
     class Bidirectional(_Temperature):
         def conflicts(self, spec):
-            if spec.pattern == hw.Causal():
+            if spec.pattern == hw.patterns.Causal():
                 yield "Bidirectional needs future keys; use full()"
 
     report = hw.check_part(Bidirectional())
@@ -265,9 +265,9 @@ def test_what_is_no_part_is_refused():
         hw.SpecError,
         match=r"is not a part; give an object of a class with @part, such as Softcap\(\)",
     ):
-        hw.check_part(hw.Softcap)
+        hw.check_part(hw.parts.Softcap)
     with pytest.raises(hw.SpecError, match="is not a part"):
-        hw.check_part(hw.PI(factor=2.0))
+        hw.check_part(hw.parts.PositionInterpolation(factor=2.0))
 
     @part
     class Picky(_Temperature):

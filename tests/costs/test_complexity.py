@@ -100,7 +100,7 @@ def test_paths_are_as_long_as_walking_them(tokens, kernel, window):
     assert found["dilated convolution"].path == reached(
         tokens, lambda depth: range(0, kernel ** (depth + 1), kernel**depth)
     )
-    pattern = hw.Window(window)
+    pattern = hw.patterns.Window(window)
     near = [step for step in range(tokens) if pattern.allows(tokens, tokens - step)]
     assert found["sliding window"].path == reached(tokens, lambda _: near)
     assert (found["self-attention"].path, found["self-attention"].serial) == (1, 1)

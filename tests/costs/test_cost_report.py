@@ -20,8 +20,8 @@ V3 = hw.design(
     heads=128,
     dim=128,
     pattern="causal",
-    project=hw.Latent(rank=512, rope=64, query_rank=1536),
-    modifiers=(hw.Rotary(pairs="interleaved"),),
+    project=hw.parts.MLAProjection(rank=512, rope=64, query_rank=1536),
+    modifiers=(hw.parts.Rotary(pairs="interleaved"),),
 )
 
 

@@ -68,7 +68,7 @@ def test_the_table_and_the_document_say_what_is_missing(capsys: pytest.CaptureFi
             cost({"gpt3": GPT3, "gpt2": read_model_spec("gpt2")}, hw.Workload(context=1024))
         ).split()
     )
-    assert "decode, least time too large" in table
+    assert "decode, lower bound too large" in table
     needed = WEIGHTS + 1024 * TOKEN
     missing = (
         f"weights and cache need {needed / 1e9:,.2f} GB, {(needed - 141e9) / 1e9:,.2f} GB "

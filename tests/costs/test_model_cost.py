@@ -284,7 +284,9 @@ def test_a_fused_core_forms_its_scores_once_more():
     fused = estimate_cost(spec, hw.Workload(context=64))
     around = 2 * fused.counted_flops["backward"] - 2 * 2 * 2 * 64**2 * 2 * 12
     assert 2 * fused.executed_flops["backward"] == around + 2 * 2 * 2 * 64**2 * (3 * 5 + 2 * 7)
-    mixed = estimate_cost(replace(spec, modifiers=(hw.TalkingHeads(),)), hw.Workload(context=64))
+    mixed = estimate_cost(
+        replace(spec, modifiers=(hw.parts.TalkingHeads(),)), hw.Workload(context=64)
+    )
     assert mixed.executed_flops["backward"] == mixed.counted_flops["backward"]
 
 
@@ -333,7 +335,7 @@ def test_blocks_are_summed_as_they_are(pattern, first, queries, keys):
     ],
 )
 def test_many_blocks_are_summed_as_a_few(value):
-    pattern = hw.masking.patterns.parse_pattern(value)
+    pattern = hw.patterns.parse_pattern(value)
     for args, item in (((0, 5000), 5000), ((100, 7000), 7000), ((0, 3000), 100), ((0, 3000), 9000)):
         every = split_queries(pattern, range(*args), range(item))
         assert sum_block_pairs(pattern, range(*args), range(item)) == sum(
@@ -381,7 +383,10 @@ def test_layers_that_are_equal_are_one_term():
 
 def test_terms_have_formulas():
     result = costs.flops.CostBreakdown.from_repeated_items(
-        [("a", SymbolicInt.of(3, "x") + 1, 1), ("a", SymbolicInt.of(3, "x") + 1, 1)]
+        [
+            ("a", SymbolicInt.with_formula(3, "x") + 1, 1),
+            ("a", SymbolicInt.with_formula(3, "x") + 1, 1),
+        ]
     )
     assert result.terms[0].formula == "2 · (x + 1)"
     shared = [
@@ -581,7 +586,7 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
 def test_a_backend_that_keeps_scores_forms_none_again():
     job = backends.CallSignature(hw.design(model=6, heads=2), hw.design(model=6, heads=2).core)
     values = {
-        name: backends.recomputed_flops(one, job, hw.CallSize(1, 200, 200, 200), 100)
+        name: backends.recomputed_flops(one, job, hw.costs.CallSize(1, 200, 200, 200), 100)
         for name, one in backends.BACKENDS.items()
     }
     assert values == dict.fromkeys(backends.BACKENDS, 50) | {

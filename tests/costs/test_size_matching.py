@@ -74,7 +74,7 @@ def test_products_are_matched_to_the_nearest_of_all_widths():
         (GQA, "kv", 8),
         (GQA, "dim", 256),
         (hw.design(preset="mla", model=512, heads=8), "project.rank", 2 * 512 - 64),
-        (replace(MHA, pattern=hw.Window(7)), "pattern.keys", 700),
+        (replace(MHA, pattern=hw.patterns.Window(7)), "pattern.keys", 700),
         (hw.design(model=512, heads=8, kv=1, pattern="window(700)"), "dim", 512),
     ],
     ids=["kv", "dim", "latent", "window", "ring"],
@@ -139,7 +139,7 @@ def test_dependent_sizes_follow():
     assert with_size(PRESETS["mohsa"], "dim", 10).heads.vdim == 12
     assert with_size(PRESETS["mohsa"], "project.overlap", 3).heads.vdim == 16 + 6
     assert with_size(hw.design(model=96, heads=6, vdim=5), "dim", 10).heads.vdim == 5
-    assert with_size(PRESETS["dcmha"], "dynamic_2.rank", 5).modifiers[-1].rank == 5
+    assert with_size(PRESETS["dcmha"], "dynamic_composition_2.rank", 5).modifiers[-1].rank == 5
     assert with_size(GQA, "kv", 2) is GQA
 
 

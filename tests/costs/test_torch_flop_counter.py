@@ -105,7 +105,7 @@ def test_gradients_under_the_fused_kernel(preset):
     """Five products backwards instead of four (2205.14135)."""
     spec = hw.design(preset=preset, model=32, heads=4)
     x = torch.randn(B, S, 32, requires_grad=True)
-    layer, work = hw.Attention(spec, backend="sdpa"), hw.CallSize(B, S, S, S)
+    layer, work = hw.Attention(spec, backend="sdpa"), hw.costs.CallSize(B, S, S, S)
     with flop_counter() as counted:
         y = layer(x)
         ahead = counted.get_total_flops()
@@ -135,9 +135,9 @@ def more(spec: hw.AttentionSpec) -> tuple[int, int]:
     ).total, watch.total_bytes
 
 
-def work_of(spec: hw.AttentionSpec) -> hw.CallSize:
+def work_of(spec: hw.AttentionSpec) -> hw.costs.CallSize:
     keys = cases.TOKENS if spec.source is None else cases.SOURCE
-    return hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
+    return hw.costs.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
 
 
 @pytest.mark.parametrize("name", list(cases.EXAMPLES)[1::4])
@@ -146,16 +146,20 @@ def test_checkpoints_recompute_and_save_the_counted_amounts(name):
     done, values = more(spec)
     source = None if spec.source is None else cases.SOURCE
     load = hw.Workload(cases.BATCH, cases.TOKENS, "fp32", "cpu")
-    settings = hw.ActivationSettings(checkpoint="block", source=source)
+    settings = hw.costs.ActivationSettings(checkpoint="block", source=source)
     assert recompute_flops(spec, load, settings).total == done
-    memory = hw.layer_activation_memory(spec, load, "dense", checkpoint="block", source=source)
+    memory = hw.costs.layer_activation_memory(
+        spec, load, "dense", checkpoint="block", source=source
+    )
     assert memory.total == values
 
 
 def test_another_kind_of_checkpoint_is_refused():
     with pytest.raises(hw.SpecError, match="did you mean 'block'"):
         recompute_flops(
-            hw.design(model=8, heads=2), hw.Workload(), hw.ActivationSettings(checkpoint="blck")
+            hw.design(model=8, heads=2),
+            hw.Workload(),
+            hw.costs.ActivationSettings(checkpoint="blck"),
         )
 
 
@@ -206,6 +210,6 @@ def test_a_checkpointed_block_does_all_but_the_last_product_again(place, dropout
     model = bp.ModelSpec(
         "three", "decoder", (bp.StackSpec.from_blocks("decoder", 12, [described] * layers),)
     )
-    way = hw.ActivationSettings("dense", "block", dropout)
+    way = hw.costs.ActivationSettings("dense", "block", dropout)
     assert recompute_flops(model, hw.Workload(B, S), way).total == done
     assert recompute_flops(model, hw.Workload(B, S)).total == 0

@@ -97,12 +97,12 @@ def described(name: str) -> hw.model_spec.ModelSpec:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_saves_the_bytes_of_its_formula(name, dtype, dropout):
     model, load = described(name), hw.Workload(BATCH, TOKENS, dtype, "cpu")
-    way = hw.ActivationSettings(
+    way = hw.costs.ActivationSettings(
         backend_profile(model, dtype),
         dropout=dropout,
         source=SOURCE if len(described(name).stacks) > 1 else None,
     )
-    assert hw.activation_memory(model, load, way).total == model_saved_bytes(
+    assert hw.costs.activation_memory(model, load, way).total == model_saved_bytes(
         model, DTYPES[dtype], way
     )
 
@@ -112,9 +112,9 @@ def test_a_model_with_checkpoints_keeps_the_inputs_of_its_blocks(name):
     model, load, way = (
         described(name),
         hw.Workload(BATCH, TOKENS, "fp32", "cpu"),
-        hw.ActivationSettings("dense", "block"),
+        hw.costs.ActivationSettings("dense", "block"),
     )
-    assert hw.activation_memory(model, load, way).total == model_saved_bytes(
+    assert hw.costs.activation_memory(model, load, way).total == model_saved_bytes(
         model, torch.float32, way
     )
 
@@ -134,7 +134,7 @@ def test_a_checkpointed_model_recomputes_the_flops_of_its_formula(name, dropout)
         with FlopCounterMode(display=False) as counted:
             net(torch.randint(1, 61, (BATCH, TOKENS))).sum().backward()
         totals[checkpointing] = counted.get_total_flops()
-    way = hw.ActivationSettings("dense", "block", dropout)
+    way = hw.costs.ActivationSettings("dense", "block", dropout)
     done = recompute_flops(model, hw.Workload(BATCH, TOKENS, "fp32", "cpu"), way).total
     assert done == totals["block"] - totals["none"]
 
@@ -171,16 +171,17 @@ def test_the_document_has_the_same_numbers(capsys, checkpoint):
     )
     gqa = json.loads(out)["training"]["gqa"]
     spec, load = hw.design(preset="gqa", model=64, heads=4), hw.Workload(2, 32)
-    way = hw.ActivationSettings("dense", checkpoint)
+    way = hw.costs.ActivationSettings("dense", checkpoint)
     assert code == 0
     assert (gqa["profile"], gqa["checkpoint"], gqa["dropout"]) == ("dense", checkpoint, 0.0)
     assert (
         gqa["kept_bytes"]
-        == hw.activation_memory(spec, load, way).total
+        == hw.costs.activation_memory(spec, load, way).total
         == sum(term["value"] for term in gqa["terms"])
     )
     assert (
-        gqa["peak_bytes"] == hw.activation_memory(spec, load, hw.ActivationSettings("dense")).total
+        gqa["peak_bytes"]
+        == hw.costs.activation_memory(spec, load, hw.costs.ActivationSettings("dense")).total
     )
     assert gqa["recomputed_flops"] == recompute_flops(spec, load, way).total
     assert (gqa["recomputed_flops"] > 0) == (checkpoint != "none")

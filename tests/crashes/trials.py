@@ -80,7 +80,7 @@ class Baseline(NamedTuple):
     """Runs without a fault: an older output, a newer one, that one written again, and the run that
     wrote the last.
 
-    Files that differ between the last two, such as a proof with times, are compared by their
+    Files that differ between the last two, such as a verification report with times, are compared by their
     length.
     """
 
@@ -91,7 +91,7 @@ class Baseline(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The exit code: 1 is a proof that does not hold."""
+        """The exit code: 1 is a verification report that does not hold."""
         return self.run.code
 
 

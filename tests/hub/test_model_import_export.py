@@ -351,10 +351,10 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
 def test_a_tokenizer_without_an_unknown_token_is_read(tmp_path: Path):
     """It has nothing to say of words it does not know."""
     net = built(LLAMA)
-    net.usage = bp.ProcessorSpec(before=(2,), tokenizer=CharVocabulary("0123456789\n").document)
+    net.usage = bp.ProcessorSpec(prefix_ids=(2,), tokenizer=CharVocabulary("0123456789\n").document)
     hw.export(net, tmp_path / "f")
     usage = hw.load(tmp_path / "f").usage
-    assert (usage.before, usage.behind) == ((2,), ())
+    assert (usage.prefix_ids, usage.suffix_ids) == ((2,), ())
     assert Tokenizer.from_str(usage.tokenizer or "").encode("90").ids == [2, 10, 1]
 
 
@@ -448,7 +448,7 @@ def described(spec: hw.AttentionSpec, **options: Any) -> bp.ModelSpec:
 
 
 def attention(*modifiers: Any, **options: Any) -> hw.AttentionSpec:
-    turns = options.pop("turns", (hw.Rotary(),))
+    turns = options.pop("turns", (hw.parts.Rotary(),))
     return hw.design(
         **({"model": MODEL, "heads": HEADS, "kv": KV, "pattern": "causal()"} | options),
         modifiers=(*turns, *modifiers),
@@ -461,28 +461,28 @@ UNSAID: dict[str, tuple[bp.ModelSpec, str]] = {
         "layers.0.attention.pattern = .. 'causal()', mine 'win",
     ),
     "modifier": (
-        described(attention(hw.HeadGate())),
+        described(attention(hw.parts.HeadGate())),
         "the number of stacks.0.layers.0.attention.modifiers = 1, mine 2",
     ),
     "pairs": (
-        described(attention(turns=(hw.Rotary(pairs="interleaved"),))),
+        described(attention(turns=(hw.parts.Rotary(pairs="interleaved"),))),
         "modifiers.0.pairs = the default, mine 'interl",
     ),
     "part": (
-        described(attention(turns=(hw.Rotary(dims=2),))),
+        described(attention(turns=(hw.parts.Rotary(dims=2),))),
         "modifiers.0.dims = the default, mine 2",
     ),
     "bent": (
-        described(attention(turns=(hw.Rotary(scaling=hw.NTK()),))),
+        described(attention(turns=(hw.parts.Rotary(scaling=hw.parts.NTKScaling()),))),
         "modifiers.0.scaling = the default, mine",
     ),
     "no turn": (described(attention(turns=())), "modifiers"),
     "bias": (described(attention(bias="v")), "project.bias"),
     "scale": (
-        described(attention(similarity=hw.Dot(scale=0.3))),
+        described(attention(similarity=hw.parts.DotProduct(scale=0.3))),
         "similarity.scale = the default, mine 0.3",
     ),
-    "sink": (described(attention(normaliser=hw.SinkSoftmax())), "normaliser"),
+    "sink": (described(attention(normaliser=hw.parts.SinkSoftmax())), "normaliser"),
     "placement": (
         described(attention(), placement="sandwich"),
         "placement = the default, mine 'sandwich'",

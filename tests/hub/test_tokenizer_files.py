@@ -14,7 +14,7 @@ from headwise.hub.transformers_loading import attach_tokenizer, read_processor
 from headwise.models import model_spec as bp
 from headwise.models.generation import encode_text, load_tokenizers
 from headwise.surgery.verification.efficiency import TimingOptions
-from headwise.surgery.verification.proof import ProofOptions, prove
+from headwise.surgery.verification.verify import VerificationOptions, verify
 from support.llama2c_tokenizer import FIRST, reference_tokenize
 from support.pruned_models import build_model, make_model_spec
 from support.stories_model import make_tokenizer
@@ -81,7 +81,7 @@ def test_special_ids_outside_the_vocabulary_are_left_out(key, value, tmp_path):
     config = model_config("gpt2", n_embd=8, n_head=2, n_layer=1, vocab_size=9, eos_token_id=8)
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     usage = read_processor(tmp_path, hw.families.read_model_spec(config))
-    assert usage.end == {"pad_token_id": (8,)}.get(key, (2,) if isinstance(value, list) else ())
+    assert usage.eos == {"pad_token_id": (8,)}.get(key, (2,) if isinstance(value, list) else ())
 
 
 def test_a_tokenizer_that_gives_tokens_one_id_is_refused(tmp_path):
@@ -106,7 +106,7 @@ def test_a_document_is_read_as_it_is_meant(tmp_path):
     make_tokenizer(pieces).save(str(tmp_path / "tokenizer.json"))
     net = wordless(len(pieces))
     attach_tokenizer(net, str(tmp_path / "tokenizer.json"))
-    assert net.usage.before == (1,)
+    assert net.usage.prefix_ids == (1,)
     assert encode_text(net, "ab ba") == [1, *reference_tokenize(pieces, "ab ba")]
     small = wordless(len(pieces) - 1)
     with pytest.raises(ValueError, match="knows 263 tokens, the model 262"):
@@ -135,19 +135,19 @@ def test_a_long_text_is_split():
     from headwise.observe.head_analysis.annotated_examples import examples_from_lines
 
     sources = examples_from_lines(net, ["The cat sat.", "A dog ran over all there."])
-    proof = prove(
+    verification = verify(
         net,
         net,
         sources.examples_with_frequencies(),
-        ProofOptions("Nothing.", timing=QUICK, notes=sources.notes),
+        VerificationOptions("Nothing.", timing=QUICK, notes=sources.notes),
     )
-    assert proof.notes == ("lines split because they are longer than the model takes: 1",)
-    assert proof.savings.length == 20
+    assert verification.notes == ("lines split because they are longer than the model takes: 1",)
+    assert verification.savings.length == 20
 
 
 def test_translations_are_scored_against_their_references():
     net = build_model(make_model_spec("encoder-decoder", words=256))
-    net.usage = hw.ProcessorSpec(begin=(1,), end=(2,))
+    net.usage = hw.ProcessorSpec(bos=(1,), eos=(2,))
     attach_tokenizer(net, "bytes")
     sources = hw.ExampleReader(net)
     for source, text in (
@@ -156,10 +156,10 @@ def test_translations_are_scored_against_their_references():
         ("a bird", "ein Vogel"),
     ):
         sources.add_text(source, text)
-    proof = prove(
-        net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK)
+    verification = verify(
+        net, net, sources.examples_with_frequencies(), VerificationOptions("Nothing.", timing=QUICK)
     )
-    bleu = proof.quality.row("BLEU")
+    bleu = verification.quality.row("BLEU")
     assert bleu.before.value == bleu.after.value
     assert bleu.change.value == 0.0
     assert 0 <= bleu.after.value < 20

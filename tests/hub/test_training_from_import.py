@@ -56,7 +56,7 @@ def text(tmp_path: Path) -> Path:
 
 def model(rows: int) -> hw.Transformer:
     net = hw.build(hw.families.read_model_spec(CONFIG | {"vocab_size": rows}), seed=0)
-    net.usage = ProcessorSpec(before=(0,), end=(0,), tokenizer=WORDS.document)
+    net.usage = ProcessorSpec(prefix_ids=(0,), eos=(0,), tokenizer=WORDS.document)
     return net
 
 
@@ -94,7 +94,7 @@ def test_a_folder_of_transformers_is_gone_on_with(
     assert read_lines(tmp_path / "out" / "metrics.jsonl")[0]["task"]["tokens"] == str(
         tmp_path / "f" / "tokenizer.json"
     )
-    assert (after.usage.before, after.usage.end) == ((0,), (0,))
+    assert (after.usage.prefix_ids, after.usage.eos) == ((0,), (0,))
     assert (
         Tokenizer.from_str(after.usage.tokenizer or "").get_vocab()
         == Tokenizer.from_str(WORDS.document).get_vocab()
@@ -115,7 +115,7 @@ def test_given_tokens_replace_those_of_the_folder(text: Path, tmp_path: Path):
         "task.tokens=bytes",
     ]
     assert main(["train", str(text), *result]) == 0
-    assert hw.load(tmp_path / "out").usage.before == ()
+    assert hw.load(tmp_path / "out").usage.prefix_ids == ()
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def multiply_tokens(num_tokens: int, x: Tensor, y: Tensor) -> None:
         matrices=matrix_table([matrix]),
     )
     args.tensors += [matrix]
-    linear.GEMV_KERNELS.run("gemv", x.dtype, args, 1)
+    linear.GEMV_KERNELS.run_kernel("gemv", x.dtype, args, 1)
 
 
 def read_behind_end(place: Place) -> None:

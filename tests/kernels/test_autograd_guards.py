@@ -57,7 +57,7 @@ def test_a_checkpoint_changes_no_gradient(preset, again):
 
 def test_hooks_of_parameters_are_called_once():
     layer = hw.Attention(
-        hw.design(model=16, heads=4, modifiers=(hw.TalkingHeads(),)), backend="chunked"
+        hw.design(model=16, heads=4, modifiers=(hw.parts.TalkingHeads(),)), backend="chunked"
     ).double()
     x = torch.randn(2, LONG, 16, dtype=torch.float64)
     found = []
@@ -78,7 +78,7 @@ def test_hooks_of_parameters_are_called_once():
 @pytest.mark.parametrize("kind", ["fixed", "learned"])
 def test_torch_func_has_slopes_of_slopes_of_entmax(kind, count):
     layer = hw.Attention(
-        hw.design(model=16, heads=4, pattern="causal", normaliser=hw.Entmax(kind=kind))
+        hw.design(model=16, heads=4, pattern="causal", normaliser=hw.parts.Entmax(kind=kind))
     ).double()
     x, way, step = torch.randn(3, 1, count, 16, dtype=torch.float64)
 

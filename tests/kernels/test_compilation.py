@@ -48,7 +48,7 @@ def results(spec, dtype):
             yield layer(x[:, 69:], cache=cache)
 
 found = {}
-for turn, name in enumerate(sys.argv[2:] or hw.presets.PRESETS):
+for turn, name in enumerate(sys.argv[2:] or hw.PRESETS):
     options = {} if name in ("bigbird", "longformer", "mohsa", "average") else {"pattern": "causal"}
     torch.manual_seed(1)
     try:
@@ -157,13 +157,13 @@ from headwise.kernels.row_normalisers import SOFTMAX_KERNELS as KERNELS
 
 torch.manual_seed(0)
 s, allowed = torch.randn(1, 2, 70, 70), torch.rand(1, 1, 70, 70) < 0.7
-plain = hw.Softmax().normalise(s, allowed, {})
-first = hw.Softmax().fused_normalise(s, allowed, {})
+plain = hw.parts.Softmax().normalise(s, allowed, {})
+first = hw.parts.Softmax().fused_normalise(s, allowed, {})
 assert torch.equal(first, plain), "the first call waits for no kernel"
 (task, process), = STATE.running.items()
 assert not KERNELS.compiled_functions
 assert process.wait(240) == 0
-then = hw.Softmax().fused_normalise(s, allowed, {})
+then = hw.parts.Softmax().fused_normalise(s, allowed, {})
 assert KERNELS.compiled_functions and KERNELS.compiled_functions["softmax", torch.float32].cache_hits == 1
 assert not torch.equal(then, plain), "the kernel sums in another order"
 torch.save(then, sys.argv[1])
@@ -176,7 +176,7 @@ def test_torch_operations_run_while_a_process_compiles_the_kernel(tmp_path):
     torch.manual_seed(0)
     s, allowed = torch.randn(1, 2, 70, 70), torch.rand(1, 1, 70, 70) < 0.7
     assert torch.equal(
-        torch.load(tmp_path / "auto.pt"), hw.Softmax().fused_normalise(s, allowed, {})
+        torch.load(tmp_path / "auto.pt"), hw.parts.Softmax().fused_normalise(s, allowed, {})
     )
 
 
@@ -420,5 +420,5 @@ def test_without_the_openmp_runtime_kernels_run_in_one_thread(monkeypatch: pytes
     monkeypatch.setattr(launch, "OPENMP_RUNTIME", None)
     kernels = KernelSet("docs", {})
     kernels.compiled_functions["one", None] = SimpleNamespace(ctypes=addresses.append)
-    kernels.run("one", None, SimpleNamespace(address=7), 4)
+    kernels.run_kernel("one", None, SimpleNamespace(address=7), 4)
     assert (addresses, launch.max_threads()) == ([7], 1)

@@ -20,7 +20,7 @@ from headwise.kernels.flash_attention import (
     count_executed_pairs,
     gathered_attention,
 )
-from support import layer_cases as cases, takeover
+from support import crossover, layer_cases as cases
 from support.layer_cases import base, check_close
 from support.layer_checks import torch_flops
 
@@ -448,7 +448,8 @@ def unsupported_text(job: dict | None = None, **words) -> str:
     ],
 )
 @pytest.mark.parametrize(
-    "words", [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.Rotary(),)}]
+    "words",
+    [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.parts.Rotary(),)}],
 )
 def test_plain_heads_are_supported(job, words):
     assert unsupported_text(job, **words) == ""
@@ -457,11 +458,15 @@ def test_plain_heads_are_supported(job, words):
 @pytest.mark.parametrize(
     ("words", "job", "reason"),
     [
-        ({"modifiers": (hw.Alibi(),)}, {}, "nothing added"),
-        ({"normaliser": hw.SinkSoftmax()}, {}, "nothing added"),
-        ({"normaliser": hw.Sigmoid()}, {}, "needs softmax"),
-        ({"modifiers": (hw.TalkingHeads(),)}, {}, "mixes heads"),
-        ({"modifiers": (hw.WeightDropout(0.1),)}, {"training": True}, "needs dropout on weights"),
+        ({"modifiers": (hw.parts.Alibi(),)}, {}, "nothing added"),
+        ({"normaliser": hw.parts.SinkSoftmax()}, {}, "nothing added"),
+        ({"normaliser": hw.parts.Sigmoid()}, {}, "needs softmax"),
+        ({"modifiers": (hw.parts.TalkingHeads(),)}, {}, "mixes heads"),
+        (
+            {"modifiers": (hw.parts.WeightDropout(0.1),)},
+            {"training": True},
+            "needs dropout on weights",
+        ),
         ({"pattern": "window(9)"}, {}, "computes every score"),
         ({}, {"has_caller_mask": True}, "mask given by the caller"),
         ({}, {"single_query": True}, "more than one query per row"),
@@ -485,7 +490,7 @@ def test_executed_flops_are_those_torch_counts(words, count):
     layer = layer_of(torch.float32, **words)
     x, z = torch.randn(2, count, 10), torch.randn(2, 77, 13) if "source" in words else None
     keys = count if z is None else 77
-    work = hw.CallSize(2, count, keys, keys)
+    work = hw.costs.CallSize(2, count, keys, keys)
     core = flash_cpu.executed_flops(CallSignature(layer.spec, layer.spec.core), work)
     assert torch_flops(layer, x, source=z) == costs.executed_flops(layer.spec, work, core)
 
@@ -519,11 +524,11 @@ def test_the_kernel_is_preferred():
     order = [*BACKENDS]
     assert order.index("flash_cpu") == order.index("sdpa") - 1
     assert (
-        hw.why(spec, tokens=takeover.least("flash_cpu")).backend
+        hw.why(spec, tokens=crossover.least("flash_cpu")).backend
         == hw.why(spec, when=["grad", "training"]).backend
         == "flash_cpu"
     )
-    assert hw.why(spec, tokens=takeover.least("flash_cpu") - 1).backend == "sdpa"
+    assert hw.why(spec, tokens=crossover.least("flash_cpu") - 1).backend == "sdpa"
     assert hw.why(spec, dtype="bf16").backend == "bf16_matmul"
 
 

@@ -135,13 +135,16 @@ def test_threads_change_no_number():
         assert all(map(torch.equal, found[0], other))
 
 
-MIXED_HEADS = {"dim": 8, "modifiers": (hw.Dynamic(), hw.Dynamic(on="weights"))}
+MIXED_HEADS = {
+    "dim": 8,
+    "modifiers": (hw.parts.DynamicComposition(), hw.parts.DynamicComposition(on="weights")),
+}
 ROUNDED = [
     ("mixed", MIXED_HEADS, torch.float32),
-    ("1.5", {"normaliser": hw.Entmax()}, torch.bfloat16),
+    ("1.5", {"normaliser": hw.parts.Entmax()}, torch.bfloat16),
 ]
 ROUNDED += [
-    (str(alpha), {"normaliser": hw.Entmax(alpha=alpha)}, torch.float32)
+    (str(alpha), {"normaliser": hw.parts.Entmax(alpha=alpha)}, torch.float32)
     for alpha in (1.1, 1.25, 1.5, 1.75, 2.0)
 ]
 
@@ -351,7 +354,7 @@ def test_saved_bytes_grow_linearly_with_length():
     peaks = []
     for count in (512, 1024):
         layer = hw.Attention(
-            base(normaliser=hw.Entmax(kind="learned"), pattern="causal"), backend="chunked"
+            base(normaliser=hw.parts.Entmax(kind="learned"), pattern="causal"), backend="chunked"
         )
         recorded: list[int] = []
 
@@ -373,20 +376,24 @@ GATHERS = "does not read the values of keys with zero weight"
     [
         ({}, "float32", [GATHERS]),
         ({}, "bf16", [GATHERS]),
-        ({"normaliser": hw.Entmax(alpha=1.25)}, "bf16", []),
-        ({"normaliser": hw.Entmax(kind="learned")}, "float32", [GATHERS]),
-        ({"normaliser": hw.Entmax(kind="learned")}, "bf16", []),
-        ({"modifiers": (hw.TalkingHeads(),)}, "float32", [GATHERS]),
-        ({"modifiers": (hw.TalkingHeads(on="weights"),)}, "float32", []),
-        ({"modifiers": (hw.WeightDropout(0.1),)}, "float32", []),
-        ({"modifiers": (hw.ShawValues(3),)}, "float32", []),
-        ({"modifiers": (hw.Alibi(),)}, "float32", [GATHERS]),
-        ({"normaliser": hw.Softmax(), "modifiers": (hw.TalkingHeads(),)}, "float32", []),
+        ({"normaliser": hw.parts.Entmax(alpha=1.25)}, "bf16", []),
+        ({"normaliser": hw.parts.Entmax(kind="learned")}, "float32", [GATHERS]),
+        ({"normaliser": hw.parts.Entmax(kind="learned")}, "bf16", []),
+        ({"modifiers": (hw.parts.TalkingHeads(),)}, "float32", [GATHERS]),
+        ({"modifiers": (hw.parts.TalkingHeads(on="weights"),)}, "float32", []),
+        ({"modifiers": (hw.parts.WeightDropout(0.1),)}, "float32", []),
+        ({"modifiers": (hw.parts.ShawValues(3),)}, "float32", []),
+        ({"modifiers": (hw.parts.Alibi(),)}, "float32", [GATHERS]),
+        (
+            {"normaliser": hw.parts.Softmax(), "modifiers": (hw.parts.TalkingHeads(),)},
+            "float32",
+            [],
+        ),
     ],
     ids=str,
 )
 def test_why_reports_the_gathered_values(words, dtype, value):
-    reasons = hw.why(base(**{"normaliser": hw.Entmax(), **words}), dtype=dtype)
+    reasons = hw.why(base(**{"normaliser": hw.parts.Entmax(), **words}), dtype=dtype)
     assert reasons.call.notes["chunked"] == value
     assert reasons.call.notes["dense"] == []
     assert (GATHERS in " ".join(str(reasons).split())) == bool(value)
@@ -418,7 +425,11 @@ def test_gradients_of_keys_read_by_several_blocks_are_added_up(pattern):
         kv=2,
         vdim=5,
         pattern=pattern,
-        modifiers=(hw.Alibi(), hw.TalkingHeads(), hw.Dynamic(on="weights")),
+        modifiers=(
+            hw.parts.Alibi(),
+            hw.parts.TalkingHeads(),
+            hw.parts.DynamicComposition(on="weights"),
+        ),
     )
     layer, x = hw.Attention(spec).double(), numbers(2, 300, 10).requires_grad_()
     found = {}
@@ -429,7 +440,7 @@ def test_gradients_of_keys_read_by_several_blocks_are_added_up(pattern):
 
 
 def test_only_inputs_that_require_grad_get_gradients():
-    layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),)), backend="chunked").double()
+    layer = hw.Attention(base(modifiers=(hw.parts.TalkingHeads(),)), backend="chunked").double()
     x = numbers(2, 300, 10)
     layer.project["k"].requires_grad_(requires_grad=False)
     layer(x).sum().backward()
@@ -440,7 +451,7 @@ def test_only_inputs_that_require_grad_get_gradients():
 
 
 def test_recomputation_repeats_the_dropout_mask():
-    spec = base(modifiers=(hw.TalkingHeads(), hw.WeightDropout(0.5)))
+    spec = base(modifiers=(hw.parts.TalkingHeads(), hw.parts.WeightDropout(0.5)))
     layer, x = hw.Attention(spec, backend="chunked").double().train(), numbers(2, 300, 10)
     v, step = layer.project["v"], numbers(*layer.project["v"].shape) * 1e-3
 
@@ -463,7 +474,7 @@ def test_recomputation_repeats_the_dropout_mask():
 
 
 def test_recomputation_repeats_autocast(monkeypatch):
-    layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"))
+    layer = hw.Attention(base(modifiers=(hw.parts.TalkingHeads(),), pattern="causal"))
     x = torch.randn(2, 300, 10, requires_grad=True)
     found, casts, form = {}, list[bool](), dense.attend_all_pairs
     monkeypatch.setattr(
@@ -539,7 +550,7 @@ def test_tensors_of_a_block_are_freed_before_the_next():
     peaks = []
     for count in (512, 1024):
         layer = hw.Attention(
-            base(modifiers=(hw.TalkingHeads(),), pattern="causal"), backend="chunked"
+            base(modifiers=(hw.parts.TalkingHeads(),), pattern="causal"), backend="chunked"
         )
         y = layer(torch.randn(1, count, 10, requires_grad=True))
         with LargestTensor() as mode:
@@ -552,9 +563,9 @@ def test_tensors_of_a_block_are_freed_before_the_next():
 @pytest.mark.parametrize(
     "words",
     [
-        {"modifiers": (hw.Dynamic(), hw.Dynamic(on="weights"))},
-        {"normaliser": hw.Entmax()},
-        {"normaliser": hw.Entmax(kind="learned"), "modifiers": (hw.TalkingHeads(),)},
+        {"modifiers": (hw.parts.DynamicComposition(), hw.parts.DynamicComposition(on="weights"))},
+        {"normaliser": hw.parts.Entmax()},
+        {"normaliser": hw.parts.Entmax(kind="learned"), "modifiers": (hw.parts.TalkingHeads(),)},
     ],
     ids=["dynamic", "entmax", "learned"],
 )

@@ -15,7 +15,7 @@ from headwise.kernels import PagedDecodeOptions, attend_paged, paged_decode, row
 from headwise.kernels.linear import linear, linear_many
 from headwise.observe.inspect import hooks
 from headwise.observe.inspect.attention_sites import find_attention
-from support import takeover
+from support import crossover
 from support.layer_cases import check_close
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
@@ -95,12 +95,15 @@ def test_shapes_that_do_not_meet_are_refused():
 
 def test_a_second_ceiling_counts():
     spec = hw.design(
-        model=16, heads=4, pattern="causal", modifiers=(hw.Softcap(0.7), hw.Softcap(0.2))
+        model=16,
+        heads=4,
+        pattern="causal",
+        modifiers=(hw.parts.Softcap(0.7), hw.parts.Softcap(0.2)),
     )
     layer, plain = hw.Attention(spec), hw.Attention(spec, backend="dense")
     plain.load_state_dict(layer.state_dict())
     x, recorded = 3 * torch.randn(1, 30, 16), []
-    with torch.no_grad(), takeover.sizes(ragged_float32=0):
+    with torch.no_grad(), crossover.sizes(ragged_float32=0):
         for one in (layer, plain):
             cache = one.cache(batch=1, capacity=30)
             one(x[:, :-1], cache=cache)
@@ -211,7 +214,7 @@ def test_a_plan_is_handed_out_though_another_thread_forgets_all(monkeypatch):
 
 
 def test_a_matrix_of_another_width_is_refused():
-    w = torch.randn(takeover.least("gemv_float32") // 4 // 64, 64)
+    w = torch.randn(crossover.least("gemv_float32") // 4 // 64, 64)
     with torch.no_grad():
         for call in (
             lambda: linear(torch.randn(1, 32), w),
@@ -224,7 +227,7 @@ def test_a_matrix_of_another_width_is_refused():
 @pytest.mark.filterwarnings("ignore")  # of torch.func.jvp itself
 def test_products_under_torch_func_are_torchs():
     w, x, along = (
-        torch.randn(takeover.least("gemv_float32") // 4 // 64, 64),
+        torch.randn(crossover.least("gemv_float32") // 4 // 64, 64),
         torch.randn(2, 64),
         torch.randn(2, 64),
     )

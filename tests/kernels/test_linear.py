@@ -14,7 +14,7 @@ from headwise.kernels import linear as linear_ops, multiply_small_batch
 from headwise.kernels.linear import GEMV_STEP, linear, linear_many, uses_gemv_kernel
 from headwise.models.feed_forward import FeedForward
 from headwise.models.model_spec import FeedForwardSpec
-from support import takeover
+from support import crossover
 
 WIDTHS = (16, GEMV_STEP, GEMV_STEP + 16, 24 * GEMV_STEP, 24 * GEMV_STEP + 16, 73 * GEMV_STEP + 16)
 ROWS = (1, 63, 64, 65, 131, 2)
@@ -160,8 +160,8 @@ def test_torch_knows_its_shape_and_flops():
 
 
 WIDE = 1024
-TALL, MOST = takeover.least("gemv_float32") // (4 * WIDE), takeover.least("gemm_tokens_float32")
-FLAT = takeover.least("gemm_float32") // (4 * WIDE)
+TALL, MOST = crossover.least("gemv_float32") // (4 * WIDE), crossover.least("gemm_tokens_float32")
+FLAT = crossover.least("gemm_float32") // (4 * WIDE)
 
 
 def test_few_tokens_and_much_to_read_are_for_the_kernel():
@@ -297,7 +297,7 @@ def test_other_linears_are_not_joined(frozen):
             assert not linear_ops.should_concatenate(x, w)
 
 
-@pytest.mark.parametrize("modifiers", [(), (hw.Rotary(),)], ids=["plain", "turned"])
+@pytest.mark.parametrize("modifiers", [(), (hw.parts.Rotary(),)], ids=["plain", "turned"])
 def test_a_layer_in_mixed_precision_learns_the_same_and_keeps_no_more(modifiers, monkeypatch):
     layer = hw.Attention(hw.design(model=32, heads=4, kv=2, pattern="causal", modifiers=modifiers))
     x, found = random_tensor(0, 3, 64, 32).requires_grad_(), []

@@ -47,7 +47,7 @@ def test_processes_import_nothing_from_the_working_folder(
     state, cell = CompilationState(), Cell("no", "task", 1.0, 1, {})
     state.start("no kernel")
     with pytest.raises(KeyError, match="task"), ProcessEngine(1) as engine:  # raised by a worker
-        list(engine.run([cell], tmp_path / "study"))
+        list(engine.run_cells([cell], tmp_path / "study"))
     [process] = state.running.values()
     assert process.wait(120) == 0
     assert [path.name for path in ran.iterdir()] == []

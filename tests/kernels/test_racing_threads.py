@@ -89,7 +89,7 @@ def layer_calls() -> list[Call]:
     calls: list[Call] = []
     for pattern in ("causal", "window(5)", "causal() & dilated(4, 2)"):
         layer = hw.Attention(
-            hw.design(model=32, heads=4, kv=2, pattern=pattern, modifiers=(hw.Rotary(),))
+            hw.design(model=32, heads=4, kv=2, pattern=pattern, modifiers=(hw.parts.Rotary(),))
         ).eval()
         calls += [partial(layer, torch.randn(2, n, 32)) for n in (1, 7, 19)]
         calls.append(partial(decode_last, layer, torch.randn(1, 6, 32)))
@@ -121,7 +121,7 @@ def test_threads_that_trace_a_layer_do_not_disturb_each_other():
     """
     torch._dynamo.reset()
     layer = hw.Attention(
-        hw.design(model=32, heads=4, kv=2, pattern="causal", modifiers=(hw.Rotary(),))
+        hw.design(model=32, heads=4, kv=2, pattern="causal", modifiers=(hw.parts.Rotary(),))
     ).eval()
     compiled = torch.compile(layer, backend="eager", dynamic=False)
     inputs = [torch.randn(2, n, 32) for n in (5, 9)]

@@ -88,7 +88,7 @@ def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[tuple[tupl
         num_pages=2**40,
         page_size=page,
     )
-    SCHEDULE_KERNELS.run("plan", None, args)
+    SCHEDULE_KERNELS.run_kernel("plan", None, args)
     listed = notes.tolist()
     order = (args.row_order - args.plan) // 8
     row = listed[order : order + 3 * batch : 3]

@@ -266,8 +266,10 @@ def performers() -> dict:
     for count in draws:
         squares = []
         for seed in range(16):
-            similarity = hw.FeatureMap(kind="favor", draws=count, seed=seed)
-            spec = hw.design(model=16, heads=2, similarity=similarity, normaliser=hw.Sum())
+            similarity = hw.parts.FeatureMap(kind="favor", draws=count, seed=seed)
+            spec = hw.design(
+                model=16, heads=2, similarity=similarity, normaliser=hw.parts.SumNormaliser()
+            )
             w = array(hw.Attention(spec).state_dict()["similarity.directions"]).astype(float)
             maps = [
                 np.exp(y @ w.T / 8**0.25 - (y**2).sum(-1, keepdims=True) / 2 / 8**0.5)

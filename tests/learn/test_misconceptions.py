@@ -199,7 +199,7 @@ def test_the_figure_has_the_weights_at_three_scales():
 def test_unequal_lengths_need_a_layer_without_a_fixed_length():
     assert learn.checked(ENTRIES["003-7.3"]).verdict == "wrong"
     with pytest.raises(ValueError, match="knows no position 12"):
-        ENTRIES["003-7.3"].run(modifiers='modifiers = [{part = "Learned", length = 7}]')
+        ENTRIES["003-7.3"].run(modifiers='modifiers = [{part = "LearnedScores", length = 7}]')
 
 
 def test_dimensions_of_the_translator():

@@ -56,14 +56,14 @@ def hidden_row() -> dict:
 
 
 def gates_of_two_stages() -> dict:
-    spec = hw.design(model=32, heads=8, modifiers=(hw.Routed(always=2, active=3),))
+    spec = hw.design(model=32, heads=8, modifiers=(hw.parts.MixtureOfHeads(always=2, active=3),))
     state, x = (
         {name: array(w) for name, w in make_layer(spec).state_dict().items()},
         array(sample(1, 9, 32)),
     )
     sums = []
     for row in x:
-        kinds = 2 * softmax(state["routed.kind"] @ row)
+        kinds = 2 * softmax(state["mixture_of_heads.kind"] @ row)
         sums.append(
             2 * kinds[0] + 3 * kinds[1]
         )  # the two shared gates sum to 2, the three chosen ones to 3

@@ -21,7 +21,7 @@ SMALL = TourScale(
     num_importance_texts=6,
     num_selection_texts=8,
     num_distillation_texts=96,
-    num_proof_texts=4,
+    num_verification_texts=4,
     num_scored_examples=4,
     steps=4,
     seconds=0.05,
@@ -94,17 +94,17 @@ def test_the_ablated_head_is_the_one_that_matters_most(tour: Tour):
     assert hw.generate(net, [source for source, _, _ in ablation["outputs"]]) == without
 
 
-def test_half_of_the_heads_are_removed_and_proved(tour: Tour):
+def test_half_of_the_heads_are_removed_and_verified(tour: Tour):
     assert tour.pruning is not None
     keep = sum(map(len, tour.pruning["keep"].values()))
     assert (keep, sum(tour.pruning["head_counts"].values())) == (27, 54)
-    assert tour.pruning["proof"]["holds"]
+    assert tour.pruning["verification"]["holds"]
     sizes = [
         sum(p.numel() for p in net.parameters())
         for net in (load_sample_model(), hw.load(tour.folder / "pruned"))
     ]
     assert sizes[1] < 0.8 * sizes[0]
-    assert json.loads((tour.folder / "pruned" / "proof.json").read_text())["holds"]
+    assert json.loads((tour.folder / "pruned" / "verification.json").read_text())["holds"]
     json.dumps(tour.data)
 
 

@@ -100,7 +100,7 @@ def cat_and_dog() -> dict:
 
 
 def similarities() -> dict:
-    layer = make_layer(hw.design(model=12, heads=3, similarity=hw.Additive()))
+    layer = make_layer(hw.design(model=12, heads=3, similarity=hw.parts.Additive()))
     state, x = (
         {name: array(value) for name, value in layer.state_dict().items()},
         array(sample(1, 5, 12)),
@@ -122,7 +122,7 @@ def nonlinearity() -> dict:
 
 
 TOO_LONG = (
-    "Learned(length=7) knows no position 8, its last one is 6; give it a length of 9, or "
+    "LearnedScores(length=7) knows no position 8, its last one is 6; give it a length of 9, or "
     "give shorter input"
 )
 EXPECTED = {
@@ -175,7 +175,7 @@ CHANGES = {
     "000-1.2": {"pattern": "window(64)"},
     "000-1.2.1": {"tokens": 1024},
     "000-1.2.1b": {"kind": "dense"},
-    "000-1i": {"similarity": "Dot"},
+    "000-1i": {"similarity": "DotProduct"},
     "000-1.2.1c": {"kind": "dense"},
     "000-1.2.2": {"normaliser": "SinkSoftmax"},
     "000-1.2.2b": {"qkv_bias": False},

@@ -33,7 +33,7 @@ WORDS = 11
 
 
 def described(words: int = WORDS, model: int = 12) -> bp.ModelSpec:
-    spec = hw.design(model=model, heads=3, kv=1, pattern="causal()", modifiers=(hw.Alibi(),))
+    spec = hw.design(model=model, heads=3, kv=1, pattern="causal()", modifiers=(hw.parts.Alibi(),))
     blocks = [
         bp.BlockSpec(spec, feed=bp.ExpertsSpec(bp.FeedForwardSpec(5), 3, 1, bias="constant"))
     ] * 2
@@ -136,7 +136,7 @@ def test_saved_models_load_equal(tmp_path: Path, dtype: torch.dtype):
     x = torch.randint(0, WORDS, (2, 5))
     assert torch.equal(again(x), net.eval()(x))
     assert again(x).sum().backward() is None
-    assert hw.greedy_decode(again, x, max_new_tokens=3) == hw.greedy_decode(
+    assert hw.generation.greedy_decode(again, x, max_new_tokens=3) == hw.generation.greedy_decode(
         net, x, max_new_tokens=3
     )
 

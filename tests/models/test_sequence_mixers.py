@@ -185,7 +185,7 @@ def test_greedy_decoding_takes_the_likeliest_token_of_full_passes(network: str):
     for _ in range(6):
         expected.append(int(net(x, source=source)[0, -1].argmax()))
         x = torch.cat([x, torch.tensor([[expected[-1]]])], 1)
-    decoded = hw.greedy_decode(
+    decoded = hw.generation.greedy_decode(
         net, torch.tensor([[1]]), max_new_tokens=6, encoder_output=net.encode(source)
     )
     assert decoded == [expected]
@@ -220,8 +220,8 @@ def test_parameters_flops_and_saved_bytes_are_those_that_torch_counts(network: s
     assert count_step_flops(spec, Batch(x, x, source=source)) == 3 * counted.get_total_flops()
     load = hw.Workload(BATCH, TOKENS, "fp32", "cpu", source=SOURCE)
     assert estimate_cost(spec, load).counted_flops["prefill"] == counted.get_total_flops()
-    way = hw.ActivationSettings(backend_profile(spec), source=SOURCE)
-    assert hw.activation_memory(spec, load, way).total == model_saved_bytes(
+    way = hw.costs.ActivationSettings(backend_profile(spec), source=SOURCE)
+    assert hw.costs.activation_memory(spec, load, way).total == model_saved_bytes(
         spec, torch.float32, way
     )
 
@@ -238,7 +238,7 @@ def test_a_checkpointed_model_recomputes_the_products_of_its_recurrences():
                 torch.randint(VOCAB, (BATCH, TOKENS)), source=torch.randint(VOCAB, (BATCH, SOURCE))
             ).sum().backward()
         totals[checkpointing] = counted.get_total_flops()
-    way = hw.ActivationSettings("dense", "block", source=SOURCE)
+    way = hw.costs.ActivationSettings("dense", "block", source=SOURCE)
     done = recompute_flops(
         spec, hw.Workload(BATCH, TOKENS, "fp32", "cpu", source=SOURCE), way
     ).total
@@ -370,14 +370,14 @@ def test_decoders_without_attention_count_and_generate(network: str, tmp_path: P
     assert count_step_flops(spec, Batch(x, x)) == 3 * counted.get_total_flops()
     load = hw.Workload(BATCH, TOKENS, "fp32", "cpu")
     assert estimate_cost(spec, load).counted_flops["prefill"] == counted.get_total_flops()
-    way = hw.ActivationSettings("dense")
-    assert hw.activation_memory(spec, load, way).total == model_saved_bytes(
+    way = hw.costs.ActivationSettings("dense")
+    assert hw.costs.activation_memory(spec, load, way).total == model_saved_bytes(
         spec, torch.float32, way
     )
     prompt, ids = torch.tensor([[1, 7, 3]]), torch.tensor([[1, 7, 3]])
     for _ in range(9):
         ids = torch.cat([ids, net(ids)[:, -1:].argmax(-1)], 1)
-    assert hw.greedy_decode(net, prompt, max_new_tokens=9) == [ids[0, 3:].tolist()]
+    assert hw.generation.greedy_decode(net, prompt, max_new_tokens=9) == [ids[0, 3:].tolist()]
     hw.save(net, tmp_path / network)
     assert torch.equal(hw.load(tmp_path / network)(x), net.eval()(x))
 
@@ -401,7 +401,9 @@ def test_a_checkpointed_convolution_recomputes_its_product(placement: str, feed:
             net(torch.randint(VOCAB, (BATCH, TOKENS))).sum().backward()
         totals[checkpointing] = counted.get_total_flops()
     done = recompute_flops(
-        spec, hw.Workload(BATCH, TOKENS, "fp32", "cpu"), hw.ActivationSettings("dense", "block")
+        spec,
+        hw.Workload(BATCH, TOKENS, "fp32", "cpu"),
+        hw.costs.ActivationSettings("dense", "block"),
     ).total
     assert done == totals["block"] - totals["none"]
 

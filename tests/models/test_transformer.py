@@ -90,7 +90,7 @@ def test_tensors_are_those_of_the_description(family: str, architecture: str):
 
 
 def test_shared_weights_are_one_tensor():
-    spec = replace(CAUSAL, modifiers=(hw.T5Bias(buckets=8, reach=9, looking="back"),))
+    spec = replace(CAUSAL, modifiers=(hw.parts.T5Bias(buckets=8, reach=9, looking="back"),))
     net = built(model(*[bp.BlockSpec(spec)] * 3))
     tables = [layer.attention.weights["t5_bias"]["table"] for layer in net.decoder.blocks]
     assert all(table is tables[0] for table in tables)
@@ -179,7 +179,7 @@ def test_sinusoids_are_added_unscaled():
 @pytest.mark.parametrize("pad", ["left", "right", "none"])
 @pytest.mark.parametrize("at", ["first", "last", "mean"])
 def test_heads_of_whole_rows_mind_padding(at: str, pad: str):
-    transform = bp.HeadTransformSpec(5, "tanh", bp.NormSpec("unbiased"))
+    transform = bp.HeadTransformSpec(5, "tanh", bp.NormSpec("layer_no_bias"))
     head = bp.OutputHeadSpec("classes", 3, at, transform, bias="learned", scale=2.0, cap=1.5)
     net = built(model(BLOCK, heads=(head,)))
     lengths = [4, 4, 4] if pad == "none" else [4, 1, 3]
@@ -279,28 +279,28 @@ def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
     out = []
     for row in x.flatten(0, 1):
         logits = p.router @ row + (p.router_bias if experts_spec.bias == "learned" else 0)
-        kinds = {"softmax": logits.softmax(0), "chosen": logits}
+        kinds = {"softmax": logits.softmax(0), "softmax_of_top_k": logits}
         score = kinds.get(experts_spec.scores, logits.sigmoid())
         visible = score + (p.router_bias if experts_spec.bias == "constant" else 0)
         groups = visible.view(experts_spec.groups, -1).sort(descending=True).values
         totals = groups[:, : 2 if experts_spec.group_score == "top2" else 1].sum(-1).tolist()
         open_groups = sorted(range(len(totals)), key=lambda group: -totals[group])[
-            : experts_spec.active_groups
+            : experts_spec.top_k_groups
         ]
         members = [
             expert
             for expert in range(experts_spec.count)
             if expert // groups.shape[1] in open_groups
         ]
-        best = sorted(members, key=lambda expert: -visible[expert])[: experts_spec.active]
+        best = sorted(members, key=lambda expert: -visible[expert])[: experts_spec.top_k]
         share = score[best]
-        kinds = {"chosen": share.softmax(0), "sigmoid": share / share.sum()}
+        kinds = {"softmax_of_top_k": share.softmax(0), "sigmoid": share / share.sum()}
         share = kinds.get(experts_spec.scores, share)
         y = torch.zeros_like(row)
         for weight, expert in zip(share, best, strict=True):
-            gate, up = (getattr(p.each, name)[expert] @ row for name in ("gate", "up"))
-            inner = F.silu(gate + p.each.gate_bias[expert]) * up
-            y = y + experts_spec.scale * weight * (p.each.down[expert] @ inner)
+            gate, up = (getattr(p.expert, name)[expert] @ row for name in ("gate", "up"))
+            inner = F.silu(gate + p.expert.gate_bias[expert]) * up
+            y = y + experts_spec.scale * weight * (p.expert.down[expert] @ inner)
         out.append(y)
     y = torch.stack(out).view(x.shape)
     return (
@@ -314,7 +314,7 @@ def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "groups", [(1, 1, "max"), (3, 2, "max"), (3, 1, "top2"), (3, 2, "top2"), (2, 2, "top2")]
 )
-@pytest.mark.parametrize("scores", ["softmax", "chosen", "sigmoid", "sigmoid_sum"])
+@pytest.mark.parametrize("scores", ["softmax", "softmax_of_top_k", "sigmoid", "sigmoid_sum"])
 def test_experts_follow_their_router(scores: str, groups: tuple[int, int, str], bias: str):
     shared = bp.FeedForwardSpec(3, "relu") if bias else None
     each = bp.FeedForwardSpec(7, "silu", "gated", "g")
@@ -370,7 +370,7 @@ def test_activations_by_name(name: str):
     torch.testing.assert_close(feed(x), expected[name])
 
 
-@pytest.mark.parametrize("kind", ["layer", "unbiased", "rms", "offset"])
+@pytest.mark.parametrize("kind", ["layer", "layer_no_bias", "rms", "rms_unit_offset"])
 def test_norms_by_their_definitions(kind: str):
     norm = NormLayer(bp.NormSpec(kind, eps=0.1), 7).double()
     x = torch.randn(3, 7, dtype=torch.float64)
@@ -378,9 +378,9 @@ def test_norms_by_their_definitions(kind: str):
         with torch.no_grad():
             for p in norm.parameters():
                 p.add_(moved * torch.randn(7))
-        middle = x - x.mean(-1, keepdim=True) if kind in ("layer", "unbiased") else x
+        middle = x - x.mean(-1, keepdim=True) if kind in ("layer", "layer_no_bias") else x
         unit = middle / (middle.square().mean(-1, keepdim=True) + 0.1).sqrt()
-        weight = norm.weight + 1 if kind == "offset" else norm.weight
+        weight = norm.weight + 1 if kind == "rms_unit_offset" else norm.weight
         torch.testing.assert_close(norm(x), unit * weight + (norm.bias if kind == "layer" else 0))
 
 
@@ -432,7 +432,7 @@ def test_checkpointing_recomputes_activations():
 @pytest.mark.compile
 def test_forward_is_one_graph():
     """Tables that layers share, experts, padding, checkpoints."""
-    spec = replace(CAUSAL, modifiers=(hw.T5Bias(buckets=8, reach=9, looking="back"),))
+    spec = replace(CAUSAL, modifiers=(hw.parts.T5Bias(buckets=8, reach=9, looking="back"),))
     block = bp.BlockSpec(spec, feed=bp.ExpertsSpec(bp.FeedForwardSpec(7, form="gated"), 5, 2))
     net, x = built(model(block, block)), ids()
     check_one_graph(net, x)
@@ -460,7 +460,7 @@ def check_one_graph(net: hw.Transformer, x: Tensor, **options: Any) -> None:
 
 def test_probes_look_into_attentions_by_name():
     net = built(PAIR)
-    probe, aux_losses = hw.Probe("weights"), hw.AuxLosses()
+    probe, aux_losses = hw.Probe("weights"), hw.attention.AuxLosses()
     net.probes = {"decoder.1.cross": probe}
     x, source = ids(), ids(3, 5)
     net(x, source=source)
@@ -469,7 +469,7 @@ def test_probes_look_into_attentions_by_name():
         ValueError, match=r"no attention is called 'decoder.1.cros'; did you mean 'decoder.1.cross'"
     ):
         net.probes = {"decoder.1.cros": probe}
-    spec = replace(CAUSAL, modifiers=(hw.Routed(always=1, active=1),))
+    spec = replace(CAUSAL, modifiers=(hw.parts.MixtureOfHeads(always=1, active=1),))
     net = built(model(bp.BlockSpec(spec)))
     net.probes = {"decoder.0.attention": hw.Probe(aux_losses=aux_losses)}
     with torch.no_grad():
@@ -534,7 +534,7 @@ def test_the_usual_start():
     assert float(up.detach().abs().max()) == pytest.approx((6 / 480) ** 0.5, rel=0.01)
     assert float(net.decoder.embedding.tokens.detach().std()) == pytest.approx(96**-0.5, rel=0.05)
     feed = MixtureOfExperts(bp.ExpertsSpec(bp.FeedForwardSpec(64), 5, 2), 32)
-    assert float(feed.each.up.detach().abs().max()) == pytest.approx((6 / 96) ** 0.5, rel=0.01)
+    assert float(feed.expert.up.detach().abs().max()) == pytest.approx((6 / 96) ** 0.5, rel=0.01)
     for start in INIT_SCHEMES:
         assert wide(start, 1)(torch.tensor([[1, 2]])).isfinite().all()
 
@@ -581,7 +581,7 @@ def test_a_merged_block_is_the_block_of_attentions():
     """The same tensors, and what MergedAttention makes of them between the same norms."""
     net = built(MERGED)
     layer = net.decoder.blocks[0]
-    merged = hw.MergedAttention(FULL).double().eval()
+    merged = hw.attention.MergedAttention(FULL).double().eval()
     merged.cross.load_state_dict(layer.cross.state_dict())
     z, x = (torch.randn(2, count, MODEL, dtype=torch.float64) for count in (5, 7))
     at, sequence = hw.SequenceInfo.contiguous(0, 7, "cpu"), hw.SequenceInfo.contiguous(0, 5, "cpu")
@@ -617,12 +617,12 @@ def test_a_merged_block_is_the_block_of_attentions():
 def test_rows_stop_before_the_end():
     net = built(DECODER)
     x = ids(16, 3)
-    free = hw.greedy_decode(net, x, max_new_tokens=6)
+    free = hw.generation.greedy_decode(net, x, max_new_tokens=6)
     end = next(one for row in free for one in row if not all(one in other for other in free))
-    stopped = hw.greedy_decode(net, x, max_new_tokens=6, end_id=end)
+    stopped = hw.generation.greedy_decode(net, x, max_new_tokens=6, end_id=end)
     assert stopped == [row[: row.index(end)] if end in row else row for row in free]
     assert min(map(len, stopped)) < max(map(len, stopped)) == 6
-    assert hw.greedy_decode(net, x[:1], max_new_tokens=6, end_id=free[0][0]) == [[]]
+    assert hw.generation.greedy_decode(net, x[:1], max_new_tokens=6, end_id=free[0][0]) == [[]]
 
 
 def test_generation_leaves_the_model_as_it_was():
@@ -630,10 +630,12 @@ def test_generation_leaves_the_model_as_it_was():
     net.decoder.blocks[0].feed.eval()
     before = [module.training for module in net.modules()]
     x = ids()
-    assert hw.greedy_decode(net, x, max_new_tokens=1) == hw.greedy_decode(net, x, max_new_tokens=1)
+    assert hw.generation.greedy_decode(net, x, max_new_tokens=1) == hw.generation.greedy_decode(
+        net, x, max_new_tokens=1
+    )
     assert [module.training for module in net.modules()] == before
     with pytest.raises(ValueError, match="ids hold"):
-        hw.greedy_decode(net, x + WORDS, max_new_tokens=2)
+        hw.generation.greedy_decode(net, x + WORDS, max_new_tokens=2)
     assert [module.training for module in net.modules()] == before
 
 
@@ -738,7 +740,7 @@ def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
 )
 def test_invalid_cached_calls_give_reasons(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        hw.greedy_decode(
+        hw.generation.greedy_decode(
             hw.build(DECODER), **({"prompt": LONG[:, :3], "max_new_tokens": 2} | options)
         )
 
@@ -757,7 +759,7 @@ def test_a_decoder_without_self_attention_decodes(has_source: bool):
         ids = torch.cat([ids, net(ids, **encoded)[:, -1:].argmax(-1)], 1)
     memory = net.encode(encoded["source"]) if has_source else None
     assert (
-        hw.greedy_decode(net, prompt, max_new_tokens=4, encoder_output=memory)
+        hw.generation.greedy_decode(net, prompt, max_new_tokens=4, encoder_output=memory)
         == ids[:, 3:].tolist()
     )
 
@@ -776,13 +778,13 @@ def test_caches_without_self_attention_are_checked():
 
 def test_a_model_without_vocabulary_has_no_token_outputs():
     with pytest.raises(hw.SpecError, match=r"its first head must be Head\('tokens', 11\)"):
-        hw.greedy_decode(
+        hw.generation.greedy_decode(
             hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))),
             LONG[:, :3],
             max_new_tokens=2,
         )
     with pytest.raises(ValueError, match="has an encoder, which needs an input"):
-        hw.greedy_decode(hw.build(PAIR), LONG[:, :3], max_new_tokens=2)
+        hw.generation.greedy_decode(hw.build(PAIR), LONG[:, :3], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -131,8 +131,8 @@ def test_weights_learned_by_position_have_no_change_of_scores():
         model=WIDTH,
         heads=HEADS,
         pattern="causal()",
-        project=hw.Values(),
-        modifiers=(hw.Learned(length=16),),
+        project=hw.parts.ValueProjection(),
+        modifiers=(hw.parts.LearnedScores(length=16),),
     )
     net = hw.build(replace_self_attention(spec, lambda _: learned), seed=3).eval()
     summary = summarise_heads(net, TASK, 2)

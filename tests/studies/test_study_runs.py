@@ -151,7 +151,7 @@ def test_killed_processes_are_replaced(
     monkeypatch.setattr(process_engine, "_run_marked", dying_cells.run_or_die)
     cells = [one.cell for one in finished[0].report_cells("gqa", "recall")][:2]
     with ProcessEngine(1) as engine:
-        results = {cell.seed: result for cell, result in engine.run(cells, tmp_path)}
+        results = {cell.seed: result for cell, result in engine.run_cells(cells, tmp_path)}
     assert results[1]["metrics"] == finished[0].report_cells("gqa", "recall")[0].result["metrics"]
     assert results[2]["status"] == "killed"
     assert "3 times" in results[2]["message"]
@@ -174,7 +174,7 @@ def test_a_cell_that_runs_beside_one_that_dies_is_not_blamed(
     monkeypatch.setattr(ProcessEngine, "_run_in_pool", run_in_pool)
     cells = [Cell("gqa", "recall", 1e-3, seed, {"seed": seed}) for seed in (1, 2)]
     results = {
-        cell.seed: result["status"] for cell, result in ProcessEngine(2).run(cells, tmp_path)
+        cell.seed: result["status"] for cell, result in ProcessEngine(2).run_cells(cells, tmp_path)
     }
     assert results == {1: "done", 2: "killed"}
 
@@ -191,7 +191,7 @@ def test_workers_that_cannot_start(
         ProcessEngine(1) as engine,
         pytest.raises(OSError, match=r"ended 3 times before .* --jobs 0"),
     ):
-        list(engine.run(cells, tmp_path))
+        list(engine.run_cells(cells, tmp_path))
 
 
 def test_cells_that_fail_are_recorded(

@@ -49,5 +49,5 @@ def build_encoder() -> hw.Transformer:
         max_position_embeddings=12,
     )
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    net.usage = hw.ProcessorSpec(tokenizer=tokenizer.to_str(), before=(1,), behind=(2,))
+    net.usage = hw.ProcessorSpec(tokenizer=tokenizer.to_str(), prefix_ids=(1,), suffix_ids=(2,))
     return net

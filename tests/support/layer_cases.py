@@ -66,20 +66,20 @@ def examples() -> dict[str, AttentionSpec]:
 def pairs() -> dict[str, AttentionSpec]:
     """Two modifiers of one phase in both orders, for all modifiers that can be combined."""
     modifiers = [
-        hw.Rotary(base=30.0),
-        hw.QKNorm(),
-        hw.Knocking(sides="qkv"),
-        hw.Alibi(),
-        hw.T5Bias(buckets=8, reach=9),
-        hw.Shaw(reach=2),
-        hw.Softcap(limit=1.5),
-        hw.TalkingHeads(),
-        hw.Dynamic(rank=1),
-        hw.HeadNorm(),
-        hw.DifferentialV2(),
-        hw.HeadGate(),
-        hw.OutputGate(),
-        hw.Routed(always=2, active=2),
+        hw.parts.Rotary(base=30.0),
+        hw.parts.QKNorm(),
+        hw.parts.KnockingHeads(sides="qkv"),
+        hw.parts.Alibi(),
+        hw.parts.T5Bias(buckets=8, reach=9),
+        hw.parts.Shaw(reach=2),
+        hw.parts.Softcap(limit=1.5),
+        hw.parts.TalkingHeads(),
+        hw.parts.DynamicComposition(rank=1),
+        hw.parts.HeadNorm(),
+        hw.parts.DifferentialV2(),
+        hw.parts.HeadGate(),
+        hw.parts.OutputGate(),
+        hw.parts.MixtureOfHeads(always=2, active=2),
     ]
     ordered_pairs = [
         (a, b)
@@ -100,24 +100,32 @@ def patterns_per_head() -> dict[str, AttentionSpec]:
     """Heads with different patterns: in and out of order, within a group of query heads, cached,
     and mixed.
     """
-    dilated = hw.PerHead(
-        (hw.Window(3, after=1), hw.Dilated(3, rate=2, after=1)), (0, 0, 1, 1, 0, 1)
+    dilated = hw.patterns.PerHead(
+        (hw.patterns.Window(3, after=1), hw.patterns.Dilated(3, rate=2, after=1)),
+        (0, 0, 1, 1, 0, 1),
     )
-    streaming = hw.PerHead((hw.Causal(), hw.Window(2) | hw.First(1)), (0, 1, 0, 1, 1, 1))
-    windows = hw.PerHead((hw.Window(2), hw.Window(4)), (0, 0, 0, 1, 1, 1))
-    birds = hw.PerHead.from_heads(
-        hw.BigBird(7, block=2, globals=1, random=1, seed=head) for head in range(6)
+    streaming = hw.patterns.PerHead(
+        (hw.patterns.Causal(), hw.patterns.Window(2) | hw.patterns.First(1)), (0, 1, 0, 1, 1, 1)
     )
-    mixes = (hw.TalkingHeads(), hw.TalkingHeads(on="weights", bias=True))
+    windows = hw.patterns.PerHead(
+        (hw.patterns.Window(2), hw.patterns.Window(4)), (0, 0, 0, 1, 1, 1)
+    )
+    birds = hw.patterns.PerHead.from_heads(
+        hw.patterns.BigBird(7, block=2, globals=1, random=1, seed=head) for head in range(6)
+    )
+    mixes = (hw.parts.TalkingHeads(), hw.parts.TalkingHeads(on="weights", bias=True))
     specs = (
         base(pattern=dilated, bias="qkvo"),
-        base(pattern=streaming, kv=2, modifiers=(hw.Rotary(base=30.0),)),
+        base(pattern=streaming, kv=2, modifiers=(hw.parts.Rotary(base=30.0),)),
         base(pattern=windows, kv=3, vdim=5),
         base(pattern=birds),
         base(
-            pattern=hw.PerHead((hw.Full(), hw.Window(5, after=2)), (0, 1, 1, 0, 1, 1)), source=WIDTH
+            pattern=hw.patterns.PerHead(
+                (hw.patterns.Full(), hw.patterns.Window(5, after=2)), (0, 1, 1, 0, 1, 1)
+            ),
+            source=WIDTH,
         ),
-        base(pattern=streaming, kv=6, modifiers=(hw.Alibi(),)),
+        base(pattern=streaming, kv=6, modifiers=(hw.parts.Alibi(),)),
         base(pattern=streaming, kv=3, modifiers=mixes),
     )
     return {f"PerHead{n}": spec for n, spec in enumerate(specs)}

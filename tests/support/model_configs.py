@@ -28,13 +28,13 @@ def gemma_3_1b() -> ModelSpec:
         BlockSpec(
             full if n % 6 == 5 else local,
             feed=FeedForwardSpec(6912, form="gated"),
-            norm=NormSpec("offset"),
+            norm=NormSpec("rms_unit_offset"),
             placement="sandwich",
         )
         for n in range(26)
     ]
     stack = StackSpec.from_blocks(
-        "decoder", 1152, blocks, embedding=EmbeddingSpec(262144), norm=NormSpec("offset")
+        "decoder", 1152, blocks, embedding=EmbeddingSpec(262144), norm=NormSpec("rms_unit_offset")
     )
     return ModelSpec(
         "gemma-3-1b", "decoder", (stack,), (OutputHeadSpec("tokens", 262144, table="decoder"),)

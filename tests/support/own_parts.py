@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import headwise as hw
 from headwise.attention.interfaces import part
 from headwise.attention.interfaces.part import REGISTRY
 
@@ -55,7 +54,5 @@ def forget_parts() -> Iterator[None]:
         for name in set(sys.modules) - modules:
             if name in {cls.__module__ for cls in added.values()}:
                 del sys.modules[name]
-        for name in added:
-            vars(hw).pop(name, None)
         sys.path[:] = paths
         part.IMPORTED_FILES.clear()

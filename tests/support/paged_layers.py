@@ -13,13 +13,16 @@ from headwise.kernels import PagedDecodeOptions
 MODEL, LONGEST = 14, 300
 
 
-MODIFIERS = {"alibi": (hw.Alibi(),), "t5": (hw.T5Bias(buckets=8, reach=90, looking="back"),)}
+MODIFIERS = {
+    "alibi": (hw.parts.Alibi(),),
+    "t5": (hw.parts.T5Bias(buckets=8, reach=90, looking="back"),),
+}
 
 
 SPECS = {
     "grouped": {"heads": 6, "kv": 2},
     "one key head": {"heads": 5, "kv": 1, "vdim": 7},
-    "each its own": {"heads": 3, "modifiers": (hw.Rotary(),), "dim": 4},
+    "each its own": {"heads": 3, "modifiers": (hw.parts.Rotary(),), "dim": 4},
     "window": {"heads": 4, "kv": 2, "pattern": "window(11)"},
     "sinks": {"heads": 4, "kv": 2, "pattern": "window(9) | first(5)"},
     "gaps": {"heads": 4, "kv": 2, "pattern": "dilated(7, 3)"},
@@ -31,8 +34,8 @@ SPECS = {
         "modifiers": MODIFIERS["t5"],
         "pattern": "window(13) | first(2)",
     },
-    "cap": {"heads": 4, "kv": 2, "modifiers": (hw.Softcap(0.7), hw.Alibi())},
-    "sink": {"heads": 4, "kv": 2, "normaliser": hw.SinkSoftmax()},
+    "cap": {"heads": 4, "kv": 2, "modifiers": (hw.parts.Softcap(0.7), hw.parts.Alibi())},
+    "sink": {"heads": 4, "kv": 2, "normaliser": hw.parts.SinkSoftmax()},
 }
 
 

@@ -1,5 +1,5 @@
 """Small models of every kind, texts for them, and heads to keep, for tests of
-compression proofs.
+compression verification reports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def make_attention(pattern: str = "causal", heads: int = 4, kv: int = 2, **chang
 
 
 def make_model_spec(
-    kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, ...] = (hw.Rotary(),)
+    kind: str,
+    blocks: int = 2,
+    words: int = WORDS,
+    modifiers: tuple[Any, ...] = (hw.parts.Rotary(),),
 ) -> bp.ModelSpec:
     """A model of one kind."""
     feed = bp.FeedForwardSpec(31)

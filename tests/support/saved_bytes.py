@@ -44,14 +44,14 @@ def stack_input(stack: hw.model_spec.StackSpec, tokens: int, dtype: torch.dtype)
     return torch.randn(
         BATCH,
         patches.channels,
-        patches.rows * patches.high,
-        patches.columns * patches.wide,
+        patches.rows * patches.patch_height,
+        patches.columns * patches.patch_width,
         dtype=dtype,
     )
 
 
 def model_saved_bytes(
-    model: hw.model_spec.ModelSpec, dtype: torch.dtype, settings: hw.ActivationSettings
+    model: hw.model_spec.ModelSpec, dtype: torch.dtype, settings: hw.costs.ActivationSettings
 ) -> int:
     """Bytes that hooks see in one training step, without ids, pixels and labels."""
     net = hw.build(model, dropout=settings.dropout, seed=0).to(dtype).train()

@@ -103,7 +103,7 @@ class Answered(Echo):
 
 
 @dataclass(frozen=True)
-class Routed(Echo):
+class RoutedEcho(Echo):
     """The echo task with heads chosen per token and a load-balance loss."""
 
     name: ClassVar[str] = "routed"
@@ -111,7 +111,10 @@ class Routed(Echo):
     def model(self) -> ModelSpec:
         described = super().model()
         spec = hw.design(
-            model=8, heads=4, pattern="causal", modifiers=(hw.Routed(always=1, active=2),)
+            model=8,
+            heads=4,
+            pattern="causal",
+            modifiers=(hw.parts.MixtureOfHeads(always=1, active=2),),
         )
         stack = described.stacks[0]
         blocks = [BlockSpec(spec, feed=block.feed) for block in stack.layers * 2]

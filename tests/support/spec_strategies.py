@@ -16,6 +16,12 @@ from hypothesis import strategies as st
 
 import headwise as hw
 
+REPR_NAMES = {  # what the repr of a spec calls
+    "AttentionSpec": hw.AttentionSpec,
+    "Heads": hw.Heads,
+    **{name: getattr(hw.patterns, name) for name in hw.patterns.__all__},
+    **hw.parts.REGISTRY,
+}
 BASE = {"model": 10, "heads": 6, "dim": 4}  # what an example does not say; no two sizes are equal
 
 
@@ -28,7 +34,7 @@ def base(**sizes: Any) -> hw.AttentionSpec:
 def examples() -> list[tuple[str, hw.AttentionSpec]]:
     """Every example of every registered part, named after the part."""
     named = []
-    for name, part in hw.REGISTRY.items():
+    for name, part in hw.parts.REGISTRY.items():
         if issubclass(part, hw.interfaces.Part):
             named += [(f"{name}-{n}", spec) for n, spec in enumerate(part.examples(base))]
     return named
@@ -59,42 +65,44 @@ def change_if_legal(spec: hw.AttentionSpec, **changes: Any) -> hw.AttentionSpec:
 # --- patterns -------------------------------------------------------------------------------------
 
 
-def simple_patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
+def simple_patterns(*, forward: bool = False) -> st.SearchStrategy[hw.patterns.Pattern]:
     """Patterns that are not unions or intersections; with `forward` only those that read no future
     token.
     """
     sizes = st.integers(1, 7)
     back = [
-        st.just(hw.Causal()),
-        sizes.map(hw.Window),
-        st.builds(hw.Dilated, keys=st.integers(1, 4), rate=st.integers(1, 3)),
-        sizes.map(hw.First),
+        st.just(hw.patterns.Causal()),
+        sizes.map(hw.patterns.Window),
+        st.builds(hw.patterns.Dilated, keys=st.integers(1, 4), rate=st.integers(1, 3)),
+        sizes.map(hw.patterns.First),
     ]
     ahead = [
-        st.just(hw.Full()),
+        st.just(hw.patterns.Full()),
         sizes.flatmap(
-            lambda keys: st.builds(hw.Window, keys=st.just(keys), after=st.integers(0, keys - 1))
+            lambda keys: st.builds(
+                hw.patterns.Window, keys=st.just(keys), after=st.integers(0, keys - 1)
+            )
         ),
-        sizes.map(hw.Prefix),
+        sizes.map(hw.patterns.Prefix),
         st.sets(st.integers(0, 6), min_size=1, max_size=3).map(
-            lambda found: hw.Global(tuple(sorted(found)))
+            lambda found: hw.patterns.Global(tuple(sorted(found)))
         ),
-        sizes.map(hw.Blocks),
+        sizes.map(hw.patterns.Blocks),
         st.builds(
-            hw.BigBird,
+            hw.patterns.BigBird,
             length=st.just(12),
             block=st.just(2),
             random=st.integers(0, 1),
             seed=st.integers(0, 3),
         ),
         st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=5).map(
-            lambda found: hw.Edges(tuple(sorted(found)))
+            lambda found: hw.patterns.Edges(tuple(sorted(found)))
         ),
     ]
     return st.one_of(*back) if forward else st.one_of(*back, *ahead)
 
 
-def patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
+def patterns(*, forward: bool = False) -> st.SearchStrategy[hw.patterns.Pattern]:
     """Patterns, and unions and intersections of up to three of them."""
     joins = lambda inner: st.tuples(inner, inner, st.booleans()).map(  # noqa: E731 - hypothesis wants a function
         lambda pair: pair[0] & pair[1] if pair[2] else pair[0] | pair[1]
@@ -155,7 +163,7 @@ def specs(draw: st.DrawFn, *, forward: bool = False, most: int = 3) -> hw.Attent
     """
     spec = draw(st.sampled_from([one for _, one in examples()]))
     if forward and spec.pattern.tokens_before_decode != 0:
-        spec = replace(spec, pattern=hw.Causal())
+        spec = replace(spec, pattern=hw.patterns.Causal())
     changes: list[tuple[str, st.SearchStrategy[Any]]] = [
         ("heads", heads()),
         ("model", st.sampled_from((10, 14))),
@@ -174,5 +182,5 @@ def specs(draw: st.DrawFn, *, forward: bool = False, most: int = 3) -> hw.Attent
     if draw(st.booleans()):
         masked = spec.num_heads_after(hw.interfaces.core_types.Phase.SCORES)
         by_head = draw(st.lists(patterns(forward=forward), min_size=masked, max_size=masked))
-        spec = change_if_legal(spec, pattern=hw.PerHead.from_heads(by_head))
+        spec = change_if_legal(spec, pattern=hw.patterns.PerHead.from_heads(by_head))
     return spec

@@ -139,7 +139,9 @@ def test_routing_keeps_the_most_important_heads_open():
         for layer in (0, 1)
     ]
     slots = [
-        get_attention_parameters(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist()
+        get_attention_parameters(done.after, f"decoder.{layer}.attention")[
+            "mixture_of_heads.slot"
+        ].tolist()
         for layer in (0, 1)
     ]
     assert [slot.index(0) for slot in slots] == first

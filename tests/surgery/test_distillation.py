@@ -48,7 +48,7 @@ BRIEF = {"steps": 12, "batch": 4, "every": 4, "rate": 1e-2}
 def listener() -> Transformer:
     """A model that reads frames, two at a time, behind a vector of its own."""
     embedding = bp.EmbeddingSpec(
-        patches=bp.PatchSpec(rows=6, columns=1, high=2, wide=3, channels=1), first=1
+        patches=bp.PatchSpec(rows=6, columns=1, patch_height=2, patch_width=3, channels=1), first=1
     )
     block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20))
     stack = bp.StackSpec.from_blocks(

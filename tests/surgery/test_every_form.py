@@ -56,8 +56,8 @@ RESULTS = {
     "vit": (RESIZED, OURS, OURS, PLAIN, OURS),
     "deepseek": (
         "needs one key-value head per query head",
-        "with project Latent",
-        "with project Latent",
+        "with project MLAProjection",
+        "with project MLAProjection",
         PLAIN,
         "needs queries with heads.dim channels",
     ),
@@ -142,7 +142,7 @@ OTHER_FORMS: dict[str, AttentionConversion] = {
     "two of similar ones": Pool(2, grouping="similar"),
 }
 OTHER_REFUSALS = {
-    "deepseek": "Latent needs one key-value head per query head, not kv=2; use kv=4",
+    "deepseek": "MLAProjection needs one key-value head per query head, not kv=2; use kv=4",
     "olmo2": "cannot reorder heads",
 }
 # Every family in one of these forms, in turn; four kinds of models (encoder, rotary, two stacks,

@@ -33,14 +33,14 @@ UNSUPPORTED_BY_SIDE = {
         "Additive",
         "Collaborative",
         "FeatureMap",
-        "Knocking",
-        "Latent",
+        "KnockingHeads",
+        "MLAProjection",
         "Overlapping",
         "Shaw",
-        "Sum",
-        "Values",
+        "SumNormaliser",
+        "ValueProjection",
     },
-    "v": {"Knocking", "Overlapping", "OutputGate", "Shaw", "SumHeads"},
+    "v": {"KnockingHeads", "Overlapping", "OutputGate", "Shaw", "SumMerge"},
 }
 MIXING_PARTS = {"Differential0", "Differential1", "TalkingHeads2", "TalkingHeads3"}
 
@@ -75,7 +75,7 @@ def test_a_rotation_is_refused_or_does_not_change_the_output(name):
             assert (maps - torch.eye(width)).abs().max() > 0.1
             other = layer.state_dict() | map_heads(spec, layer.state_dict(), side, maps)
             fixed = (
-                {"atol": 1e-5, "rtol": 1e-5} if name == "Concat1" else {}
+                {"atol": 1e-5, "rtol": 1e-5} if name == "ConcatMerge1" else {}
             )  # a constant keeps its float32
             check_close(layer_from_weights(spec, other)(x, source=z), layer(x, source=z), **fixed)
 
@@ -93,7 +93,7 @@ def test_only_heads_without_symmetry_cannot_be_rotated(side):
         part
         for name in recorded
         if "QKNorm" in name
-        for _, part in cases.EXAMPLES[name].parts_of(hw.QKNorm)
+        for _, part in cases.EXAMPLES[name].parts_of(hw.parts.QKNorm)
     ]
     assert [part.kind for part in norms] == (
         ["l2-embedding"] if side == "k" else []
@@ -104,16 +104,16 @@ def test_only_heads_without_symmetry_cannot_be_rotated(side):
 @pytest.mark.parametrize(
     ("options", "side", "reason"),
     [
-        ({"modifiers": (hw.Shaw(reach=2),)}, "k", "Shaw depends on the basis of keys"),
+        ({"modifiers": (hw.parts.Shaw(reach=2),)}, "k", "Shaw depends on the basis of keys"),
         (
-            {"modifiers": (hw.QKNorm(), hw.Rotary())},
+            {"modifiers": (hw.parts.QKNorm(), hw.parts.Rotary())},
             "k",
             "QKNorm and Rotary depend on the basis of keys",
         ),
-        ({"modifiers": (hw.OutputGate(),)}, "v", "OutputGate depends on the basis of values"),
-        ({"merge": hw.SumHeads()}, "v", "SumHeads cannot absorb a matrix per head of values"),
+        ({"modifiers": (hw.parts.OutputGate(),)}, "v", "OutputGate depends on the basis of values"),
+        ({"merge": hw.parts.SumMerge()}, "v", "SumMerge cannot absorb a matrix per head of values"),
         (
-            {"project": hw.Overlapping(overlap=0)},
+            {"project": hw.parts.Overlapping(overlap=0)},
             "k",
             "Overlapping cannot absorb a matrix per head of keys",
         ),
@@ -126,7 +126,7 @@ def test_a_refusal_names_the_part(options, side, reason):
 
 
 def test_a_norm_of_keys_lets_turns_pass_where_its_weights_are_alike():
-    spec = base(kv=2, modifiers=(hw.QKNorm(), hw.Rotary()))
+    spec = base(kv=2, modifiers=(hw.parts.QKNorm(), hw.parts.Rotary()))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     weights = layer.state_dict() | {
@@ -144,12 +144,12 @@ def test_a_norm_of_keys_lets_turns_pass_where_its_weights_are_alike():
 
 SPECS = {
     "plain": base(bias="qkvo", kv=3, vdim=5),
-    "rotary": base(kv=3, vdim=5, bias="qkv", pattern="causal()", modifiers=(hw.Rotary(),)),
+    "rotary": base(kv=3, vdim=5, bias="qkv", pattern="causal()", modifiers=(hw.parts.Rotary(),)),
     "partial": base(
-        dim=7, modifiers=(hw.Rotary(dims=4, pairs="interleaved"), hw.Alibi()), bias="k"
+        dim=7, modifiers=(hw.parts.Rotary(dims=4, pairs="interleaved"), hw.parts.Alibi()), bias="k"
     ),
     "crossed": base(source=13, bias="qkvo"),
-    "paired": base(kv=2, heads=4, modifiers=(hw.DifferentialV2(), hw.Rotary()), vdim=3),
+    "paired": base(kv=2, heads=4, modifiers=(hw.parts.DifferentialV2(), hw.parts.Rotary()), vdim=3),
 }
 
 
@@ -206,7 +206,7 @@ def turned_copies(spec) -> hw.Attention:
 
 
 @pytest.mark.parametrize(
-    "modifiers", [(), (hw.Rotary(),), (hw.Rotary(dims=2), hw.HeadGate())], ids=str
+    "modifiers", [(), (hw.parts.Rotary(),), (hw.parts.Rotary(dims=2), hw.parts.HeadGate())], ids=str
 )
 def test_heads_that_differ_by_a_turn_are_pooled_without_loss(modifiers):
     spec = base(kv=3, vdim=5, bias="qkvo", modifiers=modifiers)
@@ -221,7 +221,7 @@ def test_heads_that_differ_by_a_turn_are_pooled_without_loss(modifiers):
 
 
 def test_an_unaligned_side_gives_a_reason_and_is_unchanged():
-    spec = base(kv=2, modifiers=(hw.Shaw(reach=3),))
+    spec = base(kv=2, modifiers=(hw.parts.Shaw(reach=3),))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     built = align_heads(spec, layer.state_dict(), [(0, 1)], cross_products(layer, x))
@@ -315,7 +315,12 @@ def test_likeness_is_that_of_rows_after_the_best_map():
 
 
 def test_features_are_projections_before_rotary_and_norms():
-    spec = base(kv=2, vdim=5, bias="qkv", modifiers=(hw.QKNorm(), hw.Rotary(), hw.Knocking()))
+    spec = base(
+        kv=2,
+        vdim=5,
+        bias="qkv",
+        modifiers=(hw.parts.QKNorm(), hw.parts.Rotary(), hw.parts.KnockingHeads()),
+    )
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     tensors = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
@@ -334,7 +339,7 @@ def test_features_are_projections_before_rotary_and_norms():
     st.booleans(),
 )
 def test_pooling_and_splitting_equal_heads_is_exact(into, order, bias, rotary):
-    spec = base(bias=bias, modifiers=(hw.Rotary(), hw.HeadGate()) if rotary else ())
+    spec = base(bias=bias, modifiers=(hw.parts.Rotary(), hw.parts.HeadGate()) if rotary else ())
     groups = [tuple(order[n : n + 6 // into]) for n in range(0, 6, 6 // into)]
     layer = cases.layer(spec)
     weights = layer.state_dict()

@@ -125,8 +125,8 @@ def test_another_order_is_refused_or_the_same_layer(name):
 
 def test_contiguous_groups_make_sharing_regular():
     for options in (
-        {"modifiers": (hw.Alibi(), hw.HeadGate())},
-        {"heads": 3, "modifiers": (hw.DifferentialV2(),)},
+        {"modifiers": (hw.parts.Alibi(), hw.parts.HeadGate())},
+        {"heads": 3, "modifiers": (hw.parts.DifferentialV2(),)},
     ):
         spec = base(**({"heads": 6, "bias": "qkvo"} | options))
         spec, weights = head_axis_ops.share_kv_heads(
@@ -147,7 +147,7 @@ def test_contiguous_groups_make_sharing_regular():
 
 
 def test_an_order_must_name_every_head_and_keep_pairs():
-    spec = base(heads=4, modifiers=(hw.DifferentialV2(),))
+    spec = base(heads=4, modifiers=(hw.parts.DifferentialV2(),))
     weights = cases.layer(spec).state_dict()
     with pytest.raises(hw.SpecError, match="must list each of 8 score heads once"):
         permute_heads(spec, weights, [0, 1, 2])

@@ -42,7 +42,7 @@ T5 = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 20,
 }
-PLACEMENTS = ("pre", "post", "after", "sandwich", "parallel", "abreast")
+PLACEMENTS = ("pre", "post", "post_sublayer", "sandwich", "parallel", "parallel_two_norms")
 
 
 def stacked(

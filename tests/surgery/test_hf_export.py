@@ -468,7 +468,11 @@ def test_other_sources_give_our_folder(tmp_path: Path):
     small = remove_heads(net, {OWN: (0, 1)})
     for n, where in enumerate((tmp_path / "ours", None)):
         notes = model_folder.write_model_folder(
-            small, where, tmp_path / f"cut{n}", {"kept": {}}, extra_files={"PROOF.md": b"seen"}
+            small,
+            where,
+            tmp_path / f"cut{n}",
+            {"kept": {}},
+            extra_files={"VERIFICATION.md": b"seen"},
         )
         assert notes.kind == "ours"
         assert set(notes.files) == {
@@ -477,7 +481,7 @@ def test_other_sources_give_our_folder(tmp_path: Path):
             "headwise.toml",
             RECORD_FILE,
             WEIGHTS,
-            "PROOF.md",
+            "VERIFICATION.md",
         }
         assert torch.equal(
             inputs_and_outputs(hw.load(tmp_path / f"cut{n}"))[1], inputs_and_outputs(small)[1]
@@ -724,7 +728,9 @@ def turned(spec: hw.AttentionSpec) -> dict[str, Any]:
 
 def test_groups_in_any_order_are_made_regular():
     """Every head still reads what it read: checked against the layer computed as it was given."""
-    spec = hw.design(model=7, heads=6, kv=3, dim=5, modifiers=(hw.QKNorm(), Alibi()), bias="qkvo")
+    spec = hw.design(
+        model=7, heads=6, kv=3, dim=5, modifiers=(hw.parts.QKNorm(), Alibi()), bias="qkvo"
+    )
     spec = spec.with_heads(kv_head_of_query=(2, 0, 1, 0, 1, 2))
     stack = hw.model_spec.StackSpec.from_blocks(
         "decoder", 7, [hw.model_spec.BlockSpec(spec)], embedding=hw.model_spec.EmbeddingSpec(67)

@@ -155,17 +155,17 @@ def test_the_count_of_groups_is_of_gates():
 
 
 def test_gates_of_a_group_are_drawn_once():
-    spec = hw.design(model=12, heads=6, kv=2, modifiers=(hw.Concrete(per="kv"),))
+    spec = hw.design(model=12, heads=6, kv=2, modifiers=(hw.parts.HardConcreteGate(per="kv"),))
     layer, x = hw.Attention(spec).train(), torch.zeros(1, 1, 12)
     sequence = hw.interfaces.core_types.QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x))
     torch.manual_seed(0)
     sample = torch.stack(
-        [spec.modifiers[0].gate(sequence, layer.concrete, None)[:, 0] for _ in range(40)]
+        [spec.modifiers[0].gate(sequence, layer.hard_concrete_gate, None)[:, 0] for _ in range(40)]
     )
     assert torch.equal(sample[:, :3], sample[:, :1].expand(-1, 3))
     assert torch.equal(sample[:, 3:], sample[:, 3:4].expand(-1, 3))
     assert not torch.equal(sample[:, 0], sample[:, 3])
-    assert layer.concrete["log_a"].shape == (2,)
+    assert layer.hard_concrete_gate["log_a"].shape == (2,)
 
 
 # --- counts ---------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_the_expected_count_equals_the_closed_form_and_the_auxiliary_loss():
         sum(map(sum, found.open_probabilities.values())), abs=1e-5
     )
     spec = with_gates(net.spec.stacks[0].layers[0].attention, start=0.7)
-    aux_losses, layer = hw.AuxLosses(), hw.Attention(spec)
+    aux_losses, layer = hw.attention.AuxLosses(), hw.Attention(spec)
     layer(torch.zeros(1, 2, 20), probe=hw.Probe(aux_losses=aux_losses))
     assert float(aux_losses.total("l0").detach()) * 2 == pytest.approx(
         found.curve[0].num_open_gates, abs=1e-5
@@ -236,7 +236,7 @@ def test_the_penalty_is_the_method_of_multipliers():
 
 
 def gate_of(net: Transformer, site: str) -> dict[str, torch.Tensor]:
-    return get_attention_parameters(net, site) | {"concrete.log_a": torch.full((4,), 2.0)}
+    return get_attention_parameters(net, site) | {"hard_concrete_gate.log_a": torch.full((4,), 2.0)}
 
 
 def test_the_reported_loss_is_that_of_the_pruned_model():

@@ -177,11 +177,11 @@ def test_a_transformers_model_is_converted_by_strings(conversion: Any, tmp_path:
 
 def test_no_text_is_on_both_sides_of_a_split():
     examples = [Example({"x": number % 9}, {}) for number in range(18)]
-    chosen, proof, notes = split_examples(examples, ["heads were ranked"])
+    chosen, verification, notes = split_examples(examples, ["heads were ranked"])
     assert [one.inputs["x"] for one in chosen] == [0, 2, 4, 6, 8]
-    assert [one.inputs["x"] for one in proof] == [1, 3, 5, 7]
+    assert [one.inputs["x"] for one in verification] == [1, 3, 5, 7]
     assert notes == [
-        "heads were ranked with 5 texts that the proof does not use",
+        "heads were ranked with 5 texts that the verification does not use",
         "left out 9 texts that repeat an earlier one",
     ]
 

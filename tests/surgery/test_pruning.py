@@ -240,7 +240,9 @@ def test_a_plan_lists_the_heads_it_keeps():
     assert plan.changed_sites == {"decoder.1.attention": (1, 2)}
     assert plan.summary == "5 of 6 heads kept, as asked"
     with pytest.raises(hw.SpecError, match=r"has no attention 'encoder\.0\.attention'"):
-        PruningPlan.of(build_model(GPT2).spec, {"encoder.0.attention": [0]}, "of another model")
+        PruningPlan.from_kept_heads(
+            build_model(GPT2).spec, {"encoder.0.attention": [0]}, "of another model"
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A wrong head makes a proof fail, in every family and precision: of pruning, conversion, folding
+"""A wrong head makes a verification report fail, in every family and precision: of pruning, conversion, folding
 and export.
 """
 
@@ -21,7 +21,12 @@ from headwise.surgery.conversion import convert
 from headwise.surgery.pruning import PruningResult, prune
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.model_comparison import compare_ablated, compare_outputs
-from headwise.surgery.verification.proof import ProofOptions, check_surgery, prove, render_proof
+from headwise.surgery.verification.verify import (
+    VerificationOptions,
+    check_surgery,
+    render_verification,
+    verify,
+)
 from support.transformers_models import FALLBACK, ZOO, transformers
 
 QUICK = TimingOptions(length=4, steps=1, seconds=1e-4)
@@ -109,13 +114,15 @@ def test_a_wrong_head_is_found_after_every_change(change: str, dtype: torch.dtyp
     site = [name for name, _ in net.spec.attention_specs()][-1]
     if change in CONVERSIONS:
         done: Any = convert(net, CONVERSIONS[change], examples)
-        equivalents = done.proof_options["equivalents"]
+        equivalents = done.verification_options["equivalents"]
         ((name, load),) = equivalents.items()
         wrong_form = {"equivalents": {name: lambda: exchange_heads(load(), site)}}
-        assert not holds(ProofOptions("", **done.proof_options | wrong_form), examples)
+        assert not holds(
+            VerificationOptions("", **done.verification_options | wrong_form), examples
+        )
     else:
         done = prune_one_head(net, examples, change)
-    right = ProofOptions("", **done.proof_options)
+    right = VerificationOptions("", **done.verification_options)
     assert holds(right, examples)
     wrong = exchange_heads(done.after, site)
     is_compared = (
@@ -126,7 +133,7 @@ def test_a_wrong_head_is_found_after_every_change(change: str, dtype: torch.dtyp
     assert not compare_outputs("export", (done.after, wrong), examples).same
 
 
-def holds(options: ProofOptions, examples: list[Example]) -> bool:
+def holds(options: VerificationOptions, examples: list[Example]) -> bool:
     assert options.surgery_pair is not None
     return all(check.same for check in check_surgery(options.surgery_pair, examples, options)[0])
 
@@ -137,16 +144,16 @@ def test_the_report_states_the_rounding_of_16_bits_and_judges_in_float32(dtype: 
     done = prune_one_head(net, examples)
     name = str(dtype).removeprefix("torch.")
     for after in (done.after, without_another_head(done)):
-        options = ProofOptions(
-            "", **done.proof_options | {"surgery_pair": (net, after)}, timing=QUICK
+        options = VerificationOptions(
+            "", **done.verification_options | {"surgery_pair": (net, after)}, timing=QUICK
         )
-        proof = prove(net, after, examples, options)
-        assert proof.holds is (after is done.after)
-        assert [check.dtype for check in proof.equal] == ["float32", "float64"]
-        assert [row.dtype for row in proof.rounding] == [name] * (dtype != torch.float32)
+        verification = verify(net, after, examples, options)
+        assert verification.holds is (after is done.after)
+        assert [check.dtype for check in verification.equal] == ["float32", "float64"]
+        assert [row.dtype for row in verification.rounding] == [name] * (dtype != torch.float32)
         row = re.search(
             rf"\| same comparison in {name} +\| +[\d.e+-]+ \| +- \| +2 \| +- \|",
-            render_proof(proof),
+            render_verification(verification),
         )
         assert (row is None) is (dtype == torch.float32)
-        assert proof.data["rounding"] == [asdict(row) for row in proof.rounding]
+        assert verification.data["rounding"] == [asdict(row) for row in verification.rounding]

@@ -183,7 +183,7 @@ def test_precision_is_bf16_where_it_was_measured_to_be_faster(
     with assume_points(current_points().with_sizes(bf16_training=threshold)):
         result = train(Echo(), recipe=recipe, out=tmp_path)
     assert result.precision == precision
-    monkeypatch.setattr(run_setup, "takeover_size", None)
+    monkeypatch.setattr(run_setup, "crossover_size", None)
     again = train(Echo(), recipe=recipe, out=tmp_path, resume="allowed")
     assert again.precision == precision  # a resumed run keeps its settings
 

@@ -19,7 +19,7 @@ from headwise.training.data import IGNORE_INDEX, Batch
 from headwise.training.train_step import StepOptions
 from headwise.training.training_run import count_batch_tokens, count_step_flops
 from headwise.util.errors import SpecError
-from support.small_training import IDS, Echo, Routed, make_train_step, short_recipe
+from support.small_training import IDS, Echo, RoutedEcho, make_train_step, short_recipe
 
 # --- schedules ------------------------------------------------------------------------------------
 
@@ -155,8 +155,8 @@ def test_decay_reaches_matrices_alone():
 @pytest.mark.parametrize(
     ("name", "layout", "role"),
     [
-        ("feed.each.up_bias", "expert hidden", "feed"),
-        ("feed.each.shift", "expert hidden", "feed"),
+        ("feed.expert.up_bias", "expert hidden", "feed"),
+        ("feed.expert.shift", "expert hidden", "feed"),
         ("attention.qk_norm.q", "(q dim)", "attention"),
         ("attention.head_norm.scale", "out vdim", "attention"),
         ("attention.project.q_bias", "(q dim)", "attention"),
@@ -292,7 +292,7 @@ def test_terms_join_the_loss_by_their_factor():
     """The loss with a factor of 0.5, less that without, is half of the balance summed over two
     layers.
     """
-    batch, net = Routed().batch(0, 4), hw.build(Routed().model(), seed=3).double()
+    batch, net = RoutedEcho().batch(0, 4), hw.build(RoutedEcho().model(), seed=3).double()
     plain = make_train_step(net, short_recipe(batch=4)).compute_gradients(batch).item()
     terms: dict = {}
     probes = {
@@ -318,13 +318,13 @@ def test_terms_join_the_loss_by_their_factor():
 
 
 def test_a_term_that_no_part_sets_is_refused():
-    net = hw.build(Routed().model(), seed=3)
+    net = hw.build(RoutedEcho().model(), seed=3)
     with pytest.raises(
         SpecError,
         match="no layer has the auxiliary loss 'balanc' of aux_losses=; use one of balance",
     ):
         make_train_step(net, short_recipe(aux_losses=(("balanc", 0.5),))).compute_gradients(
-            Routed().batch(0, 5)
+            RoutedEcho().batch(0, 5)
         )
 
 

@@ -19,7 +19,7 @@ from headwise.training.data.synthetic_task import ModelShape, make_small_transla
 from headwise.training.data.task import UnpackableBatch, iter_texts, pack_batch
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.train_step import StepOptions, TrainStep
-from support.small_training import Echo, Routed, short_recipe
+from support.small_training import Echo, RoutedEcho, short_recipe
 
 IDS = 23
 LENGTHS = [(5, 3), (1, 7), (4, 4), (9, 2), (2, 6)]
@@ -73,10 +73,10 @@ def test_packed_pairs_have_the_unpacked_gradients(accumulate):
     check_same(gradients(net, pairs(), "packed", accumulate=accumulate), expected)
 
 
-@pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
+@pytest.mark.parametrize("task", [Echo(), RoutedEcho()], ids=["text", "terms"])
 def test_packed_texts_have_the_unpacked_gradients(task):
     net = hw.build(task.model(), seed=1).double()
-    terms = (("balance", 0.3),) if isinstance(task, Routed) else ()
+    terms = (("balance", 0.3),) if isinstance(task, RoutedEcho) else ()
     expected = gradients(net, task.batch(0, 6), "padded", aux_losses=terms)
     check_same(gradients(net, task.batch(0, 6), "packed", aux_losses=terms), expected)
 
@@ -90,7 +90,7 @@ def test_shares_of_ranks_are_packed_apart():
     assert (idle.rows, stepper.compute_loss(idle.batch).item()) == (0, 0)
 
 
-@pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
+@pytest.mark.parametrize("task", [Echo(), RoutedEcho()], ids=["text", "terms"])
 def test_packed_evaluation_is_unchanged(task):
     net = hw.build(task.model(), seed=1).double().eval()
     world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")

@@ -1,4 +1,4 @@
-"""The Prune & convert screen in a browser: its labels lead to a new folder, and its proof is that
+"""The Prune & convert screen in a browser: its labels lead to a new folder, and its verification report is that
 of the folder.
 """
 
@@ -35,7 +35,7 @@ def count_parameters(folder: Path) -> int:
     return sum(parameter.numel() for parameter in load(folder).parameters())
 
 
-def test_heads_that_are_off_in_the_lab_are_pruned_and_proved(page: Any, tmp_path: Path):
+def test_heads_that_are_off_in_the_lab_are_pruned_and_verified(page: Any, tmp_path: Path):
     with served(open_target(Target(out=tmp_path))) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
@@ -52,12 +52,14 @@ def test_heads_that_are_off_in_the_lab_are_pruned_and_proved(page: Any, tmp_path
         page.get_by_role("button", name="Compute the plan").click()
         page.get_by_test_id("planned").wait_for()
         planned = read_row(page, "planned", "parameters")
-        page.get_by_role("button", name="Prune and prove").click()
-        proof = page.get_by_test_id("proof")
-        proof.wait_for()
-        assert "Proved: outputs equal up to rounding in 3 of 3 checks" in proof.inner_text()
+        page.get_by_role("button", name="Prune and verify").click()
+        verification = page.get_by_test_id("verification")
+        verification.wait_for()
+        assert (
+            "Verified: outputs equal up to rounding in 3 of 3 checks" in verification.inner_text()
+        )
         assert page.get_by_test_id("folder").inner_text() == str(tmp_path / "pruned")
-        shown = read_row(page, "proof", "parameters")
+        shown = read_row(page, "verification", "parameters")
         words = shlex.split(page.get_by_test_id("command").inner_text())
     assert planned == shown
     assert shown[1:3] == ["638,112", f"{count_parameters(tmp_path / 'pruned'):,}"]

@@ -34,19 +34,19 @@ TOKENS, WORDS, MODEL = 13, 31, 20
 T5 = model_config("t5", d_model=20, d_kv=7, d_ff=24, num_heads=3, num_layers=2, vocab_size=WORDS)
 LAYERS: dict[str, dict[str, Any]] = {
     "window and GQA": {"pattern": "window(4)", "kv": 2},
-    "RoPE": {"pattern": "causal", "modifiers": (hw.Rotary(),)},
+    "RoPE": {"pattern": "causal", "modifiers": (hw.parts.Rotary(),)},
     "interleaved RoPE and QK-norm": {
         "pattern": "causal",
-        "modifiers": (hw.QKNorm(), hw.Rotary(pairs="interleaved")),
+        "modifiers": (hw.parts.QKNorm(), hw.parts.Rotary(pairs="interleaved")),
     },
-    "soft-cap": {"pattern": "causal", "modifiers": (hw.Softcap(0.7),)},
-    "sink": {"pattern": "window(5)", "kv": 2, "normaliser": hw.SinkSoftmax()},
-    "ALiBi": {"pattern": "causal", "modifiers": (hw.Alibi(),)},
-    "T5 bias": {"modifiers": (hw.T5Bias(),)},
+    "soft-cap": {"pattern": "causal", "modifiers": (hw.parts.Softcap(0.7),)},
+    "sink": {"pattern": "window(5)", "kv": 2, "normaliser": hw.parts.SinkSoftmax()},
+    "ALiBi": {"pattern": "causal", "modifiers": (hw.parts.Alibi(),)},
+    "T5 bias": {"modifiers": (hw.parts.T5Bias(),)},
     "projection biases": {"pattern": "causal", "bias": "qkvo"},
-    "talking heads": {"modifiers": (hw.TalkingHeads(on="weights"),)},
-    "sigmoid": {"pattern": "causal", "normaliser": hw.Sigmoid()},
-    "latent attention": {"pattern": "causal", "project": hw.Latent(rank=6, rope=0)},
+    "talking heads": {"modifiers": (hw.parts.TalkingHeads(on="weights"),)},
+    "sigmoid": {"pattern": "causal", "normaliser": hw.parts.Sigmoid()},
+    "latent attention": {"pattern": "causal", "project": hw.parts.MLAProjection(rank=6, rope=0)},
 }
 
 
@@ -162,9 +162,13 @@ def test_every_number_follows_from_those_before(name: str, head: int):
 @pytest.mark.parametrize("head", [0, 1])
 def test_a_pruned_head_has_its_own_scores_beside_queries_that_only_a_router_reads(head: int):
     routed = hw.design(
-        model=MODEL, heads=4, dim=6, pattern="causal", modifiers=(hw.Routed(2, 1, router="norm"),)
+        model=MODEL,
+        heads=4,
+        dim=6,
+        pattern="causal",
+        modifiers=(hw.parts.MixtureOfHeads(2, 1, router="norm"),),
     )
-    opened = open_specs(KeptHeads.of(routed, [1, 3]).spec)
+    opened = open_specs(KeptHeads.from_spec(routed, [1, 3]).spec)
     site = opened.get_trace().layers[1].name
     steps, note = find_steps(opened, HeadPlace(site, head, 7, 1))
     assert (steps.origin, note) == ("model", "")
@@ -190,7 +194,7 @@ def test_the_query_follows_from_the_norm_and_the_weights():
 
 
 def test_a_rotation_turns_each_plane_by_its_angle():
-    opened = open_layers(pattern="causal", modifiers=(hw.Rotary(),))
+    opened = open_layers(pattern="causal", modifiers=(hw.parts.Rotary(),))
     steps, _ = find_steps(opened, HeadPlace(opened.get_trace().layers[0].name, 1, 9))
     arrays = steps.find("transform").arrays
     for number, (first, second) in enumerate(arrays["planes"].tolist()):
@@ -201,8 +205,10 @@ def test_a_rotation_turns_each_plane_by_its_angle():
     assert len(arrays["planes"]) == 3
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "after", "sandwich", "parallel", "abreast"])
-@pytest.mark.parametrize("norm", ["rms", "bare"])
+@pytest.mark.parametrize(
+    "placement", ["pre", "post", "post_sublayer", "sandwich", "parallel", "parallel_two_norms"]
+)
+@pytest.mark.parametrize("norm", ["rms", "layer_no_affine"])
 def test_the_residual_stream_follows_the_placement_of_norms(placement: str, norm: str):
     opened = open_layers(placement, norm, pattern="causal")
     net, trace = opened.get_model(), opened.get_trace()
@@ -218,11 +224,15 @@ def test_the_residual_stream_follows_the_placement_of_norms(placement: str, norm
     )
     check_outputs(steps)
     norms = [step for step in steps.steps if step.name in ("norm", "norm_after")]
-    expected = {"post": ["norm_after"], "after": ["norm_after"], "sandwich": ["norm", "norm_after"]}
+    expected = {
+        "post": ["norm_after"],
+        "post_sublayer": ["norm_after"],
+        "sandwich": ["norm", "norm_after"],
+    }
     assert [step.name for step in norms] == expected.get(placement, ["norm"])
     for step in norms:
         x = step.arrays["in"].astype(np.float64)
-        if norm == "bare":
+        if norm == "layer_no_affine":
             n = (x - x.mean()) / np.sqrt(x.var() + step.facts["eps"])
         else:
             n = x / np.sqrt((x**2).mean() + step.facts["eps"]) * step.arrays["weight"]
@@ -243,7 +253,10 @@ def test_cross_attention_reads_the_source():
 
 def test_a_trace_alone_holds_the_steps_from_the_queries_to_the_output():
     opened = open_layers(
-        pattern="window(4)", kv=2, normaliser=hw.SinkSoftmax(), modifiers=(hw.Alibi(), hw.Rotary())
+        pattern="window(4)",
+        kv=2,
+        normaliser=hw.parts.SinkSoftmax(),
+        modifiers=(hw.parts.Alibi(), hw.parts.Rotary()),
     )
     trace = opened.get_trace()
     place = HeadPlace(trace.layers[1].name, 3, 8, 1)
@@ -294,7 +307,7 @@ def test_a_model_with_other_weights_is_not_taken_for_the_traced_one():
 
 
 def test_heads_that_combine_rows_keep_their_recorded_steps():
-    opened = open_layers(pattern="causal", modifiers=(hw.Differential(),))
+    opened = open_layers(pattern="causal", modifiers=(hw.parts.Differential(),))
     steps, note = find_steps(opened, HeadPlace(opened.get_trace().layers[0].name, 0, 4))
     assert steps.origin == "trace"
     assert "several rows" in note

@@ -76,7 +76,7 @@ def run_job(model: OpenModel, kind: str, arguments: Mapping[str, Any]) -> dict[s
 # --- What is written ------------------------------------------------------------------------------
 
 
-def test_listed_heads_are_pruned_as_the_library_does_and_the_proof_holds(
+def test_listed_heads_are_pruned_as_the_library_does_and_the_verification_holds(
     sample: OpenModel, tmp_path: Path
 ):
     found = surgery_actions.prune_heads(
@@ -91,16 +91,18 @@ def test_listed_heads_are_pruned_as_the_library_does_and_the_proof_holds(
     with torch.inference_mode():
         torch.testing.assert_close(small(**example.inputs), expected, rtol=1e-4, atol=1e-3)
     assert found["holds"] is True
-    assert {check["what"] for check in found["proof"]["equal"]} >= {
+    assert {check["what"] for check in found["verification"]["equal"]} >= {
         "heads ablated vs. removed",
         "headwise.load of the written folder",
     }
-    assert json.loads((tmp_path / "out" / "small" / "proof.json").read_text())["holds"] is True
+    assert (
+        json.loads((tmp_path / "out" / "small" / "verification.json").read_text())["holds"] is True
+    )
     assert (tmp_path / "out" / "small" / "texts.txt").read_text(
         encoding="utf-8"
     ).splitlines() == TEXTS
     assert found["folder"] == str(tmp_path / "out" / "small")
-    parameters = found["proof"]["savings"]["numbers"][0]
+    parameters = found["verification"]["savings"]["numbers"][0]
     assert parameters["after"] == sum(parameter.numel() for parameter in small.parameters())
 
 
@@ -184,14 +186,14 @@ def test_heads_are_pooled_as_the_library_does(
     assert f" {options} --data " in found["command"]
     assert found["holds"]
     planned = surgery_actions.plan_conversion(sample, arguments, progress())
-    assert planned["numbers"] == found["proof"]["savings"]["numbers"]
+    assert planned["numbers"] == found["verification"]["savings"]["numbers"]
 
 
 def test_an_exact_form_is_proved_to_be_exact(sample: OpenModel):
     found = surgery_actions.convert_heads(
         sample, {"form": "latent", "texts": TEXTS, "name": "mla"}, progress()
     )
-    checks = {check["what"]: check["same"] for check in found["proof"]["equal"]}
+    checks = {check["what"]: check["same"] for check in found["verification"]["equal"]}
     assert checks["the new form, an exact rewrite"] is True
 
 
@@ -291,7 +293,7 @@ def test_what_cannot_be_written_or_changed_is_refused(
             PRUNE | {"heads": [], "keep": 0.5, "by": "luck"},
             "unknown ranking method 'luck'",
         ),
-        ("prune", PRUNE | {"texts": TEXTS[:1]}, "a proof needs at least 2 texts"),
+        ("prune", PRUNE | {"texts": TEXTS[:1]}, "a verification report needs at least 2 texts"),
         ("prune", PRUNE | {"texts": "one"}, "texts must be a list"),
         ("prune", PRUNE | {"name": "../small"}, "'../small' is no folder name"),
         (
@@ -360,7 +362,7 @@ def test_a_job_that_fails_while_it_proves_leaves_no_folder(
     def fail(*_: Any) -> None:
         raise ValueError("the disk is full; delete something")
 
-    monkeypatch.setattr("headwise.surgery.model_and_texts.write_proof", fail)
+    monkeypatch.setattr("headwise.surgery.model_and_texts.write_verification", fail)
     net: Any = sample.get_model()
     before = fingerprint_model(net)
     event = run_job(sample, "convert", CONVERT)

@@ -17,45 +17,36 @@ core. In reading order:
 - `reference`: the slow float64 definition that every backend is tested against.
 - `op_trace`: records every tensor operation, and numbers the steps of attention among them.
 
-The names are imported when they are first used, so that descriptions of layers and models do without
-torch.
+The names are imported when they are first used, so that descriptions of layers and models do
+without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..util.lazy_names import import_lazily
 
 if TYPE_CHECKING:
-    from . import head_axis_ops, position_embeddings, reference
+    from . import head_axis_ops, reference
     from .composite_attention import LongformerAttention, MergedAttention
     from .initialisation import depth_scaled_init, redraw_features
+    from .interfaces.core_types import AuxLosses
+    from .masking.sequence_info import AttentionMask
     from .multihead_attention import MultiHeadAttention, MultiheadAttention
-
-__all__ = [
-    "LongformerAttention",
-    "MergedAttention",
-    "MultiHeadAttention",
-    "MultiheadAttention",
-    "depth_scaled_init",
-    "head_axis_ops",
-    "position_embeddings",
-    "redraw_features",
-    "reference",
-]
+    from .position_embeddings import LearnedPositions, SinusoidalPositions
 
 _MODULE_OF_NAME = {
+    "AttentionMask": "masking.sequence_info",
+    "AuxLosses": "interfaces.core_types",
+    "LearnedPositions": "position_embeddings",
     "LongformerAttention": "composite_attention",
     "MergedAttention": "composite_attention",
     "MultiHeadAttention": "multihead_attention",
     "MultiheadAttention": "multihead_attention",
+    "SinusoidalPositions": "position_embeddings",
     "depth_scaled_init": "initialisation",
+    "head_axis_ops": "head_axis_ops:",
     "redraw_features": "initialisation",
+    "reference": "reference:",
 }
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name, or a module of this package."""
-    if name in _MODULE_OF_NAME:
-        return getattr(import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
-    if name in __all__:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"{__name__} has no {name!r}")
+__all__ = sorted(_MODULE_OF_NAME)
+__getattr__ = import_lazily(__name__, _MODULE_OF_NAME)

@@ -145,7 +145,7 @@ class AttentionBase(HasParallelContext, nn.Module):
 
         >>> import headwise as hw, torch
         >>> layer, seen = (
-        ...     hw.Attention(hw.design(model=8, heads=2, modifiers=(hw.Softcap(5.0),))),
+        ...     hw.Attention(hw.design(model=8, heads=2, modifiers=(hw.parts.Softcap(5.0),))),
         ...     [],
         ... )
         >>> _ = layer.observed(lambda name, side, before, after: seen.append((name, side)))(

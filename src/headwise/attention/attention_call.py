@@ -87,7 +87,7 @@ class CallPlanner:
             single: spec.projection_form(single) for single in (False, True)
         }
         self._needs_source = spec.source is not None and spec.source != spec.model
-        self._position_limit = PositionLimit.of(spec)
+        self._position_limit = PositionLimit.from_spec(spec)
         self._plans: dict[tuple[object, ...], ExecutionPlan] = {}
 
     def plan_call(self, arguments: AttentionArguments, layer: PlannedLayer) -> PlannedCall:
@@ -257,7 +257,7 @@ class PositionLimit(NamedTuple):
     part: str
 
     @staticmethod
-    def of(spec: AttentionSpec) -> PositionLimit | None:
+    def from_spec(spec: AttentionSpec) -> PositionLimit | None:
         """The smallest limit of all parts; the part is stored as text, because torch.compile cannot
         trace its repr.
         """

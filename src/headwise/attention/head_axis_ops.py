@@ -76,7 +76,7 @@ def keep_heads(
     smaller. A gate that needs the queries of removed heads keeps their query projections, but not
     their keys and values.
     """
-    indices = KeptHeads.of(spec, keep)
+    indices = KeptHeads.from_spec(spec, keep)
     return indices.spec, transform_axes(
         spec, weights, {axis: select_heads(heads) for axis, heads in indices.by_axis.items()}
     )
@@ -87,7 +87,7 @@ class KeptHeads:
     """Result of pruning a layer: the smaller spec, and the kept heads of each axis, in order.
 
     >>> import headwise as hw
-    >>> KeptHeads.of(hw.design(model=8, heads=8, kv=2), [2, 3]).by_axis
+    >>> KeptHeads.from_spec(hw.design(model=8, heads=8, kv=2), [2, 3]).by_axis
     {'out': (2, 3), 'q': (2, 3), 'kv': (0,)}
     """
 
@@ -95,7 +95,7 @@ class KeptHeads:
     by_axis: Mapping[str, tuple[int, ...]]
 
     @staticmethod
-    def of(spec: AttentionSpec, keep: Iterable[int]) -> KeptHeads:
+    def from_spec(spec: AttentionSpec, keep: Iterable[int]) -> KeptHeads:
         """The spec and heads that `keep_heads` keeps for these output heads."""
         outs = tuple(sorted(set(keep)))
         if not outs or outs[0] < 0 or outs[-1] >= len(spec.score_head_of_output):

@@ -64,7 +64,9 @@ class OperationStep:
 
     @property
     def where(self) -> str:
-        """The interface method and the part that implements it: ``project_query: Direct``."""
+        """The interface method and the part that implements it: ``project_query:
+        LinearProjection``.
+        """
         return f"{self.interface}: {self.part}" if self.part else self.interface
 
     @property
@@ -388,16 +390,18 @@ class AttentionSteps:
             f"width {spec.model}; "
             f"{pluralise(heads.q, 'head')} of {pluralise(heads.dim, 'channel')}{kv}",
             "",
-            _format_row("", "step", "tensor", "shape", "memory"),
+            _format_row("", "step", "tensor or part", "shape", "memory"),
         ]
         previous: tuple[int, str] = (-1, "")
         for step in self.steps:
             is_new = (step.number, step.name) != previous
             previous = (step.number, step.name)
             number = str(step.number) if step.number and is_new else ""
-            name = step.name if is_new else ""
+            name, tensor = step.name if is_new else "", step.tensor
+            if ": " in (tensor or name):  # a method of a part: its name, and the part
+                name, tensor = (tensor or name).split(": ")
             lines.append(
-                _format_row(number, name, step.tensor, " ".join(map(str, step.shape)), step.memory)
+                _format_row(number, name, tensor, " ".join(map(str, step.shape)), step.memory)
             )
         return "\n".join(lines)
 
@@ -506,4 +510,4 @@ def _is_split(step: OperationStep) -> bool:
 
 
 def _format_row(number: str, name: str, tensor: str, shape: str, memory: str) -> str:
-    return f"{number:>2}  {name:<30}{tensor:<18}{shape:<20}{memory}".rstrip()
+    return f"{number:>2}  {name:<28}{tensor:<20}{shape:<20}{memory}".rstrip()

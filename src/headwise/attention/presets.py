@@ -15,32 +15,32 @@ from .interfaces.part import field_defaults
 from .masking.patterns import Full, PerHead, parse_pattern
 from .parts.collaborative import Collaborative
 from .parts.differential import Differential, DifferentialV2
-from .parts.dot_product import Dot
-from .parts.dynamic_composition import Dynamic
+from .parts.dot_product import DotProduct
+from .parts.dynamic_composition import DynamicComposition
 from .parts.entmax import Entmax
-from .parts.feature_map import FeatureMap, Sum
-from .parts.gated_attention import Concrete
-from .parts.latent_attention import Latent
-from .parts.linear_projection import Direct, Values
-from .parts.merges import Concat
-from .parts.mixture_of_heads import Routed
+from .parts.feature_map import FeatureMap, SumNormaliser
+from .parts.gated_attention import HardConcreteGate
+from .parts.latent_attention import MLAProjection
+from .parts.linear_projection import LinearProjection, ValueProjection
+from .parts.merges import ConcatMerge
+from .parts.mixture_of_heads import MixtureOfHeads
 from .parts.overlapping_heads import Overlapping
 from .parts.relative_position_bias import ContinuousBias
 from .parts.rms_norms import QKNorm
 from .parts.rotary_embedding import Rotary
 from .parts.softmax import Softmax, WeightDropout
-from .parts.synthesizer import Average
-from .parts.talking_heads import Knocking, TalkingHeads
+from .parts.synthesizer import AverageNormaliser
+from .parts.talking_heads import KnockingHeads, TalkingHeads
 from .spec.attention_spec import AttentionSpec, from_json as _from_json, from_toml as _from_toml
 from .spec.heads import Heads
 
 # The parts of a spec that does not choose others.
 DEFAULT_CHOICES: dict[str, Any] = {
-    "project": Direct(),
-    "similarity": Dot(),
+    "project": LinearProjection(),
+    "similarity": DotProduct(),
     "pattern": Full(),
     "normaliser": Softmax(),
-    "merge": Concat(),
+    "merge": ConcatMerge(),
 }
 
 
@@ -124,7 +124,7 @@ def design_core(
         dim=dim,
         vdim=vdim,
         pattern="causal()" if causal else "full()",
-        similarity=Dot(scale),
+        similarity=DotProduct(scale),
         modifiers=(WeightDropout(dropout),) if dropout else (),
     )
 
@@ -232,10 +232,10 @@ def _quarter(heads: int) -> int:
     return max(kv for kv in range(1, max(1, heads // 4) + 1) if heads % kv == 0)
 
 
-def _routed(heads: int) -> Routed:
+def _routed(heads: int) -> MixtureOfHeads:
     """A quarter of all heads is always active, and each token chooses another half."""
     always = max(1, heads // 4)
-    return Routed(always=always, active=min(heads // 2, heads - always))
+    return MixtureOfHeads(always=always, active=min(heads // 2, heads - always))
 
 
 def _patterns_of_heads(num_first: int, first: str, second: str, heads: int) -> PerHead:
@@ -273,7 +273,7 @@ def _moh_vit(
         options,
         model=model,
         heads=heads,
-        similarity=Dot(scale=1.0),
+        similarity=DotProduct(scale=1.0),
         modifiers=modifiers,
         bias="qkvo",
     )
@@ -353,7 +353,7 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         model=2048,
         heads=16,
         dim=128,
-        project=Latent(rank=512, rope=64),
+        project=MLAProjection(rank=512, rope=64),
         modifiers=(Rotary(pairs="interleaved"),),
     ),
     "moh": _preset(
@@ -367,7 +367,7 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         "Dynamically composable heads (DCMHA): mixes scores and weights, each with rank 2 "
         "(2405.08553).",
         **CAUSAL,
-        modifiers=(QKNorm(), Rotary(), Dynamic(), Dynamic(on="weights")),
+        modifiers=(QKNorm(), Rotary(), DynamicComposition(), DynamicComposition(on="weights")),
     ),
     "mohsa": _preset(
         "Overlapping heads (MOHSA): layer l uses l + 1 channels of each of the two "
@@ -390,18 +390,18 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         "(2006.16236).",
         **CAUSAL,
         similarity=FeatureMap(),
-        normaliser=Sum(),
+        normaliser=SumNormaliser(),
     ),
     "performer": _preset(
         "Performer: positive random features, an unbiased estimate of softmax attention "
         "(2009.14794).",
         **CAUSAL,
         similarity=FeatureMap(kind="favor"),
-        normaliser=Sum(),
+        normaliser=SumNormaliser(),
     ),
     "longformer": _preset(
         "Longformer: 256 neighbours on either side, and a global first token (2004.05150).\n\n"
-        "The paper gives global tokens separate projections; hw.LongformerAttention takes this "
+        "The paper gives global tokens separate projections; hw.attention.LongformerAttention takes this "
         "spec and adds them.",
         pattern=NEIGHBOURS,
         bias="qkvo",
@@ -443,14 +443,14 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         "Knocking-heads attention: one small gated map of values, shared by all heads "
         "(2510.23052).",
         **CAUSAL,
-        modifiers=(Knocking("mlp"), Rotary()),
+        modifiers=(KnockingHeads("mlp"), Rotary()),
     ),
     "average": _preset(
         "Causal average of the values, in constant memory: the averaging branch of merged "
         "attention (1908.11365).",
         **CAUSAL,
-        project=Values(),
-        normaliser=Average(),
+        project=ValueProjection(),
+        normaliser=AverageNormaliser(),
     ),
 }
 
@@ -462,12 +462,12 @@ def with_gates(spec: AttentionSpec, *, per: str = "head", start: float = 2.0) ->
     `start` is the initial log_a; with 2, a gate is open with probability 0.94.
 
     >>> with_gates(design(preset="mha", model=8, heads=2)).modifiers
-    (Concrete(start=2.0, evaluation='hard'),)
+    (HardConcreteGate(start=2.0, evaluation='hard'),)
     """
-    if any(isinstance(modifier, Concrete) for modifier in spec.modifiers):
+    if any(isinstance(modifier, HardConcreteGate) for modifier in spec.modifiers):
         raise SpecError("the spec has learned head gates already; use those, or remove them first")
     return replace(
-        spec, modifiers=(*spec.modifiers, Concrete(start=start, evaluation="hard", per=per))
+        spec, modifiers=(*spec.modifiers, HardConcreteGate(start=start, evaluation="hard", per=per))
     )
 
 

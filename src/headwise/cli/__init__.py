@@ -43,8 +43,8 @@ COMMANDS = {
     "run": "run a trained model on a text, an image, or each line of stdin",
     "sites": "every attention layer of a model and what it supports",
     "heads": "measure and classify every head of a model over texts",
-    "prune": "remove heads: write a smaller model, with a proof",
-    "convert": "convert MHA to GQA, MQA, latent and others, with a proof",
+    "prune": "remove heads: write a smaller model, and verify it",
+    "convert": "convert MHA to GQA, MQA, latent and others, and verify the result",
     "trace": "record queries, keys and values of a run in one file",
     "why": "which backend would run a spec, and why the others refuse",
 }

@@ -66,7 +66,7 @@ def _format_items(items: Sequence[Item]) -> str:
 @options
 class CostOptions(Options):
     """Estimate what attention layers and models cost before they run: parameters, FLOPs, KV cache,
-    and the least time.
+    and the lower-bound latency.
 
     WHAT  a preset, a model such as gpt3, a file or a folder
     --model WIDTH  model dimension of the presets
@@ -79,7 +79,7 @@ class CostOptions(Options):
     --dtype NAME  bf16, fp16, fp32, fp8, int8 or mxfp4
     --device NAME  h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here
     --match WHAT  resize each spec to match the first: params, flops or kv
-    --operations  table of operations: FLOPs, bytes, least time, bottleneck
+    --operations  table of operations: FLOPs, bytes, lower-bound latency, bottleneck
     --plot FILE  draw plots into a .svg, .png or .pdf file
     --json  print one JSON document instead of text
 

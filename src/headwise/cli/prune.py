@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @options
 class PruneOptions(CompressionOptions):
     """Remove attention heads from a model, chosen by one of --keep, --heads, --budget and others.
-    Writes the smaller model to a new folder, with a proof that it equals the model with these heads
+    Writes the smaller model to a new folder, with a report: it equals the model with these heads
     ablated, what was saved, and what was lost. With --sweep it writes pruning curves instead:
     headwise prune --sweep --help.
 
@@ -126,7 +126,7 @@ class PruneOptions(CompressionOptions):
 
 
 def main(argv: list[str]) -> int:
-    """Choose heads, remove them, write the model and its proof."""
+    """Choose heads, remove them, write the model and its verification report."""
     if "--sweep" in argv:
         return sweep_main(argv)
     args = PruneOptions.parse(argv)
@@ -260,12 +260,17 @@ def sweep_main(argv: list[str]) -> int:
     args = SweepCommandOptions.parse(argv)
     run = CompressionRun.from_options(args)
     run.split_texts(("heads were chosen",))
-    from ..surgery.pruning_curves import render_terminal, run_sweep, to_report_data, write_report
+    from ..surgery.pruning_curves import (
+        render_terminal,
+        run_sweep,
+        to_report_data,
+        write_report,
+    )
 
     curves = run_sweep(
         run.net,
         run.selection_examples,
-        run.proof_examples,
+        run.verification_examples,
         _sweep_config(args, run),
         run.report_progress,
     )
@@ -340,7 +345,7 @@ FORM = re.compile(r"mha|latent|collaborative=(?P<width>\d+)|routed=(?P<always>\d
 class ConvertOptions(CompressionOptions):
     """Convert attention layers to fewer key-value heads (GQA, MQA) or to another form (MHA, latent,
     collaborative, routed): give one of --kv and --to. Writes the model to a new folder, with a
-    proof of what was saved and what was lost.
+    report of what was saved and what was lost.
 
     --kv COUNT  pool to this many key-value heads in every layer
     --to FORM  rewrite exactly as mha or latent; or convert to collaborative=WIDTH or
@@ -396,7 +401,7 @@ class ConvertOptions(CompressionOptions):
 
 
 def convert_main(argv: list[str]) -> int:
-    """Convert the attention layers, retrain if asked, write the model and its proof."""
+    """Convert the attention layers, retrain if asked, write the model and its verification report."""
     args = ConvertOptions.parse(argv)
     conversion = _parse_conversion(args)
     run = CompressionRun.from_options(args)

@@ -204,7 +204,7 @@ class CompressionOptions(SurgeryOptions):
     --distill-examples COUNT  task examples for --uptrain
     --lr NUMBER  peak learning rate (default: 0.001)
 
-    measurements in the proof:
+    measurements in the verification:
     --length COUNT  tokens per text in the tables of speed and of cost (default: at most 256 and
         512)
     --seconds NUMBER  time limit for measuring speed
@@ -220,14 +220,14 @@ class CompressionOptions(SurgeryOptions):
 
 @dataclass
 class CompressionRun:
-    """The original model, the texts for changing it, the texts for the proof, and notes for the
+    """The original model, the texts for changing it, the texts for the verification, and notes for the
     report.
     """
 
     args: Any
     net: Transformer
     selection_examples: list[Example]
-    proof_examples: list[Example]
+    verification_examples: list[Example]
     task: Task | None
     notes: list[str] = field(default_factory=list)
     report_progress: ProgressReporter = field(default_factory=ProgressReporter)
@@ -241,7 +241,7 @@ class CompressionRun:
         model = load(Path(args.model))
         attach_named_tokenizer(model, args)
         examples, reading_notes = read_examples(model, args, task)
-        # `prove` would raise these errors only after the model has been written.
+        # `verify` would raise these errors only after the model has been written.
         from ..observe.head_analysis.objectives import choose_objective
         from ..surgery.verification.efficiency import fit_lengths
 
@@ -251,7 +251,7 @@ class CompressionRun:
         return CompressionRun(args, model, examples, examples, task, [*reading_notes])
 
     def split_texts(self, uses: Sequence[str]) -> None:
-        """Reserve texts for the proof; `uses` is what the change uses the others for."""
+        """Reserve texts for the verification; `uses` is what the change uses the others for."""
         from ..surgery.model_and_texts import split_examples
 
         is_retrained = vars(self.args).get("uptrain") is not None
@@ -259,13 +259,13 @@ class CompressionRun:
             is_retrained and self.args.distill_data is not None
         )
         retrained = ("the model was retrained",) if is_retrained and not has_own_texts else ()
-        self.selection_examples, self.proof_examples, notes = split_examples(
-            self.proof_examples, (*uses, *retrained)
+        self.selection_examples, self.verification_examples, notes = split_examples(
+            self.verification_examples, (*uses, *retrained)
         )
         self.notes[:0] = notes
 
     def distillation_texts(self) -> list[Example]:
-        """Return the texts for retraining, separate from the proof's texts."""
+        """Return the texts for retraining, separate from the verification's texts."""
         from ..observe.head_analysis.annotated_examples import (
             examples_from_lines,
             examples_from_task,
@@ -325,16 +325,16 @@ class CompressionRun:
         }
 
     def finish(self, result: SurgeryResult) -> int:
-        """Retrain the changed model if asked, write it with its proof, print a summary, and return
+        """Retrain the changed model if asked, write it with its verification report, print a summary, and return
         the exit code.
         """
-        from ..surgery.model_and_texts import OutputFolder, write_and_prove
-        from ..surgery.verification.proof import ProofOptions, render_summary
+        from ..surgery.model_and_texts import OutputFolder, write_and_verify
+        from ..surgery.verification.verify import VerificationOptions, render_summary
 
         args = self.args
         model, retraining = self.retrain(result.after)
         record = result.record | retraining
-        options = ProofOptions(
+        options = VerificationOptions(
             result.summary,
             objective=args.objective,
             timing=_timing_pace(args),
@@ -344,15 +344,15 @@ class CompressionRun:
             command=shlex.join(["headwise", *sys.argv[1:]]),
         )
         folder = OutputFolder(Path(args.out), args.existing, Path(args.model))
-        written, proof = write_and_prove(
-            result, model, self.proof_examples, options, folder, record, self.report_progress
+        written, verification = write_and_verify(
+            result, model, self.verification_examples, options, folder, record, self.report_progress
         )
         self.report_progress("")
         note = "\n".join(wrap(written.summary, indent="  "))
-        more = f"{args.out}\n{note}\n  PROOF.md in this folder has the full report."
-        data = proof.data | {"folder": {"kind": written.kind, "sentence": written.summary}}
-        print_result(args, f"{render_summary(proof)}\n\n{more}", data)
-        return 0 if proof.holds else 1
+        more = f"{args.out}\n{note}\n  VERIFICATION.md in this folder has the full report."
+        data = verification.data | {"folder": {"kind": written.kind, "sentence": written.summary}}
+        print_result(args, f"{render_summary(verification)}\n\n{more}", data)
+        return 0 if verification.holds else 1
 
 
 def _timing_pace(args: Any) -> TimingOptions:

@@ -15,6 +15,7 @@ In reading order:
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from ..attention.cache import split_by_retention
 from ..attention.interfaces.core_types import CallSize
@@ -22,9 +23,23 @@ from ..attention.masking.patterns import count_pairs_by_head
 from ..attention.spec.attention_spec import AttentionSpec
 from ..models.model_spec import ModelSpec
 from ..util.errors import SpecError
+from ..util.lazy_names import import_lazily
 from .flops import CostTerm, forward_flops, list_products
 
+if TYPE_CHECKING:
+    from .activations import layer_activation_memory
+    from .roofline import Device
+    from .training_memory import ActivationSettings, activation_memory
+
+_MODULE_OF_NAME = {
+    "ActivationSettings": "training_memory",
+    "Device": "roofline",
+    "activation_memory": "training_memory",
+    "layer_activation_memory": "activations",
+}
 __all__ = [
+    *sorted(_MODULE_OF_NAME),
+    "CallSize",
     "CostTerm",
     "cache_bytes",
     "cached_numbers_per_token",
@@ -35,6 +50,7 @@ __all__ = [
     "required_flops",
     "self_attention_work",
 ]
+__getattr__ = import_lazily(__name__, _MODULE_OF_NAME)
 
 
 def count_parameters(spec: AttentionSpec | ModelSpec) -> int:

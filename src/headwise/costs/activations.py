@@ -107,14 +107,14 @@ def norm_bytes(norm: NormSpec, width: int, count: int, context: ActivationContex
     >>> list(norm_bytes(NormSpec(), 8, context.num_tokens, context))  # mean and variance
     [('input', 640), ('statistics', 160)]
     """
-    if norm.kind in ("layer", "unbiased", "bare"):
+    if norm.kind in ("layer", "layer_no_bias", "layer_no_affine"):
         yield "input", context.tensor_bytes(count, width)
         yield "statistics", 2 * count * (4 if context.is_cuda else context.element_bytes)
         return
     # An RMSNorm of plain operations saves x in single precision, and also x divided by its RMS.
     yield "input", (context.element_bytes if context.is_cuda else 8) * count * width
     yield "statistics", 4 * count
-    if norm.kind == "offset":
+    if norm.kind == "rms_unit_offset":
         yield "weight plus one", context.tensor_bytes(width)
 
 
@@ -143,7 +143,7 @@ def experts_bytes(experts: ExpertsSpec, width: int, context: ActivationContext) 
     experts. The router computes in float32.
     """
     count = context.num_tokens
-    routed = count * experts.active
+    routed = count * experts.top_k
     is_fp32 = context.element_bytes == 4
     if is_fp32 or experts.shared:
         yield "input", context.tensor_bytes(count, width)
@@ -151,13 +151,13 @@ def experts_bytes(experts: ExpertsSpec, width: int, context: ActivationContext) 
         yield "router", 4 * width * (count + experts.count)
     yield "scores", 4 * count * experts.count
     yield "expert indices", INT64_BYTES * routed
-    if experts.scores in ("chosen", "sigmoid"):
+    if experts.scores in ("softmax_of_top_k", "sigmoid"):
         yield "routing weights", 4 * routed
     if experts.scores == "sigmoid":
         yield "routing weights", 4 * count
     yield "sort order", 2 * INT64_BYTES * routed
     yield "expert inputs", context.tensor_bytes(routed, width)
-    yield from feed_forward_bytes(experts.each, routed, context)
+    yield from feed_forward_bytes(experts.expert, routed, context)
     yield "expert outputs", context.tensor_bytes(routed, width)
     yield "routing weights", context.tensor_bytes(routed)
     if experts.shared:

@@ -158,8 +158,8 @@ class ComplexityTable:
 
 
 class _LayerKind(NamedTuple):
-    """A kind of layer: its order, sequential operations, path length, parameters, and the FLOPs of a
-    number of tokens.
+    """A kind of layer: its order, sequential operations, path length, parameters, and the FLOPs of
+    a number of tokens.
     """
 
     order: str
@@ -207,13 +207,14 @@ def attention_specs(sizes: LayerSizes) -> dict[str, AttentionSpec]:
 
 
 def _list_kinds(sizes: LayerSizes) -> dict[str, _LayerKind]:
-    """Return the kinds of layers. A gate of a recurrent layer has two matrices and two biases, as in
-    torch.nn; a separable convolution mixes positions channel by channel, then channels by a matrix.
+    """Return the kinds of layers. A gate of a recurrent layer has two matrices and two biases, as
+    in torch.nn; a separable convolution mixes positions channel by channel, then channels by a
+    matrix.
     """
     tokens = sizes.tokens
     width = sizes.model
-    d = SymbolicInt.of(width, "d")
-    k = SymbolicInt.of(sizes.kernel, "k")
+    d = SymbolicInt.with_formula(width, "d")
+    k = SymbolicInt.with_formula(sizes.kernel, "k")
 
     def depth(reach: int) -> int:  # layers, each reaching back so far, from the last to the first
         return max(-(-(tokens - 1) // reach), 1)
@@ -233,7 +234,7 @@ def _list_kinds(sizes: LayerSizes) -> dict[str, _LayerKind]:
 
         def flops(n: int, spec: AttentionSpec = spec, text: str = text) -> int:
             required = estimate_cost(spec, Workload(context=n)).prefill_flops.total
-            return SymbolicInt.of(required, text, loose="sum")
+            return SymbolicInt.with_formula(required, text, loose="sum")
 
         kinds[name] = _LayerKind(order, serial, path, count_parameters(spec), flops)
     for name, gates in {"recurrent": 1, "GRU": 3, "LSTM": 4}.items():
@@ -241,7 +242,7 @@ def _list_kinds(sizes: LayerSizes) -> dict[str, _LayerKind]:
         factor = 4 * gates
         kinds[name] = _LayerKind(
             *("n d^2", tokens, tokens, parameters),
-            lambda n, factor=factor: factor * SymbolicInt.of(n, "n") * d**2,
+            lambda n, factor=factor: factor * SymbolicInt.with_formula(n, "n") * d**2,
         )
     contiguous = depth(sizes.kernel - 1)
     dilated = 1  # dilation grows by a factor of k each layer, so that they see k^layers tokens
@@ -250,11 +251,14 @@ def _list_kinds(sizes: LayerSizes) -> dict[str, _LayerKind]:
     for name, path in {"convolution": contiguous, "dilated convolution": dilated}.items():
         kinds[name] = _LayerKind(
             *("k n d^2", 1, path, sizes.kernel * width**2 + width),
-            lambda n: 2 * k * SymbolicInt.of(n, "n") * d**2,
+            lambda n: 2 * k * SymbolicInt.with_formula(n, "n") * d**2,
         )
     kinds["separable conv."] = _LayerKind(
         *("k n d + n d^2", 1, contiguous, width * (sizes.kernel + width + 2)),
-        lambda n: 2 * k * SymbolicInt.of(n, "n") * d + 2 * SymbolicInt.of(n, "n") * d**2,
+        lambda n: (
+            2 * k * SymbolicInt.with_formula(n, "n") * d
+            + 2 * SymbolicInt.with_formula(n, "n") * d**2
+        ),
     )
     return kinds
 

@@ -175,7 +175,7 @@ class AttentionComponent:
         work = self.work(call)
         signature = self._call_signature(call)
         text = f"pairs[{self.spec.pattern.text}]" if self.name else "pairs"
-        pairs = SymbolicInt.of(work.pairs, text)
+        pairs = SymbolicInt.with_formula(work.pairs, text)
         products = list_products(self._executed_spec(call), replace(work, pairs=pairs))
         if self.spec.recurrent_part is None or linear_attention.unsupported_reasons(signature):
             yield from products
@@ -183,7 +183,7 @@ class AttentionComponent:
         yield from (product for product in products if not product.name.startswith("core"))
         text = "state updates and reads + scores within chunks"
         core_flops = _executed_core_flops(linear_attention, signature, work, call)
-        sums = SymbolicInt.of(core_flops, text, loose="sum")
+        sums = SymbolicInt.with_formula(core_flops, text, loose="sum")
         # Both factors need a gradient, unless the weights are constants that depend on no token (no
         # state features).
         num_features = self.spec.recurrent_part[1].num_state_features(signature.core)
@@ -404,10 +404,12 @@ class LinearComponent:
 
     def required_products(self, call: ForwardCall) -> Iterator[MatrixProduct]:
         """One product for each matrix."""
-        tokens = SymbolicInt.of(self._num_tokens(call), "T")
+        tokens = SymbolicInt.with_formula(self._num_tokens(call), "T")
         for matrix in self.matrices:
             sizes = {axis: name_size(size, axis) for axis, size in matrix.axis_sizes.items()}
-            flops = 2 * matrix.layout.numel(sizes) * SymbolicInt.of(call.batch, "B") * tokens
+            flops = (
+                2 * matrix.layout.numel(sizes) * SymbolicInt.with_formula(call.batch, "B") * tokens
+            )
             yield MatrixProduct(matrix.name, flops, self.num_grad_factors)
 
     def counted_products(self, call: ForwardCall) -> list[MatrixProduct]:

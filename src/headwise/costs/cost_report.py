@@ -379,7 +379,7 @@ def _cached_values(components: Iterable[AttentionComponent]) -> CostBreakdown:
     items: list[tuple[str, int, int]] = []
     for component in components:
         for term in cached_numbers(component.spec).terms:
-            value = SymbolicInt.of(term.value, term.formula)
+            value = SymbolicInt.with_formula(term.value, term.formula)
             items.append((_qualify(component.name, term.name), value, component.times))
     return CostBreakdown.from_repeated_items(items)
 
@@ -466,7 +466,7 @@ class CostReport:
             Column("FLOPs", format_count),
             Column("bytes", format_count),
             Column("FLOPs/byte", "{:.1f}".format),
-            Column("least time", align="right"),
+            Column("lower bound", align="right"),
             "bound by",
         )
         tables: list[Table] = []
@@ -589,7 +589,7 @@ def _time_rows(phase: str) -> list[Row]:
         is_timed = phase in estimate.operations and estimate.shortfall(phase) is None
         return estimate.total_operation(phase).bound if is_timed else "-"
 
-    return [(f"{phase}, least time", seconds, False), ("  bound by", bound, False)]
+    return [(f"{phase}, lower bound", seconds, False), ("  bound by", bound, False)]
 
 
 def _cache_per_token_cell(estimate: CostEstimate) -> str:

@@ -195,12 +195,12 @@ def _cached_items(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
 def _core_products(spec: AttentionSpec, core: CoreShape, work: CallSize) -> Iterator[MatrixProduct]:
     if work.head_pairs:
         counts = pairs_over_heads(spec, work)
-        scores = SymbolicInt.of(counts[0], "head_pairs")
-        values = SymbolicInt.of(counts[1], "head_pairs")
+        scores = SymbolicInt.with_formula(counts[0], "head_pairs")
+        values = SymbolicInt.with_formula(counts[1], "head_pairs")
     else:
         letter = "q" if spec.num_core_heads == spec.heads.q else "row"
-        scores = work.pairs * SymbolicInt.of(spec.num_core_heads, letter)
-        values = work.pairs * SymbolicInt.of(len(core.value_head_of_row), "row")
+        scores = work.pairs * SymbolicInt.with_formula(spec.num_core_heads, letter)
+        values = work.pairs * SymbolicInt.with_formula(len(core.value_head_of_row), "row")
     dim = name_size(core.score_dim, "dim") if core.score_dim else 0
     vdim = name_size(core.vdim, "vdim")
     yield MatrixProduct("core (scores)", 2 * work.batch * scores * dim)
@@ -295,7 +295,7 @@ P = TypeVar("P", bound=Part)
 class SymbolicInt(int):
     """An int with the formula it was computed by: products, sums and powers of names.
 
-    >>> q, dim = SymbolicInt.of(8, "q"), SymbolicInt.of(64, "dim")
+    >>> q, dim = SymbolicInt.with_formula(8, "q"), SymbolicInt.with_formula(64, "dim")
     >>> cost = 2 * q * dim * (dim + 1)
     >>> cost, cost.formula
     (66560, '2 q dim (dim + 1)')
@@ -306,7 +306,7 @@ class SymbolicInt(int):
     loose: bool  # a sum, which needs brackets inside a product
 
     @classmethod
-    def of(cls, value: int, text: str, factor: int = 1, *, loose: str = "") -> Self:
+    def with_formula(cls, value: int, text: str, factor: int = 1, *, loose: str = "") -> Self:
         """Create a number with the formula `factor` times `text`; `loose` is not empty if `text` is
         a sum.
         """
@@ -335,18 +335,18 @@ class SymbolicInt(int):
                 self
             )  # a float, or a tuple that is repeated: the result is not an integer
         if not isinstance(other, SymbolicInt):
-            return SymbolicInt.of(
+            return SymbolicInt.with_formula(
                 int(self) * other, self.text, self.factor * other, loose="sum" if self.loose else ""
             )
         text = f"{self.name_as_factor} {other.name_as_factor}"
-        return SymbolicInt.of(int(self) * int(other), text, self.factor * other.factor)
+        return SymbolicInt.with_formula(int(self) * int(other), text, self.factor * other.factor)
 
     def __rmul__(self, other: Any) -> Any:
         return self * other
 
     def __add__(self, other: int) -> int:
         if isinstance(other, SymbolicInt) and other.text == self.text:
-            return SymbolicInt.of(
+            return SymbolicInt.with_formula(
                 int(self) + int(other),
                 self.text,
                 self.factor + other.factor,
@@ -356,7 +356,7 @@ class SymbolicInt(int):
 
     def __radd__(self, other: int) -> int:
         return (
-            SymbolicInt.of(int(self) + other, f"{other} + {self.formula}", loose="sum")
+            SymbolicInt.with_formula(int(self) + other, f"{other} + {self.formula}", loose="sum")
             if other
             else self
         )
@@ -366,21 +366,21 @@ class SymbolicInt(int):
 
     def __pow__(self, power: Any, mod: Any = None) -> Any:
         if isinstance(power, int) and power > 0 and mod is None:
-            return SymbolicInt.of(
+            return SymbolicInt.with_formula(
                 int(self) ** power, f"{self.name_as_factor}^{power}", self.factor**power
             )
         return int(self) ** power
 
     def __floordiv__(self, other: int) -> int:
         divisor = other.name_as_factor if isinstance(other, SymbolicInt) else str(other)
-        return SymbolicInt.of(
+        return SymbolicInt.with_formula(
             int(self) // int(other), f"floor({self.formula_as_factor} / {divisor})"
         )
 
     def _sum(self, other: int, sign: str) -> int:
         text = formula_as_factor(other) if sign == "-" else formula(other)
         value = int(self) + int(other) if sign == "+" else int(self) - int(other)
-        return SymbolicInt.of(value, f"{self.formula} {sign} {text}", loose="sum")
+        return SymbolicInt.with_formula(value, f"{self.formula} {sign} {text}", loose="sum")
 
 
 def formula(value: int) -> str:
@@ -397,7 +397,7 @@ def formula_as_factor(value: int) -> str:
 
 def name_size(size: int, name: str) -> SymbolicInt:
     """Return the size as a symbolic integer with this name, unless it has a formula already."""
-    return size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, name)
+    return size if isinstance(size, SymbolicInt) else SymbolicInt.with_formula(size, name)
 
 
 def name_sizes(spec: AttentionSpec) -> AttentionSpec:
@@ -411,15 +411,16 @@ def name_sizes(spec: AttentionSpec) -> AttentionSpec:
     """
     heads = spec.heads
     sizes = {
-        name: SymbolicInt.of(getattr(heads, name), name) for name in ("q", "kv", "dim", "vdim")
+        name: SymbolicInt.with_formula(getattr(heads, name), name)
+        for name in ("q", "kv", "dim", "vdim")
     }
     slots = {
         slot: _name_part_sizes(getattr(spec, slot), slot) for slot in SLOTS if slot != "pattern"
     }
-    source = None if spec.source is None else SymbolicInt.of(spec.source, "source")
+    source = None if spec.source is None else SymbolicInt.with_formula(spec.source, "source")
     return replace(
         spec,
-        model=SymbolicInt.of(spec.model, "model"),
+        model=SymbolicInt.with_formula(spec.model, "model"),
         source=source,
         heads=replace(heads, **sizes),
         modifiers=tuple(
@@ -430,10 +431,12 @@ def name_sizes(spec: AttentionSpec) -> AttentionSpec:
 
 
 def _name_part_sizes(part: P, owner: str) -> P:
-    """Replace the integers above 1 of a part by symbolic ones: dynamic.rank, project.overlap."""
+    """Replace the integers above 1 of a part by symbolic ones: dynamic_composition.rank,
+    project.overlap.
+    """
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     sizes = {
-        name: SymbolicInt.of(size, f"{owner}.{name}")
+        name: SymbolicInt.with_formula(size, f"{owner}.{name}")
         for name, size in values.items()
         if type(size) is int and size > 1
     }

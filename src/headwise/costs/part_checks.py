@@ -370,7 +370,7 @@ def check_part(part: Part, *, seed: int = 0) -> PartReport:
     into an AssertionError, for tests.
 
     >>> import headwise as hw
-    >>> report = check_part(hw.Softcap(limit=2.0))
+    >>> report = check_part(hw.parts.Softcap(limit=2.0))
     >>> report.passed, report.results[0].name
     (True, 'definition')
     """

@@ -282,7 +282,7 @@ def list_sizes(spec: AttentionSpec) -> dict[str, int]:
     tries them.
 
     >>> import headwise as hw
-    >>> list_sizes(hw.design(preset="dcmha"))["dynamic_2.rank"]
+    >>> list_sizes(hw.design(preset="dcmha"))["dynamic_composition_2.rank"]
     2
     """
     parts = {slot: getattr(spec, slot) for slot in PART_SLOTS} | dict(spec.parts_of(Modifier))

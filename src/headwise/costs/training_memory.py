@@ -62,9 +62,9 @@ DEFAULT_SETTINGS = ActivationSettings()
 NORM_PLACEMENTS = {
     "pre": (1, 0),
     "parallel": (0, 0),
-    "abreast": (1, 0),
+    "parallel_two_norms": (1, 0),
     "post": (0, 1),
-    "after": (0, 1),
+    "post_sublayer": (0, 1),
     "sandwich": (1, 1),
 }
 
@@ -200,7 +200,7 @@ def _block_items(
         if norms_before:
             items = save_norm(f"{name}_norm")
             # Parallel branches have separate norms over one input; the first norm saves it.
-            yield from items[1:] if block.placement == "abreast" and number else items
+            yield from items[1:] if block.placement == "parallel_two_norms" and number else items
         # The source of cross-attention is left out, because all layers of a decoder share it.
         left_out = {"source", "input"} if block.placement == "parallel" and number else {"source"}
         for item, size in _branch_items(block, name, model, workload, settings, context):
@@ -334,7 +334,11 @@ def _recomputed_components(
         tokens = _stack_workload(spec_or_model, stack, workload, settings).context
         call = ForwardCall(workload.batch, tokens, source=source)
         for block, times in Counter(stack.layers).items():
-            is_saved_later = settings.dropout or block.placement in ("post", "after", "sandwich")
+            is_saved_later = settings.dropout or block.placement in (
+                "post",
+                "post_sublayer",
+                "sandwich",
+            )
             last = _branches(block)[-1:]
             for component in list_block_components(stack, block, times=times):
                 branch = component.role

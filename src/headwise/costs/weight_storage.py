@@ -125,7 +125,7 @@ def is_routed(weight: WeightSpec) -> bool:
     """True if a tensor, with its full name, is stacked over the experts among which a router
     chooses.
     """
-    return ".feed.each." in weight.name
+    return ".feed.expert." in weight.name
 
 
 def group_blocks_stored_alike(
@@ -207,7 +207,7 @@ def _num_elements(weight: WeightSpec) -> int:
     # The source of self-attention is its stack.
     renamed = {"source": "model"} if weight.role == "attention" else {}
     sizes = {
-        axis: SymbolicInt.of(weight.axis_sizes[axis], renamed.get(axis, axis))
+        axis: SymbolicInt.with_formula(weight.axis_sizes[axis], renamed.get(axis, axis))
         for axis in _axis_names(weight)
     }
     return weight.layout.numel(sizes)

@@ -305,8 +305,8 @@ def _token_ids(usage: ProcessorSpec) -> dict[str, Any]:
     """Return the begin and end ids of a text. Missing ids are null, because transformers' defaults
     are for other tokenizers.
     """
-    begin = usage.before[:1]
-    end = usage.end
+    begin = usage.prefix_ids[:1]
+    end = usage.eos
     return {
         "bos_token_id": begin[0] if begin else None,
         "eos_token_id": list(end) if len(end) > 1 else (*end, None)[0],
@@ -317,10 +317,11 @@ def _tokenizer_json(usage: ProcessorSpec) -> str:
     """Return the tokenizer document, changed if needed to add the prefix and suffix ids."""
     document = usage.tokenizer or ""
     tokenizer = parse_tokenizer(document)
-    if get_surrounding_ids(tokenizer) == (usage.before, usage.behind):
+    if get_surrounding_ids(tokenizer) == (usage.prefix_ids, usage.suffix_ids):
         return document
     token_names = {
-        token_id: tokenizer.id_to_token(token_id) for token_id in (*usage.before, *usage.behind)
+        token_id: tokenizer.id_to_token(token_id)
+        for token_id in (*usage.prefix_ids, *usage.suffix_ids)
     }
     unknown = [token_id for token_id, name in token_names.items() if name is None]
     if unknown:
@@ -329,9 +330,9 @@ def _tokenizer_json(usage: ProcessorSpec) -> str:
             "correct net.usage"
         )
     template = [
-        *(token_names[token_id] for token_id in usage.before),
+        *(token_names[token_id] for token_id in usage.prefix_ids),
         "$A",
-        *(token_names[token_id] for token_id in usage.behind),
+        *(token_names[token_id] for token_id in usage.suffix_ids),
     ]
     special = [(name, token_id) for token_id, name in token_names.items()]
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -186,10 +186,9 @@ def _split_masked_rows(bias: Tensor) -> tuple[Tensor, Tensor | None]:
     None if no row is fully masked.
 
     The backward pass of fused attention recomputes each weight as exp(score - lse). If the largest
-    score of a row is
-    -1e9, its log-sum-exp is rounded to that score, and every weight becomes 1. So the largest bias of each row is
-    subtracted. Below `-64 / eps` a bias rounds all scores to itself, and eager attention has equal
-    weights.
+    score of a row is -1e9, its log-sum-exp is rounded to that score, and every weight becomes 1. So
+    the largest bias of each row is subtracted. Below `-64 / eps` a bias rounds all scores to
+    itself, and eager attention has equal weights.
     """
     top = bias.detach().amax(-1, keepdim=True)
     if not torch.compiler.is_compiling() and bool((top.abs() < LARGE_BIAS).all()):

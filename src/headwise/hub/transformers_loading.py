@@ -241,7 +241,7 @@ def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
     if path.is_file():
         tokenizer = read_tokenizer_file(path)
         before, behind = get_surrounding_ids(tokenizer)
-        fields |= {"tokenizer": read_text_file(path), "before": before, "behind": behind}
+        fields |= {"tokenizer": read_text_file(path), "prefix_ids": before, "suffix_ids": behind}
         for name in TOKENIZER_CONFIG_FILES:
             entry = read_json(folder / name).get("mask_token")
             word = entry.get("content") if isinstance(entry, dict) else entry
@@ -260,11 +260,11 @@ def _read_config_fields(
     """Read special ids and class names from a config."""
     vocab_size = _vocab_size(model_spec)
     fields: dict[str, Any] = {
-        "specials": "read",
-        "end": _read_ids(where, config, "eos_token_id", vocab_size),
+        "parse_special": True,
+        "eos": _read_ids(where, config, "eos_token_id", vocab_size),
     }
     if len(model_spec.stacks) > 1:
-        fields["begin"] = _read_ids(where, config, "decoder_start_token_id", vocab_size)
+        fields["bos"] = _read_ids(where, config, "decoder_start_token_id", vocab_size)
     if model_spec.heads and model_spec.heads[0].name == "classes":
         # transformers writes no names for two classes, its default, and then calls them LABEL_0 and
         # LABEL_1.
@@ -358,7 +358,7 @@ def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]
     if patches is None or not is_scaled or not config.get("do_rescale", True):
         return {}
     statistics = read_pixel_statistics(folder, patches.channels)
-    size = (patches.rows * patches.high, patches.columns * patches.wide)
+    size = (patches.rows * patches.patch_height, patches.columns * patches.patch_width)
     return {"size": size, **statistics} if statistics else {}
 
 
@@ -371,8 +371,8 @@ def read_pixel_statistics(folder: Path, channels: int) -> dict[str, tuple[float,
     if not config:
         return {}
     if not config.get("do_normalize", True):
-        return {"mean": (0.0,) * channels, "deviation": (1.0,) * channels}
-    channels_by_name = {"mean": config.get("image_mean"), "deviation": config.get("image_std")}
+        return {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+    channels_by_name = {"mean": config.get("image_mean"), "std": config.get("image_std")}
     if None in channels_by_name.values():
         return {}
     statistics = dict[str, tuple[float, ...]]()

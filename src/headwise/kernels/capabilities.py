@@ -147,18 +147,18 @@ ONE_THREAD: dict[str, dict[str, float]] = {  # where one thread has another size
         "ragged_bfloat16": 4960784,
     },
 }
-UP_TO_POINTS = tuple(UP_TO)
+UP_TO_CROSSOVERS = tuple(UP_TO)
 
 
 @dataclass(frozen=True)
-class TakeoverPoints:
+class Crossovers:
     """The sizes in use; sizes not measured on this class keep torch's path."""
 
     machine_class: str
     sizes: Mapping[str, float]
     measured: frozenset[str]
 
-    def with_sizes(self, **sizes: float) -> TakeoverPoints:
+    def with_sizes(self, **sizes: float) -> Crossovers:
         """The points with other sizes, as if they had been measured."""
         measured = self.measured | frozenset(sizes)
         return replace(self, sizes=dict(self.sizes) | sizes, measured=measured)
@@ -171,7 +171,7 @@ class TakeoverPoints:
         return {"class": self.machine_class, "measured_on": measured_on, "sizes": sizes}
 
 
-def points_of_class(machine_class: str, threads: int | None = None) -> TakeoverPoints:
+def points_of_class(machine_class: str, threads: int | None = None) -> Crossovers:
     """The points of a class of processors.
 
     >>> points_of_class("other").sizes["flash_cpu"], points_of_class("x86-amx").sizes["flash_cpu"]
@@ -187,21 +187,21 @@ def points_of_class(machine_class: str, threads: int | None = None) -> TakeoverP
     if threads == 1:
         measured |= ONE_THREAD.get(machine_class, {})
     unmeasured = dict.fromkeys(FROM, NEVER) | dict.fromkeys(UP_TO, 0.0)
-    return TakeoverPoints(machine_class, unmeasured | measured, frozenset(measured))
+    return Crossovers(machine_class, unmeasured | measured, frozenset(measured))
 
 
 class _CurrentPoints:
     """The points of this process by torch's number of threads, or those that a context assumes."""
 
     def __init__(self) -> None:
-        self.by_threads: dict[int, TakeoverPoints] = {}
-        self.assumed: TakeoverPoints | None = None
+        self.by_threads: dict[int, Crossovers] = {}
+        self.assumed: Crossovers | None = None
 
 
 _CURRENT = _CurrentPoints()
 
 
-def current_points() -> TakeoverPoints:
+def current_points() -> Crossovers:
     """The points that apply now."""
     if _CURRENT.assumed is not None:
         return _CURRENT.assumed
@@ -213,28 +213,28 @@ def current_points() -> TakeoverPoints:
     return _CURRENT.by_threads[threads]
 
 
-def takeover_size(name: str) -> float:
+def crossover_size(name: str) -> float:
     """The size of one point. A compiled graph keeps the sizes that it was traced with."""
     return current_points().sizes[name]
 
 
-takeover_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
+crossover_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
 
 
-def takeover_sizes() -> Mapping[str, float]:
+def crossover_sizes() -> Mapping[str, float]:
     """The sizes of all points. A compiled graph keeps the sizes that it was traced with."""
     return current_points().sizes
 
 
-takeover_sizes._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
+crossover_sizes._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
 
 
 @contextmanager
-def assume_points(points: TakeoverPoints) -> Iterator[None]:
+def assume_points(points: Crossovers) -> Iterator[None]:
     """Let choices go by these points inside the context, in all threads.
 
     >>> with assume_points(points_of_class("x86-avx2")):
-    ...     takeover_size("bf16_matmul")
+    ...     crossover_size("bf16_matmul")
     inf
     """
     previous = _CURRENT.assumed
@@ -250,6 +250,6 @@ def machine_notes() -> list[str]:
     machine = this_machine()
     points = current_points()
     source = MEASURED_ON.get(points.machine_class)
-    text = f"take-over points of {points.machine_class}: "
+    text = f"crossovers of {points.machine_class}: "
     text += f"measured on {source}" if source else "not measured; torch's path runs"
     return [f"machine: {machine.processor} ({machine.machine_class})", text]

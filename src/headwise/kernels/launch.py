@@ -229,7 +229,9 @@ class KernelSet:
     def _dtype_name(self, dtype: torch.dtype | None) -> str:
         return "" if dtype is None else self.dtype_names[dtype]
 
-    def run(self, name: str, dtype: torch.dtype | None, args: KernelArgs, threads: int = 1) -> None:
+    def run_kernel(
+        self, name: str, dtype: torch.dtype | None, args: KernelArgs, threads: int = 1
+    ) -> None:
         """Run a kernel in some threads; with a dtype, the storage type is its first argument."""
         compiled = self.compiled_functions.get((name, dtype)) or self.compiled_function(name, dtype)
         if threads > 1 and OPENMP_RUNTIME is not None:
@@ -283,7 +285,7 @@ class ParallelKernelSet(KernelSet):
         """
         threads = max(1, min(args.num_items, max_threads()))
         args.allocate_scratch(threads)
-        self.run(name, dtype, args, threads)
+        self.run_kernel(name, dtype, args, threads)
 
 
 WORD_BYTES = 8

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import launch
-from .capabilities import takeover_sizes, this_machine
+from .capabilities import crossover_sizes, this_machine
 from .launch import SIMD_WIDTH, KernelSet, ParallelKernelArgs, TensorArg, matrix_table
 from .operand_checks import (
     PLAIN_TENSOR_TYPES,
@@ -97,7 +97,7 @@ def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
         return False
     one_token, several_tokens, most_tokens = GEMV_POINTS[x.dtype]
     width = x.shape[-1]
-    sizes = takeover_sizes()
+    sizes = crossover_sizes()
     least_bytes = sizes[one_token if x.numel() == width else several_tokens]
     if sum(map(torch.numel, weights)) * x.dtype.itemsize < least_bytes:
         return False
@@ -228,7 +228,7 @@ def _run_gemv(x_MK: Tensor, matrices: Sequence[Tensor], y: Tensor) -> None:
         matrices=table,
     )
     args.tensors += matrices
-    GEMV_KERNELS.run("gemv", x_MK.dtype, args, threads)
+    GEMV_KERNELS.run_kernel("gemv", x_MK.dtype, args, threads)
 
 
 def _rows_per_block(num_rows: int, row_bytes: int, threads: int) -> int:

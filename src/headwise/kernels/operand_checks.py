@@ -103,8 +103,8 @@ class OperandChecks:
     def check(self, *tensors: Tensor | None) -> None:
         """Raise ValueError for the first tensor with a wrong dtype, shape, device or memory size.
 
-        Shapes, dtypes and devices that were accepted before are not compared again: this runs before
-        every call of a kernel.
+        Shapes, dtypes and devices that were accepted before are not compared again: this runs
+        before every call of a kernel.
         """
         signature = tuple([t if t is None else (t.shape, t.dtype, t.is_cpu) for t in tensors])
         if signature not in self.accepted:

@@ -7,10 +7,10 @@ For row b and head h, with g = h // (H / G) and the keys j that the spans of row
 
 `attend_paged_reference` computes this in plain PyTorch: it gathers the pages and keeps all scores,
 and runs where a gradient is needed. The kernel reads pages in place. One call runs two kernels:
-`plan` (see `split_kv_schedule`) splits the keys of every row into chunks of 256 and groups rows that
-share a prefix, then all threads of the pool run `attend` (see `paged_decode_kernel`): for each work
-item, for each block of 64 keys: scores, online softmax, weighted values. The last thread to finish a
-row combines its splits (Flash-Decoding).
+`plan` (see `split_kv_schedule`) splits the keys of every row into chunks of 256 and groups rows
+that share a prefix, then all threads of the pool run `attend` (see `paged_decode_kernel`): for each
+work item, for each block of 64 keys: scores, online softmax, weighted values. The last thread to
+finish a row combines its splits (Flash-Decoding).
 
 Kernels read memory by address, so shapes, dtypes and spans are checked here first.
 """
@@ -215,8 +215,8 @@ def attend_paged(
 
     The query has the dtype of the pages (float32 or bfloat16 for int8 pages), and so has the
     output. Sums are float32, or float64 for float64 pages. The result of a row depends neither on
-    the number of threads nor on other rows, bit for bit. Where a gradient is needed, plain operations
-    run, which store all scores.
+    the number of threads nor on other rows, bit for bit. Where a gradient is needed, plain
+    operations run, which store all scores.
 
     >>> import torch
     >>> k, v = (
@@ -314,7 +314,7 @@ def _launch_paged_decode(
         softcap=softcap,
     )
     _set_options(args, option_tensors, dtype)
-    SCHEDULE_KERNELS.run("plan", None, args)
+    SCHEDULE_KERNELS.run_kernel("plan", None, args)
     if spans is not None and args.first_invalid >= 0:
         raise ValueError(_invalid_span_message(spans.reshape(-1, 3)[args.first_invalid], k))
     threads = min(launch.max_threads(), args.num_items)
@@ -322,7 +322,7 @@ def _launch_paged_decode(
         heads, dtype.itemsize, args.max_splits, round_up_to_simd(dim) + round_up_to_simd(vdim) + 2
     )
     args.allocate_scratch(threads)
-    PAGED_DECODE_KERNELS.run("attend", k.dtype, args, threads)
+    PAGED_DECODE_KERNELS.run_kernel("attend", k.dtype, args, threads)
     return out.to(q.dtype), lse
 
 

@@ -165,7 +165,7 @@ DRAWS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 PERFORMER = """model = 16
 heads = {{q = 2, dim = 8}}
 similarity = {{part = "FeatureMap", kind = "favor", draws = {draws}, seed = {seed}}}
-normaliser = {{part = "Sum"}}"""
+normaliser = {{part = "SumNormaliser"}}"""
 
 
 def performer_errors(*, samples: int = 16, draws: tuple[int, ...] = DRAWS) -> dict[int, float]:

@@ -123,8 +123,8 @@ def causal_mask(*, pattern: str = "causal()", changed: int = 5) -> Outcome:
 
 
 def multi_head_formula(*, own_projection: bool = True) -> Outcome:
-    """Concat(head_1 .. head_h) W^O with W_i^Q, W_i^K, W_i^V per head, against hw.Attention, with
-    d_v = 5.
+    """Concat(head_1 .. head_h) W^O with W_i^Q, W_i^K, W_i^V per head, against hw.Attention,
+    with d_v = 5.
     """
     model = 12
     heads = 3

@@ -54,7 +54,10 @@ COMPOSITIONS = {
         'modifiers = [{part = "TalkingHeads", on = "scores"}, {part = '
         '"TalkingHeads", on = "weights"}]'
     ),
-    "DCMHA": 'modifiers = [{part = "Dynamic", on = "scores"}, {part = "Dynamic", on = "weights"}]',
+    "DCMHA": (
+        'modifiers = [{part = "DynamicComposition", on = "scores"}, {part = '
+        '"DynamicComposition", on = "weights"}]'
+    ),
 }
 
 
@@ -98,7 +101,7 @@ def router_parameters(*, router: str = "learned") -> Outcome:
     """Count the parameters of a mixture of heads beyond MHA's, at d = 512 with 8 heads, 2 of them
     always active.
     """
-    text = f'modifiers = [{{part = "Routed", always = 2, active = 3, router = "{router}"}}]'
+    text = f'modifiers = [{{part = "MixtureOfHeads", always = 2, active = 3, router = "{router}"}}]'
     spec = from_toml(f"model = 512\nheads = {{q = 8, dim = 64}}\n{text}")
     plain = costs.count_parameters(design(model=512, heads=8))
     extra = costs.count_parameters(spec) - plain
@@ -109,7 +112,7 @@ def active_heads(*, active: int = 3) -> Outcome:
     """Heads with a nonzero output for each token of a mixture of 8 heads, 2 always active and
     `active` chosen.
     """
-    text = f'modifiers = [{{part = "Routed", always = 2, active = {active}}}]'
+    text = f'modifiers = [{{part = "MixtureOfHeads", always = 2, active = {active}}}]'
     layer = make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}"))
     x = sample(1, 1, 9, 32)
     counts = (layer.head_outputs(x).detach().abs().amax(-1) > 0).sum(-1)[0]
@@ -156,13 +159,13 @@ def composition_cost(*, dynamic: bool = True) -> Outcome:
 def _without_dynamic_terms() -> float:
     """Difference of dynamic composition from MHA if all its maps are 0: the identity remains."""
     spec = from_toml(
-        'model = 12\nheads = {q = 3, dim = 4}\nmodifiers = [{part = "Dynamic", static = "full"}]'
+        'model = 12\nheads = {q = 3, dim = 4}\nmodifiers = [{part = "DynamicComposition", static = "full"}]'
     )
     layer = make_layer(spec)
     plain = make_layer(design(model=12, heads=3))
     x = sample(1, 1, 7, 12)
     state = {
-        name: torch.zeros_like(weight) if name.startswith("dynamic.") else weight
+        name: torch.zeros_like(weight) if name.startswith("dynamic_composition.") else weight
         for name, weight in layer.state_dict().items()
     }
     layer.load_state_dict(state | dict(plain.state_dict()))
@@ -287,7 +290,7 @@ def two_stage_routing(*, stages: int = 2) -> Outcome:
 
     With one of the `stages`, the score of the kind is left out.
     """
-    text = 'modifiers = [{part = "Routed", always = 2, active = 3}]'
+    text = 'modifiers = [{part = "MixtureOfHeads", always = 2, active = 3}]'
     layer = make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}"))
     plain = make_layer(design(model=32, heads=8))
     state = layer.state_dict()
@@ -295,7 +298,8 @@ def two_stage_routing(*, stages: int = 2) -> Outcome:
     plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     plain.requires_grad_(False)
     shared, routed, kind = (
-        (x @ state[f"routed.{name}"].T).softmax(-1) for name in ("shared", "router", "kind")
+        (x @ state[f"mixture_of_heads.{name}"].T).softmax(-1)
+        for name in ("shared", "router", "kind")
     )
     chosen = routed >= routed.sort(-1, descending=True).values[..., 2:3]
     routed = 3 * routed * chosen / (routed * chosen).sum(-1, keepdim=True)

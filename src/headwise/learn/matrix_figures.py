@@ -1,5 +1,5 @@
-"""Figures of the runs: matrices with their numbers, lines of heads over a sentence, the heads left of
-each class, and curves.
+"""Figures of the runs: matrices with their numbers, lines of heads over a sentence, the heads left
+of each class, and curves.
 """
 
 from __future__ import annotations

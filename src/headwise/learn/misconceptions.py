@@ -72,7 +72,7 @@ def sum_or_concat(*, tied: bool = True) -> Outcome:
     repeats one block.
     """
     summed = make_layer(
-        from_toml('model = 12\nheads = {q = 3, dim = 4}\nmerge = {part = "SumHeads"}')
+        from_toml('model = 12\nheads = {q = 3, dim = 4}\nmerge = {part = "SumMerge"}')
     )
     concat = make_layer(design(model=12, heads=3))
     state = summed.state_dict()

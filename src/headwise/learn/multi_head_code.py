@@ -78,8 +78,8 @@ def _same_weights(listing: HarvardAttention, heads: int) -> MultiHeadAttention:
 
 
 def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
-    """The listing against hw.attention.MultiHeadAttention with its weights: rows with a visible key, and a
-    row without.
+    """The listing against hw.attention.MultiHeadAttention with its weights: rows with a visible
+    key, and a row without.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -215,8 +215,8 @@ def shape_of_the_mask(*, width: int = 12) -> Outcome:
 
 
 def encoder_layer(*, same: bool = True) -> Outcome:
-    """query = key = value = x in hw.attention.MultiHeadAttention, against the layer of headwise called
-    with x.
+    """query = key = value = x in hw.attention.MultiHeadAttention, against the layer of headwise
+    called with x.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""The tour of the bundled translator: its heads, one head ablated, half of them pruned and verified.
+"""The tour of the bundled translator: its heads, one head ablated, half of them pruned and
+verified.
 
 Every section is printed as soon as it is computed, and the report, one HTML page, is written again
 after each. The first two sections need the recorded trace only.
@@ -76,10 +77,13 @@ TEXTS = {
     "score": ("exact match, 95 % interval", "完全匹配，95 % 区间"),
     "scores": ("Before and after", "之前与之后"),
     "holds": (
-        "{what}. It was retrained for {steps} steps by distillation. The proof holds: {proof}",
-        "{what}。随后通过蒸馏再训练 {steps} 步。验证成立：{proof}",
+        "{what}. It was retrained for {steps} steps by distillation. The verification holds: {verification}",
+        "{what}。随后通过蒸馏再训练 {steps} 步。验证成立：{verification}",
     ),
-    "fails": ("{what}. The proof does NOT hold: {proof}", "{what}。验证不成立：{proof}"),
+    "fails": (
+        "{what}. The verification does NOT hold: {verification}",
+        "{what}。验证不成立：{verification}",
+    ),
     "done": ("Done in {seconds:.0f} s. Report: {report}", "用时 {seconds:.0f} 秒。报告：{report}"),
     "next": (
         "Next: headwise view, or headwise view {folder}",
@@ -89,16 +93,16 @@ TEXTS = {
 
 
 class TourScale(NamedTuple):
-    """Numbers of examples for importance, ranking, distillation, proof and scores; retraining
-    steps; timing seconds.
+    """Numbers of examples for importance, ranking, distillation, verification and scores;
+    retraining steps; timing seconds.
     """
 
     num_importance_texts: int = 24
     num_selection_texts: int = 96
-    num_distillation_texts: int = 2400
-    num_proof_texts: int = 48
+    num_distillation_texts: int = 1200
+    num_verification_texts: int = 48
     num_scored_examples: int = 200
-    steps: int = 150
+    steps: int = 75
     seconds: float = 1.5
 
 
@@ -158,8 +162,8 @@ def run_sample_tour(
             title(f"{number}  {section.title}")
             for item in section.items:
                 show(to_text(item) + "\n")
-            page = Page(tour.text("page"), tour.sections, language=language)
-            write_atomically(folder / REPORT_FILE, to_html(page).encode())
+        page = Page(tour.text("page"), tour.sections, language=language)
+        write_atomically(folder / REPORT_FILE, to_html(page).encode())
         show(tour.text("done", seconds=time.monotonic() - started, report=folder / REPORT_FILE))
         show(tour.text("next", folder=folder if quick else folder / PRUNED_NAME))
     return tour
@@ -301,13 +305,15 @@ def prune_half_of_sample(tour: Tour) -> Section:
 def retrain_and_verify(
     tour: Tour, net: Transformer, result: Any, texts: Sequence[Any]
 ) -> dict[str, Any]:
-    """Retrain the pruned model from the original, write it and its proof, and return the numbers."""
+    """Retrain the pruned model from the original, write it and its verification report, and return
+    the numbers.
+    """
     from ..surgery.distillation import RetrainingPoint, UptrainingOptions, uptrain
-    from ..surgery.model_and_texts import OutputFolder, write_and_prove
+    from ..surgery.model_and_texts import OutputFolder, write_and_verify
     from ..surgery.verification.efficiency import TimingOptions
     from ..surgery.verification.model_comparison import to_data
-    from ..surgery.verification.proof import ProofOptions
     from ..surgery.verification.quality_metrics import compare_task_scores
+    from ..surgery.verification.verify import VerificationOptions
     from ..training.data.date_translation import DateTranslation
 
     scale = tour.scale
@@ -327,7 +333,7 @@ def retrain_and_verify(
         "steps": scale.steps,
     }
     pruned = tour.folder / PRUNED_NAME
-    proof_options = ProofOptions(
+    verification_options = VerificationOptions(
         result.summary,
         task=task,
         num_examples=scale.num_scored_examples,
@@ -335,17 +341,19 @@ def retrain_and_verify(
         notes=(f"retrained for {scale.steps} steps; step {retrained.step} is kept",),
         command="headwise demo",
     )
-    examples = make_examples(net, scale.num_proof_texts)
+    examples = make_examples(net, scale.num_verification_texts)
     folder = OutputFolder(pruned, "overwrite", MODEL)
-    _, proof = write_and_prove(
-        result, retrained.net, examples, proof_options, folder, record, tour.progress
+    _, verification = write_and_verify(
+        result, retrained.net, examples, verification_options, folder, record, tour.progress
     )
-    return {"folder": str(pruned), **record, "proof": proof.data}
+    return {"folder": str(pruned), **record, "verification": verification.data}
 
 
 def compare_models(tour: Tour, pruning: dict[str, Any]) -> Iterator[Item]:
-    """Yield which heads stay, sizes and scores before and after, and whether the proof holds."""
-    proof = pruning["proof"]
+    """Yield which heads stay, sizes and scores before and after, and whether the verification
+    holds.
+    """
+    verification = pruning["verification"]
     counts: dict[str, int] = pruning["head_counts"]
     most = max(counts.values())
     rows: list[list[str]] = []
@@ -353,7 +361,7 @@ def compare_models(tour: Tour, pruning: dict[str, Any]) -> Iterator[Item]:
         marks = ["█" if head in pruning["keep"][site] else "·" for head in range(count)]
         rows.append([site, *marks, *[""] * (most - count)])
     yield Table(tour.text("kept"), ["site", *map(str, range(most))], rows)
-    scores = next(row for row in proof["quality"]["rows"] if row["name"] == SCORE_NAME)
+    scores = next(row for row in verification["quality"]["rows"] if row["name"] == SCORE_NAME)
     estimates = [
         Estimate(
             score["value"],
@@ -364,11 +372,11 @@ def compare_models(tour: Tour, pruning: dict[str, Any]) -> Iterator[Item]:
     ]
     sizes = [
         [number["name"], number["before"], number["after"], number["after"]]
-        for number in proof["savings"]["numbers"]
+        for number in verification["savings"]["numbers"]
         if number["name"] in ("parameters", "cache per token", "cache per source token")
     ]
     columns = ["", *(tour.text(name) for name in ("before", "cut", "after"))]
     yield Table(tour.text("scores"), columns, [[tour.text("score"), *estimates], *sizes])
-    path = Path(pruning["folder"]) / "PROOF.md"
-    key = "holds" if proof["holds"] else "fails"
-    yield tour.text(key, what=proof["what"], steps=pruning["steps"], proof=path)
+    path = Path(pruning["folder"]) / "VERIFICATION.md"
+    key = "holds" if verification["holds"] else "fails"
+    yield tour.text(key, what=verification["what"], steps=pruning["steps"], verification=path)

@@ -212,8 +212,8 @@ def _core_flops(layer: Attention, tokens: int) -> int:
 
 
 LEARNED = (
-    'model = 16\nheads = {{q = 2, dim = 8}}\nproject = {{part = "Values"}}\nmodifiers = '
-    '[{{part = "Learned", {}}}]'
+    'model = 16\nheads = {{q = 2, dim = 8}}\nproject = {{part = "ValueProjection"}}\nmodifiers = '
+    '[{{part = "LearnedScores", {}}}]'
 )
 
 
@@ -223,11 +223,11 @@ def learned_weight_count(*, tokens: int = 64, model: int = 512, heads: int = 8) 
     """
     text = (
         f"model = {model}\nheads = {{q = {heads}, dim = {model // heads}}}\nproject = {{part = "
-        '"Values"}\n'
+        '"ValueProjection"}\n'
     )
-    learned = from_toml(text + f'modifiers = [{{part = "Learned", length = {tokens}}}]')
+    learned = from_toml(text + f'modifiers = [{{part = "LearnedScores", length = {tokens}}}]')
     plain = design(model=model, heads=heads)
-    table = math.prod(learned.shapes()["learned.table"])
+    table = math.prod(learned.shapes()["learned_scores.table"])
     projections = sum(math.prod(plain.shapes()[f"project.{side}"]) for side in "qk")
     equal = math.sqrt(2 * model * (model // heads))
     return judge(
@@ -253,7 +253,7 @@ def one_bias(*, normaliser: str = "Softmax") -> Outcome:
     """Change of the output when b_Q, b_K or b_V changes, in a layer with four biases; b_V moves all
     queries alike.
     """
-    text = 'model = 12\nheads = {q = 3, dim = 4}\nproject = {part = "Direct", bias = "qkv"}\n'
+    text = 'model = 12\nheads = {q = 3, dim = 4}\nproject = {part = "LinearProjection", bias = "qkv"}\n'
     layer = make_layer(from_toml(text + f'normaliser = {{part = "{normaliser}"}}'))
     x = sample(1, 1, 5, 12)
     changes = {}

@@ -16,12 +16,13 @@ In reading order:
 In packages: `model_spec`, the description of a model; `families`, readers of config.json;
 `generation`, decoding and the engine; `distributed`, ranks, shards and collectives.
 
-The names are imported when they are first used, so that descriptions of layers and models do without
-torch.
+The names are imported when they are first used, so that descriptions of layers and models do
+without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..util.lazy_names import import_lazily
 
 if TYPE_CHECKING:
     from .embeddings_heads import TokenTypeInput
@@ -50,11 +51,4 @@ _MODULE_OF_NAME = {
     "save": "save_load",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name, or a module of this package."""
-    if name in _MODULE_OF_NAME:
-        return getattr(import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
-    if name in __all__:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"{__name__} has no {name!r}")
+__getattr__ = import_lazily(__name__, _MODULE_OF_NAME)

@@ -164,7 +164,7 @@ class TransformerLayer(nn.Module):
             for name in self.sublayers:
                 x = x + self._sublayer_output(name, z, inputs)
             return x
-        if self.placement == "abreast":
+        if self.placement == "parallel_two_norms":
             return sum(
                 (
                     self._sublayer_output(name, self._normalise(f"{name}_norm", x), inputs)
@@ -182,7 +182,7 @@ class TransformerLayer(nn.Module):
         """
         if self.placement == "post":
             return self._normalise(f"{name}_norm", x + self._sublayer_output(name, x, inputs))
-        if self.placement == "after":
+        if self.placement == "post_sublayer":
             return x + self._normalise(f"{name}_norm", self._sublayer_output(name, x, inputs))
         y = self._sublayer_output(name, self._normalise(f"{name}_norm", x), inputs)
         return x + (self._normalise(f"{name}_norm_after", y) if self.placement == "sandwich" else y)
@@ -285,7 +285,9 @@ class LayerStack(nn.Module):
             )
         return h
 
-    def run(self, h: Tensor, layer_inputs: Iterable[LayerInputs], checkpointing: str) -> Tensor:
+    def run_layers(
+        self, h: Tensor, layer_inputs: Iterable[LayerInputs], checkpointing: str
+    ) -> Tensor:
         """Apply all layers and the final norm; `layer_inputs` holds one `LayerInputs` per layer."""
         recompute = checkpointing == "block" and torch.is_grad_enabled()
         for layer, inputs in zip(self.blocks, layer_inputs, strict=True):

@@ -88,7 +88,10 @@ class EmbeddingLayer(SpecModule):
         pixels = _check_image(x, spec)
         kernel = cast(Tensor, self.patches)
         grid = F.conv2d(
-            pixels, kernel, self.get_weight("patches_bias"), stride=(spec.high, spec.wide)
+            pixels,
+            kernel,
+            self.get_weight("patches_bias"),
+            stride=(spec.patch_height, spec.patch_width),
         )
         h = grid.flatten(2).transpose(1, 2)
         if not self.spec.first:
@@ -155,8 +158,8 @@ def _check_image(x: Tensor, spec: PatchSpec) -> Tensor:
     """
     if isinstance(x, Tensor) and x.dim() == 3 and spec.channels == 1:
         x = x[:, None]
-    high = spec.rows * spec.high
-    wide = spec.columns * spec.wide
+    high = spec.rows * spec.patch_height
+    wide = spec.columns * spec.patch_width
     if (
         not isinstance(x, Tensor)
         or x.dim() != 4
@@ -168,17 +171,17 @@ def _check_image(x: Tensor, spec: PatchSpec) -> Tensor:
             f"x is {actual}; give pixels as floating-point numbers [batch, {spec.channels}, "
             f"{high}, {wide}]"
         )
-    rows = x.shape[2] // spec.high
+    rows = x.shape[2] // spec.patch_height
     fits = rows == spec.rows or (
         spec.columns == 1 and 0 < rows < spec.rows
     )  # one column: a shorter input is a prefix
-    if not fits or x.shape[3] // spec.wide != spec.columns:
+    if not fits or x.shape[3] // spec.patch_width != spec.columns:
         raise ValueError(
             f"an image of {x.shape[2]} x {x.shape[3]} is not {spec.rows} x {spec.columns} patches "
             "of "
-            f"{spec.high} x {spec.wide}; resize it to {high} x {wide}"
+            f"{spec.patch_height} x {spec.patch_width}; resize it to {high} x {wide}"
         )
-    return x[:, :, : rows * spec.high, : spec.columns * spec.wide]
+    return x[:, :, : rows * spec.patch_height, : spec.columns * spec.patch_width]
 
 
 class OutputHead(HasParallelContext, SpecModule):

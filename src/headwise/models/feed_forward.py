@@ -167,16 +167,18 @@ class NormLayer(SpecModule):
         weight = self.get_weight("weight")
         if weight is not None:
             with torch.no_grad():
-                weight.fill_(0.0 if self.kind == "offset" else 1.0)
+                weight.fill_(0.0 if self.kind == "rms_unit_offset" else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalised over its last dimension."""
-        if self.kind in ("layer", "unbiased", "bare"):
+        if self.kind in ("layer", "layer_no_bias", "layer_no_affine"):
             return F.layer_norm(
                 x, self.shape, self.get_weight("weight"), self.get_weight("bias"), self.eps
             )
         weight = cast(Tensor, self.weight)
-        return F.rms_norm(x, self.shape, weight + 1 if self.kind == "offset" else weight, self.eps)
+        return F.rms_norm(
+            x, self.shape, weight + 1 if self.kind == "rms_unit_offset" else weight, self.eps
+        )
 
     def extra_repr(self) -> str:
         """Return the arguments that `print(net)` shows."""
@@ -262,7 +264,7 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
         super().__init__()
         self.spec = spec
         self.register_weights(spec.weights(width))
-        self.each = ExpertFeedForwards(spec.each, width, spec.count, dropout)
+        self.expert = ExpertFeedForwards(spec.expert, width, spec.count, dropout)
         self.shared = FeedForward(spec.shared, width, dropout) if spec.shared else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -282,11 +284,11 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
         logits = F.linear(flat.to(dtype), cast(Tensor, self.router).to(dtype), learned)
         score = ROUTER_SCORES[spec.scores](logits)
         ranking = score if bias is None or learned is not None else score + bias
-        if spec.active_groups < spec.groups:
+        if spec.top_k_groups < spec.groups:
             ranking = _keep_best_groups(ranking, spec)
-        chosen = ranking.topk(spec.active, dim=-1).indices
+        chosen = ranking.topk(spec.top_k, dim=-1).indices
         share = score.gather(-1, chosen)
-        if spec.scores == "chosen":
+        if spec.scores == "softmax_of_top_k":
             share = share.softmax(-1)
         elif spec.scores == "sigmoid":
             share = share / (share.sum(-1, keepdim=True) + 1e-20)
@@ -297,7 +299,7 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
         counts = chosen.flatten().bincount(minlength=self.spec.count).tolist()
         rows = flat[order // chosen.shape[-1]].split(counts)
         out = torch.cat(
-            [self.each(tokens, expert) for expert, tokens in enumerate(rows) if len(tokens)]
+            [self.expert(tokens, expert) for expert, tokens in enumerate(rows) if len(tokens)]
             or [flat]
         )
         inverse = torch.empty_like(order).scatter_(
@@ -307,7 +309,7 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
 
     def _run_all_experts(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
         weights = flat.new_zeros(len(flat), self.spec.count).scatter(-1, chosen, share)
-        return torch.einsum("ne,end->nd", weights, self.each(flat))
+        return torch.einsum("ne,end->nd", weights, self.expert(flat))
 
 
 def _keep_best_groups(ranking: Tensor, spec: ExpertsSpec) -> Tensor:
@@ -316,7 +318,7 @@ def _keep_best_groups(ranking: Tensor, spec: ExpertsSpec) -> Tensor:
     """
     grouped = ranking.unflatten(-1, (spec.groups, -1))
     best_scores = grouped.topk(2 if spec.group_score == "top2" else 1, dim=-1).values
-    best_groups = best_scores.sum(-1).topk(spec.active_groups, dim=-1).indices
+    best_groups = best_scores.sum(-1).topk(spec.top_k_groups, dim=-1).indices
     is_excluded = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=ranking.device)
     is_excluded = is_excluded.scatter(-1, best_groups, False)
     return grouped.masked_fill(is_excluded.unsqueeze(-1), -torch.inf).flatten(-2)
@@ -324,7 +326,7 @@ def _keep_best_groups(ranking: Tensor, spec: ExpertsSpec) -> Tensor:
 
 ROUTER_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
-    "chosen": lambda logits: logits,
+    "softmax_of_top_k": lambda logits: logits,
     "sigmoid": torch.sigmoid,
     "sigmoid_sum": torch.sigmoid,
 }

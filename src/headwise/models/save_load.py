@@ -40,9 +40,9 @@ def check_processor(spec: ModelSpec, processor: ProcessorSpec, file_prefix: str 
 
     >>> from headwise import families
     >>> small = families.read_model_spec({"model_type": "gpt2", "vocab_size": 11})
-    >>> check_processor(small, ProcessorSpec(end=(11,)))
+    >>> check_processor(small, ProcessorSpec(eos=(11,)))
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: end=(11,) is out of range for gpt2, whose vocabulary has 11 ...
+    headwise.util.errors.SpecError: eos=(11,) is out of range for gpt2, whose vocabulary has 11 ...
     """
     for name in TOKENIZER_FIELDS:
         document = getattr(processor, name)
@@ -50,7 +50,7 @@ def check_processor(spec: ModelSpec, processor: ProcessorSpec, file_prefix: str 
             _check_tokenizer(spec, document, f"{file_prefix}{name}.json" if file_prefix else name)
     first = _vocab_size(spec.stacks[0])
     last = _vocab_size(spec.stacks[-1])
-    sizes = {"before": first, "behind": first, "begin": last, "end": last}
+    sizes = {"prefix_ids": first, "suffix_ids": first, "bos": last, "eos": last}
     ids_by_field = {name: getattr(processor, name) for name in sizes} | {
         "mask": () if processor.mask is None else (processor.mask,)
     }

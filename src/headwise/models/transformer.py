@@ -140,9 +140,9 @@ def build(
     """
     if not isinstance(spec, ModelSpec):
         raise SpecError(f"spec is of type {type(spec).__name__}; give a ModelSpec")
-    for stack in (stack for stack in spec.stacks if stack.weights_of == "first"):
+    for stack in (stack for stack in spec.stacks if stack.tied_layers):
         shared = f"all layers of {stack.name} use the weights of the first"
-        raise SpecError(f"cannot build {spec.name}: {shared}; set weights_of='each'")
+        raise SpecError(f"cannot build {spec.name}: {shared}; set tied_layers=False")
     for unsupported in spec.beyond:
         raise SpecError(
             f"cannot build {spec.name}: {unsupported.reason}; remove this part from the spec"
@@ -296,7 +296,7 @@ class Transformer(nn.Module):
         h, types = last.embed(x)
         sequence = resolve_sequence(h, sequence, cache)
         inputs = self._layer_inputs(sequence, cache, *encoded)
-        h = last.run(last.place(h, sequence, types), inputs, self._checkpointing)
+        h = last.run_layers(last.place(h, sequence, types), inputs, self._checkpointing)
         if cache is not None and cache.counter is not None:
             cache.counter.advance(None, sequence)
         return h
@@ -381,7 +381,9 @@ class Transformer(nn.Module):
         h, types = first.embed(source)
         sequence = resolve_sequence(h, sequence, None)
         inputs = repeat(LayerInputs(sequence, None, None, None, self._probes), first.depth)
-        return first.run(first.place(h, sequence, types), inputs, self._checkpointing), sequence
+        return first.run_layers(
+            first.place(h, sequence, types), inputs, self._checkpointing
+        ), sequence
 
     def _layer_inputs(
         self,

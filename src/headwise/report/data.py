@@ -36,8 +36,8 @@ Value = str | int | float | bool | Estimate | None
 class Column:
     """A column of a table. `format` turns one value into text.
 
-    Without `format`, numbers with a fraction are shown alike over the whole column, and whole numbers
-    with thousands separators. Numbers are aligned to the right.
+    Without `format`, numbers with a fraction are shown alike over the whole column, and whole
+    numbers with thousands separators. Numbers are aligned to the right.
     """
 
     name: str
@@ -95,7 +95,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name, joined or not. A colour is "#rrggbb", "text", "muted" or "" (the palette).
+    """Points of one name, joined or not. A colour is "#rrggbb", "text", "muted" or "" (the
+    palette).
 
     `labels` are written at the points; `colours` and `sizes` (points) replace the series's.
     """

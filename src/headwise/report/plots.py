@@ -1,6 +1,7 @@
 """Figures drawn with matplotlib: one style for light and for dark backgrounds, one palette.
 
-Equal data gives an equal file. Characters that no installed font has are named by their code points.
+Equal data gives an equal file. Characters that no installed font has are named by their code
+points.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def wrap(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield wide characters, and Latin words with the spaces after them; opening brackets and quotes
-    stay with what follows them.
+    """Yield wide characters, and Latin words with the spaces after them; opening brackets and
+    quotes stay with what follows them.
     """
     word = ""
     for letter in text:

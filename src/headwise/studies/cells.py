@@ -187,7 +187,7 @@ def check_training(
         net = build(spec, seed=recipe.seed, dropout=recipe.dropout, init=recipe.init)
         where = "a training step"
         with join_process_group() as launch:
-            setup = TrainingSetup.of(task.task, spec, recipe, Path(), launch)
+            setup = TrainingSetup.prepare(task.task, spec, recipe, Path(), launch)
         step = TrainStep(
             shard_model(net, setup.ranks), recipe, StepOptions("fp32", "off", attention="plain")
         )

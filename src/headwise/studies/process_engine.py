@@ -65,7 +65,9 @@ class ProcessEngine:
                 process.terminate()
             self._pool = None
 
-    def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+    def run_cells(
+        self, cells: Sequence[Cell], folder: Path
+    ) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run the cells; yield each with its result."""
         for cell in () if self.jobs else cells:
             yield cell, run_cell(cell.config, str(folder / cell.id))
@@ -247,7 +249,9 @@ class RayEngine:
         """Return the function as a one-processor task that is tried again if its process dies."""
         return self.ray.remote(num_cpus=1, max_retries=MAX_ATTEMPTS - 1)(function).remote
 
-    def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+    def run_cells(
+        self, cells: Sequence[Cell], folder: Path
+    ) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run the cells; yield each with its result."""
         start = self.remote(run_cell_elsewhere)
         tasks = {start(cell.config, imported_part_files()): cell for cell in cells}

@@ -100,7 +100,7 @@ def compare_seeds(results: StudyResults) -> dict[PairKey, Comparison]:
     out.
     """
     study = results.study
-    trained = {name: Readout.of(name) for name in study.variants}
+    trained = {name: Readout.for_variant(name) for name in study.variants}
     baseline = trained.pop(study.baseline)
     planned = {name: Contrast(readout, baseline) for name, readout in trained.items()}
     planned |= {contrast.name: contrast for contrast in study.contrasts}
@@ -155,7 +155,7 @@ def _read_seeds(results: StudyResults, task: StudyTask, readout: Readout) -> dic
 def _score_seeds(results: StudyResults, task: StudyTask, variant: str) -> VariantScore:
     cells = results.report_cells(variant, task.name)
     done = results.done_cells(variant, task.name)
-    values = [*_read_seeds(results, task, Readout.of(variant)).values()]
+    values = [*_read_seeds(results, task, Readout.for_variant(variant)).values()]
     reached: list[int] = []  # the first evaluation step of each seed at which it was a success
     for one in done if task.threshold is not None else ():
         curve = one.result["curve"]
@@ -332,7 +332,7 @@ def draw_lengths(
     for variant in results.study.variants:
         points = {trained: scores[variant].mean.value}
         for name, length in lengths.items():
-            readout = Readout.of(variant, "on", name)
+            readout = Readout.for_variant(variant, "on", name)
             points[length] = mean_of_seeds(results, task, readout).value
         places = sorted(points)
         curves[variant] = (places, [points[at] for at in places])

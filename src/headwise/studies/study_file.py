@@ -65,7 +65,7 @@ class Readout:
     name: str
 
     @staticmethod
-    def of(variant: str, place: str = "", name: str = "") -> Readout:
+    def for_variant(variant: str, place: str = "", name: str = "") -> Readout:
         """Make the metric of a variant: trained, "after" an edit or "on" a further test."""
         return Readout(variant, "", variant, place, name)
 

@@ -215,7 +215,7 @@ class StudyReport:
         rows: list[list[Value]] = []
         for variant in cells if parts or task.tests else ():
             row: list[Value] = [variant, *(_mean_of(metrics[variant], name) for name in parts)]
-            tests = [Readout.of(variant, "on", test) for test in task.tests]
+            tests = [Readout.for_variant(variant, "on", test) for test in task.tests]
             rows.append([*row, *(mean_of_seeds(self.results, task, one) for one in tests)])
         columns = ["variant", *parts, *(f"test {test}" for test in task.tests)]
         note = f"{task.metric}: means over seeds; on tests with 95 % intervals."
@@ -226,8 +226,8 @@ class StudyReport:
         edits = self.results.study.edits
         rows: list[list[Value]] = []
         for variant in self.results.study.variants if edits else ():
-            after = [Readout.of(variant, "after", edit) for edit in edits]
-            readouts = [Readout.of(variant), *after]
+            after = [Readout.for_variant(variant, "after", edit) for edit in edits]
+            readouts = [Readout.for_variant(variant), *after]
             rows.append([variant, *(mean_of_seeds(self.results, task, one) for one in readouts)])
         notes = ["Means over seeds with 95 % intervals."]
         notes += [f"{name}: {edit.description}." for name, edit in edits.items()]

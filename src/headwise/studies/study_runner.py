@@ -120,9 +120,9 @@ def run_study(
             if len(grid.rates(variant)) == 1:
                 rates[variant.name, task.name] = grid.rates(variant)[0]
         stage = StageRunner(folder / CELLS_FOLDER, engine, only, progress)
-        tuned = stage.run(grid.tuning_cells(), TUNE)
+        tuned = stage.run_stage(grid.tuning_cells(), TUNE)
         rates |= choose_rates(study, tuned)
-        reported = stage.run(grid.report_cells(rates), REPORT)
+        reported = stage.run_stage(grid.report_cells(rates), REPORT)
         results = StudyResults(grid, rates, [*tuned, *reported])
         write_results(results, folder)
     return results
@@ -167,7 +167,7 @@ class StageRunner:
     only: Callable[[Cell], bool]
     progress: Callable[[str], object]
 
-    def run(self, cells: list[Cell], stage: str) -> list[CellResult]:
+    def run_stage(self, cells: list[Cell], stage: str) -> list[CellResult]:
         """Return results of the chosen cells in order; finished ones are not run again."""
         chosen = [cell for cell in cells if self.only(cell)]
         done: dict[str, Mapping[str, Any]] = {}
@@ -180,7 +180,7 @@ class StageRunner:
         pending = [cell for cell in chosen if cell.id not in done]
         time_left = TimeLeft()
         time_left.seconds(CountedMessage(stage, len(done), len(chosen), "cells"))
-        for cell, result in self.engine.run(pending, self.folder):
+        for cell, result in self.engine.run_cells(pending, self.folder):
             done[cell.id] = result
             message = CountedMessage(stage, len(done), len(chosen), "cells")
             line = f"{stage:<6}  {make_progress_line(len(done), len(chosen), cell, result)}"
@@ -280,9 +280,13 @@ def plan_study(
         # One trial for each process, so that imports and compilation are not timed.
         first = next(iter(trials))
         seeds = range(1, max(1, engine.jobs) + 1)
-        for _ in engine.run([_trial_cell(grid, *first, seed) for seed in seeds], Path(folder)):
+        for _ in engine.run_cells(
+            [_trial_cell(grid, *first, seed) for seed in seeds], Path(folder)
+        ):
             pass
-        for number, (cell, result) in enumerate(engine.run(list(trials.values()), Path(folder)), 1):
+        for number, (cell, result) in enumerate(
+            engine.run_cells(list(trials.values()), Path(folder)), 1
+        ):
             timings[cell.id] = result
             progress(f"timing {number}/{len(trials)}  {cell.task}  {cell.variant}")
     prices: list[CellPrice] = []

@@ -1,4 +1,4 @@
-"""Pruning and conversion of attention heads, and proof that the result works.
+"""Pruning and conversion of attention heads, and verification that the result works.
 
 Pruning: `head_selection` chooses the heads to keep, by importance, redundancy or budget; `l0_gates`
 learns the choice with a gate per head; `pruning_plan` records it; `pruning` removes the other

@@ -120,7 +120,9 @@ def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> A
         )
     constant = change.weights.get("constant", torch.zeros(attention.spec.model))
     added = constant.to(next(net.parameters())) * layer.scale
-    norm_name = {"after": f"{role}_norm", "sandwich": f"{role}_norm_after"}.get(layer.placement, "")
+    norm_name = {"post_sublayer": f"{role}_norm", "sandwich": f"{role}_norm_after"}.get(
+        layer.placement, ""
+    )
     norm = layer._modules.get(norm_name)
     with torch.no_grad():
         added = added if norm is None else cast(NormLayer, norm)(added)
@@ -281,7 +283,7 @@ def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeigh
     b_V W_O, where it got zero.
 
     >>> import headwise as hw
-    >>> spec = hw.design(model=8, heads=2, bias="qkv", modifiers=(hw.Rotary(),))
+    >>> spec = hw.design(model=8, heads=2, bias="qkv", modifiers=(hw.parts.Rotary(),))
     >>> folded = fold_bias(spec, hw.Attention(spec).state_dict())
     >>> folded.spec.project.bias, folded.spec.merge.bias, list(folded.reasons_kept)
     ('qk', 'o', ['k'])
@@ -341,10 +343,12 @@ def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Fo
     `reasons_kept` are "name.side", with the names of `spec`.
 
     >>> import headwise as hw
-    >>> spec = hw.design(model=8, heads=2, modifiers=(hw.Rotary(), hw.Knocking(sides="qv")))
+    >>> spec = hw.design(
+    ...     model=8, heads=2, modifiers=(hw.parts.Rotary(), hw.parts.KnockingHeads(sides="qv"))
+    ... )
     >>> folded = fold_qk_transforms(spec, hw.Attention(spec).state_dict())
-    >>> folded.spec.modifiers[1], folded.reasons_kept["knocking.q"]
-    (Knocking(sides='q'), 'rotary transforms q before it')
+    >>> folded.spec.modifiers[1], folded.reasons_kept["knocking_heads.q"]
+    (KnockingHeads(sides='q'), 'rotary transforms q before it')
     """
     folded_weights = dict(weights)
     reasons_kept = dict[str, str]()

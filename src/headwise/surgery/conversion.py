@@ -90,7 +90,7 @@ class AttentionConversion(ABC):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """Uses of the texts, as notes of a proof; empty if the conversion does
+        """Uses of the texts, as notes of a verification report; empty if the conversion does
         not depend on texts.
         """
         return () if self.importance_ranking is None else ("heads were chosen",)
@@ -318,7 +318,7 @@ class ConversionResult(SurgeryResult):
         return self.conversion.summary
 
     @property
-    def proof_options(self) -> dict[str, Any]:
+    def verification_options(self) -> dict[str, Any]:
         def convert_in_float32() -> Transformer:
             return self._in_float32(_attention_changes(self.layers))
 

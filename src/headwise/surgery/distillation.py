@@ -453,7 +453,7 @@ class Retraining:
                 total += float(self.loss(net, batch)) * count
         return total / len(self.texts.held_out_ids)
 
-    def run(self) -> None:
+    def train_steps(self) -> None:
         """Train for all steps or until interrupted, then load the saved weights."""
         options = self.options
         stopped = False
@@ -560,7 +560,7 @@ def uptrain(
     net = cast_for_training(student, replace_attentions(student, {}))
     trainable = [name for name, _ in net.named_parameters()]
     training = Retraining(net, teacher, texts, trainable, progress, options.keep)
-    training.run()
+    training.train_steps()
     net.requires_grad_(True).to(next(student.parameters()).dtype).train(student.training)
     curve = tuple(training.curve)
     return UptrainingResult(net, curve, training.saved_step, training.stop_reason, texts.notes)

@@ -179,7 +179,7 @@ def compute_kv_features(attention: Attention, z: Tensor) -> dict[str, Tensor]:
     tokens, heads, width].
 
     >>> import headwise as hw
-    >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(),)))
+    >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.parts.Rotary(),)))
     >>> z = torch.randn(1, 3, 8)
     >>> torch.equal(
     ...     compute_kv_features(layer, z)["k"].flatten(2), z @ layer.state_dict()["project.k"].T
@@ -251,7 +251,7 @@ def align_heads(
 
     >>> import headwise as hw
     >>> from headwise.surgery.head_alignment import compute_kv_features
-    >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(),)))
+    >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.parts.Rotary(),)))
     >>> products = {
     ...     side: CrossProducts.from_features(x)
     ...     for side, x in compute_kv_features(layer, torch.randn(1, 9, 8)).items()
@@ -292,7 +292,9 @@ def find_symmetry(
     is trivial.
 
     >>> import headwise as hw
-    >>> spec = hw.design(model=8, heads=2, modifiers=(hw.Rotary(dims=2), hw.ShawValues(reach=3)))
+    >>> spec = hw.design(
+    ...     model=8, heads=2, modifiers=(hw.parts.Rotary(dims=2), hw.parts.ShawValues(reach=3))
+    ... )
     >>> [find_symmetry(spec, hw.Attention(spec).state_dict(), side) for side in "kv"]
     [(SymmetryGroup(planes=((0, 1),), blocks=((2, 3),)), ''), (SymmetryGroup(planes=(), blocks=()), 'ShawValues depends
     on the basis of values')]

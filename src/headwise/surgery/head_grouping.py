@@ -221,8 +221,8 @@ def permute_heads(
     """Reorder the score heads of a layer; output heads follow, key-value heads are sorted by first
     use.
 
-    By default, query heads that share a key-value head become neighbours, as other libraries expect.
-    If all groups have the same size, `heads.is_evenly_grouped` is true afterwards.
+    By default, query heads that share a key-value head become neighbours, as other libraries
+    expect. If all groups have the same size, `heads.is_evenly_grouped` is true afterwards.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2)

@@ -168,7 +168,9 @@ class HeadSelection(ABC):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """Uses of the texts, as notes of a proof; empty if the choice does not depend on texts."""
+        """Uses of the texts, as notes of a verification report; empty if the choice does not depend
+        on texts.
+        """
         return ("heads were chosen",)
 
     @abstractmethod
@@ -241,7 +243,7 @@ class KeepTop(HeadSelection):
         }[self.scope]
         notes = (*list_rounded_shares(self.amount, self.scope, keep, units_by_site), *scores.notes)
         reason = f"the most important of {scope} by {scores.method}"
-        return PruningPlan.of(net.spec, keep, reason, notes)
+        return PruningPlan.from_kept_heads(net.spec, keep, reason, notes)
 
     def _select_per_layer(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
@@ -336,7 +338,7 @@ class KeepOnePerCluster(HeadSelection):
                 num_clusters += 1
         reason = f"the most important head of each of {num_clusters} clusters"
         notes = (*scores.notes, *redundancy.notes)
-        return PruningPlan.of(net.spec, keep, reason, notes)
+        return PruningPlan.from_kept_heads(net.spec, keep, reason, notes)
 
 
 def select_top_units(
@@ -481,7 +483,7 @@ class PruneToBudget(HeadSelection):
         end = "would have grown by more than" if is_loss else "reached"
         reason = f"the least important removed until {budget.kind} {end} {budget.limit:g}"
         keep = collect_heads(count_heads(net.spec), remaining)
-        return PruningPlan.of(net.spec, keep, reason, notes)
+        return PruningPlan.from_kept_heads(net.spec, keep, reason, notes)
 
     def _measure(
         self, before: Transformer, after: Transformer, examples: Sequence[Example]

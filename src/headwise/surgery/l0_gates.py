@@ -161,7 +161,7 @@ def train_gates(
 
     training = Retraining(gated, teacher, texts, trainable, progress)
     training.auxiliary = GateCountConstraint(gated, units, target, options)
-    training.run()
+    training.train_steps()
     changes = dict[str, AttentionChange]()
     for site, spec in sites.items():
         weights = get_attention_parameters(gated, site)
@@ -364,7 +364,7 @@ class KeepOpenGates(HeadSelection):
         ]
         notes += [result.stop_reason] if result.stop_reason else []
         reason = f"those with open gates after {self.options.steps} steps"
-        return result.net, PruningPlan.of(net.spec, result.keep, reason, notes)
+        return result.net, PruningPlan.from_kept_heads(net.spec, result.keep, reason, notes)
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         return self.prepare(net, examples, log)[1]

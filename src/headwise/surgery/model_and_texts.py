@@ -35,7 +35,7 @@ from .hf_export.model_folder import (
     write_model_folder,
 )
 from .pruning_plan import fingerprint_model
-from .verification.proof import ModelProof, ProofOptions, prove, write_proof
+from .verification.verify import VerificationOptions, VerificationReport, verify, write_verification
 
 
 class OriginalModel(NamedTuple):
@@ -84,8 +84,8 @@ def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> Su
 class SurgeryResult(ABC):
     """Model before and after a change, and the model as the caller gave it.
 
-    `summary` is the change in one clause, `proof_options` are the arguments of `ProofOptions` that
-    check it.
+    `summary` is the change in one clause, `verification_options` are the arguments of
+    `VerificationOptions` that check it.
     """
 
     before: Transformer
@@ -103,7 +103,7 @@ class SurgeryResult(ABC):
 
     @property
     @abstractmethod
-    def proof_options(self) -> dict[str, Any]: ...
+    def verification_options(self) -> dict[str, Any]: ...
 
     @property
     def record(self) -> dict[str, Any]:
@@ -133,28 +133,30 @@ class SurgeryResult(ABC):
 def split_examples(
     examples: list[Example], uses: Sequence[str], min_count: int = 8
 ) -> tuple[list[Example], list[Example], list[str]]:
-    """Split the examples in two, for the change of a model and for its proof; also return notes for
-    the report.
+    """Split the examples in two, for the change of a model and for its verification report; also
+    return notes for the report.
 
-    `uses` is what the change uses texts for; if empty, the proof takes all examples. With fewer
-    than `min_count` examples, both sides take all of them. Duplicates are dropped first, so that no
-    text is on both sides.
+    `uses` is what the change uses texts for; if empty, the verification takes all examples. With
+    fewer than `min_count` examples, both sides take all of them. Duplicates are dropped first, so
+    that no text is on both sides.
 
     >>> split_examples([], ["heads were aligned"])[2]
-    ['heads were aligned with the 0 texts of the proof, because they are too few to split']
+    ['heads were aligned with the 0 texts of the verification, because they are too few to split']
     """
     distinct = DistinctExamples(examples)
     examples = list(distinct)
     if not uses:
         return examples, examples, [*distinct.notes]
     if len(examples) < min_count:
-        selection = proof = examples
-        end = f"with the {len(examples)} texts of the proof, because they are too few to split"
+        selection = verification = examples
+        end = (
+            f"with the {len(examples)} texts of the verification, because they are too few to split"
+        )
     else:
         selection = examples[::2]
-        proof = examples[1::2]
-        end = f"with {len(selection)} texts that the proof does not use"
-    return selection, proof, [*(f"{use} {end}" for use in uses), *distinct.notes]
+        verification = examples[1::2]
+        end = f"with {len(selection)} texts that the verification does not use"
+    return selection, verification, [*(f"{use} {end}" for use in uses), *distinct.notes]
 
 
 class OutputFolder(NamedTuple):
@@ -168,17 +170,17 @@ class OutputFolder(NamedTuple):
     extra_files: Mapping[str, bytes] = NO_FILES
 
 
-def write_and_prove(
+def write_and_verify(
     result: SurgeryResult,
     after: Transformer,
     examples: Sequence[Example],
-    options: ProofOptions,
+    options: VerificationOptions,
     folder: OutputFolder,
     record: Mapping[str, Any],
     log: Callable[[str], object],
-) -> tuple[WrittenFolder, ModelProof]:
-    """Write a changed model, perhaps retrained, with its proof; the folder appears complete or not
-    at all.
+) -> tuple[WrittenFolder, VerificationReport]:
+    """Write a changed model, perhaps retrained, with its verification report; the folder appears
+    complete or not at all.
 
     `options` need not check the change and the folder: that is added here.
     """
@@ -188,11 +190,11 @@ def write_and_prove(
             after, folder.source, staged, record, extra_files=folder.extra_files
         )
         exports = {"headwise.load of the written folder": lambda: load(staged)}
-        options = replace(options, exports=exports, **result.proof_options)
-        proof = prove(result.before, after, examples, options, log)
+        options = replace(options, exports=exports, **result.verification_options)
+        verification = verify(result.before, after, examples, options, log)
         log("writing the report")
-        write_proof(proof, staged)
-    return written, proof
+        write_verification(verification, staged)
+    return written, verification
 
 
 def _save_original(model: nn.Module, tokenizer: object, net: Transformer, folder: Path) -> None:

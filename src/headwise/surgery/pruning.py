@@ -86,7 +86,7 @@ def _site_constant(net: Transformer, site: str, head_outputs: Mapping[HeadId, Te
 
 
 def list_text_uses(selection: HeadSelection, fold: str) -> tuple[str, ...]:
-    """Return the uses of texts in a pruning, as worded in the notes of its proof.
+    """Return the uses of texts in a pruning, as worded in the notes of its verification report.
 
     >>> from headwise.surgery import DropHeads
     >>> (
@@ -121,7 +121,7 @@ class PruningResult(SurgeryResult):
         return self.plan.summary
 
     @property
-    def proof_options(self) -> dict[str, Any]:
+    def verification_options(self) -> dict[str, Any]:
         def remove_in_float32() -> Transformer:
             # folded constants are not rounded to 16 bits
             dtype = full_precision(parameter_dtype(self.removal_source))

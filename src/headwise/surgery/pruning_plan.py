@@ -39,7 +39,7 @@ class PruningPlan:
     notes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(
+    def from_kept_heads(
         model_spec: ModelSpec,
         keep: Mapping[str, Iterable[int]],
         reason: str,
@@ -87,7 +87,7 @@ class PruningPlan:
             site: [head for head in range(head_counts[site]) if head not in indices]
             for site, indices in removed.items()
         }
-        return PruningPlan.of(model_spec, keep, reason, notes)
+        return PruningPlan.from_kept_heads(model_spec, keep, reason, notes)
 
     @property
     def removed_heads(self) -> tuple[HeadId, ...]:

@@ -224,7 +224,7 @@ def train(
     check_output(out, MODEL_FOLDER, "continue")
     with ExitStack() as stack:
         launch = stack.enter_context(join_process_group())
-        setup = TrainingSetup.of(task, model_spec, recipe or Recipe(), Path(out), launch)
+        setup = TrainingSetup.prepare(task, model_spec, recipe or Recipe(), Path(out), launch)
         world = setup.ranks
         is_alone = world.size == 1
         interrupts = InterruptGuard(GRACE_SECONDS if is_alone else None)

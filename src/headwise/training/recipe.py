@@ -164,13 +164,14 @@ class Recipe(CheckedDataclass):
     Optimisation: a step takes `batch` examples, in `accumulate` parts if memory is short. `lr` is
     the peak learning rate; `schedule` is its shape, with `warmup` and (for "wsd") `decay` as shares
     of the steps; it does not fall below `min_lr_ratio` x `lr`. With `schedule_start` the schedule
-    covers the steps after this one, and the first `schedule_start` steps have its first rate.
-    The optimiser is AdamW (1711.05101) with `betas` and `eps`. `weight_decay` applies to all
-    matrices (decayed_parameters="matrices") or to all but the token and position embeddings
+    covers the steps after this one, and the first `schedule_start` steps have its first rate. The
+    optimiser is AdamW (1711.05101) with `betas` and `eps`. `weight_decay` applies to all matrices
+    (decayed_parameters="matrices") or to all but the token and position embeddings
     ("non-embeddings"). `clip` bounds the gradient norm; 0 turns clipping off. `aux_losses` are the
     weights of auxiliary losses by name, such as (("balance", 0.01),). Every `redraw_features`
-    steps, the random features of linear attention are sampled again, as by `hw.redraw_features`; 0
-    turns that off. `init` is the initialisation of new tensors, as in `build`.
+    steps, the random features of linear attention are sampled again, as by
+    `hw.attention.redraw_features`; 0 turns that off. `init` is the initialisation of new tensors,
+    as in `build`.
 
     Evaluation and checkpoints: every `evaluate_every` steps, `evaluate_batches` held-out batches
     are evaluated. Training stops early after `patience` evaluations without a lower loss; 0 turns

@@ -19,7 +19,7 @@ import torch
 from ..attention.masking.patterns import Causal, Full
 from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
-from ..kernels.capabilities import takeover_size
+from ..kernels.capabilities import crossover_size
 from ..models import Transformer, build
 from ..models.distributed import Parallelism, ProcessInfo
 from ..models.distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
@@ -260,7 +260,7 @@ class TrainingSetup:
     started_at: float  # time.perf_counter() when training was called
 
     @staticmethod
-    def of(
+    def prepare(
         task: Task,
         model_spec: ModelSpec | Transformer | None,
         recipe: Recipe,
@@ -347,7 +347,7 @@ class TrainingSetup:
         if precision == "auto":
             is_slow = self.ranks.device.type == "cpu"
             num_parameters = sum(parameter.numel() for parameter in net.parameters())
-            is_slow &= num_parameters < takeover_size("bf16_training")
+            is_slow &= num_parameters < crossover_size("bf16_training")
             precision = "fp32" if is_slow else "bf16"
         compiles = recipe.compile
         if compiles == "auto":

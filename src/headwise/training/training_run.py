@@ -236,7 +236,7 @@ def count_stack_tokens(stack: StackSpec, shape: tuple[int, ...]) -> int:
     if embedding is None or not embedding.patches:
         return shape[1]
     patches = embedding.patches
-    return embedding.first + shape[-2] // patches.high * (shape[-1] // patches.wide)
+    return embedding.first + shape[-2] // patches.patch_height * (shape[-1] // patches.patch_width)
 
 
 def count_batch_tokens(model_spec: ModelSpec, batch: Batch) -> int:

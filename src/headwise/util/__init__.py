@@ -1,5 +1,6 @@
 """Helpers without knowledge of attention.
 
+- `lazy_names`: public names that are imported when they are first used
 - `errors`: the errors of headwise, and suggestions of similar names
 - `files`: files that appear complete or not at all
 - `output_paths`: which paths may be written

@@ -1,5 +1,5 @@
 """Jobs of the Prune & convert screen: sizes and possible forms, a plan, and a new model with its
-proof.
+verification.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ if TYPE_CHECKING:
 
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-TEXTS_FILE = "texts.txt"  # in the new folder: the lines of the choice of heads and of the proof
+TEXTS_FILE = (
+    "texts.txt"  # in the new folder: the lines of the choice of heads and of the verification
+)
 MIN_TEXTS = 2  # an interval over texts needs as many
 UNKNOWN_MODEL = "MODEL"  # in a command, for a model that was opened in Python
 TIMING_SECONDS = 4.0  # to measure the speed of both models in
-PROOF_STEPS = 7  # messages of write_and_prove
+VERIFICATION_STEPS = 7  # messages of write_and_verify
 SELECTION_STEPS = 3  # messages of choosing and removing heads
 
 
@@ -185,13 +187,13 @@ CONVERSION_CHANGE = Field(_read_conversion, key="*")
 
 
 class SurgeryTexts(NamedTuple):
-    """The lines of a job, the examples for choosing heads, the examples for the proof, and notes on
-    both.
+    """The lines of a job, the examples for choosing heads, the examples for the verification, and
+    notes on both.
     """
 
     lines: Sequence[str]
     selection: list[Example]
-    proof: list[Example]
+    verification: list[Example]
     notes: tuple[str, ...]
 
 
@@ -225,11 +227,11 @@ def read_texts(
     if len(examples) < MIN_TEXTS:
         reasons = f" ({'; '.join(reader.notes).replace(';', ',')})" if reader.notes else ""
         raise ValueError(
-            f"a proof needs at least {MIN_TEXTS} texts, because its intervals are over texts, and "
+            f"a verification report needs at least {MIN_TEXTS} texts, because its intervals are over texts, and "
             f"{len(examples)} can be read{reasons}; give more texts, one a line"
         )
-    selection, proof, notes = split_examples(examples, uses)
-    return SurgeryTexts(lines, selection, proof, (*notes, *reader.notes))
+    selection, verification, notes = split_examples(examples, uses)
+    return SurgeryTexts(lines, selection, verification, (*notes, *reader.notes))
 
 
 def new_folder(model: OpenModel, name: str) -> Path:
@@ -404,7 +406,9 @@ def plan_conversion(model: OpenModel, progress: JobProgress, change: Change) -> 
 def prune_heads(
     model: OpenModel, progress: JobProgress, change: Change, texts: Sequence[str], name: str
 ) -> dict[str, Any]:
-    """Write a pruned copy of the model to a new folder, with the proof that it equals ablation."""
+    """Write a pruned copy of the model to a new folder, with the verification that it equals
+    ablation.
+    """
     return write_new_model(model, progress, change, texts, new_folder(model, name))
 
 
@@ -412,26 +416,28 @@ def prune_heads(
 def convert_heads(
     model: OpenModel, progress: JobProgress, change: Change, texts: Sequence[str], name: str
 ) -> dict[str, Any]:
-    """Write a copy with another number or form of key-value heads to a new folder, with a proof."""
+    """Write a copy with another number or form of key-value heads to a new folder, with a
+    verification report.
+    """
     return write_new_model(model, progress, change, texts, new_folder(model, name))
 
 
 def write_new_model(
     model: OpenModel, progress: JobProgress, change: Change, lines: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """Change the model, write it with its proof, and describe both. Leaves no folder on failure or
-    cancellation.
+    """Change the model, write it with its verification report, and describe both. Leaves no folder
+    on failure or cancellation.
     """
-    from ..surgery.model_and_texts import OutputFolder, write_and_prove
+    from ..surgery.model_and_texts import OutputFolder, write_and_verify
     from ..surgery.verification.efficiency import TimingOptions
-    from ..surgery.verification.proof import ProofOptions, summary_table
+    from ..surgery.verification.verify import VerificationOptions, summary_table
 
     net = read_native_model(model)
     texts = read_texts(net, model, lines, change.text_uses)
-    log = StepLog(progress, change.steps + PROOF_STEPS)
+    log = StepLog(progress, change.steps + VERIFICATION_STEPS)
     result = change.make(net, change.strategy, texts.selection, log)
     record = result.record
-    options = ProofOptions(
+    options = VerificationOptions(
         result.summary,
         notes=(*texts.notes, *record["notes"]),
         command=format_command(model, change.command, change.options, folder),
@@ -440,22 +446,22 @@ def write_new_model(
     source = Path(model.target) if model.target else None
     extra_files = {TEXTS_FILE: ("\n".join(texts.lines) + "\n").encode()}
     output = OutputFolder(folder, source=source, extra_files=extra_files)
-    written, proof = write_and_prove(
-        result, result.after, texts.proof, options, output, record, log
+    written, verification = write_and_verify(
+        result, result.after, texts.verification, options, output, record, log
     )
     model.other = str(folder)
     described = {
-        "holds": proof.holds,
+        "holds": verification.holds,
         "summary": [
             f"{name}: {before} -> {after} ({result})" if after else f"{name}: {result}"
-            for name, before, after, result in summary_table(proof).rows
+            for name, before, after, result in summary_table(verification).rows
         ],
-        "proof": proof.data,
-        "command": proof.command,
+        "verification": verification.data,
+        "command": verification.command,
         "folder": str(folder),
         "kind": written.kind,
         "sentence": written.summary,
-        "files": [*written.files, "proof.json", "PROOF.md"],
+        "files": [*written.files, "verification.json", "VERIFICATION.md"],
     }
     if change.command == "convert":
         described["groups"] = [

@@ -16,7 +16,7 @@ from headwise.attention import backends
 from headwise.attention.backends.backend_report import BackendReport, why
 from headwise.attention.cache import PagePool
 from headwise.costs.cost_report import estimate_cost
-from support import layer_cases as cases, takeover
+from support import crossover, layer_cases as cases
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_the_reported_backend_runs(name: str, chosen: list[ModuleType]):
     with torch.no_grad():
         layer(x, source=z)
     keys = (x if z is None else z).shape[1]
-    assert reported_backends(why(spec, tokens=hw.CallSize(*x.shape[:2], 0, keys))) == chosen
+    assert reported_backends(why(spec, tokens=hw.costs.CallSize(*x.shape[:2], 0, keys))) == chosen
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
@@ -63,7 +63,7 @@ def test_a_decode_step_runs_the_reported_backend(name: str, chosen: list[ModuleT
     x, _ = cases.tensors(spec, torch.float32)
     with torch.no_grad():
         layer(x[:, :1], cache=layer.cache(batch=cases.BATCH, capacity=9))
-    assert reported_backends(why(spec, tokens=hw.CallSize(cases.BATCH, 1, 1, 1))) == chosen
+    assert reported_backends(why(spec, tokens=hw.costs.CallSize(cases.BATCH, 1, 1, 1))) == chosen
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
@@ -159,7 +159,7 @@ def test_another_device_needs_none_here():
 
 
 def test_states_of_a_call_change_the_answer():
-    spec = hw.design(model=12, heads=3, modifiers=(hw.WeightDropout(0.5),))
+    spec = hw.design(model=12, heads=3, modifiers=(hw.parts.WeightDropout(0.5),))
     assert why(spec).backend == "flash_cpu"
     assert why(spec, when=["training"]).backend == "chunked"
     assert why(replace(spec, modifiers=()), when="mask").backend == "dense"
@@ -191,15 +191,19 @@ def test_a_layer_in_place_of_its_spec_is_refused():
 
 LONG = {
     "block_sparse": {"pattern": "window(20)"},
-    "linear": {"pattern": "causal", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
-    "routed": {"pattern": "causal", "modifiers": (hw.Routed(always=1, active=1),)},
+    "linear": {
+        "pattern": "causal",
+        "similarity": hw.parts.FeatureMap(),
+        "normaliser": hw.parts.SumNormaliser(),
+    },
+    "routed": {"pattern": "causal", "modifiers": (hw.parts.MixtureOfHeads(always=1, active=1),)},
     "flash_cpu": {"pattern": "causal"},
 }
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(name, chosen):
-    spec, least = hw.design(model=12, heads=3, **LONG[name]), takeover.least(name)
+    spec, least = hw.design(model=12, heads=3, **LONG[name]), crossover.least(name)
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
         for count in (least, least - 1, least, 2):
@@ -228,13 +232,13 @@ def test_a_backend_chosen_by_name_runs_at_any_length(name, chosen):
 def test_a_backend_chosen_by_name_runs_at_a_given_length(name):
     spec = hw.design(model=12, heads=3, **LONG[name])
     dispatch = backends.make_dispatch(backends.CallSignature(spec, spec.core), name)
-    assert dispatch.select_for_size(hw.CallSize(1, 5, 5, 5)) == name
+    assert dispatch.select_for_size(hw.costs.CallSize(1, 5, 5, 5)) == name
 
 
 def test_cached_and_source_tokens_count(chosen):
     spec, least = (
         hw.design(model=12, heads=3, **LONG["block_sparse"]),
-        takeover.least("block_sparse"),
+        crossover.least("block_sparse"),
     )
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
@@ -252,7 +256,7 @@ def test_cached_and_source_tokens_count(chosen):
 def test_the_longest_packed_text_counts(chosen):
     layer, least = (
         hw.Attention(hw.design(model=12, heads=3, **LONG["block_sparse"])).eval(),
-        takeover.least("block_sparse"),
+        crossover.least("block_sparse"),
     )
     with torch.no_grad():
         layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[least - 1, 10]]))
@@ -265,7 +269,7 @@ def test_the_longest_packed_text_counts(chosen):
 def test_the_report_repeats_a_given_length():
     spec, least = (
         hw.design(model=12, heads=3, **LONG["block_sparse"]),
-        takeover.least("block_sparse"),
+        crossover.least("block_sparse"),
     )
     assert f"sdpa; block_sparse from {least:,} keys on" in str(why(spec))
     assert why(spec).data["from"] == [
@@ -279,7 +283,7 @@ def test_the_report_repeats_a_given_length():
 
 
 def test_a_report_without_a_length_starts_each_answer_with_the_lengths_of_the_backend():
-    spec, least = hw.design(model=12, heads=3, **LONG["routed"]), takeover.least("routed")
+    spec, least = hw.design(model=12, heads=3, **LONG["routed"]), crossover.least("routed")
     ranges = why(spec).call.length_ranges
     assert [name for _, name in ranges] == ["sdpa", "flash_cpu", "routed"]
     middle = ranges[1][0]

@@ -105,7 +105,7 @@ def test_queries_may_stand_anywhere_beside_their_keys(queries, keys, before, pat
 
 
 def test_prompts_attend_to_cached_tokens(small):
-    ours, other = pair(base(pattern="causal", modifiers=(hw.Rotary(),)))
+    ours, other = pair(base(pattern="causal", modifiers=(hw.parts.Rotary(),)))
     x = torch.randn(2, 19, 10, dtype=torch.float64)
     cache = ours.cache(batch=2, capacity=30)
     with torch.no_grad():
@@ -152,7 +152,11 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
     job = CallSignature(spec, spec.core, dtype=BF16, needs_grad=True)
     inputs = backends.CoreInputs(q, q, v, query_context, {}, {})
     o = bf16_matmul.attend(
-        job, hw.AttentionMask(at, at, spec.pattern), inputs, hw.Attention(spec).core_steps, None
+        job,
+        hw.attention.AttentionMask(at, at, spec.pattern),
+        inputs,
+        hw.Attention(spec).core_steps,
+        None,
     )
     o.backward(torch.ones_like(o))
     check_close(v.grad, torch.ones_like(v), rtol=0, atol=2**-8)
@@ -187,22 +191,22 @@ def test_saved_bytes_are_counted(count):
     load = hw.Workload(2, count, "bf16", "cpu")
     layer = hw.Attention(spec, backend="bf16_matmul").to(BF16)
     x = torch.randn(2, count, 16).to(BF16).requires_grad_()
-    assert hw.layer_activation_memory(spec, load, "bf16_matmul").total == layer_saved_bytes(
+    assert hw.costs.layer_activation_memory(spec, load, "bf16_matmul").total == layer_saved_bytes(
         layer, x
     )
-    assert hw.layer_activation_memory(spec, load) == hw.layer_activation_memory(
+    assert hw.costs.layer_activation_memory(spec, load) == hw.costs.layer_activation_memory(
         spec, load, "bf16_matmul"
     )
-    assert hw.layer_activation_memory(
+    assert hw.costs.layer_activation_memory(
         spec, hw.Workload(2, count, "fp32", "cpu")
-    ) == hw.layer_activation_memory(spec, hw.Workload(2, count, "fp32", "cpu"), "sdpa")
+    ) == hw.costs.layer_activation_memory(spec, hw.Workload(2, count, "fp32", "cpu"), "sdpa")
 
 
 def test_saved_tensors_are_not_recomputed(small):
     spec = base(pattern="causal")
     job = CallSignature(spec, spec.core)
     values = [
-        backends.recomputed_flops(bf16_matmul, job, hw.CallSize(1, keys, keys, keys), 100)
+        backends.recomputed_flops(bf16_matmul, job, hw.costs.CallSize(1, keys, keys, keys), 100)
         for keys in (9, 10)
     ]
     assert values == [0, 100 * spec.core.score_dim // (spec.core.score_dim + spec.core.vdim)]
@@ -271,12 +275,12 @@ def test_an_autocast_layer_is_as_good_as_plain():
     ("words", "state", "value"),
     [
         (
-            {"modifiers": (hw.Alibi(),)},
+            {"modifiers": (hw.parts.Alibi(),)},
             {},
             "needs a plain softmax over scaled dot products, with nothing added",
         ),
         (
-            {"normaliser": hw.SinkSoftmax()},
+            {"normaliser": hw.parts.SinkSoftmax()},
             {},
             "needs a plain softmax over scaled dot products, with nothing added",
         ),

@@ -22,8 +22,8 @@ SPECS = {
     "diff2": hw.design(preset="diff2", **SIZES),
     "window": hw.design(pattern="window(128)", **SIZES),
     "dilated": hw.design(pattern="window(128) | first(4)", **SIZES),
-    "alibi": hw.design(pattern="causal()", modifiers=(hw.Alibi(),), **SIZES),
-    "softcap": hw.design(pattern="causal()", modifiers=(hw.Softcap(5.0),), **SIZES),
+    "alibi": hw.design(pattern="causal()", modifiers=(hw.parts.Alibi(),), **SIZES),
+    "softcap": hw.design(pattern="causal()", modifiers=(hw.parts.Softcap(5.0),), **SIZES),
     "dcmha": hw.design(preset="dcmha", **SIZES),
     "talking": hw.design(preset="talking", **SIZES),
     "entmax": hw.design(preset="entmax", **SIZES),
@@ -56,7 +56,7 @@ def no_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a path of the CPU runs on CUDA")
 
-    monkeypatch.setattr(KernelSet, "run", refuse)
+    monkeypatch.setattr(KernelSet, "run_kernel", refuse)
     monkeypatch.setattr(block_sparse, "_attend_per_block", refuse)
     monkeypatch.setattr(flex, "_MASK_CACHE", {})
 

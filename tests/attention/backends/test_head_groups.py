@@ -14,7 +14,7 @@ from headwise import costs
 from headwise.attention import backends, head_axis_ops, reference
 from headwise.attention.backends import CallSignature, HeadGroupDispatch
 from headwise.attention.backends.core_interface import take_heads
-from headwise.attention.cache import make_cache
+from headwise.attention.cache import HeadGroupCache, make_cache
 from headwise.costs import part_checks
 from headwise.costs.components import AttentionComponent, ExecutionTarget, ForwardCall
 from headwise.costs.cost_report import estimate_cost
@@ -24,48 +24,69 @@ from support import layer_cases as cases
 from support.layer_cases import base, check_close
 from support.layer_checks import check_comparisons, layer_gradients, torch_flops
 
-STREAMING = hw.Window(3) | hw.First(1)
-PATTERN = hw.PerHead((hw.Causal(), STREAMING), (0, 1, 1, 0, 1, 0))
+STREAMING = hw.patterns.Window(3) | hw.patterns.First(1)
+PATTERN = hw.patterns.PerHead((hw.patterns.Causal(), STREAMING), (0, 1, 1, 0, 1, 0))
 # What may stand around patterns per head, and the backends that a call without a name runs on.
 SPECS = {
-    "in order": base(pattern=hw.PerHead((hw.Causal(), STREAMING), (0, 0, 0, 1, 1, 1)), kv=2),
-    "within a group of query heads": base(pattern=PATTERN, kv=2, modifiers=(hw.Rotary(base=30.0),)),
+    "in order": base(
+        pattern=hw.patterns.PerHead((hw.patterns.Causal(), STREAMING), (0, 0, 0, 1, 1, 1)), kv=2
+    ),
+    "within a group of query heads": base(
+        pattern=PATTERN, kv=2, modifiers=(hw.parts.Rotary(base=30.0),)
+    ),
     "slopes, sinks and a cap": base(
-        pattern=PATTERN, normaliser=hw.SinkSoftmax(), modifiers=(hw.Alibi(), hw.Softcap(2.0))
+        pattern=PATTERN,
+        normaliser=hw.parts.SinkSoftmax(),
+        modifiers=(hw.parts.Alibi(), hw.parts.Softcap(2.0)),
     ),
     "relative keys and values": base(
-        pattern=PATTERN, modifiers=(hw.Shaw(reach=2), hw.ShawValues(reach=3))
+        pattern=PATTERN, modifiers=(hw.parts.Shaw(reach=2), hw.parts.ShawValues(reach=3))
     ),
     "a table of distances": base(
-        pattern=PATTERN, vdim=5, modifiers=(hw.T5Bias(buckets=8, reach=9),)
+        pattern=PATTERN, vdim=5, modifiers=(hw.parts.T5Bias(buckets=8, reach=9),)
     ),
-    "learned alphas": base(pattern=PATTERN, normaliser=hw.Entmax(kind="learned")),
-    "scores of the input": base(pattern=PATTERN, modifiers=(hw.Learned(length=9, kind="dense"),)),
+    "learned alphas": base(pattern=PATTERN, normaliser=hw.parts.Entmax(kind="learned")),
+    "scores of the input": base(
+        pattern=PATTERN, modifiers=(hw.parts.LearnedScores(length=9, kind="dense"),)
+    ),
     "pairs of heads with different patterns": base(
         heads=3,
-        pattern=hw.PerHead((hw.Causal(), STREAMING), (0, 1, 1, 1, 1, 0)),
-        modifiers=(hw.Differential(),),
+        pattern=hw.patterns.PerHead((hw.patterns.Causal(), STREAMING), (0, 1, 1, 1, 1, 0)),
+        modifiers=(hw.parts.Differential(),),
     ),
     "norms over heads": base(
-        pattern=PATTERN, modifiers=(hw.QKNorm(scope="full"), hw.HeadNorm(), hw.OutputGate())
+        pattern=PATTERN,
+        modifiers=(hw.parts.QKNorm(scope="full"), hw.parts.HeadNorm(), hw.parts.OutputGate()),
     ),
     "latent keys": base(
-        pattern=PATTERN, project=hw.Latent(rank=7, rope=2), modifiers=(hw.Rotary(),)
+        pattern=PATTERN,
+        project=hw.parts.MLAProjection(rank=7, rope=2),
+        modifiers=(hw.parts.Rotary(),),
     ),
-    "shared queries and keys": base(pattern=PATTERN, project=hw.Collaborative(width=9)),
+    "shared queries and keys": base(pattern=PATTERN, project=hw.parts.Collaborative(width=9)),
     "values in groups of their own": base(pattern=PATTERN, kv=3).with_heads(
         value_heads=(0, 0, 1, 1, 1, 0)
     ),
-    "routed heads": base(pattern=PATTERN, modifiers=(hw.Routed(2, 2),)),
-    "heads routed by norms": base(pattern=PATTERN, modifiers=(hw.Routed(2, 2, router="norm"),)),
-    "features": base(pattern=PATTERN, similarity=hw.FeatureMap(), normaliser=hw.Sum()),
-    "mixed scores": base(pattern=PATTERN, modifiers=(hw.TalkingHeads(bias=True),)),
-    "mixed to other numbers of heads": base(
-        pattern=hw.PerHead((hw.Causal(), hw.Window(3), hw.First(2)), (0, 1, 1, 2, 0, 0, 2)),
-        vdim=9,
-        modifiers=(hw.TalkingHeads(heads=7), hw.TalkingHeads(on="weights", heads=5, bias=True)),
+    "routed heads": base(pattern=PATTERN, modifiers=(hw.parts.MixtureOfHeads(2, 2),)),
+    "heads routed by norms": base(
+        pattern=PATTERN, modifiers=(hw.parts.MixtureOfHeads(2, 2, router="norm"),)
     ),
-    "mixed weights": base(pattern=PATTERN, modifiers=(hw.Dynamic(on="weights"),)),
+    "features": base(
+        pattern=PATTERN, similarity=hw.parts.FeatureMap(), normaliser=hw.parts.SumNormaliser()
+    ),
+    "mixed scores": base(pattern=PATTERN, modifiers=(hw.parts.TalkingHeads(bias=True),)),
+    "mixed to other numbers of heads": base(
+        pattern=hw.patterns.PerHead(
+            (hw.patterns.Causal(), hw.patterns.Window(3), hw.patterns.First(2)),
+            (0, 1, 1, 2, 0, 0, 2),
+        ),
+        vdim=9,
+        modifiers=(
+            hw.parts.TalkingHeads(heads=7),
+            hw.parts.TalkingHeads(on="weights", heads=5, bias=True),
+        ),
+    ),
+    "mixed weights": base(pattern=PATTERN, modifiers=(hw.parts.DynamicComposition(on="weights"),)),
 }
 MIXED = ("mixed scores", "mixed to other numbers of heads", "mixed weights")
 
@@ -127,7 +148,7 @@ def test_probed_weights_and_scores_have_all_heads():
     y = layer(x, probe=probe)
     i, j = torch.arange(7)[:, None], torch.arange(7)
     for head in range(6):
-        allowed = (hw.Causal() if head < 3 else STREAMING).allows(i, j)
+        allowed = (hw.patterns.Causal() if head < 3 else STREAMING).allows(i, j)
         assert (probe.tensors["weights"][:, head][:, ~allowed] == 0).all()
         assert (probe.tensors["weights"][:, head][:, allowed] > 0).all()
     assert probe.tensors["scores"].shape == probe.tensors["weights"].shape == (3, 6, 7, 7)
@@ -150,7 +171,9 @@ def test_a_group_runs_on_the_backend_of_a_layer_with_its_pattern(tokens, when):
         model=60,
         heads=6,
         kv=2,
-        pattern=hw.PerHead((hw.Causal(), STREAMING, hw.Dilated(5, rate=3)), (0, 0, 0, 1, 1, 2)),
+        pattern=hw.patterns.PerHead(
+            (hw.patterns.Causal(), STREAMING, hw.patterns.Dilated(5, rate=3)), (0, 0, 0, 1, 1, 2)
+        ),
     )
     groups = hw.why(spec, tokens=tokens, when=when).call.groups
     assert [group.signature.score_heads for group in groups] == [(0, 1, 2), (3, 4), (5,)]
@@ -163,7 +186,9 @@ def test_a_group_runs_on_the_backend_of_a_layer_with_its_pattern(tokens, when):
 
 def test_the_report_names_the_backend_of_each_group():
     spec = hw.design(
-        model=64, heads=4, pattern=hw.PerHead((hw.Causal(), hw.Window(9)), (0, 1, 1, 1))
+        model=64,
+        heads=4,
+        pattern=hw.patterns.PerHead((hw.patterns.Causal(), hw.patterns.Window(9)), (0, 1, 1, 1)),
     )
     report = hw.why(spec, tokens=4096)
     assert report.backend == "flash_cpu, block_sparse"
@@ -197,7 +222,9 @@ COUNTED = hw.design(
     heads=6,
     kv=3,
     dim=4,
-    pattern=hw.PerHead((hw.Causal(), hw.Window(40) | hw.First(3)), (0, 0, 1, 1, 1, 1)),
+    pattern=hw.patterns.PerHead(
+        (hw.patterns.Causal(), hw.patterns.Window(40) | hw.patterns.First(3)), (0, 0, 1, 1, 1, 1)
+    ),
 )
 
 
@@ -257,7 +284,7 @@ def test_a_decode_step_multiplies_the_keys_of_each_pattern_alone():
         cache = layer.cache(batch=2, capacity=128)
         layer(x[:, :-1], cache=cache)
         step = torch_flops(layer, x[:, -1:], cache=cache)
-    outside = costs.required_flops(COUNTED, hw.CallSize(2, 1, 1, 120, 0))
+    outside = costs.required_flops(COUNTED, hw.costs.CallSize(2, 1, 1, 120, 0))
     assert step - outside == 2 * 2 * (2 * 4) * (2 * 120 + 4 * 43)
     assert step == component(COUNTED).executed_flops(
         ForwardCall(2, 1, 119, mode="steps"), ExecutionTarget()
@@ -274,13 +301,16 @@ def test_a_decode_step_multiplies_the_keys_of_each_ring():
         heads=6,
         kv=2,
         dim=4,
-        pattern=hw.PerHead((hw.Window(3), hw.Window(6) | hw.First(2)), (0, 0, 0, 1, 1, 1)),
+        pattern=hw.patterns.PerHead(
+            (hw.patterns.Window(3), hw.patterns.Window(6) | hw.patterns.First(2)),
+            (0, 0, 0, 1, 1, 1),
+        ),
     )
     layer, x = cases.layer(spec, torch.float64), torch.randn(2, 41, 24, dtype=torch.float64)
     cache = layer.cache(batch=2, capacity=64)
     layer(x[:, :-1], cache=cache)
     step = torch_flops(layer, x[:, -1:], cache=cache)
-    outside = costs.required_flops(spec, hw.CallSize(2, 1, 1, 41, 0))
+    outside = costs.required_flops(spec, hw.costs.CallSize(2, 1, 1, 41, 0))
     assert step - outside == 2 * 2 * (2 * 4) * (3 * 3 + 3 * 8)
     assert step == component(spec).executed_flops(
         ForwardCall(2, 1, 40, mode="steps"), ExecutionTarget()
@@ -292,9 +322,9 @@ def test_bytes_are_read_by_the_heads_that_need_them():
     sinks.
     """
     assert patterns_of_kv_heads(COUNTED) == (
-        hw.Causal(),
-        hw.Window(40) | hw.First(3),
-        hw.Window(40) | hw.First(3),
+        hw.patterns.Causal(),
+        hw.patterns.Window(40) | hw.patterns.First(3),
+        hw.patterns.Window(40) | hw.patterns.First(3),
     )
     assert component(COUNTED).key_reads(ForwardCall(1, 1, 999, mode="steps")) == (1000, 43, 43)
     assert component(COUNTED).key_reads(ForwardCall(1, 1000)) == (1000, 1000, 1000)
@@ -303,21 +333,33 @@ def test_bytes_are_read_by_the_heads_that_need_them():
     assert (
         estimate.operations["decode"][1].moved == per_head * (1000 + 43 + 43) + queries_and_outputs
     )
-    shared = replace(COUNTED, pattern=hw.PerHead((hw.Causal(), hw.Window(4)), (0, 1, 1, 1, 0, 1)))
-    assert patterns_of_kv_heads(shared)[0] == hw.Causal() | hw.Window(4)
+    shared = replace(
+        COUNTED,
+        pattern=hw.patterns.PerHead(
+            (hw.patterns.Causal(), hw.patterns.Window(4)), (0, 1, 1, 1, 0, 1)
+        ),
+    )
+    assert patterns_of_kv_heads(shared)[0] == hw.patterns.Causal() | hw.patterns.Window(4)
 
 
 def test_a_cache_keeps_what_some_head_reads():
     assert COUNTED.pattern.retention == (0, None)
     windows = base(
-        pattern=hw.PerHead((hw.Window(4), hw.Window(6) | hw.First(2)), (0, 0, 0, 1, 1, 1))
+        pattern=hw.patterns.PerHead(
+            (hw.patterns.Window(4), hw.patterns.Window(6) | hw.patterns.First(2)),
+            (0, 0, 0, 1, 1, 1),
+        )
     )
     assert windows.pattern.retention == (2, 6)
     cache = cases.layer(windows).cache(batch=2, capacity=100)
     assert cache.nbytes == costs.cache_bytes(windows, batch=2, capacity=100, bytes_per_number=8)
     assert [own.slots for own in cache.caches] == [8, 4]
     shared = base(
-        pattern=hw.PerHead((hw.Window(4), hw.Window(6) | hw.First(2)), (0, 1, 1, 0, 0, 1)), kv=3
+        pattern=hw.patterns.PerHead(
+            (hw.patterns.Window(4), hw.patterns.Window(6) | hw.patterns.First(2)),
+            (0, 1, 1, 0, 0, 1),
+        ),
+        kv=3,
     )
     assert cases.layer(shared).cache(batch=2, capacity=100).slots == 8
 
@@ -349,9 +391,15 @@ def test_streaming_heads_keep_sinks_and_recent_tokens(store):
 
 
 DIVIDED = {
-    "all tokens and sinks": hw.PerHead((STREAMING, hw.Causal()), (0, 0, 0, 1, 1, 1)),
-    "two rings": hw.PerHead((hw.Window(3), hw.Window(6) | hw.First(2)), (0, 0, 0, 1, 1, 1)),
-    "three patterns": hw.PerHead((hw.Window(2), hw.Window(5), hw.Causal()), (0, 1, 0, 2, 2, 2)),
+    "all tokens and sinks": hw.patterns.PerHead(
+        (STREAMING, hw.patterns.Causal()), (0, 0, 0, 1, 1, 1)
+    ),
+    "two rings": hw.patterns.PerHead(
+        (hw.patterns.Window(3), hw.patterns.Window(6) | hw.patterns.First(2)), (0, 0, 0, 1, 1, 1)
+    ),
+    "three patterns": hw.patterns.PerHead(
+        (hw.patterns.Window(2), hw.patterns.Window(5), hw.patterns.Causal()), (0, 1, 0, 2, 2, 2)
+    ),
 }
 
 
@@ -359,7 +407,7 @@ DIVIDED = {
 @torch.no_grad()
 def test_divided_caches_give_every_reader_the_same_outputs(name):
     """One call for each pattern, all heads in one call with probed weights, and probed keys."""
-    layer = cases.layer(base(pattern=DIVIDED[name], kv=2, modifiers=(hw.Rotary(base=30.0),)))
+    layer = cases.layer(base(pattern=DIVIDED[name], kv=2, modifiers=(hw.parts.Rotary(base=30.0),)))
     x = torch.randn(3, 17, 10, dtype=torch.float64)
     whole, probe = layer(x), hw.Probe("weights")
     layer(x, probe=probe)
@@ -370,7 +418,7 @@ def test_divided_caches_give_every_reader_the_same_outputs(name):
     }
     for kind, options in kinds.items():
         cache = layer.cache(batch=3, capacity=17)
-        assert isinstance(cache, hw.cache.HeadGroupCache)
+        assert isinstance(cache, HeadGroupCache)
         outputs = [
             layer(x[:, first : first + n], cache=cache, **options)
             for first, n in ((0, 5), (5, 1), (6, 4), (10, 1))
@@ -388,9 +436,15 @@ def test_divided_caches_give_every_reader_the_same_outputs(name):
 
 CACHED = {
     "all tokens": PATTERN,
-    "a ring": hw.PerHead((hw.Window(2), hw.Window(4) | hw.First(1)), (0, 1, 1, 0, 1, 0)),
-    "a prefix": hw.PerHead((hw.Causal(), hw.Prefix(3)), (0, 1, 1, 0, 1, 0)),
-    "gaps": hw.PerHead((hw.Dilated(3, rate=2), hw.Causal()), (0, 1, 1, 0, 1, 0)),
+    "a ring": hw.patterns.PerHead(
+        (hw.patterns.Window(2), hw.patterns.Window(4) | hw.patterns.First(1)), (0, 1, 1, 0, 1, 0)
+    ),
+    "a prefix": hw.patterns.PerHead(
+        (hw.patterns.Causal(), hw.patterns.Prefix(3)), (0, 1, 1, 0, 1, 0)
+    ),
+    "gaps": hw.patterns.PerHead(
+        (hw.patterns.Dilated(3, rate=2), hw.patterns.Causal()), (0, 1, 1, 0, 1, 0)
+    ),
     **DIVIDED,
 }
 
@@ -402,7 +456,8 @@ def test_tokens_decode_one_by_one_as_in_one_pass(name, store):
         torch.float64 if store is None else torch.float32
     )  # whose int8 caches a backend may read in place
     layer = cases.layer(
-        base(pattern=CACHED[name], kv=2, modifiers=(hw.Alibi(),) if store is None else ()), dtype
+        base(pattern=CACHED[name], kv=2, modifiers=(hw.parts.Alibi(),) if store is None else ()),
+        dtype,
     )
     x = torch.randn(3, 17, 10, dtype=torch.float64).to(dtype)
     expected = layer(x)
@@ -419,7 +474,10 @@ def test_tokens_decode_one_by_one_as_in_one_pass(name, store):
 @torch.no_grad()
 def test_a_kernel_for_int8_caches_gets_dequantised_heads():
     layer = cases.layer(
-        base(pattern=hw.PerHead((hw.Causal(), STREAMING), (0, 0, 0, 1, 1, 1)), kv=2), torch.float32
+        base(
+            pattern=hw.patterns.PerHead((hw.patterns.Causal(), STREAMING), (0, 0, 0, 1, 1, 1)), kv=2
+        ),
+        torch.float32,
     )
     x = torch.randn(3, 17, 10)
     expected = layer(x)[:, -1:]
@@ -448,10 +506,14 @@ def test_rows_of_different_lengths_decode_on(pattern):
 
 
 def test_pruned_and_permuted_heads_keep_their_patterns():
-    spec = base(pattern=hw.PerHead((hw.Causal(), STREAMING, hw.Window(2)), (0, 1, 2, 0, 1, 2)))
+    spec = base(
+        pattern=hw.patterns.PerHead(
+            (hw.patterns.Causal(), STREAMING, hw.patterns.Window(2)), (0, 1, 2, 0, 1, 2)
+        )
+    )
     weights = cases.layer(spec).state_dict()
-    assert head_axis_ops.keep_heads(spec, weights, [1, 2, 4])[0].pattern == hw.PerHead(
-        (STREAMING, hw.Window(2)), (0, 1, 0)
+    assert head_axis_ops.keep_heads(spec, weights, [1, 2, 4])[0].pattern == hw.patterns.PerHead(
+        (STREAMING, hw.patterns.Window(2)), (0, 1, 0)
     )
     assert head_axis_ops.keep_heads(spec, weights, [1, 4])[0].pattern == STREAMING
     order = (3, 0, 5, 1, 2, 4)
@@ -473,7 +535,7 @@ def test_every_masked_head_has_a_pattern():
     with pytest.raises(
         hw.SpecError, match="pattern_of_head lists 6 heads, but 7 heads are masked; give one"
     ):
-        base(pattern=PATTERN, modifiers=(hw.TalkingHeads(heads=7),))
+        base(pattern=PATTERN, modifiers=(hw.parts.TalkingHeads(heads=7),))
 
 
 @pytest.mark.parametrize(

@@ -194,10 +194,15 @@ def test_reasons_to_gather():
         "cannot show k, v: it reads keys and values in their pages"
     ]
     latent = hw.design(
-        model=12, heads=4, project=hw.Latent(rank=6, rope=2), modifiers=(hw.Rotary(),)
+        model=12,
+        heads=4,
+        project=hw.parts.MLAProjection(rank=6, rope=2),
+        modifiers=(hw.parts.Rotary(),),
     )
-    assert unsupported_reasons(latent) == ["Latent computes keys and values from what is cached"]
-    sinks = hw.design(model=12, heads=4, normaliser=hw.SinkSoftmax())
+    assert unsupported_reasons(latent) == [
+        "MLAProjection computes keys and values from what is cached"
+    ]
+    sinks = hw.design(model=12, heads=4, normaliser=hw.parts.SinkSoftmax())
     assert unsupported_reasons(sinks) == []
 
 
@@ -261,7 +266,7 @@ def test_products_are_counted():
     with FlopCounterMode(display=False) as counter:
         decode_step(layer, cache, x[:, 7:8], "paged")
     job = CallSignature(layer.spec, layer.spec.core, single_query=True, has_paged_cache=True)
-    core = backends.paged_decode.executed_flops(job, hw.CallSize(2, 1, 1, 8))
+    core = backends.paged_decode.executed_flops(job, hw.costs.CallSize(2, 1, 1, 8))
     assert (
         counter.get_flop_counts()["Global"][torch.ops.headwise.paged_decode]
         == core
@@ -290,7 +295,9 @@ def answered(
     """An engine that has answered such prompts; rows of each call of one token, and how often pages
     were gathered.
     """
-    engine = hw.Engine(net, budget=4_000_000, batching=hw.BatchingConfig(page=4, chunk=512))
+    engine = hw.Engine(
+        net, budget=4_000_000, batching=hw.generation.BatchingConfig(page=4, chunk=512)
+    )
     rows, gathered, hidden, gather = [], [], net.hidden, PagePool.gather
 
     def called(x: torch.Tensor, **how):
@@ -304,12 +311,12 @@ def answered(
     ]
     engine.step()
     before, rows[:] = len(gathered), []
-    engine.run()
+    engine.finish_requests()
     arguments = rows[:], len(gathered) - before
     for stream, size in zip(streams, sizes, strict=True):
         assert (
             stream.ids
-            == hw.greedy_decode(
+            == hw.generation.greedy_decode(
                 net, torch.tensor([[n * size % 13 for n in range(size)]]), max_new_tokens=4
             )[0]
         )
@@ -334,7 +341,7 @@ def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyP
 def test_an_engine_gathers_the_pages_of_some_layers(monkeypatch: pytest.MonkeyPatch):
     far = hw.design(model=16, heads=4, kv=2, pattern="causal()")
     net = language(
-        far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far
+        far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.parts.Entmax()), far
     )
     net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
     monkeypatch.setattr(engine_module, "CALL_OVERHEAD_BYTES", -(10**9))
@@ -346,7 +353,7 @@ def test_an_engine_gathers_the_pages_of_some_layers(monkeypatch: pytest.MonkeyPa
 
 def test_reach_is_computed_again_for_longer_rows():
     """A pattern that reads all of a short text may leave keys out of a long one."""
-    reach = FullVisibility(hw.Window(500), Causal())
+    reach = FullVisibility(hw.patterns.Window(500), Causal())
     assert [reach.sees_all(used) for used in (2, 7, 8)] == [True, True, True]
     assert reach.num_counted == 128  # ahead of need, and not at every step
     assert [reach.sees_all(used) for used in (2000, 1, 10**6)] == [False, False, False]

@@ -184,7 +184,12 @@ def test_ragged_rows_have_the_outputs_and_gradients_of_the_definition(pattern, r
     same = [tokens.position, tokens.segment] * 2
     o, lse = block_sparse.block_sparse_attention(q, k, v, sinks, same, [], pattern, 0.7)
     expected, sums = truth(
-        q, k, v, hw.AttentionMask(tokens, tokens, parse_pattern(pattern)).allowed, sinks, 0.7
+        q,
+        k,
+        v,
+        hw.attention.AttentionMask(tokens, tokens, parse_pattern(pattern)).allowed,
+        sinks,
+        0.7,
     )
     cases.check_close(o, expected)
     torch.testing.assert_close(lse, sums.detach(), rtol=1e-9, atol=1e-9)  # of nothing it is -inf
@@ -319,7 +324,9 @@ def test_work_and_memory_grow_with_the_length(pattern):
     assert keep[1] <= 2.2 * keep[0]
 
 
-@pytest.mark.parametrize("modifiers", [(hw.T5Bias(buckets=8, reach=9),), (hw.Alibi(),)], ids=repr)
+@pytest.mark.parametrize(
+    "modifiers", [(hw.parts.T5Bias(buckets=8, reach=9),), (hw.parts.Alibi(),)], ids=repr
+)
 def test_biases_leave_gradients_that_grow_with_the_length(modifiers):
     layer = hw.Attention(
         hw.design(model=8, heads=2, pattern="window(50)", modifiers=modifiers),
@@ -391,8 +398,8 @@ def test_a_chunk_behind_a_ring_reads_its_window(pattern):
 @pytest.mark.compile
 @pytest.mark.parametrize("words", [{"pattern": text} for text in PATTERNS[4:10]] + [
     {"pattern": "bigbird(300, block=16, random=2)", "vdim": 5},
-    {"pattern": "window(20)", "modifiers": (hw.Alibi(),)},
-    {"pattern": "window(20)", "normaliser": hw.SinkSoftmax()},
+    {"pattern": "window(20)", "modifiers": (hw.parts.Alibi(),)},
+    {"pattern": "window(20)", "normaliser": hw.parts.SinkSoftmax()},
 ], ids=str)  # fmt: skip
 def test_patterns_are_one_graph(words):
     layer = cases.layer(cases.base(**words), backend="block_sparse")

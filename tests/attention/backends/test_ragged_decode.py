@@ -13,7 +13,7 @@ from headwise.attention.backends import BACKENDS, CallSignature, core_interface,
 from headwise.attention.cache.slot_caches import HeadGroupCache
 from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
 from headwise.kernels.paged_decode import KV_BLOCK_SIZE, KV_SPLIT_SIZE
-from support import layer_cases as cases, takeover
+from support import crossover, layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
 from support.layer_checks import decode_in_chunks
 from support.paged_layers import reference_decode
@@ -33,7 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 @pytest.fixture(autouse=True)
 def everything_is_large():
     """Little work goes to torch's own call: here all of it goes to the kernel."""
-    with takeover.sizes(ragged_float32=0, ragged_bfloat16=0):
+    with crossover.sizes(ragged_float32=0, ragged_bfloat16=0):
         yield
 
 
@@ -238,11 +238,11 @@ def test_packed_documents_do_not_meet_in_a_cache():
 def test_the_faster_backend_runs_a_decode_step():
     spec = cases.base(kv=2, pattern="causal")
     job = CallSignature(spec, spec.core, single_query=True)
-    with takeover.sizes(ragged_float32=2 * 2 * 4 * 8 * 5):
-        assert ragged_decode.slower_reasons(job, hw.CallSize(1, 1, 1, 4 // 2), "any")
-        assert not ragged_decode.slower_reasons(job, hw.CallSize(5, 1, 1, 4), "any")
-        assert hw.backends.choose_backend(job, hw.CallSize(1, 1, 1, 2)) is BACKENDS["sdpa"]
-        assert hw.backends.choose_backend(job, hw.CallSize(5, 1, 1, 4)) is ragged_decode
+    with crossover.sizes(ragged_float32=2 * 2 * 4 * 8 * 5):
+        assert ragged_decode.slower_reasons(job, hw.costs.CallSize(1, 1, 1, 4 // 2), "any")
+        assert not ragged_decode.slower_reasons(job, hw.costs.CallSize(5, 1, 1, 4), "any")
+        assert hw.backends.choose_backend(job, hw.costs.CallSize(1, 1, 1, 2)) is BACKENDS["sdpa"]
+        assert hw.backends.choose_backend(job, hw.costs.CallSize(5, 1, 1, 4)) is ragged_decode
 
 
 def test_unsupported_calls_have_reasons(monkeypatch):

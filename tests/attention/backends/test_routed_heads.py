@@ -27,7 +27,7 @@ from support import layer_cases as cases
 from support.layer_cases import base, check_close
 from support.layer_checks import torch_flops
 
-HALF = (hw.Routed(always=0, active=3),)
+HALF = (hw.parts.MixtureOfHeads(always=0, active=3),)
 
 
 class Call:
@@ -226,13 +226,23 @@ def test_error_is_at_most_twice_that_of_all_heads():
 
 def layer_of(pattern: str = "causal()", *modifiers, **words) -> hw.Attention:
     return cases.layer(
-        base(pattern=pattern, modifiers=(*modifiers, hw.Routed(always=1, active=2)), **words)
+        base(
+            pattern=pattern,
+            modifiers=(*modifiers, hw.parts.MixtureOfHeads(always=1, active=2)),
+            **words,
+        )
     )
 
 
 @pytest.mark.parametrize(
     "modifiers",
-    [(), (hw.Rotary(),), (hw.HeadGate(),), (hw.HeadNorm(scope="head"),), (hw.OutputGate(),)],
+    [
+        (),
+        (hw.parts.Rotary(),),
+        (hw.parts.HeadGate(),),
+        (hw.parts.HeadNorm(scope="head"),),
+        (hw.parts.OutputGate(),),
+    ],
     ids=repr,
 )
 def test_a_whole_layer_is_the_same(modifiers):
@@ -285,10 +295,10 @@ def test_supported_calls():
     assert (
         unsupported_text(HALF)
         == unsupported_text(HALF, needs_grad=True)
-        == unsupported_text((hw.Rotary(), *HALF), training=True)
+        == unsupported_text((hw.parts.Rotary(), *HALF), training=True)
         == ""
     )
-    by_norm = (hw.Routed(always=2, active=2, router="norm"),)
+    by_norm = (hw.parts.MixtureOfHeads(always=2, active=2, router="norm"),)
     assert unsupported_text(by_norm) == ""
     assert "gradients pass the gates" in unsupported_text(by_norm, needs_grad=True)
 
@@ -296,19 +306,19 @@ def test_supported_calls():
 @pytest.mark.parametrize(
     ("modifiers", "more", "reason"),
     [
-        ((hw.HeadGate(),), {}, "no part routes tokens to heads"),
-        ((hw.Routed(always=6, active=0),), {}, "no part routes tokens to heads"),
-        ((hw.Routed(always=2, active=4),), {}, "no part routes tokens to heads"),
-        ((hw.Alibi(), *HALF), {}, "nothing added"),
-        (HALF, {"normaliser": hw.SinkSoftmax()}, "nothing added"),
+        ((hw.parts.HeadGate(),), {}, "no part routes tokens to heads"),
+        ((hw.parts.MixtureOfHeads(always=6, active=0),), {}, "no part routes tokens to heads"),
+        ((hw.parts.MixtureOfHeads(always=2, active=4),), {}, "no part routes tokens to heads"),
+        ((hw.parts.Alibi(), *HALF), {}, "nothing added"),
+        (HALF, {"normaliser": hw.parts.SinkSoftmax()}, "nothing added"),
         (HALF, {"dtype": torch.bfloat16}, "computes in float32 and float64 only"),
         (HALF, {"single_query": True}, "needs more than one query per row"),
         (HALF, {"pattern": "window(9)"}, "hides"),
         (HALF, {"device": "cuda"}, "for the CPU only"),
         (HALF, {"is_compiling": True}, "torch.compile is not supported"),
         (HALF, {"probed_tensors": frozenset({"lse"})}, "cannot show lse"),
-        ((hw.TalkingHeads(), *HALF), {}, "mixes heads"),
-        ((hw.WeightDropout(0.1), *HALF), {"training": True}, "needs dropout on weights"),
+        ((hw.parts.TalkingHeads(), *HALF), {}, "mixes heads"),
+        ((hw.parts.WeightDropout(0.1), *HALF), {"training": True}, "needs dropout on weights"),
     ],
     ids=repr,
 )
@@ -317,7 +327,10 @@ def test_unsupported_calls_are_refused(modifiers, more, reason):
 
 
 def test_heads_that_are_joined_need_those_that_are_shut():
-    spec = base(pattern="causal()", modifiers=(hw.DifferentialV2(), hw.Routed(always=1, active=1)))
+    spec = base(
+        pattern="causal()",
+        modifiers=(hw.parts.DifferentialV2(), hw.parts.MixtureOfHeads(always=1, active=1)),
+    )
     assert "combines heads before the gates" in "; ".join(
         routed_heads.unsupported_reasons(CallSignature(spec, spec.core))
     )
@@ -362,7 +375,9 @@ def test_executed_flops_are_those_torch_counts(count, pattern, monkeypatch):
 
 @pytest.mark.parametrize("routing", [(0, 3), (2, 2), (1, 1)])
 def test_expected_flops_are_near_those_of_sampled_gates(routing):
-    spec = hw.design(model=10, heads=6, dim=4, pattern="causal", modifiers=(hw.Routed(*routing),))
+    spec = hw.design(
+        model=10, heads=6, dim=4, pattern="causal", modifiers=(hw.parts.MixtureOfHeads(*routing),)
+    )
     work = CallSize(1, 2048, 2048, 2048)
     expected = routed_heads.executed_flops(CallSignature(spec, spec.core), work)
     always, active = routing
@@ -385,9 +400,15 @@ def test_expected_flops_are_near_those_of_sampled_gates(routing):
 
 
 def test_a_pruned_layer_reports_its_support():
-    assert hw.Routed(always=1, active=2).open_fractions(base()) == (1, *[Fraction(2, 5)] * 5)
-    assert hw.Routed(always=1, active=2, heads=9).open_fractions(base()) == (Fraction(1, 3),) * 6
-    assert hw.Routed(always=3, active=3).open_fractions(base()) is None
+    assert hw.parts.MixtureOfHeads(always=1, active=2).open_fractions(base()) == (
+        1,
+        *[Fraction(2, 5)] * 5,
+    )
+    assert (
+        hw.parts.MixtureOfHeads(always=1, active=2, heads=9).open_fractions(base())
+        == (Fraction(1, 3),) * 6
+    )
+    assert hw.parts.MixtureOfHeads(always=3, active=3).open_fractions(base()) is None
 
 
 def test_memory_grows_with_length_alone():
@@ -406,7 +427,9 @@ def test_memory_grows_with_length_alone():
     assert recorded[1024] <= 2.1 * recorded[512]
 
 
-@pytest.mark.parametrize("modifiers", [(), (hw.Concrete(),), (hw.HeadGate(),)], ids=repr)
+@pytest.mark.parametrize(
+    "modifiers", [(), (hw.parts.HardConcreteGate(),), (hw.parts.HeadGate(),)], ids=repr
+)
 def test_packed_texts_take_their_gates_with_them(modifiers):
     layer = layer_of("causal()", *modifiers)
     x = torch.randn(2, 1600, 10, dtype=torch.float64)

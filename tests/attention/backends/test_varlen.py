@@ -92,7 +92,7 @@ LENGTHS = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), min_si
 )
 def test_texts_of_any_lengths_equal_texts_alone(rows, pattern):
     layer = hw.Attention(
-        hw.design(model=6, heads=3, kv=1, dim=4, pattern=pattern, modifiers=(hw.Rotary(),))
+        hw.design(model=6, heads=3, kv=1, dim=4, pattern=pattern, modifiers=(hw.parts.Rotary(),))
     ).double()
     sequence = SequenceInfo.packed(rows)
     x = torch.randn(len(rows), sequence.count, 6, dtype=torch.float64, requires_grad=True)
@@ -136,7 +136,7 @@ def test_few_masked_pairs_are_computed(sizes, spare):
 def test_memory_grows_with_the_texts_and_not_with_the_row():
     def saved_bytes(count: int) -> int:
         layer = hw.Attention(
-            hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.TalkingHeads(),))
+            hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.parts.TalkingHeads(),))
         )
         sequence, stored = SequenceInfo.packed([[64] * count]), dict[int, int]()
         x = torch.randn(1, sequence.count, 16, requires_grad=True)

@@ -14,25 +14,28 @@ MODEL = 10
 
 
 KINDS = {
-    "plain": {"pattern": "causal()", "kv": 2, "vdim": 5, "modifiers": (hw.Rotary(),)},
-    "extra": {"pattern": "causal()", "modifiers": (hw.Dynamic(rank=1), hw.Alibi())},
-    "ring": {"pattern": "window(3)", "kv": 3, "modifiers": (hw.Alibi(),)},
+    "plain": {"pattern": "causal()", "kv": 2, "vdim": 5, "modifiers": (hw.parts.Rotary(),)},
+    "extra": {
+        "pattern": "causal()",
+        "modifiers": (hw.parts.DynamicComposition(rank=1), hw.parts.Alibi()),
+    },
+    "ring": {"pattern": "window(3)", "kv": 3, "modifiers": (hw.parts.Alibi(),)},
     "dilated": {"pattern": "dilated(3, 2)"},
-    "sinks": {"pattern": "window(3) | first(2)", "kv": 2, "modifiers": (hw.Rotary(),)},
+    "sinks": {"pattern": "window(3) | first(2)", "kv": 2, "modifiers": (hw.parts.Rotary(),)},
     "latent": {
         "pattern": "causal()",
-        "project": hw.Latent(rank=8, rope=2),
-        "modifiers": (hw.Rotary(),),
+        "project": hw.parts.MLAProjection(rank=8, rope=2),
+        "modifiers": (hw.parts.Rotary(),),
     },
     "latent ring": {
         "pattern": "window(4)",
-        "project": hw.Latent(rank=8, rope=2),
-        "modifiers": (hw.Rotary(),),
+        "project": hw.parts.MLAProjection(rank=8, rope=2),
+        "modifiers": (hw.parts.Rotary(),),
     },
     "state": {
         "pattern": "causal()",
-        "similarity": hw.FeatureMap(),
-        "normaliser": hw.Sum(),
+        "similarity": hw.parts.FeatureMap(),
+        "normaliser": hw.parts.SumNormaliser(),
         "kv": 2,
         "vdim": 5,
     },

@@ -411,7 +411,7 @@ def test_heads_with_other_patterns_lie_in_pages_of_their_own(chunks: list[int]):
     """Two layers of 3 key-value heads; two of them keep the first 3 and the
     latest 5 tokens of 40.
     """
-    options = {"model": 24, "heads": 6, "kv": 3, "dim": 4, "modifiers": (hw.Rotary(),)}
+    options = {"model": 24, "heads": 6, "kv": 3, "dim": 4, "modifiers": (hw.parts.Rotary(),)}
     spec = hw.design(
         **options, pattern="perhead((causal(), window(5) | first(3)), (0, 0, 1, 1, 1, 1))"
     )

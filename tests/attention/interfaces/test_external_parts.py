@@ -39,7 +39,7 @@ def forgotten() -> Iterator[None]:
 
 def make_model(part: type) -> hw.Transformer:
     spec = hw.design(
-        model=10, heads=2, dim=3, pattern="causal", modifiers=(part(start=0.5), hw.Alibi())
+        model=10, heads=2, dim=3, pattern="causal", modifiers=(part(start=0.5), hw.parts.Alibi())
     )
     stack = StackSpec.from_blocks("decoder", 10, [BlockSpec(spec)], embedding=EmbeddingSpec(7))
     net = hw.build(
@@ -120,7 +120,7 @@ def test_bad_files_are_refused_and_leave_nothing(
     name, text, message = BAD_FILES[case]
     if text is not None:
         Path(name).write_text(text)
-    before = set(hw.REGISTRY)
+    before = set(hw.parts.REGISTRY)
     with pytest.raises(hw.SpecError) as refused:
         import_part_file(name)
     assert message in str(refused.value)
@@ -264,7 +264,9 @@ def test_parts_inside_parts_are_found_and_headwises_own_are_not(tmp_path: Path):
     import_part_file(write_part(tmp_path))
     own = find_class("Temperature")
     assert (
-        find_external_parts((hw.Rotary(scaling=hw.PI(factor=2.0)), {"a": [own()]}))[0].name
+        find_external_parts(
+            (hw.parts.Rotary(scaling=hw.parts.PositionInterpolation(factor=2.0)), {"a": [own()]})
+        )[0].name
         == "Temperature"
     )
     assert find_external_parts(hw.design(preset="mla")) == []

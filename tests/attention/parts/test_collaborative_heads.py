@@ -72,10 +72,10 @@ def sharing(width: int, spec) -> hw.Attention:
         {
             "pattern": "causal()",
             "kv": 3,
-            "modifiers": (hw.Alibi(), hw.TalkingHeads(), hw.HeadGate()),
+            "modifiers": (hw.parts.Alibi(), hw.parts.TalkingHeads(), hw.parts.HeadGate()),
         },
-        {"heads": 3, "modifiers": (hw.Differential(),)},
-        {"similarity": hw.Dot(scale=0.3), "bias": "k"},
+        {"heads": 3, "modifiers": (hw.parts.Differential(),)},
+        {"similarity": hw.parts.DotProduct(scale=0.3), "bias": "k"},
     ],
     ids=str,
 )
@@ -83,7 +83,7 @@ def test_full_width_is_exact(options):
     layer = cases.layer(base(**options))
     x, z = cases.tensors(layer.spec)
     heads = layer.spec.heads
-    to_collaborative = hw.convert_to_collaborative(
+    to_collaborative = hw.parts.convert_to_collaborative(
         layer.spec, layer.state_dict(), heads.q * heads.dim
     )
     check_close(layer_from_weights(to_collaborative)(x, source=z), layer(x, source=z))
@@ -101,14 +101,15 @@ def test_full_width_is_exact(options):
 def test_a_space_that_is_shared_is_found(width):
     layer = sharing(width, base())
     x, _ = cases.tensors(layer.spec)
-    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width)
+    to_collaborative = hw.parts.convert_to_collaborative(layer.spec, layer.state_dict(), width)
     assert to_collaborative.relative_error < 1e-6
     check_close(layer_from_weights(to_collaborative)(x), layer(x), atol=1e-5, rtol=1e-5)
     check_close(
         scores(layer_from_weights(to_collaborative), x), scores(layer, x), atol=1e-4, rtol=1e-5
     )  # at the scale they had
     assert (
-        hw.convert_to_collaborative(layer.spec, layer.state_dict(), width - 1).relative_error > 0.01
+        hw.parts.convert_to_collaborative(layer.spec, layer.state_dict(), width - 1).relative_error
+        > 0.01
     )
 
 
@@ -128,7 +129,9 @@ def test_bands_that_overlap_are_found():
             rows = slice(4 * h, 4 * h + 4)
             layer.project["q"][rows] = torch.randn(4, 1, dtype=torch.float64) * shared[0, band]
             layer.project["k"][rows] = shared[1, band]
-    to_collaborative = hw.convert_to_collaborative(spec, layer.state_dict(), 12, max_sweeps=2000)
+    to_collaborative = hw.parts.convert_to_collaborative(
+        spec, layer.state_dict(), 12, max_sweeps=2000
+    )
     assert to_collaborative.relative_error < 1e-6
 
 
@@ -137,7 +140,7 @@ def test_bands_that_overlap_are_found():
 def test_the_error_is_that_of_the_tensor(options, width):
     layer = cases.layer(base(**options))
     for sweeps in (0, 3):
-        to_collaborative = hw.convert_to_collaborative(
+        to_collaborative = hw.parts.convert_to_collaborative(
             layer.spec, layer.state_dict(), width, max_sweeps=sweeps
         )
         assert to_collaborative.relative_error == pytest.approx(
@@ -150,7 +153,7 @@ def test_sweeps_and_ranks_never_make_it_worse():
     layer = cases.layer(base(kv=3, vdim=5))
     weights = layer.state_dict()
     swept = [
-        hw.convert_to_collaborative(
+        hw.parts.convert_to_collaborative(
             layer.spec, weights, 9, max_sweeps=n, tolerance=0.0
         ).relative_error
         for n in range(25)
@@ -159,7 +162,7 @@ def test_sweeps_and_ranks_never_make_it_worse():
     assert swept[-1] < 0.98 * swept[0]
     for sweeps in (0, 500):
         ranks = [
-            hw.convert_to_collaborative(
+            hw.parts.convert_to_collaborative(
                 layer.spec, weights, width, max_sweeps=sweeps
             ).relative_error
             for width in (1, 4, 9, 14, 19, 24)
@@ -172,7 +175,7 @@ def test_each_step_is_the_best_for_the_others():
     finds it again.
     """
     layer = cases.layer(base())
-    to_collaborative = hw.convert_to_collaborative(
+    to_collaborative = hw.parts.convert_to_collaborative(
         layer.spec, layer.state_dict(), 5, max_sweeps=3000, tolerance=0.0
     )
     q, m, k = (to_collaborative.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
@@ -189,7 +192,7 @@ def test_initialisation_uses_singular_triples():
     layer = cases.layer(base())
     whole = forms(layer)
     sizes = np.sort(np.concatenate([np.linalg.svd(form, compute_uv=False)[:4] for form in whole]))
-    started = hw.convert_to_collaborative(
+    started = hw.parts.convert_to_collaborative(
         layer.spec, layer.state_dict(), 9, max_sweeps=0
     ).relative_error
     assert started == pytest.approx(np.linalg.norm(sizes[:-9]) / np.linalg.norm(whole), rel=1e-9)
@@ -205,7 +208,9 @@ def test_initialisation_uses_singular_triples():
 
 def test_the_same_twice_and_in_the_dtype_it_had():
     layer = cases.layer(base(bias="q"), torch.float32)
-    one, two = (hw.convert_to_collaborative(layer.spec, layer.state_dict(), 9) for _ in range(2))
+    one, two = (
+        hw.parts.convert_to_collaborative(layer.spec, layer.state_dict(), 9) for _ in range(2)
+    )
     assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
     assert {tensor.dtype for tensor in one.weights.values()} == {torch.float32}
     assert one.spec == two.spec
@@ -224,13 +229,22 @@ def test_heads_wider_than_the_shared_space():
 REFUSED = {
     "width=0 .* 1..24": ({}, 0),
     "width=25 .* 1..24": ({}, 25),
-    "rotary transforms .* each head": ({"modifiers": (hw.Rotary(),)}, 9),
-    "qk_norm transforms": ({"modifiers": (hw.QKNorm(),)}, 9),
-    "project Latent; give one with project Direct": ({"project": hw.Latent(rank=8, rope=0)}, 9),
-    "key bias .* SinkSoftmax is not invariant": ({"bias": "k", "normaliser": hw.SinkSoftmax()}, 9),
-    "key bias .* softcap turns": ({"bias": "k", "modifiers": (hw.Softcap(),)}, 9),
-    "FeatureMap is not a dot product": ({"similarity": hw.FeatureMap(), "normaliser": hw.Sum()}, 9),
-    "Shaw needs queries": ({"modifiers": (hw.Shaw(reach=2),)}, 9),
+    "rotary transforms .* each head": ({"modifiers": (hw.parts.Rotary(),)}, 9),
+    "qk_norm transforms": ({"modifiers": (hw.parts.QKNorm(),)}, 9),
+    "project MLAProjection; give one with project LinearProjection": (
+        {"project": hw.parts.MLAProjection(rank=8, rope=0)},
+        9,
+    ),
+    "key bias .* SinkSoftmax is not invariant": (
+        {"bias": "k", "normaliser": hw.parts.SinkSoftmax()},
+        9,
+    ),
+    "key bias .* softcap turns": ({"bias": "k", "modifiers": (hw.parts.Softcap(),)}, 9),
+    "FeatureMap is not a dot product": (
+        {"similarity": hw.parts.FeatureMap(), "normaliser": hw.parts.SumNormaliser()},
+        9,
+    ),
+    "Shaw needs queries": ({"modifiers": (hw.parts.Shaw(reach=2),)}, 9),
 }
 
 
@@ -248,7 +262,7 @@ NO_NUMBERS = {
 def test_nan_weights_are_refused(reason):
     options = {"width": 5, "weights": cases.layer(base()).state_dict()} | NO_NUMBERS[reason]
     with pytest.raises(hw.SpecError, match=reason):
-        hw.convert_to_collaborative(base(), **options)
+        hw.parts.convert_to_collaborative(base(), **options)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +273,14 @@ def test_nan_weights_are_refused(reason):
 def test_the_error_does_not_depend_on_size(times):
     layer = cases.layer(base())
     weights, x = layer.state_dict(), torch.randn(3, 7, 10, dtype=torch.float64)
-    plain = hw.convert_to_collaborative(layer.spec, weights, 7)
+    plain = hw.parts.convert_to_collaborative(layer.spec, weights, 7)
     scaled = {
         name: tensor * times.get(name.removeprefix("project."), 1.0)
         for name, tensor in weights.items()
     }
-    to_collaborative = hw.convert_to_collaborative(layer.spec, scaled, 7)
+    to_collaborative = hw.parts.convert_to_collaborative(layer.spec, scaled, 7)
     assert to_collaborative.relative_error == pytest.approx(plain.relative_error, rel=1e-6)
-    assert hw.convert_to_collaborative(layer.spec, scaled, 24).relative_error == 0
+    assert hw.parts.convert_to_collaborative(layer.spec, scaled, 24).relative_error == 0
     assert layer_from_weights(to_collaborative)(x).isfinite().all()
 
 
@@ -275,7 +289,7 @@ def test_the_largest_head_sets_the_scale_of_all():
     layer = cases.layer(base())
     with torch.no_grad():
         layer.project["q"][:4] *= 1e200
-    conversion = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 4)
+    conversion = hw.parts.convert_to_collaborative(layer.spec, layer.state_dict(), 4)
     assert conversion.relative_error < 1e-12
     assert all(weight.isfinite().all() for weight in conversion.weights.values())
 
@@ -288,7 +302,7 @@ def test_heads_with_zero_scores(heads, sides, width):
     with torch.no_grad():
         for side in sides:
             layer.project[side][: 4 * heads] = 0
-    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width)
+    to_collaborative = hw.parts.convert_to_collaborative(layer.spec, layer.state_dict(), width)
     assert (
         to_collaborative.relative_error < 1e-15
         if heads == 6 or width == 24
@@ -306,9 +320,13 @@ def test_heads_with_zero_scores(heads, sides, width):
 
 def test_sums_of_features_have_no_place_for_a_content_bias():
     with pytest.raises(
-        hw.SpecError, match=r"needs a dot product .*, unlike FeatureMap; use similarity Dot"
+        hw.SpecError, match=r"needs a dot product .*, unlike FeatureMap; use similarity DotProduct"
     ):
-        base(project=hw.Collaborative(width=8), similarity=hw.FeatureMap(), normaliser=hw.Sum())
+        base(
+            project=hw.parts.Collaborative(width=8),
+            similarity=hw.parts.FeatureMap(),
+            normaliser=hw.parts.SumNormaliser(),
+        )
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -316,23 +334,25 @@ def test_unsupported_layers_are_refused(reason):
     options, width = REFUSED[reason]
     spec = base(**options)
     with pytest.raises(hw.SpecError, match=reason):
-        hw.convert_to_collaborative(spec, cases.layer(spec).state_dict(), width)
+        hw.parts.convert_to_collaborative(spec, cases.layer(spec).state_dict(), width)
 
 
 def test_the_query_bias_needs_no_softmax():
     layer = cases.layer(
-        base(bias="qv", normaliser=hw.Sigmoid(), modifiers=(hw.Softcap(limit=3.0),))
+        base(bias="qv", normaliser=hw.parts.Sigmoid(), modifiers=(hw.parts.Softcap(limit=3.0),))
     )
     x, _ = cases.tensors(layer.spec)
     check_close(
-        layer_from_weights(hw.convert_to_collaborative(layer.spec, layer.state_dict(), 24))(x),
+        layer_from_weights(hw.parts.convert_to_collaborative(layer.spec, layer.state_dict(), 24))(
+            x
+        ),
         layer(x),
     )
 
 
 def test_a_converted_layer_can_be_cut():
     layer = cases.layer(base(bias="q", kv=2))
-    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 9)
+    to_collaborative = hw.parts.convert_to_collaborative(layer.spec, layer.state_dict(), 9)
     x, _ = cases.tensors(layer.spec)
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
     silenced = layer_from_weights(to_collaborative)(
@@ -350,7 +370,9 @@ def test_the_forward_formula():
     """s = D^-1/2 (x W_Q diag(m_i) W_K^T z^T + z c_i), softmax over keys, values per head, merged:
     in numpy.
     """
-    layer = cases.layer(base(project=hw.Collaborative(width=9, bias="v"), kv=3, vdim=5, source=13))
+    layer = cases.layer(
+        base(project=hw.parts.Collaborative(width=9, bias="v"), kv=3, vdim=5, source=13)
+    )
     x, z = cases.tensors(layer.spec)
     w = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
     q, k = x.numpy() @ w["project.q"].T, z.numpy() @ w["project.k"].T
@@ -370,7 +392,7 @@ def test_the_forward_formula():
 def test_initialisation_of_the_mixing():
     def started(start, heads, width):
         spec = hw.design(
-            model=10, heads=heads, dim=4, project=hw.Collaborative(width=width, start=start)
+            model=10, heads=heads, dim=4, project=hw.parts.Collaborative(width=width, start=start)
         )
         return hw.Attention(spec).project["mixing"].detach()
 

@@ -31,10 +31,13 @@ def randomised(spec: hw.AttentionSpec) -> hw.Attention:
 
 
 def swin_layer(trained: tuple[int, int]) -> hw.Attention:
-    bias = hw.ContinuousBias(
+    bias = hw.parts.ContinuousBias(
         rows=ROWS, columns=COLUMNS, trained_rows=trained[0], trained_columns=trained[1]
     )
-    modifiers, similarity = (hw.QKNorm(kind="l2", eps=1e-12), bias), hw.Dot(scale=1.0)
+    modifiers, similarity = (
+        (hw.parts.QKNorm(kind="l2", eps=1e-12), bias),
+        hw.parts.DotProduct(scale=1.0),
+    )
     return randomised(
         hw.design(model=WIDTH, heads=HEADS, modifiers=modifiers, similarity=similarity, bias="qv")
     )
@@ -80,13 +83,13 @@ def moh_vit_by_hand(
         rows = slice(head * DIM, (head + 1) * DIM)
         return state[f"project.{side}"][rows] @ x[token] + state[f"project.{side}_bias"][rows]
 
-    routed = torch.softmax(state["routed.router"] @ x[query], 0)
+    routed = torch.softmax(state["mixture_of_heads.router"] @ x[query], 0)
     best = sorted(range(HEADS - always), key=lambda head: -routed[head])[:active]
-    kinds = 2 * torch.softmax(state["routed.kind"] @ x[query], 0)
+    kinds = 2 * torch.softmax(state["mixture_of_heads.kind"] @ x[query], 0)
     shared = (
         torch.ones(1)
         if always == 1
-        else always * torch.softmax(state["routed.shared"] @ x[query], 0)
+        else always * torch.softmax(state["mixture_of_heads.shared"] @ x[query], 0)
     )
     gates = [kinds[0] * gate for gate in shared]
     total = sum(routed[head] for head in best)
@@ -127,7 +130,7 @@ def moh_vit_by_hand(
 @torch.no_grad()
 def test_the_preset_of_moh_vit_is_its_formula(always: int, active: int):
     spec = hw.design(preset="moh_vit", model=WIDTH, heads=HEADS, rows=ROWS, columns=COLUMNS)
-    modifiers = (*spec.modifiers[:-1], hw.Routed(always=always, active=active))
+    modifiers = (*spec.modifiers[:-1], hw.parts.MixtureOfHeads(always=always, active=active))
     layer = randomised(
         hw.design(
             preset="moh_vit",
@@ -150,19 +153,19 @@ def test_parameters_and_flops_are_those_of_the_network():
     heads, hidden, offsets = 8, 512, 13 * 13
     with_bias, without = (
         hw.design(preset="moh_vit", modifiers=modifiers)
-        for modifiers in (hw.design(preset="moh_vit").modifiers, (hw.QKNorm(kind="l2"),))
+        for modifiers in (hw.design(preset="moh_vit").modifiers, (hw.parts.QKNorm(kind="l2"),))
     )
     router = (2 + heads) * 512
     assert costs.count_parameters(with_bias) - costs.count_parameters(without) == (
         2 * hidden + hidden + heads * hidden + heads + heads * 64 + router
     )
-    part = next(part for part in with_bias.modifiers if isinstance(part, hw.ContinuousBias))
-    size = hw.CallSize(batch=3, queries=49, new_tokens=49, keys=49)
+    part = next(part for part in with_bias.modifiers if isinstance(part, hw.parts.ContinuousBias))
+    size = hw.costs.CallSize(batch=3, queries=49, new_tokens=49, keys=49)
     assert part.flops(with_bias, size) == 2 * offsets * (2 * hidden + hidden * heads)
 
 
 def test_offsets_beyond_the_grid_count_as_the_largest():
-    part = hw.ContinuousBias(rows=2, columns=4)
+    part = hw.parts.ContinuousBias(rows=2, columns=4)
     pair = SimpleNamespace(
         i=torch.tensor([0, 4, 8, 40]), j=torch.tensor(0), take=lambda factors, index: index
     )
@@ -171,7 +174,7 @@ def test_offsets_beyond_the_grid_count_as_the_largest():
 
 def test_wrong_fields_are_refused():
     assert list(
-        hw.ContinuousBias(rows=0, output="tanh").field_conflicts(swin_layer((0, 0)).spec)
+        hw.parts.ContinuousBias(rows=0, output="tanh").field_conflicts(swin_layer((0, 0)).spec)
     ) == [
         "ContinuousBias(output='tanh') is unknown; use 'sigmoid' or 'linear'",
         "ContinuousBias(rows=0) must be at least 1",

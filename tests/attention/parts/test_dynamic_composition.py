@@ -37,7 +37,7 @@ def matrices(p, part, side, x, heads):
 
 def merged(layer, part, x, z):
     """M(t, s) = I + W_b + W_q(t) + W_k(s), [B, T, S, heads, heads]."""
-    p = {name: t.detach().numpy() for name, t in layer.dynamic.state_dict().items()}
+    p = {name: t.detach().numpy() for name, t in layer.dynamic_composition.state_dict().items()}
     heads = layer.spec.heads.q
     mixing = np.eye(heads)[None, None, None]
     if part.static == "full":
@@ -60,7 +60,7 @@ def merged(layer, part, x, z):
     ("sides", "static", "rank"), [("both", "full", 2), ("query", "none", 1), ("key", "full", 3)]
 )
 def test_one_matrix_for_every_pair(on, groups, sides, static, rank):
-    part = hw.Dynamic(on=on, rank=rank, static=static, groups=groups, sides=sides)
+    part = hw.parts.DynamicComposition(on=on, rank=rank, static=static, groups=groups, sides=sides)
     layer = cases.layer(base(modifiers=(part,), kv=2, source=13))
     x, z = cases.tensors(layer.spec)
     probe, usual = hw.Probe(on), hw.Probe(on)
@@ -100,8 +100,10 @@ def part_of(weights, spec, small, group):
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("sides", ["both", "query", "key"])
 def test_groups_are_so_many_layers_side_by_side(on, groups, sides):
-    parts = [hw.Dynamic(on=one, static="full", sides=sides) for one in on]
-    grouped = tuple(hw.Dynamic(on=one, static="full", sides=sides, groups=groups) for one in on)
+    parts = [hw.parts.DynamicComposition(on=one, static="full", sides=sides) for one in on]
+    grouped = tuple(
+        hw.parts.DynamicComposition(on=one, static="full", sides=sides, groups=groups) for one in on
+    )
     spec = base(modifiers=grouped, bias="qkv", pattern="causal()", vdim=5)
     small = base(heads=6 // groups, modifiers=tuple(parts), bias="qkv", pattern="causal()", vdim=5)
     layer = cases.layer(spec)
@@ -116,7 +118,9 @@ def test_groups_are_so_many_layers_side_by_side(on, groups, sides):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_outputs_in_another_order(groups):
-    spec = base(modifiers=(hw.Dynamic(on="weights", groups=groups, static="full"),))
+    spec = base(
+        modifiers=(hw.parts.DynamicComposition(on="weights", groups=groups, static="full"),)
+    )
     layer = cases.layer(spec)
     order = (5, 0, 3, 1, 2, 4)
     weights = hw.attention.head_axis_ops.transform_axes(
@@ -144,7 +148,8 @@ def test_the_cache_grows_by_ten_numbers_per_head(groups):
         (1, "both", 6),
     ]:
         parts = tuple(
-            hw.Dynamic(on=on, rank=rank, sides=sides, groups=groups) for on in ("scores", "weights")
+            hw.parts.DynamicComposition(on=on, rank=rank, sides=sides, groups=groups)
+            for on in ("scores", "weights")
         )
         assert (
             hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8, modifiers=parts))
@@ -157,7 +162,9 @@ def test_the_cache_grows_by_ten_numbers_per_head(groups):
 )
 def test_parameters_of_a_stage(groups, sides, branches):
     spec = hw.design(
-        model=64, heads=8, modifiers=(hw.Dynamic(groups=groups, sides=sides, static="full"),)
+        model=64,
+        heads=8,
+        modifiers=(hw.parts.DynamicComposition(groups=groups, sides=sides, static="full"),),
     )
     d, n, r = 64, 8, 2
     branch = 2 * r * n * d + (2 * r * n) * (2 * r * n) // groups + n * d
@@ -169,12 +176,12 @@ def test_parameters_of_a_stage(groups, sides, branches):
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
 def test_whole_groups_are_cut(on):
-    spec = base(modifiers=(hw.Dynamic(on=on, groups=3, static="full"),), kv=3)
+    spec = base(modifiers=(hw.parts.DynamicComposition(on=on, groups=3, static="full"),), kv=3)
     layer = cases.layer(spec)
     small, weights = hw.attention.head_axis_ops.keep_heads(spec, layer.state_dict(), [3, 4])
     assert (small.heads.q, small.heads.kv, small.score_head_of_output) == (4, 2, (1, 2))
-    assert small.modifiers == (hw.Dynamic(on=on, members=2, static="full"),)
-    assert weights["dynamic.query_hidden"].shape == (4 * 4, 10)
+    assert small.modifiers == (hw.parts.DynamicComposition(on=on, members=2, static="full"),)
+    assert weights["dynamic_composition.query_hidden"].shape == (4 * 4, 10)
     x, _ = cases.tensors(spec)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
@@ -185,7 +192,10 @@ def test_whole_groups_are_cut(on):
 
 def test_groups_that_cross_are_kept_until_all_are_whole():
     """Head 0 needs the pair (0, 1), that the trio (0, 1, 2), that the pair (2, 3), and that all."""
-    crossing = (hw.Dynamic(groups=2), hw.Dynamic(on="weights", groups=3))
+    crossing = (
+        hw.parts.DynamicComposition(groups=2),
+        hw.parts.DynamicComposition(on="weights", groups=3),
+    )
     assert base(modifiers=crossing).required_score_heads(0) == frozenset(range(6))
     assert base(modifiers=crossing[:1]).required_score_heads(0) == {0, 1, 2}
     assert base(modifiers=crossing[1:]).required_score_heads(5) == {4, 5}
@@ -203,4 +213,4 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_composition_that_cannot_be_meant(reason):
     with pytest.raises(hw.SpecError, match=reason):
-        base(modifiers=(hw.Dynamic(**REFUSED[reason]),))
+        base(modifiers=(hw.parts.DynamicComposition(**REFUSED[reason]),))

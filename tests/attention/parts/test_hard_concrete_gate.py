@@ -24,20 +24,24 @@ SIX = torch.tensor([-3.0, -0.5, 0.0, 0.2, 1.0, 2.5], dtype=torch.float64)
 def gated(log_a: Tensor, options: dict[str, object] | None = None, **spec: object) -> hw.Attention:
     """A layer with one gate for each of these numbers."""
     built = (
-        hw.Attention(base(heads=len(log_a), modifiers=(hw.Concrete(**(options or {})),), **spec))
+        hw.Attention(
+            base(
+                heads=len(log_a), modifiers=(hw.parts.HardConcreteGate(**(options or {})),), **spec
+            )
+        )
         .double()
         .eval()
     )
     with torch.no_grad():
-        built.concrete["log_a"].copy_(log_a)
+        built.hard_concrete_gate["log_a"].copy_(log_a)
     return built
 
 
-def gates(layer: hw.Attention, aux_losses: hw.AuxLosses | None = None) -> Tensor:
+def gates(layer: hw.Attention, aux_losses: hw.attention.AuxLosses | None = None) -> Tensor:
     """g_O of one call."""
     x = torch.zeros(1, 1, layer.spec.model, dtype=torch.float64)
     return layer.spec.modifiers[0].gate(
-        QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x)), layer.concrete, aux_losses
+        QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x)), layer.hard_concrete_gate, aux_losses
     )[:, 0]
 
 
@@ -47,7 +51,12 @@ def sample_gates(many: int, log_a: float, options: dict[str, float], seed: int) 
     """
     torch.manual_seed(seed)
     layer = hw.Attention(
-        hw.design(model=1, heads=100, dim=1, modifiers=(hw.Concrete(start=log_a, **options),))
+        hw.design(
+            model=1,
+            heads=100,
+            dim=1,
+            modifiers=(hw.parts.HardConcreteGate(start=log_a, **options),),
+        )
     )
     layer.double().train()
     return torch.cat([gates(layer).detach().flatten() for _ in range(many // 100)])
@@ -112,7 +121,10 @@ def test_the_chance_is_that_of_a_gate_not_shut():
     for options in LIMITS:
         temperature, low, high = limits(options)
         expected = sigmoid(SIX.numpy() - temperature * math.log(-low / high))
-        check_close(hw.Concrete(**options).probability_nonzero(SIX), torch.from_numpy(expected))
+        check_close(
+            hw.parts.HardConcreteGate(**options).probability_nonzero(SIX),
+            torch.from_numpy(expected),
+        )
 
 
 def test_one_draw_for_each_head_and_call():
@@ -189,10 +201,13 @@ def test_gradients_reach_every_gate():
         layer = gated(SIX * 0, {"sample": sample, "temperature": 2.0}).train()
         weight = torch.linspace(1, 2, 6, dtype=torch.float64)
         slopes.append(
-            torch.autograd.grad((gates(layer) * weight).sum(), layer.concrete["log_a"])[0]
+            torch.autograd.grad((gates(layer) * weight).sum(), layer.hard_concrete_gate["log_a"])[0]
         )
         assert (
-            torch.autograd.grad(layer(x).square().sum(), layer.concrete["log_a"])[0].abs().sum() > 0
+            torch.autograd.grad(layer(x).square().sum(), layer.hard_concrete_gate["log_a"])[0]
+            .abs()
+            .sum()
+            > 0
         )
     assert (slopes[0] != 0).sum() >= 4
     check_close(slopes[0], slopes[1])  # rounding passes the gradient on as if it were not there
@@ -204,14 +219,14 @@ def test_the_gradient_of_the_penalty_is_in_closed_form(options, layers):
     ends = torch.cat([SIX, torch.tensor([-60.0, 60.0])])
     layer, aux_losses = (
         gated(ends, {**options, "regulariser": "mean", "layers": layers}),
-        hw.AuxLosses(),
+        hw.attention.AuxLosses(),
     )
     gates(layer, aux_losses)
     temperature, low, high = limits(options)
     chance = sigmoid(ends.numpy() - temperature * math.log(-low / high))
     slope = chance * (1 - chance) / layers
     slope[-2:] = 0  # where the probability is held
-    ours = torch.autograd.grad(aux_losses.total("l0"), layer.concrete["log_a"])[0]
+    ours = torch.autograd.grad(aux_losses.total("l0"), layer.hard_concrete_gate["log_a"])[0]
     check_close(ours, torch.from_numpy(slope))
     assert aux_losses.total("l0").item() == pytest.approx(
         np.clip(chance, 1e-6, 1 - 1e-6).sum() / layers
@@ -225,11 +240,12 @@ def test_the_gradient_of_the_penalty_is_in_closed_form(options, layers):
 @pytest.mark.parametrize("regulariser", ["sum", "mean"])
 def test_aux_losses_of_two_layers_add_up(regulariser, training):
     """The sum over all heads, or the mean over layers of the sum over the heads of each."""
-    x, aux_losses = cases.tensors(base())[0], hw.AuxLosses()
+    x, aux_losses = cases.tensors(base())[0], hw.attention.AuxLosses()
     expected = []
     for depth, heads in enumerate((6, 4)):
         spec = base(
-            heads=heads, modifiers=(hw.Concrete(start=0.5 - depth, regulariser=regulariser),)
+            heads=heads,
+            modifiers=(hw.parts.HardConcreteGate(start=0.5 - depth, regulariser=regulariser),),
         )
         layer = hw.Attention(spec.at_depth(depth, 2)).double()
         getattr(layer, training)()
@@ -242,10 +258,10 @@ def test_aux_losses_of_two_layers_add_up(regulariser, training):
 
 
 def test_only_a_mean_has_to_know_the_depth():
-    assert hw.Concrete().at_depth(3, 12) == hw.Concrete()
-    assert hw.Concrete(regulariser="mean").at_depth(3, 12) == hw.Concrete(
-        regulariser="mean", layers=12
-    )
+    assert hw.parts.HardConcreteGate().at_depth(3, 12) == hw.parts.HardConcreteGate()
+    assert hw.parts.HardConcreteGate(regulariser="mean").at_depth(
+        3, 12
+    ) == hw.parts.HardConcreteGate(regulariser="mean", layers=12)
 
 
 def test_recomputing_a_layer_draws_the_same():
@@ -257,9 +273,11 @@ def test_recomputing_a_layer_draws_the_same():
         lambda *args, **kwargs: checkpoint(layer, *args, use_reentrant=False, **kwargs),
     ):
         torch.manual_seed(11)
-        aux_losses = hw.AuxLosses()
+        aux_losses = hw.attention.AuxLosses()
         loss = run(x, probe=hw.Probe(aux_losses=aux_losses)).square().sum() + aux_losses.total("l0")
-        found.append((loss.detach(), *torch.autograd.grad(loss, [x, layer.concrete["log_a"]])))
+        found.append(
+            (loss.detach(), *torch.autograd.grad(loss, [x, layer.hard_concrete_gate["log_a"]]))
+        )
         assert len(aux_losses.terms) == 1
     for plain, again in zip(*found, strict=True):
         check_close(again, plain, rtol=0, atol=0)
@@ -275,7 +293,9 @@ def test_one_graph_holds_the_draw(sample):
     expected = layer(x)
     torch.manual_seed(5)
     check_close(traced(x), expected)
-    assert torch.autograd.grad(traced(x).sum(), layer.concrete["log_a"])[0].abs().sum() > 0
+    assert (
+        torch.autograd.grad(traced(x).sum(), layer.hard_concrete_gate["log_a"])[0].abs().sum() > 0
+    )
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -298,9 +318,9 @@ def test_one_graph_holds_the_draw(sample):
 )
 def test_bad_fields_are_refused(fields, words):
     with pytest.raises(hw.SpecError, match=words):
-        base(modifiers=(hw.Concrete(**fields),))
+        base(modifiers=(hw.parts.HardConcreteGate(**fields),))
 
 
 def test_two_in_a_layer_are_refused():
-    with pytest.raises(hw.SpecError, match=r"two Concrete gates.*keep one"):
-        base(modifiers=(hw.Concrete(), hw.Concrete(start=1.0)))
+    with pytest.raises(hw.SpecError, match=r"two HardConcreteGate parts.*keep one"):
+        base(modifiers=(hw.parts.HardConcreteGate(), hw.parts.HardConcreteGate(start=1.0)))

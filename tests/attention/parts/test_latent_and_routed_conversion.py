@@ -32,15 +32,15 @@ NO_LATENT = {
     "DifferentialV",
     "FeatureMap",
     "Gaussian",
-    "Knocking",
-    "Latent",
+    "KnockingHead",
+    "MLAProjection",
     "Overlapping",
     "QKNorm",
     "Shaw",
-    "Sum",
-    "Value",
+    "SumNormaliser",
+    "ValueProjection",
 }
-ONES = {"Concrete4", "ContinuousBias1", "Routed4", "TalkingHeads2", "TalkingHeads3"}
+ONES = {"ContinuousBias1", "HardConcreteGate4", "MixtureOfHeads4", "TalkingHeads2", "TalkingHeads3"}
 
 
 @pytest.mark.parametrize("name", EVERY_CASE)
@@ -64,15 +64,18 @@ def test_a_merged_layer_is_refused_or_the_same(name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"modifiers": (hw.Rotary(),)},
-        {"modifiers": (hw.Rotary(pairs="interleaved"),), "bias": "qkvo"},
-        {"modifiers": (hw.Rotary(dims=2),), "bias": "v"},
+        {"modifiers": (hw.parts.Rotary(),)},
+        {"modifiers": (hw.parts.Rotary(pairs="interleaved"),), "bias": "qkvo"},
+        {"modifiers": (hw.parts.Rotary(dims=2),), "bias": "v"},
         {
-            "modifiers": (hw.Rotary(dims=4, scaling=hw.YaRN(factor=4.0, original=32)), hw.Alibi()),
+            "modifiers": (
+                hw.parts.Rotary(dims=4, scaling=hw.parts.YaRN(factor=4.0, original=32)),
+                hw.parts.Alibi(),
+            ),
             "dim": 7,
             "bias": "qk",
         },
-        {"similarity": hw.Dot(scale=0.3), "source": 13, "bias": "k"},
+        {"similarity": hw.parts.DotProduct(scale=0.3), "source": 13, "bias": "k"},
     ],
     ids=str,
 )
@@ -102,36 +105,39 @@ def test_the_latent_of_a_token_holds_its_keys_and_values(options):
 
 
 def test_copies_turn_each_head_as_it_turned_alone():
-    spec = hw.design(model=6, heads=1, dim=12, modifiers=(hw.Rotary(copies=3),))
+    spec = hw.design(model=6, heads=1, dim=12, modifiers=(hw.parts.Rotary(copies=3),))
     rate = hw.Attention(spec).rotary["frequency"].numpy()
     assert np.allclose(rate, np.tile([1.0, 10_000.0**-0.5], 3))
     with pytest.raises(hw.SpecError, match=r"Rotary\(copies=4\) does not divide 6 pairs"):
-        replace(spec, modifiers=(hw.Rotary(copies=4),))
+        replace(spec, modifiers=(hw.parts.Rotary(copies=4),))
 
 
 def test_why_a_layer_is_no_latent():
     for options, reason in (
         (
-            {"modifiers": (hw.QKNorm(), hw.Rotary())},
+            {"modifiers": (hw.parts.QKNorm(), hw.parts.Rotary())},
             "qk_norm and rotary on queries and keys have no form for concatenated heads",
         ),
-        ({"modifiers": (hw.Knocking(),)}, "Knocking needs queries, keys and values"),
         (
-            {"project": hw.Overlapping(overlap=0)},
-            "project Overlapping; give one with project Direct",
+            {"modifiers": (hw.parts.KnockingHeads(),)},
+            "KnockingHeads needs queries, keys and values",
         ),
-        ({"similarity": hw.Gaussian()}, "use Dot"),
         (
-            {"kv": 3, "modifiers": (hw.Concrete(per="kv"),)},
-            "^concrete has parameters per key-value head, .* remove concrete$",
+            {"project": hw.parts.Overlapping(overlap=0)},
+            "project Overlapping; give one with project LinearProjection",
+        ),
+        ({"similarity": hw.parts.Gaussian()}, "use DotProduct"),
+        (
+            {"kv": 3, "modifiers": (hw.parts.HardConcreteGate(per="kv"),)},
+            "^hard_concrete_gate has parameters per key-value head, .* remove hard_concrete_gate$",
         ),
     ):
         spec = base(**options)
         with pytest.raises(hw.SpecError, match=reason):
             convert_to_latent(spec, cases.layer(spec).state_dict())
     for bias in ("k", "v", "qk", "vk"):
-        with pytest.raises(hw.SpecError, match=r"Latent\(bias="):
-            hw.design(model=8, heads=2, project=hw.Latent(rank=4, rope=0, bias=bias))
+        with pytest.raises(hw.SpecError, match=r"MLAProjection\(bias="):
+            hw.design(model=8, heads=2, project=hw.parts.MLAProjection(rank=4, rope=0, bias=bias))
 
 
 # --- heads that tokens choose ---------------------------------------------------------------------
@@ -139,7 +145,9 @@ def test_why_a_layer_is_no_latent():
 
 @pytest.mark.parametrize("shared", [(), (2,), (5, 0, 3), (0, 1, 2, 3, 4, 5)], ids=str)
 def test_all_heads_routed_to_are_the_same_layer(shared):
-    spec = base(kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.Rotary(), hw.Alibi()))
+    spec = base(
+        kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.parts.Rotary(), hw.parts.Alibi())
+    )
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     check_close(
@@ -152,7 +160,7 @@ def test_all_heads_routed_to_are_the_same_layer(shared):
 
 @pytest.mark.parametrize("shared", [(), (4,), (5, 1)], ids=str)
 def test_a_token_closes_the_heads_with_the_smallest_query_norms(shared):
-    spec = base(kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.Rotary(),))
+    spec = base(kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.parts.Rotary(),))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     tensors = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
@@ -174,11 +182,11 @@ def test_a_token_closes_the_heads_with_the_smallest_query_norms(shared):
 
 
 def test_pairs_are_routed_by_the_query_of_the_first():
-    spec = base(heads=3, modifiers=(hw.DifferentialV2(),))
+    spec = base(heads=3, modifiers=(hw.parts.DifferentialV2(),))
     values, weights = convert_to_mixture_of_heads(spec, cases.layer(spec).state_dict(), [1], 1)
-    assert weights["routed.asker"].tolist() == [0, 4]
-    assert weights["routed.slot"].tolist() == [1, 0, 2]
-    assert values.modifiers[-1] == hw.Routed(always=1, active=1, router="norm")
+    assert weights["mixture_of_heads.asker"].tolist() == [0, 4]
+    assert weights["mixture_of_heads.slot"].tolist() == [1, 0, 2]
+    assert values.modifiers[-1] == hw.parts.MixtureOfHeads(always=1, active=1, router="norm")
 
 
 def test_unroutable_layers_are_refused():
@@ -188,13 +196,18 @@ def test_unroutable_layers_are_refused():
         ({}, [0], 6, "needs more than the 6 heads there are"),
         ({}, [0], 0, "never uses 5 heads"),
         (
-            {"modifiers": (hw.QKNorm(),)},
+            {"modifiers": (hw.parts.QKNorm(),)},
             [0],
             2,
             "needs queries of different lengths, unlike qk_norm",
         ),
-        ({"modifiers": (hw.Routed(),)}, [0], 2, "routed already"),
-        ({"project": hw.Latent(rank=8, rope=0)}, [0], 2, "heads.dim channels, unlike Latent"),
+        ({"modifiers": (hw.parts.MixtureOfHeads(),)}, [0], 2, "routed already"),
+        (
+            {"project": hw.parts.MLAProjection(rank=8, rope=0)},
+            [0],
+            2,
+            "heads.dim channels, unlike MLAProjection",
+        ),
     ):
         spec = base(**options)
         with pytest.raises(hw.SpecError, match=reason):

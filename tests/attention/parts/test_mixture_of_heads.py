@@ -40,7 +40,10 @@ def heads_of(layer, x, **call):
 def plain(layer):
     """The same layer without its routing."""
     spec = cases.change_spec(
-        layer.spec, modifiers=tuple(m for m in layer.spec.modifiers if not isinstance(m, hw.Routed))
+        layer.spec,
+        modifiers=tuple(
+            m for m in layer.spec.modifiers if not isinstance(m, hw.parts.MixtureOfHeads)
+        ),
     )
     other = hw.Attention(spec).double().eval()
     other.load_state_dict({name: layer.state_dict()[name] for name in other.state_dict()})
@@ -68,9 +71,11 @@ def learned(x, p, always, active, norm):
 @pytest.mark.parametrize("norm", ["code", "paper"])
 @pytest.mark.parametrize(("always", "active"), [(2, 3), (1, 2), (0, 4), (6, 0), (5, 1), (0, 6)])
 def test_learned_gates(always, active, norm):
-    layer = cases.layer(base(modifiers=(hw.Routed(always, active, norm=norm),), kv=2, vdim=5))
+    layer = cases.layer(
+        base(modifiers=(hw.parts.MixtureOfHeads(always, active, norm=norm),), kv=2, vdim=5)
+    )
     x, _ = cases.tensors(layer.spec)
-    p = {name: t.detach().numpy() for name, t in layer.routed.named_parameters()}
+    p = {name: t.detach().numpy() for name, t in layer.mixture_of_heads.named_parameters()}
     gates = torch.from_numpy(learned(x.numpy(), p, always, active, norm))
     check_close(heads_of(layer, x), heads_of(plain(layer), x) * gates[..., None])
 
@@ -83,15 +88,21 @@ def by_norm(x, weight, first, active):
     return p, best(p, active)
 
 
-@pytest.mark.parametrize("turns", [(), (hw.Rotary(),), (hw.QKNorm(scope="full"),)], ids=str)
+@pytest.mark.parametrize(
+    "turns", [(), (hw.parts.Rotary(),), (hw.parts.QKNorm(scope="full"),)], ids=str
+)
 @pytest.mark.parametrize(("always", "active"), [(2, 1), (1, 3), (0, 6), (4, 2)])
 def test_gates_by_the_length_of_queries(always, active, turns):
     layer = cases.layer(
-        base(modifiers=(*turns, hw.Routed(always, active, router="norm")), kv=3, pattern="causal()")
+        base(
+            modifiers=(*turns, hw.parts.MixtureOfHeads(always, active, router="norm")),
+            kv=3,
+            pattern="causal()",
+        )
     )
     x, _ = cases.tensors(layer.spec)
     weight = layer.project["q"].detach().numpy()
-    if turns and turns[0] == hw.QKNorm(
+    if turns and turns[0] == hw.parts.QKNorm(
         scope="full"
     ):  # one scale for all channels of a token, then one of each
         weight = weight * layer.qk_norm["q"].detach().numpy()[:, None]
@@ -106,15 +117,18 @@ def test_a_grouped_layer_is_converted_without_a_weight():
     """As Llama 3: 8 query heads on 2 keys, the first half shared, a quarter of all chosen, 75 %
     active.
     """
-    start = hw.design(model=20, heads=8, dim=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
+    start = hw.design(
+        model=20, heads=8, dim=6, kv=2, pattern="causal()", modifiers=(hw.parts.Rotary(),)
+    )
     trained = cases.layer(start)
     spec = cases.change_spec(
-        start, modifiers=(*start.modifiers, hw.Routed(always=4, active=2, router="norm"))
+        start,
+        modifiers=(*start.modifiers, hw.parts.MixtureOfHeads(always=4, active=2, router="norm")),
     )
     assert hw.costs.count_parameters(spec) == hw.costs.count_parameters(start)
     layer = hw.Attention(spec).double().eval()
     missing = layer.load_state_dict(trained.state_dict(), strict=False).missing_keys
-    assert sorted(missing) == ["routed.asker", "routed.slot"]
+    assert sorted(missing) == ["mixture_of_heads.asker", "mixture_of_heads.slot"]
     x, _ = cases.tensors(spec)
     ours, theirs = heads_of(layer, x), heads_of(trained, x)
     assert torch.equal(ours[:, :, :4], theirs[:, :, :4])  # the whole first group of keys
@@ -131,7 +145,9 @@ def test_gradients_go_straight_through(training):
     """Eq. 10: what comes to the gate of a routed head, chosen or not, is handed
     to its p as it is.
     """
-    layer = cases.layer(base(modifiers=(hw.Routed(2, 1, router="norm"),))).train(training)
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(2, 1, router="norm"),))).train(
+        training
+    )
     x, _ = cases.tensors(layer.spec)
     c = torch.randn(3, 7, 10, dtype=torch.float64)
     ours = torch.autograd.grad((layer(x) * c).sum(), layer.project["q"])[0]
@@ -156,28 +172,28 @@ def test_gradients_go_straight_through(training):
 
 def test_without_a_preference_all_heads_are_plain_ones():
     for routed in (
-        hw.Routed(2, 4),
-        hw.Routed(2, 4, router="norm"),
-        hw.Routed(0, 6),
-        hw.Routed(6, 0, router="norm"),
+        hw.parts.MixtureOfHeads(2, 4),
+        hw.parts.MixtureOfHeads(2, 4, router="norm"),
+        hw.parts.MixtureOfHeads(0, 6),
+        hw.parts.MixtureOfHeads(6, 0, router="norm"),
     ):
         layer = cases.layer(base(modifiers=(routed,)))
         x, _ = cases.tensors(layer.spec)
         with torch.no_grad():
-            for parameter in layer.routed.parameters():
+            for parameter in layer.mixture_of_heads.parameters():
                 parameter.zero_()
         check_close(layer(x), plain(layer)(x))
 
 
 def test_all_heads_routed_and_active_are_weighted_by_a_softmax():
-    layer = cases.layer(base(modifiers=(hw.Routed(always=0, active=6),)))
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(always=0, active=6),)))
     x, _ = cases.tensors(layer.spec)
-    weight = torch.from_numpy(softmax((x @ layer.routed["router"].T).detach().numpy()))
+    weight = torch.from_numpy(softmax((x @ layer.mixture_of_heads["router"].T).detach().numpy()))
     check_close(heads_of(layer, x), heads_of(plain(layer), x) * 6 * weight[..., None])
 
 
 def balance(layer, x, **call):
-    aux_losses = hw.AuxLosses()
+    aux_losses = hw.attention.AuxLosses()
     layer(x, probe=hw.Probe(aux_losses=aux_losses), **call)
     return aux_losses.total("balance")
 
@@ -185,10 +201,10 @@ def balance(layer, x, **call):
 @pytest.mark.parametrize("router", ["learned", "norm"])
 @pytest.mark.parametrize("norm", ["code", "paper"])
 def test_the_balance(router, norm):
-    layer = cases.layer(base(modifiers=(hw.Routed(2, 3, norm=norm, router=router),)))
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(2, 3, norm=norm, router=router),)))
     x, _ = cases.tensors(layer.spec)
     if router == "learned":
-        p = softmax((x @ layer.routed["router"].T).detach().numpy())
+        p = softmax((x @ layer.mixture_of_heads["router"].T).detach().numpy())
     else:
         p, _ = by_norm(x.numpy(), layer.project["q"].detach().numpy(), 2, 3)
     expected = (p.mean((0, 1)) * best(p, 3).mean((0, 1))).sum() * (4 if norm == "code" else 1)
@@ -200,9 +216,9 @@ def test_the_balance(router, norm):
 
 @pytest.mark.parametrize(("norm", "value"), [("code", 3.0), ("paper", 3 / 4)])
 def test_the_balance_of_a_uniform_router(norm, value):
-    layer = cases.layer(base(modifiers=(hw.Routed(2, 3, norm=norm),)))
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(2, 3, norm=norm),)))
     with torch.no_grad():
-        layer.routed["router"].zero_()
+        layer.mixture_of_heads["router"].zero_()
     x, _ = cases.tensors(layer.spec)
     assert balance(layer, x).item() == pytest.approx(value, rel=1e-12)
 
@@ -210,24 +226,24 @@ def test_the_balance_of_a_uniform_router(norm, value):
 def test_the_balance_of_a_model_is_the_sum_or_the_mean_over_its_layers():
     totals = {}
     for name in ("sum", "mean"):
-        spec = base(modifiers=(hw.Routed(2, 3, balance=name),))
+        spec = base(modifiers=(hw.parts.MixtureOfHeads(2, 3, balance=name),))
         torch.manual_seed(0)
         layers = [cases.layer(spec.at_depth(n, 3)) for n in range(3)]
         x, _ = cases.tensors(spec)
         totals[name] = sum(balance(layer, x).item() for layer in layers)
     assert totals["mean"] == pytest.approx(totals["sum"] / 3, rel=1e-12)
     with pytest.raises(hw.SpecError, match=r"layers=3\) is the number of layers of a mean"):
-        base(modifiers=(hw.Routed(2, 3, layers=3),))
+        base(modifiers=(hw.parts.MixtureOfHeads(2, 3, layers=3),))
     with pytest.raises(hw.SpecError, match=r"balance='average'\) is unknown"):
-        base(modifiers=(hw.Routed(2, 3, balance="average"),))
+        base(modifiers=(hw.parts.MixtureOfHeads(2, 3, balance="average"),))
 
 
 @pytest.mark.parametrize("router", ["learned", "norm"])
 def test_ties_choose_the_first_head(router):
-    layer = cases.layer(base(modifiers=(hw.Routed(1, 2, router=router),)))
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(1, 2, router=router),)))
     x, _ = cases.tensors(layer.spec)
     with torch.no_grad():
-        for parameter in layer.routed.parameters():
+        for parameter in layer.mixture_of_heads.parameters():
             parameter.zero_()
         layer.project["q"].copy_(layer.project["q"][:4].repeat(6, 1))
     result = heads_of(layer, x).abs().sum(-1) > 0
@@ -235,7 +251,7 @@ def test_ties_choose_the_first_head(router):
 
 
 def test_queries_of_no_length_are_no_trouble():
-    layer = cases.layer(base(modifiers=(hw.Routed(2, 1, router="norm"),)))
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(2, 1, router="norm"),)))
     x = torch.zeros(2, 5, 10, dtype=torch.float64, requires_grad=True)
     y = layer(x)
     y.sum().backward()
@@ -245,7 +261,10 @@ def test_queries_of_no_length_are_no_trouble():
 
 def test_a_pair_is_routed_by_its_first_head():
     layer = cases.layer(
-        base(heads=3, modifiers=(hw.Differential(), hw.Routed(1, 1, router="norm")))
+        base(
+            heads=3,
+            modifiers=(hw.parts.Differential(), hw.parts.MixtureOfHeads(1, 1, router="norm")),
+        )
     )
     x, _ = cases.tensors(layer.spec)
     _, chosen = by_norm(
@@ -259,7 +278,7 @@ def test_a_pruned_head_still_takes_part_in_routing():
     """Cut the head that would win: the others are silent where it was chosen, as if it had only
     been silenced.
     """
-    layer = cases.layer(base(modifiers=(hw.Routed(2, 1, router="norm"),)))
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(2, 1, router="norm"),)))
     x, _ = cases.tensors(layer.spec)
     small, weights = head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 3, 4])
     assert small.heads.q == 6
@@ -272,24 +291,37 @@ def test_a_pruned_head_still_takes_part_in_routing():
     assert (routed > 0).any()
 
 
-NORM = hw.Routed(2, 2, router="norm")
+NORM = hw.parts.MixtureOfHeads(2, 2, router="norm")
 PRUNED = {
     "each head its own keys": ({"modifiers": (NORM,)}, [1, 3, 4]),
     "a whole group, rotated": (
-        {"modifiers": (hw.Rotary(), NORM), "kv": 2, "pattern": "causal"},
+        {"modifiers": (hw.parts.Rotary(), NORM), "kv": 2, "pattern": "causal"},
         [3, 4, 5],
     ),
-    "slopes of heads": ({"modifiers": (hw.Alibi(), NORM), "pattern": "causal", "vdim": 5}, [0, 4]),
-    "sinks": ({"modifiers": (NORM,), "normaliser": hw.SinkSoftmax()}, [2, 5]),
+    "slopes of heads": (
+        {"modifiers": (hw.parts.Alibi(), NORM), "pattern": "causal", "vdim": 5},
+        [0, 4],
+    ),
+    "sinks": ({"modifiers": (NORM,), "normaliser": hw.parts.SinkSoftmax()}, [2, 5]),
     "a table and relative keys": (
-        {"modifiers": (hw.T5Bias(buckets=8, reach=9), hw.Shaw(reach=2), NORM)},
+        {"modifiers": (hw.parts.T5Bias(buckets=8, reach=9), hw.parts.Shaw(reach=2), NORM)},
         [1, 5],
     ),
-    "learned scores": ({"modifiers": (hw.Learned(length=9, kind="factorised"), NORM)}, [1, 2, 4]),
-    "scores from the input": ({"modifiers": (hw.Learned(length=9, kind="dense"), NORM)}, [1, 2, 4]),
-    "sum of parameters": ({"modifiers": (NORM,), "similarity": hw.Additive()}, [0, 3]),
+    "learned scores": (
+        {"modifiers": (hw.parts.LearnedScores(length=9, kind="factorised"), NORM)},
+        [1, 2, 4],
+    ),
+    "scores from the input": (
+        {"modifiers": (hw.parts.LearnedScores(length=9, kind="dense"), NORM)},
+        [1, 2, 4],
+    ),
+    "sum of parameters": ({"modifiers": (NORM,), "similarity": hw.parts.Additive()}, [0, 3]),
     "linear attention": (
-        {"modifiers": (NORM,), "similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
+        {
+            "modifiers": (NORM,),
+            "similarity": hw.parts.FeatureMap(),
+            "normaliser": hw.parts.SumNormaliser(),
+        },
         [0, 3],
     ),
 }
@@ -348,7 +380,7 @@ def test_a_pruned_routed_layer_trains_and_decodes(name):
 @pytest.mark.parametrize("name", PRUNED)
 def test_a_pruned_routed_layer_costs_what_its_core_computes(name):
     layer, cut, keep = pruned(name)
-    work = hw.CallSize(1, 7, 7, 7)
+    work = hw.costs.CallSize(1, 7, 7, 7)
 
     def core_flops(spec):
         return {
@@ -394,7 +426,7 @@ def test_a_mask_of_the_caller_names_every_score_head():
 
 def test_all_scores_are_computed_where_keys_belong_to_a_removed_head_alone():
     """As in files of pruned models that kept these keys."""
-    layer = cases.layer(base(modifiers=(hw.Routed(2, 2, router="norm", heads=6),)))
+    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(2, 2, router="norm", heads=6),)))
     spec = layer.spec.with_heads(score_head_of_output=(1, 3))
     assert spec.core_score_heads == tuple(range(6))
     cut = hw.Attention(spec).double().eval()
@@ -406,23 +438,25 @@ def test_all_scores_are_computed_where_keys_belong_to_a_removed_head_alone():
 
 
 REFUSED = {
-    "router='query'.*'learned' or 'norm'": {"modifiers": (hw.Routed(router="query"),)},
-    "not 1; use always=4, or always=6 and active=0": {
-        "modifiers": (hw.Routed(5, 1, router="norm"),)
+    "router='query'.*'learned' or 'norm'": {
+        "modifiers": (hw.parts.MixtureOfHeads(router="query"),)
     },
-    "unlike Latent": {
-        "project": hw.Latent(rank=8, rope=0),
-        "modifiers": (hw.Routed(router="norm"),),
+    "not 1; use always=4, or always=6 and active=0": {
+        "modifiers": (hw.parts.MixtureOfHeads(5, 1, router="norm"),)
+    },
+    "unlike MLAProjection": {
+        "project": hw.parts.MLAProjection(rank=8, rope=0),
+        "modifiers": (hw.parts.MixtureOfHeads(router="norm"),),
     },
     "different lengths, unlike qk_norm; use router='learned'": {
-        "modifiers": (hw.QKNorm(), hw.Routed(router="norm"))
+        "modifiers": (hw.parts.QKNorm(), hw.parts.MixtureOfHeads(router="norm"))
     },
 }
 
 
 @pytest.mark.parametrize(("always", "active"), [(4, 1), (6, 0)])
 def test_the_remedy_of_a_refusal_works(always, active):
-    spec = base(modifiers=(hw.Routed(always, active, router="norm"),))
+    spec = base(modifiers=(hw.parts.MixtureOfHeads(always, active, router="norm"),))
     assert len(spec.score_head_of_output) == 6
 
 

@@ -1,4 +1,4 @@
-"""Overlapping heads: overlap by depth, and the dependent sizes."""
+"""Overlapping heads: overlap by depth, dependent sizes, and the channels of the values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BY_DEPTH = {
     "(L-l-1)//2+1": [3, 3, 2, 2, 1, 1],
     "fixed": [2, 2, 2, 2, 2, 2],
 }
-ROTARY = (hw.Rotary(),)
+ROTARY = (hw.parts.Rotary(),)
 
 
 def scheduled(schedule: str, **options) -> hw.AttentionSpec:
     return cases.base(
-        project=hw.Overlapping(overlap=2, schedule=schedule), pattern="causal()", **options
+        project=hw.parts.Overlapping(overlap=2, schedule=schedule), pattern="causal()", **options
     )
 
 
@@ -37,7 +37,7 @@ def test_the_overlap_at_every_depth(schedule):
     for layer, overlap in enumerate(BY_DEPTH[schedule]):
         placed = spec.at_depth(layer, 6)
         assert placed == cases.base(
-            project=hw.Overlapping(overlap=overlap), pattern="causal()", modifiers=ROTARY
+            project=hw.parts.Overlapping(overlap=overlap), pattern="causal()", modifiers=ROTARY
         )
         assert placed.heads.vdim == 4 + 2 * overlap
         assert placed.at_depth(0, 9) == placed
@@ -70,19 +70,21 @@ def test_a_pruned_layer_keeps_its_overlaps():
 
 
 def test_other_layers_stay_as_they_are_when_placed():
-    spec = hw.design(model=10, heads=3, dim=4, modifiers=(hw.Differential(),))
-    assert spec.at_depth(3, 6) == cases.change_spec(spec, modifiers=(hw.Differential(depth=3),))
+    spec = hw.design(model=10, heads=3, dim=4, modifiers=(hw.parts.Differential(),))
+    assert spec.at_depth(3, 6) == cases.change_spec(
+        spec, modifiers=(hw.parts.Differential(depth=3),)
+    )
 
 
 @pytest.mark.parametrize(
     ("does", "words"),
     [
         (
-            lambda: cases.base(project=hw.Overlapping(overlap=-3)),
+            lambda: cases.base(project=hw.parts.Overlapping(overlap=-3)),
             r"^Overlapping\(overlap=-3\) must be at least 0$",
         ),
         (
-            lambda: cases.base(project=hw.Overlapping(overlap=-2)),
+            lambda: cases.base(project=hw.parts.Overlapping(overlap=-2)),
             r"^Overlapping\(overlap=-2\) must be at least 0$",
         ),
         (lambda: scheduled("L-l+1"), r"schedule='L-l\+1'\) is unknown; use .*'L-l"),
@@ -97,3 +99,19 @@ def test_other_layers_stay_as_they_are_when_placed():
 def test_invalid_overlaps_are_refused(does, words):
     with pytest.raises(hw.SpecError, match=words):
         does()
+
+
+def test_heads_read_the_values_of_their_channels_and_the_next_ones_on_both_sides():
+    overlap, heads, dim = 2, 6, 4
+    spec = cases.base(project=hw.parts.Overlapping(overlap=overlap))
+    layer, (x, _) = cases.layer(spec), cases.tensors(spec)
+    probe = hw.Probe("weights", "heads")
+    layer(x, probe=probe)
+    v = x @ layer.project["v"].T
+    for h in range(heads):
+        for n, channel in enumerate(range(h * dim - overlap, (h + 1) * dim + overlap)):
+            inside = 0 <= channel < heads * dim
+            expected = (
+                probe.tensors["weights"][:, h] @ v[..., channel, None] if inside else 0 * v[..., :1]
+            )
+            check_close(probe.tensors["heads"][:, :, h, n, None], expected)

@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 
 import headwise as hw
 from headwise.attention.spec import attention_spec, serialization
-from support.spec_strategies import base, examples, heads, modifier_lists, patterns, specs
+from support.spec_strategies import (
+    REPR_NAMES,
+    base,
+    examples,
+    heads,
+    modifier_lists,
+    patterns,
+    specs,
+)
 
 EXAMPLES = examples()
 SMALL = "model = 10\nheads = {q = 6, dim = 4}\n"
@@ -27,7 +35,7 @@ def check_comes_back(spec: hw.AttentionSpec) -> None:
     assert attention_spec.from_dict(result) == hw.from_toml(toml) == hw.from_json(text) == spec
     assert tomllib.loads(toml) == json.loads(text) == result
     assert hw.to_toml(hw.from_toml(toml)) == toml
-    evaluated = eval(repr(spec), vars(hw))
+    evaluated = eval(repr(spec), REPR_NAMES)
     assert (evaluated, hash(evaluated)) == (spec, hash(spec))
 
 
@@ -47,15 +55,15 @@ def test_every_legal_spec_comes_back(spec: hw.AttentionSpec):
 
 @given(heads())
 def test_heads_come_back(heads: hw.Heads):
-    assert eval(repr(heads), vars(hw)) == heads
+    assert eval(repr(heads), REPR_NAMES) == heads
     spec = replace(base(), heads=heads)
     assert hw.from_toml(hw.to_toml(spec)).heads == heads
 
 
 @given(patterns())
-def test_patterns_come_back(pattern: hw.Pattern):
-    assert eval(repr(pattern), vars(hw)) == pattern
-    assert hw.masking.patterns.parse_pattern(pattern.text) == pattern
+def test_patterns_come_back(pattern: hw.patterns.Pattern):
+    assert eval(repr(pattern), REPR_NAMES) == pattern
+    assert hw.patterns.parse_pattern(pattern.text) == pattern
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
@@ -69,9 +77,11 @@ def test_modifiers_are_sorted_by_phase_and_stay(modifiers: tuple[hw.interfaces.M
 
 
 def test_two_spellings_of_one_list_are_one_spec():
-    a, b = hw.Alibi(), hw.HeadGate()
+    a, b = hw.parts.Alibi(), hw.parts.HeadGate()
     assert base(modifiers=(b, a)) == base(modifiers=[a, b])
-    assert base(modifiers=(hw.QKNorm(), hw.Rotary())) != base(modifiers=(hw.Rotary(), hw.QKNorm()))
+    assert base(modifiers=(hw.parts.QKNorm(), hw.parts.Rotary())) != base(
+        modifiers=(hw.parts.Rotary(), hw.parts.QKNorm())
+    )
 
 
 # --- repr in a fresh interpreter ------------------------------------------------------------------
@@ -82,11 +92,13 @@ import sys
 import torch
 import headwise
 
+PACKAGES = headwise, headwise.parts, headwise.patterns
 for options in sys.argv[1:]:
     child = os.fork()
     if child == 0:
         spec = eval(f"headwise.design({options})")
-        assert eval(repr(spec), vars(headwise)) == spec, repr(spec)
+        names = {name: getattr(package, name) for package in PACKAGES for name in dir(package)}
+        assert eval(repr(spec), names) == spec, repr(spec)
         print("same", options, flush=True)
         os._exit(0)
     os.waitpid(child, 0)
@@ -115,19 +127,22 @@ def test_printed_specs_are_toml():
     spec = base(
         kv=3,
         pattern="window(5) | first(2)",
-        modifiers=(hw.Rotary(scaling=hw.PI(4.0)), hw.HeadGate()),
+        modifiers=(
+            hw.parts.Rotary(scaling=hw.parts.PositionInterpolation(4.0)),
+            hw.parts.HeadGate(),
+        ),
     )
     table = tomllib.loads(str(spec))
     assert table == {
         "model": 10,
         "pattern": "window(5) | first(2)",
         "heads": {"q": 6, "kv": 3, "dim": 4},
-        "project": {"part": "Direct"},
-        "similarity": {"part": "Dot"},
+        "project": {"part": "LinearProjection"},
+        "similarity": {"part": "DotProduct"},
         "normaliser": {"part": "Softmax"},
-        "merge": {"part": "Concat"},
+        "merge": {"part": "ConcatMerge"},
         "modifiers": [
-            {"part": "Rotary", "scaling": {"part": "PI", "factor": 4.0}},
+            {"part": "Rotary", "scaling": {"part": "PositionInterpolation", "factor": 4.0}},
             {"part": "HeadGate"},
         ],
     }
@@ -136,8 +151,8 @@ def test_printed_specs_are_toml():
 def test_defaults_may_be_omitted():
     assert hw.from_toml(SMALL) == base()
     assert hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4}}') == base()
-    assert hw.from_toml(SMALL + 'normaliser = "Sigmoid"') == base(normaliser=hw.Sigmoid())
-    assert hw.from_toml(SMALL + 'modifiers = ["Alibi"]') == base(modifiers=(hw.Alibi(),))
+    assert hw.from_toml(SMALL + 'normaliser = "Sigmoid"') == base(normaliser=hw.parts.Sigmoid())
+    assert hw.from_toml(SMALL + 'modifiers = ["Alibi"]') == base(modifiers=(hw.parts.Alibi(),))
 
 
 def test_without_defaults_every_slot_is_required():
@@ -151,7 +166,11 @@ def test_without_defaults_every_slot_is_required():
 def test_values_that_look_alike_stay_apart():
     """Text keeps float from int, and what differs only in a default is left out."""
     spec = base(
-        modifiers=(hw.Rotary(base=50.0, dims=2), hw.Softcap(0.1 + 0.2), hw.WeightDropout(1e-05))
+        modifiers=(
+            hw.parts.Rotary(base=50.0, dims=2),
+            hw.parts.Softcap(0.1 + 0.2),
+            hw.parts.WeightDropout(1e-05),
+        )
     )
     back = hw.from_toml(hw.to_toml(spec))
     assert back == spec
@@ -170,7 +189,7 @@ def test_presets_come_back_and_can_be_changed(name: str):
     assert (changed.model, len(changed.score_head_of_output), changed.pattern) == (
         56,
         14,
-        hw.Window(3),
+        hw.patterns.Window(3),
     )
     assert type(changed.project) is type(spec.project)
     with pytest.raises(hw.SpecError, match="model"):
@@ -181,9 +200,9 @@ def test_presets_come_back_and_can_be_changed(name: str):
     ("preset", "kv", "modifiers", "pattern"),
     [
         ("mha", 8, (), "full()"),
-        ("gqa", 2, (hw.Rotary(),), "causal()"),
-        ("mqa", 1, (hw.Rotary(),), "causal()"),
-        ("mla", 16, (hw.Rotary(pairs="interleaved"),), "causal()"),
+        ("gqa", 2, (hw.parts.Rotary(),), "causal()"),
+        ("mqa", 1, (hw.parts.Rotary(),), "causal()"),
+        ("mla", 16, (hw.parts.Rotary(pairs="interleaved"),), "causal()"),
     ],
 )
 def test_presets_have_the_sizes_of_their_names(

@@ -199,9 +199,11 @@ def pieces() -> None:
     """Experts, merged cross-attention, a relative-position table shared by layers, all norm
     placements.
     """
-    feed = bp.ExpertsSpec(bp.FeedForwardSpec(6), count=3, active=2, shared=bp.FeedForwardSpec(8))
+    feed = bp.ExpertsSpec(bp.FeedForwardSpec(6), count=3, top_k=2, shared=bp.FeedForwardSpec(8))
     bias = hw.design(
-        model=MODEL, heads=HEADS, modifiers=(hw.T5Bias(buckets=8, reach=9), hw.Softcap(2.0))
+        model=MODEL,
+        heads=HEADS,
+        modifiers=(hw.parts.T5Bias(buckets=8, reach=9), hw.parts.Softcap(2.0)),
     )
     check_model(decoder(*[bp.BlockSpec(bias, feed=feed, placement="sandwich")] * 2))
     one = make_model_spec("mha", "encoder-decoder")
@@ -214,8 +216,8 @@ def a_block_of_several_layers() -> None:
     """Global tokens with their own projections, on one rank or on both."""
     x = torch.randn(3, 7, MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     for positions in ((0,), (0, 5)):
-        pattern = hw.Window(3, after=1) | hw.Global(positions)
-        block = hw.LongformerAttention(
+        pattern = hw.patterns.Window(3, after=1) | hw.patterns.Global(positions)
+        block = hw.attention.LongformerAttention(
             hw.design(model=MODEL, heads=HEADS, pattern=pattern)
         ).double()
         for tensor in block.state_dict().values():
@@ -227,16 +229,20 @@ def a_block_of_several_layers() -> None:
 @case
 def terms() -> None:
     """Auxiliary losses over the tokens of all ranks: load balance and expected number of heads."""
-    gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
+    gates = (
+        hw.parts.Rotary(),
+        hw.parts.MixtureOfHeads(always=1, active=1),
+        hw.parts.HardConcreteGate(),
+    )
     model = decoder(
         *[bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates))] * 2
     )
     net, aux_losses = build_model(model).eval(), []
 
     def loss(one, batch) -> Tensor:
-        losses = hw.AuxLosses()
+        losses = hw.attention.AuxLosses()
         one.probes = {
-            name: hw.Probe(aux_losses=hw.AuxLosses(losses.terms, name))
+            name: hw.Probe(aux_losses=hw.attention.AuxLosses(losses.terms, name))
             for name, _ in model.attention_specs()
         }
         out = summed_loss(one, batch) + 3 * losses.total("balance") + 5 * losses.total("l0")

@@ -25,7 +25,7 @@ from headwise.models.distributed.sharded_model import shard_model
 from headwise.training import Recipe, run_setup, train
 from headwise.training.data import IGNORE_INDEX, Batch, Task
 from headwise.training.train_step import AdamWOptimiser, StepOptions, TrainStep, group_parameters
-from support.small_training import IDS, Echo, Routed, short_recipe
+from support.small_training import IDS, Echo, RoutedEcho, short_recipe
 
 STEPS, ECHO = 3, Echo()
 
@@ -51,7 +51,7 @@ class Irregular(Echo):
         return Batch(found.x, labels, found.tokens, source.x, source.tokens)
 
     def model(self) -> bp.ModelSpec:
-        relative = (hw.T5Bias(buckets=4, reach=6),)
+        relative = (hw.parts.T5Bias(buckets=4, reach=6),)
         full, causal = (
             hw.design(model=8, heads=2, pattern=p, modifiers=relative) for p in ("full", "causal")
         )
@@ -111,7 +111,7 @@ def gradient(holding: Any, name: str, own: nn.Parameter) -> Tensor | None:
 STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
     "echo": (Echo(), {"batch": 5}),
     "odd": (Irregular(), {"batch": 6, "clip": 0.1}),
-    "terms": (Routed(), {"batch": 8, "aux_losses": (("balance", 0.5),)}),
+    "terms": (RoutedEcho(), {"batch": 8, "aux_losses": (("balance", 0.5),)}),
     "parts": (Echo(), {"batch": 6, "accumulate": 3}),
     "recomputed": (Irregular(), {"batch": 6, "activations": "recompute"}),
 }

@@ -44,7 +44,7 @@ Grads = Mapping[str, Tensor]
 def small_spec(preset: str, **changes) -> hw.AttentionSpec:
     """A preset in a small size."""
     small = {
-        "mla": {"dim": 6, "project": hw.Latent(rank=10, rope=4)},
+        "mla": {"dim": 6, "project": hw.parts.MLAProjection(rank=10, rope=4)},
         "bigbird": {"pattern": "bigbird(64)"},
     }
     return hw.design(

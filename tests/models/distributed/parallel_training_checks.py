@@ -137,7 +137,7 @@ class Balanced(Echo):
     name: ClassVar[str] = "balanced"
 
     def model(self) -> bp.ModelSpec:
-        gates = (hw.Rotary(), hw.Routed(always=1, active=1))
+        gates = (hw.parts.Rotary(), hw.parts.MixtureOfHeads(always=1, active=1))
         return decoder_of(hw.design(model=8, heads=4, kv=2, pattern="causal", modifiers=gates))
 
 
@@ -166,7 +166,7 @@ class Mixed(Echo):
     """Heads that are all mixed with each other."""
 
     def model(self) -> bp.ModelSpec:
-        return decoder_of(hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(),)))
+        return decoder_of(hw.design(model=8, heads=4, modifiers=(hw.parts.TalkingHeads(),)))
 
 
 class OneHead(Echo):
@@ -211,7 +211,7 @@ class Pooled(Echo):
         return Batch(found.x, found.x[:, 0])
 
     def model(self) -> bp.ModelSpec:
-        spec = hw.design(model=8, heads=4, kv=1, modifiers=(hw.QKNorm(),))
+        spec = hw.design(model=8, heads=4, kv=1, modifiers=(hw.parts.QKNorm(),))
         stack = bp.StackSpec.from_blocks(
             "encoder",
             8,

@@ -139,7 +139,10 @@ def uneven_heads() -> None:
 @case
 def groups_of_a_mixing() -> None:
     """Heads composed in two groups, one on each rank."""
-    mixed = (hw.Dynamic(groups=2), hw.Dynamic(on="weights", groups=2, static="full"))
+    mixed = (
+        hw.parts.DynamicComposition(groups=2),
+        hw.parts.DynamicComposition(on="weights", groups=2, static="full"),
+    )
     check_model(
         decoder(
             bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=mixed))
@@ -154,10 +157,10 @@ def experts() -> None:
     feed = bp.ExpertsSpec(
         each,
         count=3,
-        active=2,
+        top_k=2,
         shared=bp.FeedForwardSpec(8, bias="d"),
         bias="learned",
-        scores="chosen",
+        scores="softmax_of_top_k",
     )
     check_model(decoder(*[bp.BlockSpec(small_spec("gqa"), feed=feed)] * 2))
 
@@ -169,7 +172,7 @@ def placements() -> None:
         model=MODEL,
         heads=HEADS,
         pattern="causal",
-        modifiers=(hw.T5Bias(buckets=8, reach=9),),
+        modifiers=(hw.parts.T5Bias(buckets=8, reach=9),),
         bias="qkvo",
     )
     for placement in ("post", "sandwich", "parallel"):
@@ -208,7 +211,11 @@ def single_precision() -> None:
 @case
 def terms() -> None:
     """Auxiliary losses: load balance over tokens, expected number of heads."""
-    gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
+    gates = (
+        hw.parts.Rotary(),
+        hw.parts.MixtureOfHeads(always=1, active=1),
+        hw.parts.HardConcreteGate(),
+    )
     spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates)
     model = decoder(*[bp.BlockSpec(spec)] * 2, embedding=None)
     net = build_model(model).eval()  # gates are not drawn
@@ -216,7 +223,7 @@ def terms() -> None:
     aux_losses: dict[int, dict] = {id(net): {}, id(part): {}}
     for one in (net, part):
         one.probes = {
-            name: hw.Probe(aux_losses=hw.AuxLosses(aux_losses[id(one)], name))
+            name: hw.Probe(aux_losses=hw.attention.AuxLosses(aux_losses[id(one)], name))
             for name, _ in model.attention_specs()
         }
 
@@ -224,8 +231,8 @@ def terms() -> None:
         out = summed_loss(one, batch)
         return (
             out
-            + 3 * hw.AuxLosses(aux_losses[id(one)]).total("balance")
-            + 5 * hw.AuxLosses(aux_losses[id(one)]).total("l0")
+            + 3 * hw.attention.AuxLosses(aux_losses[id(one)]).total("balance")
+            + 5 * hw.attention.AuxLosses(aux_losses[id(one)]).total("l0")
         )
 
     check_tensor_parallel(net, part, parts, make_batch(model), loss)
@@ -238,7 +245,10 @@ def terms() -> None:
 def dropout() -> None:
     """Residual dropout is equal on both ranks, dropout inside heads is not."""
     spec = hw.design(
-        model=MODEL, heads=2, bias="o", modifiers=(hw.WeightDropout(0.5), hw.Concrete())
+        model=MODEL,
+        heads=2,
+        bias="o",
+        modifiers=(hw.parts.WeightDropout(0.5), hw.parts.HardConcreteGate()),
     )
     net = build_model(
         decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(2048, "linear"))] * 2), dropout=0.5
@@ -261,7 +271,7 @@ def dropout() -> None:
 @case
 def recomputing() -> None:
     """A recomputed block repeats its dropout masks."""
-    spec = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.WeightDropout(0.5),))
+    spec = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.parts.WeightDropout(0.5),))
     net = build_model(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(8))] * 2), dropout=0.5)
     gradients = []
     for checkpointing in ("none", "block"):

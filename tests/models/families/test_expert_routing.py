@@ -87,7 +87,7 @@ def test_groups_of_experts_are_read_and_saved(family: str):
         keys |= {"topk_method": "noaux_tc", "norm_topk_prob": False}
     model = families.read_model_spec(keys)
     experts = model.stacks[0].layers[-1].feed
-    assert (experts.groups, experts.active_groups) == (4, 2)
+    assert (experts.groups, experts.top_k_groups) == (4, 2)
     assert experts.group_score == {"deepseek_v2": "max", "deepseek_v3": "top2"}[family]
     assert hw.model_spec.from_toml(hw.model_spec.to_toml(model)) == model
     ungrouped = families.read_model_spec(keys | {"n_group": 1, "topk_group": 1})

@@ -455,7 +455,7 @@ def test_attention_outputs_equal_those_of_transformers(name: str):
 # --- who reads whom -------------------------------------------------------------------------------
 
 
-def allowed(pattern: hw.Pattern, queries: int, keys: int) -> Tensor:
+def allowed(pattern: hw.patterns.Pattern, queries: int, keys: int) -> Tensor:
     return torch.tensor([[pattern.allows(i, j) for j in range(keys)] for i in range(queries)])
 
 
@@ -589,10 +589,12 @@ def test_saved_bytes_are_those_of_the_formulas(name: str, dtype: torch.dtype):
     """New placements and norms, for the way back."""
     model = read(KINDS[name])
     load = hw.Workload(2, 11, "fp32" if dtype == torch.float32 else "bf16", "cpu")
-    way = hw.ActivationSettings(
+    way = hw.costs.ActivationSettings(
         backend_profile(model, load.dtype), source=13 if len(model.stacks) > 1 else None
     )
-    assert hw.activation_memory(model, load, way).total == model_saved_bytes(model, dtype, way)
+    assert hw.costs.activation_memory(model, load, way).total == model_saved_bytes(
+        model, dtype, way
+    )
 
 
 def test_unsupported_parts_are_counted_reported_and_not_built():
@@ -673,13 +675,16 @@ def test_keys_missing_in_old_configs_have_the_usual_values():
         spec.pattern.text: _turn(old, depth)
         for depth, (_, spec) in enumerate(families.read_model_spec(old).attention_specs())
     }
-    assert (bent["window(4096)"].base, bent["window(4096)"].scaling) == (30.0, hw.Plain())
-    assert (bent["causal()"].base, bent["causal()"].scaling) == (700.0, hw.PI(8.0))
+    assert (bent["window(4096)"].base, bent["window(4096)"].scaling) == (30.0, hw.parts.NoScaling())
+    assert (bent["causal()"].base, bent["causal()"].scaling) == (
+        700.0,
+        hw.parts.PositionInterpolation(8.0),
+    )
 
 
-def _turn(config: dict[str, Any], depth: int = 0) -> hw.Rotary:
+def _turn(config: dict[str, Any], depth: int = 0) -> hw.parts.Rotary:
     spec = dict(families.read_model_spec(config).attention_specs())[f"decoder.{depth}.attention"]
-    return next(part for _, part in spec.parts() if isinstance(part, hw.Rotary))
+    return next(part for _, part in spec.parts() if isinstance(part, hw.parts.Rotary))
 
 
 def _plainly(options: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from models.decoding_models import (
 
 @pytest.fixture
 def translator() -> hw.Transformer:
-    return build_random(encoder_decoder_spec(), begin=(1,))
+    return build_random(encoder_decoder_spec(), bos=(1,))
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5]]
@@ -216,15 +216,19 @@ def test_a_number_that_is_rounded_up_draws_no_impossible_token():
 
 
 def decodable(name: str) -> hw.AttentionSpec:
-    small = {"mla": {"project": hw.Latent(rank=8, rope=4), "dim": 6}}.get(name, {})
+    small = {"mla": {"project": hw.parts.MLAProjection(rank=8, rope=4), "dim": 6}}.get(name, {})
     spec = hw.design(preset=name, **({"model": MODEL, "heads": 4, **small}))
-    return spec if spec.pattern.tokens_before_decode == 0 else replace(spec, pattern=hw.Causal())
+    return (
+        spec
+        if spec.pattern.tokens_before_decode == 0
+        else replace(spec, pattern=hw.patterns.Causal())
+    )
 
 
 SPECS = {name: decodable(name) for name in hw.PRESETS}
 SPECS |= {
-    "ring": replace(CAUSAL, pattern=hw.Window(3)),
-    "sinks": replace(CAUSAL, pattern=hw.Window(3) | hw.First(2)),
+    "ring": replace(CAUSAL, pattern=hw.patterns.Window(3)),
+    "sinks": replace(CAUSAL, pattern=hw.patterns.Window(3) | hw.patterns.First(2)),
 }
 
 
@@ -254,7 +258,7 @@ def test_a_translator_answers_each_source_as_alone(translator: hw.Transformer):
     assert hw.generate(translator, sources, max_new_tokens=6) == expected
     assert hw.generate(translator, sources[1], max_new_tokens=6) == expected[1]
     for end in {one for row in expected for one in row[:3]}:
-        translator.usage = hw.ProcessorSpec(begin=(1,), end=(end,))
+        translator.usage = hw.ProcessorSpec(bos=(1,), eos=(end,))
         cut = [row[: row.index(end)] if end in row else row for row in expected]
         assert hw.generate(translator, sources, max_new_tokens=6) == cut
     assert (
@@ -335,7 +339,7 @@ def every(
 ) -> list[Any]:
     """Every answer there is: up to `count` tokens, ended or not, by its score, best first."""
     found = {}
-    source, begin = (prompt, net.usage.begin) if net.usage.begin else (None, prompt)
+    source, begin = (prompt, net.usage.bos) if net.usage.bos else (None, prompt)
     likely = {(): logits_of(net, begin, source).log_softmax(-1).tolist()}
     words = len(likely[()])
     for ids in (
@@ -358,7 +362,7 @@ def every(
 def test_enough_beams_find_the_best_of_all_answers(kind: str, power: float):
     net = build_random(
         decoder_spec(words=3) if kind == "decoder" else encoder_decoder_spec(words=3),
-        begin=() if kind == "decoder" else (1,),
+        bos=() if kind == "decoder" else (1,),
     )
     prompts = [[2, 1], [1, 0]]
     how = hw.DecodingConfig(beams=3**4, best=7, length_penalty=power, end=(0,))
@@ -427,7 +431,9 @@ def test_all_positions_can_be_used():
 
 
 def test_positions_of_a_part_count_too():
-    learned = hw.design(model=MODEL, heads=4, pattern="causal()", modifiers=(hw.Learned(length=6),))
+    learned = hw.design(
+        model=MODEL, heads=4, pattern="causal()", modifiers=(hw.parts.LearnedScores(length=6),)
+    )
     with pytest.raises(ValueError, match="are 2 more than the 6 positions"):
         hw.generate(build_random(decoder_spec(learned)), [3, 1, 4], max_new_tokens=6)
 

@@ -33,7 +33,7 @@ def causal(preset: str) -> hw.AttentionSpec:
         if hw.design(preset=preset, model=MODEL, heads=4).pattern.tokens_before_decode == 0
         else {"pattern": "causal()"}
     )
-    small = {"dim": 4, "project": hw.Latent(rank=6, rope=2)} if preset == "mla" else {}
+    small = {"dim": 4, "project": hw.parts.MLAProjection(rank=6, rope=2)} if preset == "mla" else {}
     return hw.design(preset=preset, model=MODEL, heads=4, **small, **result)
 
 
@@ -76,7 +76,13 @@ def language(*specs: hw.AttentionSpec, **embedding: object) -> hw.Transformer:
 
 def plain(**options: object) -> hw.AttentionSpec:
     return hw.design(
-        **{"model": MODEL, "heads": 3, "dim": 4, "pattern": "causal()", "modifiers": (hw.Rotary(),)}
+        **{
+            "model": MODEL,
+            "heads": 3,
+            "dim": 4,
+            "pattern": "causal()",
+            "modifiers": (hw.parts.Rotary(),),
+        }
         | options
     )
 
@@ -108,7 +114,7 @@ def model(name: str) -> hw.Transformer:
 
 
 def alone(net: hw.Transformer, prompt: list[int], count: int) -> list[int]:
-    return hw.greedy_decode(net, torch.tensor([prompt]), max_new_tokens=count)[0]
+    return hw.generation.greedy_decode(net, torch.tensor([prompt]), max_new_tokens=count)[0]
 
 
 # --- alone and together ---------------------------------------------------------------------------
@@ -117,7 +123,10 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # of three token
 REQUESTS = st.tuples(PROMPTS, st.integers(1, 8))
 EVENTS = st.lists(st.sampled_from(["join", "join", "step", "step", "leave"]), max_size=16)
 CONFIGS = st.builds(
-    hw.BatchingConfig, rows=st.integers(1, 6), page=st.integers(1, 5), chunk=st.integers(1, 9)
+    hw.generation.BatchingConfig,
+    rows=st.integers(1, 6),
+    page=st.integers(1, 5),
+    chunk=st.integers(1, 9),
 )
 
 
@@ -131,7 +140,7 @@ CONFIGS = st.builds(
     data=st.data(),
 )
 def test_a_request_gets_the_tokens_it_gets_alone(
-    name: str, requests, events, way: hw.BatchingConfig, tight: bool, data
+    name: str, requests, events, way: hw.generation.BatchingConfig, tight: bool, data
 ):
     net = model(name)
     if name == "prefix":
@@ -156,13 +165,13 @@ def test_a_request_gets_the_tokens_it_gets_alone(
         expected, result = alone(net, prompt, count), stream.result()
         assert result == (expected[: len(result)] if stream.ended == "cancelled" else expected)
         assert stream.ended in ("cancelled", "length")
-    engine.run()  # frees the memory of requests that were cancelled last
+    engine.finish_requests()  # frees the memory of requests that were cancelled last
     assert engine.memory.used == 0
     assert engine.memory.pool.block_tables.pages.num_allocated == 0
 
 
 def smallest(
-    net: hw.Transformer, way: hw.BatchingConfig, requests: list[tuple[list[int], int]]
+    net: hw.Transformer, way: hw.generation.BatchingConfig, requests: list[tuple[list[int], int]]
 ) -> int:
     """The least budget in which each of these fits when it is alone, found from what is refused."""
     budget = 1
@@ -189,13 +198,15 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
         return hw.generation.sample_tokens(logits, past, **how)
 
     monkeypatch.setattr(engine_module, "sample_tokens", watched)
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3, page=4, chunk=7))
+    engine = hw.Engine(
+        net, budget=ROOMY, batching=hw.generation.BatchingConfig(rows=3, page=4, chunk=7)
+    )
     values = [
         ([n * n % 5 for n in range(length)], count)
         for length, count in ((9, 5), (3, 7), (17, 3), (5, 4), (9, 2))
     ]
     streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in values]
-    engine.run()
+    engine.finish_requests()
     assert len(recorded) == 21
     for (prompt, _), stream in zip(values, streams, strict=True):
         whole = prompt + stream.ids
@@ -208,7 +219,7 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_is_a_chunk_of_prompts_and_a_token_of_every_row():
-    engine = hw.Engine(model("gqa"), budget=ROOMY, batching=hw.BatchingConfig(chunk=8))
+    engine = hw.Engine(model("gqa"), budget=ROOMY, batching=hw.generation.BatchingConfig(chunk=8))
     short = engine.submit([1, 2], max_new_tokens=20)
     long = engine.submit(list(range(13)) * 3, max_new_tokens=4)
     recorded = []
@@ -240,7 +251,7 @@ def test_the_first_rows_of_a_burst_wait_until_half_of_it_is_read():
     delayed.
     """
     net = MODELS["mixed"]()
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(chunk=4))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.generation.BatchingConfig(chunk=4))
     prompts = [[n + 1, 2, 3, n] for n in range(6)]
     streams = [engine.submit(prompt, max_new_tokens=9) for prompt in prompts]
     for _ in range(6):
@@ -264,7 +275,9 @@ def test_the_first_rows_of_a_burst_wait_until_half_of_it_is_read():
 
 def test_the_first_rows_of_a_burst_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_module, "MAX_POSTPONED_STEPS", 3)
-    engine = hw.Engine(MODELS["mixed"](), budget=ROOMY, batching=hw.BatchingConfig(chunk=4))
+    engine = hw.Engine(
+        MODELS["mixed"](), budget=ROOMY, batching=hw.generation.BatchingConfig(chunk=4)
+    )
     streams = [engine.submit([1, 2, 3, 4], max_new_tokens=9)]
     streams += [engine.submit([n, 5] * 10, max_new_tokens=3) for n in (6, 7, 8)]
     for _ in range(5):
@@ -278,7 +291,7 @@ def test_beginnings_are_read_once():
     and share.
     """
     net, begin = model("mixed"), [n % 7 for n in range(40)]
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=4, chunk=64))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.generation.BatchingConfig(page=4, chunk=64))
     prompts = [[*begin, *[8 + n % 5] * (1 + n)] for n in range(6)]
     streams = [engine.submit(prompt, max_new_tokens=5) for prompt in prompts]
     assert [stream.result() for stream in streams] == [alone(net, prompt, 5) for prompt in prompts]
@@ -297,7 +310,7 @@ def test_beginnings_are_read_once():
 def test_shared_prefixes_are_in_memory_once():
     spec = plain()
     net, begin = language(spec), list(range(12)) * 4
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=4, chunk=100))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.generation.BatchingConfig(page=4, chunk=100))
     for n in range(5):
         engine.submit([*begin, n], max_new_tokens=4)
     engine.step()
@@ -331,7 +344,7 @@ def generated(net: hw.Transformer, prompt: object, **options: object):
 
 def test_the_budget_holds_and_requests_wait_for_free_pages():
     spec = plain()
-    net, way = language(spec), hw.BatchingConfig(page=4, chunk=16)
+    net, way = language(spec), hw.generation.BatchingConfig(page=4, chunk=16)
     each = hw.costs.cache_bytes(spec, batch=1, capacity=20)
     engine = hw.Engine(
         net, budget=3 * 2 * each, batching=way
@@ -349,7 +362,9 @@ def test_the_budget_holds_and_requests_wait_for_free_pages():
 def test_the_budget_holds_when_a_layer_gathers_several_groups_of_heads():
     """All groups of a layer's heads lie in the gather buffer at once."""
     net = language(plain(heads=4, pattern="perhead((window(60), causal()), (0, 0, 1, 1))"))
-    engine = hw.Engine(net, budget=131_072, batching=hw.BatchingConfig(rows=16, page=4, chunk=64))
+    engine = hw.Engine(
+        net, budget=131_072, batching=hw.generation.BatchingConfig(rows=16, page=4, chunk=64)
+    )
     prefix = [n % TOKENS for n in range(48)]
     engine.submit([*prefix, 0], max_new_tokens=2).result()
     prompts = [[*prefix, n] for n in range(12)]
@@ -401,7 +416,7 @@ def test_a_budget_beyond_all_memory_is_refused():
 
 
 def order_of(
-    budget: int, batching: hw.BatchingConfig, requests: list[tuple[int, int]]
+    budget: int, batching: hw.generation.BatchingConfig, requests: list[tuple[int, int]]
 ) -> list[int]:
     """The order in which requests of these sizes and counts have their first token."""
     engine = hw.Engine(language(plain()), budget=budget, batching=batching)
@@ -414,12 +429,12 @@ def order_of(
 
 def test_requests_run_in_order_of_arrival():
     requests = [(2, count) for count in (5, 2, 3, 4)]
-    assert order_of(ROOMY, hw.BatchingConfig(rows=1), requests) == [0, 1, 2, 3]
+    assert order_of(ROOMY, hw.generation.BatchingConfig(rows=1), requests) == [0, 1, 2, 3]
 
 
 def test_a_long_one_is_not_passed_by_short_ones_while_it_waits_for_room():
     requests = [(size, 4) for size in (8, 20, 3, 3)]
-    assert order_of(2 * 12 * 4 * 96, hw.BatchingConfig(page=1), requests) == [0, 1, 2, 3]
+    assert order_of(2 * 12 * 4 * 96, hw.generation.BatchingConfig(page=1), requests) == [0, 1, 2, 3]
 
 
 def test_rows_of_like_length_share_a_call():
@@ -473,7 +488,7 @@ def test_cancelled_requests_free_their_pages():
 
 def test_a_reader_that_stops_blocks_no_other():
     net = model("gqa")
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=2))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.generation.BatchingConfig(rows=2))
     left, other, third = (engine.submit([n], max_new_tokens=6) for n in range(3))
     next(left)
     assert other.result() == alone(net, [1], 6)
@@ -494,7 +509,7 @@ def broken_at(token: int) -> hw.Transformer:
 
 def test_a_failing_request_fails_alone():
     net = broken_at(11)
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.generation.BatchingConfig(page=2))
     fine, bad, later = (
         engine.submit(prompt, max_new_tokens=6) for prompt in ([1, 2, 3], [4, 11, 5], [6, 7])
     )
@@ -518,7 +533,7 @@ def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(
     """What goes wrong inside the model for all rows at once is tried again row by row."""
     for name in ("gqa", "sinks"):
         net = MODELS[name]()
-        engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2))
+        engine = hw.Engine(net, budget=ROOMY, batching=hw.generation.BatchingConfig(page=2))
         hidden = net.hidden
 
         def fussy(x, hidden=hidden, **options):
@@ -541,7 +556,9 @@ def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(
 def test_an_interrupted_step_has_not_happened(monkeypatch: pytest.MonkeyPatch):
     for name in ("gqa", "sinks"):
         net = MODELS[name]()
-        engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2, chunk=3))
+        engine = hw.Engine(
+            net, budget=ROOMY, batching=hw.generation.BatchingConfig(page=2, chunk=3)
+        )
         stream = engine.submit([1, 2, 3, 4, 5], max_new_tokens=6)
         hidden, calls = net.hidden, []
 
@@ -606,7 +623,7 @@ def test_impossible_requests_are_refused_at_once(name: str, prompt, options: dic
 
 
 def test_the_recommended_budget_is_enough():
-    net, way = model("mixed"), hw.BatchingConfig(page=4)
+    net, way = model("mixed"), hw.generation.BatchingConfig(page=4)
     request = [([1] * 37, 5)]
     budget = smallest(net, way, request)
     assert hw.Engine(net, budget=budget, batching=way).submit([1] * 37, max_new_tokens=5).result()
@@ -625,7 +642,7 @@ def test_an_engine_that_cannot_be_is_refused():
         hw.Engine(net.decoder, budget=100)
     for options in ({"rows": 0}, {"page": 1.5}, {"chunk": True}):
         with pytest.raises(hw.SpecError, match="BatchingConfig"):
-            hw.BatchingConfig(**options)
+            hw.generation.BatchingConfig(**options)
     for other in (translator(), language(causal("linear"), plain())):
         with pytest.raises(hw.SpecError, match=r"caches the keys and values of decoders"):
             hw.Engine(other, budget=ROOMY)
@@ -653,7 +670,7 @@ def test_a_request_samples_the_tokens_it_samples_alone():
 
 def test_text_requests_get_text_up_to_their_stops():
     net = language(plain())
-    net.usage = hw.ProcessorSpec(tokenizer=letters(), before=(1,), end=(0,))
+    net.usage = hw.ProcessorSpec(tokenizer=letters(), prefix_ids=(1,), eos=(0,))
     engine = hw.Engine(net, budget=ROOMY)
     whole = generated(net, "cab", max_new_tokens=12)
     assert len(whole) > 4

@@ -266,7 +266,7 @@ def test_text_behind_text_is_ids_behind_ids(speaker: hw.Transformer):
     assert text == bytes(ids).decode(errors="replace")
     assert hw.generate(speaker, ["low", "lowest"], **SAMPLING)[0] == text
     assert "".join(hw.stream(speaker, "low", **SAMPLING)) == text
-    around = replace(speaker.usage, before=(1, 2), end=(ids[5],))
+    around = replace(speaker.usage, prefix_ids=(1, 2), eos=(ids[5],))
     speaker.usage = around
     expected = hw.generate(speaker, [1, 2, *b"low"], **SAMPLING)
     assert hw.generate(speaker, "low", **SAMPLING) == bytes(expected).decode(errors="replace")
@@ -326,7 +326,12 @@ def test_special_tokens_are_text_unless_they_are_to_be_read():
 def test_a_folder_keeps_the_processor_spec(tmp_path: Path):
     size = Tokenizer.from_str(DOCUMENTS["pieces"]).get_vocab_size()
     net = random_model(
-        decoder(size), tokenizer=DOCUMENTS["pieces"], end=(1,), before=(0,), specials="read", mask=0
+        decoder(size),
+        tokenizer=DOCUMENTS["pieces"],
+        eos=(1,),
+        prefix_ids=(0,),
+        parse_special=True,
+        mask=0,
     )
     hw.save(net, tmp_path / "a")
     again = hw.load(tmp_path / "a")
@@ -342,21 +347,21 @@ def test_a_folder_keeps_the_processor_spec(tmp_path: Path):
 
 
 EDITED = {
-    "unknown": ("end = [1]", "ende = [1]", "usage has no 'ende'; did you mean 'end'"),
-    "no ids": ("end = [1]", 'end = ["x"]', r"ProcessorSpec\(end=\('x',\)\); give a tuple of ids"),
+    "unknown": ("eos = [1]", "eoss = [1]", "usage has no 'eoss'; did you mean 'eos'"),
+    "no ids": ("eos = [1]", 'eos = ["x"]', r"ProcessorSpec\(eos=\('x',\)\); give a tuple of ids"),
     "beyond": (
-        "end = [1]",
-        "end = [300]",
-        r"end=\(300,\) is out of range for small, whose vocabulary has 300 tokens",
+        "eos = [1]",
+        "eos = [300]",
+        r"eos=\(300,\) is out of range for small, whose vocabulary has 300 tokens",
     ),
-    "no table": ("[usage]\nend = [1]\n", "", "usage = 3 is not a table"),
+    "no table": ("[usage]\neos = [1]\n", "", "usage = 3 is not a table"),
 }
 
 
 @pytest.mark.parametrize("name", EDITED)
 def test_an_invalid_processor_spec_is_refused(tmp_path: Path, name: str):
     old, new, words = EDITED[name]
-    hw.save(random_model(decoder(300), end=(1,)), tmp_path)
+    hw.save(random_model(decoder(300), eos=(1,)), tmp_path)
     path = tmp_path / "headwise.toml"
     text = path.read_text().replace(old, new)
     path.write_text(f"usage = 3\n{text}" if name == "no table" else text)
@@ -371,16 +376,16 @@ def test_the_processor_spec_of_another_model_is_not_saved(tmp_path: Path):
         ({"tokenizer": DOCUMENTS["bytes"]}, "tokenizer knows 256 tokens, the model 101"),
         ({"source_tokenizer": DOCUMENTS["bytes"]}, "source_tokenizer knows 256 tokens"),
         ({"labels": ("a", "b")}, "there are 2 labels for 101 outputs"),
-        ({"begin": (300,)}, "is out of range"),
+        ({"bos": (300,)}, "is out of range"),
     ):
         with pytest.raises(hw.SpecError, match=words):
             hw.save(random_model(decoder(101), **usage), tmp_path)
     for wrong in (
         {"mask": -1},
-        {"specials": "maybe"},
+        {"parse_special": "maybe"},
         {"size": (3,)},
         {"mean": (0.5,)},
-        {"end": [1]},
+        {"eos": [1]},
     ):
         with pytest.raises(hw.SpecError):
             hw.ProcessorSpec(**wrong)
@@ -389,13 +394,13 @@ def test_the_processor_spec_of_another_model_is_not_saved(tmp_path: Path):
 def test_tasks_give_processor_specs(tmp_path: Path):
     dates = make_task("dates")
     batch = dates.batch(0, 5)
-    words = ModelTokenizer(dates.tokenizer or "", dates.usage.specials)
+    words = ModelTokenizer(dates.tokenizer or "", dates.usage.parse_special)
     for row, one in enumerate(batch.gold):
         tag = f"<{one.direction.split('-')[1]}>"
         ids = words.ids(tag + one.source)
         assert batch.source is not None
         assert batch.source[row, : len(ids)].tolist() == ids
-    assert (batch.x[:, 0] == dates.usage.begin[0]).all()
+    assert (batch.x[:, 0] == dates.usage.bos[0]).all()
     (tmp_path / "p.tsv").write_text("\n".join(f"low {n}\tneu {n}" for n in range(40)))
     task = make_task(
         "parallel",
@@ -410,7 +415,7 @@ def test_tasks_give_processor_specs(tmp_path: Path):
     batch = task.batch(0, 3, "valid")
     assert batch.source is not None
     own = batch.source[0].tolist()
-    assert own[: own.index(task.usage.behind[0])] == read.ids(read.text(own))
+    assert own[: own.index(task.usage.suffix_ids[0])] == read.ids(read.text(own))
     assert written.text(batch.x[0].tolist()) == batch.gold[0]
 
 
@@ -428,7 +433,7 @@ def encoder(head: bp.OutputHeadSpec, words: int = 12) -> bp.ModelSpec:
     )
 
 
-AROUND = {"before": (1,), "behind": (2,), "tokenizer": wordpiece()}
+AROUND = {"prefix_ids": (1,), "suffix_ids": (2,), "tokenizer": wordpiece()}
 
 
 def test_texts_are_classified_each_as_alone():
@@ -471,8 +476,8 @@ def test_a_source_is_read_with_its_own_words():
     usage = {
         "tokenizer": wordpiece(),
         "source_tokenizer": DOCUMENTS["bytes"],
-        "begin": (1,),
-        "behind": (0,),
+        "bos": (1,),
+        "suffix_ids": (0,),
     }
     net = random_model(described, **usage)
     ids = hw.generate(net, [*b"low", 0], **SAMPLING)

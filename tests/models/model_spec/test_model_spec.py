@@ -41,6 +41,7 @@ from headwise.models.model_spec import (
 )
 from support.layer_cases import EXAMPLES
 from support.refusals import check_refused, refused_calls
+from support.spec_strategies import REPR_NAMES
 
 NAMESPACE = {name: getattr(model_spec, name) for name in model_spec.__all__}
 
@@ -95,14 +96,14 @@ EVERY = (
                         "constant",
                         2.5,
                         groups=3,
-                        active_groups=2,
+                        top_k_groups=2,
                         group_score="top2",
                     )
                 ),
                 block(norm=NormSpec("rms", 1e-3), placement="sandwich"),
                 block(placement="parallel"),
-                block(norm=NormSpec("bare"), placement="after", scale=0.25),
-                block(placement="abreast"),
+                block(norm=NormSpec("layer_no_affine"), placement="post_sublayer", scale=0.25),
+                block(placement="parallel_two_norms"),
                 name="encoder",
                 embedding=EmbeddingSpec(
                     patches=PatchSpec(2, 3, 4, 5, channels=1, bias="none"),
@@ -110,7 +111,7 @@ EVERY = (
                     positions=PositionSpec("learned", 7, skipped=2),
                     scale=0.5,
                 ),
-                norm=NormSpec("offset"),
+                norm=NormSpec("rms_unit_offset"),
             ),
         ),
         (
@@ -118,7 +119,7 @@ EVERY = (
                 "classes",
                 13,
                 "first",
-                HeadTransformSpec(17, "gelu", NormSpec("unbiased")),
+                HeadTransformSpec(17, "gelu", NormSpec("layer_no_bias")),
                 "constant",
                 scale=2.0,
             ),
@@ -141,7 +142,7 @@ EVERY = (
     ModelSpec(
         "one layer",
         "decoder",
-        (stack(block(), embedding=EmbeddingSpec(11), weights_of="first"),),
+        (stack(block(), embedding=EmbeddingSpec(11), tied_layers=True),),
         beyond=(UnsupportedPart("bends", (("decoder.0.feed.bend", 3),)),),
         quantization=QuantizationSpec(
             WeightFormat("narrow", 3, 2, 16, 8, 4, 8, 2, "flat"),
@@ -181,7 +182,14 @@ def test_every_tensor_is_named_once_and_built_by_the_spec():
 
 @pytest.mark.parametrize(
     ("placement", "norms"),
-    [("pre", 3), ("post", 3), ("after", 3), ("sandwich", 6), ("parallel", 1), ("abreast", 3)],
+    [
+        ("pre", 3),
+        ("post", 3),
+        ("post_sublayer", 3),
+        ("sandwich", 6),
+        ("parallel", 1),
+        ("parallel_two_norms", 3),
+    ],
 )
 def test_norms_by_placement(placement: str, norms: int):
     whole = BlockSpec(FULL, spec(), FeedForwardSpec(7), placement=placement)
@@ -229,17 +237,17 @@ def test_experts_have_one_of_each_and_a_constant_is_not_learned():
     experts = ExpertsSpec(
         FeedForwardSpec(7, form="gated", bias="u"),
         count=5,
-        active=2,
+        top_k=2,
         shared=FeedForwardSpec(3),
         bias="constant",
     )
     assert shapes(experts) == {
         "router": (5, 10),
         "router_bias": (5,),
-        "each.up": (5, 7, 10),
-        "each.up_bias": (5, 7),
-        "each.gate": (5, 7, 10),
-        "each.down": (5, 10, 7),
+        "expert.up": (5, 7, 10),
+        "expert.up_bias": (5, 7),
+        "expert.gate": (5, 7, 10),
+        "expert.down": (5, 10, 7),
         "shared.up": (3, 10),
         "shared.down": (10, 3),
     }
@@ -316,7 +324,9 @@ def test_a_description_needs_no_torch():
 
 
 def test_a_table_of_relative_positions_is_named_where_it_first_stands():
-    bias = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
+    bias = spec(
+        modifiers=(hw.parts.T5Bias(buckets=8, reach=9),), similarity=hw.parts.DotProduct(scale=1.0)
+    )
     named = decoder(*[block(bias)] * 3).shapes()
     assert [name for name in named if name.endswith("t5_bias.table")] == [
         "decoder.0.attention.t5_bias.table"
@@ -325,8 +335,10 @@ def test_a_table_of_relative_positions_is_named_where_it_first_stands():
 
 
 def test_tables_of_another_shape_are_not_shared():
-    few = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
-    more = replace(few, modifiers=(hw.T5Bias(buckets=4, reach=9),))
+    few = spec(
+        modifiers=(hw.parts.T5Bias(buckets=8, reach=9),), similarity=hw.parts.DotProduct(scale=1.0)
+    )
+    more = replace(few, modifiers=(hw.parts.T5Bias(buckets=4, reach=9),))
     assert (
         sum("table" in name for name in decoder(block(few), block(more), block(few)).shapes()) == 2
     )
@@ -344,7 +356,7 @@ def test_ties_name_the_owner():
 
 # --- depth ----------------------------------------------------------------------------------------
 
-SCHEDULED = hw.design(model=12, heads=2, modifiers=(hw.Differential(),))
+SCHEDULED = hw.design(model=12, heads=2, modifiers=(hw.parts.Differential(),))
 
 
 def test_a_stack_places_schedules_by_depth():
@@ -405,7 +417,7 @@ def test_runs_are_the_layers_however_they_repeat(kinds: list[int]):
 def test_text_is_read_back_as_the_same_model(model: ModelSpec):
     assert model_spec.from_toml(str(model)) == model
     assert model_spec.from_json(model_spec.to_json(model)) == model
-    assert eval(repr(model), NAMESPACE | vars(hw)) == model
+    assert eval(repr(model), NAMESPACE | REPR_NAMES) == model
     assert hash(model) == hash(model_spec.from_toml(str(model)))
 
 
@@ -513,7 +525,7 @@ def test_biases_without_a_field_are_counted_and_noted():
 
 
 def test_layers_that_reuse_the_first_have_no_parameters():
-    each, first = (stack(block(), block(), weights_of=whose) for whose in ("each", "first"))
+    each, first = (stack(block(), block(), tied_layers=tied) for tied in (False, True))
     assert [w.name for w in first.weights()] == [
         w.name for w in each.weights() if not w.name.startswith("decoder.1.")
     ]

@@ -167,7 +167,7 @@ def build_translator() -> hw.Transformer:
         "max_position_embeddings": 16,
     }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, begin=(1,), end=(2,))
+    net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, bos=(1,), eos=(2,))
     return net
 
 
@@ -251,7 +251,7 @@ def test_a_source_alone_is_answered():
         "max_position_embeddings": 80,
     }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, begin=(1,), end=())
+    net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, bos=(1,), eos=())
     (example,) = examples_from_lines(net, ["the dog"]).examples_with_frequencies()
     generated = hw.generate(net, "the dog", max_new_tokens=64)
     assert example.streams["text"].count == 65
@@ -273,7 +273,7 @@ def test_examples_of_a_task_and_their_links():
 
     dates = make_task("dates")
     net = hw.build(dates.model(), seed=0).eval()
-    net.usage = hw.ProcessorSpec(tokenizer=dates.tokenizer, begin=(1,), end=(2,))
+    net.usage = hw.ProcessorSpec(tokenizer=dates.tokenizer, bos=(1,), eos=(2,))
     sources = ExampleReader(net)
     sources.add_task_examples(dates, 5)
     for number, example in enumerate(sources.examples_with_frequencies()):

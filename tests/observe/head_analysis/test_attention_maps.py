@@ -144,7 +144,7 @@ def test_rollout_is_a_product_over_layers():
 
 
 def test_rollout_of_rows_with_a_sink_sums_to_one():
-    spec = hw.design(model=8, heads=2, pattern="causal()", normaliser=hw.SinkSoftmax())
+    spec = hw.design(model=8, heads=2, pattern="causal()", normaliser=hw.parts.SinkSoftmax())
     net = torch.nn.Sequential(hw.Attention(spec)).eval()
     x = torch.randn(1, 5, 8)
     found = compute_attention_maps(net, x)

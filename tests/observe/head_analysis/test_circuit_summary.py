@@ -195,7 +195,7 @@ def test_the_command_prints_tables_and_all_numbers(
     assert [one["output_norm"] for one in data["circuits"]] == pytest.approx(
         [one.output_norm for one in expected]
     )
-    spectra = hw.measure_qk_spectra(net)
+    spectra = hw.head_analysis.measure_qk_spectra(net)
     assert [one["summed"]["dims"] for one in data["spectra"]] == [
         one.summed.dims for one in spectra
     ]

@@ -61,8 +61,8 @@ def random_map(rank: int = 2, wide: int = 7, seed: int = 0) -> LowRankMap:
         {"kv": 2},
         {"kv": 1, "vdim": 3},
         {"source": 6},
-        {"merge": hw.SumHeads()},
-        {"merge": hw.SumHeads(of="mean"), "bias": "o"},
+        {"merge": hw.parts.SumMerge()},
+        {"merge": hw.parts.SumMerge(of="mean"), "bias": "o"},
     ],
 )
 def test_scores_and_outputs_are_those_of_the_layer(options: dict[str, Any]):
@@ -131,11 +131,11 @@ def test_unsupported_models_are_refused_with_the_reason():
 
 def test_layers_without_such_maps_are_refused():
     with pytest.raises(SpecError, match="has no single matrix per head for q; they need layers"):
-        layer(project=hw.Collaborative(width=4)).qk_circuit(0)
+        layer(project=hw.parts.Collaborative(width=4)).qk_circuit(0)
     with pytest.raises(SpecError, match="which is not a product of W_Q and W_K"):
-        layer(similarity=hw.Additive()).qk_circuit(0)
+        layer(similarity=hw.parts.Additive()).qk_circuit(0)
     with pytest.raises(SpecError, match=r"combines rows by Differential.*no single W_V"):
-        layer(heads=8, modifiers=(hw.Differential(),), vdim=2).ov_circuit(0)
+        layer(heads=8, modifiers=(hw.parts.Differential(),), vdim=2).ov_circuit(0)
     with pytest.raises(ValueError, match=r"score head must be in 0\.\.3, got 4"):
         layer().qk_circuit(4)
     with pytest.raises(ValueError, match=r"output head must be in 0..3, got -1"):
@@ -143,8 +143,8 @@ def test_layers_without_such_maps_are_refused():
 
 
 def test_a_head_whose_queries_only_a_router_reads_has_no_qk_circuit():
-    routed = hw.design(model=8, heads=4, modifiers=(hw.Routed(2, 1, router="norm"),))
-    pruned = torch.nn.ModuleList([hw.Attention(KeptHeads.of(routed, [1, 3]).spec)])
+    routed = hw.design(model=8, heads=4, modifiers=(hw.parts.MixtureOfHeads(2, 1, router="norm"),))
+    pruned = torch.nn.ModuleList([hw.Attention(KeptHeads.from_spec(routed, [1, 3]).spec)])
     (circuits,) = get_circuits(pruned).values()
     with pytest.raises(
         SpecError,
@@ -156,7 +156,7 @@ def test_a_head_whose_queries_only_a_router_reads_has_no_qk_circuit():
 
 
 def test_operations_that_circuits_leave_out_are_reported():
-    outputs = layer(modifiers=(hw.Rotary(), hw.TalkingHeads()))
+    outputs = layer(modifiers=(hw.parts.Rotary(), hw.parts.TalkingHeads()))
     assert "Rotary() changes q and k token by token" in outputs.caveats
     assert any("mixes heads" in one for one in outputs.caveats)
     assert layer().caveats == ()

@@ -539,7 +539,7 @@ def test_models_of_others(name: str):
 def test_weights_that_do_not_sum_to_one_are_skipped_and_reported():
     block = hw.model_spec.BlockSpec(hw.design(model=20, heads=4, pattern="causal"), feed=None)
     raw = hw.model_spec.BlockSpec(
-        hw.design(model=20, heads=4, pattern="causal", normaliser=hw.Sigmoid()), feed=None
+        hw.design(model=20, heads=4, pattern="causal", normaliser=hw.parts.Sigmoid()), feed=None
     )
     stack = hw.model_spec.StackSpec.from_blocks(
         "decoder", 20, [block, raw], embedding=hw.model_spec.EmbeddingSpec(29)

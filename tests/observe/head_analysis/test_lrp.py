@@ -65,7 +65,7 @@ NETS = {
     "first": labelled("first"),
     "mean": labelled("mean"),
     "last": labelled("last"),
-    "abreast": build_model(
+    "parallel_two_norms": build_model(
         {
             "model_type": "gpt_neox",
             "hidden_size": 12,
@@ -281,9 +281,9 @@ def one_block(block: bp.BlockSpec, *heads: bp.OutputHeadSpec) -> Any:
 
 def test_unsupported_models_are_refused():
     own = hw.design(model=12, heads=3)
-    mixed = hw.design(model=12, heads=3, modifiers=[hw.HeadGate()])
+    mixed = hw.design(model=12, heads=3, modifiers=[hw.parts.HeadGate()])
     assert "is more than a weighted sum of values" in refused(one_block(bp.BlockSpec(mixed)))
-    experts = bp.ExpertsSpec(bp.FeedForwardSpec(7), count=3, active=2)
+    experts = bp.ExpertsSpec(bp.FeedForwardSpec(7), count=3, top_k=2)
     assert "is a mixture of experts" in refused(one_block(bp.BlockSpec(own, feed=experts)))
     stack = bp.StackSpec.from_blocks(
         "encoder", 12, [bp.BlockSpec(own)], embedding=bp.EmbeddingSpec(WORDS)

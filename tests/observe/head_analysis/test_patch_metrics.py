@@ -120,7 +120,7 @@ def test_heads_built_by_hand_get_their_classes():
     hw.sites(model, images[:2])
     examples = [Example(image[None], {"text": TOKENS}) for image in images]
     options = MeasureOptions(metrics=IMAGE_METRICS)
-    table = hw.classify_heads(hw.measure_heads(model, examples, options=options))
+    table = hw.head_analysis.classify_heads(hw.measure_heads(model, examples, options=options))
     names = [{one.name for one in head.classes} for head in table.heads]
     for head, name in enumerate(("row", "column", "neighbour", "self", "sink")):
         assert name in names[head]

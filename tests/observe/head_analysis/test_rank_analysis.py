@@ -91,7 +91,7 @@ def test_spectra_of_a_published_model_equal_the_published_ones(shared: Path, tmp
 
 def test_layers_without_such_products_have_no_spectrum():
     torch.manual_seed(0)
-    odd = hw.Attention(hw.design(model=20, heads=4, similarity=hw.Additive()))
+    odd = hw.Attention(hw.design(model=20, heads=4, similarity=hw.parts.Additive()))
     with pytest.raises(SpecError, match="which is not a product of W_Q and W_K"):
         measure_qk_spectra(torch.nn.ModuleList([odd]))
     assert len(measure_qk_spectra(torch.nn.ModuleList([odd, grouped()]))) == 1

@@ -30,10 +30,12 @@ SPECS = {
     "causal": hw.design(model=12, heads=4, kv=2, pattern="causal"),
     "window": hw.design(model=12, heads=3, pattern="causal & window(4)"),
     "opened": hw.design(model=12, heads=3, pattern="causal & (window(3) | first(2))"),
-    "bias": hw.design(model=12, heads=3, pattern="causal", modifiers=(hw.Alibi(),)),
-    "sinks": hw.design(model=12, heads=3, pattern="causal", normaliser=hw.SinkSoftmax()),
-    "sigmoid": hw.design(model=12, heads=3, pattern="causal & window(4)", normaliser=hw.Sigmoid()),
-    "mixed": hw.design(model=12, heads=3, pattern="causal", modifiers=(hw.TalkingHeads(),)),
+    "bias": hw.design(model=12, heads=3, pattern="causal", modifiers=(hw.parts.Alibi(),)),
+    "sinks": hw.design(model=12, heads=3, pattern="causal", normaliser=hw.parts.SinkSoftmax()),
+    "sigmoid": hw.design(
+        model=12, heads=3, pattern="causal & window(4)", normaliser=hw.parts.Sigmoid()
+    ),
+    "mixed": hw.design(model=12, heads=3, pattern="causal", modifiers=(hw.parts.TalkingHeads(),)),
 }
 
 

@@ -486,7 +486,7 @@ def test_local_and_global_layers_have_their_patterns(name: str):
     with torch.no_grad():
         grids = model(ids, output_attentions=True).attentions
     for grid, text in zip(grids, patterns, strict=True):
-        pattern = hw.masking.patterns.parse_pattern(text)
+        pattern = hw.patterns.parse_pattern(text)
         allowed = torch.tensor([[bool(pattern.allows(t, s)) for s in range(12)] for t in range(12)])
         assert torch.equal(grid[0, 0] > 0, allowed)
 

@@ -166,7 +166,7 @@ def test_frames_stay_with_their_labels(each: str, tmp_path: Path):
     assert float((train.std(0, correction=0) - 1).abs().max()) < 1e-4
     described = task.model()
     assert described.heads[0].at == ("each" if each == "frame" else "mean")
-    assert described.stacks[0].embedding.patches.wide == 5
+    assert described.stacks[0].embedding.patches.patch_width == 5
 
 
 # --- all of them ----------------------------------------------------------------------------------

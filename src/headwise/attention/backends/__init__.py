@@ -8,9 +8,9 @@ choice (`headwise why`).
 `dense` is the definition in plain operations, with every score in memory. `sdpa` (torch's fused
 call), `flex`, `flash_cpu`, `bf16_matmul`, `chunked_attention` and `block_sparse` compute the same
 outputs in less time or memory. `linear_attention` keeps a recurrent state instead of keys;
-`routed_heads` skips closed heads; `varlen` runs packed sequences; `ragged_decode` and `paged_decode`
-run decode steps (one query per row). `query_blocks` divides a call into blocks
-of queries for several of these backends.
+`routed_heads` skips closed heads; `varlen` runs packed sequences; `ragged_decode` and
+`paged_decode` run decode steps (one query per row). `query_blocks` divides a call into blocks of
+queries for several of these backends.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class CallReport:
             "keys": None if self.size is None else self.size.keys,
             "kernels": kernel_problem() or "available",
             "machine": this_machine()._asdict(),
-            "takeover_points": current_points().data,
+            "crossovers": current_points().data,
             "runs": self.backend,
             "from": self.ranges_data,
             "groups": [

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ...kernels.capabilities import current_points, takeover_size
+from ...kernels.capabilities import crossover_size, current_points
 from ...kernels.launch import kernel_problem
 from ..interfaces import (
     Mix,
@@ -130,7 +130,7 @@ class CallSignature:
         With `is_upper`, `faster` wins above it. Only a preference: measured on the CPU with
         more than one query.
         """
-        bound = takeover_size(point)
+        bound = crossover_size(point)
         is_preferred = size.keys <= bound if is_upper else size.keys >= bound
         if self.device != "cpu" or self.single_query or is_preferred:
             return []

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.capabilities import UP_TO_POINTS, TakeoverPoints, current_points, takeover_size
+from ...kernels.capabilities import UP_TO_CROSSOVERS, Crossovers, crossover_size, current_points
 from ...util.errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize, CoreShape, Probe
 from ..masking.patterns import Causal, Full, Pattern, PerHead, count_pairs_by_head
@@ -103,7 +103,7 @@ class _ChosenBackend(NamedTuple):
     """The backend of one size, and the crossover points that decided it."""
 
     name: str
-    points: TakeoverPoints
+    points: Crossovers
     may_conflict: bool  # with the tensors of a later call of this size
 
 
@@ -441,7 +441,7 @@ def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
 
 def _deciding_lengths(call: CallSignature) -> list[int]:
     first, last = call.pattern.retention
-    sizes = [takeover_size(point) + (point in UP_TO_POINTS) for point in POINTS_IN_KEYS]
+    sizes = [crossover_size(point) + (point in UP_TO_CROSSOVERS) for point in POINTS_IN_KEYS]
     per_token = ragged_decode.bytes_per_token(call)
     if per_token:
         sizes.append(ragged_decode.min_bytes(call) / per_token)
@@ -474,7 +474,7 @@ def split_by_pattern(
 
 
 def _call_of_group(call: CallSignature, group: HeadGroup) -> CallSignature:
-    heads = GroupHeads.of(call, group)
+    heads = GroupHeads.from_call(call, group)
     core = call.core
     own_core = CoreShape(
         tuple(heads.keys.index(core.key_head_of_query[n]) for n in heads.queries),
@@ -497,7 +497,7 @@ def plan_dispatch(
     if len(dispatches) == 1 and calls[0].head_group is None:
         return dispatches[0]
     heads = [
-        GroupHeads.of(call, own_call.head_group)
+        GroupHeads.from_call(call, own_call.head_group)
         for own_call in calls
         if own_call.head_group is not None
     ]
@@ -525,7 +525,7 @@ class GroupHeads:
     rows: tuple[int, ...]
 
     @staticmethod
-    def of(call: CallSignature, group: HeadGroup) -> GroupHeads:
+    def from_call(call: CallSignature, group: HeadGroup) -> GroupHeads:
         """Find the indices of a group's heads in the call of all heads."""
         spec = call.spec
         core = call.core

@@ -15,7 +15,7 @@ from ..interfaces import Mix, ScoreStep, ValueStep
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask, SequenceInfo
-from ..parts.dot_product import Dot
+from ..parts.dot_product import DotProduct
 from ..parts.softmax import Softmax, WeightDropout
 from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
 
@@ -30,7 +30,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("needs cached keys and values; this layer caches a recurrent state")
     if call.single_query:
         reasons.append("would compile a kernel for every cache length")
-    if not isinstance(spec.similarity, Dot) or not isinstance(spec.normaliser, Softmax):
+    if not isinstance(spec.similarity, DotProduct) or not isinstance(spec.normaliser, Softmax):
         reasons.append("needs a softmax over scaled dot products")
     for _, part in spec.parts():
         if isinstance(part, (Mix, ValueStep)):

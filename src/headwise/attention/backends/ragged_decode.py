@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...kernels import PagedDecodeOptions, attend_paged
-from ...kernels.capabilities import takeover_size
+from ...kernels.capabilities import crossover_size
 from ..interfaces import ScoreStep
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import Softcap
-from ..parts.linear_projection import Direct
+from ..parts.linear_projection import LinearProjection
 from ..spec.attention_spec import AttentionSpec
 from . import sdpa
 from .core_interface import (
@@ -65,13 +65,13 @@ executed_flops = flops_of_all_pairs
 
 
 def reads_quantized_cache(call: CallSignature) -> bool:
-    """True if int8 keys and values are read in place; this needs a `Direct` project and no probe of
-    keys or values.
+    """True if int8 keys and values are read in place; this needs a `LinearProjection` project and
+    no probe of keys or values.
     """
     probed = call.probed_tensors & {"k", "v"}
     return (
         call.cache_format == "int8"
-        and isinstance(call.spec.project, Direct)
+        and isinstance(call.spec.project, LinearProjection)
         and call.dtype != torch.float64
         and not probed
     )
@@ -100,7 +100,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
 
 def min_bytes(call: CallSignature) -> float:
     """Bytes of keys and values from which the kernel runs; infinity if torch is always faster."""
-    return takeover_size(POINT_BY_DTYPE[call.dtype])
+    return crossover_size(POINT_BY_DTYPE[call.dtype])
 
 
 def bytes_per_token(call: CallSignature) -> int:

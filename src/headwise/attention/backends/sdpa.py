@@ -13,7 +13,7 @@ from ..interfaces import Mix, ScoreStep, ValueStep
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full, PerHead
 from ..masking.sequence_info import AttentionMask
-from ..parts.dot_product import Dot
+from ..parts.dot_product import DotProduct
 from ..parts.softmax import SinkSoftmax, Softmax, WeightDropout
 from .core_interface import (
     CallSignature,
@@ -45,7 +45,7 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
     reasons = []
     if call.has_recurrent_state:
         reasons.append("needs cached keys and values; this layer caches a recurrent state")
-    if not isinstance(spec.similarity, Dot):
+    if not isinstance(spec.similarity, DotProduct):
         reasons.append(f"needs dot-product similarity, not {type(spec.similarity).__name__}")
     if not call.core.dim:
         reasons.append(f"{type(spec.project).__name__} has no queries and keys to compare")

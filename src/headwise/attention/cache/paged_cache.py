@@ -72,9 +72,9 @@ class RowPages:
 
     @property
     def gathered(self) -> tuple[Tensor, int | None, SequenceInfo]:
-        """Pages of every row [rows, pages] to copy into one contiguous buffer, padded with the empty
-        page; the number of slots to read if it is the same for all rows; the positions of their
-        tokens.
+        """Pages of every row [rows, pages] to copy into one contiguous buffer, padded with the
+        empty page; the number of slots to read if it is the same for all rows; the positions of
+        their tokens.
         """
         self._gathered = self._gathered or self._gather()
         return self._gathered

@@ -206,8 +206,8 @@ def _classes(hint: Any) -> tuple[type, ...]:
 
 
 def _suggested_classes(kinds: tuple[type, ...]) -> str:
-    """The registered classes that a field accepts, as the end of a message: ", such as PI(),
-    YaRN()".
+    """The registered classes that a field accepts, as the end of a message: ", such as
+    PositionInterpolation(), YaRN()".
     """
     names = [
         name
@@ -290,7 +290,7 @@ class Part(CheckedDataclass, ABC):
         if self.needed_head_dims and not spec.project.uses_head_dims:
             yield (
                 f"{name} needs {self.needed_head_dims}, unlike {type(spec.project).__name__}; use "
-                "project Direct()"
+                "project LinearProjection()"
             )
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
@@ -503,7 +503,7 @@ class ExternalPart(NamedTuple):
     file: str
 
     @staticmethod
-    def of(kind: type) -> ExternalPart:
+    def from_class(kind: type) -> ExternalPart:
         """Return the record of a registered class."""
         path = getattr(sys.modules.get(kind.__module__), "__file__", None)
         return ExternalPart(kind.__name__, kind.__module__, Path(path).name if path else "")
@@ -549,7 +549,7 @@ def find_external_parts(value: Any) -> list[ExternalPart]:
     once, by name.
     """
     classes: set[type] = {type(item) for item in _iter_dataclasses(value)}
-    return sorted(ExternalPart.of(cls) for cls in classes if _is_external(cls))
+    return sorted(ExternalPart.from_class(cls) for cls in classes if _is_external(cls))
 
 
 def _iter_dataclasses(value: Any) -> Iterator[Any]:

@@ -143,11 +143,11 @@ class BigBird(Pattern):
     """Block-sparse attention (2007.14062): query block r attends to key block c if one of these
     rules applies.
 
-    |r - c| <= window // 2: the `window` neighbouring blocks, including its own. c < globals: all queries attend to the
-    first blocks. r < globals: the first blocks attend to all keys. c was sampled for r: among the
-    blocks of the first `length` tokens, each row r >= globals samples `random` distinct blocks that
-    it does not attend to already (all of them, if there are fewer). Beyond `length` nothing is
-    sampled, and the other rules still apply.
+    |r - c| <= window // 2: the `window` neighbouring blocks, including its own. c < globals: all
+    queries attend to the first blocks. r < globals: the first blocks attend to all keys. c was
+    sampled for r: among the blocks of the first `length` tokens, each row r >= globals samples
+    `random` distinct blocks that it does not attend to already (all of them, if there are fewer).
+    Beyond `length` nothing is sampled, and the other rules still apply.
 
     The paper does not define which blocks are global. Its code uses the first and the last, which
     is BigBird with globals=1 | Global of the last block's tokens. It samples separately for each

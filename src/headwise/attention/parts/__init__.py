@@ -12,10 +12,55 @@ Shared by parts: `initialisers` of parameters.
 
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
 
 from ..interfaces.part import REGISTRY
+
+if TYPE_CHECKING:
+    from .collaborative import Collaborative, convert_to_collaborative
+    from .differential import Differential, DifferentialV2
+    from .dot_product import Additive, DotProduct, Gaussian, Softcap
+    from .dynamic_composition import DynamicComposition
+    from .entmax import Entmax
+    from .feature_map import FeatureMap, SumNormaliser
+    from .gated_attention import HardConcreteGate, HeadGate, OutputGate
+    from .latent_attention import MLAProjection, convert_to_latent
+    from .linear_projection import LinearProjection, ValueProjection
+    from .merges import ConcatMerge, SumMerge
+    from .mixture_of_heads import MixtureOfHeads, convert_to_mixture_of_heads
+    from .overlapping_heads import Overlapping
+    from .relative_position_bias import Alibi, ContinuousBias, Shaw, ShawValues, T5Bias
+    from .rms_norms import HeadNorm, QKNorm
+    from .rotary_embedding import (
+        Llama3Scaling,
+        NoScaling,
+        NTKScaling,
+        PositionInterpolation,
+        Rotary,
+        YaRN,
+    )
+    from .softmax import Sigmoid, SinkSoftmax, Softmax, WeightDropout
+    from .synthesizer import AverageNormaliser, LearnedScores
+    from .talking_heads import KnockingHeads, TalkingHeads
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["REGISTRY"]
+_MODULE_OF_CONVERTER = {
+    "convert_to_collaborative": "collaborative",
+    "convert_to_latent": "latent_attention",
+    "convert_to_mixture_of_heads": "mixture_of_heads",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a part by its class name, also one of your own, or a converter."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    if name in _MODULE_OF_CONVERTER:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF_CONVERTER[name]}"), name)
+    raise AttributeError(f"headwise.parts has no {name!r}")
+
+
+def __dir__() -> list[str]:
+    return ["REGISTRY", *REGISTRY, *_MODULE_OF_CONVERTER]

@@ -31,7 +31,7 @@ from ..interfaces.core_types import (
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import normal_with_std, ones_init, weight, xavier_uniform, zeros_init
-from .linear_projection import Direct, absorb_matrix_per_head
+from .linear_projection import LinearProjection, absorb_matrix_per_head
 
 
 class BilinearForm(NamedTuple):
@@ -295,7 +295,7 @@ class Collaborative(Project):
             name = type(spec.similarity).__name__
             yield (
                 f"Collaborative needs a dot product for its content bias, unlike {name}; use "
-                "similarity Dot()"
+                "similarity DotProduct()"
             )
         if any(step.transformed_sides(spec) & set("qk") for _, step in spec.parts_of(QKTransform)):
             yield (
@@ -379,15 +379,15 @@ def convert_to_collaborative(
     max_sweeps: int = 500,
     tolerance: float = 1e-6,
 ) -> CollaborativeConversion:
-    """Convert a trained layer with `Direct` to `Collaborative`, with a shared query-key space of
-    `width` channels.
+    """Convert a trained layer with `LinearProjection` to `Collaborative`, with a shared query-key
+    space of `width` channels.
 
     (2006.16362.) The scores of head i are a bilinear form T_i = W_Q^i W_K^i^T, approximated in
     float64 by sum_r a_r m_ir b_r^T; `relative_error` is ||T - T'|| / ||T||. At width h D the
-    weights are copied and the error is
-    0. b_Q becomes the content bias c_i = W_K^i b_Q^i. b_K is dropped: this is exact if scores are invariant to a
-    constant added to a row, and refused otherwise. Values, merge, modifiers and the scale 1/sqrt(D)
-    stay (one of the released codes uses 1/sqrt(width / h)).
+    weights are copied and the error is 0. b_Q becomes the content bias c_i = W_K^i b_Q^i. b_K is
+    dropped: this is exact if scores are invariant to a constant added to a row, and refused
+    otherwise. Values, merge, modifiers and the scale 1/sqrt(D) stay (one of the released codes uses
+    1/sqrt(width / h)).
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2)
@@ -399,7 +399,7 @@ def convert_to_collaborative(
     reasons = reasons or list(dict.fromkeys(_conversion_obstacles(spec, weights, width)))
     if reasons:
         raise SpecError("; ".join(reasons))
-    assert isinstance(spec.project, Direct)
+    assert isinstance(spec.project, LinearProjection)
     form = _bilinear_form(spec, weights)
     bias = spec.project.bias
     scaled_form, size = normalise_form_scale(form)
@@ -449,10 +449,10 @@ def _conversion_obstacles(
     spec: AttentionSpec, weights: Mapping[str, Tensor], width: int
 ) -> Iterator[str]:
     """Reasons why this layer cannot share queries and keys between heads."""
-    if not isinstance(spec.project, Direct):
+    if not isinstance(spec.project, LinearProjection):
         yield (
             f"cannot convert a layer with project {type(spec.project).__name__}; give one with "
-            "project Direct"
+            "project LinearProjection"
         )
         return
     missing = [name for name in spec.shapes() if name not in weights]
@@ -468,7 +468,7 @@ def _conversion_obstacles(
                 "does not have; retrain"
             )
     if not spec.similarity.linear:
-        yield f"{type(spec.similarity).__name__} is not a dot product of q and k; use Dot"
+        yield f"{type(spec.similarity).__name__} is not a dot product of q and k; use DotProduct"
     if "k" in spec.project.bias:
         for reason in spec.shift_sensitivity():
             yield f"the key bias cannot be dropped because {reason}; train without a key bias"

@@ -174,7 +174,7 @@ class DifferentialV2(HeadPairs):
             name = type(spec.project).__name__
             yield (
                 f"DifferentialV2 needs pairs of heads that share a key, unlike {name}; use "
-                "project Direct()"
+                "project LinearProjection()"
             )
             return
         kv_heads = list(zip(heads.kv_head_of_query, heads.value_head_of_row, strict=True))

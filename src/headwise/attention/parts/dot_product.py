@@ -19,13 +19,13 @@ from .initialisers import weight, zeros_init
 
 
 @part
-class Dot(Similarity):
+class DotProduct(Similarity):
     """s = scale * q.k, where scale is 1/sqrt(dim) unless given (1706.03762, section 3.2.1).
 
     Two equal unit vectors with 4 channels have a score of 1/2:
 
     >>> q = torch.tensor([1.0, 0, 0, 0])
-    >>> Dot().pair(q, q, 4**-0.5, {}).item()
+    >>> DotProduct().pair(q, q, 4**-0.5, {}).item()
     0.5
     """
 
@@ -114,8 +114,8 @@ class Gaussian(Similarity):
     Watson (1964).
 
     A small width selects the nearest key, a large one averages all keys. If all keys have equal
-    length it is the same as Dot(scale=1 / width^2), because the length of the query is constant
-    within its row.
+    length it is the same as DotProduct(scale=1 / width^2), because the length of the query is
+    constant within its row.
 
     Computed as q.k - |q|^2 / 2 - |k|^2 / 2, small distances between long vectors would be lost to
     rounding. So the difference of every pair is computed, in blocks of queries; the backward pass

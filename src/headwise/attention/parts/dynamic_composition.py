@@ -38,7 +38,7 @@ _SIDE_AXES: dict[str, tuple[str, AppliedTo]] = {
 
 
 @part
-class Dynamic(Mix):
+class DynamicComposition(Mix):
     """a' = a + a W_b + sum_r (a.w1_r) w2_r + a * g, once with the factors of the query, once with
     the key's.
 
@@ -59,7 +59,7 @@ class Dynamic(Mix):
     With all factors zero, which is close to the initialisation, heads are not mixed:
 
     >>> zero = {"source": torch.zeros(2, 3), "target": torch.zeros(2, 3), "gate": torch.zeros(3)}
-    >>> Dynamic().mix_pair(torch.ones(3), zero, zero, {}).tolist()
+    >>> DynamicComposition().mix_pair(torch.ones(3), zero, zero, {}).tolist()
     [1.0, 1.0, 1.0]
     """
 
@@ -96,7 +96,7 @@ class Dynamic(Mix):
         heads = spec.heads.q
         if self.members and self.groups != 1:
             yield (
-                f"Dynamic(groups={self.groups}, members={self.members}) sets the group size "
+                f"DynamicComposition(groups={self.groups}, members={self.members}) sets the group size "
                 "twice; leave members out"
             )
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -104,7 +104,7 @@ class Dynamic(Mix):
             count = getattr(self, option)
             if count not in divisors and (option, count) != ("members", 0):
                 yield (
-                    f"Dynamic({option}={count}) does not divide {heads} heads; use {option} in "
+                    f"DynamicComposition({option}={count}) does not divide {heads} heads; use {option} in "
                     f"{divisors}"
                 )
 

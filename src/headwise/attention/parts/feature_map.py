@@ -1,5 +1,5 @@
-"""Linear attention: scores are products of feature maps of query and key, and `Sum` divides them by
-their sum.
+"""Linear attention: scores are products of feature maps of query and key, and `SumNormaliser`
+divides them by their sum.
 
 Also helpers for computations that must not run in the layer's low precision or under autocast.
 """
@@ -61,10 +61,10 @@ class FeatureMap(Similarity):
     There are `draws` directions w_i (0: dim ceil(ln(dim + 1))). They are orthogonal in blocks of
     dim, have the lengths of Gaussian vectors (the paper's unbiased choice; with length sqrt(dim) it
     would only be nearly unbiased), and are shared by all heads as in its code. They are sampled
-    from `seed`; `hw.redraw_features` and `Recipe.redraw_features` sample them again. Scores are
-    computed up to one factor per query and one for all keys, which Sum divides out. `eps` is added
-    to the features of queries and keys; for queries after the largest w_i.q' was subtracted from
-    the exponents, as in the released code.
+    from `seed`; `hw.attention.redraw_features` and `Recipe.redraw_features` sample them again.
+    Scores are computed up to one factor per query and one for all keys, which SumNormaliser divides
+    out. `eps` is added to the features of queries and keys; for queries after the largest w_i.q'
+    was subtracted from the exponents, as in the released code.
 
     In float32, weights are accurate to 2e-5 for queries and keys of length up to 12 dim^(1/4).
     Longer queries lose digits in proportion to their exponents, and keys of length 15 dim^(1/4)
@@ -95,7 +95,7 @@ class FeatureMap(Similarity):
         ),
         (
             "Performer's code samples the directions again during training: see "
-            "`hw.redraw_features`; by default they "
+            "`hw.attention.redraw_features`; by default they "
             "stay."
         ),
     )
@@ -116,7 +116,7 @@ class FeatureMap(Similarity):
         elif self.kind != "favor" and self.eps:
             yield (
                 f"FeatureMap(kind={self.kind!r}, eps={self.eps!r}) has no eps; use normaliser "
-                f"Sum(eps={self.eps!r})"
+                f"SumNormaliser(eps={self.eps!r})"
             )
         if not 0 <= self.seed < 2**63:
             yield f"FeatureMap(seed={self.seed}) is not a valid seed; use 0 or more, below 2^63"
@@ -124,13 +124,13 @@ class FeatureMap(Similarity):
             name = type(spec.project).__name__
             yield (
                 "FeatureMap(kind='favor') needs queries with heads.dim channels, unlike "
-                f"{name}; use project Direct()"
+                f"{name}; use project LinearProjection()"
             )
         if not spec.normaliser.proportional:
             name = type(spec.normaliser).__name__
             yield (
                 f"FeatureMap sums over past tokens, which {name} does not support; use "
-                "normaliser Sum()"
+                "normaliser SumNormaliser()"
             )
         if any(
             modifier.phase in (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
@@ -270,18 +270,23 @@ class FeatureMap(Similarity):
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        yield base(similarity=cls(), normaliser=Sum(), kv=2, vdim=5)
-        yield base(similarity=cls(kind="relu"), normaliser=Sum(), pattern="window(4)", kv=3)
+        yield base(similarity=cls(), normaliser=SumNormaliser(), kv=2, vdim=5)
+        yield base(
+            similarity=cls(kind="relu"), normaliser=SumNormaliser(), pattern="window(4)", kv=3
+        )
         yield base(
             similarity=cls(kind="favor", draws=9, seed=1),
-            normaliser=Sum(),
+            normaliser=SumNormaliser(),
             pattern="causal",
             kv=2,
             vdim=5,
         )
-        yield base(similarity=cls(kind="favor"), normaliser=Sum(), source=13)
+        yield base(similarity=cls(kind="favor"), normaliser=SumNormaliser(), source=13)
         yield base(
-            similarity=cls(kind="favor", draws=9, eps=0.1), normaliser=Sum(), pattern="causal", kv=3
+            similarity=cls(kind="favor", draws=9, eps=0.1),
+            normaliser=SumNormaliser(),
+            pattern="causal",
+            kv=3,
         )
 
 
@@ -308,23 +313,23 @@ def sample_orthogonal_gaussian(seed: int, shape: tuple[int, ...]) -> Tensor:
 
 
 @part
-class Sum(Normaliser):
+class SumNormaliser(Normaliser):
     """w_j = s_j / (eps + sum of s), for similarities that are never negative (2006.16236). A row of
     zeros stays zero.
 
     With `eps` = 0, as in the paper, weights sum to one. The authors' code adds eps=1e-6.
 
     >>> import torch
-    >>> Sum().normalise_row(torch.tensor([1.0, 3.0]), {}).tolist()
+    >>> SumNormaliser().normalise_row(torch.tensor([1.0, 3.0]), {}).tolist()
     [0.25, 0.75]
-    >>> Sum(eps=1.0).normalise_row(torch.tensor([1.0, 2.0]), {}).tolist()
+    >>> SumNormaliser(eps=1.0).normalise_row(torch.tensor([1.0, 2.0]), {}).tolist()
     [0.25, 0.5]
     """
 
     paper = "2006.16236"
     disagreements: ClassVar[tuple[str, ...]] = (
         "The paper divides by the sum of the scores; its code adds 1e-6 to the sum: see `eps` of "
-        "`Sum`, by default 0.",
+        "`SumNormaliser`, by default 0.",
     )
     sums_to_one: ClassVar[bool] = True
     proportional: ClassVar[bool] = True
@@ -335,13 +340,13 @@ class Sum(Normaliser):
         if spec.similarity.signed:
             name = type(spec.similarity).__name__
             yield (
-                f"Sum needs scores that are never negative, unlike {name}; use similarity "
+                f"SumNormaliser needs scores that are never negative, unlike {name}; use similarity "
                 "FeatureMap()"
             )
         if self.eps and spec.similarity.has_arbitrary_scale():
             name = repr(spec.similarity)
             yield (
-                f"Sum(eps={self.eps!r}) needs scores of a known scale, unlike {name}; use the "
+                f"SumNormaliser(eps={self.eps!r}) needs scores of a known scale, unlike {name}; use the "
                 "eps of the similarity"
             )
 

@@ -1,5 +1,5 @@
-"""Gates on head outputs: sigmoid gates computed from the query token, and hard-concrete gates, which
-learn which heads to switch off under an L0 penalty.
+"""Gates on head outputs: sigmoid gates computed from the query token, and hard-concrete gates,
+which learn which heads to switch off under an L0 penalty.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ CLAMP_EPS = (
 
 
 @part
-class Concrete(Gate):
+class HardConcreteGate(Gate):
     """o_h g_h, g = clip(low + (high - low) sigmoid((logit u + log_a_h) / temperature), 0, 1), u
     uniform (1905.09418).
 
@@ -114,7 +114,9 @@ class Concrete(Gate):
     an initial drop probability r use start=log((1 - r) / r). per="kv" uses one gate for all heads
     of a key-value head; `gates` is the number of gates before pruning.
 
-    >>> round(Concrete().probability_nonzero(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
+    >>> round(
+    ...     HardConcreteGate().probability_nonzero(torch.tensor(0.0)).item(), 3
+    ... )  # 1 / (1 + 11 ** -0.33)
     0.688
     """
 
@@ -149,26 +151,26 @@ class Concrete(Gate):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.low < 0:
             yield (
-                f"Concrete(low={self.low!r}) can never close a gate; use a number below 0, -0.1 "
+                f"HardConcreteGate(low={self.low!r}) can never close a gate; use a number below 0, -0.1 "
                 "is usual"
             )
         if not self.high > 1:
             yield (
-                f"Concrete(high={self.high!r}) can never fully open a gate; use a number above "
+                f"HardConcreteGate(high={self.high!r}) can never fully open a gate; use a number above "
                 "1, 1.1 is usual"
             )
         if self.gates and (self.per == "head" or self.gates <= max(spec.kv_head_of_output)):
             yield (
-                f"Concrete(gates={self.gates}) does not match the key-value heads; leave gates out"
+                f"HardConcreteGate(gates={self.gates}) does not match the key-value heads; leave gates out"
             )
         if self.layers > 1 and self.regulariser == "sum":
             yield (
-                f"Concrete(layers={self.layers}) is for a mean over layers; use "
+                f"HardConcreteGate(layers={self.layers}) is for a mean over layers; use "
                 "regulariser='mean', or leave it out"
             )
-        if sum(isinstance(modifier, Concrete) for modifier in spec.modifiers) > 1:
+        if sum(isinstance(modifier, HardConcreteGate) for modifier in spec.modifiers) > 1:
             yield (
-                "two Concrete gates in a layer would overwrite each other's auxiliary loss; "
+                "two HardConcreteGate parts in a layer would overwrite each other's auxiliary loss; "
                 "keep one"
             )
 

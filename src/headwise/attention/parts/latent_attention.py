@@ -26,11 +26,11 @@ from ..interfaces.core_types import (
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import ones_init, weight, xavier_uniform, zeros_init
-from .linear_projection import Direct, absorb_matrix_per_head
+from .linear_projection import LinearProjection, absorb_matrix_per_head
 
 
 @part
-class Latent(Project):
+class MLAProjection(Project):
     """c = RMSNorm(z W_DKV), r = RoPE(z W_KR) shared by heads; k_h = [c W_UK_h, r], v_h = c W_UV_h
     (2405.04434).
 
@@ -71,7 +71,7 @@ class Latent(Project):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not spec.similarity.linear:
             name = type(spec.similarity).__name__
-            yield f"Latent needs a dot product for its absorbed form, unlike {name}; use Dot()"
+            yield f"MLAProjection needs a dot product for its absorbed form, unlike {name}; use DotProduct()"
         if (
             spec.heads.kv != spec.heads.q
             or spec.heads.value_heads
@@ -79,11 +79,11 @@ class Latent(Project):
         ):
             custom = spec.heads.value_heads or spec.heads.kv == spec.heads.q
             actual = (
-                "custom kv_head_of_query= or value_heads=; use project Direct()"
+                "custom kv_head_of_query= or value_heads=; use project LinearProjection()"
                 if custom
                 else f"kv={spec.heads.kv}; use kv={spec.heads.q}"
             )
-            yield f"Latent needs one key-value head per query head, not {actual}"
+            yield f"MLAProjection needs one key-value head per query head, not {actual}"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"rank": self.rank, "rope": self.rope, "query_rank": self.query_rank or 0}
@@ -216,8 +216,8 @@ class Latent(Project):
 def convert_to_latent(
     spec: AttentionSpec, weights: Mapping[str, Tensor]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """Convert a trained layer with `Direct` exactly to `Latent`: one latent holds the keys and
-    values of all heads.
+    """Convert a trained layer with `LinearProjection` exactly to `MLAProjection`: one latent holds
+    the keys and values of all heads.
 
     (2502.07864, its merge step.) The key channels that RoPE transforms are concatenated into the
     shared rotary key; each query has zeros for the channels of other heads. The other key channels
@@ -230,12 +230,12 @@ def convert_to_latent(
     ...     model=8,
     ...     heads=4,
     ...     kv=2,
-    ...     modifiers=(hw.Rotary(base=50.0, dims=2, pairs="interleaved"),),
+    ...     modifiers=(hw.parts.Rotary(base=50.0, dims=2, pairs="interleaved"),),
     ...     dim=3,
     ... )
     >>> latent_spec, _ = convert_to_latent(spec, hw.Attention(spec).state_dict())
     >>> latent_spec.project
-    Latent(rank=8, rope=4, norm='none')
+    MLAProjection(rank=8, rope=4, norm='none')
     >>> [hw.costs.cached_numbers_per_token(s) for s in (spec, latent_spec)]
     [12, 12]
     """
@@ -244,7 +244,7 @@ def convert_to_latent(
     transformed = {channel for _, channel in rotary_channels}
     other_channels = [c for c in range(spec.heads.dim) if c not in transformed]
     has_kv_bias = bool(spec.project.constant_biases(spec, weights))
-    project = Latent(
+    project = MLAProjection(
         rank=spec.heads.kv * (len(other_channels) + spec.heads.vdim),
         rope=len(rotary_channels),
         norm="none",
@@ -284,7 +284,7 @@ def _other_part_weights(
     if changed:
         part = changed[0].partition(".")[0]
         raise SpecError(
-            f"{part} has parameters per key-value head, but Latent has one key-value head per "
+            f"{part} has parameters per key-value head, but MLAProjection has one key-value head per "
             f"query head; remove {part}"
         )
     return {key: weights[key].clone() for key in shapes}
@@ -297,10 +297,10 @@ def _merged_key_transform(
 
     Raises SpecError if the layer has no such form.
     """
-    if not isinstance(spec.project, Direct):
+    if not isinstance(spec.project, LinearProjection):
         raise SpecError(
             f"cannot convert a layer with project {type(spec.project).__name__}; give one with "
-            "project Direct"
+            "project LinearProjection"
         )
     if spec.heads.value_heads:
         raise SpecError(

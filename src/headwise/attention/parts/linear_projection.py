@@ -26,11 +26,11 @@ from ..interfaces.core_types import (
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import weight, xavier_uniform, zeros_init
-from .synthesizer import Average
+from .synthesizer import AverageNormaliser
 
 
 @part
-class Direct(Project):
+class LinearProjection(Project):
     """q = x W_Q + b_Q, k = z W_K + b_K, v = z W_V + b_V; keys and values are cached.
 
     `bias` names the projections that have one: "qkv", "q", "". With 8 query heads of 64 channels on
@@ -48,7 +48,7 @@ class Direct(Project):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if set(self.bias) - set("qkv") or len(set(self.bias)) != len(self.bias):
-            yield f"Direct(bias={self.bias!r}) is unknown; name each of q, k and v at most once"
+            yield f"LinearProjection(bias={self.bias!r}) is unknown; name each of q, k and v at most once"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axis = spec.heads.value_axis
@@ -167,15 +167,15 @@ def absorb_matrix_per_head(
 
 
 @part
-class Values(Project):
+class ValueProjection(Project):
     """v = z W_V + b_V, without q and k: every score starts at 0.
 
-    With Average it is the averaging branch of merged attention (1908.11365), with `Learned` scores
-    a synthesizer (2005.00743), with T5Bias or Alibi attention by position only. The only weights
-    are W_V and W_O:
+    With AverageNormaliser it is the averaging branch of merged attention (1908.11365), with
+    `LearnedScores` scores a synthesizer (2005.00743), with T5Bias or Alibi attention by position
+    only. The only weights are W_V and W_O:
 
     >>> import headwise as hw
-    >>> hw.costs.count_parameters(hw.design(model=8, heads=2, project=Values()))  # 2 d^2
+    >>> hw.costs.count_parameters(hw.design(model=8, heads=2, project=ValueProjection()))  # 2 d^2
     128
     """
 
@@ -186,14 +186,14 @@ class Values(Project):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not spec.similarity.linear:
             yield (
-                f"Values has no queries and keys for {type(spec.similarity).__name__}; use "
-                "similarity Dot()"
+                f"ValueProjection has no queries and keys for {type(spec.similarity).__name__}; use "
+                "similarity DotProduct()"
             )
         for name, transform in spec.parts_of(QKTransform):
             if transform.transformed_sides(spec) & set("qk"):
                 yield (
-                    f"Values has no queries and keys for {name}; leave it out, or use project "
-                    "Direct()"
+                    f"ValueProjection has no queries and keys for {name}; leave it out, or use project "
+                    "LinearProjection()"
                 )
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
@@ -254,6 +254,6 @@ class Values(Project):
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .relative_position_bias import Alibi
 
-        yield base(project=cls(), normaliser=Average(), pattern="causal", kv=3, vdim=5)
+        yield base(project=cls(), normaliser=AverageNormaliser(), pattern="causal", kv=3, vdim=5)
         yield base(project=cls(bias="v"), kv=2, source=13)
         yield base(project=cls(), modifiers=(Alibi(),), pattern="window(4)")

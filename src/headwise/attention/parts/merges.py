@@ -19,7 +19,7 @@ from .initialisers import weight, xavier_uniform, zeros_init
 
 
 @part
-class Concat(Merge):
+class ConcatMerge(Merge):
     """y = concat(o_1 .. o_h) W_O + b_O, which is the sum over heads of o_h W_O[h] (1706.03762).
 
     output="fixed" keeps W_O at its random initial value, for measuring what training it
@@ -60,16 +60,16 @@ class Concat(Merge):
 
 
 @part
-class SumHeads(Merge):
+class SumMerge(Merge):
     """y = (o_1 + .. + o_h) W_O + b_O: heads are summed and share one W_O with vdim rows.
 
-    It equals `Concat` with all W_O[h] tied; with separate W_O[h], projecting and then adding *is*
-    concatenation. of="mean" divides by the number of heads, which pruning does not change.
-    output="fixed" keeps W_O at its random initial value. It has fewer parameters than Concat at the
-    same width; `hw.match_size` finds the value width that makes up for that.
+    It equals `ConcatMerge` with all W_O[h] tied; with separate W_O[h], projecting and then adding
+    *is* concatenation. of="mean" divides by the number of heads, which pruning does not change.
+    output="fixed" keeps W_O at its random initial value. It has fewer parameters than ConcatMerge
+    at the same width; `hw.match_size` finds the value width that makes up for that.
 
     >>> import headwise as hw
-    >>> hw.Attention(hw.design(model=8, heads=2, merge=SumHeads())).state_dict()["output.o"].shape
+    >>> hw.Attention(hw.design(model=8, heads=2, merge=SumMerge())).state_dict()["output.o"].shape
     torch.Size([8, 4])
     """
 
@@ -86,12 +86,12 @@ class SumHeads(Merge):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.heads and self.of == "sum":
             yield (
-                f"SumHeads(heads={self.heads}) is only used by of='mean'; leave heads out, or "
+                f"SumMerge(heads={self.heads}) is only used by of='mean'; leave heads out, or "
                 "use of='mean'"
             )
         elif self.heads and self.heads < len(spec.score_head_of_output):
             yield (
-                f"SumHeads(heads={self.heads}) is less than the {len(spec.score_head_of_output)} "
+                f"SumMerge(heads={self.heads}) is less than the {len(spec.score_head_of_output)} "
                 "output heads; "
                 "leave heads out"
             )

@@ -27,7 +27,7 @@ from .initialisers import constant, fixed_values, weight, xavier_uniform
 
 
 @part
-class Routed(Gate):
+class MixtureOfHeads(Gate):
     """The first `always` heads are always active; of the others, the top `active` for each token
     (2410.11842).
 
@@ -53,7 +53,7 @@ class Routed(Gate):
     projection therefore stays; its keys, values and scores do not.
 
     >>> import headwise as hw
-    >>> spec = hw.design(model=8, heads=4, modifiers=(Routed(always=2, active=1),))
+    >>> spec = hw.design(model=8, heads=4, modifiers=(MixtureOfHeads(always=2, active=1),))
     >>> hw.costs.count_parameters(spec) - hw.costs.count_parameters(
     ...     hw.design(model=8, heads=4)
     ... )  # (h + 2) d
@@ -94,22 +94,22 @@ class Routed(Gate):
         heads = self.heads or len(spec.score_head_of_output)
         if heads < len(spec.score_head_of_output):
             yield (
-                f"Routed(heads={heads}) is less than the {len(spec.score_head_of_output)} output "
+                f"MixtureOfHeads(heads={heads}) is less than the {len(spec.score_head_of_output)} output "
                 "heads; leave heads out"
             )
         if self.layers < 1 or (self.layers > 1 and self.balance == "sum"):
             yield (
-                f"Routed(layers={self.layers}) is the number of layers of a mean; use "
+                f"MixtureOfHeads(layers={self.layers}) is the number of layers of a mean; use "
                 "balance='mean', or leave it out"
             )
         if not (0 <= self.always <= heads and 0 <= self.active <= heads - self.always):
             yield (
-                f"Routed(always={self.always}, active={self.active}) needs more than the "
+                f"MixtureOfHeads(always={self.always}, active={self.active}) needs more than the "
                 f"{heads} heads there are"
             )
         elif self.active == 0 and self.always < heads:
             yield (
-                f"Routed(active=0) never uses {heads - self.always} heads; prune them, or use "
+                f"MixtureOfHeads(active=0) never uses {heads - self.always} heads; prune them, or use "
                 "active=1"
             )
         if self.router == "norm":
@@ -119,22 +119,22 @@ class Routed(Gate):
         if routed == 1:
             fewer_shared = f"use always={self.always - 1}, " if self.always else ""
             remedy = f"{fewer_shared}or always={self.always + 1} and active=0"
-            yield f"Routed(router='norm') needs at least 2 routed heads, not 1; {remedy}"
+            yield f"MixtureOfHeads(router='norm') needs at least 2 routed heads, not 1; {remedy}"
         if spec.heads.rows != spec.heads.q:
             yield (
-                "Routed(router='norm') needs one row per score head, but a mix changes their "
+                "MixtureOfHeads(router='norm') needs one row per score head, but a mix changes their "
                 "number; use 'learned'"
             )
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield (
-                f"Routed(router='norm') needs queries with heads.dim channels, unlike {name}; "
+                f"MixtureOfHeads(router='norm') needs queries with heads.dim channels, unlike {name}; "
                 "use 'learned'"
             )
         for name, transform in spec.parts_of(QKTransform):
             if "q" in transform.transformed_sides(spec) and transform.normalises_length():
                 yield (
-                    f"Routed(router='norm') needs queries of different lengths, unlike {name}; "
+                    f"MixtureOfHeads(router='norm') needs queries of different lengths, unlike {name}; "
                     "use router='learned'"
                 )
 
@@ -279,8 +279,12 @@ def convert_to_mixture_of_heads(
     >>> routed, weights = convert_to_mixture_of_heads(
     ...     spec, hw.Attention(spec).state_dict(), shared_heads=[2], num_active_heads=2
     ... )
-    >>> routed.modifiers, weights["routed.slot"].tolist(), weights["routed.asker"].tolist()
-    ((Routed(active=2, router='norm'),), [1, 2, 0, 3], [0, 1, 3])
+    >>> (
+    ...     routed.modifiers,
+    ...     weights["mixture_of_heads.slot"].tolist(),
+    ...     weights["mixture_of_heads.asker"].tolist(),
+    ... )
+    ((MixtureOfHeads(active=2, router='norm'),), [1, 2, 0, 3], [0, 1, 3])
     """
     score_heads = spec.score_head_of_output
     heads = range(len(score_heads))
@@ -289,14 +293,18 @@ def convert_to_mixture_of_heads(
         raise SpecError(
             f"shared_heads={list(shared_heads)} must be heads in 0..{heads[-1]}, each at most once"
         )
-    if any(isinstance(modifier, Routed) for modifier in spec.modifiers):
-        raise SpecError("the heads of this layer are routed already; give a layer without Routed")
-    gate = Routed(always=len(shared), active=num_active_heads, router="norm")
+    if any(isinstance(modifier, MixtureOfHeads) for modifier in spec.modifiers):
+        raise SpecError(
+            "the heads of this layer are routed already; give a layer without MixtureOfHeads"
+        )
+    gate = MixtureOfHeads(always=len(shared), active=num_active_heads, router="norm")
     routed_spec = replace(spec, modifiers=(*spec.modifiers, gate))
     others = [head for head in heads if head not in shared]
     slot_of_head = {head: slot for slot, head in enumerate((*shared, *others))}
     new_weights = {
-        "routed.slot": torch.tensor([slot_of_head[head] for head in heads]),
-        "routed.asker": torch.tensor([score_heads[head] for head in others], dtype=torch.int64),
+        "mixture_of_heads.slot": torch.tensor([slot_of_head[head] for head in heads]),
+        "mixture_of_heads.asker": torch.tensor(
+            [score_heads[head] for head in others], dtype=torch.int64
+        ),
     }
     return routed_spec, {name: tensor.clone() for name, tensor in weights.items()} | new_weights

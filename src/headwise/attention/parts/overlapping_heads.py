@@ -97,7 +97,7 @@ class Overlapping(Project):
         if heads.kv_head_of_query != tuple(range(heads.q)) or heads.value_heads:
             custom = heads.value_heads or heads.kv == heads.q
             actual = (
-                "custom kv_head_of_query= or value_heads=; use project Direct()"
+                "custom kv_head_of_query= or value_heads=; use project LinearProjection()"
                 if custom
                 else f"kv={heads.kv}; use kv={heads.q}"
             )

@@ -81,9 +81,9 @@ class T5Bias(ScoreStep):
     (1910.10683).
 
     looking="both" splits the buckets between past and future; "back" uses all of them for the past.
-    T5 does not divide by sqrt(dim): use Dot(scale=1.0). The table may be shared by all layers, so
-    each layer stores the table column of each of its heads in a constant; pruning heads shortens
-    that constant and leaves the table as it is.
+    T5 does not divide by sqrt(dim): use DotProduct(scale=1.0). The table may be shared by all
+    layers, so each layer stores the table column of each of its heads in a constant; pruning heads
+    shortens that constant and leaves the table as it is.
 
     >>> T5Bias().relative_bucket(torch.tensor([0, -1, 1, -8, -200])).tolist()
     [0, 1, 17, 8, 15]
@@ -157,9 +157,9 @@ class T5Bias(ScoreStep):
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        from .dot_product import Dot
+        from .dot_product import DotProduct
 
-        yield base(modifiers=(cls(buckets=8, reach=9),), similarity=Dot(scale=1.0))
+        yield base(modifiers=(cls(buckets=8, reach=9),), similarity=DotProduct(scale=1.0))
         yield base(modifiers=(cls(buckets=4, reach=5, looking="back"),), pattern="causal", kv=3)
         yield base(modifiers=(cls(buckets=8, reach=9, columns=11),))
 
@@ -269,7 +269,7 @@ class ContinuousBias(ScoreStep):
     `trained_columns`), so that weights can move to another grid. Offsets beyond the grid count as
     the largest. output="sigmoid" is Swin v2; "linear" is b_h plus a learned number, as in TransNeXt
     (2311.17132) and MoH-ViT (2410.11842). Scaled-cosine attention is QKNorm(kind="l2") with
-    Dot(scale=1.0).
+    DotProduct(scale=1.0).
 
     >>> [
     ...     round(x, 3)
@@ -365,7 +365,7 @@ class ContinuousBias(ScoreStep):
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        from .dot_product import Dot
+        from .dot_product import DotProduct
         from .rms_norms import QKNorm
 
         yield base(modifiers=(cls(rows=3, columns=2, hidden=5),), kv=2)
@@ -374,5 +374,5 @@ class ContinuousBias(ScoreStep):
                 QKNorm(kind="l2"),
                 cls(rows=2, columns=4, hidden=3, output="linear", trained_rows=5),
             ),
-            similarity=Dot(scale=1.0),
+            similarity=DotProduct(scale=1.0),
         )

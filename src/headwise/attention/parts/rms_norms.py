@@ -27,7 +27,7 @@ class QKNorm(QKTransform):
     kind="rms", scope="head": RMSNorm over the channels of each head, as in Qwen3 (2505.09388);
     scope="full": over all heads at once, as in OLMo 2 (2501.00656). kind="offset": RMSNorm per head
     with weights stored as w - 1, as in Gemma 3 (2503.19786). kind="l2": unit vectors with a learned
-    temperature per head in place of 1/sqrt(dim), so it needs Dot(scale=1.0) (2010.04245).
+    temperature per head in place of 1/sqrt(dim), so it needs DotProduct(scale=1.0) (2010.04245).
     kind="l2-embedding" adds a learned vector of each head to its unit queries before the
     temperature, which TransNeXt (2311.17132) and MoH-ViT call query embedding. Swin v2 stores the
     logarithm of the temperature, and TransNeXt softplus^-1 of the temperature over log n for n
@@ -63,7 +63,7 @@ class QKNorm(QKTransform):
         if self._has_unit_vectors and spec.similarity.score_scale(spec.core) != 1.0:
             yield (
                 f"QKNorm(kind={self.kind!r}) has a temperature in place of 1/sqrt(dim); use "
-                "similarity Dot(scale=1.0)"
+                "similarity DotProduct(scale=1.0)"
             )
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
@@ -120,14 +120,16 @@ class QKNorm(QKTransform):
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        from .dot_product import Dot
+        from .dot_product import DotProduct
 
         yield base(modifiers=(cls(),), kv=2)
         yield base(modifiers=(cls(scope="full", eps=1e-5),), kv=2)
         yield base(modifiers=(cls(kind="offset"),), kv=2)
-        yield base(modifiers=(cls(kind="l2", temperature=3.0),), similarity=Dot(scale=1.0))
+        yield base(modifiers=(cls(kind="l2", temperature=3.0),), similarity=DotProduct(scale=1.0))
         yield base(
-            modifiers=(cls(kind="l2-embedding", temperature=3.0),), similarity=Dot(scale=1.0), kv=2
+            modifiers=(cls(kind="l2-embedding", temperature=3.0),),
+            similarity=DotProduct(scale=1.0),
+            kv=2,
         )
 
 

@@ -28,13 +28,13 @@ from .initialisers import constant
 @dataclass(frozen=True, repr=False)
 class RotaryScaling(CheckedDataclass, ABC):
     """Base class: changes the rotary frequencies, and may scale the rotated channels by
-    `attention_factor`.
+    `channel_scale`.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in vars(self).items():
-            if isinstance(value, (int, float)) and not value > 0:
+            if type(value) in (int, float) and not value > 0:
                 raise SpecError(
                     f"{type(self).__name__}({name}={value!r}) must be positive; see its docstring"
                 )
@@ -44,16 +44,16 @@ class RotaryScaling(CheckedDataclass, ABC):
         """The scaled frequencies, given the plain ones."""
 
     @property
-    def attention_factor(self) -> float:
+    def channel_scale(self) -> float:
         """The factor of the rotated channels."""
         return 1.0
 
 
 @part
-class Plain(RotaryScaling):
+class NoScaling(RotaryScaling):
     """Leaves frequencies unchanged.
 
-    >>> Plain().scale_frequencies([1.0, 0.5], 10_000.0, 4)
+    >>> NoScaling().scale_frequencies([1.0, 0.5], 10_000.0, 4)
     [1.0, 0.5]
     """
 
@@ -62,10 +62,10 @@ class Plain(RotaryScaling):
 
 
 @part
-class PI(RotaryScaling):
+class PositionInterpolation(RotaryScaling):
     """Position interpolation: position t is treated as t / factor (2306.15595).
 
-    >>> PI(4.0).scale_frequencies([1.0], 10_000.0, 2)
+    >>> PositionInterpolation(4.0).scale_frequencies([1.0], 10_000.0, 2)
     [0.25]
     """
 
@@ -76,13 +76,16 @@ class PI(RotaryScaling):
 
 
 @part
-class NTK(RotaryScaling):
+class NTKScaling(RotaryScaling):
     """NTK-aware scaling: base becomes base * factor^(dims / (dims - 2)).
 
     The lowest frequency is divided by exactly `factor`:
 
     >>> plain = [1.0, 0.01]
-    >>> [round(b / f, 6) for b, f in zip(NTK(4.0).scale_frequencies(plain, 10_000.0, 4), plain)]
+    >>> [
+    ...     round(b / f, 6)
+    ...     for b, f in zip(NTKScaling(4.0).scale_frequencies(plain, 10_000.0, 4), plain)
+    ... ]
     [1.0, 0.25]
     """
 
@@ -100,40 +103,41 @@ class YaRN(RotaryScaling):
     """YaRN: high frequencies are kept, low frequencies are divided by `factor` (2309.00071).
 
     A pair makes r = original f / (2 pi) rotations within the original context length. ramp="paper"
-    blends linearly in r between `slow` and `fast`. Released checkpoints were trained with a blend
-    that is linear in the pair's index between the indices where r is `fast` and `slow`: ramp="code"
-    rounds these indices outwards, "exact" does not (gpt-oss). Rotated channels are multiplied by
-    `swelling`, by default 0.1 ln(factor) + 1.
+    blends linearly in r between `beta_slow` and `beta_fast`. Released checkpoints were trained with
+    a blend that is linear in the pair's index between the indices where r is `beta_fast` and
+    `beta_slow`, as ramp="code" does: `truncate` rounds these indices outwards (not in gpt-oss).
+    Rotated channels are multiplied by `attention_factor`, by default 0.1 ln(factor) + 1.
 
     >>> (
     ...     YaRN(4.0, original=2048).scale_frequencies([1.0], 10_000.0, 64)[0],
-    ...     round(YaRN(4.0).attention_factor, 4),
+    ...     round(YaRN(4.0).channel_scale, 4),
     ... )
     (1.0, 1.1386)
     """
 
     factor: float = 4.0
     original: int = 4096
-    fast: float = 32.0
-    slow: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
     ramp: str = "code"
-    swelling: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ramp not in ("code", "exact", "paper"):
-            raise SpecError(f"YaRN(ramp={self.ramp!r}) is unknown; use 'code', 'exact' or 'paper'")
-        if self.fast <= self.slow:
+        if self.ramp not in ("code", "paper"):
+            raise SpecError(f"YaRN(ramp={self.ramp!r}) is unknown; use 'code' or 'paper'")
+        if self.beta_fast <= self.beta_slow:
             raise SpecError(
-                f"YaRN(fast={self.fast}, slow={self.slow}) has fast at or below slow; use fast > "
-                "slow"
+                f"YaRN(beta_fast={self.beta_fast}, beta_slow={self.beta_slow}) has beta_fast at or "
+                "below beta_slow; use beta_fast > beta_slow"
             )
 
     @property
-    def attention_factor(self) -> float:
-        """`swelling` if given, else 0.1 ln(factor) + 1."""
+    def channel_scale(self) -> float:
+        """`attention_factor` if given, else 0.1 ln(factor) + 1."""
         default = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
-        return default if self.swelling is None else self.swelling
+        return default if self.attention_factor is None else self.attention_factor
 
     def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
         fractions = (
@@ -146,17 +150,17 @@ class YaRN(RotaryScaling):
     def _fractions_by_rotations(self, plain: list[float]) -> list[float]:
         """The fraction of each original frequency in the blend, for ramp="paper"."""
         rotations = [self.original * f / (2 * math.pi) for f in plain]
-        return [_interpolate(r, self.slow, self.fast) for r in rotations]
+        return [_interpolate(r, self.beta_slow, self.beta_fast) for r in rotations]
 
     def _fractions_by_index(self, plain: list[float], base: float, dims: int) -> list[float]:
-        """The fraction of each original frequency in the blend, for ramp="code" and "exact"."""
+        """The fraction of each original frequency in the blend, for ramp="code"."""
 
         def index(rotations: float) -> float:
             return dims * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-        first = index(self.fast)
-        last = index(self.slow)
-        if self.ramp == "code":
+        first = index(self.beta_fast)
+        last = index(self.beta_slow)
+        if self.truncate:
             first = math.floor(first)
             last = math.ceil(last)
         first = max(first, 0)
@@ -166,14 +170,14 @@ class YaRN(RotaryScaling):
 
 
 @part
-class Llama3(RotaryScaling):
+class Llama3Scaling(RotaryScaling):
     """Llama 3.1 scaling: pairs with at least `high` rotations within `original` positions keep
     their frequency.
 
     Frequencies with `low` rotations or fewer are divided by `factor`; those in between are blended
     linearly.
 
-    >>> Llama3().scale_frequencies([1.0, 1e-6], 500_000.0, 4)
+    >>> Llama3Scaling().scale_frequencies([1.0, 1e-6], 500_000.0, 4)
     [1.0, 1.25e-07]
     """
 
@@ -186,7 +190,7 @@ class Llama3(RotaryScaling):
         super().__post_init__()
         if self.high <= self.low:
             raise SpecError(
-                f"Llama3(low={self.low}, high={self.high}) has high at or below low; use high > low"
+                f"Llama3Scaling(low={self.low}, high={self.high}) has high at or below low; use high > low"
             )
 
     def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
@@ -237,15 +241,15 @@ class Rotary(QKTransform):
     base: float = 10_000.0
     dims: int | None = None
     pairs: str = "half"
-    scaling: RotaryScaling = Plain()
+    scaling: RotaryScaling = NoScaling()
     copies: int = 1
     field_choices: ClassVar = {"pairs": ("half", "interleaved")}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not isinstance(self.scaling, RotaryScaling):
             yield (
-                f"Rotary(scaling={self.scaling!r}) is not a RotaryScaling; use Plain, PI, NTK, "
-                "YaRN or Llama3"
+                f"Rotary(scaling={self.scaling!r}) is not a RotaryScaling; use NoScaling, "
+                "PositionInterpolation, NTKScaling, YaRN or Llama3Scaling"
             )
             return
         if not self.base > 1:
@@ -341,7 +345,7 @@ class Rotary(QKTransform):
         angle = position_BT.view(*position_BT.shape, 1, 1) * frequency
         cos = angle.cos()
         sin = angle.sin()
-        factor = self.scaling.attention_factor
+        factor = self.scaling.channel_scale
         if factor != 1:
             cos = cos * factor
             sin = sin * factor
@@ -374,13 +378,16 @@ class Rotary(QKTransform):
         yield base(modifiers=(cls(),), pattern="causal", kv=2)
         yield base(modifiers=(cls(base=50.0, dims=2, pairs="interleaved"),))
         yield base(modifiers=(cls(copies=2),), kv=3)
-        yield base(modifiers=(cls(scaling=PI(factor=4.0)),), pattern="causal")
-        yield base(modifiers=(cls(scaling=NTK(factor=4.0)),), pattern="causal")
+        yield base(modifiers=(cls(scaling=PositionInterpolation(factor=4.0)),), pattern="causal")
+        yield base(modifiers=(cls(scaling=NTKScaling(factor=4.0)),), pattern="causal")
         yield base(modifiers=(cls(scaling=YaRN(factor=4.0, original=32)),), pattern="causal")
         yield base(
             modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "paper", 1.5)),), pattern="causal"
         )
-        yield base(modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "exact")),), pattern="causal")
         yield base(
-            modifiers=(cls(scaling=Llama3(factor=4.0, low=1.5, high=3.0, original=64)),), kv=3
+            modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, truncate=False)),), pattern="causal"
+        )
+        yield base(
+            modifiers=(cls(scaling=Llama3Scaling(factor=4.0, low=1.5, high=3.0, original=64)),),
+            kv=3,
         )

@@ -1,5 +1,5 @@
-"""Scores without a comparison of tokens: Synthesizer learns them per position, or computes them from
-the query token alone; in average attention every allowed key has the same weight.
+"""Scores without a comparison of tokens: Synthesizer learns them per position, or computes them
+from the query token alone; in average attention every allowed key has the same weight.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from .initialisers import weight, xavier_uniform, zeros_init
 
 
 @part
-class Learned(ScoreStep):
+class LearnedScores(ScoreStep):
     """s + R_h[i, j], learned for the positions 0 .. length - 1: the scores of a Synthesizer
     (2005.00743).
 
     kind="random": R is a table. "factorised": R = A B^T with this `rank`. "dense": row i of R is
     W_2 relu(W_1 x_i + b_1) + b_2, computed from the query token alone; the hidden layer has dim
     channels per head, which gives the paper's d^2 + d length parameters if heads times dim is d.
-    Without queries and keys (project Values()) it is the paper's pure form; with Dot it is the
-    paper's mixture as a plain sum, where the paper has weights and its code can do either. The
-    code's "dense" differs: no biases, W_1 taken from the query projection, and W_2 shared by all
-    heads.
+    Without queries and keys (project ValueProjection()) it is the paper's pure form; with
+    DotProduct it is the paper's mixture as a plain sum, where the paper has weights and its code
+    can do either. The code's "dense" differs: no biases, W_1 taken from the query projection, and
+    W_2 shared by all heads.
 
     The table has as many parameters as W_Q and W_K at h length^2 = 2 d h dim: 8 positions for d =
     16 and dim = 2.
 
     >>> import headwise as hw
-    >>> spec = hw.design(model=16, heads=3, dim=2, modifiers=(Learned(length=8),))
-    >>> spec.shapes()["learned.table"], 2 * 16 * 3 * 2 == 3 * 8 * 8
+    >>> spec = hw.design(model=16, heads=3, dim=2, modifiers=(LearnedScores(length=8),))
+    >>> spec.shapes()["learned_scores.table"], 2 * 16 * 3 * 2 == 3 * 8 * 8
     ((3, 8, 8), True)
     """
 
@@ -65,7 +65,7 @@ class Learned(ScoreStep):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.kind != "factorised" and self.rank != 8:
-            yield f"Learned(kind={self.kind!r}, rank={self.rank}) is not factorised; leave rank out"
+            yield f"LearnedScores(kind={self.kind!r}, rank={self.rank}) is not factorised; leave rank out"
 
     def max_positions(self, spec: AttentionSpec) -> int | None:
         return self.length
@@ -131,13 +131,13 @@ def _dense_score_rows(x_BTD: Tensor, p: PartParams) -> Tensor:
 
 
 @part
-class Average(Normaliser):
+class AverageNormaliser(Normaliser):
     """w_j = 1/n for the n allowed keys, whatever the scores: average attention (1805.00631).
 
     Decoding needs only the sum of the values and their number, unless a modifier mixes heads or
     changes weights.
 
-    >>> Average().normalise_row(torch.tensor([5.0, -5.0]), {}).tolist()
+    >>> AverageNormaliser().normalise_row(torch.tensor([5.0, -5.0]), {}).tolist()
     [0.5, 0.5]
     """
 

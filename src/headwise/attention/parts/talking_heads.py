@@ -156,7 +156,7 @@ def mix_heads(a_BHTS: Tensor, mixing_HO: Tensor) -> Tensor:
 
 
 @part
-class Knocking(QKTransform):
+class KnockingHeads(QKTransform):
     """x_h -> x_h T, with one T per side, shared by all heads; `sides` are any of q, k and v
     (2510.23052).
 
@@ -166,7 +166,7 @@ class Knocking(QKTransform):
     linear kind into the projections.
 
     >>> weights = {"v": torch.tensor([[1.0, 2.0], [0.0, 1.0]])}  # [out, in]
-    >>> Knocking().transform(torch.tensor([[[[3.0, 4.0]]]]), "v", None, weights).tolist()
+    >>> KnockingHeads().transform(torch.tensor([[[[3.0, 4.0]]]]), "v", None, weights).tolist()
     [[[[11.0, 4.0]]]]
     """
 
@@ -181,10 +181,10 @@ class Knocking(QKTransform):
             or set(self.sides) - set("qkv")
             or len(set(self.sides)) != len(self.sides)
         ):
-            yield f"Knocking(sides={self.sides!r}) is unknown; name each of q, k and v at most once"
+            yield f"KnockingHeads(sides={self.sides!r}) is unknown; name each of q, k and v at most once"
         elif self.kind == "mlp" and self.sides != "v":
             yield (
-                f"Knocking(kind='mlp', sides={self.sides!r}) is defined for values only; use "
+                f"KnockingHeads(kind='mlp', sides={self.sides!r}) is defined for values only; use "
                 "sides='v'"
             )
         values = AxisLayout.parse(f"{spec.heads.value_axis} vdim")
@@ -192,9 +192,9 @@ class Knocking(QKTransform):
         if not (spec.project.uses_head_dims or values_only):
             name = type(spec.project).__name__
             yield (
-                "Knocking needs queries, keys and values with heads.dim and heads.vdim channels, "
+                "KnockingHeads needs queries, keys and values with heads.dim and heads.vdim channels, "
                 f"unlike {name}; "
-                "use project Direct()"
+                "use project LinearProjection()"
             )
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:

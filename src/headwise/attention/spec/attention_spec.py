@@ -175,7 +175,9 @@ class AttentionSpec:
         return shapes
 
     def kv_entry_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors cached for one token, by name: "k", "v", "dynamic.gate"."""
+        """The shapes of the tensors cached for one token, by name: "k", "v",
+        "dynamic_composition.gate".
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         for name, part in self.parts():
             prefix = "" if part is self.project else f"{name}."
@@ -252,9 +254,9 @@ class AttentionSpec:
         """The score heads that the attention core computes, in order.
 
         All score heads, unless pruning left some that only a gate needs: it sees queries but no
-        scores (`Routed` with router="norm"). If heads are mixed, if a part multiplies the
-        layer's input with weights of each head to get scores (`Learned` with kind="dense"), or if
-        some key or value head belongs to such heads alone, the core computes all.
+        scores (`MixtureOfHeads` with router="norm"). If heads are mixed, if a part multiplies the
+        layer's input with weights of each head to get scores (`LearnedScores` with kind="dense"),
+        or if some key or value head belongs to such heads alone, the core computes all.
         """
         return (
             self._find_core_score_heads()

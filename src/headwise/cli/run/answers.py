@@ -121,7 +121,7 @@ class TextAnswerer(Answerer):
         self.length = DEFAULT_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
         self.is_streamed = args.text is not None and not args.json
         self.is_streamed &= self.decoding.beams == 1
-        self.generator = TextGenerator.of(
+        self.generator = TextGenerator.from_options(
             model,
             self.length,
             args.temperature or 0.0,

@@ -34,7 +34,7 @@ class TensorShard:
     >>> piece = TensorShard(
     ...     AxisLayout.parse("(q dim) model"), {"q": 3, "dim": 2, "model": 1}, {"q": (0, 2)}
     ... )
-    >>> piece.of(torch.arange(6.0)[:, None]).flatten().tolist()
+    >>> piece.cut_from(torch.arange(6.0)[:, None]).flatten().tolist()
     [0.0, 1.0, 4.0, 5.0]
     """
 
@@ -52,7 +52,7 @@ class TensorShard:
         """Shape of the shard with one dimension per axis."""
         return self.layout.unmerged_shape(self._shard_sizes)
 
-    def of(self, full: Tensor) -> Tensor:
+    def cut_from(self, full: Tensor) -> Tensor:
         """Cut the shard out of the full tensor; returns a copy."""
         opened = full.reshape(self.layout.unmerged_shape(self.sizes))
         for axis, places in self.indices.items():
@@ -145,7 +145,7 @@ def partition_heads(name: str, spec: AttentionSpec, num_ranks: int) -> list[Kept
     heads_of_ranks = list[KeptHeads]()
     for rank in range(num_ranks):
         own = [groups[n] for n in _range_of_rank(len(groups), rank, num_ranks)]
-        heads_of_ranks.append(KeptHeads.of(spec, list(chain.from_iterable(own))))
+        heads_of_ranks.append(KeptHeads.from_spec(spec, list(chain.from_iterable(own))))
     return heads_of_ranks
 
 
@@ -154,7 +154,9 @@ def find_independent_heads(spec: AttentionSpec) -> list[list[int]]:
     on different ranks.
 
     >>> import headwise as hw
-    >>> find_independent_heads(hw.design(model=8, heads=4, modifiers=(hw.Dynamic(groups=2),)))
+    >>> find_independent_heads(
+    ...     hw.design(model=8, heads=4, modifiers=(hw.parts.DynamicComposition(groups=2),))
+    ... )
     [[0, 1], [2, 3]]
     """
     groups: list[tuple[list[int], frozenset[int]]] = []
@@ -220,7 +222,7 @@ def _partition_block(
     if isinstance(feed, ExpertsSpec):
         shared = feed.shared and _partition_feed_forward(feed.shared, name, rank, count)
         feed = replace(
-            feed, each=_partition_feed_forward(feed.each, name, rank, count), shared=shared
+            feed, expert=_partition_feed_forward(feed.expert, name, rank, count), shared=shared
         )
     elif feed is not None:
         feed = _partition_feed_forward(feed, name, rank, count)

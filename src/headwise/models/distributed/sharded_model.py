@@ -274,7 +274,7 @@ class TensorParallelModel:
 
     def part(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's piece of a full tensor, which has the shape of parameter `name`."""
-        return self.pieces[name][self.group.rank].of(full)
+        return self.pieces[name][self.group.rank].cut_from(full)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Gather the full tensor from the pieces of all ranks, bit for bit; a collective call."""

@@ -8,8 +8,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...attention.parts.dot_product import Dot
-from ...attention.parts.rotary_embedding import PI, Llama3, Plain, Rotary, RotaryScaling, YaRN
+from ...attention.parts.dot_product import DotProduct
+from ...attention.parts.rotary_embedding import (
+    Llama3Scaling,
+    NoScaling,
+    PositionInterpolation,
+    Rotary,
+    RotaryScaling,
+    YaRN,
+)
 from ...attention.spec.attention_spec import AttentionSpec
 from ..model_spec import ApproximateAttention
 from .config_reader import TransformersConfig
@@ -74,14 +81,14 @@ class RopeConfig:
         """
         table = self.table
         if self.rope_type == "linear":
-            return PI(table.read_float("factor", default=1.0))
+            return PositionInterpolation(table.read_float("factor", default=1.0))
         if self.rope_type == "llama3":
             low, high = (
                 table.read_float(f"{side}_freq_factor", default=default)
                 for side, default in LLAMA3_RAMP
             )
-            return Llama3(self.factor, low, high, self.original_length)
-        return self._make_yarn() if self.rope_type == "yarn" else Plain()
+            return Llama3Scaling(self.factor, low, high, self.original_length)
+        return self._make_yarn() if self.rope_type == "yarn" else NoScaling()
 
     def attention_with_limits(self, spec: AttentionSpec) -> AttentionSpec | ApproximateAttention:
         """Return `spec`, marked as approximate if its RoPE depends on the sequence length
@@ -126,20 +133,26 @@ class RopeConfig:
 
     def _make_yarn(self) -> YaRN:
         table = self.table
-        swelling = None
+        attention_factor = None
         if table.values.get("attention_factor") is not None:
-            swelling = table.read_float("attention_factor", default=1.0)
+            attention_factor = table.read_float("attention_factor", default=1.0)
         elif table.values.get("mscale") and table.values.get("mscale_all_dim"):
             numerator, denominator = (
                 table.read_float(key, default=1.0) for key in ("mscale", "mscale_all_dim")
             )
-            swelling = self._mscale(numerator) / self._mscale(denominator)
+            attention_factor = self._mscale(numerator) / self._mscale(denominator)
         fast, slow = (
             table.read_float(key, default=default) if table.values.get(key) else default
             for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
         )
-        ramp = "code" if table.read_bool("truncate", True) else "exact"
-        return YaRN(self.factor, self.original_length, fast, slow, ramp, swelling)
+        return YaRN(
+            self.factor,
+            self.original_length,
+            fast,
+            slow,
+            attention_factor=attention_factor,
+            truncate=table.read_bool("truncate", True),
+        )
 
 
 def _read_rotary_fraction(
@@ -212,11 +225,11 @@ def read_ropes_by_layer_type(
     }
 
 
-def make_dot(scale: float, default: float) -> Dot:
+def make_dot(scale: float, default: float) -> DotProduct:
     """Return the dot product scaled by `scale`, without an explicit scale if
     that is the default.
     """
-    return Dot() if scale == default else Dot(scale=scale)
+    return DotProduct() if scale == default else DotProduct(scale=scale)
 
 
 def rope_to_config(spec: AttentionSpec) -> dict[str, Any]:
@@ -230,19 +243,20 @@ def rope_to_config(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _scaling_to_config(scaling: RotaryScaling) -> dict[str, Any]:
-    if isinstance(scaling, PI):
+    if isinstance(scaling, PositionInterpolation):
         return {"rope_type": "linear", "factor": scaling.factor}
-    if isinstance(scaling, Llama3):
+    if isinstance(scaling, Llama3Scaling):
         ramp = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
         original = {"original_max_position_embeddings": scaling.original}
         return {"rope_type": "llama3", "factor": scaling.factor, **ramp, **original}
     if isinstance(scaling, YaRN):
         ramp = {
-            "beta_fast": scaling.fast,
-            "beta_slow": scaling.slow,
-            "truncate": scaling.ramp != "exact",
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.ramp == "paper" or scaling.truncate,
         }
         original = {"original_max_position_embeddings": scaling.original}
-        swelling = {} if scaling.swelling is None else {"attention_factor": scaling.swelling}
-        return {"rope_type": "yarn", "factor": scaling.factor, **ramp, **original, **swelling}
+        if scaling.attention_factor is not None:
+            ramp["attention_factor"] = scaling.attention_factor
+        return {"rope_type": "yarn", "factor": scaling.factor, **ramp, **original}
     return {"rope_type": "default"}

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from ...attention.masking.patterns import Window
-from ...attention.parts.dot_product import Dot
+from ...attention.parts.dot_product import DotProduct
 from ...attention.spec.attention_spec import AttentionSpec
 from ...util.errors import SpecError, suggest
 from ..model_spec import FeedForwardSpec, ModelSpec, StackSpec, to_dict
@@ -179,7 +179,7 @@ def write_gpt2(model: ModelSpec, name: str) -> dict[str, Any]:
         "n_positions": (positions and positions.length) or 1024,
         "layer_norm_epsilon": stack.layers[0].norm.eps,
         "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
-        "scale_attn_weights": scales[0] != Dot(scale=1.0),
+        "scale_attn_weights": scales[0] != DotProduct(scale=1.0),
         "tie_word_embeddings": any(head.table for head in model.heads),
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     }

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...attention.parts.dot_product import Dot, Softcap
-from ...attention.parts.dynamic_composition import Dynamic
-from ...attention.parts.latent_attention import Latent
+from ...attention.parts.dot_product import DotProduct, Softcap
+from ...attention.parts.dynamic_composition import DynamicComposition
+from ...attention.parts.latent_attention import MLAProjection
 from ...attention.parts.relative_position_bias import Alibi
 from ...attention.parts.rms_norms import QKNorm
 from ...attention.parts.rotary_embedding import Rotary
@@ -120,7 +120,7 @@ def experts(
             one = replace(feed, hidden=config.read_int("moe_intermediate_size", default=hidden))
         scoring = scores
         if not scoring:
-            scoring = "chosen" if config.read_bool("norm_topk_prob", False) else "softmax"
+            scoring = "softmax_of_top_k" if config.read_bool("norm_topk_prob", False) else "softmax"
         number = config.read_int(*EXPERT_KEYS, default=count)
         chosen = config.read_int("num_experts_per_tok", default=active, maximum=number)
         spec = ExpertsSpec(one, number, chosen, scores=scoring)
@@ -162,7 +162,9 @@ def gpt_oss_feeds(
     expert = FeedForwardSpec(feed.hidden, f"bounded_silu({gain}, {limit})", "gated", bias="ugd")
     count = config.read_int("num_local_experts", "num_experts", default=128)
     active = config.read_int("num_experts_per_tok", default=4, maximum=count)
-    return [ExpertsSpec(expert, count, active, scores="chosen", bias="learned")] * sizes.layers
+    return [
+        ExpertsSpec(expert, count, active, scores="softmax_of_top_k", bias="learned")
+    ] * sizes.layers
 
 
 @family_function
@@ -313,7 +315,7 @@ def _read_groups(config: TransformersConfig, groups: int, active: int) -> dict[s
     """The number of groups of experts, and of those that each token may use."""
     return {
         "groups": config.read_int("n_group", default=groups),
-        "active_groups": config.read_int("topk_group", default=active),
+        "top_k_groups": config.read_int("topk_group", default=active),
     }
 
 
@@ -385,7 +387,7 @@ def deepseek(config: TransformersConfig, sizes: Sizes) -> Extras:
         dim=dim,
         vdim=config.read_head_dim("v_head_dim", default=128),
         pattern="causal()",
-        project=Latent(rank=rank, rope=rope_dim, query_rank=query_rank),
+        project=MLAProjection(rank=rank, rope=rope_dim, query_rank=query_rank),
         bias="o" if is_biased else "",
         similarity=make_dot(default_scale * rope.attention_mscale() ** 2, default_scale),
         modifiers=(rope.make_rotary(rope_dim, pairs),),
@@ -394,7 +396,7 @@ def deepseek(config: TransformersConfig, sizes: Sizes) -> Extras:
         return Extras(attention=rope.attention_with_limits(spec))
     ranks = {"project.q_down_bias": query_rank or 0, "project.kv_down_bias": rank + rope_dim}
     own = tuple((name, size) for name, size in ranks.items() if size)
-    reason = "attention_bias adds biases to the latent vectors, which Latent lacks"
+    reason = "attention_bias adds biases to the latent vectors, which MLAProjection lacks"
     return Extras(attention=ApproximateAttention(spec, reason, own))
 
 
@@ -415,7 +417,9 @@ def gpt2_layers(config: TransformersConfig, sizes: Sizes) -> list[LayerKind]:
 def gpt_bigcode(config: TransformersConfig, sizes: Sizes) -> Extras:
     """Scores may be unscaled."""
     is_scaled = config.read_bool("scale_attn_weights", True)
-    return Extras(design={"similarity": Dot() if is_scaled else make_dot(1.0, sizes.dim**-0.5)})
+    return Extras(
+        design={"similarity": DotProduct() if is_scaled else make_dot(1.0, sizes.dim**-0.5)}
+    )
 
 
 @family_function
@@ -445,7 +449,7 @@ def gpt_neo_layers(config: TransformersConfig, sizes: Sizes) -> list[LayerKind]:
             "name 'global' or 'local' for each",
         )
     patterns = {"global": "causal()", "local": f"window({window})"}
-    return [LayerKind(patterns[kind], similarity=Dot(scale=1.0)) for kind in types]
+    return [LayerKind(patterns[kind], similarity=DotProduct(scale=1.0)) for kind in types]
 
 
 @family_function
@@ -534,7 +538,7 @@ def falcon(config: TransformersConfig, sizes: Sizes) -> Extras:
     """The newer architecture has separate norms for attention and feed-forward."""
     is_newer = config.read_bool("new_decoder_architecture", False)
     norms = config.read_optional_int("num_ln_in_parallel_attn") or (2 if is_newer else 1)
-    placement = "abreast" if is_newer and norms == 2 else "parallel"
+    placement = "parallel_two_norms" if is_newer and norms == 2 else "parallel"
     is_parallel = config.read_bool("parallel_attn", True)
     reason = "alibi adds 16-bit slopes before scores are scaled, which Alibi does not"
     return Extras(
@@ -603,7 +607,9 @@ def dcformer(config: TransformersConfig, sizes: Sizes) -> Extras:
     base = config.read_float("rope_base", default=theta)
     rotary = Rotary(base=base, dims=None if dims == dim else dims)
     norms = (QKNorm(eps=1e-6),) if config.read_bool("use_qk_norm", False) else ()
-    return Extras(modifiers=(*norms, rotary, Dynamic(), Dynamic(on="weights")))
+    return Extras(
+        modifiers=(*norms, rotary, DynamicComposition(), DynamicComposition(on="weights"))
+    )
 
 
 @family_function

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...attention.parts.dot_product import Dot
+from ...attention.parts.dot_product import DotProduct
 from ...attention.parts.relative_position_bias import T5Bias
 from ...attention.presets import design
 from ..model_spec import (
@@ -223,7 +223,7 @@ def read_t5(config: TransformersConfig, task: str) -> ModelSpec:
         "model": model,
         "heads": config.read_num_heads("num_heads", "num_attention_heads", default=8),
         "dim": config.read_head_dim("d_kv", "head_dim", default=64),
-        "similarity": Dot(scale=1.0),
+        "similarity": DotProduct(scale=1.0),
     }
     both = design(**design_args, modifiers=(T5Bias(buckets, reach, "both"),))
     back = design(**design_args, modifiers=(T5Bias(buckets, reach, "back"),), pattern="causal()")

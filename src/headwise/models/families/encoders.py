@@ -70,8 +70,8 @@ class EncoderSizes:
 
 @dataclass
 class Extras:
-    """Functions that a family adds to its table. `masked` replaces the masked-LM head, `pooler` the transform
-    of classifiers, `tasks` adds tasks with their heads.
+    """Functions that a family adds to its table. `masked` replaces the masked-LM head, `pooler` the
+    transform of classifiers, `tasks` adds tasks with their heads.
     """
 
     attentions: Sequence[LayerAttention] | None = None
@@ -264,7 +264,7 @@ GLOBAL_TOKENS_REASON = (
 
 @family_function
 def longformer(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
-    """A spec without global tokens; hw.LongformerAttention runs the full layer."""
+    """A spec without global tokens; hw.attention.LongformerAttention runs the full layer."""
     setting = config.values.get("attention_window", 512)
     windows: list[Any] = [setting] * sizes.layers
     if isinstance(setting, (list, tuple)):
@@ -345,7 +345,7 @@ def albert(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras
     if task == "ForMaskedLM":
         extras.unsupported += (_narrow_head(config, sizes, narrow),)
     extras.masked = make_masked_head(config, sizes, sizes.feed.activation, narrow)
-    extras.stack = {"weights_of": "first"}
+    extras.stack = {"tied_layers": True}
     return extras
 
 

@@ -16,7 +16,7 @@ from .config_reader import TransformersConfig
 from .weight_names import LAYER, WeightNames
 
 KEY = "quantization_config"
-EXPERTS = ("*.*.feed.each",)
+EXPERTS = ("*.*.feed.expert",)
 HEADS = ("head",)
 FLOAT32_BITS = 32
 SCALE_BITS = 16

@@ -25,10 +25,10 @@ class DecodingConfig:
     tokens, `top_p` the smallest set of the most likely that has this probability (1904.09751),
     `min_p` tokens with at least this fraction of the highest probability (2407.01082).
 
-    `beams` is the number of hypotheses searched at once; the `best` finished ones are returned.
-    A score is the sum of log-probabilities divided by length ** `length_penalty`; the length counts
-    the end token (1609.08144 uses another formula). An output stops before any text or id in `stop`, and before
-    any id in `end` (None: the end ids of `model.usage`; (): never).
+    `beams` is the number of hypotheses searched at once; the `best` finished ones are returned. A
+    score is the sum of log-probabilities divided by length ** `length_penalty`; the length counts
+    the end token (1609.08144 uses another formula). An output stops before any text or id in
+    `stop`, and before any id in `end` (None: the end ids of `model.usage`; (): never).
 
     >>> DecodingConfig(top_p=0.0)
     Traceback (most recent call last):

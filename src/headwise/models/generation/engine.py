@@ -190,7 +190,8 @@ class Engine:
     ...     engine.submit([1], max_new_tokens=3),
     ... )
     >>> (
-    ...     list(first) == hw.greedy_decode(net, torch.tensor([[3, 1, 4]]), max_new_tokens=5)[0],
+    ...     list(first)
+    ...     == hw.generation.greedy_decode(net, torch.tensor([[3, 1, 4]]), max_new_tokens=5)[0],
     ...     len(second.result()),
     ... )
     (True, 3)
@@ -204,7 +205,7 @@ class Engine:
                 f"budget must be a positive integer of bytes, got {budget!r}; give 2**30 for one "
                 "GiB"
             )
-        TextGenerator.of(
+        TextGenerator.from_options(
             net, 1, 0.0, DEFAULT_DECODING
         )  # refuses models that are not language models
         self.net = net.eval()
@@ -234,7 +235,7 @@ class Engine:
         sampled from stream 0 of the seed, as `hw.generate` does for one prompt; `seed` may also be
         a `RandomStream` to sample from.
         """
-        generator = TextGenerator.of(self.net, max_new_tokens, temperature, config)
+        generator = TextGenerator.from_options(self.net, max_new_tokens, temperature, config)
         if config.beams > 1:
             raise ValueError(
                 f"the engine does not support beam search (beams={config.beams}); call hw.generate"
@@ -280,7 +281,7 @@ class Engine:
             self._remove_ended()
         return bool(self._waiting or self._running)
 
-    def run(self) -> None:
+    def finish_requests(self) -> None:
         """Run steps until every request has ended."""
         while self.step():
             pass

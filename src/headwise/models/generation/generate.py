@@ -81,7 +81,7 @@ def generate(
     Traceback (most recent call last):
     ValueError: 3 tokens and 9 new are 3 more than the 8 positions of gpt2 can take; ask for at most 6 new...
     """
-    generator = TextGenerator.of(model, max_new_tokens, temperature, config)
+    generator = TextGenerator.from_options(model, max_new_tokens, temperature, config)
     prompts = parse_prompts(model, ids_or_text)
     outputs = generator.answers(
         prompts, make_random_streams(seed, len(prompts.rows)) if generator.temperature else ()
@@ -118,7 +118,7 @@ def stream(
     >>> list(stream(net, [3, 1, 4], max_new_tokens=5)) == generate(net, [3, 1, 4], max_new_tokens=5)
     True
     """
-    generator = TextGenerator.of(model, max_new_tokens, temperature, config)
+    generator = TextGenerator.from_options(model, max_new_tokens, temperature, config)
     prompts = parse_prompts(model, ids_or_text)
     if prompts.form == "together":
         raise ValueError(
@@ -157,7 +157,7 @@ class TextGenerator:
     how: DecodingConfig
 
     @staticmethod
-    def of(
+    def from_options(
         net: Transformer,
         max_new_tokens: int,
         temperature: float,
@@ -184,7 +184,7 @@ class TextGenerator:
     @property
     def ends(self) -> frozenset[int]:
         """The ids that an output stops before."""
-        return self.how.ends(self.net.usage.end)
+        return self.how.ends(self.net.usage.eos)
 
     def answers(
         self, prompts: PromptBatch, streams: Sequence[RandomStream] = ()
@@ -373,17 +373,16 @@ def scale_inputs(net: Transformer, values: Any) -> Tensor:
     ...         "tiny", "vision", (bp.StackSpec.from_blocks("encoder", 3, [], embedding=patches),)
     ...     )
     ... )
-    >>> net.usage = hw.ProcessorSpec(mean=(0.5,), deviation=(0.25,))
+    >>> net.usage = hw.ProcessorSpec(mean=(0.5,), std=(0.25,))
     >>> scale_inputs(net, np.array([[[[0.5], [1.0]], [[0.75], [0.0]]]])).tolist()
     [[[[0.0, 2.0], [1.0, -2.0]]]]
     """
-    mean, deviation = (np.asarray(statistic) for statistic in (net.usage.mean, net.usage.deviation))
+    mean, deviation = (np.asarray(statistic) for statistic in (net.usage.mean, net.usage.std))
     num_channels = values.shape[-1]
     if len(mean) != num_channels:
         fact = f"{net.spec.name} normalises {len(mean)} channels, but the input has {num_channels}"
         raise SpecError(
-            f"{fact}; give such an input, or set net.usage = hw.ProcessorSpec(mean=..., "
-            "deviation=...)"
+            f"{fact}; give such an input, or set net.usage = hw.ProcessorSpec(mean=..., std=...)"
         )
     scaled = torch.from_numpy(((values - mean) / deviation).astype(np.float32))
     return scaled.movedim(-1, 1).contiguous() if scaled.dim() == 4 else scaled
@@ -429,15 +428,15 @@ def parse_prompts(net: Transformer, prompts: Any) -> PromptBatch:
     return PromptBatch(rows, "ids", form)
 
 
-def encode_text(net: Transformer, text: str, specials: str | None = None) -> list[int]:
-    """Return the ids of a text, surrounded by `usage.before` and `usage.behind`.
+def encode_text(net: Transformer, text: str, parse_special: bool | None = None) -> list[int]:
+    """Return the ids of a text, surrounded by `usage.prefix_ids` and `usage.suffix_ids`.
 
-    `specials` overrides the `specials` of the model's `ProcessorSpec`.
+    `parse_special` overrides that of the model's `ProcessorSpec`.
     """
     tokenizer, _ = load_tokenizers(net)
     usage = net.usage
-    ids = tokenizer.ids(text, specials)
-    return _check_prompt([*usage.before, *ids, *usage.behind], net)
+    ids = tokenizer.ids(text, parse_special)
+    return _check_prompt([*usage.prefix_ids, *ids, *usage.suffix_ids], net)
 
 
 def encode_prompt(net: Transformer, text: str, max_new_tokens: int) -> list[int]:
@@ -452,10 +451,10 @@ def encode_prompt(net: Transformer, text: str, max_new_tokens: int) -> list[int]
 
 def get_decoder_start_ids(net: Transformer) -> tuple[int, ...]:
     """Return the ids that start the output of an encoder-decoder."""
-    if not net.usage.begin:
+    if not net.usage.bos:
         fact = f"{net.spec.name} has no decoder start ids"
-        raise SpecError(f"{fact}; set net.usage = hw.ProcessorSpec(begin=(1,), end=(2,))")
-    return net.usage.begin
+        raise SpecError(f"{fact}; set net.usage = hw.ProcessorSpec(bos=(1,), eos=(2,))")
+    return net.usage.bos
 
 
 def _check_id_row(row: Any, net: Transformer) -> list[int]:

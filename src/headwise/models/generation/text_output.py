@@ -20,14 +20,14 @@ MAX_PENDING_BYTES = 3  # most bytes that an incomplete UTF-8 character can have
 
 
 class ModelTokenizer:
-    """Wraps a `tokenizers` document (its JSON text); `specials` as in `ProcessorSpec`."""
+    """Wraps a `tokenizers` document (its JSON text); `parse_special` as in `ProcessorSpec`."""
 
-    def __init__(self, document: str, specials: str = "text") -> None:
+    def __init__(self, document: str, parse_special: bool = False) -> None:
         self.document: Any = json.loads(document)
         self._tokenizer = parse_tokenizer(document)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._specials = specials
+        self._parse_special = parse_special
         model = self.document["model"]
         self._unknown_id: int | None = None
         if not model.get("byte_fallback"):
@@ -39,16 +39,17 @@ class ModelTokenizer:
         """Number of tokens, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def ids(self, text: str, specials: str | None = None) -> list[int]:
+    def ids(self, text: str, parse_special: bool | None = None) -> list[int]:
         """Return the ids of a text, without the ids that surround it."""
-        return self._encode(text, specials).ids
+        return self._encode(text, parse_special).ids
 
-    def places(self, text: str, specials: str | None = None) -> list[tuple[int, int]]:
+    def places(self, text: str, parse_special: bool | None = None) -> list[tuple[int, int]]:
         """Return the character offsets (start, stop) of each token of `ids`."""
-        return self._encode(text, specials).offsets
+        return self._encode(text, parse_special).offsets
 
-    def _encode(self, text: str, specials: str | None) -> Encoding:
-        self._tokenizer.encode_special_tokens = (specials or self._specials) == "text"
+    def _encode(self, text: str, parse_special: bool | None) -> Encoding:
+        parse = self._parse_special if parse_special is None else parse_special
+        self._tokenizer.encode_special_tokens = not parse
         try:
             encoded = encode_tokens(self._tokenizer, text, add_special_tokens=False)
         except SpecError as error:
@@ -165,11 +166,11 @@ def load_tokenizers(net: Transformer) -> tuple[ModelTokenizer, ModelTokenizer]:
             "net.usage = hw.ProcessorSpec(tokenizer=document)"
         )
     check_processor(net.spec, usage)
-    output_tokenizer = ModelTokenizer(usage.tokenizer, usage.specials)
+    output_tokenizer = ModelTokenizer(usage.tokenizer, usage.parse_special)
     source_tokenizer = (
         output_tokenizer
         if usage.source_tokenizer is None
-        else ModelTokenizer(usage.source_tokenizer, usage.specials)
+        else ModelTokenizer(usage.source_tokenizer, usage.parse_special)
     )
     _TOKENIZERS[net] = usage, source_tokenizer, output_tokenizer
     return source_tokenizer, output_tokenizer

@@ -19,37 +19,36 @@ from ...util.size_limits import MAX_WIDTH, check_size
 # --- Processing of inputs and outputs -------------------------------------------------------------
 
 
-SPECIAL_TOKEN_RULES = ("text", "read")
 TOKENIZER_FIELDS = ("tokenizer", "source_tokenizer")  # fields that are stored as separate files
-ID_FIELDS = ("before", "behind", "begin", "end")
+ID_FIELDS = ("prefix_ids", "suffix_ids", "bos", "eos")
 
 
 @dataclass(frozen=True)
 class ProcessorSpec:
     """Tokenizer, special tokens, class labels and image normalisation of a model.
 
-    The ids `before` and `behind` are put before and after every input text. Generation starts with
-    `begin` in an encoder-decoder model, and stops at any id of `end`. `mask` is the id of the mask
-    token. specials="text": the spelling of a special token inside a text is tokenized as ordinary
-    text; "read": it becomes the special token. `labels` are the names of the classes. Images are
+    `prefix_ids` and `suffix_ids` surround every input text. Generation starts with `bos` in an
+    encoder-decoder model, and stops at any id of `eos`. `mask` is the id of the mask token. With
+    `parse_special`, the spelling of a special token inside a text becomes that token; else it is
+    tokenized as ordinary text. `labels` are the names of the classes. Images are
     resized to `size` (height, width); then `mean` is subtracted from each channel, or each feature
-    of frames, and the result divided by `deviation`. `tokenizer` is the JSON text of a
+    of frames, and the result divided by `std`. `tokenizer` is the JSON text of a
     `tokenizers.Tokenizer`; `source_tokenizer` tokenizes the encoder's input if it differs.
 
-    >>> ProcessorSpec(begin=(1,), end=(2,)).to_dict
-    {'begin': [1], 'end': [2]}
+    >>> ProcessorSpec(bos=(1,), eos=(2,)).to_dict
+    {'bos': [1], 'eos': [2]}
     """
 
-    before: tuple[int, ...] = ()
-    behind: tuple[int, ...] = ()
-    begin: tuple[int, ...] = ()
-    end: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+    bos: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()
     mask: int | None = None
-    specials: str = "text"
+    parse_special: bool = False
     labels: tuple[str, ...] = ()
     size: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
-    deviation: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
     tokenizer: str | None = field(default=None, repr=False)
     source_tokenizer: str | None = field(default=None, repr=False)
 
@@ -58,21 +57,22 @@ class ProcessorSpec:
             self._check(name, int, "a tuple of ids, such as (2,)", least=0)
         self._check("labels", str, 'a tuple of strings, such as ("cat", "dog")')
         self._check("size", int, "height and width, such as (28, 28)", least=1)
-        for name in ("mean", "deviation"):
+        for name in ("mean", "std"):
             self._check(name, float, "a tuple of floats, one per channel, such as (0.5,)")
         if self.mask is not None and (type(self.mask) is not int or self.mask < 0):
             raise SpecError(f"ProcessorSpec(mask={self.mask!r}) is not an id; give an integer >= 0")
-        if self.specials not in SPECIAL_TOKEN_RULES:
-            suggestion = suggest(str(self.specials), SPECIAL_TOKEN_RULES)
-            raise SpecError(f"ProcessorSpec(specials={self.specials!r}) is unknown; {suggestion}")
+        if type(self.parse_special) is not bool:
+            raise SpecError(
+                f"ProcessorSpec(parse_special={self.parse_special!r}) is not a bool; use True or False"
+            )
         if len(self.size) not in (0, 2):
             raise SpecError(
                 f"ProcessorSpec(size={self.size}) is not an image size; give height and width, "
                 "such as (28, 28)"
             )
-        if len(self.mean) != len(self.deviation):
+        if len(self.mean) != len(self.std):
             raise SpecError(
-                f"ProcessorSpec has mean={self.mean} but deviation={self.deviation}; give one of "
+                f"ProcessorSpec has mean={self.mean} but std={self.std}; give one of "
                 "each per channel"
             )
 
@@ -209,23 +209,23 @@ def to_plain(value: Any) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class NormSpec(SpecNode):
-    """kind="layer": (x - mean) / std times a weight plus a bias; "unbiased": without the bias;
-    "bare": with neither, as OLMo (2402.00838); "rms": x / rms times a weight; "offset": x / rms
-    times (1 + weight), as in Gemma.
+    """kind="layer": (x - mean) / std times a weight plus a bias; "layer_no_bias": without the bias;
+    "layer_no_affine": with neither, as OLMo (2402.00838); "rms": x / rms times a weight;
+    "rms_unit_offset": x / rms times (1 + weight), as in Gemma.
 
     >>> [w.name for w in NormSpec().weights(7)], [w.name for w in NormSpec("rms").weights(7)]
     (['weight', 'bias'], ['weight'])
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "kind": ("layer", "unbiased", "bare", "rms", "offset")
+        "kind": ("layer", "layer_no_bias", "layer_no_affine", "rms", "rms_unit_offset")
     }
     kind: str = "layer"
     eps: float = 1e-5
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """Yield the weights at this model width."""
-        if self.kind != "bare":
+        if self.kind != "layer_no_affine":
             yield make_weight("weight", "model", model=width)
         if self.kind == "layer":
             yield make_weight("bias", "model", model=width)
@@ -289,44 +289,44 @@ class FeedForwardSpec(SpecNode):
 
 @dataclass(frozen=True, repr=False)
 class ExpertsSpec(SpecNode):
-    """Mixture of experts: a router picks `active` of `count` feed-forwards per token; `shared`
+    """Mixture of experts: a router picks `top_k` of `count` feed-forwards per token; `shared`
     processes every token.
 
-    scores="softmax" is a softmax over all experts, "chosen" a softmax over the chosen experts,
-    "sigmoid" a sigmoid of each score, normalised over the chosen experts, "sigmoid_sum" the same
-    without normalisation. bias="learned" adds a trained bias to the router's logits; "constant" a
-    bias that only affects the choice of experts and is set by load balancing (DeepSeek-V3,
-    2412.19437). The sum of the chosen experts' outputs is multiplied by `scale`.
+    scores="softmax" is a softmax over all experts, "softmax_of_top_k" a softmax over the chosen
+    experts, "sigmoid" a sigmoid of each score, normalised over the chosen experts, "sigmoid_sum"
+    the same without normalisation. bias="learned" adds a trained bias to the router's logits;
+    "constant" a bias that only affects the choice of experts and is set by load balancing
+    (DeepSeek-V3, 2412.19437). The sum of the chosen experts' outputs is multiplied by `scale`.
 
-    Experts form `groups` of equal size, and each token uses experts of only `active_groups` of
+    Experts form `groups` of equal size, and each token uses experts of only `top_k_groups` of
     them: the groups with the highest single score (group_score="max", DeepSeek-V2, 2405.04434) or
     sum of two scores ("top2", DeepSeek-V3).
 
-    >>> [w.name for w in ExpertsSpec(FeedForwardSpec(3), count=4, active=2).weights(7)]
-    ['router', 'each.up', 'each.down']
+    >>> [w.name for w in ExpertsSpec(FeedForwardSpec(3), count=4, top_k=2).weights(7)]
+    ['router', 'expert.up', 'expert.down']
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "scores": ("softmax", "chosen", "sigmoid", "sigmoid_sum"),
+        "scores": ("softmax", "softmax_of_top_k", "sigmoid", "sigmoid_sum"),
         "bias": ("", "learned", "constant"),
         "group_score": ("max", "top2"),
     }
-    each: FeedForwardSpec
+    expert: FeedForwardSpec
     count: int
-    active: int
+    top_k: int
     shared: FeedForwardSpec | None = None
     scores: str = "softmax"
     bias: str = ""
     scale: float = 1.0
     groups: int = 1
-    active_groups: int = 1
+    top_k_groups: int = 1
     group_score: str = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.active > self.count:
+        if self.top_k > self.count:
             raise SpecError(
-                f"ExpertsSpec(active={self.active}) is more than count={self.count}; use at most "
+                f"ExpertsSpec(top_k={self.top_k}) is more than count={self.count}; use at most "
                 f"{self.count}"
             )
         if self.groups > 1:
@@ -339,19 +339,19 @@ class ExpertsSpec(SpecNode):
             raise SpecError(
                 f"ExpertsSpec(groups={self.groups}) must divide count={self.count}; give a divisor"
             )
-        if self.active_groups > self.groups:
+        if self.top_k_groups > self.groups:
             limit = f"use at most {self.groups}"
             raise SpecError(
-                f"ExpertsSpec(active_groups={self.active_groups}) exceeds groups={self.groups}; "
+                f"ExpertsSpec(top_k_groups={self.top_k_groups}) exceeds groups={self.groups}; "
                 f"{limit}"
             )
-        if self.active > self.active_groups * size:
+        if self.top_k > self.top_k_groups * size:
             fact = (
-                f"ExpertsSpec(active={self.active}) is more than {self.active_groups} groups "
+                f"ExpertsSpec(top_k={self.top_k}) is more than {self.top_k_groups} groups "
                 f"of {size} experts hold"
             )
             raise SpecError(
-                f"{fact}; use at most {self.active_groups * size}, or a larger active_groups"
+                f"{fact}; use at most {self.top_k_groups * size}, or a larger top_k_groups"
             )
         if self.group_score == "top2" and size < 2:
             raise SpecError(
@@ -365,7 +365,7 @@ class ExpertsSpec(SpecNode):
         if self.bias:
             bias = make_weight("router_bias", "expert", expert=self.count)
             yield replace(bias, trainable=self.bias == "learned")
-        yield from add_prefix("each", "", self.each.weights(width, self.count))
+        yield from add_prefix("expert", "", self.expert.weights(width, self.count))
         if self.shared:
             yield from add_prefix("shared", "", self.shared.weights(width))
 
@@ -374,13 +374,13 @@ class ExpertsSpec(SpecNode):
         the shared one.
         """
         yield make_weight("router", "expert model", expert=self.count, model=width)
-        for name, axes in self.each.matrix_layouts.items():
+        for name, axes in self.expert.matrix_layouts.items():
             yield make_weight(
-                f"each.{name}",
+                f"expert.{name}",
                 f"active {axes}",
-                active=self.active,
+                active=self.top_k,
                 model=width,
-                hidden=self.each.hidden,
+                hidden=self.expert.hidden,
             )
         yield from (
             add_prefix("shared", "", self.shared.matmul_weights(width)) if self.shared else ()
@@ -391,13 +391,13 @@ class ExpertsSpec(SpecNode):
         experts.
 
         >>> experts = ExpertsSpec(
-        ...     FeedForwardSpec(3), count=4, active=2
+        ...     FeedForwardSpec(3), count=4, top_k=2
         ... )  # router: 20 parameters, each expert: 30
         >>> [experts.active_params(5, tokens) for tokens in (0, 1, 2, 3)]
         [20, 80, 110, 125]
         """
         total = sum(w.numel for w in self.weights(width))
-        per_expert = self.each.active_params(width, num_tokens)
+        per_expert = self.expert.active_params(width, num_tokens)
         return total - round(per_expert * (self.count - self.expected_experts(num_tokens)))
 
     def expected_experts(self, num_tokens: int) -> float:
@@ -407,10 +407,10 @@ class ExpertsSpec(SpecNode):
         Every token chooses k of E experts, each with the same probability and independently of
         other tokens. Of 128 experts, 32 tokens that choose 4 each meet about 82:
 
-        >>> ExpertsSpec(FeedForwardSpec(3), count=128, active=4).expected_experts(32)
+        >>> ExpertsSpec(FeedForwardSpec(3), count=128, top_k=4).expected_experts(32)
         81.65...
         """
-        return expected_distinct(self.count, self.active, num_tokens)
+        return expected_distinct(self.count, self.top_k, num_tokens)
 
 
 def expected_distinct(count: int, active: int, num_tokens: int) -> float:
@@ -476,7 +476,9 @@ class PatchSpec(SpecNode):
 
     >>> sum(
     ...     w.numel
-    ...     for w in PatchSpec(rows=14, columns=14, high=16, wide=16, channels=3).weights(768)
+    ...     for w in PatchSpec(
+    ...         rows=14, columns=14, patch_height=16, patch_width=16, channels=3
+    ...     ).weights(768)
     ... )
     590592
     """
@@ -484,8 +486,8 @@ class PatchSpec(SpecNode):
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"bias": ("learned", "none")}
     rows: int
     columns: int
-    high: int
-    wide: int
+    patch_height: int
+    patch_width: int
     channels: int = 3
     bias: str = "learned"
 
@@ -496,7 +498,12 @@ class PatchSpec(SpecNode):
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """Yield the matrix applied to each patch, and its bias."""
-        sizes = {"model": width, "channel": self.channels, "high": self.high, "wide": self.wide}
+        sizes = {
+            "model": width,
+            "channel": self.channels,
+            "high": self.patch_height,
+            "wide": self.patch_width,
+        }
         yield make_weight("patches", "model channel high wide", **sizes)
         if self.bias == "learned":
             yield make_weight("patches_bias", "model", model=width)

@@ -39,7 +39,7 @@ ATTENTION_SUBLAYERS = ("attention", "cross")
 # Suffixes of the norms of each sublayer, by placement; a parallel block has one norm for all
 # sublayers.
 NORMS_OF_PLACEMENT = {
-    **dict.fromkeys(("pre", "post", "after", "abreast"), ("norm",)),
+    **dict.fromkeys(("pre", "post", "post_sublayer", "parallel_two_norms"), ("norm",)),
     "sandwich": ("norm", "norm_after"),
     "parallel": (),
 }
@@ -72,14 +72,14 @@ class BlockSpec(SpecNode):
     `mixer` is a recurrence or convolution over the tokens, which usually replaces the
     self-attention.
 
-    placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "after": x + norm(f(x)), as OLMo 2;
-    "sandwich": x + norm(f(norm(x))), as Gemma 2; "parallel": x + attention(norm(x)) +
-    feed(norm(x)), one norm for both, as GPT-J; "abreast": parallel sublayers with one norm each, as
-    GPT-NeoX. The output of every sublayer is multiplied by `scale` (Granite). form="merged" has no
-    self-attention; its cross-attention also adds the mean over the tokens so far, computed with its
-    own value and output projections (1908.11365). `constant_sublayers` names attentions
-    ("attention", "cross") that were pruned away entirely: each is replaced by one learned vector,
-    which is added to every token.
+    placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "post_sublayer": x + norm(f(x)), as
+    OLMo 2; "sandwich": x + norm(f(norm(x))), as Gemma 2; "parallel": x + attention(norm(x)) +
+    feed(norm(x)), one norm for both, as GPT-J; "parallel_two_norms": parallel sublayers with one
+    norm each, as GPT-NeoX. The output of every sublayer is multiplied by `scale` (Granite).
+    form="merged" has no self-attention; its cross-attention also adds the mean over the tokens so
+    far, computed with its own value and output projections (1908.11365). `constant_sublayers` names
+    attentions ("attention", "cross") that were pruned away entirely: each is replaced by one
+    learned vector, which is added to every token.
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -239,8 +239,8 @@ class StackSpec(SpecNode):
 
     `runs` lists the layers, with repetition; stacks with equal layers are equal, however their runs
     are grouped. `StackSpec.from_blocks` takes one block per layer instead, finds repetition, and
-    replaces schedules by their numbers at each depth. weights_of="first": all layers use the
-    weights of the first (ALBERT, 1909.11942); "each": every layer has its own.
+    replaces schedules by their numbers at each depth. With `tied_layers`, all layers use
+    the weights of the first (ALBERT, 1909.11942).
 
     >>> block = BlockSpec(feed=FeedForwardSpec(12))
     >>> stack = StackSpec.from_blocks("decoder", 3, [block] * 5)
@@ -248,13 +248,12 @@ class StackSpec(SpecNode):
     (5, 5, 390)
     """
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"weights_of": ("each", "first")}
     name: str
     model: int
     runs: tuple[LayerRun, ...]
     embedding: EmbeddingSpec | None = None
     norm: NormSpec | None = None
-    weights_of: str = "each"
+    tied_layers: bool = False
 
     @staticmethod
     def from_blocks(
@@ -315,9 +314,7 @@ class StackSpec(SpecNode):
                 f"{self.name}.embedding", "embedding", self.embedding.weights(self.model)
             )
         owned: dict[tuple[str, tuple[int, ...]], str] = {}
-        for depth, block in enumerate(
-            self.layers if self.weights_of == "each" else self.layers[:1]
-        ):
+        for depth, block in enumerate(self.layers[:1] if self.tied_layers else self.layers):
             for w in block.weights(self.model):
                 name = f"{self.name}.{depth}.{w.name}"
                 key = (w.name, w.shape)

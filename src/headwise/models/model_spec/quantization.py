@@ -105,9 +105,9 @@ class QuantizationSpec(SpecNode):
     A name is a beginning of a tensor's name by whole words, and `*` is any word. Vectors, routers
     and tables of embeddings are never quantised.
 
-    >>> experts = QuantizationSpec(WEIGHT_FORMATS["mxfp4"], included=("*.*.feed.each",))
+    >>> experts = QuantizationSpec(WEIGHT_FORMATS["mxfp4"], included=("*.*.feed.expert",))
     >>> (
-    ...     experts.covers_name("decoder.3.feed.each.up"),
+    ...     experts.covers_name("decoder.3.feed.expert.up"),
     ...     experts.covers_name("decoder.3.attention.project.q"),
     ... )
     (True, False)
@@ -141,7 +141,7 @@ def is_linear(weight: WeightSpec) -> bool:
     Routers are left out, because quantisers do not convert them.
     """
     words = weight.name.split(".")
-    if len(weight.shape) < 2 + ("each" in words):  # experts have a bias in each row of a matrix
+    if len(weight.shape) < 2 + ("expert" in words):  # experts have a bias in each row of a matrix
         return False
     if {"attention", "cross"} & set(words):
         return bool(LINEAR_SLOTS & set(words))

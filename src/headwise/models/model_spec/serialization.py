@@ -182,7 +182,7 @@ class ModelManifest(NamedTuple):
         >>> manifest = ModelManifest(
         ...     read_model_spec({"model_type": "gpt2"}),
         ...     {WEIGHTS_FILE: "00ff"},
-        ...     ProcessorSpec(end=(50256,)),
+        ...     ProcessorSpec(eos=(50256,)),
         ... )
         >>> ModelManifest.from_toml(str(manifest), "here") == manifest
         True

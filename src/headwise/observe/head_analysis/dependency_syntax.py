@@ -441,8 +441,8 @@ def _split_texts(count: int, options: ProbeOptions) -> tuple[list[int], list[int
 
 
 def probe_loss(sentences: Sequence[ProbeSentence]) -> Callable[[Tensor], Tensor]:
-    """Return the function from probe weights [2 heads] to -log p of the gold governor, averaged over
-    the dependencies of all sentences.
+    """Return the function from probe weights [2 heads] to -log p of the gold governor, averaged
+    over the dependencies of all sentences.
     """
     features: list[Tensor] = []
     is_candidate: list[Tensor] = []

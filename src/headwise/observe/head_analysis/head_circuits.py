@@ -305,10 +305,10 @@ def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
 # The norm before the attention and the norm of its output, by placement of the norms. A post-norm
 # layer has norms of the residual stream instead, which belong to no single head.
 NORM_BEFORE = {
-    **dict.fromkeys(("pre", "abreast", "sandwich"), "attention_norm"),
+    **dict.fromkeys(("pre", "parallel_two_norms", "sandwich"), "attention_norm"),
     "parallel": "norm",
 }
-NORM_AFTER = {"sandwich": "attention_norm_after", "after": "attention_norm"}
+NORM_AFTER = {"sandwich": "attention_norm_after", "post_sublayer": "attention_norm"}
 
 
 def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
@@ -326,7 +326,7 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
     stack = next(stack for stack in native.spec.stacks if stack.name == stack_name)
     block = stack.layers[int(layer)]
     last = native.spec.stacks[-1]
-    place = f"{stack_name}.{layer if stack.weights_of == 'each' else 0}"
+    place = f"{stack_name}.{0 if stack.tied_layers else layer}"
 
     def fold(norm: NormSpec | None, name: str, table: Tensor, axis: int) -> Tensor:
         """Apply a norm's linear part to the channels on `axis` of a table, before or after the
@@ -337,10 +337,10 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
         gain = get_weight(native, f"{name}.weight")
         factor: Any = 1.0
         if gain is not None:
-            factor = gain.double() + (norm.kind == "offset")
+            factor = gain.double() + (norm.kind == "rms_unit_offset")
             factor = factor if axis else factor[:, None]
         table = table if axis else factor * table  # the gain comes first in its rows
-        if norm.kind in ("layer", "unbiased", "bare"):  # these subtract the mean
+        if norm.kind in ("layer", "layer_no_bias", "layer_no_affine"):  # these subtract the mean
             table = table - table.mean(axis, keepdim=True)
         return factor * table if axis else table
 

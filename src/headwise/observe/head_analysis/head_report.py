@@ -42,7 +42,9 @@ def _class_colours(heads: Sequence[HeadMeasures]) -> list[str]:
 
 
 def plot_entropy_by_layer(table: HeadTable) -> Figure:
-    """Return the entropy of every head by layer: dots are heads with intervals, the line their mean."""
+    """Return the entropy of every head by layer: dots are heads with intervals, the line their
+    mean.
+    """
     sites = table.sites
     xs: list[float] = []
     heads: list[HeadMeasures] = []

@@ -43,7 +43,7 @@ class PatchLayout(NamedTuple):
             patches = embedding.patches if embedding is not None else None
             if patches is None:
                 raise SpecError(f"{model.spec.name} takes no images; give texts with --data FILE")
-            size = patches.rows * patches.high, patches.columns * patches.wide
+            size = patches.rows * patches.patch_height, patches.columns * patches.patch_width
             return PatchLayout(patches.rows, patches.columns, size, patches.channels)
         config = getattr(model, "config", None)
         sizes: list[tuple[int, int]] = []  # height and width of an image and of a patch
@@ -83,7 +83,7 @@ def _normalise(model: nn.Module, pixels: np.ndarray) -> np.ndarray:
     """
     channels = pixels.shape[-1]
     if isinstance(model, Transformer):
-        statistics = {"mean": model.usage.mean, "deviation": model.usage.deviation}
+        statistics = {"mean": model.usage.mean, "std": model.usage.std}
         source = model.spec.name
     else:
         folder = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or ""))
@@ -98,7 +98,7 @@ def _normalise(model: nn.Module, pixels: np.ndarray) -> np.ndarray:
     if len(mean) not in (1, channels):
         fact = f"the model normalises {len(mean)} channels, but the images have {channels}"
         raise SpecError(f"{fact}; convert the images")
-    return (pixels - np.asarray(mean)) / np.asarray(statistics["deviation"])
+    return (pixels - np.asarray(mean)) / np.asarray(statistics["std"])
 
 
 class ImageExamples(NamedTuple):

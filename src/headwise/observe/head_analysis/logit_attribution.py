@@ -21,7 +21,7 @@ from ..inspect.hooks import record_head_outputs, record_modules
 from ..inspect.model_inputs import prepare_inputs
 from .head_circuits import as_native_model, get_circuits, get_weight
 
-DIRECT_PLACEMENTS = ("pre", "parallel", "abreast")
+DIRECT_PLACEMENTS = ("pre", "parallel", "parallel_two_norms")
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,8 @@ def _apply_frozen_norm(norm: NormLayer | None, h: Tensor, written: Tensor) -> Te
     if norm is None:
         return written
     weight = norm.get_weight("weight")
-    factor = 1 if weight is None else weight.double() + (1 if norm.kind == "offset" else 0)
-    if norm.kind in ("rms", "offset"):
+    factor = 1 if weight is None else weight.double() + (1 if norm.kind == "rms_unit_offset" else 0)
+    if norm.kind in ("rms", "rms_unit_offset"):
         return written * factor / (h.square().mean() + norm.eps).sqrt()
     centred = written - written.mean(-1, keepdim=True)
     return centred * factor / (h.var(unbiased=False) + norm.eps).sqrt()

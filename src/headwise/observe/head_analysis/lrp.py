@@ -238,7 +238,7 @@ class RelevanceForward:
     ) -> Tensor:
         """Run a layer with its norms where `placement` has them."""
         placement = layer.placement
-        is_parallel = placement in ("parallel", "abreast")
+        is_parallel = placement in ("parallel", "parallel_two_norms")
         norms: dict[str, Any] = dict(layer.named_children())
         terms = [x]
         for name in layer.sublayers:
@@ -246,13 +246,13 @@ class RelevanceForward:
             if name in layer.constant_sublayers:  # it is replaced by a constant
                 y = layer.get_parameter(f"{name}.constant").detach().double().expand_as(x)
             else:
-                z = x if placement in ("after", "post") else _run_norm(norm, x)
+                z = x if placement in ("post_sublayer", "post") else _run_norm(norm, x)
                 if name == "feed":
                     y = _run_feed_forward(layer.feed, z)
                 else:
                     y = self._run_attention(layer, name, z, states, call)
                 y = y if layer.scale == 1 else identity(y, y * layer.scale)
-                if placement in ("after", "sandwich"):
+                if placement in ("post_sublayer", "sandwich"):
                     y = _run_norm(
                         norms[f"{name}_norm_after"] if placement == "sandwich" else norm, y
                     )
@@ -344,7 +344,7 @@ def _run_norm(norm: NormLayer | None, x: Tensor) -> Tensor:
         return x
     parameter = next(norm.parameters(), x)
     value = norm(x[None].to(parameter.dtype))[0].double()
-    if norm.kind not in ("layer", "unbiased", "bare"):
+    if norm.kind not in ("layer", "layer_no_bias", "layer_no_affine"):
         return identity(x, value)
     deviation = (x.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
     gain = norm.get_weight("weight")

@@ -111,8 +111,8 @@ def _take(sequence: SequenceInfo, queries: list[int]) -> SequenceInfo:
 
 # The norm before an attention and the norm after it by placement, where they have other names than
 # "{role}_norm" and none.
-NORM_BEFORE = {"parallel": "norm", "post": "", "after": ""}
-NORM_AFTER = {"post": "{}_norm", "after": "{}_norm", "sandwich": "{}_norm_after"}
+NORM_BEFORE = {"parallel": "norm", "post": "", "post_sublayer": ""}
+NORM_AFTER = {"post": "{}_norm", "post_sublayer": "{}_norm", "sandwich": "{}_norm_after"}
 
 
 class _Walk:
@@ -268,9 +268,9 @@ class _Walk:
         for key in ("weight", "bias"):
             tensor = norm.get_weight(key)
             if tensor is not None:
-                is_offset = norm.kind == "offset" and key == "weight"
+                is_offset = norm.kind == "rms_unit_offset" and key == "weight"
                 arrays[key] = as_array(tensor) + np.float32(is_offset)
-        if norm.kind in ("rms", "offset"):
+        if norm.kind in ("rms", "rms_unit_offset"):
             facts["rms"] = float(np.sqrt(np.mean(values**2) + norm.eps))
             formula = "n = x / rms(x) · w"
         else:
@@ -409,8 +409,8 @@ class _Walk:
         self._add_residual(contribution.arrays["out"], bias)
 
     def _add_residual(self, added: Array, bias: Array) -> None:
-        """The sum of all heads and the bias, the norm after it if there is one, and the new residual
-        stream.
+        """The sum of all heads and the bias, the norm after it if there is one, and the new
+        residual stream.
         """
         y = as_array(self.output[0, self.place.query])
         others = as_float32(y.astype(np.float64) - added - bias)

@@ -325,7 +325,7 @@ def _conversion_ability(model_spec: ModelSpec, path_words: tuple[str, ...]) -> A
         return Ability(False, str(error))
     if path_words:
         return Ability(False, "it belongs to a model that headwise does not load as a whole")
-    if any(stack.weights_of == "first" for stack in model_spec.stacks):
+    if any(stack.tied_layers for stack in model_spec.stacks):
         return Ability(False, "all layers use the weights of the first")
     reasons = [
         *model_spec.approximation_reasons().values(),

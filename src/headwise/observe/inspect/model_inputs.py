@@ -446,7 +446,9 @@ def _make_reader(model: nn.Module) -> TextReader:
 
     def read_source(text: str) -> TokenRow:
         token_text = encoder_tokenizer.token_text
-        row = _surround(read(encoder_tokenizer, text), token_text, usage.before, usage.behind)
+        row = _surround(
+            read(encoder_tokenizer, text), token_text, usage.prefix_ids, usage.suffix_ids
+        )
         if list(row.ids) != encode_text(model, text):
             raise SpecError(
                 f"the tokens of {text[:40]!r} do not match those of encode_text; give ids"

@@ -153,9 +153,9 @@ def replace_tokenizer(
     document = tokenizer.to_str()
     extended = replace(
         processor,
-        before=before,
-        behind=behind,
-        specials="read",
+        prefix_ids=before,
+        suffix_ids=behind,
+        parse_special=True,
         tokenizer=document,
         source_tokenizer=None,
     )

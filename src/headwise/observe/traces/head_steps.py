@@ -3,8 +3,9 @@ that made them.
 
 `recorded_steps` reads the steps that a trace holds, without the model.
 `headwise.observe.head_analysis.model_steps` runs an open model and has all of them.
-`map_queries_and_keys` shows the queries and keys of a head as points on a plane, where near points of
-both kinds have large scores; `multiply_channels` gives the products q[c] k[c], which sum up to q . k.
+`map_queries_and_keys` shows the queries and keys of a head as points on a plane, where near points
+of both kinds have large scores; `multiply_channels` gives the products q[c] k[c], which sum up to q
+. k.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def _list_written_names(folder: Path) -> set[str]:
     return {*written, RECORD_FILE, *REPORT_FILES}
 
 
-REPORT_FILES = ("proof.json", "PROOF.md", "texts.txt")
+REPORT_FILES = ("verification.json", "VERIFICATION.md", "texts.txt")
 COMPRESSED_MODEL = FolderKind("pruned or converted model", (RECORD_FILE,), _list_written_names)
 
 
@@ -304,7 +304,7 @@ def _write_first_kind(
     missing = find_unnamed_weight(form.model_spec, get_weight_names(described.name))
     if missing:
         return write_native(f"because a checkpoint of {described.name} has no tensor for {missing}")
-    rewrite = ShardRewrite.of(source, described, form)
+    rewrite = ShardRewrite.plan_rewrite(source, described, form)
     old_config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
     keys, reason = find_config_keys(form.model_spec, old_config)
     unstorable = rewrite.find_unstorable_tensor()
@@ -548,8 +548,8 @@ def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:
     like = next(net.parameters())
     lengths = [min(INPUT_LENGTH, max_positions(one) or INPUT_LENGTH) for one in (first, last)]
     x = random_input(first, like, 1, lengths[0])
-    if net.usage.end and not x.is_floating_point():
-        x[0, -1] = net.usage.end[0]  # some classification heads read the end-of-text token
+    if net.usage.eos and not x.is_floating_point():
+        x[0, -1] = net.usage.eos[0]  # some classification heads read the end-of-text token
     name = "pixel_values" if first.embedding and first.embedding.patches else "input_ids"
     tensors = {f"in.{name}": x}
     with torch.inference_mode():

@@ -226,7 +226,7 @@ class ShardRewrite(NamedTuple):
     form: CanonicalForm
 
     @staticmethod
-    def of(source: Path, described: ModelSpec, form: CanonicalForm) -> ShardRewrite:
+    def plan_rewrite(source: Path, described: ModelSpec, form: CanonicalForm) -> ShardRewrite:
         """Return the rewrite of a folder with model spec `described` into `form`."""
         stored = open_folder(source)
         names = get_weight_names(described.name)

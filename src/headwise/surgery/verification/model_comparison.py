@@ -331,7 +331,7 @@ def random_input(stack: StackSpec, like: Tensor, batch: int, length: int) -> Ten
     patches = None if embedding is None else embedding.patches
     shape: tuple[int, ...] = (batch, length, stack.model)
     if patches is not None:
-        size = (patches.rows * patches.high, patches.columns * patches.wide)
+        size = (patches.rows * patches.patch_height, patches.columns * patches.patch_width)
         shape = (batch, patches.channels, *size)
     return torch.randn(shape, generator=generator).to(like)
 

@@ -344,7 +344,7 @@ def score_task(net: Transformer, task: Task, num_examples: int) -> Iterator[Any]
 def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list[TranslationPair]:
     """Return the source ids and reference translation of every example."""
     tokenizer = load_tokenizers(net)[1]
-    num_begin = len(net.usage.begin)
+    num_begin = len(net.usage.bos)
     return [
         TranslationPair(
             example.streams["source"].ids.tolist(),
@@ -360,7 +360,7 @@ def can_compute_bleu(net: Transformer) -> bool:
     """
     return (
         net.spec.kind == "encoder-decoder"
-        and bool(net.usage.begin)
+        and bool(net.usage.bos)
         and net.usage.tokenizer is not None
         and find_spec("sacrebleu") is not None
     )
@@ -401,7 +401,7 @@ def translate_sources(net: Transformer, pairs: Sequence[TranslationPair]) -> lis
     limit = max_positions(net.spec.stacks[-1])
     count = MAX_ANSWER_TOKENS
     if limit is not None:
-        count = min(count, max(1, limit - len(net.usage.begin)))
+        count = min(count, max(1, limit - len(net.usage.bos)))
     tokenizer = load_tokenizers(net)[1]
     translations = list[str]()
     for start in range(0, len(pairs), SCORING_BATCH_SIZE):

@@ -65,9 +65,9 @@ class CopyTask(SyntheticTask):
     """A random block of symbols, a gap of noise, a separator, and the block again, which must be
     predicted.
 
-    kind="source" gives the block alone to an encoder, and the decoder repeats it. `block` and `gap` are the
-    numbers of symbols and of noise tokens; from a tuple each example draws one. Ids: 0 is noise, 1
-    the separator, 2 begins every row, symbols follow.
+    kind="source" gives the block alone to an encoder, and the decoder repeats it. `block` and `gap`
+    are the numbers of symbols and of noise tokens; from a tuple each example draws one. Ids: 0 is
+    noise, 1 the separator, 2 begins every row, symbols follow.
 
     >>> task = CopyTask(symbols=9, block=4, gap=2)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))

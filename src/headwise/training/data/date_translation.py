@@ -411,7 +411,7 @@ class DateTranslation(SyntheticTask):
         answer.
         """
         return ProcessorSpec(
-            begin=(BEGIN_ID,), end=(END_ID,), specials="read", tokenizer=self.tokenizer
+            bos=(BEGIN_ID,), eos=(END_ID,), parse_special=True, tokenizer=self.tokenizer
         )
 
     def text(self, ids: Iterable[int]) -> str:

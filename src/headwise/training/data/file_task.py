@@ -318,7 +318,7 @@ class EpochOrder:
         self.count = num_examples
         self._cache = EpochCache(lambda rng: rng.permutation(num_examples))
 
-    def of(self, seed: int, epoch: int) -> IndexArray:
+    def of_epoch(self, seed: int, epoch: int) -> IndexArray:
         """Permutation of all examples in this epoch."""
         return self._cache.get(seed, epoch)
 
@@ -328,13 +328,15 @@ class EpochOrder:
         """
         epochs, positions = np.divmod(np.arange(index * size, (index + 1) * size), self.count)
         parts = [
-            self.of(seed, int(epoch))[positions[epochs == epoch]] for epoch in np.unique(epochs)
+            self.of_epoch(seed, int(epoch))[positions[epochs == epoch]]
+            for epoch in np.unique(epochs)
         ]
         return np.concatenate(parts)
 
 
 class BatchPlan:
-    """Batches of at most `size` examples of similar lengths; every epoch has the same number of them.
+    """Batches of at most `size` examples of similar lengths; every epoch has the same number of
+    them.
 
     `lengths` holds the length of each example. In each epoch, examples of equal length swap places
     and the batches are shuffled. The lengths in each batch do not change, so the epoch follows from

@@ -174,7 +174,7 @@ class ImageInputs(ClassifierInputs):
         self.usage = ProcessorSpec(
             size=tuple(store.shape[:2]),
             mean=tuple(self.mean.tolist()),
-            deviation=tuple(self.deviation.tolist()),
+            std=tuple(self.deviation.tolist()),
         )
 
     def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
@@ -193,7 +193,7 @@ def make_patches(high: int, wide: int, channels: int) -> PatchSpec:
     evenly is preferred.
 
     >>> make_patches(28, 28, 1)
-    PatchSpec(rows=7, columns=7, high=4, wide=4, channels=1)
+    PatchSpec(rows=7, columns=7, patch_height=4, patch_width=4, channels=1)
     """
     target = max(1, round((high * wide / TARGET_NUM_PATCHES) ** 0.5))
     candidates = range(target, 2 * target + 1)
@@ -432,7 +432,7 @@ class UtteranceInputs(ClassifierInputs):
         self.mean = statistics.mean
         self.deviation = statistics.deviation
         self.usage = ProcessorSpec(
-            mean=tuple(self.mean.tolist()), deviation=tuple(self.deviation.tolist())
+            mean=tuple(self.mean.tolist()), std=tuple(self.deviation.tolist())
         )
 
     def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
@@ -449,5 +449,5 @@ class UtteranceInputs(ClassifierInputs):
         """
         longest = max(map(len, self.utterances))
         width = self.utterances[0].shape[1]
-        column = PatchSpec(rows=longest, columns=1, high=1, wide=width, channels=1)
+        column = PatchSpec(rows=longest, columns=1, patch_height=1, patch_width=width, channels=1)
         return make_classifier("frames", EmbeddingSpec(patches=column), num_classes, pooling)

@@ -120,7 +120,9 @@ class ModelShape(CheckedDataclass):
     def _mixer_block(self, cross: str, depth: int) -> BlockSpec:
         attention = None
         if cross and self.network != "gru-fixed":
-            similarity = find_class("Additive" if self.network == "gru-additive" else "Dot")()
+            similarity = find_class(
+                "Additive" if self.network == "gru-additive" else "DotProduct"
+            )()
             attention = design(
                 model=self.width, heads=self.heads, pattern=cross, similarity=similarity
             )

@@ -109,7 +109,7 @@ class Task(ABC):
         """How to turn raw input into ids, and ids into output, for a model that was trained on this
         task.
         """
-        return ProcessorSpec(end=() if self.end is None else (self.end,), tokenizer=self.tokenizer)
+        return ProcessorSpec(eos=() if self.end is None else (self.end,), tokenizer=self.tokenizer)
 
     def text(self, ids: Sequence[int]) -> str:
         """Human-readable form of a sequence of ids."""
@@ -167,9 +167,9 @@ def pack_batch(batch: Batch) -> PackedBatch:
     """
     if batch.labels.shape != batch.x.shape:
         raise UnpackableBatch("the labels are per example, not per token")
-    sides = [_PackedSide.of(batch.x, batch.tokens)]
+    sides = [_PackedSide.from_ids(batch.x, batch.tokens)]
     if batch.source is not None:
-        sides.append(_PackedSide.of(batch.source, batch.source_tokens))
+        sides.append(_PackedSide.from_ids(batch.source, batch.source_tokens))
     texts = np.unique(np.concatenate([side.texts for side in sides]), axis=0)
     places = torch.from_numpy(sides[0].places)
     labels = batch.labels.flatten()[places]
@@ -212,7 +212,7 @@ class _PackedSide(NamedTuple):
     lengths: IndexArray
 
     @staticmethod
-    def of(ids: Tensor, tokens: SequenceInfo | None) -> _PackedSide:
+    def from_ids(ids: Tensor, tokens: SequenceInfo | None) -> _PackedSide:
         """Find the texts of one side of a batch."""
         if ids.dim() != 2 or ids.is_floating_point():
             raise UnpackableBatch("the input is not a batch of token ids")

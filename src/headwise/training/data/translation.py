@@ -517,9 +517,9 @@ class ParallelTextTask(FileTask):
     def usage(self) -> ProcessorSpec:
         source, target = self.data.vocabularies
         return ProcessorSpec(
-            behind=(source.special(END_TOKEN),),
-            begin=(self._start,),
-            end=(self.end,),
+            suffix_ids=(source.special(END_TOKEN),),
+            bos=(self._start,),
+            eos=(self.end,),
             tokenizer=target.document,
             source_tokenizer=None if source is target else source.document,
         )

@@ -310,8 +310,8 @@ def resolve_joint_axes(
     """Decide how the joint axes of these modules are split, by another run of the model; edits
     `layouts`.
 
-    Each module runs as it is, then again with slice 1 of its joint axis changed, and the outputs are
-    compared.
+    Each module runs as it is, then again with slice 1 of its joint axis changed, and the outputs
+    are compared.
     """
 
     def probe(module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:

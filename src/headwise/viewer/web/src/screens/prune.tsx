@@ -1,4 +1,4 @@
-// Prune & convert: the sizes now, a plan which heads go or which form they get, and the new model with its proof.
+// Prune & convert: the sizes now, a plan which heads go or which form they get, and the new model with its verification report.
 
 import { effect, signal } from "@preact/signals";
 import type { JSX } from "preact";

@@ -1,4 +1,4 @@
-// What the Prune & convert screen shows of sizes, of heads that stay and go, and of a proof.
+// What the Prune & convert screen shows of sizes, of heads that stay and go, and of a verification report.
 
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
@@ -42,14 +42,14 @@ export interface Quality {
   rows: { name: string; before: Estimate | null; after: Estimate; change: Estimate | null }[];
 }
 
-/** The answer of the jobs prune and convert. Mirrors `NewModel.write_and_prove`. */
+/** The answer of the jobs prune and convert. Mirrors `NewModel.write_and_verify`. */
 export interface SurgeryResult {
   holds: boolean;
   command: string;
   folder: string;
   sentence: string;
   groups?: { site: string; groups: number[][] }[];
-  proof: {
+  verification: {
     what: string;
     equal: { what: string; apart: number; allowed: number; same: boolean }[];
     savings: Sizes;
@@ -141,39 +141,39 @@ export function HeadMap({ removed, onToggle }: { removed: ReadonlySet<string>; o
   );
 }
 
-/** A proof: its verdict, where the model is, the command that repeats it, and its tables. */
+/** A verification report: its verdict, where the model is, the command that repeats it, and its tables. */
 export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
-  const { proof } = result;
+  const { verification } = result;
   const verdict = useRef<HTMLParagraphElement>(null);
   useEffect(() => verdict.current?.scrollIntoView({ block: "center" }), [result]);
-  const failed = proof.equal.filter((check) => !check.same).length;
-  const count = proof.equal.length;
+  const failed = verification.equal.filter((check) => !check.same).length;
+  const count = verification.equal.length;
   return (
-    <div class="stack" data-testid="proof">
+    <div class="stack" data-testid="verification">
       <p ref={verdict} class={`verdict ${result.holds ? "ok" : "bad"}`} role="status">
         <svg class="ic" viewBox="0 0 16 16" aria-hidden="true">
           <path d={result.holds ? "M3 8.5l3.5 3.5L13 4.5" : "M4 4l8 8M12 4l-8 8"} />
         </svg>
         <span>{result.holds ? t("prune.holds", { count }) : t("prune.fails", { count, failed })}</span>
       </p>
-      <p class="t2">{say(proof.what)}</p>
+      <p class="t2">{say(verification.what)}</p>
       <p class="wrap-anywhere">
         <span class="t3">{t("prune.saved")}</span> <code data-testid="folder">{result.folder}</code>
         <br />
         <span class="t3 sm">{say(result.sentence)}</span>
       </p>
       <Command text={result.command} />
-      <div class="proof-tables">
-        <SizeTable sizes={proof.savings} after={t("prune.after")} />
-        <QualityTable quality={proof.quality} />
-        <CheckTable checks={proof.equal} />
+      <div class="verification-tables">
+        <SizeTable sizes={verification.savings} after={t("prune.after")} />
+        <QualityTable quality={verification.quality} />
+        <CheckTable checks={verification.equal} />
         <LayerTable result={result} />
-        <SpeedTable phases={proof.speeds.phases} />
+        <SpeedTable phases={verification.speeds.phases} />
       </div>
-      {proof.notes.length > 0 && (
+      {verification.notes.length > 0 && (
         <details>
           <summary>{t("prune.notes")}</summary>
-          {proof.notes.map((note) => (
+          {verification.notes.map((note) => (
             <p key={note} class="t3 sm">
               {say(note)}
             </p>
@@ -194,7 +194,7 @@ function Command({ text }: { text: string }): JSX.Element {
   );
 }
 
-function CheckTable({ checks }: { checks: SurgeryResult["proof"]["equal"] }): JSX.Element {
+function CheckTable({ checks }: { checks: SurgeryResult["verification"]["equal"] }): JSX.Element {
   return (
     <DataTable
       caption={t("prune.checks")}
@@ -245,10 +245,10 @@ function LayerTable({ result }: { result: SurgeryResult }): JSX.Element {
     { key: "kv", title: t("prune.kvHeads"), numeric: true, value: (row) => row.after.kv, cell: (row) => change(row.before.kv, row.after.kv) },
   ];
   if (groups.size) columns.push({ key: "groups", title: t("prune.groups"), value: (row) => groups.get(row.site) ?? "" });
-  return <DataTable caption={t("prune.layers")} rows={result.proof.savings.sites} columns={columns} />;
+  return <DataTable caption={t("prune.layers")} rows={result.verification.savings.sites} columns={columns} />;
 }
 
-function SpeedTable({ phases }: { phases: SurgeryResult["proof"]["speeds"]["phases"] }): JSX.Element {
+function SpeedTable({ phases }: { phases: SurgeryResult["verification"]["speeds"]["phases"] }): JSX.Element {
   return (
     <DataTable
       caption={t("prune.speed")}

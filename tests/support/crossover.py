@@ -1,4 +1,4 @@
-"""Take-over points in tests: the sizes of the class that tests go by, and other sizes for the
+"""Crossovers in tests: the sizes of the class that tests go by, and other sizes for the
 length of a test.
 """
 
@@ -11,7 +11,7 @@ from headwise.kernels.capabilities import assume_points, current_points
 
 
 def least(name: str) -> int:
-    """The size of a take-over point."""
+    """The size of a crossover."""
     return int(current_points().sizes[name])
 
 

@@ -1,4 +1,4 @@
-"""The choice of a path goes by the take-over points of the class of machine."""
+"""The choice of a path goes by the crossovers of the class of machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_where_nobody_measured_no_kernel_is_preferred(name: str):
                 assert hw.why(PLAIN, tokens=tokens, dtype=dtype, when=["grad"]).backend == "sdpa"
         assert (
             hw.why(PLAIN, tokens="one").backend
-            == hw.why(PLAIN, tokens=hw.CallSize(64, 1, 1, 9000)).backend
+            == hw.why(PLAIN, tokens=hw.costs.CallSize(64, 1, 1, 9000)).backend
             == "sdpa"
         )
         refusal = hw.why(PLAIN).reasons_against["flash_cpu"]
@@ -165,7 +165,7 @@ def test_results_do_not_depend_on_the_choice(preset: str, name: str):
 
 def test_compiled_graphs_leave_out_what_is_never_preferred():
     call = CallSignature(PLAIN, PLAIN.core, is_compiling=True)
-    size = hw.CallSize(1, 5, 5, 5)
+    size = hw.costs.CallSize(1, 5, 5, 5)
     assert make_dispatch(call).select_for_size(size) == "flash_cpu"  # at every length
     with assume_points(points_of_class("aarch64")):
         assert make_dispatch(call).select_for_size(size) == "sdpa"

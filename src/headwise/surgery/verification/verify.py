@@ -1,4 +1,6 @@
-"""Full comparison of a model before and after a change, and its report: PROOF.md, or for a terminal."""
+"""Full comparison of a model before and after a change, and its report: VERIFICATION.md, or for a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -67,13 +69,13 @@ from .quality_metrics import (
 
 # --- Results --------------------------------------------------------------------------------------
 
-PROOF_VERSION = 1  # of the JSON document
-PROOF_JSON = "proof.json"
-PROOF_PAGE = "PROOF.md"
+VERIFICATION_VERSION = 1  # of the JSON document
+VERIFICATION_JSON = "verification.json"
+VERIFICATION_PAGE = "VERIFICATION.md"
 
 
 @dataclass(frozen=True)
-class ModelProof(JsonRecord):
+class VerificationReport(JsonRecord):
     """Result of all comparisons of a model before and after a change.
 
     `what` is the change in a sentence and `keep` the heads kept by site. `equal` has the
@@ -105,11 +107,11 @@ class ModelProof(JsonRecord):
     def data(self) -> dict[str, Any]:
         """Proof as JSON-serialisable values; NaN and infinities become None."""
         rounding = [asdict(difference) for difference in self.rounding]
-        return {"version": PROOF_VERSION, **super().data, "rounding": rounding}
+        return {"version": VERIFICATION_VERSION, **super().data, "rounding": rounding}
 
 
-PROOF_FOLDER = FolderKind(
-    "folder of a model", (PROOF_JSON, RECORD_FILE, MANIFEST_FILE, "config.json")
+VERIFICATION_FOLDER = FolderKind(
+    "folder of a model", (VERIFICATION_JSON, RECORD_FILE, MANIFEST_FILE, "config.json")
 )
 
 
@@ -119,8 +121,8 @@ LogFunction = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class ProofOptions:
-    """Options of `prove`: `change` is a sentence that describes what was done to the model.
+class VerificationOptions:
+    """Options of `verify`: `change` is a sentence that describes what was done to the model.
 
     `keep` has the heads kept by each site, `replacements` the constant outputs of removed heads if
     they were folded into biases. `equivalents` return models that must compute the same as the
@@ -128,8 +130,8 @@ class ProofOptions:
     they are called like the model. `surgery_pair` is the model before and after the change of its
     heads, if that is not the pair that is compared. `exact_change` makes the same change to a copy
     in float32, for changes that round new weights to the dtype of the model. `length` is the number
-    of tokens for FLOPs and cache. `task` scores generated answers. `command` is shown as the command
-    that reproduces the proof.
+    of tokens for FLOPs and cache. `task` scores generated answers. `command` is shown as the
+    command that reproduces the verification.
     """
 
     change: str
@@ -148,26 +150,26 @@ class ProofOptions:
     notes: tuple[str, ...] = ()
 
 
-def prove(
+def verify(
     before: Transformer,
     after: Transformer,
     texts: Sequence[Example],
-    options: ProofOptions,
+    options: VerificationOptions,
     log: LogFunction = lambda _: None,
-) -> ModelProof:
+) -> VerificationReport:
     """Compare a pruned or converted model with the original, on the same texts.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
-    >>> proof = prove(
+    >>> verification = verify(
     ...     net,
     ...     net,
     ...     texts,
-    ...     ProofOptions("no change", timing=TimingOptions(length=8, steps=2, seconds=0.01)),
+    ...     VerificationOptions("no change", timing=TimingOptions(length=8, steps=2, seconds=0.01)),
     ... )
-    >>> proof.holds, proof.quality.row("loss").change.value
+    >>> verification.holds, verification.quality.row("loss").change.value
     (True, 0.0)
     """
     distinct = DistinctExamples(texts)
@@ -195,7 +197,7 @@ def prove(
         speeds = compare_speed(before, after, options.timing)
         savings = compare_cost(before, after, options.length)
     notes = (*options.notes, *distinct.notes, *generation_notes, *savings.uncut_cache_notes)
-    return ModelProof(
+    return VerificationReport(
         model=before.spec.name,
         what=options.change,
         keep={site: tuple(heads) for site, heads in options.keep.items()},
@@ -212,7 +214,7 @@ def prove(
 
 
 def check_surgery(
-    pair: tuple[Transformer, Transformer], texts: Sequence[Example], options: ProofOptions
+    pair: tuple[Transformer, Transformer], texts: Sequence[Example], options: VerificationOptions
 ) -> tuple[list[OutputDifference], list[OutputDifference]]:
     """Compare the models that must be equal. Compares 16-bit models also in their own dtype,
     without tolerance.
@@ -248,7 +250,7 @@ def _add_generation_scores(
     report: QualityReport,
     nets: tuple[Transformer, Transformer],
     examples: Sequence[Example],
-    options: ProofOptions,
+    options: VerificationOptions,
 ) -> tuple[QualityReport, list[str]]:
     """Return the report with scores of generated answers, if the model can
     generate any, and notes.
@@ -287,50 +289,54 @@ def _check_comparable(before: Transformer, after: Transformer) -> None:
 MAX_LINE_LENGTH = 240  # characters of a text that are shown
 
 
-def write_proof(proof: ModelProof, folder: Path | str) -> tuple[Path, Path]:
-    """Write proof.json and PROOF.md to a folder, which is created if missing; return both paths."""
-    folder = check_output(folder, PROOF_FOLDER, "continue")
+def write_verification(verification: VerificationReport, folder: Path | str) -> tuple[Path, Path]:
+    """Write verification.json and VERIFICATION.md to a folder, which is created if missing; return
+    both paths.
+    """
+    folder = check_output(folder, VERIFICATION_FOLDER, "continue")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / PROOF_JSON, folder / PROOF_PAGE
-    write_atomically(paths[0], (json.dumps(proof.data, indent=1, allow_nan=False) + "\n").encode())
-    write_atomically(paths[1], render_proof(proof).encode())
+    paths = folder / VERIFICATION_JSON, folder / VERIFICATION_PAGE
+    write_atomically(
+        paths[0], (json.dumps(verification.data, indent=1, allow_nan=False) + "\n").encode()
+    )
+    write_atomically(paths[1], render_verification(verification).encode())
     return paths
 
 
-def render_proof(proof: ModelProof) -> str:
-    """Return the proof as a Markdown page."""
-    return to_markdown(make_proof_page(proof))
+def render_verification(verification: VerificationReport) -> str:
+    """Return the verification as a Markdown page."""
+    return to_markdown(make_verification_page(verification))
 
 
-def render_summary(proof: ModelProof) -> str:
+def render_summary(verification: VerificationReport) -> str:
     """Return the summary for a terminal: plain text, 80 columns."""
-    title = f"{_one_line(proof.model)}: {_one_line(proof.what)}"
-    notes = [f"note: {_one_line(note)}" for note in proof.notes]
-    return "\n".join(map(to_text, [title, "", summary_table(proof), *notes]))
+    title = f"{_one_line(verification.model)}: {_one_line(verification.what)}"
+    notes = [f"note: {_one_line(note)}" for note in verification.notes]
+    return "\n".join(map(to_text, [title, "", summary_table(verification), *notes]))
 
 
 def _one_line(text: str) -> str:
     return escape_terminal(text, MAX_LINE_LENGTH)
 
 
-def summary_table(proof: ModelProof) -> Table:
+def summary_table(verification: VerificationReport) -> Table:
     """Return the results of all comparisons, one a row: both models and the verdict."""
     rows = list[tuple[str | None, ...]]()
-    if proof.equal:
-        outputs = [difference for difference in proof.equal if difference.texts]
+    if verification.equal:
+        outputs = [difference for difference in verification.equal if difference.texts]
         worst = max(outputs, key=lambda difference: difference.apart / (difference.allowed or 1.0))
-        result = "equal up to rounding" if proof.holds else "NOT equal"
+        result = "equal up to rounding" if verification.holds else "NOT equal"
         result = f"{result}, {worst.apart:.1e}"
-        rows.append((f"outputs, {pluralise(len(proof.equal), 'check')}", None, None, result))
-    for pair in proof.savings.costs:
+        rows.append((f"outputs, {pluralise(len(verification.equal), 'check')}", None, None, result))
+    for pair in verification.savings.costs:
         if pair.name in ("parameters", "cache per token"):
             name, before, after, ratio = _cost_row(pair)
             rows.append((name, before, after, "" if ratio is None else f"{ratio - 1:+.1%}"))
-    for phase in proof.speeds.phases:
+    for phase in verification.speeds.phases:
         name, before, after, factor, *_ = _speed_row(phase)
         verdict = phase.verdict.partition(":")[0]
         rows.append((name, before, after, f"{verdict}, {factor}" if factor else verdict))
-    for row in proof.quality.rows:
+    for row in verification.quality.rows:
         if "/" not in row.name:
             before = None if row.before is None else format_number(row.before.value)
             result = describe_change(row)
@@ -341,34 +347,37 @@ def summary_table(proof: ModelProof) -> Table:
 # --- Page -----------------------------------------------------------------------------------------
 
 
-def make_proof_page(proof: ModelProof) -> Page:
-    """Return the proof as a page of tables."""
-    versions = ", ".join(f"{name} {version}" for name, version in proof.versions.items())
+def make_verification_page(verification: VerificationReport) -> Page:
+    """Return the verification as a page of tables."""
+    versions = ", ".join(f"{name} {version}" for name, version in verification.versions.items())
     notes = [
-        "All numbers are in proof.json, with the heads that were kept.",
+        "All numbers are in verification.json, with the heads that were kept.",
         versions,
-        *proof.notes,
+        *verification.notes,
     ]
-    command = [_one_line(proof.command)] if proof.command else []
+    command = [_one_line(verification.command)] if verification.command else []
     return make_page(
-        f"{_one_line(proof.model)}: report of the changed model",
-        ("Summary", [summary_table(proof)]),
+        f"{_one_line(verification.model)}: report of the changed model",
+        ("Summary", [summary_table(verification)]),
         (
             "Equality checks",
-            [_equality_table(proof) if proof.equal else "No equality was checked."],
+            [_equality_table(verification) if verification.equal else "No equality was checked."],
         ),
         (
             "Size and cost",
-            [_cost_table(proof), *([_site_table(proof)] if proof.savings.sites else [])],
+            [
+                _cost_table(verification),
+                *([_site_table(verification)] if verification.savings.sites else []),
+            ],
         ),
-        ("Speed", [_speed_table(proof)]),
-        ("Quality", [_quality_table(proof)]),
+        ("Speed", [_speed_table(verification)]),
+        ("Quality", [_quality_table(verification)]),
         ("How to reproduce", [*command, [_one_line(note) for note in notes if note]]),
-        summary=_one_line(proof.what),
+        summary=_one_line(verification.what),
     )
 
 
-def _equality_table(proof: ModelProof) -> Table:
+def _equality_table(verification: VerificationReport) -> Table:
     rows = [
         (
             _one_line(check.what),
@@ -377,18 +386,18 @@ def _equality_table(proof: ModelProof) -> Table:
             check.texts,
             check.same,
         )
-        for check in proof.equal
+        for check in verification.equal
     ]
     rows += [
         (_one_line(other.what), f"{other.apart:.1e}", None, other.texts, None)
-        for other in proof.rounding
+        for other in verification.rounding
     ]
     notes = [
         "Difference is the largest absolute difference of any output on any text. Tolerance is "
         f"{OUTPUT_TOLERANCE:.0e} of the largest output, {DOUBLE_TOLERANCE:.0e} in float64. "
         "Differences of weights (of 0 texts) are relative to the largest of each tensor."
     ]
-    if proof.rounding:
+    if verification.rounding:
         notes.append(
             "Models of 16 bits are compared in float32, on one text. The row without a tolerance "
             "shows their rounding, which would hide a wrong head."
@@ -397,8 +406,8 @@ def _equality_table(proof: ModelProof) -> Table:
     return Table("", columns, rows, notes)
 
 
-def _cost_table(proof: ModelProof) -> Table:
-    saved = proof.savings
+def _cost_table(verification: VerificationReport) -> Table:
+    saved = verification.savings
     source = f" and a source of {saved.source_length:,}" if saved.source_length else ""
     note = (
         f"For one sequence of {saved.length:,} tokens{source}, {saved.dtype}. FLOPs count allowed "
@@ -414,10 +423,10 @@ def _cost_row(pair: CostPair) -> tuple[Any, ...]:
     return pair.name + unit, show(pair.before), show(pair.after), pair.ratio
 
 
-def _site_table(proof: ModelProof) -> Table:
+def _site_table(verification: VerificationReport) -> Table:
     """Tabulate the sizes of the changed attentions."""
     rows = list[tuple[str, ...]]()
-    for site, before, after in proof.savings.sites:
+    for site, before, after in verification.savings.sites:
         pairs = zip(before, after, strict=True)
         cells = [f"{old:,}" if old == new else f"{old:,} -> {new:,}" for old, new in pairs]
         rows.append((site, *cells))
@@ -425,8 +434,8 @@ def _site_table(proof: ModelProof) -> Table:
     return Table("", columns, rows)
 
 
-def _speed_table(proof: ModelProof) -> Table:
-    speeds = proof.speeds
+def _speed_table(verification: VerificationReport) -> Table:
+    speeds = verification.speeds
     note = (
         f"Both models were measured alternately in one process ({speeds.machine}): batch "
         f"{speeds.batch}, {speeds.length:,} prompt tokens, {speeds.steps} decode steps; units per "
@@ -453,8 +462,8 @@ def _speed_row(phase: PhaseSpeed) -> tuple[Any, ...]:
     )
 
 
-def _quality_table(proof: ModelProof) -> Table:
-    quality = proof.quality
+def _quality_table(verification: VerificationReport) -> Table:
+    quality = verification.quality
     rows = list[tuple[Any, ...]]()
     for row in quality.rows:
         estimates = (row.before, row.after, row.change)

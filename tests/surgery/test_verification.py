@@ -1,4 +1,4 @@
-"""Compression proofs: equality, savings, and the report."""
+"""Compression verification reports: equality, savings, and the report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from headwise.surgery.verification.model_comparison import (
     compare_ablated,
     compare_outputs,
 )
-from headwise.surgery.verification.proof import (
-    ProofOptions,
-    prove,
-    render_proof,
+from headwise.surgery.verification.verify import (
+    VerificationOptions,
     render_summary,
-    write_proof,
+    render_verification,
+    verify,
+    write_verification,
 )
 from support.flop_counting import flop_counter
 from support.pruned_models import (
@@ -48,7 +48,7 @@ def two(kind):
     net = build_model(make_model_spec(kind))
     net.usage = {
         "encoder": hw.ProcessorSpec(mask=1),
-        "encoder-decoder": hw.ProcessorSpec(begin=(1,), end=(2,)),
+        "encoder-decoder": hw.ProcessorSpec(bos=(1,), eos=(2,)),
     }.get(kind, net.usage)
     return net, remove_heads(net, KEEP[kind])
 
@@ -107,26 +107,27 @@ def test_a_model_that_was_read_again_otherwise_is_found_out():
         compare(lambda x: after(x) * torch.nan)
 
 
-def test_the_proof_reports_small_savings_if_heads_are_mixed():
+def test_the_verification_reports_small_savings_if_heads_are_mixed():
     talking = replace(make_model_spec("decoder", 1), stacks=(
-        bp.StackSpec.from_blocks("decoder", 24, [bp.BlockSpec(make_attention(kv=4, modifiers=(hw.TalkingHeads(),)), feed=bp.FeedForwardSpec(31))],  # noqa: E501 - one case a line
+        bp.StackSpec.from_blocks("decoder", 24, [bp.BlockSpec(make_attention(kv=4, modifiers=(hw.parts.TalkingHeads(),)), feed=bp.FeedForwardSpec(31))],  # noqa: E501 - one case a line
                     embedding=bp.EmbeddingSpec(23)),))  # fmt: skip
     net, keep = build_model(talking), {"decoder.0.attention": [2]}
-    proof = prove(
+    verification = verify(
         net,
         remove_heads(net, keep),
         make_examples("decoder"),
-        ProofOptions("One head was kept.", keep=keep, timing=QUICK),
+        VerificationOptions("One head was kept.", keep=keep, timing=QUICK),
     )
-    assert proof.holds
-    assert proof.savings.get_cost("cache per token").ratio == 1.0
-    assert "| cache per token | 192 B | 192 B | +0.0% |" in render_proof(proof)
+    assert verification.holds
+    assert verification.savings.get_cost("cache per token").ratio == 1.0
+    assert "| cache per token | 192 B | 192 B | +0.0% |" in render_verification(verification)
     assert (
         "decoder.0.attention: 3 of 4 heads removed, but all 4 key-value heads are still in use"
-        in proof.notes
+        in verification.notes
     )
     assert (
-        proof.savings.get_cost("parameters").before - proof.savings.get_cost("parameters").after
+        verification.savings.get_cost("parameters").before
+        - verification.savings.get_cost("parameters").after
         == 3 * 6 * 24
     )
 
@@ -185,23 +186,23 @@ def test_cross_attention_is_counted_separately():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
+def test_a_verification_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
     net, after = two(kind)
-    how = ProofOptions(
+    how = VerificationOptions(
         "Heads were cut.",
         KEEP[kind],
         exports={"read again": lambda: after},
         timing=QUICK,
         command="do it | again",
     )
-    proof = prove(net, after, make_examples(kind), how)
-    assert proof.holds
-    assert len(proof.equal) == 3
-    paths = write_proof(proof, tmp_path / "new" / "folder")
+    verification = verify(net, after, make_examples(kind), how)
+    assert verification.holds
+    assert len(verification.equal) == 3
+    paths = write_verification(verification, tmp_path / "new" / "folder")
     data, text = json.loads(paths[0].read_text()), paths[1].read_text()
-    assert data == json.loads(json.dumps(proof.data))
+    assert data == json.loads(json.dumps(verification.data))
     assert data["keep"] == {s: list(h) for s, h in KEEP[kind].items()}
-    for shown in (text, render_summary(proof)):
+    for shown in (text, render_summary(verification)):
         assert "equal up to rounding" in shown
         assert "\x1b" not in shown
 
@@ -209,27 +210,30 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
 def test_an_attention_that_is_gone_altogether_is_proven_too():
     net = build_model(make_model_spec("decoder"))
     keep = {"decoder.0.attention": [], "decoder.1.attention": [0, 1]}
-    proof = prove(
+    verification = verify(
         net,
         remove_heads(net, keep),
         make_examples("decoder"),
-        ProofOptions("One layer lost all.", keep, timing=QUICK),
+        VerificationOptions("One layer lost all.", keep, timing=QUICK),
     )
-    assert proof.holds
-    assert proof.savings.sites[0].after == (0, 0, 0, 0)
-    assert "4 -> 0" in render_proof(proof)
+    assert verification.holds
+    assert verification.savings.sites[0].after == (0, 0, 0, 0)
+    assert "4 -> 0" in render_verification(verification)
 
 
 def test_a_page_carries_no_signs_of_others():
     net, after = two("decoder")
     evil = "a\x1b[2J|`<script>\u202e\n# b"
-    proof = prove(
+    verification = verify(
         net,
         after,
         make_examples("decoder"),
-        ProofOptions(evil, timing=QUICK, notes=(evil,), command=evil),
+        VerificationOptions(evil, timing=QUICK, notes=(evil,), command=evil),
     )
-    for shown in (render_proof(replace(proof, model=evil)), render_summary(proof)):
+    for shown in (
+        render_verification(replace(verification, model=evil)),
+        render_summary(verification),
+    ):
         assert "\x1b" not in shown
         assert "\u202e" not in shown
         assert "\n# b" not in shown
@@ -237,16 +241,18 @@ def test_a_page_carries_no_signs_of_others():
 
 def test_a_speed_without_a_verdict_has_no_factor():
     net, after = two("decoder")
-    proof = prove(net, after, make_examples("decoder"), ProofOptions("", timing=QUICK))
+    verification = verify(
+        net, after, make_examples("decoder"), VerificationOptions("", timing=QUICK)
+    )
     wild = summarise_rounds(
         TimedPhase("prefill", "tokens/s", 8, lambda net: lambda: None),
         np.array([[1.0, 0.3], [1.0, 3.0], [4.0, 1.0], [4.0, 1.5], [1.0, 1.6]]),
     )
     assert wild.after < wild.before
     assert wild.speedup > 2  # the median of ratios contradicts the ratio of medians
-    proof = replace(proof, speeds=replace(proof.speeds, phases=(wild,)))
-    assert "no verdict" in render_summary(proof)
-    for shown in (render_summary(proof), render_proof(proof)):
+    verification = replace(verification, speeds=replace(verification.speeds, phases=(wild,)))
+    assert "no verdict" in render_summary(verification)
+    for shown in (render_summary(verification), render_verification(verification)):
         assert f"{wild.speedup:.2f}" not in shown
 
 
@@ -256,14 +262,17 @@ def test_unprovable_pairs_are_refused():
     with pytest.raises(
         ValueError, match="cannot compute a confidence interval over 1 different texts"
     ):
-        prove(net, after, texts[:1], ProofOptions("", timing=QUICK))
+        verify(net, after, texts[:1], VerificationOptions("", timing=QUICK))
     with pytest.raises(ValueError, match="Give a model made from the first"):
-        prove(net, two("encoder")[0], texts, ProofOptions("", timing=QUICK))
+        verify(net, two("encoder")[0], texts, VerificationOptions("", timing=QUICK))
     with pytest.raises(ValueError, match=r"no attention 'decoder\.7\.attention'"):
         compare_ablated(net, after, texts, {"decoder.7.attention": [0]})
     with pytest.raises(ValueError, match="no head 4 to keep; give heads"):
         compare_ablated(net, after, texts, {"decoder.0.attention": [4]})
     with pytest.raises(ValueError, match=r"with \[3\] and \[2\] layers"):
-        prove(
-            build_model(make_model_spec("decoder", 3)), net, texts, ProofOptions("", timing=QUICK)
+        verify(
+            build_model(make_model_spec("decoder", 3)),
+            net,
+            texts,
+            VerificationOptions("", timing=QUICK),
         )

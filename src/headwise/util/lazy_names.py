@@ -1,0 +1,29 @@
+"""Public names of a package that are imported when they are first used.
+
+Descriptions of layers and models so do without torch, and `headwise --help` without both.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def import_lazily(package: str, module_of_name: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package.
+
+    `module_of_name` gives the module of each name, relative to `package`. A module "a.b:" is itself
+    the value.
+    """
+
+    def get(name: str) -> Any:
+        if name not in module_of_name:
+            raise AttributeError(f"{package} has no {name!r}")
+        module, is_module, _ = module_of_name[name].partition(":")
+        value = import_module(f"{package}.{module}")
+        if not is_module:
+            value = getattr(value, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get
