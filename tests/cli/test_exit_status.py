@@ -302,6 +302,31 @@ def test_sigterm_ends_with_143_and_leaves_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+DELETER = """
+import signal, sys, time
+from headwise import cli
+class Held:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0)
+def drop(argv):
+    Held()
+    time.sleep(30)
+cli._run_command = drop
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.lengthy
+def test_sigterm_while_an_object_is_deleted_ends_the_command_too():
+    """Python prints and drops an exception that __del__ raises."""
+    environment = os.environ | {"PYTHONPATH": str(Path(hw.__file__).parents[1])}
+    ended = subprocess.run(
+        [sys.executable, "-c", DELETER], capture_output=True, env=environment, timeout=20
+    )
+    assert (ended.returncode, ended.stderr) == (143, b"")
+
+
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("number", "code"),

@@ -214,10 +214,21 @@ def _notices_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def _sigterm_as_exception() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM, unless the caller has installed a handler."""
+    """Raise `Terminated` on SIGTERM, unless the caller has installed a handler.
+
+    Python drops what is raised while it deletes an object: the signal is then sent again.
+    """
 
     def terminate(signum: int, frame: FrameType | None) -> None:
         raise Terminated(TERMINATED)
+
+    def send_again(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is not Terminated:
+            report_dropped(dropped)
+            return
+        again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM))
+        again.daemon = True
+        again.start()
 
     if (
         threading.current_thread() is not threading.main_thread()
@@ -225,8 +236,11 @@ def _sigterm_as_exception() -> Iterator[None]:
     ):
         yield
         return
+    report_dropped = sys.unraisablehook
+    sys.unraisablehook = send_again
     signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.unraisablehook = report_dropped
