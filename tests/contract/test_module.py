@@ -100,7 +100,7 @@ def test_one_graph_holds_a_layer_that_has_planned_its_calls(spec, layer, x, z):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["Rotary0", "Alibi1", "Dynamic0"])
+@pytest.mark.parametrize("name", ["Rotary0", "Alibi1", "DynamicComposition0"])
 def test_the_compiler_keeps_the_numbers(spec, layer, x, z):
     expected = layer(x, source=z)
     torch._dynamo.reset()
@@ -130,9 +130,9 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [
-        *((name, "causal()") for name in ("Direct1", "Rotary0", "Latent0", "Dynamic0", "Alibi1")),
+        *((name, "causal()") for name in ("LinearProjection1", "Rotary0", "MLAProjection0", "DynamicComposition0", "Alibi1")),
         ("Rotary0", "window(3) | first(2)"),
-        ("Latent0", "window(3) | first(2)"),
+        ("MLAProjection0", "window(3) | first(2)"),
     ],
 )
 def test_one_graph_holds_a_cached_step(name, pattern):
