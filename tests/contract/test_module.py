@@ -130,7 +130,16 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [
-        *((name, "causal()") for name in ("LinearProjection1", "Rotary0", "MLAProjection0", "DynamicComposition0", "Alibi1")),
+        *(
+            (name, "causal()")
+            for name in (
+                "LinearProjection1",
+                "Rotary0",
+                "MLAProjection0",
+                "DynamicComposition0",
+                "Alibi1",
+            )
+        ),
         ("Rotary0", "window(3) | first(2)"),
         ("MLAProjection0", "window(3) | first(2)"),
     ],

@@ -2,9 +2,8 @@
 
 Forward, for the queries of one work item and blocks of keys j:
 
-S = K_block Q^T                        [keys, 64 queries]: queries are the columns, so softmax runs
-across vectors m' = max(m, max_j S),  P = exp(S - m'),  l = l exp(m - m') + sum_j P,  O = O exp(m -
-m') + V_block^T P
+    S = K_block Q^T                        [keys, 64 queries]: queries are the columns, so softmax runs across vectors
+    m' = max(m, max_j S),  P = exp(S - m'),  l = l exp(m - m') + sum_j P,  O = O exp(m - m') + V_block^T P
 
 and finally o = O / l, lse = m + log l. Backward, with P = exp(S - lse) and D = rowsum(o * grad):
 

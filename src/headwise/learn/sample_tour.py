@@ -156,17 +156,27 @@ def run_sample_tour(
         check_output_folder(folder / PRUNED_NAME)
         tour = Tour(folder, language, scale, progress)
         makers = [describe_sample, describe_classes, ablate_one_head, prune_half_of_sample]
-        for number, make in enumerate(makers[:3] if quick else makers, 1):
-            section = make(tour)
-            tour.sections.append(section)
-            title(f"{number}  {section.title}")
-            for item in section.items:
-                show(to_text(item) + "\n")
-        page = Page(tour.text("page"), tour.sections, language=language)
-        write_atomically(folder / REPORT_FILE, to_html(page).encode())
+        try:
+            for number, make in enumerate(makers[:3] if quick else makers, 1):
+                section = make(tour)
+                tour.sections.append(section)
+                title(f"{number}  {section.title}")
+                for item in section.items:
+                    show(to_text(item) + "\n")
+                if number == 1:  # the first pictures need no model
+                    write_page(tour)
+        finally:
+            if len(tour.sections) > 1:
+                write_page(tour)
         show(tour.text("done", seconds=time.monotonic() - started, report=folder / REPORT_FILE))
         show(tour.text("next", folder=folder if quick else folder / PRUNED_NAME))
     return tour
+
+
+def write_page(tour: Tour) -> None:
+    """Write the sections so far as one page."""
+    page = Page(tour.text("page"), tour.sections, language=tour.language)
+    write_atomically(tour.folder / REPORT_FILE, to_html(page).encode())
 
 
 def check_output_folder(folder: Path) -> None:
