@@ -69,7 +69,9 @@ def _make_layer() -> Attention:
 
 
 def _published_moh(layer: Attention) -> ReferenceMoH:
-    project, output, routed = (layer.weights[name] for name in ("project", "output", "routed"))
+    project, output, routed = (
+        layer.weights[name] for name in ("project", "output", "mixture_of_heads")
+    )
     maps = {name: project[name].detach() for name in ("q", "k", "v")} | {"o": output["o"].detach()}
     return ReferenceMoH(
         NUM_HEADS,
@@ -176,7 +178,7 @@ def _layer_case(tokens: int, backward: bool) -> BenchmarkCase:
     def ours(x: Tensor, *weights: Tensor) -> Tensor:
         return layer(x)
 
-    parts = {name: layer.weights[name] for name in ("project", "output", "routed")}
+    parts = {name: layer.weights[name] for name in ("project", "output", "mixture_of_heads")}
     params = {key: weight for part in parts.values() for key, weight in part.named_parameters()}
     our_args = [x.clone().requires_grad_(backward), *(params[name] for name in published.maps)]
     their_args = [

@@ -160,7 +160,7 @@ _MODULE_OF_NAME = {
     "training": "training:",
 }
 __all__ = sorted(_MODULE_OF_NAME)
-__getattr__ = import_lazily(__name__, _MODULE_OF_NAME)
+__getattr__ = import_lazily(__name__, _MODULE_OF_NAME, ("parts", "patterns", "costs", "attention"))
 
 
 def __dir__() -> list[str]:

@@ -15,12 +15,13 @@
 `Attention` runs 1, 2 and 9 to 11. Steps 3 to 8 are the core: `backends/dense.py` writes them out in
 plain tensor operations, and the backend that `backends/dispatch.py` selects computes the same
 result, usually faster. Before step 1, `CallPlanner.plan_call` in `attention_call` checks the
-arguments and lists the backends that support the call. `attention_base` creates the weights.
+arguments and, once for each kind of call, lists the backends that may run it. `attention_base`
+creates the weights.
 `core_extras` runs what only some layers need, such as gates and recurrent states.
 
 Shapes: B batch, T queries, S keys, H query heads, G key-value heads, R rows of weights, O output
-heads, K and V channels of a key and a value, D model width. H, R and O are equal unless a part
-mixes or combines heads.
+heads, K and V channels of a key and a value, D model width. In a plain layer H = R = O; parts that
+mix or combine heads make them differ.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from .masking.sequence_info import AttentionMask, SequenceInfo
 
 
 class Attention(AttentionBase):
-    """Multi-head attention built from a spec, run by the first backend that supports the call.
+    """Multi-head attention built from a spec. Each call runs on the first backend that supports it,
+    accepts its tensors and was not measured to be slower at its size.
 
     >>> import headwise as hw, torch
     >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, pattern="causal"))

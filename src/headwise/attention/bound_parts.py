@@ -93,7 +93,13 @@ class PartWeights(nn.Module):
                 self._add(name, param)
 
     def _add(self, name: str, param: Param) -> None:
-        tensor = param.init(param.layout.shape(self.sizes))
+        shape = param.layout.shape(self.sizes)
+        tensor = param.init(shape)
+        if tensor.shape != shape:
+            raise SpecError(
+                f"the initialiser of {name!r} returned the shape {tuple(tensor.shape)}, but its "
+                f"layout has {shape}; return a tensor of the shape that it is given"
+            )
         if param.trainable:
             self.register_parameter(name, nn.Parameter(tensor))
         else:
@@ -102,6 +108,9 @@ class PartWeights(nn.Module):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._borrowed:
             return self._borrowed[name][name]
+        if name not in self._parameters and name not in self._buffers:
+            names = ", ".join(self._names) or "none"
+            raise KeyError(f"there is no parameter {name!r}; params() declares {names}")
         tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
         assert tensor is not None
         return tensor

@@ -74,6 +74,11 @@ def list_cases(part: Part) -> tuple[dict[str, AttentionSpec], dict[str, str]]:
         except SpecError as reason:
             reasons[CROSS_ATTENTION] = str(reason)
     for n, spec in enumerate(type(part).examples(make_base_spec)):
+        if not any(isinstance(one, type(part)) for _, one in spec.parts()):
+            raise SpecError(
+                f"example {n} of {type(part).__name__} does not contain it; yield "
+                f"base(modifiers=(cls(),)), or give it to its own slot"
+            )
         if spec not in specs.values():
             specs[f"example {n}"] = spec
     return specs, reasons

@@ -251,5 +251,5 @@ def machine_notes() -> list[str]:
     points = current_points()
     source = MEASURED_ON.get(points.machine_class)
     text = f"crossovers of {points.machine_class}: "
-    text += f"measured on {source}" if source else "not measured; torch's path runs"
+    text += f"measured on {source}" if source else "not measured, so headwise's CPU kernels are off"
     return [f"machine: {machine.processor} ({machine.machine_class})", text]

@@ -202,7 +202,7 @@ class BackendReport:
 
 def why(
     spec: AttentionSpec,
-    *,
+    *tensors: object,
     want: Iterable[str] = (),
     device: str = "cpu",
     dtype: str = "float32",
@@ -223,6 +223,8 @@ def why(
     >>> reasons.backend, reasons.reasons_against["sdpa"]
     ('dense', ['cannot show weights'])
     """
+    if tensors:
+        raise ValueError("why takes a spec alone; layer.why(x) explains a call with tensors")
     if not isinstance(spec, AttentionSpec):
         raise ValueError(
             f"why takes an attention spec, not {type(spec).__name__}; give layer.spec or "

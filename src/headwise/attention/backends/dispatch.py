@@ -1,12 +1,14 @@
-"""Chooses the backend that computes the core of a call, and runs it; no other module does either.
+"""Chooses the backend that computes the core of a call, and runs it. The choice is made only here;
+a backend may use another's function for its blocks.
 
-The choice has two steps. Its `CallSignature` (spec, dtype, device, gradients, probes) is known
-before any tensor is computed: `make_dispatch` keeps the backends that support it, and refuses the
-call if none does. Its sizes and its mask are known once queries and keys exist:
-`CoreDispatch.select` skips backends that cannot run these tensors (`tensor_conflicts`) or that were
-measured to be slower for this size (`slower_reasons`), and the first that remains runs. A backend
-that the caller names runs at any size, or the call is refused. No backend passes a call on to
-another.
+1. By kind, before any tensor is computed: `make_dispatch` keeps the backends that support the
+   `CallSignature` (spec, dtype, device, gradients, probes), in order of preference up to `dense`,
+   and refuses the call if none does.
+2. By size and mask, once queries and keys exist: `CoreDispatch.select` skips backends that cannot
+   run these tensors (`tensor_conflicts`) or were measured to be slower for this size
+   (`slower_reasons`). The first that remains runs.
+
+A backend that the caller names runs at any size, or the call is refused.
 
 Packed rows with known lengths are cut into sequences here. These run in groups of similar length,
 and each group gets a backend.
@@ -148,7 +150,7 @@ class CoreDispatch:
             queries,
             # A decode step has another length each time: 32 lengths share what both ends choose.
             keys // LENGTHS_TOGETHER if is_step else keys,
-            "" if is_step else attention_mask.shape,
+            "" if is_step else attention_mask.shape,  # no backend prefers a mask in a decode step
         )
         points = current_points()
         chosen = self._by_size.get(key)
@@ -165,7 +167,9 @@ class CoreDispatch:
         return name
 
     def _decides_by_size(self, key: tuple[int, int, int, str], name: str) -> bool:
-        """True if calls of this key run on this backend whatever their tensors are."""
+        """True if this backend is the first that is not slower at these sizes, so that the values and
+        strides of the tensors had no part in the choice.
+        """
         if self.is_named_by_caller:
             return True
         batch, queries, keys, shape = key

@@ -11,6 +11,7 @@ In reading order:
   of a tensor, such as ``"(q dim) model"``; the division of a layer over processes.
 """
 
+from .core_types import AxisLayout, Param, ScorePosition, SpecFactory
 from .part import Part, RecurrentPart
 from .part_types import (
     Gate,
@@ -29,19 +30,23 @@ from .part_types import (
 )
 
 __all__ = [
+    "AxisLayout",
     "Gate",
     "Merge",
     "Mix",
     "Modifier",
     "Normaliser",
     "OutputStep",
+    "Param",
     "Part",
     "Project",
     "QKTransform",
     "RecurrentPart",
+    "ScorePosition",
     "ScoreStep",
     "Similarity",
     "SingleVectorTransform",
+    "SpecFactory",
     "ValueStep",
     "WeightStep",
 ]

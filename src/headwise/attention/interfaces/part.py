@@ -5,7 +5,9 @@ Parts that are not headwise's own come from a Python file; a saved model records
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import inspect
 import math
 import re
 import sys
@@ -62,6 +64,8 @@ def part(cls: type[C]) -> type[C]:
 
     It is for parts, and for the small values that parts have as fields.
     """
+    if not cls.__module__.startswith("headwise."):
+        _check_methods(cls)
     frozen = dataclass(frozen=True, repr=False)(cls)
     registered = REGISTRY.get(cls.__name__)
     if registered is not None and registered.__module__ != cls.__module__:
@@ -71,6 +75,29 @@ def part(cls: type[C]) -> type[C]:
         )
     REGISTRY[cls.__name__] = frozen
     return frozen
+
+
+def _check_methods(cls: type) -> None:
+    """Raise SpecError for a method whose name or parameters are almost those of a base class."""
+    inherited = {name for base in cls.__mro__[1:] for name in vars(base) if name[0] != "_"}
+    for name, method in vars(cls).items():
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        if name not in inherited:
+            close = difflib.get_close_matches(name, inherited - set(vars(cls)), 1, cutoff=0.8)
+            if close:
+                raise SpecError(
+                    f"headwise never calls {cls.__name__}.{name}; did you mean {close[0]!r}?"
+                )
+            continue
+        expected = getattr(cls.__mro__[1], name)
+        if inspect.isfunction(expected):
+            own, base = inspect.signature(method), inspect.signature(expected)
+            if len(own.parameters) != len(base.parameters):
+                raise SpecError(
+                    f"{cls.__name__}.{name} takes {', '.join(own.parameters)}; "
+                    f"it is called with {', '.join(base.parameters)}"
+                )
 
 
 def find_class(name: str) -> type:

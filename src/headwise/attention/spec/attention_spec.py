@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from ...util.errors import SpecError, suggest
 from ...util.size_limits import MAX_WIDTH, check_size, parse_json, parse_toml
@@ -25,7 +25,7 @@ from ..interfaces import (
     ScoreStep,
     Similarity,
 )
-from ..interfaces.core_types import CoreShape, Param, Phase
+from ..interfaces.core_types import AxisLayout, CoreShape, Param, Phase
 from ..interfaces.part import find_class
 from ..masking import patterns
 from ..masking.patterns import Causal, Full, Pattern, PerHead, head_pattern
@@ -91,6 +91,9 @@ class AttentionSpec:
         reasons = list(self._conflicts())
         if reasons:
             raise SpecError("; ".join(dict.fromkeys(reasons)))
+        for _, part in self._parts:
+            if not type(part).__module__.startswith("headwise."):
+                _check_params(part, part.params(self))
         # Found once and kept, because compiled graphs read them and cannot trace the search.
         object.__setattr__(self, "_score_head_of_output", self.score_head_of_output)
         core = self._find_core_score_heads()
@@ -459,8 +462,26 @@ def to_snake_case(name: str) -> str:
 
 def _check_type(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
+        if isinstance(value, type):
+            raise SpecError(f"{name}: {value.__name__} is a class; write {value.__name__}()")
         actual = f"{value!r} is of type {type(value).__name__}"
-        raise SpecError(f"{name}: {actual}, not {kind.__name__}; headwise.REGISTRY lists all parts")
+        raise SpecError(f"{name}: {actual}, not {kind.__name__}; hw.parts.REGISTRY lists all parts")
+
+
+def _check_params(part: Part, params: Any) -> None:
+    example = 'Param(AxisLayout.parse("q"), zeros_init), with your axes and initialiser'
+    if not isinstance(params, Mapping):
+        raise SpecError(
+            f"{type(part).__name__}.params() returns {params!r}; give a dictionary of names to "
+            f"{example}"
+        )
+    for name, param in cast("Mapping[str, Any]", params).items():
+        layout = param.layout if isinstance(param, Param) else param
+        if not isinstance(layout, AxisLayout):
+            raise SpecError(
+                f"{type(part).__name__}.params() declares {name!r} by a {type(layout).__name__}; "
+                f"give {example}"
+            )
 
 
 def from_dict(data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> AttentionSpec:
