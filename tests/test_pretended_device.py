@@ -155,7 +155,7 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "head means": (small_model, lambda m: hw.head_means(m, [IDS])),
     "attention maps": (
         small_model,
-        lambda m: hw.head_analysis.compute_attention_maps(m, IDS).rollout(),
+        lambda m: hw.compute_attention_maps(m, IDS).rollout(),
     ),
     "logit": (
         small_model,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .attention.masking import patterns
     from .attention.masking.sequence_info import SequenceInfo
     from .attention.op_trace import walk
+    from .attention.parts.rotary_embedding import Rotary
     from .attention.presets import PRESETS, design, from_json, from_toml
     from .attention.spec.attention_spec import AttentionSpec
     from .attention.spec.heads import Heads
@@ -45,6 +46,8 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .models.model_spec import ProcessorSpec
     from .observe import head_analysis, inspect, traces
     from .observe.head_analysis.annotated_examples import Example, ExampleReader
+    from .observe.head_analysis.attention_maps import compute_attention_maps
+    from .observe.head_analysis.head_circuits import get_circuits
     from .observe.head_analysis.head_importance import estimate_importance
     from .observe.head_analysis.head_measurement import measure_heads
     from .observe.head_analysis.head_redundancy import measure_redundancy
@@ -77,6 +80,7 @@ _MODULE_OF_NAME = {
     "SpecError": "util.errors",
     "Heads": "attention.spec.heads",
     "AttentionSpec": "attention.spec.attention_spec",
+    "Rotary": "attention.parts.rotary_embedding",  # the part of most models, also in hw.parts
     "SequenceInfo": "attention.masking.sequence_info",
     "KVCache": "attention.cache",
     "Probe": "attention.interfaces.core_types",
@@ -111,6 +115,8 @@ _MODULE_OF_NAME = {
     "Trace": "observe.traces",
     "ExampleReader": "observe.head_analysis.annotated_examples",
     "Example": "observe.head_analysis.annotated_examples",
+    "compute_attention_maps": "observe.head_analysis.attention_maps",
+    "get_circuits": "observe.head_analysis.head_circuits",
     "measure_heads": "observe.head_analysis.head_measurement",
     "heads": "observe.head_analysis.text_analysis",
     "importance": "observe.head_analysis.text_analysis",

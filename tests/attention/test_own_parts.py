@@ -82,7 +82,7 @@ def test_a_class_in_place_of_a_part_is_named():
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("Rotary", "parts"), ("Window", "patterns"), ("count_parameters", "costs")]
+    ("name", "place"), [("Alibi", "parts"), ("Window", "patterns"), ("count_parameters", "costs")]
 )
 def test_a_name_of_a_room_is_found_from_the_top(name: str, place: str):
     with pytest.raises(AttributeError, match=f"did you mean headwise.{place}.{name}"):

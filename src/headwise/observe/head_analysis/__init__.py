@@ -30,15 +30,12 @@ from typing import TYPE_CHECKING
 from ...util.lazy_names import import_lazily
 
 if TYPE_CHECKING:
-    from .attention_maps import compute_attention_maps
-    from .head_circuits import get_circuits, make_random_baseline
+    from .head_circuits import make_random_baseline
     from .head_classes import classify_heads
     from .rank_analysis import measure_qk_spectra
 
 _MODULE_OF_NAME = {
     "classify_heads": "head_classes",
-    "compute_attention_maps": "attention_maps",
-    "get_circuits": "head_circuits",
     "make_random_baseline": "head_circuits",
     "measure_qk_spectra": "rank_analysis",
 }
