@@ -76,11 +76,6 @@ def test_examples_without_the_part_are_refused():
             hw.check_part(wrong())
 
 
-def test_a_class_in_place_of_a_part_is_named():
-    with pytest.raises(hw.SpecError, match=r"Alibi is a class; write Alibi\(\)"):
-        hw.design(model=12, heads=6, modifiers=(hw.parts.Alibi,))
-
-
 @pytest.mark.parametrize(
     ("name", "place"), [("Alibi", "parts"), ("Window", "patterns"), ("count_parameters", "costs")]
 )
