@@ -166,7 +166,8 @@ _MODULE_OF_NAME = {
     "training": "training:",
 }
 __all__ = sorted(_MODULE_OF_NAME)
-__getattr__ = import_lazily(__name__, _MODULE_OF_NAME, ("parts", "patterns", "costs", "attention"))
+_SEARCHED = ("parts", "patterns", "costs", "attention", "generation", "head_analysis", "training")
+__getattr__ = import_lazily(__name__, _MODULE_OF_NAME, _SEARCHED)
 
 
 def __dir__() -> list[str]:

@@ -37,6 +37,17 @@ def test_methods_that_are_almost_those_of_the_interface_are_refused(methods, wor
         define(**methods)
 
 
+def test_methods_that_can_be_called_as_the_interface_says_are_kept():
+    class Named:
+        pass
+
+    def flexible(self, s, *rest):
+        return s
+
+    with forget_parts():
+        part(type("Mixed", (Named, ScoreStep), {"__module__": "mine", "score": flexible}))
+
+
 @pytest.mark.parametrize(
     ("params", "words"),
     [
@@ -77,7 +88,14 @@ def test_examples_without_the_part_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("Alibi", "parts"), ("Window", "patterns"), ("count_parameters", "costs")]
+    ("name", "place"),
+    [
+        ("Alibi", "parts"),
+        ("Window", "patterns"),
+        ("count_parameters", "costs"),
+        ("redraw_features", "attention"),
+        ("greedy_decode", "generation"),
+    ],
 )
 def test_a_name_of_a_room_is_found_from_the_top(name: str, place: str):
     with pytest.raises(AttributeError, match=f"did you mean headwise.{place}.{name}"):

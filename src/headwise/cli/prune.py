@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @options
 class PruneOptions(CompressionOptions):
     """Remove attention heads from a model, chosen by one of --keep, --heads, --budget and others.
-    Writes the smaller model to a new folder, with a report: it equals the model with these heads
-    ablated, what was saved, and what was lost. With --sweep it writes pruning curves instead:
+    Writes the smaller model to a new folder and checks that it equals the model with these heads
+    ablated. A report shows what was saved and what was lost. With --sweep it writes pruning curves instead:
     headwise prune --sweep --help.
 
     --keep SHARE  keep the most important heads: a share (0.5) or number (4) of each layer

@@ -31,7 +31,8 @@ def import_lazily(
     def find_elsewhere(name: str) -> str:
         if not name.startswith("_"):
             for other in searched:
-                if name in dir(get(other)):
+                module = get(other)
+                if name in getattr(module, "__all__", dir(module)):
                     return f"; did you mean {package}.{other}.{name}?"
         return ""
 

@@ -150,7 +150,7 @@ class CoreDispatch:
             queries,
             # A decode step has another length each time: 32 lengths share what both ends choose.
             keys // LENGTHS_TOGETHER if is_step else keys,
-            "" if is_step else attention_mask.shape,  # no backend prefers a mask in a decode step
+            "" if is_step else attention_mask.shape,  # decode steps are keyed without it
         )
         points = current_points()
         chosen = self._by_size.get(key)

@@ -90,14 +90,19 @@ def _check_methods(cls: type) -> None:
                     f"headwise never calls {cls.__name__}.{name}; did you mean {close[0]!r}?"
                 )
             continue
-        expected = getattr(cls.__mro__[1], name)
+        expected = next(vars(base)[name] for base in cls.__mro__[1:] if name in vars(base))
         if inspect.isfunction(expected):
             own, base = inspect.signature(method), inspect.signature(expected)
-            if len(own.parameters) != len(base.parameters):
+            keywords = {
+                one.name for one in base.parameters.values() if one.kind is one.KEYWORD_ONLY
+            }
+            try:
+                own.bind(*set(base.parameters) - keywords, **dict.fromkeys(keywords))
+            except TypeError:
                 raise SpecError(
                     f"{cls.__name__}.{name} takes {', '.join(own.parameters)}; "
                     f"it is called with {', '.join(base.parameters)}"
-                )
+                ) from None
 
 
 def find_class(name: str) -> type:

@@ -127,6 +127,11 @@ class YaRN(RotaryScaling):
         super().__post_init__()
         if self.ramp not in ("code", "paper"):
             raise SpecError(f"YaRN(ramp={self.ramp!r}) is unknown; use 'code' or 'paper'")
+        if self.ramp == "paper" and not self.truncate:
+            raise SpecError(
+                "YaRN(truncate=False) has no effect with ramp='paper', which has no indices; leave "
+                "truncate out"
+            )
         if self.beta_fast <= self.beta_slow:
             raise SpecError(
                 f"YaRN(beta_fast={self.beta_fast}, beta_slow={self.beta_slow}) has beta_fast at or "

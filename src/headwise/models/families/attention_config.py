@@ -253,7 +253,7 @@ def _scaling_to_config(scaling: RotaryScaling) -> dict[str, Any]:
         ramp = {
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
-            "truncate": scaling.ramp == "paper" or scaling.truncate,
+            "truncate": scaling.truncate,
         }
         original = {"original_max_position_embeddings": scaling.original}
         if scaling.attention_factor is not None:
