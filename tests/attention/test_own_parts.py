@@ -45,7 +45,8 @@ def test_methods_that_can_be_called_as_the_interface_says_are_kept():
         return s
 
     with forget_parts():
-        part(type("Mixed", (Named, ScoreStep), {"__module__": "mine", "score": flexible}))
+        mixed = part(type("Mixed", (Named, ScoreStep), {"__module__": "mine", "score": flexible}))
+        assert mixed.score is flexible
 
 
 @pytest.mark.parametrize(
