@@ -151,8 +151,10 @@ MAX_UNCHANGED_DAYS = 30  # after which the kernels of another version are delete
 
 def _hash_kernel_sources() -> int:
     """Return a hash of all source files of this package; never 0."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return 1 + int(sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12], 16)
+    sources = sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        sources.update(path.read_bytes())
+    return 1 + int(sources.hexdigest()[:12], 16)
 
 
 # A changed source file makes another cache folder. Numba's key holds the constants of a closure,

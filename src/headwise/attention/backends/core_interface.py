@@ -103,9 +103,8 @@ class CallSignature:
         keys = self.core.key_head_of_query
         kv_heads = max(keys) + 1
         size = len(keys) // kv_heads
-        is_even = keys == self.core.value_head_of_row and keys == tuple(
-            h // size for h in range(size * kv_heads)
-        )
+        groups = [head // size for head in range(size * kv_heads)]
+        is_even = keys == self.core.value_head_of_row and keys == tuple(groups)
         object.__setattr__(self, "group_size", size if is_even else 0)
         object.__setattr__(self, "heads_in_order", self.score_head_of_row == self.score_heads)
 
@@ -120,7 +119,7 @@ class CallSignature:
     def score_head_of_row(self) -> tuple[int, ...]:
         """The score head of each row of weights of the call."""
         computed = frozenset(self.score_heads)
-        return tuple(head for head in self.spec.score_head_of_row if head in computed)
+        return tuple(filter(computed.__contains__, self.spec.score_head_of_row))
 
     def slower_below(
         self, point: str, size: CallSize, faster: str, is_upper: bool = False

@@ -81,9 +81,7 @@ def plain_softmax_conflicts(call: CallSignature) -> list[str]:
     """
     spec = call.spec
     reasons = fused_call_conflicts(call)
-    if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(
-        spec.normaliser, Softmax
-    ):
+    if spec.parts_of(ScoreStep) or not isinstance(spec.normaliser, Softmax):
         reasons.append("needs a plain softmax over scaled dot products, with nothing added")
     if call.pattern not in (Full(), Causal()):
         reasons.append(f"computes every score, also those that {call.pattern.text} hides")

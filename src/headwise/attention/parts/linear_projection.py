@@ -91,8 +91,7 @@ class LinearProjection(Project):
 
     def core(self, spec: AttentionSpec) -> CoreShape:
         heads = spec.heads
-        value_heads = heads.value_head_of_row
-        values = tuple(value_heads[row] for row in spec.score_head_of_row)
+        values = tuple(map(heads.value_head_of_row.__getitem__, spec.score_head_of_row))
         return CoreShape(heads.kv_head_of_query, values, heads.dim, heads.vdim, heads.dim**-0.5)
 
     def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:

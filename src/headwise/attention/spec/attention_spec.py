@@ -190,7 +190,7 @@ class AttentionSpec:
 
     def parts_of(self, kind: type[P]) -> list[tuple[str, P]]:
         """The parts that implement one interface, with their names, in order."""
-        return [(name, part) for name, part in self.parts() if isinstance(part, kind)]
+        return [(name, part) for name, part in self._parts if isinstance(part, kind)]
 
     @property
     def sizes(self) -> dict[str, int]:
