@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headwise.attention.attention import Attention
 from headwise.attention.bound_parts import QKTransforms
 from headwise.attention.interfaces.part import REGISTRY
+from headwise.attention.masking.sequence_info import SequenceInfo
 from headwise.attention.presets import design
 
 from .harness import (
@@ -428,16 +429,14 @@ class _QKVProjection:
             [matrix.detach().requires_grad_() for matrix in matrices] if layer is None else matrices
         )
         self.layer = layer
-        self.transforms = QKTransforms(dict.fromkeys("qkv", ()), torch.zeros(1, 1))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.layer is not None:
             project = self.layer.spec.project
-            weights = self.layer.weights["project"]
-            entry = project.project_kv(x, self.transforms, weights)
-            return project.project_query(x, self.transforms, weights), *project.expand_kv(
-                entry, self.transforms, weights
-            )
+            sequence = SequenceInfo.contiguous(0, x.shape[1], x.device)
+            transforms = QKTransforms(self.layer.parts, sequence)
+            q, entry = self.layer.parts.project_qkv(project, x, transforms)
+            return q, *project.expand_kv(entry, transforms, self.layer.weights["project"])
         parts = [F.linear(x, matrix) for matrix in self.matrices]
         if len(parts) == 1:
             parts = list(parts[0].chunk(3, -1))

@@ -106,6 +106,16 @@ def test_all_kinds_of_work_load():
     assert set(command.load_kinds()) >= {"entmax", "paged_attention", "gpt_training"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(command.load_kinds()))
+def test_every_quick_row_runs(kind: str):
+    names = list[str]()
+    for case in command.load_kinds()[kind].make_cases(True):
+        case.ours()
+        names.append(case.name)
+    assert names
+
+
 # --- backends on a GPU, run on the CPU, where its numbers are right as well -----------------------
 
 
