@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .attention_base import AttentionBase
 from .attention_call import AttentionArguments, PlannedCall
-from .backends import CoreInputs, HeadsKV
+from .backends import CoreDispatch, CoreInputs, HeadsKV
 from .bound_parts import QKTransforms
 from .cache import KVCache, KVEntry, ProjectedSource
 from .core_extras import attend_with_extras, extend_by_heads
@@ -136,8 +136,18 @@ class Attention(AttentionBase):
             kv_entry, sequence = self.parallel.gather_tokens(kv_entry, sequence)
         if call.cache is None:
             return kv_entry, sequence
+        if call.plan.may_refuse_mask:
+            self.check_mask(call, sequence)
         extend = call.cache.extend_in_place if call.plan.reads_cache_in_place else call.cache.extend
         return extend(kv_entry, sequence)
+
+    def check_mask(self, call: PlannedCall, new_tokens: SequenceInfo) -> None:
+        """Raise NoBackend before the cache stores tokens whose mask no backend can run."""
+        assert call.cache is not None
+        assert isinstance(call.plan.dispatch, CoreDispatch)
+        keys = call.cache.preview(new_tokens)
+        attention_mask = AttentionMask(call.sequence, keys, self.parts.core_pattern, call.mask)
+        call.plan.dispatch.check_mask(attention_mask, call.cache.batch)
 
     def attend(
         self, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs

@@ -54,7 +54,8 @@ class ExecutionPlan(NamedTuple):
     cached latents. `dispatch` holds the backends that support the call, and `scale` multiplies the
     scores. With `reads_cache_in_place` the backend reads cached tensors in their storage format
     (pages, int8). With `reads_cache_by_heads` each group of heads reads a separate cache. With
-    `keeps_angles` tensors that depend only on positions are kept for later calls.
+    `may_refuse_mask` the mask is checked before a cache changes. With `keeps_angles` tensors that
+    depend only on positions are kept for later calls.
     """
 
     project: Project
@@ -63,6 +64,7 @@ class ExecutionPlan(NamedTuple):
     scale: float
     reads_cache_in_place: bool
     reads_cache_by_heads: bool
+    may_refuse_mask: bool
     keeps_angles: bool
 
 
@@ -179,6 +181,9 @@ class CallPlanner:
             and isinstance(cache, HeadGroupCache)
             and mask is None
             and not signature.probed_tensors & {"k", "v"},
+            may_refuse_mask=isinstance(dispatch, CoreDispatch)
+            and dispatch.may_refuse
+            and not is_compiling,  # an error while tracing leaves the cache as it was
             keeps_angles=not (signature.needs_grad or is_compiling or signature.is_transformed),
         )
 

@@ -177,8 +177,7 @@ def test_documents_that_are_torn_apart_are_refused(pattern):
     )
     mask = AttentionMask(at, at, call.spec.pattern)
     signature = CallSignature(call.spec, call.spec.core)
-    inputs = CoreInputs(call.q, call.k, call.v, QueryContext(call.q, call.q, 0.5, at), {}, {})
-    [reason] = routed_heads.tensor_conflicts(signature, mask, inputs)
+    [reason] = routed_heads.mask_conflicts(signature, mask)
     assert "to be one range" in reason
 
 

@@ -17,7 +17,7 @@ from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
 from . import sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts
+from .core_interface import CallSignature, CoreInputs, CoreSteps, no_mask_conflicts
 from .query_blocks import QUERY_BLOCK_LENGTHS, QUERY_BLOCK_SIZE, count_formed_pairs
 
 MAX_SAVED_KEYS = (
@@ -62,7 +62,7 @@ def is_preferred(call: CallSignature) -> bool:
     return call.device == "cpu" and call.dtype == torch.bfloat16
 
 
-tensor_conflicts = no_tensor_conflicts
+mask_conflicts = no_mask_conflicts
 
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:

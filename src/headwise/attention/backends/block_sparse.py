@@ -22,7 +22,7 @@ from .core_interface import (
     CoreInputs,
     CoreSteps,
     kv_of_even_groups,
-    no_tensor_conflicts,
+    no_mask_conflicts,
 )
 from .query_blocks import (
     QUERY_BLOCK_SIZE,
@@ -495,7 +495,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     return call.slower_below("block_sparse", size, "one call with a mask takes less time")
 
 
-tensor_conflicts = no_tensor_conflicts
+mask_conflicts = no_mask_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:

@@ -25,7 +25,7 @@ from .core_interface import (
     CoreSteps,
     has_unmodified_weights,
     never_slower,
-    no_tensor_conflicts,
+    no_mask_conflicts,
 )
 from .query_blocks import (
     QUERY_BLOCK_LENGTHS,
@@ -63,7 +63,7 @@ def notes(call: CallSignature) -> list[str]:
     return ["does not read the values of keys with zero weight"] if _can_gather_values(call) else []
 
 
-tensor_conflicts = no_tensor_conflicts
+mask_conflicts = no_mask_conflicts
 slower_reasons = never_slower
 
 

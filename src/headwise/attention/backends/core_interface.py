@@ -174,10 +174,8 @@ class CoreInputs(NamedTuple):
     kv_by_heads: Sequence[HeadsKV] = ()
 
 
-def no_tensor_conflicts(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs
-) -> list[str]:
-    """`tensor_conflicts` of backends that run all tensors of the calls they support."""
+def no_mask_conflicts(call: CallSignature, attention_mask: AttentionMask) -> list[str]:
+    """`mask_conflicts` of backends that run every mask of the calls they support."""
     return []
 
 

@@ -20,7 +20,7 @@ from .core_interface import (
     flops_of_all_pairs,
     heads_to_rows,
     never_slower,
-    no_tensor_conflicts,
+    no_mask_conflicts,
     rows_to_heads,
 )
 
@@ -34,7 +34,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     )
 
 
-tensor_conflicts = no_tensor_conflicts
+mask_conflicts = no_mask_conflicts
 slower_reasons = never_slower
 executed_flops = flops_of_all_pairs
 

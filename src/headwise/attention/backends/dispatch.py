@@ -5,10 +5,11 @@ a backend may use another's function for its blocks.
    `CallSignature` (spec, dtype, device, gradients, probes), in order of preference up to `dense`,
    and refuses the call if none does.
 2. By size and mask, once queries and keys exist: `CoreDispatch.select` skips backends that cannot
-   run these tensors (`tensor_conflicts`) or were measured to be slower for this size
+   run this mask (`mask_conflicts`) or were measured to be slower for this size
    (`slower_reasons`). The first that remains runs.
 
-A backend that the caller names runs at any size, or the call is refused.
+A backend that the caller names runs at any size, or the call is refused. `check_mask` refuses it
+before a cache stores the tokens.
 
 Packed rows with known lengths are cut into sequences here. These run in groups of similar length,
 and each group gets a backend.
@@ -55,7 +56,7 @@ from .core_interface import (
     HeadGroup,
     HeadsKV,
     list_head_groups,
-    no_tensor_conflicts,
+    no_mask_conflicts,
     take_heads,
 )
 from .query_blocks import QUERY_BLOCK_SIZE, slice_rows, slice_sequence
@@ -106,7 +107,7 @@ class _ChosenBackend(NamedTuple):
 
     name: str
     points: Crossovers
-    may_conflict: bool  # with the tensors of a later call of this size
+    may_conflict: bool  # with the mask of a later call of this size
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,22 @@ class CoreDispatch:
         outputs: Tensor = backend.attend(self.signature, attention_mask, inputs, steps, probe)
         return outputs
 
+    @property
+    def may_refuse(self) -> bool:
+        """True if every backend of this call has masks that it cannot run."""
+        return all(
+            BACKENDS[name].mask_conflicts is not no_mask_conflicts for name in self.backend_names
+        )
+
+    def check_mask(self, attention_mask: AttentionMask, batch: int) -> None:
+        """Raise NoBackend if no backend can run this mask."""
+        self._select(attention_mask, batch, attention_mask.queries.count)
+
     def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
         """The name of the backend that runs these tensors."""
-        if self.signature.is_compiling:
-            return self._select(attention_mask, inputs)
         batch, queries = inputs.q.shape[:2]
+        if self.signature.is_compiling:
+            return self._select(attention_mask, batch, queries)
         keys = attention_mask.keys.count
         is_step = self.signature.single_query
         key = (
@@ -155,20 +167,20 @@ class CoreDispatch:
         points = current_points()
         chosen = self._by_size.get(key)
         if chosen is not None and chosen.points is points:
-            check = BACKENDS[chosen.name].tensor_conflicts
-            if not (chosen.may_conflict and check(self.signature, attention_mask, inputs)):
+            check = BACKENDS[chosen.name].mask_conflicts
+            if not (chosen.may_conflict and check(self.signature, attention_mask)):
                 return chosen.name
-        name = self._select(attention_mask, inputs)
+        name = self._select(attention_mask, batch, queries)
         if batch and queries and keys and self._decides_by_size(key, name):
             if len(self._by_size) >= MAX_KEPT_SIZES:
                 self._by_size.clear()
-            may_conflict = BACKENDS[name].tensor_conflicts is not no_tensor_conflicts
+            may_conflict = BACKENDS[name].mask_conflicts is not no_mask_conflicts
             self._by_size[key] = _ChosenBackend(name, points, may_conflict)
         return name
 
     def _decides_by_size(self, key: tuple[int, int, int, str], name: str) -> bool:
-        """True if this backend is the first that is not slower at these sizes, so that the values and
-        strides of the tensors had no part in the choice.
+        """True if this backend is the first that is not slower at these sizes, so that the mask had
+        no part in the choice.
         """
         if self.is_named_by_caller:
             return True
@@ -178,7 +190,7 @@ class CoreDispatch:
             ends = [max(1, keys * LENGTHS_TOGETHER), (keys + 1) * LENGTHS_TOGETHER - 1]
         for end in ends:
             size = CallSize(batch, queries, 0, end)
-            # the first backend that is not slower, so that no conflict of tensors excluded another
+            # the first backend that is not slower, so that no conflict excluded another
             names = (
                 other
                 for other in self.backend_names
@@ -188,16 +200,17 @@ class CoreDispatch:
                 return False
         return True
 
-    def _select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
-        if _is_empty(attention_mask, inputs) and not dense.unsupported_reasons(self.signature):
+    def _select(self, attention_mask: AttentionMask, batch: int, queries: int) -> str:
+        is_empty = not (batch and queries and attention_mask.keys.count)
+        if is_empty and not dense.unsupported_reasons(self.signature):
             return "dense"  # nothing is computed, and the kernels need not know such calls
-        size, shape = self._size_and_mask_shape(attention_mask, inputs)
+        size, shape = self._size_and_mask_shape(attention_mask, batch, queries)
         conflicts: dict[str, list[str]] = {}
         for name in self.backend_names:
             backend = BACKENDS[name]
             if not self.is_named_by_caller and backend.slower_reasons(self.signature, size, shape):
                 continue
-            reasons = backend.tensor_conflicts(self.signature, attention_mask, inputs)
+            reasons = backend.mask_conflicts(self.signature, attention_mask)
             if not reasons:
                 return name
             conflicts[name] = reasons
@@ -211,7 +224,8 @@ class CoreDispatch:
         """
         selected = self.select(attention_mask, inputs)
         names = preference_order(self.signature)
-        if _is_empty(attention_mask, inputs):
+        batch, queries = inputs.q.shape[:2]
+        if not (batch and queries and attention_mask.keys.count):
             return {
                 name: [] if name == selected else ["there is nothing to compute"] for name in names
             }
@@ -219,12 +233,12 @@ class CoreDispatch:
             return {
                 name: [] if name == selected else [f"the layer names {selected}"] for name in names
             }
-        size, shape = self._size_and_mask_shape(attention_mask, inputs)
+        size, shape = self._size_and_mask_shape(attention_mask, batch, queries)
         return {
             name: unsupported_reasons(name, self.signature)
             or BACKENDS[name].slower_reasons(self.signature, size, shape)
             or (
-                BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs)
+                BACKENDS[name].mask_conflicts(self.signature, attention_mask)
                 if name != selected
                 else []
             )
@@ -245,10 +259,9 @@ class CoreDispatch:
         return next(fitting, self.backend_names[-1])
 
     def _size_and_mask_shape(
-        self, attention_mask: AttentionMask, inputs: CoreInputs
+        self, attention_mask: AttentionMask, batch: int, queries: int
     ) -> tuple[CallSize, str]:
         """The size and the shape of the mask by which the call is chosen."""
-        batch, queries = inputs.q.shape[:2]
         size = self._decisive_size(CallSize(batch, queries, 0, attention_mask.keys.count))
         return (
             size,
@@ -262,10 +275,6 @@ class CoreDispatch:
     def _decisive_size(self, size: CallSize) -> CallSize:
         # A compiled graph serves every length, so a choice by length would recompile it for each.
         return LONGEST if self.signature.is_compiling or self.is_named_by_caller else size
-
-
-def _is_empty(attention_mask: AttentionMask, inputs: CoreInputs) -> bool:
-    return not (inputs.q.shape[0] and inputs.q.shape[1] and attention_mask.keys.count)
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,9 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     return call.slower_below(point, size, "torch's fused call takes less time")
 
 
-def tensor_conflicts(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs
-) -> list[str]:
-    """Why these tensors cannot run here: the kernel reads one range of keys per query."""
-    if _key_ranges(attention_mask, inputs.q) is None:
+def mask_conflicts(call: CallSignature, attention_mask: AttentionMask) -> list[str]:
+    """Why this mask cannot run here: the kernel reads one range of keys per query."""
+    if _key_ranges(attention_mask) is None:
         return [
             (
                 "needs the allowed keys of each query to be one range, and a mask known before "
@@ -103,16 +101,14 @@ def attend(
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
     q = inputs.q
-    ranges = _key_ranges(attention_mask, q)
-    assert ranges is not None, "tensor_conflicts refuses such a mask"
+    ranges = _key_ranges(attention_mask)
+    assert ranges is not None, "mask_conflicts refuses such a mask"
     ends, ahead = ranges
     k, v = kv_of_even_groups(call, inputs)
     return attend_key_ranges(q, k, v, ends, ahead, inputs.query_context.scale)
 
 
-def _key_ranges(
-    attention_mask: AttentionMask, q: Tensor
-) -> tuple[Tensor | None, int | None] | None:
+def _key_ranges(attention_mask: AttentionMask) -> tuple[Tensor | None, int | None] | None:
     """The range of keys of each query, as (ends [1 or B, T, 2], None), or (None, offset) for a full
     or causal mask.
 

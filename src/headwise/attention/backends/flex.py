@@ -17,7 +17,7 @@ from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.dot_product import DotProduct
 from ..parts.softmax import Softmax, WeightDropout
-from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
+from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_mask_conflicts
 
 FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block size of its kernels, for tests
 
@@ -84,7 +84,7 @@ def is_preferred(call: CallSignature) -> bool:
     return has_steps or call.pattern not in (Full(), Causal())
 
 
-tensor_conflicts = no_tensor_conflicts
+mask_conflicts = no_mask_conflicts
 slower_reasons = never_slower
 
 

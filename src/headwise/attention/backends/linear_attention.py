@@ -19,7 +19,7 @@ from .core_interface import (
     CoreInputs,
     CoreSteps,
     expand_kv_heads,
-    no_tensor_conflicts,
+    no_mask_conflicts,
 )
 
 CHUNK_SIZE = 128  # tokens that are scored before they are added to the state
@@ -59,7 +59,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     )
 
 
-tensor_conflicts = no_tensor_conflicts
+mask_conflicts = no_mask_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:

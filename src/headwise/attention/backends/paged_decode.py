@@ -16,7 +16,7 @@ from .core_interface import (
     CoreSteps,
     flops_of_all_pairs,
     never_slower,
-    no_tensor_conflicts,
+    no_mask_conflicts,
 )
 
 
@@ -36,7 +36,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     return reasons
 
 
-tensor_conflicts = no_tensor_conflicts
+mask_conflicts = no_mask_conflicts
 slower_reasons = never_slower
 executed_flops = flops_of_all_pairs
 

@@ -23,7 +23,7 @@ from .core_interface import (
     CoreSteps,
     cpu_kernel_conflicts,
     flops_of_all_pairs,
-    no_tensor_conflicts,
+    no_mask_conflicts,
     slower_at_every_size,
 )
 
@@ -60,7 +60,7 @@ def leading_softcap(spec: AttentionSpec) -> Softcap | None:
     return steps[0] if steps and isinstance(steps[0], Softcap) else None
 
 
-tensor_conflicts = no_tensor_conflicts
+mask_conflicts = no_mask_conflicts
 executed_flops = flops_of_all_pairs
 
 

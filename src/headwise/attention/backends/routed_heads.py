@@ -24,7 +24,7 @@ from . import flash_cpu
 from .core_interface import CallSignature, CoreInputs, CoreSteps
 
 boundary_lengths = flash_cpu.boundary_lengths
-tensor_conflicts = flash_cpu.tensor_conflicts
+mask_conflicts = flash_cpu.mask_conflicts
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -104,7 +104,7 @@ def attend(
         return flash_cpu.attend(call, attention_mask, inputs, steps, probe) * opened[..., None]
     with torch.no_grad():
         ends = flash_cpu.key_range_table(attention_mask, q)
-        assert ends is not None, "tensor_conflicts refuses such a mask"
+        assert ends is not None, "mask_conflicts refuses such a mask"
         items = WorkItems.from_open_heads(opened, k.shape[2], ends, k.shape[1])
     return gathered_attention(q, k, v, items, inputs.query_context.scale)
 

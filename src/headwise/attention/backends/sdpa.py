@@ -21,7 +21,7 @@ from .core_interface import (
     CoreSteps,
     expand_kv_heads,
     heads_to_rows,
-    no_tensor_conflicts,
+    no_mask_conflicts,
 )
 
 
@@ -88,7 +88,7 @@ def plain_softmax_conflicts(call: CallSignature) -> list[str]:
     return reasons
 
 
-tensor_conflicts = no_tensor_conflicts
+mask_conflicts = no_mask_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:

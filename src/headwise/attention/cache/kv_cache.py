@@ -211,6 +211,10 @@ class KVCache(TokenCache):
         of its tokens.
         """
 
+    @abstractmethod
+    def preview(self, new_tokens: SequenceInfo) -> SequenceInfo:
+        """Return the positions that `extend` would return for these tokens; nothing is stored."""
+
     def extend(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Append these tokens; return the keys and values that their queries attend to, in the
         layer's own dtype.

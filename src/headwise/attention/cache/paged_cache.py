@@ -4,6 +4,7 @@ free.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
@@ -187,6 +188,14 @@ class PagedBatch:
             )
         self._begin(new_tokens, [list(range(count)) for count in counts])
         return new_tokens
+
+    def preview(self, new_tokens: SequenceInfo) -> tuple[RowPages, ...]:
+        """Return the accesses of these tokens without a change of tables and pages."""
+        trial = copy.copy(self)
+        trial.block_tables, trial.rows = copy.deepcopy((self.block_tables, self.rows))
+        trial.storage = self.storage[:, :0]
+        trial.begin(new_tokens)
+        return trial.accesses
 
     def begin(self, new_tokens: SequenceInfo) -> None:
         """Allocate pages for these tokens and prepare their accesses, group by group."""
@@ -495,6 +504,12 @@ class PagedCache(KVCache):
         if pages is None:
             return entry, new_tokens
         return self._pool.gather(self._layer, pages, self._head_group), pages.gathered[2]
+
+    def preview(self, new_tokens: SequenceInfo) -> SequenceInfo:
+        batch = self._paged_batch
+        is_begun = self._num_calls != batch.num_calls  # by an earlier layer, or by the engine
+        access = (batch.accesses if is_begun else batch.preview(new_tokens))[self._group]
+        return access.gathered[2] if access.reads_past else new_tokens
 
     def extend_in_place(
         self, entry: KVEntry, new_tokens: SequenceInfo

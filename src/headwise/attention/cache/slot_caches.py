@@ -8,6 +8,7 @@ keep all (DuoAttention, 2410.10819).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -69,6 +70,14 @@ class SlotCache(KVCache):
             torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True
         )
         self._full_visibility = FullVisibility(spec.pattern, self._retained_tokens(), slots)
+
+    def preview(self, new_tokens: SequenceInfo) -> SequenceInfo:
+        without_entry = copy.copy(self)
+        without_entry.entry = {}
+        without_entry._names = []
+        position, segment = self.tokens.position.clone(), self.tokens.segment.clone()
+        without_entry.tokens = SequenceInfo(position, segment, checked=True)
+        return without_entry.extend({}, new_tokens)[1]
 
     def _retained_tokens(self) -> Pattern:
         """Return the pattern of past tokens that are still in a slot."""
@@ -357,6 +366,9 @@ class RecurrentStateCache(KVCache):
         self._record_tokens(new_tokens)
         return entry, new_tokens
 
+    def preview(self, new_tokens: SequenceInfo) -> SequenceInfo:
+        return new_tokens
+
     def select_rows(self, index: Tensor) -> None:
         self._select_batch(index)
         self.state = {name: state[index] for name, state in self.state.items()}
@@ -487,6 +499,8 @@ class HeadGroupCache(KVCache):
 
     def extend_by_heads(self, entry: KVEntry, new_tokens: SequenceInfo) -> list[CachedHeads]:
         """Append these tokens; return each head group's attended tokens in the layer's dtype."""
+        if self._prefix_length:  # of all groups, checked before the first changes
+            self._check_prefix_whole(new_tokens, self._prefix_length)
         cached: list[CachedHeads] = []
         for group, cache in zip(
             self.groups, self.caches, strict=True
@@ -506,6 +520,9 @@ class HeadGroupCache(KVCache):
             for name, tensor in _tokens_of(other, largest.sequence, self.batch):
                 merged[name][:, :, list(other.kv_heads)] = tensor
         return merged, largest.sequence
+
+    def preview(self, new_tokens: SequenceInfo) -> SequenceInfo:
+        return self.caches[0].preview(new_tokens)
 
     def select_rows(self, index: Tensor) -> None:
         self._select_batch(index)
