@@ -28,6 +28,7 @@ CONFIG = {
     "task": {"name": "echo"},
     "recipe": {"steps": 6, "lr": 0.1},
     "parameters": 1234,
+    "device": "cpu",
 }
 STEP = {
     "event": "step",
@@ -164,10 +165,11 @@ class Terminal(io.StringIO):
 def test_a_terminal_gets_one_line_for_steps_and_the_others_above_it(tmp_path: Path):
     out = Terminal()
     one = ConsoleLogger(out)
-    one.open(tmp_path, CONFIG)
+    one.open(tmp_path, CONFIG | {"device": "cuda:1"})
     one.write(STEP)
     one.write(EVALUATION_RECORD)
     one.close()
+    assert "6 steps, 1,234 parameters on cuda:1\n" in out.getvalue()
     assert "\x1b[Kstep 3: loss 0.5000, 10,000 tokens/s" in out.getvalue()
     assert "\x1b[Kstep 3, held out: loss 0.2500, best so far\n" in out.getvalue()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import DESCRIPTION_SUFFIXES, SpecOptions, print_page, print_result, resolve_target
+from .device_options import LoadingOptions
 from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
@@ -251,12 +252,11 @@ def _list_sites(name: str) -> Sites:
 
 
 @options
-class WhyOptions(SpecOptions):
+class WhyOptions(SpecOptions, LoadingOptions):
     """Show which backend would run a spec, and why the others would not. Runs nothing and needs no
-    device.
+    device, so that --device may name one that is not there.
 
     --want RESULT  intermediate result that must be available, such as weights; repeatable
-    --device NAME  cpu, cuda, ...
     --dtype NAME  float32, bf16, fp16 or float64
     --tokens COUNT  queries per sequence: a number, many, or one (decoding from a cache)
     --when STATE  assume grad (gradients are enabled), training, mask (a tensor passed as mask=),
@@ -270,7 +270,7 @@ class WhyOptions(SpecOptions):
 
     command = "why"
     want: tuple[str, ...] = ()
-    device: str = "cpu"
+    device: str = "auto"
     dtype: str = "float32"
     tokens: str = "many"
     when: tuple[str, ...] = ()
@@ -282,8 +282,10 @@ def why_main(argv: list[str]) -> int:
     args = WhyOptions.parse(argv)
     spec = args.resolve_spec()
     from ..attention.backends.backend_report import why
+    from ..kernels.devices import resolve_device
 
+    device = str(resolve_device("auto")) if args.device == "auto" else args.device
     want, when = (list(filter(None, ",".join(one).split(","))) for one in (args.want, args.when))
-    call = {"device": args.device, "dtype": args.dtype}
+    call = {"device": device, "dtype": args.dtype}
     print_result(args, why(spec, want=want, tokens=args.tokens, when=when, **call))
     return 0

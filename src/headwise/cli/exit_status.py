@@ -27,6 +27,7 @@ INTERRUPTED = 130
 PIPE_CLOSED = 141
 TERMINATED = 143
 OUT_OF_MEMORY = "out of memory; use a smaller batch, model or number of tokens"
+DEVICE_OUT_OF_MEMORY = f"the device is {OUT_OF_MEMORY}, --dtype bf16, or --device cpu"
 MAX_MESSAGE = 2000  # characters of an error line
 REMEDIES = {
     errno.ENAMETOOLONG: "give a shorter name",
@@ -73,6 +74,8 @@ def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int
     except BaseException as error:  # Rust panics do not derive from Exception
         if isinstance(error, RuntimeError) and "allocate memory" in _text_of(error):
             return print_error(OUT_OF_MEMORY)
+        if isinstance(error, RuntimeError) and "out of memory" in _text_of(error):  # of CUDA, MPS
+            return print_error(DEVICE_OUT_OF_MEMORY)
         return _report_internal_error(error, argv)
     finally:
         _drop_unwritten_output()

@@ -23,6 +23,7 @@ from .arguments import (
     print_result,
     supports_style,
 )
+from .device_options import load_on_device
 from .options import (
     InputFiles,
     Positive,
@@ -150,7 +151,7 @@ class HeadsOptions(TextOptions):
             return
         check_model_path("MODEL", self.model)
         if self.text is not None:
-            shared = " ".join(("model text tokenizer json", *ONE_TEXT))
+            shared = " ".join(("model text tokenizer device dtype json", *ONE_TEXT))
             self._allow_only(shared, "needs many texts, and --text gives one")
             check_text_model(self.model, "--text", "give --images PATH")
             if self.head is not None and self.show in ("rollout", "logits"):
@@ -317,7 +318,7 @@ def _load(name: str, args: HeadsOptions) -> Any:
     from ..hub.pretrained_models import load_original
     from ..observe.inspect.model_inputs import is_encoder_decoder
 
-    model = load_original(name).eval()
+    model = load_on_device(load_original, name, args).eval()
     attach_named_tokenizer(model, args)
     if args.text is not None and args.target is None and is_encoder_decoder(model):
         fact = f"{name} is an encoder-decoder"

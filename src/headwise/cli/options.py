@@ -42,6 +42,7 @@ from ..util.output_paths import Existing, check_output
 
 HELP_COLUMN = 24  # column in which the explanations start
 LIST_OPTIONS = "--list-options"  # for scripts of completion; no help text names it
+LAST_FIELDS = ("device", "dtype", "json")  # options of many commands, which end the list of a help
 PART_FILES = "part_files"  # where the parser keeps --import until it has imported the files
 IMPORT_LINES = """
 parts of your own:
@@ -302,7 +303,7 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument("--help-all", action="store_true", help=help_all)
         entries = help_entries(options)
         groups: dict[str, Any] = {"": self}
-        for each in fields(options):
+        for each in sorted(fields(options), key=_help_position):
             entry = entries[each.name]
             if expert or not entry.group:
                 if entry.group not in groups:
@@ -408,6 +409,11 @@ class CommandParser(argparse.ArgumentParser):
             return name
         metavar = action.metavar or ""
         return f"{name} {metavar if isinstance(metavar, str) else ' '.join(metavar)}"
+
+
+def _help_position(each: Field[Any]) -> int:
+    """Return the position of a field among LAST_FIELDS; -1 for others, which precede them."""
+    return LAST_FIELDS.index(each.name) if each.name in LAST_FIELDS else -1
 
 
 def _kind(each: Field[Any]) -> str:

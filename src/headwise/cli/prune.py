@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 class PruneOptions(CompressionOptions):
     """Remove attention heads from a model, chosen by one of --keep, --heads, --budget and others.
     Writes the smaller model to a new folder and checks that it equals the model with these heads
-    ablated. A report shows what was saved and what was lost. With --sweep it writes pruning curves instead:
-    headwise prune --sweep --help.
+    ablated. A report shows what was saved and what was lost.
 
     --keep SHARE  keep the most important heads: a share (0.5) or number (4) of each layer
     --heads LAYER:HEADS  remove these heads, as in 0:1,3 decoder.2.cross:0
     --budget KIND=LIMIT  remove the least important heads until parameters=0.8, cache=0.5,
         time=0.7, or a rise of loss=0.05
     --by METHOD  importance method to rank heads, or random
-    --per SCOPE  scope of --keep: layer, stack or model
+    --per SCOPE  of --keep: layer, stack or model
     --sweep  write pruning curves: headwise prune --sweep --help
 
     other ways to choose the heads to remove:

@@ -5,6 +5,7 @@ differences are real.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from ..util.output_paths import check_output
 from .arguments import parse_assignments, print_note, print_page, print_result
-from .options import InputFile, Natural, Options, Positive, UsageError, options
+from .device_options import DeviceOptions
+from .options import InputFile, Natural, Positive, UsageError, options
 
 if TYPE_CHECKING:
     from ..studies.cells import Cell
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @options
-class StudyOptions(Options):
+class StudyOptions(DeviceOptions):
     """Train variants of attention on tasks, over several seeds, and report which differences are real.
     A study file names variants, tasks, seeds and learning rates. A study that was stopped goes on
     when it is run again.
@@ -35,6 +37,7 @@ class StudyOptions(Options):
     --engine NAME  local: processes of this machine; ray: a cluster of several (default: local)
     --address HOST:PORT  Ray cluster (default: start one here)
     --budget HOURS  refuse a study that is predicted to take longer
+    --device NAME  cpu, auto, cuda, ...; on a GPU, cells are not exactly repeatable (default: cpu)
     --json  print one JSON document instead of text
 
     examples:
@@ -56,6 +59,7 @@ class StudyOptions(Options):
     engine: str = "local"
     address: str = ""
     budget: Positive | None = None
+    device: str | None = "cpu"
     json: bool = False
 
     def check(self) -> None:
@@ -69,6 +73,7 @@ class StudyOptions(Options):
 def main(argv: list[str]) -> int:
     """Plan or run a study. Finished cells are not run again."""
     args = StudyOptions.parse(argv)
+    from ..kernels.devices import resolve_device
     from ..report.render import to_text
     from ..studies.process_engine import ProcessEngine
     from ..studies.study_file import read_study
@@ -77,6 +82,9 @@ def main(argv: list[str]) -> int:
 
     study = read_study(
         args.file, args.scale, parse_assignments(args.changes, "--set recipe.steps=100")
+    )
+    study = replace(
+        study, device=str(resolve_device("auto" if args.device is None else args.device))
     )
     out = args.out or f"runs/studies/{study.name}-{study.scale}"
     check_output(out, STUDY_FOLDER, "continue")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ..report.progress import ProgressReporter
 from ..report.text import wrap
 from .arguments import check_model_path, check_text_model, parse_assignments, print_result
+from .device_options import LoadingOptions, load_on_device
 from .options import (
     AtLeastTwo,
     Count,
     InputFile,
-    Options,
     Positive,
     TokenizerFile,
     UsageError,
@@ -34,7 +34,7 @@ DEFAULT_EXAMPLES = 200  # task examples without --limit
 
 
 @options
-class TextOptions(Options):
+class TextOptions(LoadingOptions):
     """Options for the model and the texts that `heads`, `prune` and `convert` read.
 
     MODEL  a folder of headwise or transformers
@@ -238,7 +238,7 @@ class CompressionRun:
         task = None if args.task is None else parse_task(args, args.changes)
         from ..hub.pretrained_models import load
 
-        model = load(Path(args.model))
+        model = load_on_device(load, args.model, args)
         attach_named_tokenizer(model, args)
         examples, reading_notes = read_examples(model, args, task)
         # `verify` would raise these errors only after the model has been written.

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..util.files import read_text_file
 from .arguments import check_input_file, check_model_path, parse_bytes, print_result
+from .device_options import LoadingOptions, load_on_device
 from .options import (
     Count,
     InputFile,
     Natural,
     NotNegative,
-    Options,
     TokenizerFile,
     UsageError,
     check_choice,
@@ -28,7 +28,7 @@ MAX_NEW_TOKENS = 64  # default of --new-tokens for encoder-decoder models
 
 
 @options
-class TraceOptions(Options):
+class TraceOptions(LoadingOptions):
     """Record the queries and keys of every head while a model reads a text, in one file that opens
     without the model and from which all attention weights can be recomputed. For a .trace file,
     print what it contains.
@@ -148,7 +148,7 @@ def _capture_inputs(args: TraceOptions) -> tuple[Any, Any, int]:
     from ..models import Transformer
     from ..observe.inspect.model_inputs import is_encoder_decoder
 
-    model = load_original(args.model).eval()
+    model = load_on_device(load_original, args.model, args).eval()
     attach_named_tokenizer(model, args)
     if args.target is not None:
         return model, {"source": args.text[0], "text": args.target}, 0

@@ -23,8 +23,9 @@ from .arguments import (
     resolve_target,
     to_json,
 )
+from .device_options import DeviceOptions
 from .exit_status import Terminated
-from .options import Count, InputFile, Options, Positive, UsageError, options
+from .options import Count, InputFile, Positive, UsageError, options
 
 if TYPE_CHECKING:
     from ..attention.spec.attention_spec import AttentionSpec
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @options
-class TrainOptions(Options):
+class TrainOptions(DeviceOptions):
     """Train a model on a built-in task, or on the text, sentence pairs, images or numbers in a file or
     folder. Writes the model, its scores and checkpoints to a folder; a run can be killed and
     resumed at any time.
@@ -52,7 +53,6 @@ class TrainOptions(Options):
     --batch COUNT  examples per step (default: 128)
     --lr RATE  peak learning rate (default: 0.002)
     --seed INT  random seed of initial weights and dropout (default: 0)
-    --device NAME  auto, cpu, cuda, cuda:1, ... (default: auto)
     --set KEY=VALUE  set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd;
         repeatable
     --resume  continue the run in this folder; given training options, such as more --steps, apply
@@ -223,13 +223,10 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
 
 def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
     """Raise if weights, gradients and optimiser state do not fit into device memory."""
-    import torch
-
     from ..costs import count_parameters
-    from ..costs.roofline import available_memory
     from ..costs.training_memory import OptimiserMemory
+    from ..kernels.devices import free_memory, resolve_device
     from ..models.distributed.parallelism import AUTO, Parallelism
-    from ..training.run_setup import resolve_device
 
     tensors = OptimiserMemory.from_name("adam-fp32").bytes_by_tensor
     ranks = Parallelism() if recipe.parallelism == AUTO else Parallelism.parse(recipe.parallelism)
@@ -241,14 +238,12 @@ def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
         what = "the whole weights"
         size = tensors["weights"]
     device = resolve_device(recipe.device)
-    if device.type not in ("cpu", "cuda"):
-        return
-    available = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
+    available = free_memory(device)
     needed = size * count_parameters(model_spec)
-    if needed > available:
+    if available is not None and needed > available:
         owner = "this machine" if device.type == "cpu" else str(device)
         fact = f"{what} need {needed / 1e9:,.1f} GB{' per rank' if parts > 1 else ''}"
-        has = f"{owner} has {available / 1e9:,.1f} GB"
+        has = f"{owner} has {available / 1e9:,.1f} GB{'' if device.type == 'cpu' else ' free'}"
         raise UsageError(f"cannot train {name}: {fact}, and {has}; choose a smaller model")
 
 

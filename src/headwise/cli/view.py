@@ -14,7 +14,8 @@ from .arguments import (
     print_note,
     print_page,
 )
-from .options import Options, UsageError, options
+from .device_options import LoadingOptions, choose_placement
+from .options import UsageError, options
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 LARGEST_PORT = 65535
@@ -23,7 +24,7 @@ HTML_SUFFIXES = (".html", ".htm")
 
 
 @options
-class ViewOptions(Options):
+class ViewOptions(LoadingOptions):
     """Show every head of a model in the browser: what each one attends to, its class, what changes
     without it, and what can be pruned. Without an argument it opens a small trained translator.
     Everything stays on this machine: the page is served to this computer only and loads nothing
@@ -85,11 +86,13 @@ class ViewOptions(Options):
         if self.text is not None and not self.text.strip():
             raise UsageError("--text is empty; give at least one word")
         is_trace = self.target is not None and self.target.endswith(TRACE_SUFFIX)
-        if is_trace and (self.text or self.source):
-            raise UsageError(
-                f"{'--text' if self.text else '--source'} needs a model, and {self.target} is a "
-                "trace of one run; give the model instead"
-            )
+        needs_model = [] if self.compare else ["device", "dtype"]
+        for name in ("text", "source", *needs_model) if is_trace else ():
+            if name in self.options_set:
+                raise UsageError(
+                    f"--{name} needs a model, and {self.target} is a trace of one run; give the "
+                    "model instead"
+                )
         if self.export is not None and Path(self.export).suffix.lower() not in HTML_SUFFIXES:
             raise UsageError(f"--export {self.export} is not an HTML file; end the name in .html")
         if self.image is not None and not Path(self.image).exists():
@@ -122,10 +125,16 @@ def main(argv: list[str]) -> int:
     """Open the page in the browser and serve it until interrupted, or write it to a file."""
     args = ViewOptions.parse(argv)
     from ..viewer import view
+    from ..viewer.open_model import LoadingPlace
 
     out = None if args.read_only else Path(args.out)
+    loading = LoadingPlace("auto" if args.device is None else args.device, args.dtype)
+    is_sample = args.target is None and args.text is None and args.source is None
+    # A trace opens without torch. The sample is one whose model is loaded when it is needed.
+    if not is_sample and not (args.target or "").endswith(TRACE_SUFFIX):
+        choose_placement(args.target or "the sample", args)
     target = view.Target(
-        args.target, args.text, args.source, out, args.compare or "", args.image or ""
+        args.target, args.text, args.source, out, args.compare or "", args.image or "", loading
     )
     opened = view.open_target(target, lambda line: print_note(f"headwise: {line}"))
     if args.export is not None:

@@ -4,6 +4,8 @@ model.
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..kernels.capabilities import available_memory
+from ..kernels.devices import AS_SAVED, Placement, free_memory
 from ..models import Transformer, build
 from ..models.families.weight_names import EMPTY, CheckpointPlan, TensorPiece, WeightNames
 from ..models.model_spec import ModelSpec
@@ -135,6 +139,45 @@ def _list_shards(index: Path) -> list[str]:
     return files
 
 
+def check_memory(folder: Path, placement: Placement) -> None:
+    """Raise SpecError if the weights of a folder are larger than the free memory of the device."""
+    if not (folder / INDEX_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
+        return
+    infos = list(open_folder(folder).infos.values())
+    device = placement.device
+    needed = count_bytes(infos, placement.dtype)
+    free = free_memory(device)
+    if free is None or needed <= free:
+        return
+    remedies: list[str] = []
+    half = count_bytes(infos, torch.bfloat16)
+    if half < needed and half <= free:
+        remedies.append(f"dtype='bf16' ({half / 1e9:,.1f} GB)")
+    if device.type != "cpu" and needed <= available_memory():
+        remedies.append("device='cpu'")
+    remedy = f"use {' or '.join(remedies)}" if remedies else "choose a smaller model"
+    has = f"{free / 1e9:,.1f} GB"
+    has = f"this machine has {has}" if device.type == "cpu" else f"{device} has {has} free"
+    raise SpecError(
+        f"cannot load {folder}: its weights need {needed / 1e9:,.1f} GB, and {has}; {remedy}"
+    )
+
+
+def count_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of tensors, those of floating-point numbers in `dtype` unless it is None.
+
+    >>> count_bytes([TensorInfo((3, 5), "F32"), TensorInfo((2,), "I64")], torch.bfloat16)
+    46
+    """
+    total = 0
+    for info in infos:
+        bits = int(re.sub(r"\D.*", "", info.dtype.lstrip("BFIUC")) or 8)  # BOOL has no number
+        if dtype is not None and info.dtype in DTYPES:
+            bits = 8 * dtype.itemsize
+        total += math.prod(info.shape) * bits // 8
+    return total
+
+
 # --- Build a model from the tensors of a checkpoint -----------------------------------------------
 
 
@@ -144,13 +187,14 @@ def build_from_weights(
     source: TensorSource,
     dropout: float,
     constants: Mapping[str, Any] = EMPTY,
+    placement: Placement = AS_SAVED,
 ) -> Transformer:
     """Build a model with the weights of a checkpoint, in the checkpoint's dtype and in eval mode.
 
     `constants` overrides buffers of attention layers, by name, that otherwise follow from their
     specs.
     """
-    tensors = read_tensors(model_spec, names, source)
+    tensors = read_tensors(model_spec, names, source, placement)
     # buffers of attention layers that follow from their specs, unless given
     for site, spec in model_spec.attention_specs():
         shapes = spec.shapes()
@@ -171,14 +215,17 @@ def build_from_weights(
     with torch.device("meta"):
         net = build(model_spec, dropout=dropout)
     net.load_state_dict(tensors, assign=True)
-    return net.eval()
+    return placement.move(net.eval())
 
 
 def read_tensors(
-    model_spec: ModelSpec, names: WeightNames, source: TensorSource
+    model_spec: ModelSpec,
+    names: WeightNames,
+    source: TensorSource,
+    placement: Placement = AS_SAVED,
 ) -> dict[str, Tensor]:
-    """Read the tensors of a model by headwise names. Raises before reading if anything does not
-    fit.
+    """Read the tensors of a model by headwise names to where they are placed. Raises before
+    reading if anything does not fit.
     """
     infos = {names.canonical_name(name): kind for name, kind in source.infos.items()}
     plan = CheckpointPlan.from_spec(model_spec, names, names.find_prefix(infos))
@@ -186,14 +233,17 @@ def read_tensors(
     if mismatch:
         raise SpecError(f"{source.path}: {mismatch}")
     shapes = model_spec.shapes()
+    learned = list_learned(model_spec)
     tensors = dict[str, Tensor]()
     for path, pieces in plan.pieces.items():
         source_name = plan.find_source(path, infos)
         if source_name is not None:
-            dtype = DTYPES[infos[source_name].dtype]
-            tensors |= {
-                piece.name: torch.empty(shapes[piece.name], dtype=dtype) for piece in pieces
-            }
+            saved = DTYPES[infos[source_name].dtype]
+            for piece in pieces:
+                dtype = placement.dtype if piece.name in learned else None
+                tensors[piece.name] = torch.empty(
+                    shapes[piece.name], dtype=dtype or saved, device=placement.device
+                )
     to_compare = list[tuple[str, str, Tensor, Tensor]]()
     for file_name, tensor in note_zero_weights(source.path, source.iter_tensors()):
         name = names.canonical_name(file_name)
@@ -206,7 +256,7 @@ def read_tensors(
             else:
                 to_compare.append((name, first, file_tensor, own_tensor))
     for name, first, file_tensor, own_tensor in to_compare:
-        if not torch.equal(file_tensor, own_tensor):
+        if not torch.equal(file_tensor.to(own_tensor), own_tensor):
             advice = (
                 "but config.json ties them; if they are separate, set tie_word_embeddings = false"
             )
@@ -248,6 +298,11 @@ def note_zero_weights(
         warnings.warn(f"{path}: {' and '.join(facts)}; {remedy}", stacklevel=2)
 
 
+def list_learned(model_spec: ModelSpec) -> set[str]:
+    """Return the names of the parameters of a model; its other tensors are constants."""
+    return {weight.name for weight in model_spec.weights() if weight.trainable}
+
+
 def _find_mismatches(
     model_spec: ModelSpec,
     plan: CheckpointPlan,
@@ -272,7 +327,7 @@ def _find_mismatches(
         elif expected and info.shape != expected[0].shape:
             shapes = f"{list(info.shape)}, the config requires {list(expected[0].shape)}"
             yield f"{name} is {shapes}; give the config that belongs to the file"
-    learned = {weight.name for weight in model_spec.weights() if weight.trainable}
+    learned = list_learned(model_spec)
     sources = {path: plan.find_source(path, infos) for path in plan.pieces}
     dtypes = {path: infos[name].dtype for path, name in sources.items() if name}
     for path, dtype in dtypes.items():

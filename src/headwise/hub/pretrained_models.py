@@ -13,6 +13,7 @@ from tokenizers import processors
 from torch import nn
 
 from .. import models
+from ..kernels.devices import AS_SAVED, Placement
 from ..models import Transformer
 from ..models.families import (
     FAMILIES,
@@ -45,6 +46,7 @@ from .checkpoint_weights import (
     WEIGHTS_FILE,
     build_from_weights,
     build_tensor,
+    check_memory,
     open_folder,
     wrap_tensors,
 )
@@ -63,7 +65,9 @@ from .transformers_loading import (
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
+def load_transformers_folder(
+    folder: Path, dropout: float = 0.0, placement: Placement = AS_SAVED
+) -> Transformer:
     """Load a transformers folder as a headwise model. Runs no code from the folder, and opens no
     pickle.
     """
@@ -107,7 +111,7 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
                 )
         names = names.with_ignored(resized.unused_tensors)
         constants = resized.constants
-    net = build_from_weights(model_spec, names, source, dropout, constants)
+    net = build_from_weights(model_spec, names, source, dropout, constants, placement)
     net.usage = read_processor(folder, model_spec)
     return net
 
@@ -122,8 +126,17 @@ def find_pickle(folder: Path) -> str:
 # --- Load any folder ------------------------------------------------------------------------------
 
 
-def load(what: Path | str, *, dropout: float = 0.0) -> Transformer:
-    """Load a model from a folder, in the dtype it was saved in and in eval mode.
+def load(
+    what: Path | str,
+    *,
+    dropout: float = 0.0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+) -> Transformer:
+    """Load a model from a folder, in eval mode.
+
+    Its weights are on `device` ("auto" is the accelerator, or the CPU without one) and in `dtype`,
+    such as "bf16"; None is the dtype that they were saved in.
 
     `what` is a folder written by `hw.save`, or a transformers folder: config.json with
     model.safetensors, or with shards and their index. `net.usage.tokenizer` is the document of its
@@ -139,17 +152,19 @@ def load(what: Path | str, *, dropout: float = 0.0) -> Transformer:
     ...     [load(f"{folder}/{name}").spec.name for name in ("ours", "theirs")]
     ['gpt2', 'gpt2']
     """
+    placement = Placement.resolve(device, dtype)
     path = Path(what)
     if path.is_file():
         raise SpecError(f"{path} is a file, not a model folder; give the folder of the model")
+    check_memory(path, placement)
     if (path / MANIFEST_FILE).is_file():
-        return models.load(path, dropout=dropout)
+        return placement.move(models.load(path, dropout=dropout))
     if is_refusing_config(path / CONFIG_FILE):
         raise SpecError(
             f"{path} is a headwise folder without {MANIFEST_FILE}; copy the folder again"
         )
     if (path / CONFIG_FILE).is_file():
-        return load_transformers_folder(path, dropout)
+        return load_transformers_folder(path, dropout, placement)
     kinds = "a folder that hw.save or transformers wrote"
     if not path.is_dir():
         raise SpecError(f"there is no folder {str(path)!r}; give {kinds}")
@@ -165,27 +180,39 @@ def load(what: Path | str, *, dropout: float = 0.0) -> Transformer:
 # --- Load a folder with the library that wrote it -------------------------------------------------
 
 
-def load_original(path: Path | str) -> nn.Module:
+def load_original(
+    path: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+) -> nn.Module:
     """Load a folder with the library that wrote it; without weights, build the model on the meta
     device.
     """
     folder = Path(path)
     if (folder / MANIFEST_FILE).is_file() or folder.is_file():
-        return load(folder)
+        return load(folder, device=device, dtype=dtype)
+    placement = Placement.resolve(device, dtype)
     if not (folder / CONFIG_FILE).is_file():
         raise SpecError(
             f"{str(path)!r} is not a model folder; give one with {MANIFEST_FILE} or {CONFIG_FILE}"
         )
     if find_spec("transformers") is not None:
         check_folder(folder)
+        check_memory(folder, placement)
         try:
-            return load_model(folder)
+            model = load_model(folder, placement.dtype)
         except Exception as error:  # transformers may raise anything
             raise SpecError(
                 f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}"
             ) from None
+        # Quantised models refuse to be moved, even to where they are; a model without weights has
+        # nothing to move.
+        has_weights = not any(tensor.is_meta for tensor in model.parameters())
+        is_moved = has_weights and placement.device.type != "cpu"
+        return model.to(placement.device) if is_moved else model
     try:
-        return load(folder)
+        return load(folder, device=device, dtype=dtype)
     except SpecError:
         model_type = read_json(folder / CONFIG_FILE).get("model_type")
         if model_type is None or str(model_type) in FAMILIES:

@@ -152,7 +152,7 @@ def load_config(folder: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(clean, trust_remote_code=False)
 
 
-def load_model(folder: Path) -> nn.Module:
+def load_model(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """Load a folder with transformers, in eval mode; without weights, build the model on the meta
     device.
     """
@@ -173,6 +173,8 @@ def load_model(folder: Path) -> nn.Module:
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_GLOBS):
         return build_without_weights(model_class, config)
     options = {"use_safetensors": True, "local_files_only": True, **SAFE_ARGUMENTS}
+    if dtype is not None:
+        options["dtype"] = dtype
     with without_hub_kernels():
         model = model_class.from_pretrained(folder, config=config, **options).eval()
     for _ in note_zero_weights(folder, model.named_parameters()):

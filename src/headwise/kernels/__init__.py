@@ -20,8 +20,8 @@ The operations and their kernels:
 - `linear`, `small_batch_kernels`: products of a few tokens with matrices, or torch's
 - `counter_rng`: random numbers addressed by seed and counter, the same on every machine
 
-The processor: `capabilities`, its class, usable cores and memory, and the sizes from which each
-path is faster.
+The machine: `capabilities`, the class of its processor, usable cores and memory, and the sizes
+from which each path is faster; `devices`, its accelerators by name, their memory and dtypes.
 """
 
 from .linear import multiply_small_batch

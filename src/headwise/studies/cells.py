@@ -170,7 +170,7 @@ def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
             "checkpoint_every": max(MIN_CHECKPOINT_STEPS, steps // 4),
             "keep": 1,
         }
-        return from_dict({**evaluations, **changes, **CELL_EXECUTION})
+        return from_dict({**evaluations, **changes, **CELL_EXECUTION, "device": study.device})
     except SpecError as error:
         raise SpecError(f"the recipe of {variant.name!r} on {task.name!r}: {error}") from None
 

@@ -214,10 +214,9 @@ CELL_EXECUTION: Mapping[str, Any] = {
     "compile": "off",
     "rows": "padded",
     "attention": "fused",
-    "device": "cpu",
     "parallelism": "auto",
 }
-RECIPE_KEYS = {one.name for one in fields(Recipe)} - {*CELL_EXECUTION, "seed"}
+RECIPE_KEYS = {one.name for one in fields(Recipe)} - {*CELL_EXECUTION, "device", "seed"}
 MODEL_KEYS = [one.name for one in fields(ModelShape)]
 VARIANT_KEYS = ("preset", "spec", "options", "model", "recipe", "lr")
 TASK_KEYS = ("task", "metric", "threshold", "model", "recipe", "tests", "options")
@@ -301,6 +300,7 @@ class Study:
     contrasts: tuple[Contrast, ...] = ()
     scale: str = "small"
     folder: Path = Path()
+    device: str = "cpu"
 
 
 def read_study(

@@ -22,7 +22,7 @@ from ..models.model_spec.serialization import TOKENIZER_FILE
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.attention_sinks import DistinctExamples
 from ..observe.head_analysis.text_analysis import read_texts, text_reader
-from ..observe.inspect.model_inputs import check_is_module
+from ..observe.inspect.model_inputs import check_is_module, get_device
 from ..observe.inspect.model_tokenizer import find_model_folder
 from ..util.errors import SpecError
 from ..util.output_paths import Existing, check_output, stage_folder
@@ -189,7 +189,8 @@ def write_and_verify(
         written = write_model_folder(
             after, folder.source, staged, record, extra_files=folder.extra_files
         )
-        exports = {"headwise.load of the written folder": lambda: load(staged)}
+        device = get_device(after)
+        exports = {"headwise.load of the written folder": lambda: load(staged, device=device)}
         options = replace(options, exports=exports, **result.verification_options)
         verification = verify(result.before, after, examples, options, log)
         log("writing the report")

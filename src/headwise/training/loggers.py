@@ -189,9 +189,9 @@ class ConsoleLogger:
         first_step = config["step"]
         steps = pluralise(config["recipe"]["steps"], "step")
         extent = f"from step {first_step} on" if first_step else steps
-        self._print_line(
-            f"{config['task']['name']} into {folder}, {extent}, {config['parameters']:,} parameters"
-        )
+        place = "" if config["device"] == "cpu" else f" on {config['device']}"
+        size = f"{config['parameters']:,} parameters{place}"
+        self._print_line(f"{config['task']['name']} into {folder}, {extent}, {size}")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Show a step as progress, and print a line for every other record."""

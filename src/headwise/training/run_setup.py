@@ -20,6 +20,7 @@ from ..attention.masking.patterns import Causal, Full
 from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
 from ..kernels.capabilities import crossover_size
+from ..kernels.devices import resolve_device
 from ..models import Transformer, build
 from ..models.distributed import Parallelism, ProcessInfo
 from ..models.distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
@@ -473,19 +474,3 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
             f"batch={recipe.batch}{part} has fewer rows than the {ranks.num_data_shards} data "
             f"shards; use batch={ranks.num_data_shards * recipe.accumulate} or more, or fewer ranks"
         )
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device of this name; "auto" is a CUDA GPU if there is one, otherwise the CPU.
-
-    >>> resolve_device("cpu")
-    device(type='cpu')
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError):  # torch built without CUDA asserts
-        raise SpecError(f"device={name!r} is not available; use device='auto' or 'cpu'") from None
-    return device

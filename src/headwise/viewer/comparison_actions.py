@@ -128,7 +128,7 @@ def _trace_other(
     if is_trace(model.other):
         return name, load_trace(model.other), {}
     progress(0, 2, f"opening {name}")
-    other = load_target(model.other)
+    other = load_target(model.other, loading=model.loading)
     removed = read_pruned_heads(model.other)
     kept_heads = {
         layer.name: sorted(set(range(layer.heads)) - set(removed[layer.name]))

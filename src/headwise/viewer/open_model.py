@@ -95,6 +95,16 @@ class Tile(NamedTuple):
     scale: float
 
 
+class LoadingPlace(NamedTuple):
+    """Device and dtype of models that are loaded, by name; None is the saved dtype."""
+
+    device: str = "cpu"
+    dtype: str | None = None
+
+
+ON_CPU = LoadingPlace()
+
+
 @dataclass
 class OpenModel:
     """A trace with its measures and, if available, its model.
@@ -105,8 +115,8 @@ class OpenModel:
     writing. `target` is the model folder as named on the command line, "" for other models. `texts`
     are the initial lines of screens that need several texts. `pruned` lists the heads removed
     earlier from each site, by their original numbers. `other` is the model or trace to compare with
-    ("" for none), and `comparison` the last comparison. If `grouping` merges or leaves out tokens,
-    `trace` is that view of `recorded`.
+    ("" for none), and `comparison` the last comparison; `loading` is where models are loaded. If
+    `grouping` merges or leaves out tokens, `trace` is that view of `recorded`.
     """
 
     trace: Trace | None = None
@@ -123,6 +133,7 @@ class OpenModel:
     warnings: list[str] = field(default_factory=list[str])
     pruned: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     other: str = ""
+    loading: LoadingPlace = ON_CPU
     comparison: TraceComparison | None = None
     grouping: TokenGrouping = field(default_factory=TokenGrouping)
     recorded: Trace | None = None
@@ -455,26 +466,36 @@ def is_trace(name: str) -> bool:
     return name.endswith(TRACE_SUFFIX)
 
 
-def load_target(name: str, log: Log = lambda _: None) -> nn.Module:
+def load_target(name: str, log: Log = lambda _: None, loading: LoadingPlace = ON_CPU) -> nn.Module:
     """Load the named model in eval mode. `log` gets the path of a Python file before it runs."""
     path, colon, factory = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return _call_factory(Path(path), factory, log)
+        return _move(_call_factory(Path(path), factory, log), loading)
     if Path(name).exists():
-        return _load_folder(name)
+        return _load_folder(name, loading)
     if HUB_NAME.fullmatch(name) and Path(name).suffix != ".py":
-        return _load_folder(_fetch_from_hub(name))
+        return _load_folder(_fetch_from_hub(name), loading)
     raise SpecError(
         f"there is no model {name!r}; give a folder, a .trace file, FILE.py:FACTORY, or a Hub id"
     )
 
 
-def _load_folder(name: str) -> nn.Module:
+def _move(model: nn.Module, loading: LoadingPlace) -> nn.Module:
+    """Move a model that was built in memory; "auto" leaves one where it is that is not on the CPU."""
+    from ..kernels.devices import Placement
+
+    is_placed = any(tensor.device.type != "cpu" for tensor in model.parameters())
+    if loading.device == "auto" and is_placed:
+        return model
+    return Placement.resolve(*loading).move(model)
+
+
+def _load_folder(name: str, loading: LoadingPlace) -> nn.Module:
     from ..hub.pretrained_models import load_original
     from ..hub.transformers_loading import check_folder
 
     check_folder(Path(name))
-    model = load_original(name).eval()
+    model = load_original(name, **loading._asdict()).eval()
     if any(tensor.is_meta for tensor in model.parameters()):
         raise SpecError(f"{name} has no weights; give a folder with model.safetensors")
     return model

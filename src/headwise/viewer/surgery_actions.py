@@ -208,7 +208,7 @@ def read_native_model(model: OpenModel) -> Transformer:
     net = model.get_model()
     if isinstance(net, Transformer) or not model.target:
         return to_native_model(net)
-    return load(Path(model.target))
+    return load(Path(model.target), **model.loading._asdict())
 
 
 def read_texts(

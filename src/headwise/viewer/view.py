@@ -10,6 +10,7 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,15 @@ from ..util.escaping import escape_html, make_visible
 from ..util.files import write_atomically
 from ..util.output_paths import Existing, FileKind, FolderKind, check_output
 from .export_files import TITLE_END, render_export
-from .open_model import Log, OpenModel, is_trace, load_target, read_pruned_heads
+from .open_model import (
+    ON_CPU,
+    LoadingPlace,
+    Log,
+    OpenModel,
+    is_trace,
+    load_target,
+    read_pruned_heads,
+)
 
 DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is asleep."
 FRAME_HEIGHT = 720  # pixels of the frame in a notebook
@@ -43,7 +52,8 @@ export default { render };
 
 class Target(NamedTuple):
     """A target to open: a name (None is the bundled sample), texts, the folder for new models
-    (None: read-only), a model or trace to compare with, and an image path for a vision model.
+    (None: read-only), a model or trace to compare with, an image path for a vision model, and where
+    the model is loaded.
     """
 
     name: str | None = None
@@ -52,6 +62,7 @@ class Target(NamedTuple):
     out: Path | None = None
     other: str = ""
     image: str = ""
+    loading: LoadingPlace = ON_CPU
 
 
 class ServerOptions(NamedTuple):
@@ -69,16 +80,17 @@ def open_target(target: Target, log: Log = lambda _: None) -> OpenModel:
     """Open a target by name. Traces, including the bundled sample's, open without torch."""
     opened = _open_name(target, log)
     opened.other = target.other
+    opened.loading = target.loading
     return opened
 
 
 def _open_name(target: Target, log: Log) -> OpenModel:
     if target.name is None and target.text is None and target.source is None:
-        return _open_sample(target.out)
+        return _open_sample(target.out, target.loading)
     if target.name is not None and is_trace(target.name):
         return OpenModel(load_trace(target.name))
     name = str(bundled_sample.MODEL) if target.name is None else target.name
-    opened = open_model(load_target(name, log), target)
+    opened = open_model(load_target(name, log, target.loading), target)
     opened.target = name if Path(name).exists() else ""
     return opened
 
@@ -118,11 +130,11 @@ def _check_inputs(model: Any, target: Target) -> None:
         raise SpecError(f"cannot view {type(model).__name__} without an image; give --image FILE")
 
 
-def _open_sample(out: Path | None) -> OpenModel:
+def _open_sample(out: Path | None, loading: LoadingPlace) -> OpenModel:
     """Open the bundled sample: trace and measures immediately, the model when first needed."""
     trace = bundled_sample.load_sample_trace()
     table = bundled_sample.load_sample_table()
-    load_model = bundled_sample.load_sample_model
+    load_model = partial(load_target, str(bundled_sample.MODEL), loading=loading)
     opened = OpenModel(
         trace, load_model=load_model, table=table, output_folder=out, read_only=out is None
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...kernels.capabilities import current_points, machine_notes, this_machine
+from ...kernels.devices import DTYPES
 from ...kernels.launch import kernel_problem
 from ...report.text import pad, text_width, wrap
 from ...util.errors import suggest
@@ -30,16 +31,6 @@ from .dispatch import (
     slower_reasons_by_backend,
 )
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
 STATES = ("grad", "training", "mask", "paged", "packed")
 NO_KERNELS_NOTE = (
     "CPU kernels are off: flash_cpu, ragged and paged do not run, paged caches are gathered "

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..device_options import LoadingOptions, load_on_device
 from ..options import (
     Count,
     ModelFolder,
     NotNegative,
-    Options,
     Positive,
     Share,
     TokenizerFile,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @options
-class RunOptions(Options):
+class RunOptions(LoadingOptions):
     """Run a trained model: continue or translate a text, or classify a text or an image. Without
     TEXT, answers every line of stdin with one line, in order.
 
@@ -39,7 +39,6 @@ class RunOptions(Options):
     --stop TEXT  stop before this text; repeatable
     --seed INT  random seed; line n samples from stream n of it (default: a random seed)
     --batch COUNT  lines per batch
-    --device NAME  auto, cpu, cuda, cuda:1, ...
     --json  print one JSON document instead of text
 
     details of decoding:
@@ -66,7 +65,6 @@ class RunOptions(Options):
     stop: tuple[str, ...] = ()
     seed: int | None = None
     batch: Count = 32
-    device: str = "auto"
     json: bool = False
     min_p: Share | None = None
     repetition: Positive | None = None
@@ -84,7 +82,7 @@ class RunOptions(Options):
 # Options that set fields of hw.DecodingConfig.
 DECODING_FIELDS = (*("top_k", "top_p", "beams", "min_p", "repetition", "length_penalty", "best"),)
 # Options that apply to every kind of model, by their fields.
-COMMON_OPTIONS = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
+COMMON_OPTIONS = ("model", "text", "batch", "device", "dtype", "tokenizer", "json", "top_k")
 
 
 def main(argv: list[str]) -> int:
@@ -125,13 +123,11 @@ def task_kind(model: Transformer) -> str:
 def load_model(args: RunOptions) -> Transformer:
     """Load the model onto its device, with the tokenizer of --tokenizer."""
     from ...hub import load
-    from ...training.run_setup import resolve_device
 
-    device = resolve_device(args.device)
-    model = load(args.model)
+    model = load_on_device(load, args.model, args)
     embedding = model.spec.stacks[0].embedding
     if embedding and embedding.tokens and model.usage.tokenizer is None and args.tokenizer is None:
         fact = f"{model.spec.name} has no tokenizer"
         raise UsageError(f"{fact}; give --tokenizer FILE, or --tokenizer bytes")
     attach_named_tokenizer(model, args)
-    return model.to(device)
+    return model
