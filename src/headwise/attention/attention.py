@@ -152,7 +152,9 @@ class Attention(AttentionBase):
     def attend(
         self, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs
     ) -> Tensor:
-        """Run the core (steps 3 to 8), o [B, T, R, vdim], on the backend selected for the tensors."""
+        """Run the core (steps 3 to 8), o [B, T, R, vdim], on the backend selected for the
+        tensors.
+        """
         return call.plan.dispatch.attend(attention_mask, inputs, self.parts.core_steps, call.probe)
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Base class of the attention layer: create its weights and caches, explain and observe its calls."""
+"""Base class of the attention layer: create its weights and caches, explain and observe its
+calls.
+"""
 
 from __future__ import annotations
 

@@ -121,7 +121,8 @@ def _conflicts(spec: AttentionSpec) -> Iterator[str]:
             f"use source={spec.model} and project the source to that width first"
         )
     if not spec.project.uses_head_dims or "v" not in spec.project.params(spec):
-        yield f"{type(spec.project).__name__} has no value projection W_V; use project LinearProjection()"
+        name = type(spec.project).__name__
+        yield f"{name} has no value projection W_V; use project LinearProjection()"
     for name, transform in spec.parts_of(QKTransform):
         if "v" in transform.transformed_sides(spec):
             yield f"{name} changes values, but the mean is over unchanged values; leave it out"

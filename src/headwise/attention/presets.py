@@ -401,8 +401,8 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
     ),
     "longformer": _preset(
         "Longformer: 256 neighbours on either side, and a global first token (2004.05150).\n\n"
-        "The paper gives global tokens separate projections; hw.attention.LongformerAttention takes this "
-        "spec and adds them.",
+        "The paper gives global tokens separate projections; hw.attention.LongformerAttention "
+        "takes this spec and adds them.",
         pattern=NEIGHBOURS,
         bias="qkvo",
     ),

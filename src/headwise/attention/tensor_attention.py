@@ -118,7 +118,8 @@ def _find_plan(sizes: CoreSizes, choices: CoreChoices, signature: dict[str, obje
     if key in _plans:
         return _plans[key]
     spec = design_core(sizes, **choices._asdict())
-    call = CallSignature(spec, spec.core_of(spec.projection_form(False)), **signature)  # pyright: ignore[reportArgumentType] - its fields
+    core = spec.core_of(spec.projection_form(False))
+    call = CallSignature(spec, core, **signature)  # pyright: ignore[reportArgumentType]
     parts = {name: part for name, part in spec.parts() if name not in ("project", "output")}
     weights = {
         name: PartWeights(spec, part).train(choices.dropout > 0) for name, part in parts.items()

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 on success, 2 on bad input, or a code of
     `exit_status`.
     """
-    is_closed = sys.stdout is None  # pyright: ignore[reportUnnecessaryComparison] - None if the shell closed it
+    is_closed = sys.stdout is None  # pyright: ignore[reportUnnecessaryComparison] - by the shell
     open_closed_streams()
     if is_closed:
         return print_error("cannot write: stdout is closed; open it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..util.errors import SpecError, suggest
@@ -268,7 +269,7 @@ def _optimiser_view(args: CostOptions, costs: CostReport) -> View:
         rows.append(row | {"in_all": each * count, "weights_for_inference": estimate.weights_bytes})
     title = f"training state, {each} bytes per parameter; {optimiser.name}: {optimiser.description}"
     labels = {"name": "bytes", "in_all": "total", "weights_for_inference": "weights for inference"}
-    names, *cells = [(labels.get(key, key), *(row[key] for row in rows)) for key in rows[0]]
+    names, *cells = [(labels.get(key, key), *map(itemgetter(key), rows)) for key in rows[0]]
     data = {"optimiser": optimiser.name, "bytes_each": each, "rows": rows}
     return View(data, [Table(title, names, cells)])
 

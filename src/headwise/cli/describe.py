@@ -146,8 +146,8 @@ def format_spec(spec: AttentionSpec, data: dict[str, Any]) -> str:
 
 @options
 class WalkOptions(SpecOptions):
-    """Run a layer once on random input and list the steps of attention by number, with the shapes of
-    queries, keys and values, and whether a step copies or makes a view.
+    """Run a layer once on random input and list the steps of attention by number, with the shapes
+    of queries, keys and values, and whether a step copies or makes a view.
 
     --layer PLACE  attention of a model, as in decoder.3.cross (default: first)
     --batch COUNT  batch size

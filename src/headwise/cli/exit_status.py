@@ -147,7 +147,8 @@ def open_closed_streams() -> None:
                 os.dup2(handle, number)
                 os.close(handle)
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115 - kept open
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - kept open
 
 
 def _drop_unwritten_output() -> None:

@@ -45,8 +45,8 @@ ONE_TEXT = ("show", "head", "target")  # options that need --text
 
 @options
 class HeadsOptions(TextOptions):
-    """Measure what every head of a model attends to over texts or images, compare it with chance, and
-    classify the heads, with confidence intervals.
+    """Measure what every head of a model attends to over texts or images, compare it with chance,
+    and classify the heads, with confidence intervals.
 
     --images PATH  images of a vision model: a folder, or an .npy
     --sort MEASURE  list heads by this measure, largest first
@@ -400,7 +400,7 @@ def _measure_model(
     return replace(table, texts=table.texts.replace("text", kind))
 
 
-# --- `headwise heads MODEL --text TEXT` ------------------------------------------------------------
+# --- `headwise heads MODEL --text TEXT` -----------------------------------------------------------
 
 
 def _show_one_text(model: Any, args: HeadsOptions) -> Any:

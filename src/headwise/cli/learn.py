@@ -4,6 +4,7 @@ and claim is run.
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 @options
 class LearnOptions(Options):
-    """Walk the five source documents on attention. Every formula, table, figure, listing and claim is
-    quoted and run: the numbers, whether it holds, and why.
+    """Walk the five source documents on attention. Every formula, table, figure, listing and claim
+    is quoted and run: the numbers, whether it holds, and why.
 
     TOPIC  a document 000 to 004, a topic, an entry (003-2.1) or a row (C1.4)
     --list  list every entry with its state; run nothing
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
         return _write_pages(args, args.html, language)
     if args.list or args.what is None:
         documents = load_documents()
-        data = [_listed(entry) for document in documents for entry in document.entries]
+        data = list(map(_listed, chain.from_iterable(one.entries for one in documents)))
         print_result(
             args, (format_list if args.list else format_overview)(documents, language), data
         )

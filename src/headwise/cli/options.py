@@ -158,7 +158,9 @@ def _collect(cls: type[Options], name: str) -> dict[str, str]:
 
 
 class HelpEntry(NamedTuple):
-    """Help text of an option, read from a docstring: `--flag METAVAR  text`, below a heading or ""."""
+    """Help text of an option, read from a docstring: `--flag METAVAR  text`, below a heading or
+    "".
+    """
 
     flag: str
     metavar: str
@@ -364,7 +366,8 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(value, list) and name != PART_FILES:
                 setattr(parsed, name, tuple(value))
         for name in vars(parsed).pop(PART_FILES, []):
-            from ..attention import parts  # noqa: F401 - registers headwise's own parts first, so that their names are taken
+            # The import registers headwise's own parts first, so that their names are taken.
+            from ..attention import parts  # noqa: F401
             from ..attention.interfaces.part import import_part_file
 
             import_part_file(name)

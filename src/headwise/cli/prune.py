@@ -278,8 +278,8 @@ def sweep_main(argv: list[str]) -> int:
     run.report_progress("drawing figures")
     write_report(curves, Path(args.out), args.existing)
     run.report_progress("")
-    text = f"{render_terminal(curves)}\n\n{args.out}\n  CURVES.md in this folder has the full report, with figures."
-    print_result(args, text, to_report_data(curves))
+    end = f"{args.out}\n  CURVES.md in this folder has the full report, with figures."
+    print_result(args, f"{render_terminal(curves)}\n\n{end}", to_report_data(curves))
     return 0
 
 
@@ -400,7 +400,9 @@ class ConvertOptions(CompressionOptions):
 
 
 def convert_main(argv: list[str]) -> int:
-    """Convert the attention layers, retrain if asked, write the model and its verification report."""
+    """Convert the attention layers, retrain if asked, write the model and its verification
+    report.
+    """
     args = ConvertOptions.parse(argv)
     conversion = _parse_conversion(args)
     run = CompressionRun.from_options(args)

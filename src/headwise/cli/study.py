@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @options
 class StudyOptions(DeviceOptions):
-    """Train variants of attention on tasks, over several seeds, and report which differences are real.
-    A study file names variants, tasks, seeds and learning rates. A study that was stopped goes on
-    when it is run again.
+    """Train variants of attention on tasks, over several seeds, and report which differences are
+    real. A study file names variants, tasks, seeds and learning rates. A study that was stopped
+    goes on when it is run again.
 
     FILE  a study file (.toml)
     --scale NAME  a scale of the file, such as smoke, small or base

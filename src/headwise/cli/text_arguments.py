@@ -220,9 +220,7 @@ class CompressionOptions(SurgeryOptions):
 
 @dataclass
 class CompressionRun:
-    """The original model, the texts for changing it, the texts for the verification, and notes for the
-    report.
-    """
+    """The original model, texts for changing and for verifying it, and notes for the report."""
 
     args: Any
     net: Transformer
@@ -310,14 +308,11 @@ class CompressionRun:
             lambda point: progress(point.step),
         )
         curve = [point._asdict() for point in result.curve]
-        first, best = (
-            next((point.held_out for point in result.curve if point.step == step), None)
-            for step in (0, result.step)
-        )
+        losses = {point.step: point.held_out for point in result.curve}
         self.notes.append(
             f"uptrained on {len(texts)} texts: step {result.step} of {options.steps} is kept, "
             "held-out loss "
-            f"{_format_number(first)} -> {_format_number(best)}"
+            f"{_format_number(losses.get(0))} -> {_format_number(losses.get(result.step))}"
         )
         self.notes += [*result.notes, *([result.stop_reason] if result.stop_reason else [])]
         return result.net, {
@@ -325,8 +320,8 @@ class CompressionRun:
         }
 
     def finish(self, result: SurgeryResult) -> int:
-        """Retrain the changed model if asked, write it with its verification report, print a summary, and return
-        the exit code.
+        """Retrain the changed model if asked, write it with its verification report, print a
+        summary, and return the exit code.
         """
         from ..surgery.model_and_texts import OutputFolder, write_and_verify
         from ..surgery.verification.verify import VerificationOptions, render_summary

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 @options
 class TrainOptions(DeviceOptions):
-    """Train a model on a built-in task, or on the text, sentence pairs, images or numbers in a file or
-    folder. Writes the model, its scores and checkpoints to a folder; a run can be killed and
+    """Train a model on a built-in task, or on the text, sentence pairs, images or numbers in a file
+    or folder. Writes the model, its scores and checkpoints to a folder; a run can be killed and
     resumed at any time.
 
     TASK  a built-in task, a file, or a folder

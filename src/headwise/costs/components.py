@@ -475,7 +475,8 @@ def list_components(spec_or_model: SpecOrModel) -> list[ModelComponent]:
     ...     (component.name, component.times)
     ...     for component in list_components(hw.families.read_model_spec("gpt2"))
     ... ]
-    [('decoder.embedding', 1), ('decoder.*.attention', 12), ('decoder.*.feed', 12), ('head.tokens', 1)]
+    [('decoder.embedding', 1), ('decoder.*.attention', 12), ('decoder.*.feed', 12), ('head.tokens',
+    1)]
     """
     if isinstance(spec_or_model, AttentionSpec):
         role = "attention" if spec_or_model.source is None else "cross"

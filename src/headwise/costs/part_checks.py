@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ def _slot_of(part: Part) -> dict[str, Any]:
     slots = [name for name, kind in SLOTS.items() if isinstance(part, kind)]
     if not slots:
         raise SpecError(
-            f"{part!r} fills no slot of a spec; derive its class from one of headwise.attention.interfaces"
+            f"{part!r} fills no slot of a spec; derive its class from one of "
+            "headwise.attention.interfaces"
         )
     return {slots[0]: part}
 
@@ -159,12 +161,11 @@ def supporting_backends(
     more = {"needs_grad": torch.is_grad_enabled()} | more
     core = spec.core_of(spec.projection_form(single_query))
     call = CallSignature(spec, core, "cpu", dtype, single_query=single_query, **more)
-    names = [name for name in BACKENDS if name not in COMPILED_BACKENDS]
-    return [
-        name
-        for name in names
-        if not any(unsupported_reasons(name, part) for part in split_by_pattern(call, name))
-    ]
+
+    def supports(name: str) -> bool:
+        return not any(unsupported_reasons(name, one) for one in split_by_pattern(call, name))
+
+    return [name for name in BACKENDS if name not in COMPILED_BACKENDS and supports(name)]
 
 
 # --- FLOPs, decoding and gradients ----------------------------------------------------------------
@@ -397,9 +398,7 @@ def check_part(part: Part, *, seed: int = 0) -> PartReport:
         for result in results:
             for name, spec in specs.items():
                 _run_check(result, name, spec, CHECKS[result.name][1])
-        backends = dict.fromkeys(
-            name for spec in specs.values() for name in supporting_backends(spec)
-        )
+        backends = dict.fromkeys(chain.from_iterable(map(supporting_backends, specs.values())))
     reasons = tuple(f"{name}: {reason}" for name, reason in impossible.items())
     return PartReport(repr(part), tuple(specs), tuple(backends), reasons, tuple(results))
 

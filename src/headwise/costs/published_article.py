@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..models.families import read_model_spec
@@ -242,23 +243,19 @@ class ArticleTable:
     @property
     def tables(self) -> Sequence[Table]:
         """A table for each model."""
-        return [
-            Table(
-                f"{model} in {self.source}" if model == self.rows[0].model else model,
-                (
-                    "",
-                    Column("article", format_article_number),
-                    Column("headwise", format_article_number),
-                ),
-                [row[1:2] + row[3:5] for row in self.rows if row.model == model],
-                [
-                    f"{row.quantity} = {row.formula}: {row.explanation}"
-                    for row in self.rows
-                    if row.model == model
-                ],
-            )
-            for model in dict.fromkeys(row.model for row in self.rows)
-        ]
+        columns = (
+            "",
+            Column("article", format_article_number),
+            Column("headwise", format_article_number),
+        )
+        tables: list[Table] = []
+        for model, group in groupby(self.rows, key=lambda row: row.model):
+            rows = list(group)
+            title = model if tables else f"{model} in {self.source}"
+            cells = [row[1:2] + row[3:5] for row in rows]
+            notes = [f"{row.quantity} = {row.formula}: {row.explanation}" for row in rows]
+            tables.append(Table(title, columns, cells, notes))
+        return tables
 
 
 def format_article_number(number: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -161,7 +162,7 @@ def iter_tensors(value: Any) -> list[Tensor]:
     items = (
         value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
     )
-    return [tensor for item in items for tensor in iter_tensors(item)]
+    return list(chain.from_iterable(map(iter_tensors, items)))
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -306,7 +307,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    return _FusedRMSNorm.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - its apply is untyped
+    return _FusedRMSNorm.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - untyped
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

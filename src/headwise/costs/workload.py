@@ -131,13 +131,14 @@ def list_assumptions(spec_or_model: SpecOrModel) -> Iterator[str]:
             else "the counts do not depend on it"
         )
         yield f"{part.reason}; {included}"
-    reasons = {
-        f"{stack.name}: the attention is approximated by a similar one; {block.attention.reason}"
-        for stack in spec_or_model.stacks
-        for run in stack.runs
-        for block in run.blocks
-        if isinstance(block.attention, ApproximateAttention)
-    }
+    reasons = set[str]()
+    for stack in spec_or_model.stacks:
+        for block in stack.layers:
+            if isinstance(block.attention, ApproximateAttention):
+                reasons.add(
+                    f"{stack.name}: the attention is approximated by a similar one; "
+                    f"{block.attention.reason}"
+                )
     yield from sorted(reasons)
 
 
@@ -210,7 +211,8 @@ class Workload:
     else in bf16.
 
     >>> Workload(dtype="mxfp4")
-    Workload(batch=1, context=2048, dtype='bf16', device='h200', source=None, generate=0, weights='mxfp4')
+    Workload(batch=1, context=2048, dtype='bf16', device='h200', source=None, generate=0,
+    weights='mxfp4')
     """
 
     batch: int = 1

@@ -93,7 +93,8 @@ def _read_infos(path: Path) -> dict[str, TensorInfo]:
         raise SpecError(f"{path} is missing; copy the folder again")
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            names = file.keys()
+            slices = {name: file.get_slice(name) for name in names}
             return {
                 name: TensorInfo(tuple(tensor_slice.get_shape()), tensor_slice.get_dtype())
                 for name, tensor_slice in slices.items()

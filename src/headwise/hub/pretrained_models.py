@@ -236,7 +236,8 @@ def copy_live_model(model: nn.Module) -> Transformer:
 
     >>> copy_live_model(nn.Linear(2, 2))
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: Linear has no config with a model_type; give a transformers model, or its folder
+    headwise.util.errors.SpecError: Linear has no config with a model_type; give a transformers
+    model, or its folder
     """
     name = type(model).__name__
     config = getattr(model, "config", None)

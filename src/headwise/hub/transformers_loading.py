@@ -77,7 +77,8 @@ def remove_code_settings(config: Mapping[str, Any], source: str) -> dict[str, An
     ...     {"text_config": {"attn_implementation": "owner/kernel"}}, "config.json"
     ... )
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: config.json sets attn_implementation to 'owner/kernel', which may run code of ...
+    headwise.util.errors.SpecError: config.json sets attn_implementation to 'owner/kernel', which
+    may run code of ...
     """
     for key, value in _iter_settings(config):
         values = value if isinstance(value, list) else [value]

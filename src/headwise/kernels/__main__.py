@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 from .launch import KernelSet
@@ -25,12 +26,8 @@ def find_kernel_sets() -> list[KernelSet]:
         for name in names
         if not name.endswith(("kernel", "kernels"))
     ]
-    sets_by_id = {
-        id(kernels): kernels
-        for module in modules
-        for kernels in vars(module).values()
-        if isinstance(kernels, KernelSet)
-    }
+    values = chain.from_iterable(vars(module).values() for module in modules)
+    sets_by_id = {id(value): value for value in values if isinstance(value, KernelSet)}
     return list(sets_by_id.values())
 
 

@@ -218,15 +218,14 @@ def crossover_size(name: str) -> float:
     return current_points().sizes[name]
 
 
-crossover_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
-
-
 def crossover_sizes() -> Mapping[str, float]:
     """The sizes of all points. A compiled graph keeps the sizes that it was traced with."""
     return current_points().sizes
 
 
-crossover_sizes._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
+# torch.compile reads these marks.
+crossover_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+crossover_sizes._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @contextmanager

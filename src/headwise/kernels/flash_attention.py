@@ -4,7 +4,8 @@ They run while the kernels are being compiled. The tests compare the kernels wit
 
 For batch b, query head h, its key head g and a query t that may read the keys first <= j < end:
 
-    s[j] = scale * q[t] . k[j]        o[t] = sum_j softmax(s)[j] v[j]        lse[t] = log sum_j exp(s[j])
+    s[j] = scale * q[t] . k[j]        o[t] = sum_j softmax(s)[j] v[j]        lse[t] = log sum_j
+    exp(s[j])
 
 With the ranges as a mask this is `F.scaled_dot_product_attention(q, k, v, attn_mask=mask,
 scale=scale, enable_gqa=True)` on transposed tensors; queries without keys return zeros. The

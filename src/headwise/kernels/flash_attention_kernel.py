@@ -2,8 +2,10 @@
 
 Forward, for the queries of one work item and blocks of keys j:
 
-    S = K_block Q^T                        [keys, 64 queries]: queries are the columns, so softmax runs across vectors
-    m' = max(m, max_j S),  P = exp(S - m'),  l = l exp(m - m') + sum_j P,  O = O exp(m - m') + V_block^T P
+    S = K_block Q^T                        [keys, 64 queries]: queries are the columns, so softmax
+    runs across vectors
+    m' = max(m, max_j S),  P = exp(S - m'),  l = l exp(m - m') + sum_j P,  O = O exp(m - m') +
+    V_block^T P
 
 and finally o = O / l, lse = m + log l. Backward, with P = exp(S - lse) and D = rowsum(o * grad):
 
@@ -51,8 +53,8 @@ from .simd import (
     vec_max,
 )
 
-# Vectors of 64 numbers at the start of a scratch buffer, one number per row: the first keys, ends of
-# the keys, maxima, sums, and factors. The backward pass has lse, row terms and the scale instead.
+# Vectors of 64 numbers at the start of a scratch buffer, one number per row: the first keys, ends
+# of the keys, maxima, sums, and factors. The backward pass stores lse, row terms and the scale.
 ROWS = QUERY_TILE_ROWS
 ENDS, MAXIMA, SUMS, FACTORS = range(ROWS, 5 * ROWS, ROWS)
 
@@ -224,7 +226,9 @@ def flash_forward(dtype, args, item, scratch):
 
 @njit
 def load_rows(args, work, source, dim, to):
-    """Write the rows of a tile one after another, padded to whole vectors, zero for missing rows."""
+    """Write the rows of a tile one after another, padded to whole vectors, zero for missing
+    rows.
+    """
     query_rows = ints(args.query_rows) + work[1]
     clear_memory(to, ROWS * round_up_to_simd(dim))
     full = dim // SIMD_WIDTH * SIMD_WIDTH
@@ -354,7 +358,9 @@ def backward_query_tile(args, keys_and_grads, work, state):
 
 @extending.register_jitable
 def flash_backward(dtype, args, item, scratch):
-    """Compute the gradients of a part of the keys of one key head, and its share of the queries'."""
+    """Compute the gradients of a part of the keys of one key head, and its share of the
+    queries'.
+    """
     work = ints(args.work_items) + 6 * item
     k, v = key_head_pointers(dtype, args, work)
     k_width = round_up_to_simd(args.dim)

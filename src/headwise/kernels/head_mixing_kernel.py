@@ -5,9 +5,10 @@ the gradient g of the output:
 
     out[o] = a[h(o)] (qg[o] + kg[o]) + sum_r qt[r, o] (sum_h a[h] qs[r, h]) + sum_r kt[r, o] (sum_h
     a[h] ks[r, h])
-    da[h]  = sum_{o: h(o) = h} g[o] (qg[o] + kg[o]) + sum_r qs[r, h] (sum_o g[o] qt[r, o]) + the same for ks and kt
-    dqg[o] = sum_s g[o] a[h(o)],   dqt[r, o] = sum_s g[o] (sum_h a[h] qs[r, h]),
-    dqs[r, h] = sum_s a[h] (sum_o g[o] qt[r, o])            the key's factors likewise, summed over t
+    da[h]  = sum_{o: h(o) = h} g[o] (qg[o] + kg[o]) + sum_r qs[r, h] (sum_o g[o] qt[r, o]) + the
+    same for ks and kt dqg[o] = sum_s g[o] a[h(o)],   dqt[r, o] = sum_s g[o] (sum_h a[h] qs[r, h]),
+    dqs[r, h] = sum_s a[h] (sum_o g[o] qt[r, o])            the key's factors likewise, summed over
+    t
 
 In plain PyTorch: the two lines at the top of `head_mixing`, and `torch.autograd.grad` of them.
 

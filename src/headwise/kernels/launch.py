@@ -115,12 +115,10 @@ OPENMP_LIBRARIES = ("libgomp*.so*", "libomp*.so*", "libiomp5*.so*", "libomp*.dyl
 def _find_openmp() -> ctypes.CDLL | None:
     """Load torch's OpenMP runtime; None if there is none or it lacks `GOMP_parallel`."""
     root = Path(torch.__file__).parent
-    paths = [
-        path
-        for folder in (root / "lib", root.parent / "torch.libs")
-        for name in OPENMP_LIBRARIES
-        for path in folder.glob(name)
-    ]
+    paths: list[Path] = []
+    for folder in (root / "lib", root.parent / "torch.libs"):
+        for name in OPENMP_LIBRARIES:
+            paths += folder.glob(name)
     if not paths or not torch.backends.openmp.is_available():
         return None
     library = ctypes.CDLL(str(paths[0]))

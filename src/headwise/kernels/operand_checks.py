@@ -14,6 +14,7 @@ features: double backward, forward-mode derivatives and torch.func transforms.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -73,11 +74,8 @@ class Operand(NamedTuple):
 
     def expected(self, dtypes: tuple[torch.dtype, ...], sizes: dict[str, int]) -> str:
         """Return dtypes and shape as text, with the sizes that are known."""
-        axes = [
-            "|".join(str(sizes.get(choice, choice)) for choice in axis.split("|"))
-            for axis in self.axes
-        ]
-        return f"{' or '.join(str(dtype) for dtype in dtypes)} [{', '.join(axes)}]"
+        shape = re.sub(r"\w+", lambda m: str(sizes.get(m[0], m[0])), ", ".join(self.axes))
+        return f"{' or '.join(str(dtype) for dtype in dtypes)} [{shape}]"
 
 
 def refuse_operands(operation: str, fact: str, remedy: str) -> NoReturn:
@@ -92,7 +90,8 @@ class OperandChecks:
     >>> checks.check(torch.ones(2, 3), torch.ones(2))
     >>> checks.check(torch.ones(2, 3), torch.ones(4))
     Traceback (most recent call last):
-    ValueError: cannot run headwise::scale_rows: factors is torch.float32 [4]; give torch.float32 [2]
+    ValueError: cannot run headwise::scale_rows: factors is torch.float32 [4]; give torch.float32
+    [2]
     """
 
     def __init__(self, operation: str, **forms: str) -> None:
@@ -191,7 +190,8 @@ def check_ranges(operation: str, name: str, begin: Tensor, count: Tensor, end: i
 
     >>> check_ranges("scale_rows", "rows", torch.tensor([0, 2]), torch.tensor([2, 2]), 3)
     Traceback (most recent call last):
-    ValueError: cannot run headwise::scale_rows: rows holds 2 numbers from 2; give ranges within 0 to 3
+    ValueError: cannot run headwise::scale_rows: rows holds 2 numbers from 2; give ranges within 0
+    to 3
     """
     is_outside = (begin < 0) | (count < 0) | (count > end) | (begin > end - count)
     if bool(is_outside.any()):

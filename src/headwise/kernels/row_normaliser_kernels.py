@@ -159,7 +159,9 @@ def collect_candidates(source, source_indices, count, bound, candidates, indices
 
 @njit
 def entmax_power(like, r, alpha):
-    """Return the weights r^(1 / (alpha - 1)) and their slopes, the weights to the power 2 - alpha."""
+    """Return the weights r^(1 / (alpha - 1)) and their slopes, the weights to the power 2 -
+    alpha.
+    """
     if alpha == number(like, 1.5):
         return r * r, r
     if alpha == number(like, 2):

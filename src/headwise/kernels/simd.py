@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -158,18 +160,16 @@ def _add_shuffled(builder: Any, a: Any, b: Any, low: list[int], high: list[int])
     return builder.fadd(first, second)
 
 
-_QUARTERS = [4 * n for n in range(4)]
+def _spread(starts: Sequence[int], offsets: Sequence[int]) -> list[int]:
+    """Return every start plus every offset, start by start."""
+    return [start + offset for start, offset in product(starts, offsets)]
+
+
+_QUARTERS = range(0, 16, 4)
 _HALVES = [[*range(n, n + 8), *range(n + 16, n + 24)] for n in (0, 8)]
-_EIGHTHS = [
-    [m for n in (start, start + 8, start + 16, start + 24) for m in range(n, n + 4)]
-    for start in (0, 4)
-]
-_PAIRS = [
-    [m for n in _QUARTERS for m in (n + at, n + at + 1, n + at + 16, n + at + 17)] for at in (0, 2)
-]
-_SINGLES = [
-    [m for n in _QUARTERS for m in (n + at, n + at + 2, n + at + 16, n + at + 18)] for at in (0, 1)
-]
+_EIGHTHS = [_spread(range(0, 32, 8), range(n, n + 4)) for n in (0, 4)]
+_PAIRS = [_spread(_QUARTERS, (n, n + 1, n + 16, n + 17)) for n in (0, 2)]
+_SINGLES = [_spread(_QUARTERS, (n, n + 2, n + 16, n + 18)) for n in (0, 1)]
 
 
 @intrinsic

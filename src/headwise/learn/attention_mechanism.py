@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -156,11 +157,9 @@ def cost_by_heads(*, width: int | None = None, tokens: int = 512) -> Outcome:
         work = costs.self_attention_work(spec, batch=1, queries=tokens)
         numbers[f"flops_{heads}"] = costs.required_flops(spec, work)
         numbers[f"scores_{heads}"] = heads * tokens**2
-    equal = all(
-        len({numbers[f"{name}_{heads}"] for heads in (1, 8, 32)}) == 1
-        for name in ("params", "flops")
-    )
-    return judge(equal, **numbers)
+    equal_params = numbers["params_1"] == numbers["params_8"] == numbers["params_32"]
+    equal_flops = numbers["flops_1"] == numbers["flops_8"] == numbers["flops_32"]
+    return judge(equal_params and equal_flops, **numbers)
 
 
 def additive_attention(*, bias: float = 1.0) -> Outcome:
@@ -311,7 +310,8 @@ def pretrained_models(*, models: Sequence[ModelSpec] | None = None) -> Outcome:
     token sees.
     """
     specs = [read_model_spec(name) for name in ("bert-base", "gpt2")] if models is None else models
-    layers = [block for spec in specs for stack in spec.stacks for block in stack.layers]
+    stacks = chain.from_iterable(spec.stacks for spec in specs)
+    layers = list(chain.from_iterable(stack.layers for stack in stacks))
     attending = sum(block.attention is not None for block in layers)
     recurrent = sum(block.mixer is not None for block in layers)
     numbers = {"layers": len(layers), "attending": attending, "recurrent": recurrent}

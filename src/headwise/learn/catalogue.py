@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -263,18 +264,17 @@ def load_documents(ids: Sequence[str] = tuple(MODULES)) -> list[Document]:
     titles = read_toml("words")["documents"]
     documents = []
     for document in ids:
-        entries = [
-            _read_entry(document, table, import_module(f"{__package__}.{name}"))
-            for name in MODULES[document]
-            for table in read_toml(name)["entry"]
-        ]
+        entries: list[Entry] = []
+        for name in MODULES[document]:
+            module = import_module(f"{__package__}.{name}")
+            entries += [_read_entry(document, table, module) for table in read_toml(name)["entry"]]
         documents.append(Document(document, _read_text(titles[document]), tuple(entries)))
     return documents
 
 
 def load_entries() -> list[Entry]:
     """All entries of all documents, in reading order."""
-    return [entry for document in load_documents() for entry in document.entries]
+    return list(chain.from_iterable(document.entries for document in load_documents()))
 
 
 def find_entries(name: str) -> list[Entry]:
@@ -290,9 +290,9 @@ def find_entries(name: str) -> list[Entry]:
         entry
         for entry in entries
         if target in (entry.document, entry.id, entry.topic)
-        or target.lower() in [row.lower() for row in entry.rows]
+        or target.lower() in map(str.lower, entry.rows)
         or entry.id.startswith((f"{target}.", f"{target}-"))
-        or (target == "errata" and any(row.startswith("C") for row in entry.rows))
+        or (target == "errata" and "C" in "".join(entry.rows))
     ]
     if chosen:
         return chosen
@@ -302,7 +302,7 @@ def find_entries(name: str) -> list[Entry]:
         *dict.fromkeys(entry.topic for entry in entries),
         *(entry.id for entry in entries),
     ]
-    names += [row for entry in entries for row in entry.rows]
+    names += chain.from_iterable(entry.rows for entry in entries)
     hint = suggest(target, names)
     if not hint.startswith("did you mean"):
         hint = "headwise learn --list names all entries and topics"

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from ..report.plots import find_undrawable
@@ -142,24 +142,24 @@ def align_table(text: str) -> str:
     keys | 22
     """
     lines = text.splitlines()
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in lines if " | " in line]
-    widths = [max(map(text_width, column)) for column in zip(*rows, strict=True)] if rows else []
-    aligned = iter(
-        " | ".join(pad(cell, w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    return "\n".join(next(aligned) if " | " in line else line for line in lines)
+    rows = {
+        n: [*map(str.strip, line.split(" | "))] for n, line in enumerate(lines) if " | " in line
+    }
+    widths = [max(map(text_width, column)) for column in zip(*rows.values(), strict=True)]
+    for n, row in rows.items():
+        lines[n] = " | ".join(map(pad, row, widths)).rstrip()
+    return "\n".join(lines)
 
 
 def wrap_page(text: str, indent: str) -> list[str]:
     """Break every paragraph of a text into lines; rows of a table and code stay."""
-    return [line for paragraph in text.splitlines() for line in _wrap_paragraph(paragraph, indent)]
-
-
-def _wrap_paragraph(paragraph: str, indent: str) -> list[str]:
-    if " | " in paragraph or paragraph.startswith("    ") or not paragraph:
-        return [indent + paragraph]
-    return wrap(paragraph, indent=indent)
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        if " | " in paragraph or paragraph.startswith("    ") or not paragraph:
+            lines.append(indent + paragraph)
+        else:
+            lines += wrap(paragraph, indent=indent)
+    return lines
 
 
 def format_entry(entry: Entry, result: Result, language: str) -> str:
@@ -186,11 +186,8 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
     if entry.see:
         lines += wrap_page(f"{words.label('see')}{entry.see}", indent="    ")
     if entry.study:
-        lines += [
-            line
-            for text in describe_study(entry.study, words)
-            for line in wrap_page(text, indent="    ")
-        ]
+        for text in describe_study(entry.study, words):
+            lines += wrap_page(text, indent="    ")
     return "\n".join(lines)
 
 
@@ -235,7 +232,7 @@ def format_overview(documents: Sequence[Document], language: str) -> str:
     for document in documents:
         lines.append(f"  {document.id}  {document.title.fill(language, {})}")
         lines.append(f"       {_count_verdicts(document.entries, words)}")
-    topics = list_topics([entry for document in documents for entry in document.entries])
+    topics = list_topics(chain.from_iterable(document.entries for document in documents))
     lines += [
         "",
         words.phrase("topics"),

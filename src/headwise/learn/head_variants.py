@@ -5,6 +5,7 @@ heads.
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -159,7 +160,8 @@ def composition_cost(*, dynamic: bool = True) -> Outcome:
 def _without_dynamic_terms() -> float:
     """Difference of dynamic composition from MHA if all its maps are 0: the identity remains."""
     spec = from_toml(
-        'model = 12\nheads = {q = 3, dim = 4}\nmodifiers = [{part = "DynamicComposition", static = "full"}]'
+        "model = 12\nheads = {q = 3, dim = 4}\n"
+        'modifiers = [{part = "DynamicComposition", static = "full"}]'
     )
     layer = make_layer(spec)
     plain = make_layer(design(model=12, heads=3))
@@ -198,7 +200,7 @@ def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
     weights = (q @ k.mT / 2).softmax(-1)
     blocks = state["output.o"].split(4, 1)
     mixing = state["talking_heads.mixing"]
-    used = [(i, j) for i in range(3) for j in range(3) if pairs or i == j]
+    used = [(i, j) for i, j in product(range(3), repeat=2) if pairs or i == j]
     total = torch.stack([mixing[j, i] * weights[j] @ v[i] @ blocks[i].T for i, j in used]).sum(0)
     difference = largest_difference(total, layer(x[None])[0])
     return judge(difference < 1e-12, difference=difference, pairs=len(used))

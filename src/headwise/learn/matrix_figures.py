@@ -73,18 +73,19 @@ def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], ax
     >>> draw_columns([{"sink": 3}, {"sink": 1}], ["3", "1"], "heads left").panels[0].texts
     {'sink': ['K 3', 'K 1']}
     """
-    names = [name for name in CLASS_STYLES if any(name in column for column in columns)]
-    bars = Bars(
-        labels,
-        {localise(name): [column.get(name, 0) for column in columns] for name in names},
-        x_label=localise(axis),
-        colours={localise(name): CLASS_STYLES[name][1] for name in names},
-        texts={
-            localise(name): [f"{CLASS_STYLES[name][0]} {column.get(name, 0)}" for column in columns]
-            for name in names
-        },
-    )
-    legend = {f"{CLASS_STYLES[name][0]}  {localise(name)}": CLASS_STYLES[name][1] for name in names}
+    heights: dict[str, list[int]] = {}
+    texts: dict[str, list[str]] = {}
+    colours: dict[str, str] = {}
+    legend: dict[str, str] = {}
+    present = set[str]().union(*columns)
+    for name, (letter, colour) in CLASS_STYLES.items():
+        if name in present:
+            title = localise(name)
+            heights[title] = [column.get(name, 0) for column in columns]
+            texts[title] = [f"{letter} {height}" for height in heights[title]]
+            colours[title] = colour
+            legend[f"{letter}  {title}"] = colour
+    bars = Bars(labels, heights, x_label=localise(axis), colours=colours, texts=texts)
     return Figure(localise(axis), [bars], legend)
 
 

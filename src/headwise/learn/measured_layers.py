@@ -243,8 +243,7 @@ def _train(name: str, steps: int, marked_last: bool) -> dict[str, float]:
         x_BTD = embed(x_BTC)
         return head(x_BTD[:, -1] + _apply(layer, x_BTD)[:, -1])
 
-    parameters = [parameter for module in (embed, layer, head) for parameter in module.parameters()]
-    optimiser = torch.optim.Adam(parameters, lr=1e-2)
+    optimiser = torch.optim.Adam(nn.ModuleList((embed, layer, head)).parameters(), lr=1e-2)
     for _ in range(steps):
         x_BTC, goal_B = _marked_values(BATCH, SHORT, marked_last)
         loss = F.cross_entropy(predict(x_BTC), goal_B)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -143,13 +144,12 @@ def redundant_heads(*, trace_heads: bool = True) -> Outcome:
 def _translator_weights() -> list[Tensor]:
     """Weights [head, query, key] of the layers of the bundled translator without a causal mask."""
     trace = load_sample_trace()
-    return [
-        torch.stack(
-            [torch.as_tensor(trace.head_weights(layer.name, head)) for head in range(layer.heads)]
-        ).double()
-        for layer in trace.layers
-        if not layer.calls[0].causal
-    ]
+    weights: list[Tensor] = []
+    for layer in trace.layers:
+        if not layer.calls[0].causal:
+            heads = [trace.head_weights(layer.name, head) for head in range(layer.heads)]
+            weights.append(torch.stack(list(map(torch.as_tensor, heads))).double())
+    return weights
 
 
 def _divergence(one: Tensor, other: Tensor) -> float:
@@ -161,7 +161,7 @@ def shared_query_key_dimensions(*, draws: int = 8, model: object = None) -> Outc
     weights.
     """
     net = load_sample_model() if model is None else model
-    spectra = measure_qk_spectra(net, num_draws=draws)  # pyright: ignore[reportArgumentType] - a torch module
+    spectra = measure_qk_spectra(net, num_draws=draws)  # pyright: ignore[reportArgumentType]
     shares = [layer.summed.dims / layer.summed.chance for layer in spectra]
     smallest = min(spectra, key=lambda layer: layer.summed.dims / layer.summed.chance).summed
     mean = sum(shares) / len(shares)
@@ -321,8 +321,8 @@ def graph_edges(*, complete: bool = False) -> Outcome:
 
     With `complete`, the graph has all edges.
     """
-    ring = tuple((i, j) for i in range(6) for j in ((i - 1) % 6, i, (i + 1) % 6))
-    every = tuple((i, j) for i in range(6) for j in range(6))
+    every = tuple(product(range(6), repeat=2))
+    ring = tuple((i, j) for i, j in every if (i - j) % 6 in (0, 1, 5))
     edges = every if complete else ring
     x = sample(1, 6, 8)
     layer, all_pairs, full = (

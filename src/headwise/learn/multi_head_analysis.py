@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +279,7 @@ def fixed_patterns(*, shares: Sequence[float] | None = None) -> Outcome:
     (R^2).
     """
     values = (
-        [share for layer in _positional_shares().values() for share in layer]
-        if shares is None
-        else list(shares)
+        list(chain.from_iterable(_positional_shares().values())) if shares is None else list(shares)
     )
     fixed = sum(share > 0.5 for share in values)
     return judge(
@@ -294,11 +293,8 @@ def positions_by_depth(*, shares: Sequence[float] | None = None) -> Outcome:
     """
     layers = _positional_shares()
     means = {key: sum(values) / len(values) for key, values in layers.items()}
-    numbers = {
-        f"{stack}_{layer}": means[stack, layer]
-        for stack in ("encoder", "decoder")
-        for layer in (0, 2)
-    }
+    ends = product(("encoder", "decoder"), (0, 2))
+    numbers = {f"{stack}_{layer}": means[stack, layer] for stack, layer in ends}
     if shares is not None:
         numbers = dict(zip(numbers, shares, strict=True))
     rises = all(numbers[f"{stack}_2"] > numbers[f"{stack}_0"] for stack in ("encoder", "decoder"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,12 +148,9 @@ def three_or_many_matrices(*, blocks: str = "columns") -> Outcome:
     x = sample(1, 7, 12)
     w_q = sample(2, 12, 12)
     large = (x @ w_q).view(7, 3, 4)
-    columns = (
-        list(range(12))
-        if blocks == "columns"
-        else [head + 3 * n for head in range(3) for n in range(4)]
-    )
-    small = torch.stack([x @ w_q[:, columns[4 * head : 4 * head + 4]] for head in range(3)], 1)
+    channels = torch.arange(12)
+    columns = channels.view(3, 4) if blocks == "columns" else channels.view(4, 3).T
+    small = torch.stack([x @ w_q[:, own] for own in columns], 1)
     difference = largest_difference(large, small)
     return judge(difference > 1e-12, difference=difference)
 
@@ -307,11 +305,13 @@ def cross_heads_align(*, role: str = "cross") -> Outcome:
     """
     table = load_sample_table()
     heads = [head for head in table.heads if head.site.endswith(role)]
-    aligned = [head for head in heads if any(one.name == "alignment" for one in head.classes)]
-    scores = [head.measures[name] for head in heads for name in ALIGNMENT if name in head.measures]
-    best = max(scores, key=lambda score: score.value) if scores else None
-    numbers = {"best": best.value, "chance": best.chance} if best else {"best": 0.0, "chance": 0.0}
-    return judge(len(aligned) > len(heads) / 2, aligned=len(aligned), heads=len(heads), **numbers)
+    aligned = sum("alignment" in [one.name for one in head.classes] for head in heads)
+    numbers = {"best": 0.0, "chance": 0.0}
+    for head in heads:
+        for measure in filter(None, map(head.measures.get, ALIGNMENT)):
+            if measure.value > numbers["best"]:
+                numbers = {"best": measure.value, "chance": measure.chance}
+    return judge(aligned > len(heads) / 2, aligned=aligned, heads=len(heads), **numbers)
 
 
 def places_of_attention(*, model: str = "transformer-base") -> Outcome:
@@ -319,12 +319,8 @@ def places_of_attention(*, model: str = "transformer-base") -> Outcome:
     whole model.
     """
     spec = read_model_spec(model)
-    counts = [
-        [sum(each is not None for each in (b.attention, b.cross)) for b in stack.layers]
-        for stack in spec.stacks
-    ]
-    encoder = counts[0][0]
-    decoder = counts[-1][0]
-    return judge(
-        (encoder, decoder) == (1, 2), encoder=encoder, decoder=decoder, all=sum(map(sum, counts))
-    )
+    layers = list(chain.from_iterable(stack.layers for stack in spec.stacks))
+    counts = [(block.attention is not None) + (block.cross is not None) for block in layers]
+    encoder = counts[0]
+    decoder = counts[-1]
+    return judge((encoder, decoder) == (1, 2), encoder=encoder, decoder=decoder, all=sum(counts))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -244,7 +245,7 @@ def messages_over_edges(*, missing: int = 0) -> Outcome:
     `missing` edges are left out.
     """
     q, k, v = samples((5, 4), (5, 4), (5, 3))
-    edges = [(sender, receiver) for sender in range(5) for receiver in range(5)][missing:]
+    edges = list(product(range(5), repeat=2))[missing:]
     sums = torch.zeros_like(v)
     totals = torch.zeros(5, dtype=v.dtype)
     for sender, receiver in edges:

@@ -77,7 +77,8 @@ TEXTS = {
     "score": ("exact match, 95 % interval", "完全匹配，95 % 区间"),
     "scores": ("Before and after", "之前与之后"),
     "holds": (
-        "{what}. It was retrained for {steps} steps by distillation. The verification holds: {verification}",
+        "{what}. It was retrained for {steps} steps by distillation. The verification holds: "
+        "{verification}",
         "{what}。随后通过蒸馏再训练 {steps} 步。验证成立：{verification}",
     ),
     "fails": (
@@ -232,7 +233,7 @@ def best_of_class(table: HeadTable, class_name: str) -> HeadMeasures:
 def describe_classes(tour: Tour) -> Section:
     """The class of every head as a table of letters: a row for each site."""
     most = max(head.head for head in tour.table.heads) + 1
-    rows = {site: ["" for _ in range(most)] for site in tour.table.sites}
+    rows = {site: [""] * most for site in tour.table.sites}
     groups: Counter[str] = Counter()
     for head in tour.table.heads:
         letter = "·"

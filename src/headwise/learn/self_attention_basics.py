@@ -253,8 +253,13 @@ def one_bias(*, normaliser: str = "Softmax") -> Outcome:
     """Change of the output when b_Q, b_K or b_V changes, in a layer with four biases; b_V moves all
     queries alike.
     """
-    text = 'model = 12\nheads = {q = 3, dim = 4}\nproject = {part = "LinearProjection", bias = "qkv"}\n'
-    layer = make_layer(from_toml(text + f'normaliser = {{part = "{normaliser}"}}'))
+    layer = make_layer(
+        from_toml(
+            "model = 12\nheads = {q = 3, dim = 4}\n"
+            'project = {part = "LinearProjection", bias = "qkv"}\n'
+            f'normaliser = {{part = "{normaliser}"}}'
+        )
+    )
     x = sample(1, 1, 5, 12)
     changes = {}
     spread = 0.0
@@ -320,10 +325,10 @@ def two_sentences(*, learned: bool = False) -> Outcome:
     layer = make_layer(
         from_toml(LEARNED.format("length = 7")) if learned else design(model=16, heads=2)
     )
-    layers = [
-        weights_of(layer, torch.stack([table[word] for word in text.split()])[None])[0]
-        for text in SENTENCES
-    ]
+    layers: list[Tensor] = []
+    for text in SENTENCES:
+        x_TD = torch.stack([table[word] for word in text.split()])
+        layers.append(weights_of(layer, x_TD[None])[0])
     change = largest_difference(*layers)
     words = SENTENCES[0].split()
     named = [(f"head {head}", layers[0][head].tolist()) for head in range(2)]

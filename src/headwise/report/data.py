@@ -63,14 +63,15 @@ class Table:
 
     def without_empty_columns(self) -> Table:
         """Return the table without columns that hold no value."""
-        columns = [
-            n
-            for n in range(len(self.columns))
-            if any(row[n] not in (None, "") and row[n] == row[n] for row in self.rows)
-        ]
+
+        def has_values(column: int) -> bool:
+            values = [row[column] for row in self.rows]
+            return any(value not in (None, "") and value == value for value in values)
+
+        columns = list(filter(has_values, range(len(self.columns))))
         places = {old: new for new, old in enumerate(columns)}
         bold = frozenset((row, places[n]) for row, n in self.bold if n in places)
-        rows = [[row[n] for n in columns] for row in self.rows]
+        rows = [list(map(row.__getitem__, columns)) for row in self.rows]
         return Table(self.title, [self.columns[n] for n in columns], rows, self.notes, bold)
 
 

@@ -94,7 +94,8 @@ def check_figure_path(path: Path | str, existing: Existing = "refuse") -> Path:
 
     >>> check_figure_path("costs.jpg")
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: cannot draw into costs.jpg: '.jpg' is not supported; use .svg, .png or .pdf
+    headwise.util.errors.SpecError: cannot draw into costs.jpg: '.jpg' is not supported; use .svg,
+    .png or .pdf
     """
     suffix = Path(path).suffix
     if suffix not in SAVE_OPTIONS:
@@ -227,7 +228,9 @@ def name_undrawable(text: str) -> str:
 
 
 def _wrap_title(text: str, inches: float, font_size: float = FONT_SIZE + 1) -> str:
-    """Return the text in lines that fit a width; a bold character is about 0.64 of its size wide."""
+    """Return the text in lines that fit a width; a bold character is about 0.64 of its size
+    wide.
+    """
     return textwrap.fill(name_undrawable(text), max(8, int(72 * inches / (0.64 * font_size))))
 
 

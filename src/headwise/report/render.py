@@ -34,7 +34,9 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def format_cells(table: Table) -> tuple[list[str], list[list[str]], list[bool]]:
-    """Return the header, the rows of text, and for each column whether it is aligned to the left."""
+    """Return the header, the rows of text, and for each column whether it is aligned to the
+    left.
+    """
     columns = table.column_list
     header = [f"{one.name}, {one.unit}" if one.unit else one.name for one in columns]
     texts: list[list[str]] = []
@@ -73,7 +75,9 @@ def _format_column(column: Column, values: Sequence[Value]) -> list[str]:
 
 
 def to_text(item: Item | Page, width: int = TERMINAL_WIDTH, colour: bool = False) -> str:
-    """Return a paragraph, list, table, figure or page for a terminal; `colour` allows ANSI colours."""
+    """Return a paragraph, list, table, figure or page for a terminal; `colour` allows ANSI
+    colours.
+    """
     return "\n".join(_text_lines(item, width, colour))
 
 
@@ -179,7 +183,7 @@ def to_markdown(
     if isinstance(item, Table):
         header, rows, to_left = format_cells(item)
         rules = ["---" if left else "---:" for left in to_left]
-        lines = [header, *([escape_markdown(text) for text in row] for row in rows)]
+        lines = [header, *(list(map(escape_markdown, row)) for row in rows)]
         for row, column in item.bold:
             lines[row + 1][column] = f"**{lines[row + 1][column]}**"
         table = "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rules, *lines[1:]])
@@ -207,12 +211,13 @@ def to_csv(table: Table) -> str:
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    wide = [
-        any(isinstance(row[n], Estimate) for row in table.rows) for n in range(len(table.columns))
-    ]
+    wide: list[bool] = []
     header: list[str] = []
-    for column, is_wide in zip(table.column_list, wide, strict=True):
-        header += [column.name, *([f"{column.name} low", f"{column.name} high"] if is_wide else [])]
+    for n, column in enumerate(table.column_list):
+        wide.append(any(isinstance(row[n], Estimate) for row in table.rows))
+        header.append(column.name)
+        if wide[-1]:
+            header += [f"{column.name} low", f"{column.name} high"]
     writer.writerow(header)
     for row in table.rows:
         cells: list[Any] = []

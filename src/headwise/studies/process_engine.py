@@ -58,7 +58,8 @@ class ProcessEngine:
     def __exit__(self, *_: object) -> None:
         """End the processes; cells that still run resume from their checkpoints in the next run."""
         if self._pool is not None:
-            workers = self._pool._processes or {}  # pyright: ignore[reportPrivateUsage] - Python 3.14 has terminate_workers
+            # Python 3.14 has terminate_workers.
+            workers = self._pool._processes or {}  # pyright: ignore[reportPrivateUsage]
             processes = list(workers.values())
             self._pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:

@@ -206,10 +206,11 @@ class StudyReport:
 
     def _slice_table(self, task: StudyTask, cells: CellsByVariant) -> Table:
         """Tabulate the metric on each part of the test set and on each further test."""
-        metrics = {key: [one.result["metrics"] for one in of_key] for key, of_key in cells.items()}
+        metrics: dict[str, list[dict[str, Any]]] = {}
         slices = set[str]()
-        for of_variant in metrics.values():
-            slices.update(*of_variant)
+        for variant, of_variant in cells.items():
+            metrics[variant] = [one.result["metrics"] for one in of_variant]
+            slices.update(*metrics[variant])
         parts = [name for name in slices if name.startswith(f"{task.metric}@")]
         parts = sorted(parts, key=lambda name: (len(name), name))
         rows: list[list[Value]] = []

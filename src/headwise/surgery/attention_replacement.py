@@ -255,7 +255,8 @@ def merge_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], outputs_BTOV
     for name, weight in own.items():
         own[name] = weight.to(outputs_BTOV) if weight.is_floating_point() else weight
     with torch.no_grad():
-        return spec.merge.merge(outputs_BTOV, own)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
+        # The merge reads its weights by name only.
+        return spec.merge.merge(outputs_BTOV, own)[0, 0]  # pyright: ignore[reportArgumentType]
 
 
 def weights_of_part(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -295,11 +296,8 @@ def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeigh
     folded = [side for side in biases if side not in reasons_kept]
     if not folded:
         return FoldedWeights(spec, dict(weights), reasons_kept)
-    remaining = {
-        name: tensor
-        for name, tensor in weights.items()
-        if name not in {f"project.{side}_bias" for side in folded}
-    }
+    folded_names = [f"project.{side}_bias" for side in folded]
+    remaining = {name: weights[name] for name in weights if name not in folded_names}
     smaller = replace(spec, project=spec.project.without_biases(frozenset(folded)))
     if "v" in folded:
         smaller = replace(smaller, merge=replace(spec.merge, bias="o"))

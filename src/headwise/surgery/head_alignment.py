@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ def max_trace(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
     >>> max_trace(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), SymmetryGroup.full(2)).item()
     2.0
     """
-    bound = {channel for group in (*symmetry.planes, *symmetry.blocks) for channel in group}
+    bound = set(chain(*symmetry.planes, *symmetry.blocks))
     trace = products.diagonal(dim1=-2, dim2=-1)[
         ..., [c for c in range(products.shape[-1]) if c not in bound]
     ].sum(-1)
@@ -296,7 +297,8 @@ def find_symmetry(
     ...     model=8, heads=2, modifiers=(hw.parts.Rotary(dims=2), hw.parts.ShawValues(reach=3))
     ... )
     >>> [find_symmetry(spec, hw.Attention(spec).state_dict(), side) for side in "kv"]
-    [(SymmetryGroup(planes=((0, 1),), blocks=((2, 3),)), ''), (SymmetryGroup(planes=(), blocks=()), 'ShawValues depends
+    [(SymmetryGroup(planes=((0, 1),), blocks=((2, 3),)), ''), (SymmetryGroup(planes=(), blocks=()),
+    'ShawValues depends
     on the basis of values')]
     """
     heads = spec.heads

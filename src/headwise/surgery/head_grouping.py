@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -182,9 +183,8 @@ def group_adjacent_heads(num_heads: int, num_groups: int) -> HeadGroups:
 
 def sum_similarity_within(similarity: Tensor, groups: HeadGroups) -> float:
     """Return the similarity summed over all pairs within groups."""
-    return math.fsum(
-        similarity[a, b].item() for group in groups for a in group for b in group if a < b
-    )
+    pairs = chain.from_iterable(combinations(sorted(group), 2) for group in groups)
+    return math.fsum(similarity[pair].item() for pair in pairs)
 
 
 def _improve_by_swaps(score: Tensor, groups: HeadGroups) -> HeadGroups:
@@ -267,11 +267,10 @@ def permute_heads(
             else score_heads,
         ),
     )
-    row_heads = [
-        new_index[head]
-        for out in outputs
-        for head in spec.score_head_of_row[out * rows_per_output : (out + 1) * rows_per_output]
-    ]
+    row_heads: list[int] = []
+    for out in outputs:
+        rows = slice(out * rows_per_output, (out + 1) * rows_per_output)
+        row_heads += [new_index[head] for head in spec.score_head_of_row[rows]]
     if row_heads != list(new_spec.score_head_of_row):
         raise SpecError(
             f"order={list(order)} separates score heads of one output head. Keep them adjacent"

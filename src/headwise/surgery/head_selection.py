@@ -110,9 +110,9 @@ def score_heads(
             f"unknown ranking method {ranking.method!r}; {suggest(ranking.method, RANKING_METHODS)}"
         )
     if ranking.method == RANDOM:
-        heads = [
-            (site, head) for site, count in count_heads(net.spec).items() for head in range(count)
-        ]
+        heads: list[HeadId] = []
+        for site, count in count_heads(net.spec).items():
+            heads += [(site, head) for head in range(count)]
         ranks = np.random.default_rng(ranking.seed).permutation(len(heads))
         return HeadScores(
             {head: float(rank) for head, rank in zip(heads, ranks, strict=True)}, method=RANDOM
@@ -430,7 +430,9 @@ class PruneToBudget(HeadSelection):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """Uses of the texts: the ranking of heads, unless it is random, and a budget of the loss."""
+        """Uses of the texts: the ranking of heads, unless it is random, and a budget of the
+        loss.
+        """
         is_unused = self.ranking.method == RANDOM and self.budget.kind != "loss"
         return () if is_unused else super().text_uses
 

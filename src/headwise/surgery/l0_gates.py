@@ -354,7 +354,7 @@ class KeepOpenGates(HeadSelection):
         self, net: Transformer, examples: Sequence[Example], log: LogFunction
     ) -> tuple[Transformer, PruningPlan]:
         result = train_gates(net, examples, self.options, log=log)
-        probabilities = [p for of_site in result.open_probabilities.values() for p in of_site]
+        probabilities = list(chain.from_iterable(result.open_probabilities.values()))
         num_decided = sum(p > 0.9 or p < 0.1 for p in probabilities)
         notes = [
             f"{num_decided} of {len(probabilities)} gates ended with a probability of being open "

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -71,7 +71,7 @@ def list_blocks(site: AttentionSite, q: int, kv: int) -> dict[str, list[tuple[st
     {'qkv': [('q', 0), ('q', 1), ('k', 0), ('v', 0)]}
     """
     counts = {"q": q, "k": kv, "v": kv}
-    sides = [[(side, head) for head in range(count)] for side, count in counts.items()]
+    sides = [list(product((side,), range(count))) for side, count in counts.items()]
     if not site.is_fused:
         return dict(zip((site.q, site.k, site.v), sides, strict=True))
     if site.fused == "by head" and q == kv:
@@ -163,7 +163,7 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
     removed = group_by_site(model, find_attention(model), heads)
     if not removed:
         raise SpecError("no head would be removed; name heads as (layer, head)")
-    names = tuple((name, head) for name, dropped in removed.items() for head in sorted(dropped))
+    names = [pair for name in removed for pair in product((name,), sorted(removed[name]))]
     choices = {name: list_projections(model, sites, name) for name in removed}
     inputs = prepare_inputs(model, example, 0)
     paths = sorted(sites[name].path for name in removed)
@@ -318,7 +318,7 @@ def list_projections(model: nn.Module, sites: Mapping[str, Site], name: str) -> 
             )
         first = proposed[0]
         owners = [module.get_submodule(one) for one in {first.q, first.k, first.v, first.out}]
-    tensors = {id(parameter) for owner in owners for parameter in owner.parameters()}
+    tensors = set(map(id, nn.ModuleList(owners).parameters()))
     prefix = f"{site.path}." if site.path else ""
     own_paths = set[int]()
     for path, parameter in model.named_parameters(remove_duplicate=False):
@@ -561,7 +561,7 @@ def _tensors(output: Any) -> list[Tensor]:
     values = output.values() if isinstance(output, Mapping) else output
     if not isinstance(output, (Mapping, tuple, list)):
         return []
-    return [tensor for value in values for tensor in _tensors(value)]
+    return list(chain.from_iterable(map(_tensors, values)))
 
 
 def _compare(

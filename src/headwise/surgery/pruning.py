@@ -141,8 +141,9 @@ class PruningResult(SurgeryResult):
         return {"operation": "prune", "fold": self.fold, **self.plan.data}
 
     def __str__(self) -> str:
-        counts = [sum(p.numel() for p in net.parameters()) for net in (self.before, self.after)]
-        saved = f"{counts[0] - counts[1]:,} of {counts[0]:,} parameters removed"
+        size_before = sum(p.numel() for p in self.before.parameters())
+        size_after = sum(p.numel() for p in self.after.parameters())
+        saved = f"{size_before - size_after:,} of {size_before:,} parameters removed"
         return "\n".join(
             [f"{self.before.spec.name}: {self.plan.summary}; {saved}", *self.plan.notes]
         )

@@ -185,7 +185,9 @@ class PruningCurve(NamedTuple):
 
 @dataclass(frozen=True)
 class PruningCurves(JsonRecord):
-    """All curves of a model; `parts` maps each part to its attentions and their numbers of heads."""
+    """All curves of a model; `parts` maps each part to its attentions and their numbers of
+    heads.
+    """
 
     model: str
     objective: str
@@ -205,11 +207,9 @@ class PruningCurves(JsonRecord):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The names of the metrics, loss or drift first."""
-        return tuple(
-            dict.fromkeys(
-                row.name for line in self.curves for point in line.points for row in point.rows
-            )
-        )
+        points = chain.from_iterable(line.points for line in self.curves)
+        rows = chain.from_iterable(point.rows for point in points)
+        return tuple(dict.fromkeys(row.name for row in rows))
 
     def select_curves(self, part: str, order: str) -> tuple[PruningCurve, ...]:
         """Return the curves of an order on a part, one per seed."""
@@ -404,7 +404,7 @@ def _value_table(
     """Change of a metric from the full model by heads kept, a column for each order."""
     values = {order: curves.list_values(part, order, name) for order in curves.orders}
     values = {order: own for order, own in values.items() if own}
-    counts = sorted({count for own in values.values() for count in own}, reverse=True)[1:]
+    counts = sorted(set[int]().union(*values.values()), reverse=True)[1:]
     rows = list[Sequence[Any]]()
     for count in counts:
         cells = [Estimate(*own[count]) if count in own else None for own in values.values()]

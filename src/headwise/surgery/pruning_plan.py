@@ -84,7 +84,7 @@ class PruningPlan:
                 )
             check_heads(site, indices, head_counts[site])
         keep = {
-            site: [head for head in range(head_counts[site]) if head not in indices]
+            site: sorted(set(range(head_counts[site])).difference(indices))
             for site, indices in removed.items()
         }
         return PruningPlan.from_kept_heads(model_spec, keep, reason, notes)
@@ -92,12 +92,11 @@ class PruningPlan:
     @property
     def removed_heads(self) -> tuple[HeadId, ...]:
         """The heads that the plan removes."""
-        return tuple(
-            (site, head)
-            for site, kept_heads in self.keep.items()
-            for head in range(self.head_counts[site])
-            if head not in kept_heads
-        )
+        removed: list[HeadId] = []
+        for site, kept_heads in self.keep.items():
+            heads = range(self.head_counts[site])
+            removed += [(site, head) for head in heads if head not in kept_heads]
+        return tuple(removed)
 
     @property
     def changed_sites(self) -> KeptHeads:
@@ -186,23 +185,19 @@ def list_units(model_spec: ModelSpec, kind: str = "auto") -> dict[str, tuple[Hea
 
 def _site_units(site: str, spec: AttentionSpec, kind: str) -> Iterator[HeadUnit]:
     outs = range(len(spec.score_head_of_output))
-    kv_heads = [
-        frozenset(spec.heads.kv_head_of_query[row] for row in spec.compared_score_heads(out))
-        for out in outs
-    ]
     groups: dict[frozenset[int], list[int]] = {}
     for out in outs:
-        groups.setdefault(kv_heads[out], []).append(out)
+        rows = spec.compared_score_heads(out)
+        kv_heads = frozenset(spec.heads.kv_head_of_query[row] for row in rows)
+        groups.setdefault(kv_heads, []).append(out)
     disjoint = sum(map(len, groups)) == len(frozenset[int]().union(*groups))
     if kind == "group" and not disjoint:
         raise SpecError(
             f"cannot group heads of {site}: each uses several key-value heads. Use unit='head'"
         )
     use_groups = disjoint and (kind == "group" or (kind == "auto" and 1 < len(groups) < len(outs)))
-    yield from (
-        HeadUnit(site, tuple(heads))
-        for heads in (groups.values() if use_groups else [[out] for out in outs])
-    )
+    for heads in groups.values() if use_groups else zip(outs, strict=True):
+        yield HeadUnit(site, tuple(heads))
 
 
 def collect_heads(sites: Iterable[str], units: Iterable[HeadUnit]) -> dict[str, tuple[int, ...]]:
@@ -229,9 +224,9 @@ def list_rounded_shares(
     ['keep=0.75 was rounded to whole key-value groups: 6 of 9 heads (0.667) in each layer']
     """
     grouped = {site: units for site, units in units_by_site.items() if len(units[0].heads) > 1}
-    counts = [
-        (len(keep[site]), sum(len(unit.heads) for unit in units)) for site, units in grouped.items()
-    ]
+    counts: list[tuple[int, int]] = []
+    for site, units in grouped.items():
+        counts.append((len(keep[site]), sum(len(unit.heads) for unit in units)))
     if scope == "model" and counts:
         counts = [(sum(count for count, _ in counts), sum(heads for _, heads in counts))]
     where = "the model" if scope == "model" else "each layer"

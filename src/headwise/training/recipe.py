@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..attention.interfaces.part import CheckedDataclass
 from ..attention.spec.serialization import dump_toml
@@ -191,7 +191,8 @@ class Recipe(CheckedDataclass):
     Recipe(steps=600, lr=0.003)
     >>> Recipe(batch=64, accumulate=5)
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: batch=64 is not divisible by accumulate=5; use accumulate=4 or batch=65
+    headwise.util.errors.SpecError: batch=64 is not divisible by accumulate=5; use accumulate=4 or
+    batch=65
     """
 
     steps: int = 1000
@@ -239,7 +240,7 @@ class Recipe(CheckedDataclass):
                 "betas=(0.9, 0.98)"
             )
         for term in self.aux_losses:
-            is_pair = isinstance(term, tuple) and len(term) == 2  # pyright: ignore[reportUnnecessaryIsInstance] - of a file
+            is_pair = isinstance(cast(object, term), tuple) and len(term) == 2
             if not (is_pair and isinstance(term[0], str) and _is_number(term[1])):
                 fact = f"aux_losses={self.aux_losses!r} must be pairs of a name and a weight"
                 raise SpecError(f"{fact}; write for example aux_losses=(('balance', 0.01),)")

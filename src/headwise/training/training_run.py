@@ -145,7 +145,8 @@ def read_checkpoint(path: Path) -> TrainingCheckpoint:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{path.name} is truncated or not a checkpoint ({error})") from None
     if _digest(tensors, metadata.get("state", "")) != metadata.get("sha256"):

@@ -14,7 +14,8 @@ from collections.abc import Callable
 # Invisible characters that `str.isprintable` counts as printable: joiners, fillers, blanks and
 # variation selectors.
 INVISIBLE = re.compile(
-    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
+    "\U000e0100-\U000e01ef]"
 )
 MARKDOWN_MARKUP = re.compile(r"([\\`*\[\]|])")
 Escape = Callable[[str], str]

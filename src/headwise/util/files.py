@@ -299,7 +299,8 @@ class FolderLock:
     >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
     ...     FolderLock(folder).__enter__()
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: ... is being written by process ...; wait for it, or give another folder
+    headwise.util.errors.SpecError: ... is being written by process ...; wait for it, or give
+    another folder
     """
 
     def __init__(self, folder: Path | str) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -81,7 +82,8 @@ def check_output(path: Path | str, kind: OutputKind, existing: Existing = "refus
 
     >>> check_output("/dev/null", FileKind("trace", (b"x",)), "overwrite")
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: cannot write to /dev/null: it is a device; give the path of a new file
+    headwise.util.errors.SpecError: cannot write to /dev/null: it is a device; give the path of a
+    new file
     """
     name = os.fspath(path)
     form = "file" if isinstance(kind, FileKind) else "folder"
@@ -159,7 +161,7 @@ def _folder_problem(folder: Path, kind: FolderKind) -> str:
     special = [name for name in names if _is_special(folder / name)]
     if special:
         return f"it contains {special[0]}, which is a link, device or pipe"
-    if not any(fnmatchcase(name, marker) for name in names for marker in kind.markers):
+    if not any(fnmatchcase(*pair) for pair in product(names, kind.markers)):
         return f"it contains {names[0]}, and is not a {kind.name} of headwise"
     if kind.list_names is None:
         return ""

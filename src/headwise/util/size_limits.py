@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, NoReturn, cast
 
 from .errors import SpecError, suggest
@@ -62,7 +63,7 @@ def check_nesting(what: str, value: Any) -> None:
                 f"{what} is nested too deeply; give at most {MAX_NESTING} levels of tables and "
                 "lists"
             )
-        level = [item for outer in level for item in _items(outer)]
+        level = list(chain.from_iterable(map(_items, level)))
 
 
 def _items(value: Any) -> list[Any]:
@@ -78,7 +79,8 @@ def parse_json(what: str, text: str | bytes, remedy: str) -> Any:
     [1, {}]
     >>> parse_json("the spec", "[" * 100_000, "write a spec")
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: the spec is nested too deeply; give at most 64 levels of tables and lists
+    headwise.util.errors.SpecError: the spec is nested too deeply; give at most 64 levels of tables
+    and lists
     """
     return _parse("JSON", json.loads, what, text, remedy)
 

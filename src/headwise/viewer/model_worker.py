@@ -202,7 +202,8 @@ def describe_error(error: BaseException) -> dict[str, str]:
     >>> describe_error(ValueError("cannot keep 9 of the heads. Give a fraction such as 0.5"))
     {'fact': 'cannot keep 9 of the heads', 'remedy': 'Give a fraction such as 0.5'}
     >>> describe_error(MemoryError())
-    {'fact': 'the memory of this machine does not suffice', 'remedy': 'use a shorter text or a smaller model'}
+    {'fact': 'the memory of this machine does not suffice', 'remedy': 'use a shorter text or a
+    smaller model'}
     """
     text = shorten_message(hide_folders(" ".join(str(error).split())))
     if is_out_of_memory(error) and not (isinstance(error, MemoryError) and text):

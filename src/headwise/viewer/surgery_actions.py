@@ -227,8 +227,8 @@ def read_texts(
     if len(examples) < MIN_TEXTS:
         reasons = f" ({'; '.join(reader.notes).replace(';', ',')})" if reader.notes else ""
         raise ValueError(
-            f"a verification report needs at least {MIN_TEXTS} texts, because its intervals are over texts, and "
-            f"{len(examples)} can be read{reasons}; give more texts, one a line"
+            f"a verification report needs at least {MIN_TEXTS} texts, because its intervals are "
+            f"over texts, and {len(examples)} can be read{reasons}; give more texts, one a line"
         )
     selection, verification, notes = split_examples(examples, uses)
     return SurgeryTexts(lines, selection, verification, (*notes, *reader.notes))

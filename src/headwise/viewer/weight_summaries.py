@@ -414,7 +414,8 @@ def make_file_stem(name: str) -> str:
     ('headwise-dates', 'headwise-a-b', 'headwise-model')
     """
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
-    return f"headwise-{re.sub(r'[^A-Za-z0-9.]+', '-', plain).strip('-.')[:MAX_STEM].rstrip('-.') or 'model'}"
+    stem = re.sub(r"[^A-Za-z0-9.]+", "-", plain).strip("-.")[:MAX_STEM].rstrip("-.")
+    return f"headwise-{stem or 'model'}"
 
 
 # --- Binary messages ----------------------------------------------------------------------

@@ -38,8 +38,8 @@ NO_KERNELS_NOTE = (
     "torch operations replace the kernels of parts."
 )
 PACKED_NOTE = (
-    "Packed sequences run separately in groups of similar length, each on the backend of its length "
-    f"(up to {MAX_DENSE_LENGTH} tokens on the CPU: dense)."
+    "Packed sequences run separately in groups of similar length, each on the backend of its "
+    f"length (up to {MAX_DENSE_LENGTH} tokens on the CPU: dense)."
 )
 CALL_KINDS = {"many": "several queries per row", "one": "one query per row"}
 

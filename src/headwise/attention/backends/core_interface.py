@@ -191,11 +191,12 @@ def cpu_kernel_conflicts(call: CallSignature) -> list[str]:
 def slower_at_every_size(point: str, faster: str) -> str:
     """Why the path of a crossover point is never chosen on this class of machine."""
     points = current_points()
-    is_measured = point in points.measured
-    return f"{faster if is_measured else 'not measured'} on this class of machine ({points.machine_class})"
+    reason = faster if point in points.measured else "not measured"
+    return f"{reason} on this class of machine ({points.machine_class})"
 
 
-slower_at_every_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
+# torch.compile reads this mark.
+slower_at_every_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def never_slower(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:

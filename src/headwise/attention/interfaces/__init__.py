@@ -6,7 +6,8 @@ In reading order:
   parts by class name, so that specs can be written as text, and parts in files of the user;
 - `part_types`: the base classes of the slots that a spec fills once (project, similarity,
   normaliser, merge; patterns
-  live in `headwise.attention.masking`), and of the optional modifiers, one per phase of the computation;
+  live in `headwise.attention.masking`), and of the optional modifiers, one per phase of the
+  computation;
 - `core_types`: the values that parts, the layer, probes and backends exchange; names for the axes
   of a tensor, such as ``"(q dim) model"``; the division of a layer over processes.
 """

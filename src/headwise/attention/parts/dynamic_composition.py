@@ -96,16 +96,16 @@ class DynamicComposition(Mix):
         heads = spec.heads.q
         if self.members and self.groups != 1:
             yield (
-                f"DynamicComposition(groups={self.groups}, members={self.members}) sets the group size "
-                "twice; leave members out"
+                f"DynamicComposition(groups={self.groups}, members={self.members}) sets the group "
+                "size twice; leave members out"
             )
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         for option in ("groups", "members"):
             count = getattr(self, option)
             if count not in divisors and (option, count) != ("members", 0):
                 yield (
-                    f"DynamicComposition({option}={count}) does not divide {heads} heads; use {option} in "
-                    f"{divisors}"
+                    f"DynamicComposition({option}={count}) does not divide {heads} heads; use "
+                    f"{option} in {divisors}"
                 )
 
     def with_fixed_sizes(self, spec: AttentionSpec) -> Self:

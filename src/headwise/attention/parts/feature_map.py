@@ -340,14 +340,14 @@ class SumNormaliser(Normaliser):
         if spec.similarity.signed:
             name = type(spec.similarity).__name__
             yield (
-                f"SumNormaliser needs scores that are never negative, unlike {name}; use similarity "
-                "FeatureMap()"
+                f"SumNormaliser needs scores that are never negative, unlike {name}; use "
+                "similarity FeatureMap()"
             )
         if self.eps and spec.similarity.has_arbitrary_scale():
             name = repr(spec.similarity)
             yield (
-                f"SumNormaliser(eps={self.eps!r}) needs scores of a known scale, unlike {name}; use the "
-                "eps of the similarity"
+                f"SumNormaliser(eps={self.eps!r}) needs scores of a known scale, unlike {name}; "
+                "use the eps of the similarity"
             )
 
     def divisor(self, total: Tensor) -> Tensor:

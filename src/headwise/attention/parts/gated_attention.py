@@ -151,17 +151,18 @@ class HardConcreteGate(Gate):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.low < 0:
             yield (
-                f"HardConcreteGate(low={self.low!r}) can never close a gate; use a number below 0, -0.1 "
-                "is usual"
+                f"HardConcreteGate(low={self.low!r}) can never close a gate; use a number below "
+                "0, -0.1 is usual"
             )
         if not self.high > 1:
             yield (
-                f"HardConcreteGate(high={self.high!r}) can never fully open a gate; use a number above "
-                "1, 1.1 is usual"
+                f"HardConcreteGate(high={self.high!r}) can never fully open a gate; use a number "
+                "above 1, 1.1 is usual"
             )
         if self.gates and (self.per == "head" or self.gates <= max(spec.kv_head_of_output)):
             yield (
-                f"HardConcreteGate(gates={self.gates}) does not match the key-value heads; leave gates out"
+                f"HardConcreteGate(gates={self.gates}) does not match the key-value heads; leave "
+                "gates out"
             )
         if self.layers > 1 and self.regulariser == "sum":
             yield (
@@ -170,8 +171,8 @@ class HardConcreteGate(Gate):
             )
         if sum(isinstance(modifier, HardConcreteGate) for modifier in spec.modifiers) > 1:
             yield (
-                "two HardConcreteGate parts in a layer would overwrite each other's auxiliary loss; "
-                "keep one"
+                "two HardConcreteGate parts in a layer would overwrite each other's auxiliary "
+                "loss; keep one"
             )
 
     def at_depth(self, layer: int, layers: int) -> Self:

@@ -71,7 +71,10 @@ class MLAProjection(Project):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not spec.similarity.linear:
             name = type(spec.similarity).__name__
-            yield f"MLAProjection needs a dot product for its absorbed form, unlike {name}; use DotProduct()"
+            yield (
+                f"MLAProjection needs a dot product for its absorbed form, unlike {name}; use "
+                "DotProduct()"
+            )
         if (
             spec.heads.kv != spec.heads.q
             or spec.heads.value_heads
@@ -284,8 +287,8 @@ def _other_part_weights(
     if changed:
         part = changed[0].partition(".")[0]
         raise SpecError(
-            f"{part} has parameters per key-value head, but MLAProjection has one key-value head per "
-            f"query head; remove {part}"
+            f"{part} has parameters per key-value head, but MLAProjection has one key-value head "
+            f"per query head; remove {part}"
         )
     return {key: weights[key].clone() for key in shapes}
 

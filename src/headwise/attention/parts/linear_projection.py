@@ -48,7 +48,10 @@ class LinearProjection(Project):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if set(self.bias) - set("qkv") or len(set(self.bias)) != len(self.bias):
-            yield f"LinearProjection(bias={self.bias!r}) is unknown; name each of q, k and v at most once"
+            yield (
+                f"LinearProjection(bias={self.bias!r}) is unknown; name each of q, k and v at most "
+                "once"
+            )
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axis = spec.heads.value_axis
@@ -185,14 +188,14 @@ class ValueProjection(Project):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not spec.similarity.linear:
             yield (
-                f"ValueProjection has no queries and keys for {type(spec.similarity).__name__}; use "
-                "similarity DotProduct()"
+                f"ValueProjection has no queries and keys for {type(spec.similarity).__name__}; "
+                "use similarity DotProduct()"
             )
         for name, transform in spec.parts_of(QKTransform):
             if transform.transformed_sides(spec) & set("qk"):
                 yield (
-                    f"ValueProjection has no queries and keys for {name}; leave it out, or use project "
-                    "LinearProjection()"
+                    f"ValueProjection has no queries and keys for {name}; leave it out, or use "
+                    "project LinearProjection()"
                 )
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:

@@ -94,8 +94,8 @@ class MixtureOfHeads(Gate):
         heads = self.heads or len(spec.score_head_of_output)
         if heads < len(spec.score_head_of_output):
             yield (
-                f"MixtureOfHeads(heads={heads}) is less than the {len(spec.score_head_of_output)} output "
-                "heads; leave heads out"
+                f"MixtureOfHeads(heads={heads}) is less than the {len(spec.score_head_of_output)} "
+                "output heads; leave heads out"
             )
         if self.layers < 1 or (self.layers > 1 and self.balance == "sum"):
             yield (
@@ -109,8 +109,8 @@ class MixtureOfHeads(Gate):
             )
         elif self.active == 0 and self.always < heads:
             yield (
-                f"MixtureOfHeads(active=0) never uses {heads - self.always} heads; prune them, or use "
-                "active=1"
+                f"MixtureOfHeads(active=0) never uses {heads - self.always} heads; prune them, or "
+                "use active=1"
             )
         if self.router == "norm":
             yield from self._norm_router_conflicts(spec, heads - self.always)
@@ -122,20 +122,20 @@ class MixtureOfHeads(Gate):
             yield f"MixtureOfHeads(router='norm') needs at least 2 routed heads, not 1; {remedy}"
         if spec.heads.rows != spec.heads.q:
             yield (
-                "MixtureOfHeads(router='norm') needs one row per score head, but a mix changes their "
-                "number; use 'learned'"
+                "MixtureOfHeads(router='norm') needs one row per score head, but a mix changes "
+                "their number; use 'learned'"
             )
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield (
-                f"MixtureOfHeads(router='norm') needs queries with heads.dim channels, unlike {name}; "
-                "use 'learned'"
+                "MixtureOfHeads(router='norm') needs queries with heads.dim channels, unlike "
+                f"{name}; use 'learned'"
             )
         for name, transform in spec.parts_of(QKTransform):
             if "q" in transform.transformed_sides(spec) and transform.normalises_length():
                 yield (
-                    f"MixtureOfHeads(router='norm') needs queries of different lengths, unlike {name}; "
-                    "use router='learned'"
+                    "MixtureOfHeads(router='norm') needs queries of different lengths, unlike "
+                    f"{name}; use router='learned'"
                 )
 
     def at_depth(self, layer: int, layers: int) -> Self:

@@ -195,7 +195,8 @@ class Llama3Scaling(RotaryScaling):
         super().__post_init__()
         if self.high <= self.low:
             raise SpecError(
-                f"Llama3Scaling(low={self.low}, high={self.high}) has high at or below low; use high > low"
+                f"Llama3Scaling(low={self.low}, high={self.high}) has high at or below low; use "
+                "high > low"
             )
 
     def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
@@ -316,7 +317,9 @@ class Rotary(QKTransform):
     def precompute(
         self, sequence: SequenceInfo, exact: torch.dtype, p: PartParams, keeps: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the angles, times the attention factor, as `transform` takes them."""
+        """Cosines and sines of the angles, times the attention factor, as `transform` takes
+        them.
+        """
         frequency = p["frequency"]
         start = sequence.start
         if not keeps or start is None or start + sequence.count > LARGEST_TABLE:

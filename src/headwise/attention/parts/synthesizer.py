@@ -65,7 +65,10 @@ class LearnedScores(ScoreStep):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.kind != "factorised" and self.rank != 8:
-            yield f"LearnedScores(kind={self.kind!r}, rank={self.rank}) is not factorised; leave rank out"
+            yield (
+                f"LearnedScores(kind={self.kind!r}, rank={self.rank}) is not factorised; leave "
+                "rank out"
+            )
 
     def max_positions(self, spec: AttentionSpec) -> int | None:
         return self.length

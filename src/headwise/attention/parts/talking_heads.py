@@ -181,7 +181,10 @@ class KnockingHeads(QKTransform):
             or set(self.sides) - set("qkv")
             or len(set(self.sides)) != len(self.sides)
         ):
-            yield f"KnockingHeads(sides={self.sides!r}) is unknown; name each of q, k and v at most once"
+            yield (
+                f"KnockingHeads(sides={self.sides!r}) is unknown; name each of q, k and v at most "
+                "once"
+            )
         elif self.kind == "mlp" and self.sides != "v":
             yield (
                 f"KnockingHeads(kind='mlp', sides={self.sides!r}) is defined for values only; use "
@@ -192,9 +195,8 @@ class KnockingHeads(QKTransform):
         if not (spec.project.uses_head_dims or values_only):
             name = type(spec.project).__name__
             yield (
-                "KnockingHeads needs queries, keys and values with heads.dim and heads.vdim channels, "
-                f"unlike {name}; "
-                "use project LinearProjection()"
+                "KnockingHeads needs queries, keys and values with heads.dim and heads.vdim "
+                f"channels, unlike {name}; use project LinearProjection()"
             )
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:

@@ -78,7 +78,7 @@ class AttentionSpec:
             check_size(name, size or 1, MAX_WIDTH)
         for name, kind in {"heads": Heads, **SLOTS}.items():
             _check_type(name, getattr(self, name), kind)
-        if not isinstance(self.modifiers, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance] - users err
+        if not isinstance(cast(object, self.modifiers), (tuple, list)):
             raise SpecError(
                 f"modifiers={self.modifiers!r} is not a tuple; write "
                 f"modifiers=({self.modifiers!r},) with the comma"

@@ -85,7 +85,8 @@ class Parallelism(CheckedDataclass):
         Parallelism(data=3)
         >>> Parallelism.over("data=2", 3)
         Traceback (most recent call last):
-        headwise.util.errors.SpecError: data=2 needs 2 processes, not 3; start 2 processes, or give data=3
+        headwise.util.errors.SpecError: data=2 needs 2 processes, not 3; start 2 processes, or give
+        data=3
         """
         if text == AUTO:
             return Parallelism(data=num_ranks)

@@ -1,4 +1,6 @@
-"""Read config.json key by key, with the defaults of transformers; a wrong value raises a SpecError."""
+"""Read config.json key by key, with the defaults of transformers; a wrong value raises a
+SpecError.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
     2
     >>> write_config(model, "llama")
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: a llama has stacks.0.embedding.positions = the default, gpt2 {'kind': 'learned', ...
+    headwise.util.errors.SpecError: a llama has stacks.0.embedding.positions = the default, gpt2
+    {'kind': 'learned', ...
     """
     if family != "auto" and family not in WRITERS:
         raise SpecError(
@@ -165,7 +166,9 @@ def _write_windows(stack: StackSpec, name: str) -> dict[str, Any]:
 
 
 def write_gpt2(model: ModelSpec, name: str) -> dict[str, Any]:
-    """Write a GPT-2; if score scales differ between layers, they are divided by the layer number."""
+    """Write a GPT-2; if score scales differ between layers, they are divided by the layer
+    number.
+    """
     stack, spec, feed = _get_first_layer(model, name)
     positions = stack.embedding.positions if stack.embedding else None
     scales = [attention.similarity for attention in _list_attentions(stack)]

@@ -45,7 +45,7 @@ from .decoders import (
 
 EXPERT_KEYS = ("num_experts", "num_local_experts")
 
-# --- Llama (2302.13971), Qwen 2 (2407.10671), Granite, SmolLM3 (2305.19466) ------------------------
+# --- Llama (2302.13971), Qwen 2 (2407.10671), Granite, SmolLM3 (2305.19466) -----------------------
 
 
 @family_function
@@ -94,7 +94,7 @@ def smollm3_layers(config: TransformersConfig, sizes: Sizes) -> list[LayerKind]:
     ]
 
 
-# --- Mixtures of experts: Mixtral (2401.04088), Qwen MoE, OLMoE (2409.02060), gpt-oss --------------
+# --- Mixtures of experts: Mixtral (2401.04088), Qwen MoE, OLMoE (2409.02060), gpt-oss -------------
 
 
 @family_function
@@ -173,7 +173,7 @@ def gpt_oss(config: TransformersConfig, sizes: Sizes) -> Extras:
     return Extras({"normaliser": SinkSoftmax()})
 
 
-# --- Command R, StableLM, Phi (2306.11644), Phi-3 (2404.14219) -------------------------------------
+# --- Command R, StableLM, Phi (2306.11644), Phi-3 (2404.14219) ------------------------------------
 
 
 def _normalised_heads(key: str, suffix: str, sizes: Sizes) -> tuple[Any, ...]:
@@ -222,7 +222,7 @@ def phi3_rope(config: TransformersConfig, length: int) -> dict[str, RopeConfig]:
     return {FULL_ATTENTION: rope}
 
 
-# --- OLMo (2402.00838) and OLMo 3 ------------------------------------------------------------------
+# --- OLMo (2402.00838) and OLMo 3 -----------------------------------------------------------------
 
 
 @family_function
@@ -247,7 +247,7 @@ def olmo3_ropes(config: TransformersConfig, length: int) -> dict[str, RopeConfig
     return read_ropes_by_layer_type(config, length, thetas)
 
 
-# --- Gemma 1 to 3 (2403.08295, 2408.00118, 2503.19786): norm weights stored minus one --------------
+# --- Gemma 1 to 3 (2403.08295, 2408.00118, 2503.19786): norm weights stored minus one -------------
 
 
 def _scaled(config: TransformersConfig, sizes: Sizes, cap: float | None) -> Extras:
@@ -302,7 +302,7 @@ def gemma_feeds(config: TransformersConfig, sizes: Sizes, feed: FeedForwardSpec)
     return [replace(feed, activation=act)] * sizes.layers
 
 
-# --- DeepSeek-V2 (2405.04434) and V3 (2412.19437): latent attention, experts after dense layers ----
+# --- DeepSeek-V2 (2405.04434) and V3 (2412.19437): latent attention, experts after dense layers ---
 
 
 DEEPSEEK_EXPERTS: dict[str, dict[str, int]] = {
@@ -400,7 +400,7 @@ def deepseek(config: TransformersConfig, sizes: Sizes) -> Extras:
     return Extras(attention=ApproximateAttention(spec, reason, own))
 
 
-# --- GPT-2, StarCoder (2305.06161), GPT-Neo, GPT-J, GPT-NeoX, OPT (2205.01068), Falcon, MPT --------
+# --- GPT-2, StarCoder (2305.06161), GPT-Neo, GPT-J, GPT-NeoX, OPT (2205.01068), Falcon, MPT -------
 
 
 @family_function
@@ -570,7 +570,7 @@ def mpt(config: TransformersConfig, sizes: Sizes) -> Extras:
     return Extras({"similarity": make_dot(scale, default)}, (Alibi(),), approximate=reasons)
 
 
-# --- DCFormer and DCPythia (2405.08553): heads composed dynamically --------------------------------
+# --- DCFormer and DCPythia (2405.08553): heads composed dynamically -------------------------------
 
 
 DC_WINDOWS = {"LG": (256, None), "LGLL": (256, None, 256, 256), "LGL6": (256, None, *[256] * 6)}
@@ -622,7 +622,7 @@ def dcformer_feeds(
     return [replace(feed, hidden=hidden)] * sizes.layers
 
 
-# --- Gemma 3 with vision ---------------------------------------------------------------------------
+# --- Gemma 3 with vision --------------------------------------------------------------------------
 
 
 @register_family("gemma3", "Gemma3", default_task="ForConditionalGeneration")

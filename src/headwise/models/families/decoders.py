@@ -122,7 +122,7 @@ def _read(
     return build(config, task, family)
 
 
-# --- Decoders --------------------------------------------------------------------------------------
+# --- Decoders -------------------------------------------------------------------------------------
 
 LayerAttention = AttentionSpec | ApproximateAttention
 LayerFeed = FeedForwardSpec | ExpertsSpec

@@ -88,9 +88,10 @@ class Extras:
 class Encoder:
     """How the config.json of a family of encoders like BERT is read; the defaults are BERT's.
 
-    - `model` to `eps` are defaults of the keys in `KEYS`, which `keys` renames; "" is a fixed value.
-    - `types` is the default number of token types, None without the key. `offset` is how rows before
-      the first position are counted: "" for none, "pad" after pad_token_id.
+    - `model` to `eps` are defaults of the keys in `KEYS`, which `keys` renames; "" is a fixed
+      value.
+    - `types` is the default number of token types, None without the key. `offset` is how rows
+      before the first position are counted: "" for none, "pad" after pad_token_id.
     - `masked_act` is the activation of the masked-LM head ("": as in the layers). `pooler_act` is
       the activation of the pooler, which `pools_base` adds to the model without a task.
     """

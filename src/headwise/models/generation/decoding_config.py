@@ -32,7 +32,8 @@ class DecodingConfig:
 
     >>> DecodingConfig(top_p=0.0)
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: top_p must be above 0 and at most 1, got 0.0; leave it out to keep every token
+    headwise.util.errors.SpecError: top_p must be above 0 and at most 1, got 0.0; leave it out to
+    keep every token
     """
 
     top_k: int | None = None
@@ -97,7 +98,8 @@ def check_decoding(config: DecodingConfig, temperature: float, vocab_size: int) 
 
     >>> check_decoding(DecodingConfig(beams=12), 0.0, 11)
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: beams=12 is more than the 11 tokens of the vocabulary; give at most beams=11
+    headwise.util.errors.SpecError: beams=12 is more than the 11 tokens of the vocabulary; give at
+    most beams=11
     """
     if not isinstance(config, DecodingConfig):
         raise SpecError(

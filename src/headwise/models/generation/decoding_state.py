@@ -241,7 +241,8 @@ def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int
     ...     families.read_model_spec({"model_type": "gpt2", "n_positions": 8}), 5, 6
     ... )
     Traceback (most recent call last):
-    ValueError: 5 tokens and 6 new are 2 more than the 8 positions of gpt2 can take; ask for at most 4 new...
+    ValueError: 5 tokens and 6 new are 2 more than the 8 positions of gpt2 can take; ask for at most
+    4 new...
     """
     limit = max_positions(spec.stacks[-1])
     if limit is None:

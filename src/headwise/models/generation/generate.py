@@ -79,7 +79,8 @@ def generate(
     (5, True)
     >>> generate(net, [3, 1, 4], max_new_tokens=9)
     Traceback (most recent call last):
-    ValueError: 3 tokens and 9 new are 3 more than the 8 positions of gpt2 can take; ask for at most 6 new...
+    ValueError: 3 tokens and 9 new are 3 more than the 8 positions of gpt2 can take; ask for at most
+    6 new...
     """
     generator = TextGenerator.from_options(model, max_new_tokens, temperature, config)
     prompts = parse_prompts(model, ids_or_text)
@@ -388,7 +389,7 @@ def scale_inputs(net: Transformer, values: Any) -> Tensor:
     return scaled.movedim(-1, 1).contiguous() if scaled.dim() == 4 else scaled
 
 
-# --- Prompts ---------------------------------------------------------------------------------------
+# --- Prompts --------------------------------------------------------------------------------------
 
 PROMPT_HELP = "give text, ids such as [3, 1, 4], or a list of either"
 

@@ -27,7 +27,8 @@ class BatchingConfig:
 
     >>> BatchingConfig(rows=0)
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: BatchingConfig: rows must be an integer of at least 1, got 0; try rows=64
+    headwise.util.errors.SpecError: BatchingConfig: rows must be an integer of at least 1, got 0;
+    try rows=64
     """
 
     rows: int = 64

@@ -63,7 +63,8 @@ class ProcessorSpec:
             raise SpecError(f"ProcessorSpec(mask={self.mask!r}) is not an id; give an integer >= 0")
         if type(self.parse_special) is not bool:
             raise SpecError(
-                f"ProcessorSpec(parse_special={self.parse_special!r}) is not a bool; use True or False"
+                f"ProcessorSpec(parse_special={self.parse_special!r}) is not a bool; use True or "
+                "False"
             )
         if len(self.size) not in (0, 2):
             raise SpecError(

@@ -151,7 +151,8 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
     ...     "2\\tbark\\t_\\t_\\t_\\t_\\t0\\troot\\t_\\t_",
     ... ]
     >>> next(read_conllu(rows))
-    ParsedSentence(text='Dogs bark', words=('Dogs', 'bark'), word_spans=((0, 4), (5, 9)), dependencies=((0, 1,
+    ParsedSentence(text='Dogs bark', words=('Dogs', 'bark'), word_spans=((0, 4), (5, 9)),
+    dependencies=((0, 1,
     'nsubj'),))
     """
     rows: list[tuple[str, list[str]]] = []  # the place of each row, for messages, and its columns

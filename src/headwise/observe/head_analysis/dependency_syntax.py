@@ -475,5 +475,5 @@ def _fit_probe(sentences: Sequence[ProbeSentence], options: ProbeOptions) -> Ten
         return value
 
     with torch.enable_grad():
-        optimiser.step(loss)  # pyright: ignore[reportArgumentType] - its stub wants a float, torch a tensor
+        optimiser.step(loss)  # pyright: ignore[reportArgumentType] - its stub wants a float
     return weight.detach()

@@ -215,7 +215,7 @@ def _untested_reason(candidates: Sequence[ClassCandidate]) -> str:
     return "there is nothing to test: the texts do not differ in these measures; give more texts"
 
 
-# --- Published classes --------------------------------------------------------------------------------------
+# --- Published classes ----------------------------------------------------------------------------
 
 CLARK_BROAD_ENTROPY = 3.8
 CLARK_OFFSET_THRESHOLD = 0.5

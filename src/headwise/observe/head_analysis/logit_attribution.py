@@ -162,7 +162,8 @@ def _check_residual_stream(net: Transformer) -> Any:
         if layer.placement not in DIRECT_PLACEMENTS:
             fact = f"its norms are placed {layer.placement!r}, so that a norm follows the heads"
             raise SpecError(
-                f"{problem}: {fact} of each layer; use estimate_importance, which needs no such form"
+                f"{problem}: {fact} of each layer; use estimate_importance, which needs no such "
+                "form"
             )
     head = _linear_head(net)
     if head is None or head.cap is not None:

@@ -45,7 +45,9 @@ class _Operation(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, relevance: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
+        ctx: Any, relevance: Tensor
+    ) -> Any:
         shares = ctx.rule(relevance)
         total = relevance.sum()
         propagated = torch.stack([share.sum() for share in shares]).sum()
@@ -58,7 +60,7 @@ class _Operation(torch.autograd.Function):
 
 def _record(value: Tensor, rule: Rule, *inputs: Tensor) -> Tensor:
     with torch.enable_grad():
-        return _Operation.apply(value, rule, *inputs)  # pyright: ignore[reportReturnType] - untyped in torch
+        return _Operation.apply(value, rule, *inputs)  # pyright: ignore[reportReturnType] - untyped
 
 
 def propagate(out: Tensor, relevance: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -73,7 +73,8 @@ def model_steps(
     ...     net, torch.tensor([[3, 1, 4]]), HeadPlace("decoder.0.attention", 1, 2)
     ... ).steps
     >>> [step.name for step in steps]  # doctest: +NORMALIZE_WHITESPACE
-    ['residual', 'norm', 'project', 'vectors', 'product', 'scale', 'mask', 'normalise', 'gather', 'contribution',
+    ['residual', 'norm', 'project', 'vectors', 'product', 'scale', 'mask', 'normalise', 'gather',
+    'contribution',
      'residual_out']
     """
     layer, attention, role = _find_layer(model, place.site)

@@ -269,7 +269,7 @@ class OutputDrift(Objective):
                 )
 
     @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - from the fields
         """Name in `OBJECTIVES`."""
         prefix = "token-" if self.representation == "tokens" else ""
         return f"{prefix}drift" if self.metric == "cosine" else f"{prefix}drift-l2"

@@ -206,7 +206,9 @@ class DepthSimilarity:
 
 
 def collapse_table(depths: Sequence[DepthSimilarity]) -> Table:
-    """Return how much the tokens of each stack differ after each layer, as a share of their norm."""
+    """Return how much the tokens of each stack differ after each layer, as a share of their
+    norm.
+    """
     columns = ("stack", "layers", "low", "residual", "high", "second / first singular value")
     rows: list[tuple[Any, ...]] = []
     for depth in sorted(depths, key=lambda depth: (depth.stack, depth.layers)):

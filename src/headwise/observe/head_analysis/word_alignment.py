@@ -51,9 +51,9 @@ class AlignmentScores:
             return
         if set(example.streams) != {"source", "text"}:
             streams = ", ".join(example.streams)
-            fact = f"alignment links need a source and a target text (this example has only: {streams})"
             raise ValueError(
-                f"{fact}; leave alignment_links empty, or use an encoder-decoder model"
+                "alignment links need a source and a target text (this example has only: "
+                f"{streams}); leave alignment_links empty, or use an encoder-decoder model"
             )
         text = example.streams["text"]
         # A row predicts the word of the next token.

@@ -109,12 +109,13 @@ def describe_uneven_layers(model_spec: ModelSpec) -> str:
                 return f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left"
             for role, spec in block.attention_specs.items():
                 first_depth, heads = first.setdefault(role, (depth, spec.heads))
-                if spec.heads.q != heads.q:
-                    count_text = pluralise(spec.heads.q, "head")
-                    return f"{prefix}layer {depth} keeps {count_text} and layer {first_depth} {heads.q}"
-                if spec.heads.kv != heads.kv:
-                    count_text = pluralise(spec.heads.kv, "key-value head")
-                    return f"{prefix}layer {depth} keeps {count_text} and layer {first_depth} {heads.kv}"
+                for name, count, other in (
+                    ("head", spec.heads.q, heads.q),
+                    ("key-value head", spec.heads.kv, heads.kv),
+                ):
+                    if count != other:
+                        kept = pluralise(count, name)
+                        return f"{prefix}layer {depth} keeps {kept} and layer {first_depth} {other}"
     return ""
 
 
@@ -168,9 +169,10 @@ def _first_difference(read_spec: ModelSpec, model_spec: ModelSpec) -> str:
 NO_FILES: Mapping[str, Any] = {}
 # Files of a model besides its weights that are copied: data only, never pickles or code.
 COMPANION_FILES = re.compile(
-    r"(tokenizer[\w.-]*|special_tokens_map|added_tokens|vocab[\w.-]*|merges|generation_config|preprocessor_config"
-    r"|processor_config|chat_template[\w.-]*|modules|sentence_bert_config|config_sentence_transformers|config"
-    r"|sentencepiece[\w.-]*|source|target|spiece)\.(json|txt|model|jinja|spm)|(LICEN[CS]E|NOTICE)[\w.-]*"
+    r"(tokenizer[\w.-]*|special_tokens_map|added_tokens|vocab[\w.-]*|merges|generation_config"
+    r"|preprocessor_config|processor_config|chat_template[\w.-]*|modules|sentence_bert_config"
+    r"|config_sentence_transformers|config|sentencepiece[\w.-]*|source|target|spiece)"
+    r"\.(json|txt|model|jinja|spm)|(LICEN[CS]E|NOTICE)[\w.-]*"
 )
 SENTENCE_TRANSFORMERS_MODULE = re.compile(
     r"\d+_\w+"
@@ -256,7 +258,8 @@ def read_record(path_or_folder: Path | str) -> SurgeryRecord:
 
     >>> read_record("nowhere")
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: nowhere contains no heads.json; give a folder that headwise prune or convert wrote
+    headwise.util.errors.SpecError: nowhere contains no heads.json; give a folder that headwise
+    prune or convert wrote
     """
     path = Path(path_or_folder)
     path = path if path.is_file() else path / RECORD_FILE
@@ -337,7 +340,10 @@ def _write_first_kind(
         "constants": {name: tensor.tolist() for name, tensor in extra_constants.items()},
         "unused_tensors": rewrite.unused_tensors,
     }
-    end = " (no loader script was written: it cannot be tested, because transformers is not installed)"
+    end = (
+        " (no loader script was written: it cannot be tested, because transformers is not "
+        "installed)"
+    )
     if find_spec("transformers") is not None:
         failure = _add_loader(fresh, rewrite, net, additions)
         if failure:
@@ -422,13 +428,18 @@ from safetensors.torch import load_file
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
-folder, data, options = sys.argv[1], load_file(sys.argv[2]), json.loads(pathlib.Path(sys.argv[3]).read_text())
+folder = sys.argv[1]
+data = load_file(sys.argv[2])
+options = json.loads(pathlib.Path(sys.argv[3]).read_text())
 
 def load_plain(_):
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
-    safe = {"trust_remote_code": False, "use_safetensors": True, "attn_implementation": None, "local_files_only": True}
-    model, info = kind.from_pretrained(folder, config=config, output_loading_info=True, dtype=torch.float32, **safe)
+    model, info = kind.from_pretrained(
+        folder, config=config, output_loading_info=True, dtype=torch.float32,
+        trust_remote_code=False, use_safetensors=True, attn_implementation=None,
+        local_files_only=True,
+    )
     missing = [*info["missing_keys"], *info["mismatched_keys"]]
     if missing:
         raise ValueError(f"{missing[0]} is not loaded")
@@ -445,15 +456,22 @@ def max_relative_difference(model):
     expected = {name[4:]: value for name, value in data.items() if name.startswith("out.")}
     with torch.no_grad():
         outputs = model(**inputs)
-        shared = [n for n in expected if outputs.get(n) is not None and outputs[n].shape == expected[n].shape]
+        shapes = {name: getattr(value, "shape", None) for name, value in outputs.items()}
+        shared = [name for name, value in expected.items() if shapes.get(name) == value.shape]
         if not shared:
-            outputs, shared = model.base_model(**inputs), ["last_hidden_state"]
-    return max(float(((outputs[n] - expected[n]).abs().max()) / expected[n].abs().max()) for n in shared)
+            outputs = model.base_model(**inputs)
+            shared = ["last_hidden_state"]
+    largest = 0.0
+    for name in shared:
+        difference = (outputs[name] - expected[name]).abs().max()
+        largest = max(largest, float(difference / expected[name].abs().max()))
+    return largest
 
 match, errors = None, []
 for number, modules in enumerate(options["modules"] or [None]):
     try:
-        difference = max_relative_difference((load_with_script if options["modules"] else load_plain)(modules))
+        load = load_with_script if options["modules"] else load_plain
+        difference = max_relative_difference(load(modules))
         if difference <= options["tolerance"]:
             match = [number, difference]
             break

@@ -227,7 +227,8 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
     (256, 16)
     >>> fit_lengths(net, TimingOptions(length=2000))
     Traceback (most recent call last):
-    ValueError: 2000 prompt tokens and 16 decode steps exceed the 1024 positions of gpt2; give length=1008
+    ValueError: 2000 prompt tokens and 16 decode steps exceed the 1024 positions of gpt2; give
+    length=1008
     """
     spec = net.spec
     limits = max_lengths(net.spec)

@@ -271,14 +271,16 @@ def _add_generation_scores(
 
 def _check_comparable(before: Transformer, after: Transformer) -> None:
     """Raise ValueError if two models differ in kind, layers or output heads."""
-    heads = [[(head.name, head.outputs) for head in net.spec.heads] for net in (before, after)]
-    if before.spec.kind != after.spec.kind or heads[0] != heads[1]:
-        kinds = [(net.spec.kind, own) for net, own in zip((before, after), heads, strict=True)]
+    kinds: list[tuple[str, list[tuple[str, int]]]] = []
+    depths: list[list[int]] = []
+    for net in (before, after):
+        kinds.append((net.spec.kind, [(head.name, head.outputs) for head in net.spec.heads]))
+        depths.append([len(list(stack.layers)) for stack in net.spec.stacks])
+    if kinds[0] != kinds[1]:
         raise ValueError(
             f"cannot compare models: before is {kinds[0]}, after is {kinds[1]}. Give a model made "
             "from the first"
         )
-    depths = [[len(list(stack.layers)) for stack in net.spec.stacks] for net in (before, after)]
     if depths[0] != depths[1]:
         raise ValueError(
             f"cannot compare models with {depths[0]} and {depths[1]} layers. Give models with the "

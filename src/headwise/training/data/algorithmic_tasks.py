@@ -337,7 +337,9 @@ class GraphDistance(SyntheticTask):
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Edges of the graph as pairs of nodes, the smaller one first: the ring, then the chords."""
+        """Edges of the graph as pairs of nodes, the smaller one first: the ring, then the
+        chords.
+        """
         last = self.nodes - 1
         ring = [(n, n + 1) for n in range(last)] + [(0, last)]
         is_chord = np.triu(np.ones((self.nodes, self.nodes), bool), 2)

@@ -147,7 +147,9 @@ class ModelShape(CheckedDataclass):
 
 
 def make_small_decoder(name: str, vocab_size: int, shape: ModelShape, table: str = "") -> ModelSpec:
-    """Make a causal decoder with outputs per position; table="decoder" ties embedding and output."""
+    """Make a causal decoder with outputs per position; table="decoder" ties embedding and
+    output.
+    """
     stack = shape.stack("decoder", shape.embedding(vocab_size), "causal()")
     head = OutputHeadSpec("tokens", vocab_size, table=table)
     return ModelSpec(name, "decoder", (stack,), (head,))
@@ -173,7 +175,8 @@ def make_small_translator(
     With `source_vocab` the source has a separate vocabulary and table (1706.03762).
 
     >>> make_small_translator("t", 11, ModelShape(64, 2, 2)).tied_weights()
-    {'decoder.embedding.tokens': 'encoder.embedding.tokens', 'head.tokens.weight': 'encoder.embedding.tokens'}
+    {'decoder.embedding.tokens': 'encoder.embedding.tokens', 'head.tokens.weight':
+    'encoder.embedding.tokens'}
     """
     table = "" if source_vocab else "encoder"
     source = shape.stack("encoder", shape.embedding(source_vocab or vocab_size), "full()")
@@ -361,7 +364,9 @@ def _mix_bits(x: RandomWords) -> RandomWords:
 
 
 def assign_splits(content: Ints) -> Ints:
-    """Split of each row as its index in SPLITS: one row in eight is "valid", one in eight "test"."""
+    """Split of each row as its index in SPLITS: one row in eight is "valid", one in eight
+    "test".
+    """
     remainder = (hash_rows(content) >> np.uint64(20)) % np.uint64(HOLDOUT_PARTS)
     return np.select([remainder == 0, remainder == 1], [1, 2], 0)
 
@@ -418,7 +423,8 @@ def slice_by_power_of_two(name: str, values: Tensor) -> dict[str, Tensor]:
     """Masks by powers of two: "name<=8" selects the values 5 to 8.
 
     >>> slice_by_power_of_two("t", torch.tensor([1, 2, 3, 4]))
-    {'t<=1': tensor([ True, False, False, False]), 't<=2': ... 't<=4': tensor([False, False,  True,  True])}
+    {'t<=1': tensor([ True, False, False, False]), 't<=2': ... 't<=4': tensor([False, False,  True,
+    True])}
     """
     largest = int(values.max())
     bound = 1

@@ -145,14 +145,15 @@ def read_text_chunks(path: Path) -> Iterator[str]:
             line = num_lines + error.object[: error.start].count(b"\n")
             raise SpecError(
                 f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset "
-                f"{start + error.start}, in line {line}; convert it, for example with iconv -t utf-8"
+                f"{start + error.start}, in line {line}; convert it, for example with iconv -t "
+                "utf-8"
             ) from None
         before, nul, _ = text.partition("\0")
         if nul:
             raise SpecError(
                 f"{path} is binary or UTF-16, with a NUL byte at offset "
-                f"{start + len(before.encode())}, in line {num_lines + before.count(chr(10))}; give "
-                "plain text in UTF-8"
+                f"{start + len(before.encode())}, in line {num_lines + before.count(chr(10))}; "
+                "give plain text in UTF-8"
             )
         num_lines += text.count("\n")
         if text:
@@ -205,7 +206,7 @@ def find_splits(folder: Path) -> dict[str, Path]:
     return {split: paths[split] for split in SPLIT_NAMES if split in paths}
 
 
-# --- Arrays -----------------------------------------------------------------------------------------
+# --- Arrays ---------------------------------------------------------------------------------------
 
 # What zipfile and numpy raise for damaged arrays: encrypted members, unknown methods, headers that
 # are not Python, impossible shapes.

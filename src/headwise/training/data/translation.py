@@ -351,8 +351,8 @@ class TranslationDataset(Dataset):
             )
         if len(indices) < count:
             self.notes += (
-                f"{count - len(indices)} of {count} pairs are not trained on because a side has more "
-                f"than longest={longest} tokens",
+                f"{count - len(indices)} of {count} pairs are not trained on because a side has "
+                f"more than longest={longest} tokens",
             )
             self.encoded["train"] = EncodedPairs(
                 [train.pairs[n] for n in indices],
@@ -387,7 +387,8 @@ class ParallelTextTask(FileTask):
 
     >>> ParallelTextTask(("train.de", "train.en"), valid=("val.de",))
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: valid=('val.de',) names 1 file; give two, (source, target), or one with columns
+    headwise.util.errors.SpecError: valid=('val.de',) names 1 file; give two, (source, target), or
+    one with columns
     """
 
     name: ClassVar[str] = "parallel"

@@ -337,7 +337,9 @@ class HeadwiseCall(ObservedCall):
         )
 
     @property
-    def key_positions(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride] - computed when read
+    def key_positions(  # pyright: ignore[reportIncompatibleVariableOverride] - computed when read
+        self,
+    ) -> Tensor | None:
         """Return key positions, -1 for an empty slot.
 
         None unless all rows have the same positions and one segment.

@@ -276,7 +276,9 @@ def _record_run(
     recorder: ProjectionRecorder,
 ) -> ProjectionRecorder:
     hooks = {module: (LastHeadEraser(module, recorder),) for module in modules}
-    handle = register_module_forward_pre_hook(recorder.before_layer)  # pyright: ignore[reportArgumentType] - may return arguments
+    handle = register_module_forward_pre_hook(
+        recorder.before_layer  # pyright: ignore[reportArgumentType] - may return arguments
+    )
     try:
         with without_compile_warning(), install_hooks(hooks, list(modules.values())):
             run()
