@@ -119,7 +119,7 @@ def _find_plan(sizes: CoreSizes, choices: CoreChoices, signature: dict[str, obje
         return _plans[key]
     spec = design_core(sizes, **choices._asdict())
     core = spec.core_of(spec.projection_form(False))
-    call = CallSignature(spec, core, **signature)  # pyright: ignore[reportArgumentType]
+    call = CallSignature(spec, core, **signature)  # pyright: ignore[reportArgumentType] - a dict
     parts = {name: part for name, part in spec.parts() if name not in ("project", "output")}
     weights = {
         name: PartWeights(spec, part).train(choices.dropout > 0) for name, part in parts.items()

@@ -366,8 +366,7 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(value, list) and name != PART_FILES:
                 setattr(parsed, name, tuple(value))
         for name in vars(parsed).pop(PART_FILES, []):
-            # The import registers headwise's own parts first, so that their names are taken.
-            from ..attention import parts  # noqa: F401
+            from ..attention import parts  # noqa: F401 - registers our own parts before others
             from ..attention.interfaces.part import import_part_file
 
             import_part_file(name)

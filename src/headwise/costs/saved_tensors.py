@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -307,7 +307,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    return _FusedRMSNorm.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - untyped
+    return cast(Tensor, _FusedRMSNorm.apply(x, weight, len(shape)))
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -224,8 +224,8 @@ def crossover_sizes() -> Mapping[str, float]:
 
 
 # torch.compile reads these marks.
-crossover_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-crossover_sizes._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+vars(crossover_size)["_dynamo_marked_constant"] = True
+vars(crossover_sizes)["_dynamo_marked_constant"] = True
 
 
 @contextmanager

@@ -161,7 +161,10 @@ def shared_query_key_dimensions(*, draws: int = 8, model: object = None) -> Outc
     weights.
     """
     net = load_sample_model() if model is None else model
-    spectra = measure_qk_spectra(net, num_draws=draws)  # pyright: ignore[reportArgumentType]
+    spectra = measure_qk_spectra(
+        net,  # pyright: ignore[reportArgumentType] - a torch module
+        num_draws=draws,
+    )
     shares = [layer.summed.dims / layer.summed.chance for layer in spectra]
     smallest = min(spectra, key=lambda layer: layer.summed.dims / layer.summed.chance).summed
     mean = sum(shares) / len(shares)

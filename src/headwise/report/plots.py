@@ -257,7 +257,18 @@ def draw(figure: Figure, theme: Theme) -> Drawing:
     drawing.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=FONT_SIZE + 1)
     all_axes = [drawing.add_subplot(rows, columns, n + 1) for n in range(len(figure.panels))]
     for axes, panel in zip(all_axes, figure.panels, strict=True):
-        _draw_panel(axes, panel, theme)
+        if isinstance(panel, Plot):
+            _draw_plot(axes, panel, theme)
+        elif isinstance(panel, Bars):
+            _draw_bars(axes, panel, theme)
+        elif isinstance(panel, HeatMap):
+            _draw_heat_map(axes, panel, theme)
+        elif isinstance(panel, Links):
+            _draw_links(axes, panel, theme)
+        else:
+            _draw_dendrogram(axes, panel, theme)
+        if not isinstance(panel, Links) and panel.title:
+            axes.set_title(_wrap_title(panel.title, _panel_size(panel)[0], FONT_SIZE))
     if figure.scale_label:
         _draw_scale(drawing, all_axes, figure.scale_label, theme)
     if figure.note:
@@ -285,21 +296,6 @@ def _panel_size(panel: Panel) -> tuple[float, float]:
     cell = 0.32 if panel.texts else 0.19
     wide = cell * len(panel.columns) + side
     return min(11.0, max(3.0, wide)), min(11.0, max(1.6, cell * len(panel.rows) + 1.2))
-
-
-def _draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
-    if isinstance(panel, Plot):
-        _draw_plot(axes, panel, theme)
-    elif isinstance(panel, Bars):
-        _draw_bars(axes, panel, theme)
-    elif isinstance(panel, HeatMap):
-        _draw_heat_map(axes, panel, theme)
-    elif isinstance(panel, Links):
-        _draw_links(axes, panel, theme)
-    else:
-        _draw_dendrogram(axes, panel, theme)
-    if not isinstance(panel, Links) and panel.title:
-        axes.set_title(_wrap_title(panel.title, _panel_size(panel)[0], FONT_SIZE))
 
 
 def _draw_plot(axes: Axes, plot: Plot, theme: Theme) -> None:

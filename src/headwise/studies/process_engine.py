@@ -59,7 +59,7 @@ class ProcessEngine:
         """End the processes; cells that still run resume from their checkpoints in the next run."""
         if self._pool is not None:
             # Python 3.14 has terminate_workers.
-            workers = self._pool._processes or {}  # pyright: ignore[reportPrivateUsage]
+            workers = self._pool._processes or {}  # pyright: ignore[reportPrivateUsage] - see above
             processes = list(workers.values())
             self._pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:

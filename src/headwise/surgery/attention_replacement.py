@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..attention.attention import Attention
 from ..attention.head_axis_ops import keep_heads
 from ..attention.interfaces import Modifier, QKTransform
-from ..attention.interfaces.core_types import Phase
+from ..attention.interfaces.core_types import PartParams, Phase
 from ..attention.interfaces.part import field_defaults
 from ..attention.spec.attention_spec import AttentionSpec
 from ..hub.pretrained_models import copy_live_model
@@ -255,8 +255,7 @@ def merge_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], outputs_BTOV
     for name, weight in own.items():
         own[name] = weight.to(outputs_BTOV) if weight.is_floating_point() else weight
     with torch.no_grad():
-        # The merge reads its weights by name only.
-        return spec.merge.merge(outputs_BTOV, own)[0, 0]  # pyright: ignore[reportArgumentType]
+        return spec.merge.merge(outputs_BTOV, cast(PartParams, own))[0, 0]
 
 
 def weights_of_part(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

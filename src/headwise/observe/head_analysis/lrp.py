@@ -11,7 +11,7 @@ rule as its backward pass, so a gradient is a relevance.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class _Operation(torch.autograd.Function):
 
 def _record(value: Tensor, rule: Rule, *inputs: Tensor) -> Tensor:
     with torch.enable_grad():
-        return _Operation.apply(value, rule, *inputs)  # pyright: ignore[reportReturnType] - untyped
+        return cast(Tensor, _Operation.apply(value, rule, *inputs))
 
 
 def propagate(out: Tensor, relevance: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -109,13 +109,13 @@ def describe_uneven_layers(model_spec: ModelSpec) -> str:
                 return f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left"
             for role, spec in block.attention_specs.items():
                 first_depth, heads = first.setdefault(role, (depth, spec.heads))
-                for name, count, other in (
-                    ("head", spec.heads.q, heads.q),
-                    ("key-value head", spec.heads.kv, heads.kv),
-                ):
-                    if count != other:
-                        kept = pluralise(count, name)
-                        return f"{prefix}layer {depth} keeps {kept} and layer {first_depth} {other}"
+                start = f"{prefix}layer {depth} keeps"
+                end = f"and layer {first_depth}"
+                if spec.heads.q != heads.q:
+                    return f"{start} {pluralise(spec.heads.q, 'head')} {end} {heads.q}"
+                if spec.heads.kv != heads.kv:
+                    kept = pluralise(spec.heads.kv, "key-value head")
+                    return f"{start} {kept} {end} {heads.kv}"
     return ""
 
 
