@@ -69,7 +69,7 @@ def save_trace_of_one(path: Path) -> None:
 
 
 def save_figure(path: Path, **options: bool) -> None:
-    from headwise.costs.cost_plots import save_plot
+    from headwise.costs.cost_report import save_plot
 
     save_plot({cost.name: cost for cost in hw.cost(hw.design(preset="gqa"))}, path, "kv", **options)
 

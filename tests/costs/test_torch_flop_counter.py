@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import headwise as hw
 from headwise.costs import flops as flop_formulas
-from headwise.costs.saved_tensors import SavedTensorRecorder
+from headwise.costs.activations import SavedTensorRecorder
 from headwise.costs.training_memory import recompute_flops
 from headwise.models import model_spec as bp
 from support import layer_cases as cases

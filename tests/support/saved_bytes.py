@@ -9,8 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import headwise as hw
 from headwise.attention.backends import sdpa
-from headwise.costs.activations import training_signature
-from headwise.costs.saved_tensors import SavedTensorRecorder
+from headwise.costs.activations import SavedTensorRecorder, training_signature
 
 
 def bytes_saved_by(run, *excluded: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.surgery.split_multihead import SplitMultiheadAttention
+from headwise.surgery.module_surgery import SplitMultiheadAttention
 from headwise.util.errors import SpecError
 from support.third_party_attentions import Wrapped
 from support.vision_attentions import CASES as VISION_CASES, DIM as VISION_DIM, WIDE as VISION_WIDE

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from headwise.viewer.lab_runs import Ablation, LabRuns
 
 import headwise as hw
 from headwise.observe.head_analysis.annotated_examples import Example
@@ -22,7 +23,6 @@ from headwise.viewer.lab_actions import (
     continue_text,
     evaluate_texts,
 )
-from headwise.viewer.lab_runs import Ablation, LabRuns
 from headwise.viewer.open_model import AblatedHead, OpenModel
 from viewer.page_browser import sample_model
 from viewer.page_models import GPT, progress

@@ -330,7 +330,7 @@ def _complexity_view(args: CostOptions, costs: CostReport) -> View:
 
 def _plot_view(args: CostOptions, costs: CostReport) -> View:
     """Draw the plot into its file."""
-    from ..costs.cost_plots import save_plot
+    from ..costs.cost_report import save_plot
 
     assert args.plot is not None
     save_plot(with_unique_names(costs), args.plot, "all", overwrite=args.overwrite)

@@ -6,8 +6,8 @@ In reading order:
   gives parameters and the bytes of weights, `roofline` lower bounds of times on a device;
 - `components` is the one walk over a spec or model, and gives all costs of a component;
 - `workload` describes forward calls; `cost_report` makes the estimates of `hw.cost` and
-  `headwise cost`, `cost_plots` their figures, `size_matching` sizes of equal cost;
-- `activations`, `training_memory` and `saved_tensors` give the memory of training;
+  `headwise cost` and their figures, `size_matching` sizes of equal cost;
+- `activations` and `training_memory` give the memory of training;
 - `published_article` and `complexity` compare with the literature;
 - `part_checks` compares what a part declares with what it does.
 """

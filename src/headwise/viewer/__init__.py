@@ -12,7 +12,6 @@ In reading order:
 - `model_actions`, `lab_actions`, `comparison_actions`, `surgery_actions`: the jobs: capture a text,
   measure and compare heads, ablate them and continue the text, compare two runs, compute the cost,
   prune and convert.
-- `lab_runs`: runs of the open text with some heads ablated.
 - `answers`: requests answered immediately, by address: pictures, exact rows, marginals, and the
   computation of one head for one query, step by step.
 - `export_files`: weights, measures and the trace as files, and a single HTML file of what is open.

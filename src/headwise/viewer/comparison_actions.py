@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..observe.traces import Trace, TraceComparison, compare_traces, load_trace
-from .lab_runs import Ablation, LabRuns, id_inputs
+from .lab_actions import Ablation, LabRuns, id_inputs
 from .model_actions import capture_trace, check_text_length
 from .model_worker import HEADS, JobProgress, action, choice, text
 from .open_model import (
