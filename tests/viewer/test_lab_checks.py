@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from headwise.viewer.lab_runs import Ablation, LabRuns
 
 import headwise as hw
 from headwise.observe.head_analysis.annotated_examples import Example
@@ -18,6 +17,8 @@ from headwise.surgery.verification.quality_metrics import measure_quality
 from headwise.viewer import lab_actions
 from headwise.viewer.lab_actions import (
     MAX_TEXTS,
+    Ablation,
+    LabRuns,
     check_by_removal,
     compute_effect,
     continue_text,

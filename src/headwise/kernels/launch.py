@@ -40,7 +40,7 @@ from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
 from struct import Struct, pack, unpack
-from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -290,32 +290,28 @@ WORD_BYTES = 8
 TensorArg = Tensor | array | None  # a table may be an array of int64
 
 
-class ArgField(NamedTuple):
-    """One field of a record: its word in memory, and its kind: "int", "float" or "tensor"."""
+class ArgField:
+    """Descriptor of a field of a record: its word in memory, and its kind: "int", "float" or
+    "tensor". It reads the word, and writes a number or the address of a tensor.
+    """
 
-    index: int
-    kind: str
-
-
-class _Word:
-    """Descriptor of a field: reads the word, writes a number or the address of a tensor."""
-
-    def __init__(self, field: ArgField) -> None:
-        self.field = field
+    def __init__(self, index: int, kind: str) -> None:
+        self.index = index
+        self.kind = kind
 
     def __get__(self, record: KernelArgs | None, owner: Any) -> Any:
         if record is None:
             return self
-        word = record.words[self.field.index]
-        return unpack("=d", pack("=q", word))[0] if self.field.kind == "float" else word
+        word = record.words[self.index]
+        return unpack("=d", pack("=q", word))[0] if self.kind == "float" else word
 
     def __set__(self, record: KernelArgs, value: Any) -> None:
-        if self.field.kind == "tensor":
+        if self.kind == "tensor":
             record.tensors.append(value)
             value = address_of(value)
-        elif self.field.kind == "float":
+        elif self.kind == "float":
             value = unpack("=q", pack("=d", value))[0]
-        record.words[self.field.index] = value
+        record.words[self.index] = value
 
 
 def address_of(memory: TensorArg) -> int:
@@ -387,7 +383,7 @@ class KernelArgs:
         for name in get_annotations(cls):
             kind = kinds[name].__name__ if kinds[name] in (int, float) else "tensor"
             cls.fields[name] = ArgField(len(cls.fields), kind)
-            setattr(cls, name, _Word(cls.fields[name]))
+            setattr(cls, name, cls.fields[name])
         cls.make = staticmethod(_generate_make(cls))
         cls.records[cls.record_name()] = cls
 

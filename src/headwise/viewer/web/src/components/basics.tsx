@@ -5,7 +5,7 @@ import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { themeVersion } from "../canvas/colors";
 import { drawHeatmap, type HeatmapImage } from "../canvas/heatmap";
-import { say, t } from "../i18n";
+import { say, t, type TextKey } from "../i18n";
 import { announcement, type Scale, showsTable } from "../state";
 
 export function Icon({ path, size = 16 }: { path: string; size?: number }): JSX.Element {
@@ -16,12 +16,24 @@ export function Icon({ path, size = 16 }: { path: string; size?: number }): JSX.
   );
 }
 
-export function Segmented<T extends string>(props: {
+interface ChoiceProps<T extends string> {
   label: string;
   value: T;
   options: readonly (readonly [T, string])[];
   onChange: (value: T) => void;
-}): JSX.Element {
+}
+
+/** The value of a choice that a signal holds, and its change. */
+export function bind<T>(state: { value: T }): { value: T; onChange: (value: T) => void } {
+  return { value: state.value, onChange: (value) => (state.value = value) };
+}
+
+/** Options whose texts have the key `prefix` and the name. */
+export function choices<const T extends string>(prefix: string, names: readonly T[]): (readonly [T, string])[] {
+  return names.map((name) => [name, t(`${prefix}${name.replace(" ", "")}` as TextKey)] as const);
+}
+
+export function Segmented<T extends string>(props: ChoiceProps<T>): JSX.Element {
   return (
     <span class="seg" role="group" aria-label={props.label}>
       {props.options.map(([value, text]) => (
@@ -33,12 +45,7 @@ export function Segmented<T extends string>(props: {
   );
 }
 
-export function Select<T extends string>(props: {
-  label: string;
-  value: T;
-  options: readonly (readonly [T, string])[];
-  onChange: (value: T) => void;
-}): JSX.Element {
+export function Select<T extends string>(props: ChoiceProps<T>): JSX.Element {
   return (
     <label class="picker">
       <span>{props.label}</span>

@@ -6,7 +6,7 @@ import { say, t } from "../i18n";
 import type { PageError } from "../source";
 import { announcement, headForm, headName, isDark, lens, overlay, screen, selectedHead, selectedSite, site, source, toPageError } from "../state";
 import { currentAddress } from "../url_state";
-import { CopyCode, ErrorNote, Icon, Panel, saveBlob, Segmented, Select } from "./basics";
+import { bind, CopyCode, ErrorNote, Icon, Panel, saveBlob, Segmented, Select } from "./basics";
 import { shownView, viewQuery } from "./head_data";
 import { Dialog } from "./overlays";
 
@@ -55,15 +55,7 @@ export function ExportDrawer(): JSX.Element {
       {source.isLive ? (
         <>
           <div class="stack">
-            <Segmented
-              label={t("export.what")}
-              value={subject.value}
-              options={[
-                ["head", t("export.head", { name })],
-                ["all", t("export.all")],
-              ]}
-              onChange={(value) => (subject.value = value)}
-            />
+            <Segmented label={t("export.what")} {...bind(subject)} options={[["head", t("export.head", { name })], ["all", t("export.all")]]} />
           </div>
           <Panel title={t("export.figure")}>
             {buttons([
@@ -78,7 +70,7 @@ export function ExportDrawer(): JSX.Element {
               ["json", "JSON"],
               ["npz", "NPZ"],
             ])}
-            <Select label={t("export.least")} value={least.value} options={LEAST_WEIGHTS.map((value) => [value, value === "0" ? t("export.nothing") : value] as const)} onChange={(value) => (least.value = value)} />
+            <Select label={t("export.least")} {...bind(least)} options={LEAST_WEIGHTS.map((value) => [value, value === "0" ? t("export.nothing") : value] as const)} />
             <p class="t3 sm">{t("export.numbersHint")}</p>
           </Panel>
           <Panel title={t("export.rest")}>

@@ -12,6 +12,7 @@ import { type ExactRow, type HeadData, type Marginals, shownView, wholeView } fr
 import { roundTicks } from "./head_scatter";
 import { moveView, percentBox, zoomView } from "./matrix";
 import { streamWords, visibleToken } from "./tokens";
+import { largest } from "./voice_lines";
 
 const LISTED_KEYS = 8;
 const FIRST_ZOOM = 8; // how much closer the first press on the small matrix looks
@@ -51,18 +52,6 @@ export function Minimap({ item }: { item: Site }): JSX.Element {
   );
 }
 
-/** The keys with the largest weights, the largest first. */
-function topKeys({ weights, masked }: ExactRow): number[] {
-  const top: number[] = [];
-  for (let key = 0; key < weights.length; key++) {
-    if (masked[key] || (top.length === LISTED_KEYS && weights[key]! <= weights[top.at(-1)!]!)) continue;
-    const place = top.findIndex((other) => weights[other]! < weights[key]!);
-    top.splice(place < 0 ? top.length : place, 0, key);
-    top.length = Math.min(top.length, LISTED_KEYS);
-  }
-  return top;
-}
-
 /** The exact weights of the selected query, the largest first. */
 export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | null>; marginals: ReadonlySignal<Marginals | null> }): JSX.Element {
   const { item } = props;
@@ -70,6 +59,8 @@ export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | nul
   const marginals = props.marginals.value;
   const word = row ? streamWords(item.queryStream)[row.query] : undefined;
   const keyWords = streamWords(item.keyStream);
+  const allowed = row?.weights.map((weight, key) => (row.masked[key] ? -Infinity : weight)) ?? new Float32Array();
+  const top = largest(allowed, LISTED_KEYS).filter(({ weight }) => weight > -Infinity);
   return (
     <Panel class="row-panel" title={row ? [`${t("query")} ${row.query}`, ...(word === undefined ? [] : [visibleToken(word)])].join(" · ") : t("query")}>
       {row ? (
@@ -83,12 +74,12 @@ export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | nul
             </tr>
           </thead>
           <tbody>
-            {topKeys(row).map((key) => (
+            {top.map(({ index: key, weight }) => (
               <tr key={key}>
                 <td class="mono">
                   {key} {keyWords[key] !== undefined && visibleToken(keyWords[key])}
                 </td>
-                <td class="num">{row.weights[key]!.toPrecision(4)}</td>
+                <td class="num">{weight.toPrecision(4)}</td>
               </tr>
             ))}
             {lens.value === "weight" && marginals && (

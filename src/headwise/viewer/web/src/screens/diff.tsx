@@ -3,7 +3,7 @@
 import { signal, useComputed, useSignal, useSignalEffect, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { showMeasure } from "../actions";
-import { ErrorNote, Heatmap, Panel, Ramp, Segmented, Select, TableButton, type Column } from "../components/basics";
+import { bind, choices, type Column, ErrorNote, Heatmap, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { HeadGrid, stackNumbers } from "../components/head_grid";
 import { streamWords, visibleToken } from "../components/tokens";
@@ -97,8 +97,8 @@ export function DiffScreen(): JSX.Element {
         <span class="grow" />
         {found && isCurrent && (
           <>
-            <Select label={t("map.cells")} value={MODES.find((mode) => mode === cellMode.value) ?? "thumbnail"} options={MODES.map((mode) => [mode, t(`diff.mode.${mode.replace(" ", "")}` as TextKey)] as const)} onChange={(mode) => (cellMode.value = mode)} />
-            <Select label={t("scale.label")} value={scale.value} options={SCALES.map((name) => [name, t(`scale.${name}` as TextKey)] as const)} onChange={(value) => (scale.value = value)} />
+            <Select label={t("map.cells")} value={MODES.find((mode) => mode === cellMode.value) ?? "thumbnail"} options={choices("diff.mode.", MODES)} onChange={(mode) => (cellMode.value = mode)} />
+            <Select label={t("scale.label")} {...bind(scale)} options={choices("scale.", SCALES)} />
             <TableButton />
           </>
         )}
@@ -129,16 +129,7 @@ function Question(): JSX.Element {
       >
         <div class="row wrap">
           <span class="t3">{t("diff.with")}</span>
-          <Segmented
-            label={t("diff.with")}
-            value={kind}
-            options={[
-              ["text", t("diff.kind.text")],
-              ["ablated", t("diff.kind.ablated")],
-              ["other", other || t("diff.kind.other")],
-            ]}
-            onChange={(value) => (diffKind.value = value)}
-          />
+          <Segmented label={t("diff.with")} {...bind(diffKind)} options={[...choices("diff.kind.", ["text", "ablated"]), ["other", other || t("diff.kind.other")]]} />
           {kind === "ablated" && <span class="t2">{ablated.map((item) => headName(item.site, item.head)).join(", ")}</span>}
           <span class="grow" />
           <button class="btn primary" type="submit" aria-disabled={missing !== ""}>

@@ -3,7 +3,7 @@
 import { useSignal, useSignalEffect, type ReadonlySignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { ChannelProducts, WrittenTokens } from "../components/channel_products";
-import { ErrorNote, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
+import { bind, choices, ErrorNote, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
 import { MAX_CELLS, useHeadData, type HeadData, type Pointed } from "../components/head_data";
 import { MarginalTables, Minimap, OffsetProfile, RowPanel } from "../components/head_panels";
 import { isSameView, Matrix } from "../components/matrix";
@@ -13,7 +13,7 @@ import { StrongestPairs, TokenLines } from "../components/token_lines";
 import { streamWords, visibleToken } from "../components/tokens";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
-import { headForm, headName, leastShare, LENSES, lens, lockedCell, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site, type Lens } from "../state";
+import { headForm, headName, leastShare, LENSES, lens, lockedCell, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site } from "../state";
 
 const MAX_LINE_TOKENS = 64;
 
@@ -83,36 +83,17 @@ function Toolbar({ item }: { item: Site }): JSX.Element {
     <div class="toolbar">
       <h1>{t("head.title", { name: headName(selectedSite.value, selectedHead.value) })}</h1>
       <span class="grow" />
-      <Segmented
-        label={t("head.form")}
-        value={headForm.value}
-        options={[
-          ["matrix", t("head.matrix")],
-          ["lines", t("head.lines")],
-          ["arcs", t("head.arcs")],
-          ["points", t("head.points")],
-          ["channels", t("head.channels")],
-        ]}
-        onChange={(value) => (headForm.value = value)}
-      />
-      {item.hasValues && <Select label={t("head.lens")} value={lens.value} options={LENSES.map((name): [Lens, string] => [name, t(`lens.${name}` as TextKey)])} onChange={(value) => (lens.value = value)} />}
+      <Segmented label={t("head.form")} {...bind(headForm)} options={choices("head.", ["matrix", "lines", "arcs", "points", "channels"])} />
+      {item.hasValues && <Select label={t("head.lens")} {...bind(lens)} options={choices("lens.", LENSES)} />}
       {(headForm.value === "lines" || headForm.value === "arcs") && !showsTable.value && (
         <label class="picker range">
           <span>{t("head.least", { share: Math.round(leastShare.value * 100) })}</span>
           <input type="range" min="0" max="0.9" step="0.01" value={leastShare.value} onInput={(event) => (leastShare.value = Number(event.currentTarget.value))} />
         </label>
       )}
-      <Select label={t("scale.label")} value={scale.value} options={SCALES.map((name) => [name, t(`scale.${name}` as TextKey)] as const)} onChange={(value) => (scale.value = value)} />
+      <Select label={t("scale.label")} {...bind(scale)} options={choices("scale.", SCALES)} />
       {headForm.value === "matrix" && (
-        <Select
-          label={t("head.rows")}
-          value={rowMarginal.value}
-          options={[
-            ["entropy", t("head.rowsEntropy")],
-            ["maximum", t("head.rowsMaximum")],
-          ]}
-          onChange={(value) => (rowMarginal.value = value)}
-        />
+        <Select label={t("head.rows")} {...bind(rowMarginal)} options={[["entropy", t("head.rowsEntropy")], ["maximum", t("head.rowsMaximum")]]} />
       )}
       <TableButton />
     </div>

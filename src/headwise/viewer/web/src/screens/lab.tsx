@@ -4,7 +4,7 @@ import { useComputed } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import type { JSX } from "preact";
 import { ablateReason, canRedo, canUndo, redoAblation, setAblated, toggleAblated, undoAblation } from "../actions";
-import { Panel, Segmented } from "../components/basics";
+import { choices, Panel, Segmented } from "../components/basics";
 import { streamWords, visibleToken } from "../components/tokens";
 import { say, t, type TextKey } from "../i18n";
 import { changeMode, chosenTokens, computeEffect, effect, evaluate, evaluation, evaluationKey, evaluationLines, evaluationText, factor, mode, modeFields, MODES, openTokens, randomSets, requestKey, resampleText, toggleToken } from "../lab_state";
@@ -64,7 +64,7 @@ function HeadsPanel(): JSX.Element {
         ))}
       </div>
       <div class="row wrap lab-how">
-        <Segmented label={t("lab.mode")} value={mode.value} options={MODES.map((name) => [name, t(`lab.${name}` as TextKey)] as const)} onChange={(value) => changeMode(value)} />
+        <Segmented label={t("lab.mode")} value={mode.value} options={choices("lab.", MODES)} onChange={(value) => changeMode(value)} />
         {mode.value === "zero" && (
           <label class="picker range">
             <span>

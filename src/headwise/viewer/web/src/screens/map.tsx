@@ -3,7 +3,7 @@
 import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
 import { measureImportance } from "../actions";
-import { Meter, Panel, Ramp, Segmented, Select } from "../components/basics";
+import { bind, Meter, Panel, Ramp, Segmented, Select } from "../components/basics";
 import { Badge, classLetter, className, LETTERS } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { classFilter, HeadGrid, type HeadItem, isOnTop, isShownLayer, MapFilter, meanName, stackNumbers } from "../components/head_grid";
@@ -41,12 +41,7 @@ export function MapScreen(): JSX.Element {
           />
         )}
         {table && (
-          <Select
-            label={t("map.order")}
-            value={sortHeads.value}
-            options={[["index", t("map.index")], ...table.names.map((name): [string, string] => [name, measureName(name)])]}
-            onChange={(name) => (sortHeads.value = name)}
-          />
+          <Select label={t("map.order")} {...bind(sortHeads)} options={[["index", t("map.index")], ...table.names.map((name): [string, string] => [name, measureName(name)])]} />
         )}
       </div>
       <MapFilter />

@@ -4,7 +4,7 @@ import { effect, signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { setAblated } from "../actions";
-import { Panel, Segmented, Select } from "../components/basics";
+import { bind, choices, Panel, Segmented, Select } from "../components/basics";
 import { say, t, type TextKey } from "../i18n";
 import { doc, headCount, job, runJob, sites, source } from "../state";
 import { between, oneOf, toText, urlSignal } from "../url_state";
@@ -115,15 +115,7 @@ export function PruneScreen(): JSX.Element {
       <div class="toolbar">
         <h1>{t("prune.title")}</h1>
         <span class="grow" />
-        <Segmented
-          label={t("prune.task")}
-          value={task.value}
-          options={[
-            ["prune", t("prune.prune")],
-            ["convert", t("prune.convert")],
-          ]}
-          onChange={(value) => (task.value = value)}
-        />
+        <Segmented label={t("prune.task")} {...bind(task)} options={choices("prune.", ["prune", "convert"])} />
       </div>
       {!isPossible && <p class="note">{t("state.needsModel")}</p>}
       <div class="surgery">
@@ -155,26 +147,13 @@ export function PruneScreen(): JSX.Element {
 
 // --- The plan --------------------------------------------------------------------------------------------
 
-function options<Name extends string>(names: readonly Name[], group: string): (readonly [Name, string])[] {
-  return names.map((name) => [name, t(`prune.${group}.${name}` as TextKey)] as const);
-}
-
 function PruningPlan(): JSX.Element {
   const isLab = chosenBy.value === "lab";
   const isSoft = fold.value === "none" && doc.value?.ablated.some((item) => item.mode !== "zero" || item.scale !== 0);
   const fixed = sites.value.filter((item) => !item.abilities.prune.possible);
   return (
     <>
-      <Segmented
-        label={t("prune.choose")}
-        value={chosenBy.value}
-        options={[
-          ["lab", t("prune.fromLab")],
-          ["clusters", t("prune.fromClusters")],
-          ["share", t("prune.fromShare")],
-        ]}
-        onChange={(value) => (chosenBy.value = value)}
-      />
+      <Segmented label={t("prune.choose")} {...bind(chosenBy)} options={[["lab", t("prune.fromLab")], ["clusters", t("prune.fromClusters")], ["share", t("prune.fromShare")]]} />
       {isLab && <p class="t3 sm">{t(doc.value?.ablated.length ? "prune.labHint" : "prune.labNone")}</p>}
       {isLab && isSoft && <p class="sm warn-text">{t("prune.labModes")}</p>}
       {chosenBy.value === "clusters" && <p class="t3 sm">{t("prune.clustersHint")}</p>}
@@ -185,11 +164,11 @@ function PruningPlan(): JSX.Element {
               <span>{t("prune.share", { share: share.value })}</span>
               <input type="range" min="5" max="95" step="5" value={share.value} onInput={(event) => (share.value = Number(event.currentTarget.value))} />
             </label>
-            <Select label={t("prune.per")} value={per.value} options={options(PER, "per")} onChange={(value) => (per.value = value)} />
+            <Select label={t("prune.per")} {...bind(per)} options={choices("prune.per.", PER)} />
           </>
         )}
-        {!isLab && <Select label={t("prune.method")} value={method.value} options={(surgery.value?.methods ?? ["best"]).map((name) => [name, methodName(name)] as const)} onChange={(value) => (method.value = value)} />}
-        <Select label={t("prune.fold")} value={fold.value} options={options(FOLDS, "fold")} onChange={(value) => (fold.value = value)} />
+        {!isLab && <Select label={t("prune.method")} {...bind(method)} options={(surgery.value?.methods ?? ["best"]).map((name) => [name, methodName(name)] as const)} />}
+        <Select label={t("prune.fold")} {...bind(fold)} options={choices("prune.fold.", FOLDS)} />
       </div>
       {fixed.map((item) => (
         <p key={item.name} class="t3 sm">
@@ -253,21 +232,16 @@ function ConversionPlan(): JSX.Element {
   return (
     <>
       <div class="row wrap">
-        <Select
-          label={t("prune.form")}
-          value={form.value}
-          options={forms.filter((item) => item.possible).map((item) => [item.form, t(`prune.form.${item.form}` as TextKey)] as const)}
-          onChange={(value) => (form.value = value)}
-        />
-        {sites.value.some((item) => item.kind === "cross") && <Select label={t("prune.where")} value={where.value} options={options(WHERE, "where")} onChange={(value) => (where.value = value)} />}
+        <Select label={t("prune.form")} {...bind(form)} options={choices("prune.form.", forms.filter((item) => item.possible).map((item) => item.form))} />
+        {sites.value.some((item) => item.kind === "cross") && <Select label={t("prune.where")} {...bind(where)} options={choices("prune.where.", WHERE)} />}
       </div>
       <div class="row wrap">
         {form.value === "kv" && (
           <>
             <span class="t3">{t("prune.count")}</span>
             <Segmented label={t("prune.count")} value={String(count.value)} options={counts.map((item) => [String(item), String(item)] as const)} onChange={(value) => (count.value = Number(value))} />
-            <Select label={t("prune.grouping")} value={grouping.value} options={options(GROUPINGS, "grouping")} onChange={(value) => (grouping.value = value)} />
-            <Select label={t("prune.align")} value={align.value} options={options(ALIGN, "align")} onChange={(value) => (align.value = value)} />
+            <Select label={t("prune.grouping")} {...bind(grouping)} options={choices("prune.grouping.", GROUPINGS)} />
+            <Select label={t("prune.align")} {...bind(align)} options={choices("prune.align.", ALIGN)} />
           </>
         )}
         {form.value === "collaborative" && <NumberField label={t("prune.width")} value={width} min={1} />}

@@ -4,7 +4,7 @@ import { batch, signal, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { setAblated } from "../actions";
-import { Heatmap, Panel, Segmented, Select, TableButton, type Column } from "../components/basics";
+import { bind, choices, type Column, Heatmap, Panel, Segmented, Select, TableButton } from "../components/basics";
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { Dendrogram } from "../components/dendrogram";
@@ -106,14 +106,9 @@ export function SimilarityScreen(): JSX.Element {
         <h1>{t("similar.title")}</h1>
         {!group && <span class="t3">{t("similar.hint")}</span>}
         <span class="grow" />
-        <Segmented label={t("similar.by")} value={basis.value} options={BASES.map((name) => [name, t(`similar.by.${name}`)] as const)} onChange={chooseBasis} />
+        <Segmented label={t("similar.by")} value={basis.value} options={choices("similar.by.", BASES)} onChange={chooseBasis} />
         {alike.length > 1 && basis.value !== "circuits" && (
-          <Select
-            label={t("tokens.label")}
-            value={chosen.value}
-            options={alike.map((item, number) => [String(number), item.streams.map(say).join(" → ")] as const)}
-            onChange={(value) => (chosen.value = value)}
-          />
+          <Select label={t("tokens.label")} {...bind(chosen)} options={alike.map((item, number) => [String(number), item.streams.map(say).join(" → ")] as const)} />
         )}
         {group && <TableButton />}
       </div>

@@ -6,7 +6,7 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import { generateText } from "../actions";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
-import { ErrorNote, Panel, Segmented, Select, TableButton } from "../components/basics";
+import { bind, choices, ErrorNote, Panel, Segmented, Select, TableButton } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { StrongestPairs } from "../components/token_lines";
 import { MAX_CELLS, type TileState } from "../components/head_data";
@@ -163,14 +163,14 @@ function Toolbar(): JSX.Element {
   return (
     <div class="toolbar">
       <h1>{t("text.title")}</h1>
-      <Segmented label={t("text.heads")} value={textMode.value} options={(["one", "set", "two", "all"] as const).map((name) => [name, t(`text.mode.${name}` as TextKey)] as const)} onChange={(value) => (textMode.value = value)} />
+      <Segmented label={t("text.heads")} value={textMode.value} options={choices("text.mode.", ["one", "set", "two", "all"])} onChange={(value) => (textMode.value = value)} />
       {(textMode.value === "set" ? groups[0]! : groups.map((heads) => heads[0]!)).map(([number, head], place) => (
         <span key={`${number}.${head}`} class={`tag mono ${textMode.value === "two" ? `hue-tag-${place === 0 ? "a" : "b"}` : ""}`}>
           {headName(number, head)}
         </span>
       ))}
-      {textMode.value === "set" && <Select label={t("text.combine")} value={combination.value} options={COMBINATIONS.map((name) => [name, t(`text.combine.${name}` as TextKey)] as const)} onChange={(value) => (combination.value = value)} />}
-      {textMode.value === "all" && <Select label={t("text.all")} value={aggregate.value} options={AGGREGATES.filter((name) => item.queryStream === item.keyStream || name !== "rollout.layer").map((name) => [name, t(`text.all.${name}` as TextKey)] as const)} onChange={(value) => (aggregate.value = value)} />}
+      {textMode.value === "set" && <Select label={t("text.combine")} {...bind(combination)} options={choices("text.combine.", COMBINATIONS)} />}
+      {textMode.value === "all" && <Select label={t("text.all")} {...bind(aggregate)} options={choices("text.all.", AGGREGATES.filter((name) => item.queryStream === item.keyStream || name !== "rollout.layer"))} />}
       {textMode.value === "two" && groups[1] && (
         <Select label={t("text.second")} value={groups[1][0]!.join(".")} options={others.map((pair) => [pair.join("."), headName(...pair)] as const)} onChange={(value) => (secondHead.value = value)} />
       )}
