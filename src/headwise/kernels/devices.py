@@ -135,7 +135,7 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 def exact_device(device: torch.device) -> torch.device:
-    """Return the device on which sums in float64 of its tensors are computed: itself, or the CPU."""
+    """Return the device that computes float64 sums of its tensors: itself, or the CPU."""
     return device if has_dtype(device, torch.float64) else torch.device("cpu")
 
 

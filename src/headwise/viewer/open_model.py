@@ -481,7 +481,7 @@ def load_target(name: str, log: Log = lambda _: None, loading: LoadingPlace = ON
 
 
 def _move(model: nn.Module, loading: LoadingPlace) -> nn.Module:
-    """Move a model that was built in memory; "auto" leaves one where it is that is not on the CPU."""
+    """Move a model that was built in memory; "auto" moves only models on the CPU."""
     from ..kernels.devices import Placement
 
     is_placed = any(tensor.device.type != "cpu" for tensor in model.parameters())
