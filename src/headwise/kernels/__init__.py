@@ -1,4 +1,4 @@
-"""CPU kernels, compiled by Numba on first use and registered as torch operations.
+"""CPU kernels, compiled by Numba on first use and registered as torch operations; kernels for GPUs.
 
 `docs/backends.md` explains how a kernel is written, with a complete example. The foundation:
 
@@ -19,6 +19,10 @@ The operations and their kernels:
 - `head_mixing`, `head_mixing_kernel`: dynamically composed attention heads (2405.08553)
 - `linear`, `small_batch_kernels`: products of a few tokens with matrices, or torch's
 - `counter_rng`: random numbers addressed by seed and counter, the same on every machine
+
+Kernels for GPUs, in Triton where it is installed (`triton_support`):
+
+- `head_statistics`, `head_statistics_kernel`: statistics of attention weights that are never stored
 
 The machine: `capabilities`, the class of its processor, usable cores and memory, and the sizes
 from which each path is faster; `devices`, its accelerators by name, their memory and dtypes.

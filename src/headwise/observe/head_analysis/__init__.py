@@ -8,7 +8,8 @@ redundant.
 - Measures: `head_measurement` runs a model over examples and returns a `head_table`.
   `attention_sinks` leaves out repetitions and measures if the first token is a sink,
   `weight_bands` streams the attention weights, `head_metrics` defines the measures, ours and
-  published ones, `head_classes` names heads by them.
+  published ones, `streamed_statistics` computes them on a GPU without weights, `head_classes`
+  names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment`
   (translation).
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the

@@ -14,6 +14,7 @@ from torch import nn
 from ...attention.attention import Attention
 from ...attention.interfaces import Mix
 from ...attention.interfaces.core_types import Phase
+from ...kernels.triton_support import can_run_triton
 from ...util.errors import pluralise
 from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
@@ -23,6 +24,13 @@ from .attention_sinks import DistinctExamples, mark_first_token_sinks
 from .head_metrics import HEAD_METRICS, HeadMetric, get_metric, select_largest, select_peak_offset
 from .head_table import HeadMeasures, HeadTable, Measure
 from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums, stack_texts
+from .streamed_statistics import (
+    STREAMED_METRICS,
+    StatisticsStream,
+    read_statistics,
+    sum_chance,
+    sum_metrics,
+)
 from .weight_bands import WeightBand, move_annotations, stream_weight_bands
 
 OBSERVED = "own"
@@ -64,6 +72,7 @@ class MetricSums:
         self.sums_by_example: dict[tuple[str, str, str], list[TextSums]] = {}
         self._open: dict[tuple[str, str, str], TextSums] = {}
         self._recent_uniform: list[tuple[Any, torch.Tensor, dict[str, TextSums]]] = []
+        self.stream = StatisticsStream()  # calls of the current text that a GPU kernel measures
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of rows, and the same band of a head that reads every allowed key equally (the
@@ -107,6 +116,13 @@ class MetricSums:
 
     def finish_example(self) -> None:
         """Store the sums of the example that just ended."""
+        for call, own, uniform in read_statistics(self.stream.calls):
+            sources = {OBSERVED: sum_metrics(own), CHANCE: sum_chance(uniform)}
+            for metric in self.metrics:
+                if call.is_self_attention or not metric.self_attention_only:
+                    for source, sums in sources.items():
+                        self._open[call.site, metric.name, source] = sums[metric.name]
+        self.stream = StatisticsStream()
         for key, totals in self._open.items():
             self.sums_by_example.setdefault(key, []).append(totals)
         self._open = {}
@@ -245,11 +261,14 @@ def sum_examples(
             receiver.add_band(site, band)
 
     device = get_device(model)
+    is_streamed = STREAMED_METRICS.issuperset(options.metrics) and can_run_triton(device)
     moved = (move_annotations(example, device) for example in examples)
     for count, example in enumerate(moved, 1):
         for collector in collectors:
             collector.start_example(example)
-        stream_weight_bands(model, sites, example, streams, on_band)
+        # Other collectors need the weights themselves.
+        add_call = metric_sums.stream.add_call if is_streamed and not collectors else None
+        stream_weight_bands(model, sites, example, streams, on_band, add_call)
         for receiver in receivers:
             receiver.finish_example()
         progress(count)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...util.errors import suggest
+from .annotated_examples import TokenAnnotations
 from .weight_bands import WeightBand, row_entropy
 
 SumAndCount = tuple[
@@ -93,10 +94,15 @@ def random_breadth_sums(band: WeightBand) -> SumAndCount:
     Their mean entropy is 1/2 + 1/3 + ... + 1/n, the mean entropy under a flat Dirichlet
     distribution.
     """
-    num_keys = band.num_allowed_keys.clamp(min=1).double()
-    mean_entropy = torch.digamma(num_keys + 1) - torch.digamma(torch.full_like(num_keys, 2))
-    breadth = (mean_entropy.exp() / num_keys).expand(*band.w_HTS.shape[:2])
+    breadth = mean_random_breadth(band.num_allowed_keys).expand(*band.w_HTS.shape[:2])
     return mean_over_rows(breadth, band.select_counted(band.num_allowed_keys > 1))
+
+
+def mean_random_breadth(num_keys: Tensor) -> Tensor:
+    """Breadth at the mean entropy of random attention over so many keys, in float64."""
+    num_keys = num_keys.clamp(min=1).double()
+    mean_entropy = torch.digamma(num_keys + 1) - torch.digamma(torch.full_like(num_keys, 2))
+    return mean_entropy.exp() / num_keys
 
 
 def confidence_sums(band: WeightBand) -> SumAndCount:
@@ -165,15 +171,17 @@ def induction_sums(band: WeightBand) -> SumAndCount:
 
 def rarest_token_sums(band: WeightBand) -> SumAndCount:
     """Count rows with their largest weight on the rarest token of the text (1905.09418)."""
-    keys = band.key_tokens
-    readable = (keys.frequency > 0) & ~keys.is_special
-    if not bool(readable.any()):
-        zero = band.w_HTS.new_zeros(band.w_HTS.shape[0], dtype=torch.float64)
-        return zero, zero
-    lowest = torch.where(readable, keys.frequency, keys.frequency.max() + 1).min()
-    rarest = readable & (keys.frequency == lowest)
+    rarest = find_rarest_tokens(band.key_tokens)
     hits = band.is_max @ band.slice_keys(rarest).to(band.is_max.dtype) / band.num_max_keys
     return mean_over_rows(hits, band.may_read(rarest))
+
+
+def find_rarest_tokens(keys: TokenAnnotations) -> Tensor:
+    """Find the tokens with the lowest frequency in the data set, special tokens apart."""
+    readable = (keys.frequency > 0) & ~keys.is_special
+    most = torch.iinfo(keys.frequency.dtype).max
+    frequency = torch.where(readable, keys.frequency, most)
+    return readable & (frequency == frequency.sort().values[:1])
 
 
 def support_sums(band: WeightBand) -> SumAndCount:
@@ -181,17 +189,23 @@ def support_sums(band: WeightBand) -> SumAndCount:
 
     At most `MAX_ROWS` evenly spaced rows of a text are counted.
     """
-    count = band.query_tokens.count
-    device = band.w_HTS.device
-    sampled = torch.linspace(0, count - 1, min(count, MAX_ROWS), device=device).round().long()
-    rows = sampled - band.first_query
+    rows = sample_rows(band.query_tokens.count, band.w_HTS.device) - band.first_query
     rows = rows[(rows >= 0) & (rows < band.w_HTS.shape[1])]
-    ordered = band.w_HTS[:, rows].sort(-1, descending=True).values
-    cumulative = ordered.cumsum(-1, dtype=torch.float64)
-    fractions = torch.tensor(SUPPORT_FRACTIONS, dtype=torch.float64, device=device)
+    return sum_support(band.w_HTS[:, rows], band.num_allowed_keys[..., rows])
+
+
+def sample_rows(count: int, device: torch.device) -> Tensor:
+    """Evenly spaced queries of a text of `count` tokens, at most `MAX_ROWS`."""
+    return torch.linspace(0, count - 1, min(count, MAX_ROWS), device=device).round().long()
+
+
+def sum_support(w_HTS: Tensor, num_allowed_keys: Tensor) -> SumAndCount:
+    """Sums of `support_sums` over rows; each of them may read `num_allowed_keys`, [H or 1, T]."""
+    cumulative = w_HTS.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    fractions = torch.tensor(SUPPORT_FRACTIONS, dtype=torch.float64, device=w_HTS.device)
     goals = cumulative[..., -1:] * (1 - MASS_TOLERANCE) * fractions
     keys = torch.searchsorted(cumulative, goals) + 1
-    visible = band.num_allowed_keys[..., rows].expand(keys.shape[:2])[..., None]
+    visible = num_allowed_keys.expand(keys.shape[:2])[..., None]
     counted = (visible > 0).expand_as(keys)
     shares = torch.where(counted, keys.double() / visible.clamp(min=1), 0)
     return shares.sum(1), counted.sum(1, dtype=torch.float64)

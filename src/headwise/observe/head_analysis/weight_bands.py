@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
-from ..inspect.site import ObservedCall
+from ..inspect.site import AttentionInputs, ObservedCall
 from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 
 # columns are gathered if fewer than one key in 32 is selected; else a product over all keys is
@@ -216,6 +216,7 @@ class WeightBand:
 MAX_CELLS = 2**22  # largest number of weights in a band: 16 MB
 MAX_HEIGHT_RATIO = 4  # a band with few keys has at most 4 times the rows of one with all keys
 BandCallback = Callable[[str, WeightBand], None]
+CallCallback = Callable[[str, AttentionInputs, TokenAnnotations, TokenAnnotations], bool]
 
 
 def move_annotations(example: Example, device: torch.device) -> Example:
@@ -234,30 +235,38 @@ def move_annotations(example: Example, device: torch.device) -> Example:
 class WeightBandHook(AttentionHook):
     """Hook that passes the attention weights of one site to `add_band(name,
     band)`, band by band.
+
+    A call goes to `add_call(name, inputs, query_tokens, key_tokens)` instead if that returns True.
     """
 
     def __init__(
-        self, name: str, example: Example, streams: tuple[str, str], add_band: BandCallback
+        self,
+        name: str,
+        example: Example,
+        streams: tuple[str, str],
+        add_band: BandCallback,
+        add_call: CallCallback | None = None,
     ) -> None:
         self.name = name
         self.example = example
         self.streams = streams
         self.add_band = add_band
+        self.add_call = add_call
 
     def on_call(self, call: ObservedCall) -> None:
         """Split the rows of an attention call into bands, each with the range of keys that its
         queries may read.
         """
         query_tokens, key_tokens = (self.example.streams[stream] for stream in self.streams)
+        inputs = None if self.add_call is None else call.streamable_inputs
+        if self.add_call is not None and inputs is not None:
+            self._check_counts(inputs.q_BTHK.shape[1], inputs.k_BSGK.shape[1])
+            if self.add_call(self.name, inputs, query_tokens, key_tokens):
+                return
         device = key_tokens.ids.device
         last = max(0, query_tokens.count - 1)
         _, heads, queries, keys = call.all_weights(slice(last, None)).shape
-        if (last + queries, keys) != (query_tokens.count, key_tokens.count):
-            fact = f"{self.name} has {last + queries} queries and {keys} keys"
-            expected = f"the example annotates {query_tokens.count} and {key_tokens.count} tokens"
-            raise ValueError(
-                f"{fact}, but {expected}; annotate every token as the model's tokenizer makes them"
-            )
+        self._check_counts(last + queries, keys)
         start = 0
         min_rows = max(1, MAX_CELLS // max(1, heads * keys))
         num_rows = min_rows
@@ -277,6 +286,16 @@ class WeightBandHook(AttentionHook):
             fitting = MAX_CELLS // (heads * w_HTS.shape[-1])
             num_rows = max(min_rows, min(MAX_HEIGHT_RATIO * min_rows, fitting))
 
+    def _check_counts(self, queries: int, keys: int) -> None:
+        """Raise ValueError if the example annotates other numbers of tokens."""
+        query_tokens, key_tokens = (self.example.streams[stream] for stream in self.streams)
+        if (queries, keys) != (query_tokens.count, key_tokens.count):
+            fact = f"{self.name} has {queries} queries and {keys} keys"
+            expected = f"the example annotates {query_tokens.count} and {key_tokens.count} tokens"
+            raise ValueError(
+                f"{fact}, but {expected}; annotate every token as the model's tokenizer makes them"
+            )
+
 
 def stream_weight_bands(
     model: nn.Module,
@@ -284,15 +303,18 @@ def stream_weight_bands(
     example: Example,
     streams: Mapping[str, tuple[str, str]],
     add_band: BandCallback,
+    add_call: CallCallback | None = None,
 ) -> None:
     """Run a model over one example and pass the attention weights of `sites` to
-    `add_band(site_name, band)`.
+    `add_band(site_name, band)`, except of calls that `add_call` takes.
 
     `streams` maps a site name to the names of its query stream and its key stream. Bands are on the
     device of the annotations; `move_annotations` moves these to the device of the model.
     """
     names = [module.site.name for module in sites]
-    hooks = {name: WeightBandHook(name, example, streams[name], add_band) for name in names}
+    hooks = {
+        name: WeightBandHook(name, example, streams[name], add_band, add_call) for name in names
+    }
     run_observed(model, example.model_inputs, sites, hooks)
 
 

@@ -205,6 +205,11 @@ class ObservedCall(ABC):
         """Return the inputs as tensors, or None if the weights cannot be recomputed from them."""
         return None
 
+    @property
+    def streamable_inputs(self) -> AttentionInputs | None:
+        """Return `attention_inputs` unless a tensor with all scores must be made for them."""
+        return self.attention_inputs
+
     def head_weights(self, head: int, queries: slice = ALL) -> Tensor:
         """Return the attention weights of one head for a range of queries, [B, T, S]."""
         return self.all_weights(queries)[:, head]
@@ -295,7 +300,7 @@ class AttentionInputs(ObservedCall):
         s_BHTS = self._scaled_products(queries, keys)
         if self.softcap is not None:
             s_BHTS = self.softcap * torch.tanh(s_BHTS / self.softcap)
-        for bias in self._score_biases(queries, keys):
+        for bias in self.additive_masks(queries, keys):
             s_BHTS = s_BHTS + bias
         for mask in self._masked_pairs(queries, keys):
             # skip columns that are masked for no query
@@ -314,7 +319,7 @@ class AttentionInputs(ObservedCall):
         q_BTHK = self.q_BTHK[:, queries]
         shape = (len(q_BTHK), 1, q_BTHK.shape[1], self.k_BSGK.shape[1])
         allowed = torch.ones(shape, dtype=torch.bool, device=q_BTHK.device)
-        biases = self._score_biases(queries, ALL)
+        biases = self.additive_masks(queries)
         if biases:
             allowed = allowed & (sum(biases[1:], biases[0]) > MASK_THRESHOLD)
         for excluded in self._masked_pairs(queries, ALL):
@@ -331,12 +336,18 @@ class AttentionInputs(ObservedCall):
         rows = q_BHTK.unflatten(1, (k_BGSK.shape[1], -1)).flatten(2, 3)
         return (rows @ k_BGSK.transpose(2, 3)).unflatten(2, (-1, q_BHTK.shape[2])).flatten(1, 2)
 
-    def _score_biases(self, queries: slice, keys: slice) -> list[Tensor]:
-        """List biases and additive masks to add to scores."""
+    def additive_masks(self, queries: slice = ALL, keys: slice = ALL) -> list[Tensor]:
+        """List biases and additive masks to add to scores, [B or 1, heads or 1, T or 1, S or 1]."""
         is_added = self.mask is not None and self.mask.dtype != torch.bool
         biases = [self.bias, self.mask if is_added else None]
         slices = [self._slice(bias, queries, keys) for bias in biases if bias is not None]
         return [to_at_least_float32(bias) for bias in slices]
+
+    def boolean_masks(self, queries: slice = ALL, keys: slice = ALL) -> list[Tensor]:
+        """List the boolean mask, true where a key is allowed, if there is one."""
+        if self.mask is None or self.mask.dtype != torch.bool:
+            return []
+        return [self._slice(self.mask, queries, keys)]
 
     def _masked_pairs(self, queries: slice, keys: slice) -> list[Tensor]:
         """List boolean masks of the pairs to exclude."""
@@ -346,9 +357,7 @@ class AttentionInputs(ObservedCall):
             query_positions = torch.arange(self.q_BTHK.shape[1], device=device)
             key_positions = torch.arange(self.k_BSGK.shape[1], device=device)
             masks.append(key_positions[keys] > query_positions[queries, None])
-        if self.mask is not None and self.mask.dtype == torch.bool:
-            masks.append(~self._slice(self.mask, queries, keys))
-        return masks
+        return [*masks, *(~mask for mask in self.boolean_masks(queries, keys))]
 
     def _slice(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
         """Slice a mask as [B or 1, heads or 1, T or 1, S or 1].

@@ -312,6 +312,10 @@ class HeadwiseCall(ObservedCall):
             return None
         return self._make_inputs(self.mask, self.inputs)
 
+    @property
+    def streamable_inputs(self) -> AttentionInputs | None:
+        return None if self.steps.scores else self.attention_inputs
+
     def _make_inputs(self, mask: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
         softmax_args = backends.softmax_args(mask, inputs, self.steps)
         core = self.signature.core

@@ -1,0 +1,91 @@
+"""Calls of the Triton kernels: random inputs of every option, small and odd in size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.kernels.head_statistics import (
+    ScoreInputs,
+    TokenInputs,
+    head_statistics,
+    uniform_statistics,
+)
+from headwise.kernels.triton_support import IS_INTERPRETED
+
+DEVICE = "cpu" if IS_INTERPRETED or not torch.cuda.is_available() else "cuda"
+HEADS = 3
+KV_HEADS = (1, 0, 1)
+OPTIONS = ("causal", "full", "holes", "heads", "bias", "softcap", "sinks", "cross")
+
+
+def random_tokens(num_queries: int, num_keys: int, is_self: bool) -> TokenInputs:
+    """Tokens of few ids, some of them sinks, separators, punctuation or rare."""
+    ids = torch.randint(0, 9, (num_keys,))
+    is_sink = torch.rand(num_keys) < 0.1
+    is_sink[0] = True
+    is_separator = is_sink & (torch.rand(num_keys) < 0.5)
+    flags = [is_sink, is_separator, ids == 3, (ids == 4) & ~is_sink]
+    query_ids = ids if is_self else torch.randint(0, 9, (num_queries,))
+    sampled = torch.linspace(0, num_queries - 1, min(num_queries, 64)).round().long()
+    return TokenInputs(query_ids, ids, *flags, sampled)
+
+
+def random_call(
+    option: str, dtype: torch.dtype = torch.float32, count: int = 70, dim: int = 24
+) -> tuple[ScoreInputs, TokenInputs]:
+    """A call of one option."""
+    num_queries = count // 2 if option == "cross" else count
+    q = torch.randn(num_queries, HEADS, dim)
+    k = torch.randn(count, 2, dim)
+    k[count // 2] = k[count // 3]  # equal keys share the largest weight of some rows
+    k[0] *= 2
+    scores = ScoreInputs(
+        q.to(dtype).to(DEVICE),
+        k.to(dtype).to(DEVICE),
+        KV_HEADS,
+        2 * dim**-0.5,
+        is_causal=option in ("causal", "bias", "sinks"),
+    )
+    changed: dict[str, Any] = {}
+    if option == "softcap":
+        changed["softcap"] = 3.0
+    if option == "sinks":
+        changed["sinks_H"] = torch.randn(HEADS)
+    if option == "bias":
+        far = torch.arange(count) - torch.arange(count)[:, None]
+        changed["bias_HTS"] = -far.abs() * torch.rand(HEADS, 1, 1)
+        changed["bias_HTS"][:, :, 7] = -torch.inf
+    if option in ("holes", "heads"):
+        heads = HEADS if option == "heads" else 1
+        mask = torch.rand(heads, num_queries, count) < 0.6
+        mask[:, 5] = False
+        changed["mask_HTS"] = mask
+    changed = {
+        name: one.to(DEVICE) if isinstance(one, Tensor) else one for name, one in changed.items()
+    }
+    tokens = random_tokens(num_queries, count, is_self=option != "cross")
+    if DEVICE != "cpu":
+        moved = [one.to(DEVICE) for one in tokens]
+        ids = moved[1] if tokens[0] is tokens[1] else moved[0]
+        tokens = TokenInputs(ids, *moved[1:])
+    return scores._replace(**changed), tokens
+
+
+def launches() -> dict[str, Callable[[], object]]:
+    """Calls whose kernels have every option between them, at usual sizes of a head."""
+    torch.manual_seed(0)
+    plain = random_call("causal", torch.bfloat16, count=256, dim=128)
+    every, tokens = random_call("bias", count=256, dim=128)
+    mask = random_call("holes", count=256)[0].mask_HTS
+    sinks = torch.zeros(HEADS, device=DEVICE)
+    every = every._replace(is_causal=False, mask_HTS=mask, sinks_H=sinks, softcap=3.0)
+    return {
+        "plain": partial(head_statistics, *plain),
+        "every option": partial(head_statistics, every, tokens),
+        "uniform": partial(uniform_statistics, every, tokens),
+    }
