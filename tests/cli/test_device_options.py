@@ -129,8 +129,8 @@ def test_answers_on_the_device_are_those_of_the_cpu(capsys, models):
 def load_in_view(args: Any) -> nn.Module:
     opened: list[Any] = []
 
-    def keep(target: Any, log: Callable[[str], object]) -> Any:
-        opened.append(open_target(target, log))
+    def keep(target: Any) -> Any:
+        opened.append(open_target(target))
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,7 @@ def run_refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
 
 def test_a_name_that_is_no_model(capsys: pytest.CaptureFixture[str]):
     message = run_refused(capsys, ["no where"])
-    assert "there is no model 'no where'; give a folder, a .trace file" in message
+    assert "there is no folder or file 'no where'; give a folder with a model, a Hub id" in message
 
 
 @pytest.mark.parametrize("damage", ["cut short", "changed", "another version", "text"])

@@ -414,7 +414,7 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("nowhere", "there is no folder"),
+        ("nowhere", "there is no folder or file"),
         ("empty", "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
         ("old", "contains model.pt, a pickle, which can run code when it is loaded; give a folder"),
         ("file.txt", "is a file, not a model folder; give the folder of the model"),

@@ -195,8 +195,8 @@ def test_skipped_texts_are_named():
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "path": (
         lambda model: hw.prune("gpt2", 0.5, TEXTS),
-        "model is of type str; give an nn.Module, or hw.load",
-    ),  # pyright: ignore[reportArgumentType] - the mistake under test
+        "there is no folder or file 'gpt2'; give a folder with a model, a Hub id",
+    ),
     "no tokenizer": (
         lambda model: hw.prune(model, 0.5, TEXTS),
         "LlamaForCausalLM comes with no tokenizer; give tok",

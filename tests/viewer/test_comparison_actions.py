@@ -184,6 +184,6 @@ def test_a_generated_text_is_compared_only_with_models_of_the_same_tokenizer(
     assert np.abs(arrays["differences"]).max() < 1e-5
     other = open_gpt().get_model()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("headwise.viewer.comparison_actions.load_target", lambda name: other)
+        patched.setattr("headwise.viewer.comparison_actions.load_target", lambda *_: other)
         with pytest.raises(ValueError, match="another tokenizer"):
             compare(opened, **{"with": "other"})

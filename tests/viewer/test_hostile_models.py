@@ -52,7 +52,7 @@ def test_attention_code_of_the_hub_is_refused(
 ):
     folder = make_folder(tmp_path / "model", **settings)
     monkeypatch.setattr(
-        "headwise.hub.pretrained_models.load_original",
+        "headwise.hub.pretrained_models.load_model",
         lambda *_: pytest.fail("the folder was read by the loader"),
     )
     with pytest.raises(SpecError, match="may run code of the Hub; remove that line"):

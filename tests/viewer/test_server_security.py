@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 import headwise as hw
+from headwise.hub import model_names, pretrained_models
 from headwise.observe import bundled_sample
 from headwise.viewer import model_actions, open_model
 from headwise.viewer.model_worker import Job, JobProgress, ModelWorker
@@ -138,8 +139,14 @@ def test_no_job_loads_what_a_request_names(
     """
     ran = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\ndef make(): ...")
-    for name in ("load_target", "_load_folder", "_fetch_from_hub", "_call_factory"):
-        monkeypatch.setattr(open_model, name, lambda *_: pytest.fail("a request has named a model"))
+    for module, name in (
+        (open_model, "load_target"),
+        (pretrained_models, "find_model"),
+        (model_names, "find_model"),
+        (model_names, "fetch_model"),
+        (model_names, "call_factory"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a request has named a model"))
     name = f"{tmp_path / 'evil.py'}:make"
     names = ("model", "target", "path", "other", "factory", "folder", "source", "with", "form")
     arguments: dict[str, Any] = dict.fromkeys(names, name)

@@ -151,17 +151,16 @@ def test_one_line_with_the_address(
     assert model.has_model
 
 
-def test_models_open_with_their_texts(tmp_path: Path):
+def test_models_open_with_their_texts(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     page = view.open_target(view.Target(None, "2026-11-20", "<iso>20 November 2026", tmp_path))
     rows = page.get_trace().streams
     assert (rows["source"][0].text, rows["text"][0].text) == ("<iso>20 November 2026", "2026-11-20")
     assert (page.output_folder, page.read_only) == (tmp_path, False)
     code = "import headwise as hw\ndef make():\n    return hw.load(FOLDER)"
     (tmp_path / "a.py").write_text(code.replace("FOLDER", repr(str(bundled_sample.MODEL))))
-    lines: list[str] = []
-    opened = view.open_target(view.Target(f"{tmp_path / 'a.py'}:make", SOURCE), lines.append)
+    opened = view.open_target(view.Target(f"{tmp_path / 'a.py'}:make", SOURCE))
     assert opened.has_model
-    assert lines == [f"running make of {tmp_path / 'a.py'}"]
+    assert capfd.readouterr().err == f"headwise: running make of {tmp_path / 'a.py'}\n"
     assert hw.view(bundled_sample.load_sample_model(), SOURCE).opened.name == "dates"
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ..learn.language import SAMPLE
 from ..util.errors import suggest
 from ..util.escaping import escape_page
+from ..util.model_names import NAME_KINDS, label_model, parse_factory, parse_hub_id
+from ..util.size_limits import MAX_CONFIG_BYTES
 from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ PRESET_NAMES = (
 PRESETS = PRESET_NAMES.split()
 DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
 MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page of text
-MAX_CONFIG_BYTES = 2**24  # largest config.json: some list 21,000 class names, twice
 LOCALE_NAMES = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
 
@@ -124,7 +125,7 @@ class SpecOptions(Options):
 
     SPEC  a preset (mha, gqa, mqa, mla, moh, moh_vit, dcmha, mohsa, collaborative, talking, diff,
         diff2, entmax, linear, performer, longformer, longformer_dilated, streaming_retrieval,
-        bigbird, kha, average), a .toml or .json file, or - for stdin
+        bigbird, kha, average), a .toml or .json file, a folder, a Hub id (org/name), or - for stdin
     --model WIDTH  model width of the preset
     --heads COUNT  number of query heads of the preset
     --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable
@@ -180,7 +181,8 @@ def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSp
     if name in PRESETS:
         return design(preset=name, **sizes)
     path = Path(name)
-    is_model = is_published_model(path) or path.is_dir() or path.name == "config.json"
+    is_folder = is_published_model(path) or path.is_dir() or parse_hub_id(name) is not None
+    is_model = is_folder or path.name == "config.json"
     text = "" if is_model and path.name != "config.json" else _read_text(name)
     table = _parse_table(text)
     is_json = text.lstrip().startswith("{")
@@ -214,7 +216,7 @@ def _read_text(name: str) -> str:
         from ..models.families.published_models import PUBLISHED_MODELS
 
         if Path(name).suffix or len(Path(name).parts) > 1:
-            fact = f"there is no file {name!r}; give a .toml or .json file, or a preset"
+            fact = f"there is no file {name!r}; give a .toml or .json file, a preset, or a Hub id"
         else:
             suggestion = suggest(name, [*PRESETS, *PUBLISHED_MODELS])
             fact = f"there is no preset, file or folder {name!r}; {suggestion}"
@@ -261,6 +263,8 @@ def short_name(name: str) -> str:
     path = Path(name).resolve()
     if name in PRESETS or name == "-":
         return name
+    if parse_hub_id(name) is not None:
+        return label_model(name)
     return (path.parent.name if path.name == "config.json" else path.stem) or name
 
 
@@ -355,8 +359,8 @@ MANIFEST_FILE = "headwise.toml"  # as in headwise.models.model_spec, which impor
 
 
 def check_model_path(_: str, name: str) -> None:
-    """Raise unless `name` is a folder with a model, or a file that may hold one; specs and presets
-    have no weights.
+    """Raise unless `name` is a folder with a model, a file that may hold one, or a Hub id; specs
+    and presets have no weights.
     """
     path = Path(name)
     if path.is_dir():
@@ -368,7 +372,12 @@ def check_model_path(_: str, name: str) -> None:
     if not path.exists():
         if name in PRESETS:
             raise UsageError(f"{name} is a preset, without weights; {remedy}")
-        raise UsageError(f"there is no folder or file {name!r}; give a folder with a model")
+        factory = parse_factory(name)
+        if factory is not None:
+            check_input_file("MODEL", str(factory.file))
+        elif parse_hub_id(name) is None:
+            raise UsageError(f"there is no folder or file {name!r}; give {NAME_KINDS}")
+        return
     if path.suffix == ".py":
         raise UsageError(
             f"{name} is Python code, not a model; give a folder with a model, and parts by "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..util.model_names import parse_factory, parse_hub_id
 from .arguments import DESCRIPTION_SUFFIXES, SpecOptions, print_page, print_result, resolve_target
 from .device_options import LoadingOptions
 from .options import Options, UsageError, options
@@ -210,7 +211,8 @@ class SitesOptions(Options):
     whether its heads can be traced, ablated, pruned and converted, with the reason if not. A
     description without weights works.
 
-    MODEL  a headwise or transformers folder, a .toml or .json file, or a preset
+    MODEL  a folder, a Hub id (org/name, org/name@revision), FILE.py:FACTORY, a .toml or .json file,
+        or a preset
     --json  print one JSON document instead of text
 
     examples:
@@ -236,7 +238,8 @@ def _list_sites(name: str) -> Sites:
     from ..observe.inspect.attention_sites import sites
 
     path = Path(name)
-    if path.is_dir() or (path.is_file() and path.suffix not in DESCRIPTION_SUFFIXES):
+    is_named = parse_hub_id(name) is not None or parse_factory(name) is not None
+    if is_named or path.is_dir() or (path.is_file() and path.suffix not in DESCRIPTION_SUFFIXES):
         from ..hub.pretrained_models import load_original
 
         return sites(load_original(name))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..report.progress import ProgressReporter
 from ..report.text import wrap
 from .arguments import check_model_path, check_text_model, parse_assignments, print_result
-from .device_options import LoadingOptions, load_on_device
+from .device_options import LoadingOptions, choose_placement
 from .options import (
     AtLeastTwo,
     Count,
@@ -37,7 +37,7 @@ DEFAULT_EXAMPLES = 200  # task examples without --limit
 class TextOptions(LoadingOptions):
     """Options for the model and the texts that `heads`, `prune` and `convert` read.
 
-    MODEL  a folder of headwise or transformers
+    MODEL  a folder, a Hub id (org/name, org/name@revision), or FILE.py:FACTORY
     --data FILE  texts, one per line; a tab separates source, target
     --task NAME  use examples of a task, such as dates
     --limit COUNT  use at most this many texts (default: all, 200 of a task)
@@ -220,10 +220,11 @@ class CompressionOptions(SurgeryOptions):
 
 @dataclass
 class CompressionRun:
-    """The original model, texts for changing and for verifying it, and notes for the report."""
+    """The original model, its folder, texts for changing and for verifying it, and notes."""
 
     args: Any
     net: Transformer
+    source: Path | None
     selection_examples: list[Example]
     verification_examples: list[Example]
     task: Task | None
@@ -234,9 +235,11 @@ class CompressionRun:
     def from_options(args: SurgeryOptions) -> CompressionRun:
         """Read the model and the texts. Writes nothing."""
         task = None if args.task is None else parse_task(args, args.changes)
-        from ..hub.pretrained_models import load
+        from ..hub.pretrained_models import find_model, load
 
-        model = load_on_device(load, args.model, args)
+        placement = choose_placement(args.model, args)
+        folder = find_model(args.model)
+        model = load(folder, device=placement.device, dtype=placement.dtype)
         attach_named_tokenizer(model, args)
         examples, reading_notes = read_examples(model, args, task)
         # `verify` would raise these errors only after the model has been written.
@@ -246,7 +249,8 @@ class CompressionRun:
         choose_objective(model, args.objective, examples[0])
         if "seconds" in vars(args):
             fit_lengths(model, _timing_pace(args))
-        return CompressionRun(args, model, examples, examples, task, [*reading_notes])
+        source = folder if isinstance(folder, Path) else None
+        return CompressionRun(args, model, source, examples, examples, task, [*reading_notes])
 
     def split_texts(self, uses: Sequence[str]) -> None:
         """Reserve texts for the verification; `uses` is what the change uses the others for."""
@@ -338,7 +342,7 @@ class CompressionRun:
             notes=(*self.notes, *record["notes"]),
             command=shlex.join(["headwise", *sys.argv[1:]]),
         )
-        folder = OutputFolder(Path(args.out), args.existing, Path(args.model))
+        folder = OutputFolder(Path(args.out), args.existing, self.source)
         written, verification = write_and_verify(
             result, model, self.verification_examples, options, folder, record, self.report_progress
         )

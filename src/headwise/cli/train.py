@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..util.errors import SpecError, pluralise, suggest
 from ..util.files import read_text_file
+from ..util.model_names import parse_hub_id
 from .arguments import (
     BAD_INPUT,
     DESCRIPTION_SUFFIXES,
@@ -47,7 +48,7 @@ class TrainOptions(DeviceOptions):
     --out DIR  write the model and checkpoints to this folder
     --model MODEL  a model (.toml, config.json, gpt2), another attention for the task's model (a
         preset, or a .toml of headwise spec), gru-fixed, gru-additive or gru-dot, or weights to
-        continue from (a folder)
+        continue from (a folder, or a Hub id)
     --recipe FILE  a .toml with training options; command-line options override it
     --steps COUNT  optimizer steps (default: 1000)
     --batch COUNT  examples per step (default: 128)
@@ -212,10 +213,13 @@ def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -
 
 def _with_model_tokenizer(task: Task, model: str) -> Task:
     """Return the task; a text task uses the tokenizer in the model's folder, if there is one."""
+    from ..models.hub_files import fetch_model
     from ..models.model_spec.serialization import TOKENIZER_FILE
     from ..training.data.language_modelling import TextTask
 
-    path = Path(model) / TOKENIZER_FILE
+    hub_id = parse_hub_id(model)
+    folder = Path(model) if hub_id is None else fetch_model(hub_id, weights=False)
+    path = folder / TOKENIZER_FILE
     if isinstance(task, TextTask) and path.is_file():
         return replace(task, tokens=str(path))
     return task
@@ -266,11 +270,11 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
     if name in networks:
         return resize_model(task, {"network": name})
     is_published = is_published_model(path)
-    if not is_published and not path.exists():
+    if not is_published and not path.exists() and parse_hub_id(name) is None:
         remedy = suggest(name, [*PRESETS, *networks, *PUBLISHED_MODELS])
         raise UsageError(f"there is no preset, file or folder {name!r}; {remedy}")
     if not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
-        return _load_weights(path, recipe)
+        return _load_weights(name, recipe)
     target = resolve_target(name, {}, [])
     if isinstance(target, AttentionSpec):
         return replace_self_attention(task.model(), partial(_check_width, target, name, task.name))
@@ -295,13 +299,13 @@ def _check_width(new: AttentionSpec, file: str, task: str, old: AttentionSpec) -
     return new
 
 
-def _load_weights(path: Path, recipe: Recipe) -> Transformer:
+def _load_weights(name: str, recipe: Recipe) -> Transformer:
     """Load weights to continue from; 16-bit weights become float32, because small updates would be
     rounded away.
     """
     from ..hub import load
 
-    net = load(path, dropout=recipe.dropout)
+    net = load(name, dropout=recipe.dropout)
     return net if min(p.element_size() for p in net.parameters()) > 2 else net.float()
 
 

@@ -6,14 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..util.output_paths import check_output
-from .arguments import (
-    DESCRIPTION_SUFFIXES,
-    PRESETS,
-    check_input_file,
-    check_model_path,
-    print_note,
-    print_page,
-)
+from .arguments import check_input_file, check_model_path, print_note, print_page
 from .device_options import LoadingOptions, choose_placement
 from .options import UsageError, options
 
@@ -30,8 +23,7 @@ class ViewOptions(LoadingOptions):
     Everything stays on this machine: the page is served to this computer only and loads nothing
     from elsewhere.
 
-    MODEL|TRACE  a headwise or transformers folder, a .trace file, FILE.py:FACTORY, or a model of
-        the Hugging Face Hub
+    MODEL|TRACE  a folder, a Hub id (org/name, org/name@revision), FILE.py:FACTORY, or a .trace file
     --text TEXT  the text that the model reads; the page can change it
     --source TEXT  source text of an encoder-decoder; --text is then the target it writes
     --image FILE  the image that a vision model reads: a file, a folder, or an .npy
@@ -100,25 +92,17 @@ class ViewOptions(LoadingOptions):
             raise UsageError(f"--image {self.image} does not exist; {remedy}")
         if self.image is not None and (self.target is None or is_trace):
             raise UsageError("--image needs a vision model; give its folder")
-        if self.compare is not None and not Path(self.compare).exists():
-            raise UsageError(
-                f"--compare {self.compare} does not exist; give a model folder or a .trace file"
-            )
+        if self.compare is not None:
+            is_other_trace = self.compare.endswith(TRACE_SUFFIX)
+            check = check_input_file if is_other_trace else check_model_path
+            check("--compare", self.compare)
         if not self.read_only:
             from ..viewer.view import MODELS_FOLDER
 
             check_output(self.out, MODELS_FOLDER, "continue")
         if self.target is not None:
-            # What is neither a file nor a folder may be a model of the Hub.
-            path, colon, _ = self.target.rpartition(":")
-            if self.target.endswith(TRACE_SUFFIX) or (colon and path.endswith(".py")):
-                check_input_file("MODEL", path if path.endswith(".py") else self.target)
-            elif (
-                Path(self.target).exists()
-                or self.target in PRESETS
-                or Path(self.target).suffix in DESCRIPTION_SUFFIXES
-            ):
-                check_model_path("MODEL", self.target)
+            check = check_input_file if is_trace else check_model_path
+            check("MODEL", self.target)
 
 
 def main(argv: list[str]) -> int:
@@ -136,7 +120,7 @@ def main(argv: list[str]) -> int:
     target = view.Target(
         args.target, args.text, args.source, out, args.compare or "", args.image or "", loading
     )
-    opened = view.open_target(target, lambda line: print_note(f"headwise: {line}"))
+    opened = view.open_target(target)
     if args.export is not None:
         view.write_export(opened, args.export, args.existing)
         print_page(f"{args.export} shows {opened.name}; it opens in any browser, without a network")

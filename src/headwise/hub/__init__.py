@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `model_names`: turn a name into a folder or a module: the one place that does.
 - `pretrained_models`: `load` a model from any folder, or copy a live transformers model; `export`
   one.
 - `transformers_loading`: load folders with transformers without running code that they name; read

@@ -20,13 +20,11 @@ from ..kernels.capabilities import available_memory
 from ..kernels.devices import AS_SAVED, Placement, free_memory
 from ..models import Transformer, build
 from ..models.families.weight_names import EMPTY, CheckpointPlan, TensorPiece, WeightNames
+from ..models.hub_files import INDEX_FILE, read_shard_index
 from ..models.model_spec import ModelSpec
+from ..models.model_spec.serialization import WEIGHTS_FILE
 from ..util.errors import SpecError
-from ..util.files import read_text_file
-from ..util.size_limits import parse_json
 
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -107,24 +105,8 @@ def _read_infos(path: Path) -> dict[str, TensorInfo]:
 
 def _list_shards(index: Path) -> list[str]:
     """List the shard files of an index. Raises unless each contains exactly its indexed tensors."""
-    index_fields = parse_json(str(index), read_text_file(index), "copy the file again")
-    weight_map = index_fields.get("weight_map") if isinstance(index_fields, dict) else None
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
-        raise SpecError(
-            f"{index} is not an index of shards; it must contain weight_map = {{tensor: file}}"
-        )
+    weight_map = read_shard_index(index)
     files = sorted(set(weight_map.values()))
-    invalid = [
-        file for file in files if Path(file).name != file or not file.endswith(".safetensors")
-    ]
-    if invalid:
-        raise SpecError(
-            f"{index} names {invalid[0]!r}; shards must be .safetensors files in the same folder"
-        )
     for file in files:
         infos = _read_infos(index.parent / file)
         indexed = {name for name, assigned in weight_map.items() if assigned == file}

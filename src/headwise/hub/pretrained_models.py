@@ -13,7 +13,7 @@ from tokenizers import processors
 from torch import nn
 
 from .. import models
-from ..kernels.devices import AS_SAVED, Placement
+from ..kernels.devices import AS_SAVED, ModuleT, Placement
 from ..models import Transformer
 from ..models.families import (
     FAMILIES,
@@ -23,11 +23,13 @@ from ..models.families import (
     write_config,
 )
 from ..models.families.weight_names import CheckpointPlan
+from ..models.hub_files import INDEX_FILE, PICKLE_SUFFIXES
 from ..models.model_spec import ProcessorSpec
 from ..models.model_spec.serialization import (
     MANIFEST_FILE,
     RECORD_FILE,
     TOKENIZER_FILE,
+    WEIGHTS_FILE,
     find_record,
 )
 from ..models.save_load import is_refusing_config
@@ -42,14 +44,13 @@ from ..util.errors import SpecError
 from ..util.files import sha256, write_atomically
 from ..util.output_paths import FolderKind, stage_folder
 from .checkpoint_weights import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
     build_from_weights,
     build_tensor,
     check_memory,
     open_folder,
     wrap_tensors,
 )
+from .model_names import find_model
 from .transformers_loading import (
     CONFIG_FILE,
     TOKENIZER_CONFIG_FILES,
@@ -60,9 +61,6 @@ from .transformers_loading import (
 )
 
 # --- Import ---------------------------------------------------------------------------------------
-
-
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_transformers_folder(
@@ -127,21 +125,22 @@ def find_pickle(folder: Path) -> str:
 
 
 def load(
-    what: Path | str,
+    what: Path | str | nn.Module,
     *,
     dropout: float = 0.0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str | None = None,
 ) -> Transformer:
-    """Load a model from a folder, in eval mode.
+    """Load a model as a headwise model, in eval mode.
 
     Its weights are on `device` ("auto" is the accelerator, or the CPU without one) and in `dtype`,
     such as "bf16"; None is the dtype that they were saved in.
 
-    `what` is a folder written by `hw.save`, or a transformers folder: config.json with
-    model.safetensors, or with shards and their index. `net.usage.tokenizer` is the document of its
-    tokenizer. No loaded code is run: pickles are refused, and code that config.json refers to is
-    ignored.
+    `what` is a folder written by `hw.save`; a transformers folder: config.json with
+    model.safetensors, or with shards and their index; the id of a transformers model of the Hub,
+    as in "org/name" or "org/name@revision", which is downloaded; or FILE.py:FACTORY, whose
+    transformers model is copied. `net.usage.tokenizer` is the document of its tokenizer. No
+    downloaded code is run: pickles are refused, and code that config.json refers to is ignored.
 
     >>> import headwise as hw, tempfile
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -153,7 +152,10 @@ def load(
     ['gpt2', 'gpt2']
     """
     placement = Placement.resolve(device, dtype)
-    path = Path(what)
+    path = find_model(what)
+    if isinstance(path, nn.Module):
+        model = path if isinstance(path, Transformer) else copy_live_model(path)
+        return _move(model, device, placement)
     if path.is_file():
         raise SpecError(f"{path} is a file, not a model folder; give the folder of the model")
     check_memory(path, placement)
@@ -166,8 +168,6 @@ def load(
     if (path / CONFIG_FILE).is_file():
         return load_transformers_folder(path, dropout, placement)
     kinds = "a folder that hw.save or transformers wrote"
-    if not path.is_dir():
-        raise SpecError(f"there is no folder {str(path)!r}; give {kinds}")
     pickle = find_pickle(path)
     if pickle:
         raise SpecError(
@@ -181,21 +181,23 @@ def load(
 
 
 def load_original(
-    path: Path | str,
+    what: Path | str | nn.Module,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str | None = None,
 ) -> nn.Module:
-    """Load a folder with the library that wrote it; without weights, build the model on the meta
-    device.
+    """Load a model by its name, with the library that wrote it; a folder without weights is built
+    on the meta device. Names are those of `load`; a module is moved, and returned.
     """
-    folder = Path(path)
+    placement = Placement.resolve(device, dtype)
+    folder = find_model(what)
+    if isinstance(folder, nn.Module):
+        return _move(folder, device, placement)
     if (folder / MANIFEST_FILE).is_file() or folder.is_file():
         return load(folder, device=device, dtype=dtype)
-    placement = Placement.resolve(device, dtype)
     if not (folder / CONFIG_FILE).is_file():
         raise SpecError(
-            f"{str(path)!r} is not a model folder; give one with {MANIFEST_FILE} or {CONFIG_FILE}"
+            f"{str(folder)!r} is not a model folder; give one with {MANIFEST_FILE} or {CONFIG_FILE}"
         )
     if find_spec("transformers") is not None:
         check_folder(folder)
@@ -222,6 +224,12 @@ def load_original(
             "needed"
         )
         raise SpecError(f"{fact}; pip install 'headwise[hf]'") from None
+
+
+def _move(model: ModuleT, device: torch.device | str, placement: Placement) -> ModuleT:
+    """Move a model that was built in memory; "auto" moves only models on the CPU."""
+    is_placed = any(tensor.device.type != "cpu" for tensor in model.parameters())
+    return model if device == "auto" and is_placed else placement.move(model)
 
 
 # --- Copy a live transformers model into a headwise model -----------------------------------------

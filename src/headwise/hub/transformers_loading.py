@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ..models import Transformer
+from ..models.hub_files import ADAPTER_FILE, CONFIG_FILE
 from ..models.model_spec import ModelSpec, ProcessorSpec
 from ..models.model_spec.serialization import TOKENIZER_FILE
 from ..models.save_load import check_processor
@@ -57,7 +58,6 @@ HUB_QUANTIZATIONS = {"fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "nvfp4", "eetq", "me
 # Settings that name code or other files of the folder, and that the classes of transformers do not
 # need.
 IGNORED_KEYS = {"auto_map", "custom_pipelines", "trust_remote_code", "configuration_files"}
-ADAPTER_FILE = "adapter_config.json"  # it may name another model, which transformers would load too
 WEIGHT_GLOBS = ("*.safetensors", "*.safetensors.index.json")
 # None lets transformers choose between its own sdpa and eager; it replaces whatever config.json
 # asks for.
@@ -225,7 +225,6 @@ def check_config_values(keys: Mapping[str, Any]) -> None:
     transformers.AutoConfig.for_model(keys["model_type"], **options)
 
 
-CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PROCESSOR_FILE = "preprocessor_config.json"
 TOKENIZER_CONFIG_FILES = (

@@ -11,6 +11,7 @@ In reading order:
 - `feed_forward`: activations, norms, feed-forwards and mixtures of experts
 - `embeddings_heads`: token, patch and position embeddings; output heads and their pooling
 - `save_load`: the folder format, with checksums and the tokenizer
+- `hub_files`: fetch a model of the Hub into its cache
 - `batch`: inputs with labels; `vocabulary`: vocabularies and calls of tokenizers
 
 In packages: `model_spec`, the description of a model; `families`, readers of config.json;

@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -361,7 +362,7 @@ class ConversionResult(SurgeryResult):
 
 
 def convert(
-    model: nn.Module,
+    model: nn.Module | Path | str,
     conversion: AttentionConversion | int,
     texts: Any = (),
     *,

@@ -22,7 +22,7 @@ from ..models.model_spec.serialization import TOKENIZER_FILE
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.attention_sinks import DistinctExamples
 from ..observe.head_analysis.text_analysis import read_texts, text_reader
-from ..observe.inspect.model_inputs import check_is_module, get_device
+from ..observe.inspect.model_inputs import get_device, open_model
 from ..observe.inspect.model_tokenizer import find_model_folder
 from ..util.errors import SpecError
 from ..util.output_paths import Existing, check_output, stage_folder
@@ -58,7 +58,8 @@ class SurgeryInputs(NamedTuple):
 
 def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> SurgeryInputs:
     """Return a headwise or transformers model and texts in the form that surgery needs."""
-    config = getattr(check_is_module(model), "config", None)
+    model = open_model(model)
+    config = getattr(model, "config", None)
     if getattr(config, "model_type", None) is None and not isinstance(model, Transformer):
         raise SpecError(
             f"{type(model).__name__} is no model of transformers or headwise; "

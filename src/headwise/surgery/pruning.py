@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class PruningResult(SurgeryResult):
 
 
 def prune(
-    model: nn.Module,
+    model: nn.Module | Path | str,
     selection: HeadSelection | float,
     texts: Any = (),
     *,
@@ -161,11 +162,11 @@ def prune(
     """Return a copy of a model without the heads that `selection` removes; a number is the fraction
     each layer keeps.
 
-    `model` is a transformers or headwise model; it is not changed. Heads are judged on `texts`:
-    strings, pairs (source, target) for an encoder-decoder model, or Examples. `tokenizer` is needed
-    if the model comes without one. fold="mean" adds the average output of the removed heads over
-    the texts to the output bias, fold="bias" the part of it that comes from their value bias.
-    `save_pretrained` of the result writes the pruned model.
+    `model` is a transformers or headwise model, which is not changed, or a name as in `hw.load`.
+    Heads are judged on `texts`: strings, pairs (source, target) for an encoder-decoder model, or
+    Examples. `tokenizer` is needed if the model comes without one. fold="mean" adds the average
+    output of the removed heads over the texts to the output bias, fold="bias" the part of it that
+    comes from their value bias. `save_pretrained` of the result writes the pruned model.
 
     >>> import headwise as hw
     >>> net = hw.build(

@@ -20,6 +20,7 @@ MAX_HEAD_DIM = 1 << 16
 MAX_WIDTH = 1 << 24
 MAX_BIAS_NETWORK = 1 << 28  # hidden units of all offsets of a continuous bias; 1 GiB in float32
 MAX_TRACE_TOKENS = 1 << 24  # of one text in a trace
+MAX_CONFIG_BYTES = 1 << 24  # largest config.json: some list 21,000 class names, twice
 MAX_INTEGER = (1 << 64) - 1
 MAX_NESTING = 64  # tables and lists inside each other
 MAX_SHOWN_DIGITS = 20

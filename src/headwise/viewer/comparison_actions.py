@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..observe.traces import Trace, TraceComparison, compare_traces, load_trace
+from ..util.model_names import label_model
 from .lab_actions import Ablation, LabRuns, id_inputs
 from .model_actions import capture_trace, check_text_length
 from .model_worker import HEADS, JobProgress, action, choice, text
@@ -124,12 +125,15 @@ def _trace_other(
     """
     if not model.other:
         raise ValueError("no other model is open; start `headwise view` with --compare MODEL")
-    name = Path(model.other).name
+    name = label_model(model.other)
     if is_trace(model.other):
         return name, load_trace(model.other), {}
     progress(0, 2, f"opening {name}")
-    other = load_target(model.other, loading=model.loading)
-    removed = read_pruned_heads(model.other)
+    from ..hub.model_names import find_model
+
+    found = find_model(model.other)
+    other = load_target(found, model.loading)
+    removed = read_pruned_heads(str(found) if isinstance(found, Path) else "")
     kept_heads = {
         layer.name: sorted(set(range(layer.heads)) - set(removed[layer.name]))
         for layer in model.get_recorded().layers

@@ -25,7 +25,6 @@ from .export_files import TITLE_END, render_export
 from .open_model import (
     ON_CPU,
     LoadingPlace,
-    Log,
     OpenModel,
     is_trace,
     load_target,
@@ -76,22 +75,26 @@ class ServerOptions(NamedTuple):
 # --- Opening --------------------------------------------------------------------------------------
 
 
-def open_target(target: Target, log: Log = lambda _: None) -> OpenModel:
+def open_target(target: Target) -> OpenModel:
     """Open a target by name. Traces, including the bundled sample's, open without torch."""
-    opened = _open_name(target, log)
+    opened = _open_name(target)
     opened.other = target.other
     opened.loading = target.loading
     return opened
 
 
-def _open_name(target: Target, log: Log) -> OpenModel:
+def _open_name(target: Target) -> OpenModel:
     if target.name is None and target.text is None and target.source is None:
         return _open_sample(target.out, target.loading)
     if target.name is not None and is_trace(target.name):
         return OpenModel(load_trace(target.name))
-    name = str(bundled_sample.MODEL) if target.name is None else target.name
-    opened = open_model(load_target(name, log, target.loading), target)
-    opened.target = name if Path(name).exists() else ""
+    from ..hub.model_names import find_model
+
+    found = find_model(bundled_sample.MODEL if target.name is None else target.name)
+    folder = str(found) if isinstance(found, Path) else ""
+    opened = open_model(load_target(found, target.loading), target)
+    opened.target = folder
+    opened.pruned = read_pruned_heads(folder)
     return opened
 
 
@@ -110,10 +113,7 @@ def open_model(model: Any, target: Target) -> OpenModel:
         if target.image
         else capture_trace(model, text, source, MAX_TOKENS)
     )
-    pruned = read_pruned_heads(target.name)
-    return OpenModel(
-        trace, model, output_folder=target.out, read_only=target.out is None, pruned=pruned
-    )
+    return OpenModel(trace, model, output_folder=target.out, read_only=target.out is None)
 
 
 def _check_inputs(model: Any, target: Target) -> None:
@@ -303,10 +303,10 @@ def view(
     """Return the page of a model or a trace. A notebook shows it, `.serve()` opens it in the
     browser, `.save(path)` writes it.
 
-    `model_or_trace` is a model, a folder name, a `Trace`, the path of a `.trace` file, or None for
-    the bundled sample. `text` is the input; for an encoder-decoder, `source` is the input and
-    `text` the output. A vision model takes `image`: an image, a folder of images or an .npy. `out`
-    is the folder for models pruned on the page; without it the page writes no files.
+    `model_or_trace` is a model or a name as in `hw.load`, a `Trace` or the path of its file, or
+    None for the bundled sample. `text` is the input; for an encoder-decoder, `source` is the input
+    and `text` the output. A vision model takes `image`: an image, a folder of images or an .npy.
+    `out` is the folder for models pruned on the page; without it the page writes no files.
 
     >>> import headwise as hw
     >>> hw.view()

@@ -183,8 +183,8 @@ def test_the_mask_token_of_a_given_tokenizer_is_used():
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "path": (
         lambda model: hw.heads("gpt2", TEXTS),
-        "model is of type str; give an nn.Module, or hw.load",
-    ),  # pyright: ignore[reportArgumentType] - the mistake under test
+        "there is no folder or file 'gpt2'; give a folder with a model, a Hub id",
+    ),
     "no tokenizer": (
         lambda model: hw.heads(model, TEXTS),
         "comes with no tokenizer; give tokenizer=",

@@ -29,7 +29,7 @@ class RunOptions(LoadingOptions):
     """Run a trained model: continue or translate a text, or classify a text or an image. Without
     TEXT, answers every line of stdin with one line, in order.
 
-    MODEL  a folder with a model
+    MODEL  a folder, a Hub id (org/name, org/name@revision), or FILE.py:FACTORY
     TEXT  a text, or an image file: .png, .jpg, .pgm or .npy (default: lines of stdin)
     --max-new-tokens COUNT  generate at most this many tokens (default: 64)
     --temperature T  sampling temperature; 0 takes the likeliest token (default: 0)

@@ -26,7 +26,9 @@ from typing import Any, cast
 from ...attention.presets import DEFAULT_CHOICES
 from ...util.errors import SpecError
 from ...util.files import read_text_file
+from ...util.model_names import parse_hub_id
 from ...util.size_limits import parse_json
+from ..hub_files import fetch_model
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
 from . import decoder_families, encoder_decoders
@@ -47,7 +49,8 @@ __all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_
 
 def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
     """Return the model described by `source`: a config.json, its keys as a mapping, a TOML file, or
-    a model folder; or a name of `PUBLISHED_MODELS`, unless a file or folder has the same name.
+    a model folder; a name of `PUBLISHED_MODELS`, or a Hub id, whose settings are downloaded, unless
+    a file or folder has the same name.
 
     A folder is one written by hw.save or by transformers. If it has a heads.json with a model
     description, that description is used, because config.json cannot express models with pruned
@@ -67,6 +70,9 @@ def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
         return _read_with_quantization(
             TransformersConfig(PUBLISHED_MODELS[str(source)].config, str(source))
         )
+    hub_id = parse_hub_id(path)
+    if hub_id is not None:
+        path = fetch_model(hub_id, weights=False)
     if path.is_dir():
         record = find_record(path)
         if record and record.model:

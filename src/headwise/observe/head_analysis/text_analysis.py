@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...models import Transformer
 from ...util.errors import SpecError
-from ..inspect.model_inputs import check_is_module, is_encoder_decoder
+from ..inspect.model_inputs import is_encoder_decoder, open_model
 from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
 from ..inspect.trace_capture import get_model_name
 from .annotated_examples import Example, ExampleReader, examples_from_lines
@@ -36,7 +37,7 @@ def text_reader(model: Any, tokenizer: object = None) -> Iterator[nn.Module]:
     """Context in which texts for a model are encoded with `tokenizer` (default: its own), which is
     read only once.
     """
-    module = check_is_module(model)
+    module = open_model(model)
     own = (
         None if tokenizer is not None or isinstance(module, Transformer) else find_tokenizer(module)
     )
@@ -125,7 +126,7 @@ def measure_and_classify(
 
 
 def heads(
-    model: nn.Module,
+    model: nn.Module | Path | str,
     texts: Any,
     *,
     criteria: str = "ours",
@@ -137,10 +138,10 @@ def heads(
     as a table.
 
     `model` is a transformers model, a headwise model, or your own module, if `hw.sites` finds its
-    attention. `texts` are strings, pairs (source, target) for an encoder-decoder model, or two or
-    more images for a vision model, floats [n, channels, height, width] as the model takes them.
-    `tokenizer` is needed if the model has none. `criteria` define the classes, as in
-    `classify_heads`.
+    attention; or a name as in `hw.load`. `texts` are strings, pairs (source, target) for an
+    encoder-decoder model, or two or more images for a vision model, floats [n, channels, height,
+    width] as the model takes them. `tokenizer` is needed if the model has none. `criteria` define
+    the classes, as in `classify_heads`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -166,7 +167,7 @@ def heads(
 
 
 def importance(
-    model: nn.Module,
+    model: nn.Module | Path | str,
     texts: Any,
     method: str | ImportanceMethod = "leave-one-out",
     *,

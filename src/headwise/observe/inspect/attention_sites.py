@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +36,7 @@ from .adapters.output_projection import (
     read_positive_int,
 )
 from .hooks import SiteModule
-from .model_inputs import ModelInputs, check_is_module, prepare_inputs
+from .model_inputs import ModelInputs, check_is_module, open_model, prepare_inputs
 from .site import POSSIBLE, Ability, Site, Sites
 
 # --- Modules that run at several depths: one site per depth, distinguished by the order of calls --
@@ -346,8 +347,10 @@ ADAPTERS: tuple[Callable[[nn.Module], Iterator[SiteModule]], ...] = (
 )  # in order of precedence: the first adapter that finds a module is used
 
 
-def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) -> Sites:
+def sites(model: nn.Module | Path | str, example: Any = None, *, tokenizer: object = None) -> Sites:
     """List the attention layers of a model, and what can be done to each.
+
+    `model` is a module, or a name as in `hw.load`.
 
     With an `example` (ids or another tensor, a tuple or mapping of the model's arguments, or a
     text) the model runs on it once, and modules that are seen to compute attention during this run
@@ -359,8 +362,9 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
     >>> [site.name for site in sites(net)]
     ['decoder.0.attention']
     """
+    model = open_model(model)
     if example is not None:
-        reason = unhookable_reason(check_is_module(model), [model])
+        reason = unhookable_reason(model, [model])
         if reason:
             raise ValueError(f"{type(model).__name__} cannot be traced on an example: {reason}")
         _trace_inputs(model, prepare_inputs(model, example, 0, tokenizer))

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,9 +45,18 @@ def check_is_module(model: Any) -> nn.Module:
     """Return the model; raise ValueError if it is not an nn.Module."""
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model is of type {type(model).__name__}; give an nn.Module, or hw.load(folder)"
+            f"model is of type {type(model).__name__}; give an nn.Module, or hw.load(name)"
         )
     return model
+
+
+def open_model(model: Any) -> nn.Module:
+    """Return a model: the given module, or the one of this name, in eval mode."""
+    if not isinstance(model, (str, Path)):
+        return check_is_module(model)
+    from ...hub.pretrained_models import load_original
+
+    return load_original(model).eval()
 
 
 def _forward_signature(model: nn.Module) -> inspect.Signature | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from ...models import Transformer
 from ...report.text import format_bytes
 from ...util.errors import SpecError
+from ...util.model_names import label_model
 from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, Trace
 from ..traces.attention_record import Array
 from .attention_sites import find_attention, find_attention_in_run
 from .hooks import AttentionHook, SiteModule, run_observed
-from .model_inputs import ModelInputs, get_streams, prepare_inputs
+from .model_inputs import ModelInputs, get_streams, open_model, prepare_inputs
 from .site import AttentionInputs, ObservedCall, Site, Sites
 
 PRECISIONS = ("own", "half")
@@ -327,7 +329,7 @@ def _sort_keys(inputs: AttentionInputs, order: Tensor) -> AttentionInputs:
 
 
 def trace(
-    model: nn.Module,
+    model: nn.Module | Path | str,
     inputs: Any,
     *,
     max_new_tokens: int = 0,
@@ -337,8 +339,9 @@ def trace(
     """Run a model on `inputs`, generate `max_new_tokens` tokens, and record every attention layer
     as a `Trace`.
 
-    `inputs` are ids or another tensor, a tuple or mapping of the model's arguments, or one or
-    several texts, which `tokenizer` encodes (default: the model's own).
+    `model` is a module, or a name as in `hw.load`. `inputs` are ids or another tensor, a tuple or
+    mapping of the model's arguments, or one or several texts, which `tokenizer` encodes (default:
+    the model's own).
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -346,6 +349,7 @@ def trace(
     >>> trace(net.eval(), torch.tensor([[3, 1, 4]])).head_weights(1, 0).shape
     (3, 3)
     """
+    model = open_model(model)
     model_inputs = prepare_inputs(model, inputs, max_new_tokens, tokenizer)
     site_modules = (
         find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
@@ -439,4 +443,4 @@ def get_model_name(model: nn.Module) -> str:
     if isinstance(model, Transformer):
         return model.spec.name
     path = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
-    return path.rstrip("/").rpartition("/")[2] or type(model).__name__
+    return label_model(path) or type(model).__name__

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 import subprocess
 import tempfile
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ... import models
 from ...attention.spec.heads import Heads
-from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, open_folder
+from ...hub.checkpoint_weights import open_folder
 from ...hub.pretrained_models import CONFIG_FILE, load_transformers_folder
 from ...hub.transformers_loading import check_config_values, remove_code_settings
 from ...models import Transformer
@@ -31,11 +30,13 @@ from ...models.families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
 from ...models.families.config_writer import find_differences
 from ...models.families.weight_names import find_unnamed_weight
 from ...models.generation import max_positions
+from ...models.hub_files import COMPANION_FILES, INDEX_FILE, SENTENCE_TRANSFORMERS_MODULE
 from ...models.model_spec import ModelSpec, to_dict
 from ...models.model_spec.serialization import (
     MANIFEST_FILE,
     RECORD_FILE,
     RECORD_FORMAT,
+    WEIGHTS_FILE,
     SurgeryRecord,
 )
 from ...util.errors import SpecError, pluralise
@@ -167,16 +168,6 @@ def _first_difference(read_spec: ModelSpec, model_spec: ModelSpec) -> str:
 # --- Writing and checking of folders --------------------------------------------------------------
 
 NO_FILES: Mapping[str, Any] = {}
-# Files of a model besides its weights that are copied: data only, never pickles or code.
-COMPANION_FILES = re.compile(
-    r"(tokenizer[\w.-]*|special_tokens_map|added_tokens|vocab[\w.-]*|merges|generation_config"
-    r"|preprocessor_config|processor_config|chat_template[\w.-]*|modules|sentence_bert_config"
-    r"|config_sentence_transformers|config|sentencepiece[\w.-]*|source|target|spiece)"
-    r"\.(json|txt|model|jinja|spm)|(LICEN[CS]E|NOTICE)[\w.-]*"
-)
-SENTENCE_TRANSFORMERS_MODULE = re.compile(
-    r"\d+_\w+"
-)  # a folder of sentence-transformers: 1_Pooling
 
 
 class WrittenFolder(NamedTuple):

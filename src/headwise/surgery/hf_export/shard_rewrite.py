@@ -20,10 +20,11 @@ from torch import Tensor
 from ...attention.head_axis_ops import select_heads
 from ...attention.interfaces.part import field_defaults
 from ...attention.spec.attention_spec import SLOTS, AttentionSpec
-from ...hub.checkpoint_weights import INDEX_FILE, TensorSource, build_tensor, open_folder
+from ...hub.checkpoint_weights import TensorSource, build_tensor, open_folder
 from ...models import Transformer
 from ...models.families import get_weight_names
 from ...models.families.weight_names import CheckpointPlan, WeightNames
+from ...models.hub_files import INDEX_FILE
 from ...models.model_spec import ModelSpec
 from ...util.files import sync_folder
 from ..attention_replacement import replace_specs
