@@ -4,13 +4,14 @@
         model.to(device)
 
 Results are right, forward and backward. It refuses what a GPU refuses: tensors of two devices in
-one operation, `numpy()`, and custom operators for CPUs. It needs torch >= 2.13, and does not see
-kernels, memory, streams or code for the device type "cuda".
+one operation, `numpy()`, and custom operators for CPUs; and numbers of the dtypes in `missing`, as
+Apple's GPUs refuse float64. It needs torch >= 2.13, and does not see kernels, memory, streams or
+code for the device type "cuda".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +43,7 @@ DEVICE_KERNELS = (
     "CUDA:",
 )  # of a custom operator that runs on devices
 REGISTERED: list[Any] = []
+MISSING: set[torch.dtype] = set()
 
 
 class DeviceTensor(Tensor):
@@ -51,6 +53,8 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> DeviceTensor:
+        if host.dtype in MISSING:
+            raise TypeError(f"cannot convert a tensor of the device to {host.dtype}")
         layout = {
             "strides": host.stride(),
             "storage_offset": host.storage_offset(),
@@ -194,9 +198,13 @@ def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Ten
 
 
 @contextmanager
-def pretended_device() -> Iterator[torch.device]:
+def pretended_device(missing: Iterable[torch.dtype] = ()) -> Iterator[torch.device]:
     """Context in which the device exists; yields it."""
     if not REGISTERED:
         register_device()
-    with Constructors(), Operations():
-        yield torch.device(NAME, 0)
+    MISSING.update(missing)
+    try:
+        with Constructors(), Operations():
+            yield torch.device(NAME, 0)
+    finally:
+        MISSING.clear()

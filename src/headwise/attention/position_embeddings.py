@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..kernels.devices import to_float64
 from ..util.errors import SpecError
 from .masking.sequence_info import SequenceInfo
 
@@ -31,11 +32,12 @@ def sinusoidal_table(
         )
     if model % 2 or model < 2:
         raise SpecError(f"sines and cosines come in pairs, but model={model}; use an even width")
+    position = to_float64(position)
     rate = torch.exp(
         torch.arange(0, model, 2, device=position.device, dtype=torch.float64)
         * (-math.log(base) / model)
     )
-    angle = position[..., None].double() * rate
+    angle = position[..., None] * rate
     pair = torch.stack([angle.sin(), angle.cos()], -1)
     return pair.flatten(-2) if layout == "interleaved" else pair.transpose(-1, -2).flatten(-2)
 
@@ -57,7 +59,7 @@ class SinusoidalPositions(nn.Module):
     def forward(self, x: Tensor, *, sequence: SequenceInfo | None = None) -> Tensor:
         """x plus the sinusoids of each token's position."""
         at = _positions_of(x, self.model, sequence)
-        return x + sinusoidal_table(at.position, self.model, self.layout, self.base).to(x.dtype)
+        return x + sinusoidal_table(at.position, self.model, self.layout, self.base).to(x)
 
 
 class LearnedPositions(nn.Module):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..kernels.capabilities import available_memory
-from ..kernels.devices import AS_SAVED, Placement, free_memory
+from ..kernels.devices import AS_SAVED, Placement, exact_device, free_memory, resolve_dtype
 from ..models import Transformer, build
 from ..models.families.weight_names import EMPTY, CheckpointPlan, TensorPiece, WeightNames
 from ..models.hub_files import INDEX_FILE, read_shard_index
@@ -223,10 +223,12 @@ def read_tensors(
         if source_name is not None:
             saved = DTYPES[infos[source_name].dtype]
             for piece in pieces:
-                dtype = placement.dtype if piece.name in learned else None
-                tensors[piece.name] = torch.empty(
-                    shapes[piece.name], dtype=dtype or saved, device=placement.device
-                )
+                dtype = saved
+                device = exact_device(placement.device)  # of constants
+                if piece.name in learned:
+                    device = placement.device
+                    dtype = resolve_dtype(placement.dtype or saved, device)
+                tensors[piece.name] = torch.empty(shapes[piece.name], dtype=dtype, device=device)
     to_compare = list[tuple[str, str, Tensor, Tensor]]()
     for file_name, tensor in note_zero_weights(source.path, source.iter_tensors()):
         name = names.canonical_name(file_name)

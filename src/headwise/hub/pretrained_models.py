@@ -212,7 +212,10 @@ def load_original(
         # nothing to move.
         has_weights = not any(tensor.is_meta for tensor in model.parameters())
         is_moved = has_weights and placement.device.type != "cpu"
-        return model.to(placement.device) if is_moved else model
+        if not is_moved:
+            return model
+        placement.check(model)
+        return model.to(placement.device)
     try:
         return load(folder, device=device, dtype=dtype)
     except SpecError:

@@ -41,7 +41,14 @@ class Placement(NamedTuple):
 
     def move(self, model: ModuleT) -> ModuleT:
         """Move a model here, and return it."""
+        self.check(model)
         return model.to(device=self.device, dtype=self.dtype)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise SpecError if the device lacks a dtype of a model that would be moved here."""
+        for dtype in {parameter.dtype for parameter in model.parameters()}:
+            if self.dtype is None and dtype in DTYPES.values():
+                resolve_dtype(dtype, self.device)
 
     def __str__(self) -> str:
         dtype = "" if self.dtype is None else f" in {dtype_name(self.dtype)}"
@@ -98,9 +105,8 @@ def resolve_dtype(name: torch.dtype | str, device: torch.device) -> torch.dtype:
     torch.bfloat16
     """
     dtype = name if isinstance(name, torch.dtype) else DTYPES.get(name)
-    if dtype not in DTYPES.values():
+    if dtype is None or dtype not in DTYPES.values():
         raise SpecError(f"dtype={str(name)!r} is unknown; {suggest(str(name), DTYPES)}")
-    assert dtype is not None
     if not has_dtype(device, dtype):
         raise SpecError(
             f"{device} has no {dtype_name(dtype)}; use dtype='float32', or device='cpu'"

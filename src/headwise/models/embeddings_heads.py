@@ -108,8 +108,8 @@ class EmbeddingLayer(SpecModule):
             return F.embedding(position + spec.skipped, cast(Tensor, self.positions))
         if not is_contiguous and not torch.compiler.is_compiling() and position.numel():
             all_positions = torch.arange(int(position.max()) + 1, device=position.device)
-            return sinusoidal_table(all_positions, h.shape[-1], spec.layout).to(h.dtype)[position]
-        return sinusoidal_table(position, h.shape[-1], spec.layout).to(h.dtype)
+            return sinusoidal_table(all_positions, h.shape[-1], spec.layout).to(h)[position]
+        return sinusoidal_table(position, h.shape[-1], spec.layout).to(h)
 
 
 def check_ids(name: str, ids: Tensor, num_embeddings: int, training: bool) -> None:

@@ -18,6 +18,7 @@ from ..attention.interfaces.core_types import PartParams, Phase
 from ..attention.interfaces.part import field_defaults
 from ..attention.spec.attention_spec import AttentionSpec
 from ..hub.pretrained_models import copy_live_model
+from ..kernels.devices import to_float64
 from ..models import Transformer, build
 from ..models.feed_forward import NormLayer
 from ..models.model_spec import BlockSpec, ModelSpec, StackSpec
@@ -232,7 +233,8 @@ def _shrink_attention(
             )
     bias = output_without_heads(spec, weights, like)
     if constant is not None:  # rounded once
-        bias = (bias.double() + constant.to(bias.device).double()).to(bias)
+        exact = to_float64(bias)
+        bias = (exact + constant.to(exact)).to(bias)
     if not heads:
         return AttentionChange(None, {"constant": bias})
     biased = replace(spec, merge=replace(spec.merge, bias="o"))

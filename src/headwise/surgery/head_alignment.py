@@ -15,6 +15,7 @@ from torch import Tensor
 from ..attention.attention import Attention
 from ..attention.interfaces.core_types import SymmetryGroup
 from ..attention.spec.attention_spec import AttentionSpec
+from ..kernels.devices import to_float64
 from ..util.errors import SpecError
 from .attention_replacement import weights_of_part
 
@@ -161,7 +162,7 @@ class CrossProducts:
     @staticmethod
     def from_features(features: Tensor) -> CrossProducts:
         """Return the cross products of features [.., heads, width]."""
-        x = features.detach().double().flatten(0, -3)
+        x = to_float64(features.detach()).flatten(0, -3)
         if not x.isfinite().all():
             raise ValueError(
                 "keys or values are not finite (NaN or inf); check the weights, or mask padding "
@@ -339,7 +340,7 @@ def _absorb_maps(
     """Return the weights that absorb the maps, by part: the projection, and the part that undoes
     the maps.
     """
-    exact = {name: tensor.detach().double() for name, tensor in weights.items()}
+    exact = {name: to_float64(tensor.detach()) for name, tensor in weights.items()}
     heads = spec.heads
     maps = maps.to(next(iter(exact.values())).device)
     project = type(spec.project).__name__

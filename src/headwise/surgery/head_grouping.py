@@ -18,6 +18,7 @@ from ..attention.head_axis_ops import select_heads, transform_axes
 from ..attention.masking.patterns import select_heads as select_pattern_heads
 from ..attention.masking.sequence_info import SequenceInfo
 from ..attention.spec.attention_spec import AttentionSpec
+from ..kernels.devices import to_float64
 from ..observe.inspect.attention_sites import find_attention
 from ..observe.inspect.hooks import AttentionHook, get_hooks, install_hooks, patch_method
 from ..util.errors import SpecError, suggest
@@ -147,7 +148,7 @@ def group_similar_heads(
     >>> group_similar_heads(similarity, 2)
     ((0, 2), (1, 3))
     """
-    score = similarity.detach().double()
+    score = to_float64(similarity.detach())
     if score.dim() != 2 or score.shape[0] != score.shape[1] or not score.isfinite().all():
         raise ValueError(
             f"similarity must be a finite tensor [heads, heads], got shape {list(score.shape)}"

@@ -551,7 +551,7 @@ def largest_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> 
     for tensor, other in zip(actual, expected, strict=True):
         if other.is_floating_point() and other.numel():
             scale = other.abs().max().clamp_min(1e-30)
-            differences.append(((tensor - other).abs().max() / scale).double().cpu())
+            differences.append(((tensor - other).abs().max() / scale).cpu().double())
     return float(torch.stack(differences).max())  # NaN if any is
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.devices import exact_device, to_float64
 from ..models import Transformer
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.inspect.dataset_means import head_means
@@ -63,7 +64,7 @@ def compute_head_constants(
         reason = fold_bias(spec, weights).reasons_kept.get("v")
         if reason:
             raise SpecError(f"cannot fold the value bias of {site}: {reason}. Use fold='mean'")
-        head_outputs[site, head] = shift_OV[head].double()
+        head_outputs[site, head] = to_float64(shift_OV[head])
     if not head_outputs:
         raise SpecError(
             f"cannot fold biases: no removed head of {net.spec.name} has a value bias. Use "
@@ -75,15 +76,17 @@ def compute_head_constants(
 def _site_constant(net: Transformer, site: str, head_outputs: Mapping[HeadId, Tensor]) -> Tensor:
     """Return what the given constant head outputs add to the output of a site, [model]."""
     spec = get_attention(net, site).spec
-    weights = get_attention_parameters(net, site)
     like = next(net.parameters())
+    device = exact_device(like.device)
+    like = like.to(device)
+    weights = {name: one.to(device) for name, one in get_attention_parameters(net, site).items()}
     shape = (1, 1, len(spec.score_head_of_output), spec.heads.vdim)
-    outputs_BTOV = torch.zeros(shape, dtype=torch.float64, device=like.device)
+    outputs_BTOV = torch.zeros(shape, dtype=torch.float64, device=device)
     for (head_site, head), vector in head_outputs.items():
         if head_site == site:
             outputs_BTOV[0, 0, head] = vector
     output = merge_heads(spec, weights, outputs_BTOV)
-    return output - output_without_heads(spec, weights, like).double()
+    return output - to_float64(output_without_heads(spec, weights, like))
 
 
 def list_text_uses(selection: HeadSelection, fold: str) -> tuple[str, ...]:

@@ -268,7 +268,7 @@ class LabRuns:
         predicts = detect_head_objective(self.net) in ("next-token", "translation", "masked-token")
         has_tokens = values.dim() == 3
         first = values[0] if has_tokens else values[:1]
-        return Outputs(first.double().cpu(), predicts and has_tokens)
+        return Outputs(first.cpu().double(), predicts and has_tokens)
 
 
 def position_changes(before: Outputs, after: Outputs) -> Tensor:
@@ -515,7 +515,7 @@ def check_by_removal(model: OpenModel, ablation: Ablation, after: Outputs) -> di
 
         with torch.inference_mode():
             values = get_output_tensor(smaller(**id_inputs(smaller, model.get_recorded())))
-        values = (values[0] if values.dim() == 3 else values[:1]).double().cpu()
+        values = (values[0] if values.dim() == 3 else values[:1]).cpu().double()
     except (ValueError, KeyError, IndexError, NotImplementedError) as error:
         return unchecked(str(error))
     if values.shape != after.values.shape:

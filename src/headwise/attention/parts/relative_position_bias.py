@@ -59,7 +59,7 @@ class Alibi(ScoreStep):
     def score(
         self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]
     ) -> Tensor:
-        return s - p["slope"].to(s.dtype) * (position.i - position.j).abs()
+        return s - p["slope"].to(s) * (position.i - position.j).abs()
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

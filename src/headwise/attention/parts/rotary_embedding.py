@@ -323,7 +323,7 @@ class Rotary(QKTransform):
         frequency = p["frequency"]
         start = sequence.start
         if not keeps or start is None or start + sequence.count > LARGEST_TABLE:
-            return self._cos_sin(sequence.position, frequency, exact)
+            return self._cos_sin(sequence.position, frequency, exact, sequence.device)
         stop = start + sequence.count
         version = 0 if frequency.is_inference() else frequency._version
         table = p.cached.get(exact)
@@ -335,7 +335,8 @@ class Rotary(QKTransform):
         ):
             size = max(SMALLEST_TABLE, 2 ** (stop - 1).bit_length())
             positions = torch.arange(size, device=frequency.device)[None]
-            table = AngleTable(*self._cos_sin(positions, frequency, exact), frequency, version)
+            angles = self._cos_sin(positions, frequency, exact, sequence.device)
+            table = AngleTable(*angles, frequency, version)
             # Fake tensors, and tensors of a CUDA graph during capture, hold no numbers yet.
             is_fake = type(table.cos) is not type(frequency)
             if not (is_fake or (frequency.is_cuda and torch.cuda.is_current_stream_capturing())):
@@ -343,13 +344,14 @@ class Rotary(QKTransform):
         return table.cos[:, start:stop], table.sin[:, start:stop]
 
     def _cos_sin(
-        self, position_BT: Tensor, frequency: Tensor, exact: torch.dtype
+        self, position_BT: Tensor, frequency: Tensor, exact: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """[B, T, 1, pairs]; with pairs="half" [B, T, 1, dims], and the sines of the first half are
         negative.
         """
         # Frequencies are float64: in float32, the angle at position 2^24 would be wrong by up to
-        # half a rotation.
+        # half a rotation. They are on the CPU if the device has no float64.
+        position_BT = position_BT.to(frequency.device)
         angle = position_BT.view(*position_BT.shape, 1, 1) * frequency
         cos = angle.cos()
         sin = angle.sin()
@@ -360,7 +362,7 @@ class Rotary(QKTransform):
         if self.pairs == "half":
             cos = torch.cat([cos, cos], -1)
             sin = torch.cat([-sin, sin], -1)
-        return cos.to(exact), sin.to(exact)
+        return cos.to(device, exact), sin.to(device, exact)
 
     def transform(
         self, x_BTHK: Tensor, side: str, precomputed: tuple[Tensor, Tensor], p: PartParams

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...attention.masking.sequence_info import SequenceInfo
 from ...kernels.counter_rng import RandomStream
+from ...kernels.devices import to_float64
 from ...util.errors import SpecError, pluralise
 from ..embeddings_heads import pool_last
 from ..model_spec import ModelSpec, StackSpec
@@ -100,10 +101,9 @@ def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
 
 def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
     """Sample an id per row from softmax(logits), using one number of the row's stream."""
-    unit = torch.tensor(
-        [[stream.uniform()] for stream in streams], dtype=torch.float64, device=logits.device
-    )
-    cumulative = logits.double().softmax(-1).cumsum(-1)
+    exact = to_float64(logits)
+    unit = exact.new_tensor([[stream.uniform()] for stream in streams])
+    cumulative = exact.softmax(-1).cumsum(-1)
     total = cumulative[:, -1:]
     below = torch.minimum(
         unit * total, total.nextafter(torch.zeros_like(total))
@@ -385,7 +385,7 @@ class BeamSearch:
         """
         sums = (
             torch.tensor([[hypothesis.value] for hypothesis in self.active], dtype=torch.float64)
-            + log_probs.double().cpu()
+            + log_probs.cpu().double()
         )
         before = self.active
         self.active = []

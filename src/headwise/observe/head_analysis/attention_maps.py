@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...kernels.devices import to_float64
 from ...report.data import Table
 from ...report.render import to_text
 from ...report.text import format_numbers
@@ -120,7 +121,7 @@ class AttentionMaps:
         equal and values as equally long; it is a heuristic.
         """
         layers = self._last_stack()
-        means = (maps.weights_HTS.double().mean(0).cpu().numpy() for maps in layers)
+        means = (to_float64(maps.weights_HTS).mean(0).cpu().numpy() for maps in layers)
         return torch.from_numpy(multiply_rollout(means))
 
     def table(self, matrix: Tensor, title: str, site: str = "") -> AttentionTable:
@@ -168,7 +169,8 @@ class _MapHook(AttentionHook):
                 row, v_BSV = call.head_values(head)
                 output = self.circuits.ov_circuit(head).right
                 rows.append(row)
-                norms.append((v_BSV[0].double() @ output.to(v_BSV.device).double()).norm(dim=-1))
+                output = to_float64(output.to(v_BSV.device))
+                norms.append((to_float64(v_BSV[0]) @ output).norm(dim=-1))
         except (SpecError, ValueError, RuntimeError) as error:
             self.reason = str(error)
             return

@@ -22,6 +22,7 @@ from ...attention.interfaces import Mix, OutputStep, QKTransform
 from ...attention.spec.attention_spec import AttentionSpec
 from ...hub.checkpoint_weights import build_from_weights, wrap_tensors
 from ...hub.transformers_loading import without_hub_kernels
+from ...kernels.devices import to_float64
 from ...models import Transformer, build, families
 from ...models.families import get_weight_names
 from ...models.model_spec.components import NormSpec
@@ -62,14 +63,14 @@ class LowRankMap(NamedTuple):
         """
         left, right = (
             torch.linalg.qr(factor, mode="r").R
-            for factor in (self.left.double(), self.right.double().T)
+            for factor in (to_float64(self.left), to_float64(self.right).T)
         )
         return torch.linalg.svdvals(left @ right.T)
 
     def inner_product(self, other: LowRankMap) -> Tensor:
         """Compute the Frobenius inner product of two maps on the narrow sides."""
-        left = self.left.double().T @ other.left.double()
-        return (left * (self.right.double() @ other.right.double().T)).sum()
+        left = to_float64(self.left).T @ to_float64(other.left)
+        return (left * (to_float64(self.right) @ to_float64(other.right).T)).sum()
 
 
 def copying_score(
@@ -87,11 +88,11 @@ def copying_score(
     >>> copying_score(ov), copying_score(LowRankMap(ov.left, -ov.right))
     (1.0, -1.0)
     """
-    left = ov.left.double()
-    right = ov.right.double()
+    left = to_float64(ov.left)
+    right = to_float64(ov.right)
     if embed is not None and unembed is not None:
-        left = embed.double() @ left
-        right = right @ unembed.double()
+        left = to_float64(embed) @ left
+        right = right @ to_float64(unembed)
     values = torch.linalg.eigvals(right @ left)
     total = values.abs().sum()
     return float(values.real.sum() / total) if total > 0 else float("nan")
@@ -337,15 +338,15 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
         gain = get_weight(native, f"{name}.weight")
         factor: Any = 1.0
         if gain is not None:
-            factor = gain.double() + (norm.kind == "rms_unit_offset")
+            factor = to_float64(gain) + (norm.kind == "rms_unit_offset")
             factor = factor if axis else factor[:, None]
         table = table if axis else factor * table  # the gain comes first in its rows
         if norm.kind in ("layer", "layer_no_bias", "layer_no_affine"):  # these subtract the mean
             table = table - table.mean(axis, keepdim=True)
         return factor * table if axis else table
 
-    embed = tables.embed.double()
-    unembed = tables.unembed.double()
+    embed = to_float64(tables.embed)
+    unembed = to_float64(tables.unembed)
     before = NORM_BEFORE.get(block.placement)
     if before is not None:
         embed = fold(block.norm, f"{place}.{before}", embed, axis=1)
@@ -397,7 +398,7 @@ def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
                 tables = list(fold_norms(model, site, get_token_tables(model, stack))[:2])
         over = "tokens" if tables else "states"
         for head in range(len(circuits.spec.score_head_of_output)):
-            output_norm = float(circuits.output_map(head).double().norm())
+            output_norm = float(to_float64(circuits.output_map(head)).norm())
             copying = math.nan
             ov_norm = math.nan
             with suppress(SpecError):  # no single W_V belongs to the head

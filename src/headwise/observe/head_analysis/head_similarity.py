@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ...kernels.devices import exact_device, to_float64
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
 from ..inspect.model_inputs import get_device
 from ..inspect.site import ObservedCall
@@ -121,7 +122,7 @@ def centred_kernel_alignment(features: Tensor) -> Tensor:
     heads, tokens, _ = features.shape
     if tokens < 4:
         raise ValueError(f"cannot compare head outputs over {tokens} tokens; give at least 4")
-    x = features.double()
+    x = to_float64(features)
     x = x - x.mean(1, keepdim=True)
     hsic = torch.stack([(x[head].T @ x).square().sum((1, 2)) for head in range(heads)])
     # The diagonals of the kernels are removed.
@@ -278,7 +279,8 @@ def sample_rows(
         num_sampled[pair] = len(queries)
         hooks[module.site.name] = RowSamplingHook(queries)
     run_observed(model, example.model_inputs, sites, hooks)
-    device = get_device(model)  # the layers of a model may be on several devices
+    # The layers of a model may be on several devices; rows are compared in float64.
+    device = exact_device(get_device(model))
     groups: list[SampledRows] = []
     for pair, count in num_sampled.items():
         heads: list[HeadLocation] = []

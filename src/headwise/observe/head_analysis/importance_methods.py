@@ -329,5 +329,5 @@ def compute_mask_gradients(text: ImportanceInput) -> dict[str, Array]:
     for name, capture in captures.items():
         products = [(z * next(grads)).sum(-1).flatten(0, -2) for z in capture.outputs]
         if products:
-            gradients[name] = torch.cat(products).detach().double().cpu().numpy()
+            gradients[name] = torch.cat(products).detach().cpu().double().numpy()
     return gradients

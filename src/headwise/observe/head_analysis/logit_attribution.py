@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...kernels.devices import to_float64
 from ...models import Transformer
 from ...models.feed_forward import NormLayer
 from ...report.data import Table
@@ -112,7 +113,7 @@ def attribute_logit(
     count = logits.shape[1]
     if not -count <= position < count:
         raise ValueError(f"there is no position {position}; give one in 0..{count - 1}")
-    explained = logits[0, position].double()
+    explained = to_float64(logits[0, position])
     chosen = int(explained.argmax()) if token is None else token
     head = net.spec.heads[0]
     tokens = [one for one in (chosen, baseline) if one is not None]
@@ -128,8 +129,8 @@ def attribute_logit(
         site = f"{layer.name}.attention"
         if site not in circuits:
             continue
-        z_OV = outputs[site][position].double()
-        maps = [circuits[site].output_map(number).double() for number in range(len(z_OV))]
+        z_OV = to_float64(outputs[site][position])
+        maps = [to_float64(circuits[site].output_map(number)) for number in range(len(z_OV))]
         written = torch.einsum("ov,ovm->om", z_OV, torch.stack(maps)) * layer.scale
         values = _apply_frozen_norm(stack.norm, final[position], written) @ readout
         shares += [LogitShare(site, number, value) for number, value in enumerate(values.tolist())]
@@ -149,7 +150,7 @@ def _run_to_head(
     module = stack.norm or net.head[net.spec.heads[0].name]
     with record_modules([module]) as calls:
         logits, outputs = record_head_outputs(net, inputs, site_modules)
-    return logits, calls[module][-1].args[0][0].double(), outputs
+    return logits, to_float64(calls[module][-1].args[0][0]), outputs
 
 
 def _check_residual_stream(net: Transformer) -> Any:
@@ -183,7 +184,7 @@ def _output_table(net: Transformer) -> Tensor:
     """Weight of the first output head, [tokens, model], which may be tied to the embedding."""
     weight = get_weight(net, f"head.{net.spec.heads[0].name}.weight")
     assert weight is not None
-    return weight.double()
+    return to_float64(weight)
 
 
 # --- What one head adds to every logit ------------------------------------------------------------
@@ -238,7 +239,8 @@ def attribute_all_logits(
         raise ValueError(
             f"{site} has no head {head} at position {position}; give both in its ranges"
         )
-    written = z_TOV[position, head].double() @ get_circuits(net)[site].output_map(head).double()
+    output_map = to_float64(get_circuits(net)[site].output_map(head))
+    written = to_float64(z_TOV[position, head]) @ output_map
     written = _apply_frozen_norm(stack.norm, final[position], written * layer.scale)
     values = _output_table(net) @ written * output_head.scale
     left_out: list[str] = []
@@ -255,7 +257,8 @@ def _apply_frozen_norm(norm: NormLayer | None, h: Tensor, written: Tensor) -> Te
     if norm is None:
         return written
     weight = norm.get_weight("weight")
-    factor = 1 if weight is None else weight.double() + (1 if norm.kind == "rms_unit_offset" else 0)
+    offset = 1 if norm.kind == "rms_unit_offset" else 0
+    factor = 1 if weight is None else to_float64(weight) + offset
     if norm.kind in ("rms", "rms_unit_offset"):
         return written * factor / (h.square().mean() + norm.eps).sqrt()
     centred = written - written.mean(-1, keepdim=True)

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from ...attention.interfaces.core_types import Probe
 from ...attention.masking.sequence_info import SequenceInfo
+from ...kernels.devices import has_dtype
 from ...models import Transformer
 from ...models.block import LayerInputs, TransformerLayer
 from ...models.embeddings_heads import OutputHead
 from ...models.feed_forward import FeedForward, NormLayer
 from ...models.model_spec import ExpertsSpec
 from ...models.transformer import resolve_sequence
-from ..inspect.model_inputs import ModelInputs
+from ..inspect.model_inputs import ModelInputs, get_device
 from .importance_methods import ImportanceInput, ImportanceSums, stack_inputs
 
 # --- Operations that propagate relevance ----------------------------------------------------------
@@ -160,6 +161,9 @@ def why_no_relevance(model: Any) -> str:
         name = type(model).__name__
         return f"it needs a headwise model, not {name}; load its folder with hw.load"
     spec = model.spec
+    device = get_device(model)
+    if not has_dtype(device, torch.float64):
+        return f"it computes in float64, which {device} does not have; use the CPU"
     if not spec.heads or not spec.heads[0].outputs:
         return f"{spec.name} has no output head"
     for stack in spec.stacks:

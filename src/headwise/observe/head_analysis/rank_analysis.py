@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...kernels.devices import to_float64
 from ...models import Transformer
 from ...report.data import Table
 from ...util.errors import SpecError
@@ -38,7 +39,7 @@ def count_dims(singular: Tensor, energy: float = ENERGY_FRACTION) -> int:
     >>> count_dims(torch.tensor([3.0, 1.0])), count_dims(torch.ones(10))
     (1, 9)
     """
-    power = singular.double().square()
+    power = to_float64(singular).square()
     total = power.sum()
     return 1 + int((power.cumsum(0) < energy * total * (1 - 1e-12)).sum()) if total > 0 else 0
 
@@ -155,7 +156,7 @@ def effective_rank(matrices: Tensor) -> Tensor:
     >>> round(effective_rank(torch.eye(3)).item(), 6)
     3.0
     """
-    values = torch.linalg.svdvals(matrices.double())
+    values = torch.linalg.svdvals(to_float64(matrices))
     total = values.sum(-1, keepdim=True)
     share = values / total.clamp(min=1e-300)
     return torch.where(total[..., 0] > 0, (-torch.special.xlogy(share, share).sum(-1)).exp(), 0.0)
@@ -177,7 +178,7 @@ def rank_one_residual(states: Tensor) -> float:
     >>> rank_one_residual(torch.ones(3, 2)), rank_one_residual(torch.tensor([[1.0], [-1.0]]))
     (0.0, 1.0)
     """
-    x = states.double()
+    x = to_float64(states)
     return float((x - x.mean(0)).norm() / x.norm().clamp(min=1e-300))
 
 
@@ -188,7 +189,7 @@ def singular_value_ratio(states: Tensor) -> float:
     >>> singular_value_ratio(torch.tensor([[1.0, 2.0], [2.0, 4.0]])) < 1e-9
     True
     """
-    values = torch.linalg.svdvals(states.double())
+    values = torch.linalg.svdvals(to_float64(states))
     return float(values[1] / values[0].clamp(min=1e-300)) if len(values) > 1 else 0.0
 
 

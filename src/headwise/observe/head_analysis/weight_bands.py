@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...kernels.devices import exact_device
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
 from ..inspect.site import AttentionInputs, ObservedCall
 from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
@@ -220,9 +221,10 @@ CallCallback = Callable[[str, AttentionInputs, TokenAnnotations, TokenAnnotation
 
 
 def move_annotations(example: Example, device: torch.device) -> Example:
-    """Return the example with its annotations on a device, where its attention weights are
-    measured.
+    """Return the example with its annotations where its attention weights are measured: on the
+    device of the weights, or on the CPU if that device has no float64, in which they are summed.
     """
+    device = exact_device(device)
     streams = dict(example.streams)
     for name, tokens in example.streams.items():
         tensors = {key: one for key, one in vars(tokens).items() if isinstance(one, Tensor)}

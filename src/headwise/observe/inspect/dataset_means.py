@@ -280,7 +280,7 @@ def _dataset_moments(
     moments: dict[str, OutputMoments] = {}
 
     def observe(site: str, outputs: Tensor, token_mask: Tensor) -> None:
-        values = outputs[token_mask].double().cpu()
+        values = outputs[token_mask].cpu().double()
         if not values.isfinite().all():
             raise ValueError(
                 f"heads of {site} output values that are not finite; mask padding, or check the "

@@ -19,11 +19,12 @@ from ...attention.masking.sequence_info import SequenceInfo
 from ...costs.cost_report import Workload, cost
 from ...costs.workload import image_tokens, max_lengths
 from ...kernels.compilation import compile_when_called
+from ...kernels.devices import dtype_name
 from ...models import Transformer
 from ...models.generation import eval_mode, max_positions as known
 from ...models.transformer import ModelCache
 from ...util.errors import SpecError
-from .model_comparison import JsonRecord, dtype_name, parameter_dtype, random_input
+from .model_comparison import JsonRecord, parameter_dtype, random_input
 
 COUNTED_LENGTH = 512  # default number of tokens for FLOPs and cache
 COUNTED_BYTES = 4  # bytes per number in cost estimates; replaced by the element size of the model

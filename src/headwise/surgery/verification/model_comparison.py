@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ...kernels.devices import dtype_name, has_dtype, to_float64
 from ...models import Transformer, build
 from ...models.model_spec import StackSpec
 from ...observe.head_analysis.annotated_examples import Example
@@ -129,11 +130,6 @@ def parameter_dtype(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without its module."""
-    return str(dtype).removeprefix("torch.")
-
-
 def full_precision(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which models of `dtype` are compared: float32, or float64 if that is
     their own.
@@ -150,17 +146,21 @@ def cast_model(
     """Return a copy of a model in eval mode with parameters in `dtype`, first rounded to the dtype
     `stored` if given.
 
-    Other floating-point tensors, such as rotary angles, lose no precision.
+    Other floating-point tensors, such as rotary angles, lose no precision. The copy is on the CPU if
+    the device of the model lacks the dtype.
     """
     with torch.device("meta"):
         copy = build(net.spec)
     parameter_names = {name for name, _ in net.named_parameters()}
+    device = next(net.parameters()).device
+    device = device if has_dtype(device, dtype) else torch.device("cpu")
 
     def cast(name: str, tensor: Tensor) -> Tensor:
         if name in parameter_names:
-            return tensor.to(stored or tensor.dtype).to(dtype)
+            return tensor.to(stored or tensor.dtype).to(device, dtype)
         is_float = tensor.is_floating_point()
-        return tensor.to(torch.promote_types(tensor.dtype, dtype)) if is_float else tensor
+        wide = torch.promote_types(tensor.dtype, dtype) if is_float else tensor.dtype
+        return tensor.to(device if has_dtype(device, wide) else torch.device("cpu"), wide)
 
     tensors = {name: cast(name, tensor.detach()) for name, tensor in net.state_dict().items()}
     copy.load_state_dict(tensors, assign=True)
@@ -214,7 +214,7 @@ def compare_outputs(
                 f"cannot compare outputs of shapes {shapes} on text {number}. Give models with "
                 "equal outputs"
             )
-        apart = (expected.double() - actual.to(expected.device).double()).abs().max()
+        apart = (to_float64(expected) - to_float64(actual.to(expected.device))).abs().max()
         difference = max(difference, float(apart))
         largest = max(largest, float(expected.abs().max()))
     tolerance = DOUBLE_TOLERANCE if dtype == torch.float64 else OUTPUT_TOLERANCE

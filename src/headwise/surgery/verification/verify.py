@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import __version__
+from ...kernels.devices import dtype_name
 from ...models import Transformer
 from ...models.generation import eval_mode
 from ...models.model_spec.serialization import MANIFEST_FILE, RECORD_FILE
@@ -49,7 +50,6 @@ from .model_comparison import (
     compare_ablated,
     compare_outputs,
     compare_weights,
-    dtype_name,
     full_precision,
     parameter_dtype,
 )

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.devices import to_float64
 from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import ModelSpec, ProcessorSpec
 from ...models.vocabulary import (
@@ -218,7 +219,7 @@ class TextTask(FileTask):
         has_label = batch.labels != IGNORE_INDEX
         labels = batch.labels[has_label]
         log_probs = logits[has_label].float().log_softmax(-1).gather(-1, labels[:, None])
-        nats = -float(log_probs.double().sum())
+        nats = -float(to_float64(log_probs).sum())
         sums = {"nats": (nats, len(labels))}
         if self.data.bytes_per_id is not None:
             num_bytes = int(self.data.bytes_per_id[labels.cpu()].sum())

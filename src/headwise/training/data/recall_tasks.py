@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.counter_rng import Ints, RandomStreams
+from ...kernels.devices import to_float64
 from ...models.batch import IGNORE_INDEX, Batch
 from ...util.errors import SpecError
 from .synthetic_task import (
@@ -388,7 +389,7 @@ class MarkovChains(SyntheticTask):
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy, nats per symbol, and excess over the bigram, the latter also by position."""
         has_label = batch.labels != IGNORE_INDEX
-        log_probs = logits.double().log_softmax(-1)
+        log_probs = to_float64(logits).log_softmax(-1)
         label_log_probs = log_probs.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
         optimal = torch.stack(list(batch.gold)).to(log_probs.device)
         excess = torch.zeros_like(label_log_probs)

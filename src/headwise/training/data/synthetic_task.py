@@ -17,6 +17,7 @@ from ...attention.masking.patterns import Pattern
 from ...attention.masking.sequence_info import SequenceInfo
 from ...attention.presets import design
 from ...kernels.counter_rng import Ints, RandomStreams, RandomWords
+from ...kernels.devices import to_float64
 from ...models.batch import IGNORE_INDEX, Batch
 from ...models.model_spec import (
     BlockSpec,
@@ -409,7 +410,7 @@ def sum_by_slice(
     for label, mask in masks.items():
         count = int(mask.sum())
         if count or label == name:
-            sums[label] = (float(correct[mask].double().sum()), count)
+            sums[label] = (float(to_float64(correct[mask]).sum()), count)
     return sums
 
 
