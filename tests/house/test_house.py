@@ -47,6 +47,9 @@ OUTSIDE = {".venv", ".git", "node_modules", "runs", "build", "dist", ".pytest_ca
 LINES_OF_A_FILE = 850
 
 
+COLUMNS = 100
+
+
 LINES_OF_A_FUNCTION = 83
 
 
@@ -122,6 +125,16 @@ def test_there_is_a_source():
 
 def test_files_are_short():
     check_none([named(p) for p in FILES if len(p.read_text().splitlines()) > LINES_OF_A_FILE])
+
+
+def test_lines_are_short():
+    wide = [
+        at(path, number)
+        for path in FILES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > COLUMNS
+    ]
+    check_none(wide)
 
 
 def test_functions_are_short():

@@ -311,7 +311,9 @@ class SymbolicInt(int):
         a sum.
         """
         number = super().__new__(cls, value)
-        number.factor, number.text, number.loose = factor, text, bool(loose)
+        number.factor = factor
+        number.text = text
+        number.loose = bool(loose)
         return number
 
     @property

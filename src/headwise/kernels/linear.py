@@ -176,7 +176,8 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         if not matrix.is_contiguous():
             fact = f"a matrix {list(matrix.shape)} has strides {matrix.stride()}"
             refuse_operands("small_batch_matmul", fact, "give a contiguous matrix")
-    x_MK, (num_tokens, width) = x_MK.contiguous(), x_MK.shape
+    x_MK = x_MK.contiguous()
+    num_tokens, width = x_MK.shape
     num_rows = sum([matrix.shape[0] for matrix in matrices])
     count = _tokens_per_pass(width)
     if width % SIMD_WIDTH or not width or not num_rows:

@@ -173,8 +173,10 @@ def plan_split(args, fields, order_index, split, max_rows):
         ints(args.split_starts)[3 * (first + split) + 2] = 1
     own = ints(args.row_splits)[3 * order[3 * order_index]]
     start = ints(args.split_starts) + 3 * (own + split)
-    fields[0], fields[1] = order_index, rows
-    fields[2], fields[3] = start[0], start[1]
+    fields[0] = order_index
+    fields[1] = rows
+    fields[2] = start[0]
+    fields[3] = start[1]
     fields[4] = min(KV_SPLIT_SIZE, order[3 * order_index + 2] - begin)
     fields[5] = split
     store_arg(args, "max_splits", max(args.max_splits, rows))

@@ -169,10 +169,9 @@ def additive_attention(*, bias: float = 1.0) -> Outcome:
     spec = from_toml('model = 12\nheads = {q = 3, dim = 4}\nsimilarity = {part = "Additive"}')
     layer = make_layer(spec, scale=0.5)
     x = sample(1, 1, 5, 12)
-    state, q, k = (
-        layer.state_dict(),
-        *(_project(layer.state_dict()[f"project.{side}"], x) for side in "qk"),
-    )
+    state = layer.state_dict()
+    q = _project(state["project.q"], x)
+    k = _project(state["project.k"], x)
     v = state["similarity.v"]
     b = state["similarity.bias"] * bias
     hidden = torch.tanh(q[:, :, :, None] + k[:, :, None] + b[:, None, None])

@@ -241,7 +241,8 @@ class LayerStack(nn.Module):
 
     def __init__(self, spec: StackSpec, dropout: float) -> None:
         super().__init__()
-        self.spec, self.depth = spec, len(spec.layers)
+        self.spec = spec
+        self.depth = len(spec.layers)
         self.embedding = (
             EmbeddingLayer(spec.embedding, spec.model, dropout) if spec.embedding else None
         )

@@ -84,7 +84,7 @@ def _check_tokenizer(spec: ModelSpec, document: str, where: str) -> None:
         ) from None
     _check_distinct_ids(tokenizer, where)
     size = 1 + max(tokenizer.get_vocab().values(), default=-1)
-    tables = [tokens for stack in spec.stacks if (tokens := _vocab_size(stack))]
+    tables = list(filter(None, map(_vocab_size, spec.stacks)))
     if size > max(tables, default=0):  # larger tables are usual: they are often padded for speed
         table_sizes = " and ".join(map(str, tables)) or "no tokens"
         raise SpecError(
@@ -171,11 +171,10 @@ def save(
     }
     usage = net.usage if tokenizer is None else replace(net.usage, tokenizer=tokenizer)
     check_processor(net.spec, usage)
-    new |= {
-        f"{name}.json": text.encode()
-        for name in TOKENIZER_FIELDS
-        if (text := getattr(usage, name)) is not None
-    }
+    for name in TOKENIZER_FIELDS:
+        text = getattr(usage, name)
+        if text is not None:
+            new[f"{name}.json"] = text.encode()
     folder = check_output(folder, MODEL_FOLDER, "continue")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -192,7 +192,8 @@ class Transformer(nn.Module):
         self.spec = spec
         self.dropout = dropout
         self.usage = ProcessorSpec()
-        self._checkpointing, self._probes = "none", dict[str, Probe]()
+        self._checkpointing = "none"
+        self._probes = dict[str, Probe]()
         _check_names("stack", [stack.name for stack in spec.stacks], dir(self))
         _check_names("head", [head.name for head in spec.heads], dir(nn.ModuleDict()))
         for stack in spec.stacks:

@@ -74,11 +74,9 @@ class TimeLeft:
     def seconds(self, message: CountedMessage) -> float | None:
         """Return the seconds left after this message; None while nothing was counted."""
         if message.label != self._label:
-            self._label, self._start_time, self._start_count = (
-                message.label,
-                self._now(),
-                message.done,
-            )
+            self._label = message.label
+            self._start_time = self._now()
+            self._start_count = message.done
         counted = message.done - self._start_count
         return (
             None
@@ -107,7 +105,8 @@ class ProgressReporter:
     ) -> None:
         self._stream = stream
         self._now = now
-        self._time_left, self._last_line_time = TimeLeft(now), now()
+        self._time_left = TimeLeft(now)
+        self._last_line_time = now()
 
     def __call__(self, message: str) -> None:
         """Show a message; an empty one clears the line of a terminal."""

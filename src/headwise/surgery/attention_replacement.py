@@ -291,9 +291,8 @@ def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeigh
     ('qk', 'o', ['k'])
     """
     biases = spec.project.constant_biases(spec, weights)
-    reasons_kept = {
-        side: reason for side in biases if (reason := "; ".join(_reasons_bias_stays(spec, side)))
-    }
+    reasons = {side: "; ".join(_reasons_bias_stays(spec, side)) for side in biases}
+    reasons_kept = {side: reason for side, reason in reasons.items() if reason}
     folded = [side for side in biases if side not in reasons_kept]
     if not folded:
         return FoldedWeights(spec, dict(weights), reasons_kept)

@@ -254,7 +254,8 @@ class CollectiveGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copied model communicates with the same ranks
@@ -370,7 +371,8 @@ class GradientBuckets:
         """Send each bucket as soon as it is full during the next backward pass, the last one of
         this step.
         """
-        self._pending, self._num_missing = [], [len(bucket) for bucket in self._buckets]
+        self._pending = []
+        self._num_missing = list(map(len, self._buckets))
 
     def finish(self) -> None:
         """Send the remaining buckets, wait for all of them and store the summed gradients."""

@@ -56,12 +56,10 @@ class ProcessMesh:
     def __init__(
         self, process: ProcessInfo, parallelism: Parallelism, device: torch.device | str = "cpu"
     ) -> None:
-        self.rank, self.size, self.parallelism, self.device = (
-            process.rank,
-            process.size,
-            parallelism,
-            torch.device(device),
-        )
+        self.rank = process.rank
+        self.size = process.size
+        self.parallelism = parallelism
+        self.device = torch.device(device)
         self.place = parallelism.place(process.rank)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._device_mesh: DeviceMesh | None = None

@@ -176,7 +176,8 @@ class WeightNames(NamedTuple):
         """Return where to store an output bias that these checkpoints lack: as the bias of the
         output projection.
         """
-        if not (match := ADDED_BIAS.match(own)):
+        match = ADDED_BIAS.match(own)
+        if match is None:
             return None
         matrix = self.locations.get(f"{match[1]}.output.o")
         path = matrix.path if isinstance(matrix, TensorLocation) else matrix or ""

@@ -453,7 +453,8 @@ class ModelSpec(SpecNode):
                     f"{self.name}: {field}={getattr(self, field)!r} must hold {kind.__name__}s; "
                     f"{remedy}"
                 )
-        if len(self.stacks) != (expected := 2 if self.kind == "encoder-decoder" else 1):
+        expected = 2 if self.kind == "encoder-decoder" else 1
+        if len(self.stacks) != expected:
             raise SpecError(
                 f"{self.name}: {self.kind} with {len(self.stacks)} stacks; give {expected}"
             )

@@ -42,16 +42,16 @@ class CanonicalForm:
         """Return constants that these files do not store and that differ from what the spec
         implies.
         """
-        return {
-            f"{site}.{key}": tensor
-            for site, spec in self.model_spec.attention_specs()
-            for key, param in spec.params().items()
-            if not param.trainable and names.find_location(f"{site}.{key}") is None
-            if not torch.equal(
-                tensor := self.tensors[f"{site}.{key}"].cpu(),
-                param.init(spec.shapes()[key]).to(tensor.dtype),
-            )
-        }
+        constants: dict[str, Tensor] = {}
+        for site, spec in self.model_spec.attention_specs():
+            for key, param in spec.params().items():
+                name = f"{site}.{key}"
+                if param.trainable or names.find_location(name) is not None:
+                    continue
+                tensor = self.tensors[name].cpu()
+                if not torch.equal(tensor, param.init(spec.shapes()[key]).to(tensor.dtype)):
+                    constants[name] = tensor
+        return constants
 
 
 def to_canonical_form(net: Transformer) -> CanonicalForm:
@@ -120,7 +120,9 @@ def _sort_heads(form: CanonicalForm) -> CanonicalForm:
         if order == sorted(order) and groups == sorted(groups):
             continue
         specs[site], moved = permute_heads(spec, weights, order)
-        tensors |= {name: moved[key] for key in moved if (name := f"{site}.{key}") in tensors}
+        for key, tensor in moved.items():
+            if f"{site}.{key}" in tensors:
+                tensors[f"{site}.{key}"] = tensor
     return CanonicalForm(replace_specs(form.model_spec, specs), tensors)
 
 

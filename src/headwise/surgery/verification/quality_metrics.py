@@ -451,7 +451,8 @@ class ModelEvaluator:
         count: Callable[[list[Example]], Iterable[Example]] = iter,
     ) -> None:
         distinct = DistinctExamples(examples)
-        self.net, self.examples = net, list(distinct)
+        self.net = net
+        self.examples = list(distinct)
         check_min_count(len(self.examples), "texts")
         self.objective, note = choose_objective(net, objective, self.examples[0])
         self.baseline = QualityTally(self.objective, [*([note] if note else []), *distinct.notes])
