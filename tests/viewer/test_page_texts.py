@@ -66,6 +66,11 @@ def test_every_key_is_used():
     beginnings = {
         text.split("${")[0] for text in re.findall(r"`([A-Za-z]+\.[\w.]*\$\{[^`]*)`", code)
     }
+    for prefix, names in re.findall(r'choices\("([\w.]+)", (\[[^\]]*\]|\w+)', code):
+        if names.startswith("["):
+            code += " ".join(f'"{prefix}{name}"' for name in json.loads(names))
+        else:
+            beginnings.add(prefix)
     unused = [
         key
         for key in read_texts()
