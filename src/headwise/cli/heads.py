@@ -253,7 +253,7 @@ def _measure_importance(
     )
     progress = report.counter(f"importance of heads ({args.importance})", len(examples), "texts")
     return estimate_importance(
-        model, examples, method=args.importance, options=options, progress=progress
+        model, examples, method=args.importance, options=options, progress=progress, log=report
     )
 
 

@@ -146,6 +146,7 @@ def score_heads(
         objective=ranking.objective,
         options=options,
         progress=progress,
+        log=log,
     )
     notes = (
         f"ranked by {importance.method} of {importance.objective} over {importance.texts} texts",

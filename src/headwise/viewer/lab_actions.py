@@ -155,7 +155,7 @@ class LabRuns:
     """
 
     def __init__(self, model: OpenModel) -> None:
-        from ..observe.head_analysis.importance_methods import make_forward
+        from ..observe.head_analysis.importance_methods import RepeatedForward
         from ..observe.inspect.attention_sites import find_attention
 
         self.net = model.get_model()
@@ -163,7 +163,7 @@ class LabRuns:
         self.trace = model.get_recorded()
         site_modules = find_attention(self.net)
         self.modules: list[SiteModule] = [one for one in site_modules if one.site.ablate.possible]
-        self.forward = make_forward(self.net, self.modules, self.inputs)
+        self.forward = RepeatedForward(self.net, self.modules, self.inputs)
 
     @property
     def heads(self) -> list[Pair]:
@@ -654,7 +654,7 @@ def evaluate_texts(
     Means and noise moments are taken over the open text, as in `compute_effect`. The model's
     ablated heads do not change.
     """
-    from ..observe.head_analysis.importance_methods import make_forward
+    from ..observe.head_analysis.importance_methods import RepeatedForward
     from ..observe.head_analysis.objectives import choose_objective, get_output_tensor
     from ..surgery.verification.quality_metrics import QualityTally
 
@@ -679,7 +679,7 @@ def evaluate_texts(
     for number, example in enumerate(examples):
         progress(number, len(examples), "reading texts")
         question = objective.prepare_input(runs.net, example, number)
-        forward = make_forward(runs.net, runs.modules, question.inputs)
+        forward = RepeatedForward(runs.net, runs.modules, question.inputs)
         before = get_output_tensor(forward.baseline_outputs)
         after = get_output_tensor(forward.run_with_hooks(hooks))
         tally.add(question, after, before)

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,12 @@ from headwise.observe.head_analysis.head_importance import (
 )
 from headwise.observe.head_analysis.importance_methods import (
     HeadAblationHook,
-    PartialForward,
     RepeatedForward,
-    make_forward,
     shapley_method,
 )
 from headwise.observe.head_analysis.objectives import MaskedTokenLoss, OutputDrift
 from headwise.observe.inspect.attention_sites import find_attention
+from headwise.observe.inspect.hooks import run_observed
 from headwise.observe.inspect.model_inputs import prepare_inputs
 from support.importance_examples import (
     BERT as OUR_BERT,
@@ -94,7 +94,6 @@ def test_leaving_out_is_a_copy_without_the_columns(name: str):
     model, request = theirs(name), asked_of(name)
     texts = make_examples(model, 3)
     result = estimate_importance(model, texts, objective=request)
-    assert any("runs in full" in note for note in result.notes)
     for site, head in [(hw.sites(model)[0], 1), (hw.sites(model)[1], 3)]:
         other = copy.deepcopy(model)
         without_columns(other, site.path, THEIRS[name].out, head, 8)
@@ -158,28 +157,93 @@ def test_leaving_out_is_a_copy_without_the_columns_in_a_model_of_ours(config: di
 )
 def test_beginning_again_midway_is_the_whole_run(net: Any):
     site_modules, inputs = find_attention(net), prepare_inputs(net, make_examples(net)[0].inputs, 0)
-    again, whole = (
-        PartialForward(net, site_modules, inputs),
-        RepeatedForward(net, site_modules, inputs),
-    )
-    assert torch.equal(again.baseline_outputs, whole.baseline_outputs)
-    assert again.head_counts == whole.head_counts
+    again = RepeatedForward(net, site_modules, inputs)
+    whole = partial(run_observed, net, inputs, site_modules)
+    assert torch.equal(again.baseline_outputs, whole({}))
     for one in site_modules:
         for head in range(one.site.heads):
-            silent = {one.site.name: HeadAblationHook(head)}
-            assert torch.equal(again.run_with_hooks(silent), whole.run_with_hooks(silent))
-    everywhere = {one.site.name: HeadAblationHook(0) for one in site_modules}
-    assert torch.equal(again.run_with_hooks(everywhere), whole.run_with_hooks(everywhere))
+            silent = {one.site.name: HeadAblationHook([[head]])}
+            assert torch.equal(again.run_with_hooks(silent), whole(silent))
+    everywhere = {one.site.name: HeadAblationHook([[0]]) for one in site_modules}
+    assert torch.equal(again.run_with_hooks(everywhere), whole(everywhere))
     assert not torch.equal(again.run_with_hooks(everywhere), again.baseline_outputs)
 
 
+def count_calls(model: nn.Module, end: str) -> tuple[list[str], list[Any]]:
+    """Paths of modules as they run, and the handles of the hooks that record them."""
+    ran, handles = list[str](), []
+    for path, module in model.named_modules():
+        if path.endswith(end):
+
+            def record(*_: Any, path: str = path) -> None:
+                ran.append(path)
+
+            handles.append(module.register_forward_pre_hook(record))
+    return ran, handles
+
+
 def test_a_run_that_begins_midway_runs_no_layer_before():
-    net, ran = build_model(GPT2), list[str]()
-    way = make_forward(net, find_attention(net), prepare_inputs(net, {"x": random_ids(0)}, 0))
-    assert way.head_counts == {"decoder.0.attention": 3, "decoder.1.attention": 3}
-    net.decoder.get_submodule("0").register_forward_pre_hook(lambda *_: ran.append("0"))
-    way.run_with_hooks({"decoder.1.attention": HeadAblationHook(0)})
-    assert not ran
+    net = build_model(GPT2)
+    again = RepeatedForward(net, find_attention(net), prepare_inputs(net, {"x": random_ids(0)}, 0))
+    assert again.head_counts == {"decoder.0.attention": 3, "decoder.1.attention": 3}
+    ran, _ = count_calls(net, "attention")
+    again.run_with_hooks({"decoder.1.attention": HeadAblationHook([[0]])})
+    assert ran == ["decoder.1.attention"]
+
+
+def zero_a_head(module: nn.Module, inputs: tuple[Tensor, ...], head: int) -> tuple[Tensor]:
+    z = inputs[0].clone()
+    z[..., 8 * head : 8 * head + 8] = 0
+    return (z,)
+
+
+@pytest.mark.parametrize("name", list(THEIRS))
+def test_heads_in_one_batch_are_heads_in_a_loop(name: str):
+    """All heads of a layer run at once, from that layer on; a loop of hooks says what is right."""
+    model, request = theirs(name), asked_of(name)
+    texts = make_examples(model, 3)
+    ran, handles = count_calls(model, {"gpt2": "c_attn", "bert": "query"}[name])
+    result = estimate_importance(model, texts, objective=request)
+    for handle in handles:
+        handle.remove()
+    # The unedited run, the comparison of the first and of the last layer with single runs (the
+    # batch of the last one runs one layer), then each layer with those behind it.
+    assert len(ran) == len(texts) * (2 + 2 * 2 + 2 + 1 + 2 + 1)
+    assert not any("full forward pass" in note for note in result.notes)
+    expected = []
+    for projection in projections(model, name):
+        for head in range(4):
+            handle = projection.register_forward_pre_hook(partial(zero_a_head, head=head))
+            ablated = [loss_of(model, text, request, n) for n, text in enumerate(texts)]
+            handle.remove()
+            whole = [loss_of(model, text, request, n) for n, text in enumerate(texts)]
+            expected.append(mean_of(ablated) - mean_of(whole))
+    assert values(result) == pytest.approx(np.array(expected), abs=1e-12)
+
+
+class NormOverRows(nn.Module):
+    """Divides by the largest value of the batch, as layers with statistics of a batch do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().max()
+
+
+def test_layers_that_mix_rows_run_head_by_head():
+    model: Any = theirs("gpt2")
+    model.transformer.h[1].ln_1 = nn.Sequential(model.transformer.h[1].ln_1, NormOverRows())
+    texts = make_examples(model, 3)
+    result = estimate_importance(model, texts)
+    assert any(
+        note.startswith("each ablation ran alone") and "mix the rows" in note
+        for note in result.notes
+    )
+    other = copy.deepcopy(model)
+    without_columns(other, hw.sites(model)[0].path, THEIRS["gpt2"].out, 1, 8)
+    lost = [
+        loss_of(other, text, "next-token", n) - loss_of(model, text, "next-token", n)
+        for n, text in enumerate(texts)
+    ]
+    assert result.head(hw.sites(model)[0].name, 1).value == pytest.approx(mean_of(lost), abs=1e-12)
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -353,24 +417,55 @@ def test_the_interval_and_the_test_are_those_of_students_t():
     assert result.heads[0].p == pytest.approx(expected.pvalue)
 
 
-def test_an_exhausted_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch):
-    net = build_model(GPT2)
-    clock = "headwise.observe.head_analysis.head_importance.time.monotonic"
-    ticks = itertools.count()
-    monkeypatch.setattr(clock, lambda: next(ticks))
-    recorded: list[int] = []
-    options = ImportanceOptions(max_seconds=3)
-    result = estimate_importance(
-        net, make_examples(net, 9), options=options, progress=recorded.append
-    )
-    assert (result.texts, recorded) == (3, [1, 2, 3])  # the clock is read before each text
-    assert "stopped after 3 texts at the time limit of 3 seconds" in result.notes
-    assert (
-        values(result).tolist() == values(estimate_importance(net, make_examples(net, 3))).tolist()
-    )
-    remedy = "confidence intervals from 1 texts; give at least two and a longer time limit"
-    with pytest.raises(ValueError, match=remedy):
-        estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(max_seconds=1))
+class Clock:
+    """A clock on which each ablation of a layer takes a second."""
+
+    seconds = 0.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("time.monotonic", lambda: self.seconds)
+        run = RepeatedForward.run_ablations
+
+        def run_ablations(*args: Any) -> Any:
+            self.seconds += 1
+            return run(*args)
+
+        monkeypatch.setattr(RepeatedForward, "run_ablations", run_ablations)
+
+
+def test_an_exhausted_time_limit_returns_what_was_finished(monkeypatch: pytest.MonkeyPatch):
+    net, clock = build_model(GPT2), Clock(monkeypatch)
+    recorded, logged = list[int](), list[str]()
+
+    def rate(seconds: float) -> Any:
+        clock.seconds = 0
+        options = ImportanceOptions(max_seconds=seconds)
+        texts = make_examples(net, 9)
+        return estimate_importance(
+            net, texts, options=options, progress=recorded.append, log=logged.append
+        )
+
+    def exact(count: int) -> list[float]:
+        return values(estimate_importance(net, make_examples(net, count))).tolist()
+
+    result = rate(6.5)  # a text takes two seconds, so the fourth is finished
+    assert (result.texts, recorded) == (3, [1, 2, 3])
+    limit = "at the time limit of 6.5 seconds, 2 seconds for each"
+    assert f"stopped after 3 texts {limit}" in result.notes
+    assert logged[0].startswith("leave-one-out: at most ")
+    assert values(result).tolist() == exact(3)
+    single = rate(2.5)
+    assert single.texts == 1
+    assert "no confidence intervals, which need two texts" in single.notes
+    assert all(math.isnan(head.low) and math.isnan(head.p) for head in single.heads)
+    part = rate(0.5)
+    assert {head.site for head in part.heads} == {"decoder.0.attention"}
+    assert "not rated because the time was over: decoder.1.attention" in part.notes
+    assert values(part).tolist() == values(single).tolist()[:3]
+    clock.seconds = 5
+    monkeypatch.setattr("time.monotonic", itertools.count().__next__)
+    with pytest.raises(ValueError, match="cannot rate a head within the time limit of 1 seconds"):
+        estimate_importance(net, make_examples(net), options=ImportanceOptions(max_seconds=1))
 
 
 def test_sampling_is_reported():

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import NamedTuple
 
 import numpy as np
 from torch import nn
@@ -24,8 +25,9 @@ from .importance_methods import (
     ImportanceInput,
     ImportanceMethod,
     ImportanceSums,
+    OutOfTimeError,
+    RepeatedForward,
     leave_one_out,
-    make_forward,
     michel,
     michel_bertology,
     michel_code,
@@ -39,7 +41,9 @@ from .resampling import Array, Jackknife, correct_p_values, stack_texts
 IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
     method.name: method
     for method in (
-        ImportanceMethod("leave-one-out", leave_one_out, is_tested=True),
+        ImportanceMethod(
+            "leave-one-out", leave_one_out, is_tested=True, num_forwards=lambda heads: heads
+        ),
         shapley_method(),
         ImportanceMethod("michel", michel, needs_gradient=True),
         ImportanceMethod("michel-code", michel_code, needs_gradient=True),
@@ -62,7 +66,8 @@ MIN_NORM = 1e-20  # prevents division by zero, with the value of the code of 190
 class ImportanceOptions:
     """Options of `estimate_importance` that do not depend on the method.
 
-    - `max_seconds`: time limit; no further example is read once it is reached.
+    - `max_seconds`: time limit. The result has what was finished by then: whole texts, or some sites
+      of the first text.
     - `num_examples`: size of a random sample of the examples; None uses all.
     - `normalisation`: "layer" divides the scores of a site by their l2 norm (1905.10650).
     - `seed`: of random samples.
@@ -101,13 +106,15 @@ def estimate_importance(
     objective: str | Objective | None = None,
     options: ImportanceOptions = DEFAULT_OPTIONS,
     progress: Callable[[int], object] = lambda _: None,
+    log: Callable[[str], object] = lambda _: None,
 ) -> ImportanceResult:
     """Estimate how much each head of a model matters, over texts.
 
     `method` and `objective` are names, or objects with options; see `IMPORTANCE_METHODS` and
     `OBJECTIVES`. If no objective is given, it is the loss of the model's own head, or the drift of
     its outputs if it has none; the result's `notes` name it. Examples are read one at a time, and
-    `progress` is called with their number so far. A note reports texts left out by the time limit.
+    `progress` is called with their number so far. `log` is called with an estimate of the time for
+    a text, if the method needs many forward passes. A note reports what the time limit left out.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -126,45 +133,37 @@ def estimate_importance(
     if first is None:
         raise ValueError("cannot estimate importance without texts; give at least two")
     resolved, objective_note = _resolve_objective(model, objective, first, method)
-    sums: list[ImportanceSums] = []  # of each text or batch
     skipped: Counter[str] = Counter()
-    inputs = _read_inputs(model, sites, resolved, chain([first], sampled), skipped)
+    deadline = math.inf if options.max_seconds is None else start + options.max_seconds
+    inputs = _read_inputs(model, sites, resolved, chain([first], sampled), skipped, deadline)
+    rated = _rate_texts(method, inputs, progress, log)
+    sums = rated.sums
     notes.append(objective_note)
-    remedy = ""
-    num_texts = 0
-    while batch := list(islice(inputs, method.batch_size)):
-        if options.max_seconds is not None and time.monotonic() - start > options.max_seconds:
-            remedy = " and a longer time limit"
-            break
-        sums.append(method.estimate(*batch))
-        num_texts += len(batch)
-        progress(num_texts)
-    if len(sums) < 2:
+    if rated.is_over:
+        notes += _describe_time_limit(rated, options)
+    elif len(sums) < 2:
         if distinct.num_repeated:
             distinct.check_min_count()
         unit = "texts" if method.batch_size == 1 else f"batches of {method.batch_size} texts"
         fact = f"cannot compute confidence intervals from {len(sums)} {unit}"
-        raise ValueError(f"{fact}; give at least two{remedy}")
+        raise ValueError(f"{fact}; give at least two")
     notes += distinct.notes
-    if remedy:
-        limit = f"{options.max_seconds:g} seconds"
-        notes.append(f"stopped after {num_texts} texts at the time limit of {limit}")
     if skipped["without target"]:
         count = pluralise(skipped["without target"], "text")
         notes.append(f"left out {count} without any target")
-    if skipped["not partial"] and not method.needs_gradient:
-        fact = f"{type(model).__name__} runs in full for every head"
-        notes.append(f"{fact}: only headwise models can restart midway")
+    if rated.row_problem:
+        notes.append(f"each ablation ran alone, in a full forward pass: {rated.row_problem}")
     names = [module.site.name for module in sites]
     missing = [name for name in names if name not in _common_sites(sums)]
     if missing:
-        notes.append(f"not rated because some texts do not reach them: {', '.join(missing)}")
+        reason = "some texts do not reach them" if rated.num_texts else "the time was over"
+        notes.append(f"not rated because {reason}: {', '.join(missing)}")
     notes += [method.note, *left_out_notes(model, "ablate")]
     return ImportanceResult(
         type(model).__name__,
         method.name,
         method.measured_quantity or resolved.name,
-        num_texts,
+        rated.num_texts,
         rate_heads(sites, sums, options, method.is_tested),
         tuple(note for note in notes if note),
     )
@@ -188,16 +187,80 @@ def _read_inputs(
     objective: Objective,
     examples: Iterable[Example],
     skipped: Counter[str],
+    deadline: float,
 ) -> Iterator[ImportanceInput]:
-    """Yield the inputs of a method; count texts without targets, and those that run in full."""
+    """Yield the inputs of a method; count texts without targets."""
     for index, example in enumerate(examples):
         evaluation = objective.prepare_input(model, example, index)
         if not evaluation.num_targets:
             skipped["without target"] += 1
             continue
-        forward = make_forward(model, sites, evaluation.inputs)
-        skipped["not partial"] += not forward.is_partial
-        yield ImportanceInput(index, forward, evaluation, objective)
+        forward = RepeatedForward(model, sites, evaluation.inputs)
+        yield ImportanceInput(index, forward, evaluation, objective, deadline)
+
+
+class RatedTexts(NamedTuple):
+    """Sums of each text or batch of texts, and how they were computed.
+
+    `is_over` if the time limit was reached; without any whole text, `sums` then has the finished
+    sites of the first one. `row_problem` is why ablations ran one by one.
+    """
+
+    sums: list[ImportanceSums]
+    num_texts: int
+    is_over: bool
+    seconds_per_text: float
+    row_problem: str
+
+
+def _rate_texts(
+    method: ImportanceMethod,
+    inputs: Iterator[ImportanceInput],
+    progress: Callable[[int], object],
+    log: Callable[[str], object],
+) -> RatedTexts:
+    """Run a method on texts until they end, or the time does."""
+    sums: list[ImportanceSums] = []
+    num_texts = 0
+    seconds_per_text = math.nan
+    row_problem = ""
+    is_over = False
+    while batch := list(islice(inputs, method.batch_size)):
+        started = time.monotonic()
+        is_over = started > batch[0].deadline
+        if is_over:
+            break
+        if method.num_forwards is not None:
+            num_heads = sum(batch[0].run.head_counts.values())
+            if not sums:
+                one_forward = time.monotonic() - started
+                seconds_per_text = one_forward * method.num_forwards(num_heads)
+                log(f"{method.name}: at most {seconds_per_text:.2g} seconds for each text")
+            row_problem = row_problem or batch[0].run.row_problem
+        try:
+            sums.append(method.estimate(*batch))
+        except OutOfTimeError as error:
+            is_over = True
+            if error.sums and not sums:
+                sums.append(error.sums)
+            break
+        num_texts += len(batch)
+        seconds_per_text = (time.monotonic() - started) / len(batch)
+        progress(num_texts)
+    return RatedTexts(sums, num_texts, is_over, seconds_per_text, row_problem)
+
+
+def _describe_time_limit(rated: RatedTexts, options: ImportanceOptions) -> list[str]:
+    """Return notes on what the time limit left out; raise if no head was rated."""
+    limit = f"the time limit of {options.max_seconds:g} seconds"
+    is_known = not math.isnan(rated.seconds_per_text)
+    pace = f", {rated.seconds_per_text:.2g} seconds for each" if is_known else ""
+    if not rated.sums:
+        raise ValueError(f"cannot rate a head within {limit}{pace}; give a longer one")
+    notes = [f"stopped after {pluralise(rated.num_texts, 'text')} at {limit}{pace}"]
+    if len(rated.sums) < 2:
+        notes.append("no confidence intervals, which need two texts")
+    return notes
 
 
 def _resolve_objective(

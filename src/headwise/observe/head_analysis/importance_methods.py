@@ -4,10 +4,15 @@ forward passes.
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,32 +20,47 @@ import torch
 from torch import Tensor, nn
 
 from ...models import Transformer
-from ...models.block import LayerInputs, LayerStack
-from ...models.transformer import resolve_sequence
-from ..inspect.hooks import AttentionHook, SiteModule, hook_sites, run_observed, run_prepared
+from ..inspect.hooks import (
+    AttentionHook,
+    ForwardOverride,
+    Function,
+    SiteModule,
+    hook_sites,
+    override_forwards,
+    run_observed,
+    run_prepared,
+)
 from ..inspect.model_inputs import ModelInputs
-from .objectives import EvaluationInput, Objective
+from .objectives import EvaluationInput, Objective, get_output_tensor
 from .resampling import Array
 
 # --- Forward passes with hooks --------------------------------------------------------------------
 
-# Arguments of a headwise model with which a forward pass can restart midway.
-STACK_ARGUMENTS = frozenset({"x", "sequence", "source", "source_sequence"})
+ROUNDING_STEPS = 8  # differences of so many steps of floating-point numbers are rounding
+MAX_BATCH_BYTES = 2**28  # largest size of the outputs of a batch of ablations
 
 
 class HeadAblationHook(AttentionHook):
-    """Hook that sets the outputs of some heads to zero, and counts the heads of the site."""
+    """Hook that sets the outputs of some heads to zero, in each row of a batch those of its own
+    list, and counts the heads of the site.
+    """
 
-    def __init__(self, *heads: int) -> None:
-        self.ablated_heads = list(heads)
+    def __init__(self, heads_by_row: Sequence[Sequence[int]] = ((),)) -> None:
+        self.num_rows = len(heads_by_row)
+        self.rows: list[int] = []
+        self.heads: list[int] = []
+        for row, heads in enumerate(heads_by_row):
+            self.rows += [row] * len(heads)
+            self.heads += heads
         self.num_heads = 0
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor:
         """Head outputs [..., heads, channels] with the ablated heads set to zero."""
         self.num_heads = outputs.shape[-2]
-        ablated = outputs.clone()
-        ablated[..., self.ablated_heads, :] = 0
-        return ablated
+        # a text may be several rows of the attention, such as windows of an image
+        ablated = outputs.clone().unflatten(0, (self.num_rows, -1))
+        ablated[self.rows, ..., self.heads, :] = 0
+        return ablated.flatten(0, 1)
 
 
 class HeadOutputCapture(AttentionHook):
@@ -59,20 +79,39 @@ class HeadOutputCapture(AttentionHook):
 
 
 class RepeatedForward:
-    """Runs a model on one text again and again, with different hooks at its attention sites."""
+    """Runs a model on one text again and again, with different hooks at its attention sites.
 
-    is_partial = False
+    The outputs of its blocks are kept, so that a later run can begin at the first block with a
+    hook. A block is a numbered module that holds a site, or a numbered module beside it.
+    """
 
     def __init__(self, model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs) -> None:
         self.model: Any = model
         self.sites = sites
         self.inputs = inputs
         self._head_counters = {module.site.name: HeadAblationHook() for module in sites}
+        self._block_of_site: dict[str, nn.Module] = {}
+        self._blocks: dict[nn.Module, None] = {}
+        for module in sites:
+            path = BLOCK_PATH.match(module.site.path)
+            if path is not None:
+                self._block_of_site[module.site.name] = model.get_submodule(path[0])
+                parent = model.get_submodule(path[1] or "")
+                siblings = [each for name, each in parent.named_children() if name.isdigit()]
+                self._blocks |= dict.fromkeys(siblings)
+        self._block_outputs: list[tuple[nn.Module, Any]] = []  # in the order of the first run
 
     @cached_property
     def baseline_outputs(self) -> Any:
         """Outputs of the unedited model."""
-        return self._run_baseline(self._head_counters)
+
+        def record(module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
+            output = run(*args, **kwargs)
+            self._block_outputs.append((module, output))
+            return output
+
+        with override_forwards([ForwardOverride(block, record) for block in self._blocks]):
+            return run_observed(self.model, self.inputs, self.sites, self._head_counters)
 
     @property
     def head_counts(self) -> dict[str, int]:
@@ -81,12 +120,74 @@ class RepeatedForward:
         counts = {name: counter.num_heads for name, counter in self._head_counters.items()}
         return {name: count for name, count in counts.items() if count}
 
-    def _run_baseline(self, hooks: Mapping[str, AttentionHook]) -> Any:
-        return self.run_with_hooks(hooks)
-
     def run_with_hooks(self, hooks: Mapping[str, AttentionHook]) -> Any:
-        """Outputs of the model with these hooks, by site name."""
+        """Outputs of the model with these hooks, by site name; a headwise model begins at the first
+        hooked layer.
+        """
+        if isinstance(self.model, Transformer):
+            return self.run_rows(hooks, 1)
         return run_observed(self.model, self.inputs, self.sites, hooks)
+
+    def run_rows(self, hooks: Mapping[str, AttentionHook], num_rows: int) -> Any:
+        """Outputs of the model with these hooks for a batch of equal rows, computed from the first
+        hooked block on.
+        """
+        _ = self.baseline_outputs  # fills the outputs of blocks
+
+        def repeat(tensor: Tensor) -> Tensor:
+            is_one_row = tensor.dim() and len(tensor) == 1
+            return tensor.expand(num_rows, *tensor.shape[1:]) if is_one_row else tensor
+
+        def replay(module: nn.Module, run: Function, args: Any, kwargs: Any, output: Any) -> Any:
+            return map_tensors(repeat, output)
+
+        order: list[nn.Module | None] = [block for block, _ in self._block_outputs]
+        hooked = [self._block_of_site.get(name) for name in hooks]
+        has_known_blocks = all(order.count(block) == 1 for block in hooked)
+        first = min(map(order.index, hooked), default=0) if has_known_blocks else 0
+        inputs = replace(
+            self.inputs,
+            args=map_tensors(repeat, self.inputs.args),
+            kwargs=map_tensors(repeat, dict(self.inputs.kwargs)),
+        )
+        overrides = [
+            ForwardOverride(block, replay, (output,))
+            for block, output in self._block_outputs[:first]
+        ]
+        with override_forwards(overrides):
+            return run_observed(self.model, inputs, self.sites, hooks)
+
+    def run_ablations(self, hooks: Mapping[str, AttentionHook], num_rows: int) -> Any:
+        """Outputs of `max_rows` ablations at most."""
+        if self.row_problem:
+            return run_observed(self.model, self.inputs, self.sites, hooks)
+        return self.run_rows(hooks, num_rows)
+
+    @cached_property
+    def max_rows(self) -> int:
+        """Number of ablations that may run as rows of one batch; 1 if there is a `row_problem`."""
+        sizes: list[int] = []
+        map_tensors(lambda tensor: sizes.append(tensor.nbytes), self.baseline_outputs)
+        return 1 if self.row_problem else max(1, MAX_BATCH_BYTES // max(1, *sizes))
+
+    @cached_property
+    def row_problem(self) -> str:
+        """Why ablations cannot be rows of one batch that begins midway; empty if they can.
+
+        The first and the last site are compared with a run of one row: the first shows if rows
+        change each other in any layer, the last if outputs of blocks can be replayed.
+        """
+        for site in dict.fromkeys([*list(self.head_counts)[:1], *list(self.head_counts)[-1:]]):
+            try:
+                rows = self.run_rows({site: HeadAblationHook([[], [0]])}, 2)
+            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                return f"a batch of ablations fails ({' '.join(str(error).split())[:120]})"
+            single = {site: HeadAblationHook([[0]])}
+            alone = run_observed(self.model, self.inputs, self.sites, single)
+            for row, expected in enumerate((self.baseline_outputs, alone)):
+                if not _is_close(select_row(rows, row, 2), expected):
+                    return "its layers mix the rows of a batch"
+        return ""
 
     def run_with_gradients(self, hooks: Mapping[str, AttentionHook]) -> Any:
         """Outputs of the model with these hooks, with the graph for gradients."""
@@ -94,88 +195,46 @@ class RepeatedForward:
             return run_prepared(self.model, self.inputs)
 
 
-class PartialForward(RepeatedForward):
-    """Repeated forward passes of a headwise model that keep the input of every layer and restart at
-    the first edited one.
+BLOCK_PATH = re.compile(r"(?:(.*?)\.)?\d+(?=\.|$)")
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply a function to every tensor of a value; other objects stay as they are.
+
+    >>> map_tensors(lambda tensor: tensor + 1, (torch.tensor(1), {"x": torch.tensor(2)}, "y"))
+    (tensor(2), {'x': tensor(3)}, 'y')
     """
-
-    is_partial = True
-
-    def _run_baseline(self, hooks: Mapping[str, AttentionHook]) -> Tensor:
-        self._stacks: list[LayerStack] = list(self.model.stacks.values())
-        self.layer_inputs: list[list[Tensor]] = []  # of each stack
-        self._calls: list[list[LayerInputs]] = []
-        h: Tensor | None = None
-        sequence = None
-        inputs = stack_inputs(self.inputs.kwargs)[-len(self._stacks) :]
-        with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
-            for stack, (ids, tokens) in zip(self._stacks, inputs, strict=True):
-                x, types = stack.embed(ids)
-                source_sequence = sequence
-                sequence = resolve_sequence(x, tokens, None)
-                call = LayerInputs(sequence, None, None, source_sequence, self.model.probes)
-                self._calls.append(_layer_calls(stack, call, h))
-                self.layer_inputs.append([])
-                h = stack.place(x, sequence, types)
-                h = _run_layers(stack, self._calls[-1], h, self.layer_inputs[-1])
-            return self._apply_head(h)
-
-    def run_with_hooks(self, hooks: Mapping[str, AttentionHook]) -> Tensor:
-        """Outputs of the model with these hooks, computed from the first hooked layer on."""
-        _ = self.baseline_outputs  # fills the inputs of layers
-        sites = {module.site.name: module.site for module in self.sites}
-        names = [stack.spec.name for stack in self._stacks]
-        first, layer = min((names.index(sites[name].stack), sites[name].layer) for name in hooks)
-        with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
-            start = self.layer_inputs[first][layer]
-            h = _run_layers(self._stacks[first], self._calls[first][layer:], start)
-            for number in range(first + 1, len(self._stacks)):  # it reads the new outputs
-                stack = self._stacks[number]
-                calls = _layer_calls(stack, self._calls[number][0], h)
-                h = _run_layers(stack, calls, self.layer_inputs[number][0])
-            return self._apply_head(h)
-
-    def _apply_head(self, h: Tensor | None) -> Tensor:
-        return self.model.apply_head(h, sequence=self.inputs.kwargs.get("sequence"))
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, MutableMapping):  # outputs of transformers are mappings too
+        mapped = copy(value)
+        for name, item in value.items():
+            mapped[name] = map_tensors(function, item)
+        return mapped
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(function, item) for item in value]
+        is_named = isinstance(value, tuple) and type(value) is not tuple
+        return type(value)(*items) if is_named else type(value)(items)
+    return value
 
 
-def _run_layers(
-    stack: LayerStack, calls: Sequence[LayerInputs], h: Tensor, outputs: list[Tensor] | None = None
-) -> Tensor:
-    """Run the last layers of a stack, and its norm; `kept` receives the input of each layer."""
-    for layer, call in zip(stack.blocks[stack.depth - len(calls) :], calls, strict=True):
-        if outputs is not None:
-            outputs.append(h)
-        h = layer(h, call)
-    return h if stack.norm is None else stack.norm(h)
+def select_row(outputs: Any, row: int, num_rows: int) -> Any:
+    """Outputs of one row of a batch, as a batch of one row."""
+
+    def select(tensor: Tensor) -> Tensor:
+        has_rows = tensor.dim() and len(tensor) == num_rows
+        return tensor[row : row + 1] if has_rows else tensor
+
+    return map_tensors(select, outputs)
 
 
-def _layer_calls(stack: LayerStack, call: LayerInputs, states: Tensor | None) -> list[LayerInputs]:
-    """Return the inputs of each layer except the hidden states.
-
-    Keys and values of another stack's states are projected once.
-    """
-    sequence = call.source_sequence
-    if states is None or sequence is None:
-        return [call] * stack.depth
-    return [call._replace(source=one.project_source(states, sequence)) for one in stack.blocks]
-
-
-def stack_inputs(kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Ids and sequence information of the source stack and of the text stack."""
-    source = (kwargs.get("source"), kwargs.get("source_sequence"))
-    return [source, (kwargs["x"], kwargs.get("sequence"))]
-
-
-def make_forward(
-    model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs
-) -> RepeatedForward:
-    """Return a forward pass that can be repeated: restarted midway for a headwise model, else run
-    in full.
-    """
-    is_native = isinstance(model, Transformer) and not inputs.args
-    can_restart = is_native and inputs.kwargs.keys() <= STACK_ARGUMENTS
-    return (PartialForward if can_restart else RepeatedForward)(model, sites, inputs)
+def _is_close(outputs: Any, expected: Any) -> bool:
+    actual = get_output_tensor(outputs)
+    wanted = get_output_tensor(expected)
+    if actual.shape != wanted.shape:
+        return False
+    largest = wanted.abs().max() * torch.finfo(wanted.dtype).eps ** 0.5
+    return bool((actual - wanted).abs().max() <= largest)
 
 
 # --- Methods --------------------------------------------------------------------------------------
@@ -184,25 +243,57 @@ def make_forward(
 ImportanceSums = dict[str, tuple[Array, Array]]
 
 
+class OutOfTimeError(Exception):
+    """The time limit was reached within a text; `sums` has the sites that were finished."""
+
+    def __init__(self, sums: ImportanceSums | None = None) -> None:
+        super().__init__()
+        self.sums = sums or {}
+
+
 class ImportanceInput(NamedTuple):
-    """One text as a method sees it: its index, repeatable forward pass, targets and objective."""
+    """One text as a method sees it: its index, repeatable forward pass, targets and objective, and
+    when the time of `time.monotonic` is over.
+    """
 
     index: int
     run: RepeatedForward
     evaluation: EvaluationInput
     objective: Objective
+    deadline: float = math.inf
 
     def value(self, outputs: object) -> Tensor:
         """The objective of a model's outputs."""
         baseline = None if self.objective.has_gradient else self.run.baseline_outputs
         return self.objective.value(outputs, baseline, self.evaluation)
 
-    def value_without(self, ablated_heads: Mapping[str, Sequence[int]]) -> float:
-        """The objective while these heads are ablated; `ablated_heads` maps site names to head
-        indices.
+    def values_without(self, ablations: Sequence[Mapping[str, Sequence[int]]]) -> Tensor:
+        """The objective of the unedited model, and while each of these sets of heads is ablated; a
+        set maps site names to head indices. As many sets as fit are rows of one batch.
         """
-        hooks = {site: HeadAblationHook(*heads) for site, heads in ablated_heads.items()}
-        return float(self.value(self.run.run_with_hooks(hooks)))
+        values = [self.value(self.run.baseline_outputs)]
+        size = self.run.max_rows
+        for start in range(0, len(ablations), size):
+            if time.monotonic() > self.deadline:
+                raise OutOfTimeError
+            batch = ablations[start : start + size]
+            sites = dict.fromkeys(chain.from_iterable(batch))
+            hooks = {
+                site: HeadAblationHook([ablation.get(site, ()) for ablation in batch])
+                for site in sites
+            }
+            outputs = self.run.run_ablations(hooks, len(batch))
+            rows = [select_row(outputs, row, len(batch)) for row in range(len(batch))]
+            values += [self.value(row) for row in rows]
+        return torch.stack(values)
+
+
+def drop_rounding(differences: Tensor, baseline: Tensor) -> Array:
+    """Set differences of the objective to 0 that are rounding: a head without effect has none in
+    any batch.
+    """
+    rounding = ROUNDING_STEPS * torch.finfo(baseline.dtype).eps * baseline.abs().clamp(min=1)
+    return differences.where(differences.abs() > rounding, 0).cpu().double().numpy()
 
 
 @dataclass(frozen=True)
@@ -214,6 +305,7 @@ class ImportanceMethod:
     - `is_tested`: whether its values can have either sign, so that a t test of 0 makes sense.
     - `measured_quantity`: what it measures if it does not use an objective.
     - `note`: added to the notes of every result.
+    - `num_forwards`: number of forward passes for a text, from the number of heads; None for few.
     - `unsupported_reason`: why the method cannot be used on a model; empty if it can.
     """
 
@@ -224,6 +316,7 @@ class ImportanceMethod:
     measured_quantity: str = ""
     note: str = ""
     batch_size: int = 1
+    num_forwards: Callable[[int], int] | None = None
     unsupported_reason: Callable[[nn.Module], str] = lambda _: ""
 
 
@@ -231,11 +324,13 @@ def leave_one_out(text: ImportanceInput) -> ImportanceSums:
     """Increase of the objective when a single head is ablated; positive if the head helps
     (1905.10650).
     """
-    baseline = float(text.value(text.run.baseline_outputs))
     sums: ImportanceSums = {}
     for site, count in text.run.head_counts.items():
-        values = [text.value_without({site: [head]}) for head in range(count)]
-        sums[site] = (np.array(values) - baseline, np.ones(count))
+        try:
+            values = text.values_without([{site: [head]} for head in range(count)])
+        except OutOfTimeError:
+            raise OutOfTimeError(sums) from None
+        sums[site] = (drop_rounding(values[1:] - values[0], values[0]), np.ones(count))
     return sums
 
 
@@ -255,23 +350,28 @@ def shapley_value(
         heads += [(site, head) for head in range(count)]
         sums[site] = (np.zeros(count), np.ones(count))
     generator = np.random.default_rng((seed, text.index))
-    baseline = float(text.value(text.run.baseline_outputs))
     for _ in range(num_permutations):
-        ablated: dict[str, list[int]] = {}
-        before = baseline
-        for n in generator.permutation(len(heads)):
-            site, head = heads[n]
-            ablated.setdefault(site, []).append(head)
-            after = text.value_without(ablated)
-            sums[site][0][head] += (after - before) / num_permutations
-            before = after
+        order = [heads[n] for n in generator.permutation(len(heads))]
+        ablations: list[dict[str, list[int]]] = []  # each with one head more than the one before
+        for site, head in order:
+            last = ablations[-1] if ablations else {}
+            ablations.append({**last, site: [*last.get(site, []), head]})
+        values = text.values_without(ablations)
+        steps = drop_rounding(values.diff(), values[0])
+        for (site, head), step in zip(order, steps, strict=True):
+            sums[site][0][head] += step / num_permutations
     return sums
 
 
 def shapley_method(num_permutations: int = 1, seed: int = 0) -> ImportanceMethod:
     """Return the method of `shapley_value` with these options."""
     estimate = partial(shapley_value, num_permutations=num_permutations, seed=seed)
-    return ImportanceMethod("shapley", estimate, is_tested=True)
+    return ImportanceMethod(
+        "shapley",
+        estimate,
+        is_tested=True,
+        num_forwards=lambda num_heads: num_heads * num_permutations,
+    )
 
 
 # Gradient times activation z_h . dL/dz_h, the derivative of the loss by a mask on head h

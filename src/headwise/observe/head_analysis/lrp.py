@@ -10,7 +10,7 @@ rule as its backward pass, so a gradient is a relevance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +27,7 @@ from ...models.feed_forward import FeedForward, NormLayer
 from ...models.model_spec import ExpertsSpec
 from ...models.transformer import resolve_sequence
 from ..inspect.model_inputs import ModelInputs, get_device
-from .importance_methods import ImportanceInput, ImportanceSums, stack_inputs
+from .importance_methods import ImportanceInput, ImportanceSums
 
 # --- Operations that propagate relevance ----------------------------------------------------------
 
@@ -197,6 +197,12 @@ def relevance(text: ImportanceInput) -> ImportanceSums:
         values = relevance_THV.sum((0, 2)).cpu().numpy()
         sums[name] = (values, np.full(len(values), values.sum()))
     return sums
+
+
+def stack_inputs(kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Ids and sequence information of the source stack and of the text stack."""
+    source = (kwargs.get("source"), kwargs.get("source_sequence"))
+    return [source, (kwargs["x"], kwargs.get("sequence"))]
 
 
 class RelevanceForward:
