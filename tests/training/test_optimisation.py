@@ -5,16 +5,18 @@ options.
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import headwise as hw
 from headwise.attention.interfaces.core_types import AuxLosses, AxisLayout
 from headwise.models.model_spec import WeightSpec
-from headwise.training import Recipe, recipe as recipes, train_step
+from headwise.training import Recipe, recipe as recipes, train_step, training_run
 from headwise.training.data import IGNORE_INDEX, Batch
 from headwise.training.train_step import StepOptions
 from headwise.training.training_run import count_batch_tokens, count_step_flops
@@ -355,3 +357,26 @@ def test_a_step_is_worth_three_passes():
     batch = Echo().batch(0, 12)
     assert count_step_flops(Echo().model(), batch) == 3 * forward
     assert count_batch_tokens(Echo().model(), batch) == int(batch.tokens.is_real.sum()) < tokens
+
+
+def test_the_time_of_a_step_includes_the_update_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A GPU computes the update after the call has returned; it is done when a value is read."""
+    events: list[str] = []
+
+    def note(event: str, function):
+        def noted(*args, **options):
+            events.append(event)
+            return function(*args, **options)
+
+        return noted
+
+    optimiser = train_step.AdamWOptimiser
+    monkeypatch.setattr(optimiser, "step", note("update", optimiser.step))
+    monkeypatch.setattr(Tensor, "item", note("read", Tensor.item))
+    clock = SimpleNamespace(perf_counter=note("clock", training_run.time.perf_counter))
+    monkeypatch.setattr(training_run, "time", clock)
+    hw.train(Echo(), None, short_recipe(steps=1), tmp_path / "run", curves=False)
+    after = events[events.index("update") :]
+    assert after.index("read") < after.index("clock")

@@ -451,7 +451,6 @@ class TrainingRun:
         self._rng_before_step = None
         self.optimiser.step(rate)
         self.progress.step = step
-        seconds = time.perf_counter() - start
         record = {
             "event": "step",
             "step": step,
@@ -459,6 +458,7 @@ class TrainingRun:
             "rate": rate,
             "norm": norm.item(),
         }
+        seconds = time.perf_counter() - start  # after a value is read: the update has ended, too
         return record | self._throughput(batch, seconds)
 
     def undo_step(self) -> bool:
