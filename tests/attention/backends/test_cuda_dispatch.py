@@ -115,6 +115,28 @@ def test_flex_is_first_on_cuda_only_where_others_would_loop_or_store_a_bias():
             )
 
 
+def test_learned_sinks_in_a_window_run_in_a_loop_over_blocks():
+    spec = hw.design(pattern="window(128)", normaliser=hw.parts.SinkSoftmax(), **SIZES)
+    assert hw.why(spec, device="cuda", tokens=600).backend == "block_sparse"
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "reason"),
+    [
+        (64, "float64", "does not support float64"),
+        (192, "float32", "shared memory"),
+        (288, "bfloat16", "shared memory"),
+        (128, "float32", ""),
+        (256, "bfloat16", ""),
+    ],
+)
+def test_flex_is_refused_where_its_kernel_would_not_compile(dim: int, dtype: str, reason: str):
+    spec = hw.design(model=128, heads=2, dim=dim, pattern="window(128)")
+    report = hw.why(spec, device="cuda", dtype=dtype, tokens=600)
+    assert (report.backend == "flex") is not bool(reason)
+    assert reason in " ".join(report.reasons_against["flex"])
+
+
 @pytest.mark.parametrize("pattern", ["causal()", "window(20)", "window(9) | first(3)"])
 @pytest.mark.parametrize("starts", [(0, 0), (200, 0), (150, 90)])
 def test_cached_masks_allow_the_pairs_of_the_pattern(pattern: str, starts: tuple[int, int]):

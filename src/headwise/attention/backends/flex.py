@@ -52,18 +52,23 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def _unsupported_device_reasons(call: CallSignature) -> list[str]:
+    if call.device not in ("cpu", "cuda"):
+        return [f"has no kernel for {call.device}"]
+    reasons = ["does not support float64"] if call.dtype == torch.float64 else []
     if call.device == "cuda":
         sizes = (call.core.dim, call.core.vdim)
-        return (
-            []
-            if min(sizes) >= 16
-            else [f"needs heads of at least 16 channels on CUDA, not {min(sizes)}"]
-        )
-    if call.device != "cpu":
-        return [f"has no kernel for {call.device}"]
-    reasons = ["has no backward pass on the CPU"] if call.needs_grad else []
-    if call.dtype == torch.float64:
-        reasons.append("does not support float64 on the CPU")
+        # Larger kernels need more shared memory than an H100 has, and fail when they are compiled.
+        most = 128 if call.dtype == torch.float32 else 256
+        if min(sizes) < 16:
+            reasons.append(f"needs heads of at least 16 channels on CUDA, not {min(sizes)}")
+        if max(sizes) > most:
+            reasons.append(
+                f"needs more shared memory than a GPU has for {max(sizes)} channels (up to {most} "
+                f"in {str(call.dtype).removeprefix('torch.')})"
+            )
+        return reasons
+    if call.needs_grad:
+        reasons.append("has no backward pass on the CPU")
     if call.core.dim != call.core.vdim:
         reasons.append("needs dim = vdim on the CPU")
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
