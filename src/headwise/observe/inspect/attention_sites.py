@@ -102,6 +102,7 @@ def _read_group_sizes(model: nn.Module, path: str) -> tuple[int, int, int]:
 
 PACKED_WEIGHT_NAMES = ("qweight", "qzeros", "weight_packed", "w_bit")  # buffers of quantised layers
 QUANTISERS = {"quantized", "bitsandbytes", "torchao"}
+PLAIN_TENSORS = (Tensor, nn.Parameter)  # other classes hold packed weights
 
 
 def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
@@ -113,9 +114,25 @@ def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
             "it is compiled, and compiled models cannot be observed; give the model from "
             "before torch.compile"
         )
-    if any(tensor.is_meta for tensor in chain.from_iterable(map(nn.Module.parameters, parts))):
+    unloaded = {
+        module
+        for module in chain.from_iterable(map(nn.Module.modules, parts))
+        if any(tensor.is_meta for tensor in module.parameters(recurse=False))
+    }
+    if unloaded and not unloaded <= set(_list_offloaded(model)):
         return "its weights are on the meta device, where nothing is computed; load them"
     return ""
+
+
+def _list_offloaded(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules whose parameters accelerate loads for each call; between calls they are on
+    the meta device.
+    """
+    for module in model.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):  # a SequentialHook has several
+            if getattr(each, "offload", False):
+                yield from module.modules() if each.place_submodules else (module,)
 
 
 def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[SiteModule]:
@@ -169,7 +186,7 @@ def _find_packed_weights(module: nn.Module) -> str:
         is_integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
         if is_integer or tensor.dtype.itemsize == 1:  # float8 weights come with a separate scale
             return str(tensor.dtype).removeprefix("torch.")
-        if type(tensor.data) not in (Tensor, nn.Parameter):
+        if type(tensor.data) not in PLAIN_TENSORS:
             return type(tensor.data).__name__
     return ""
 
