@@ -204,7 +204,8 @@ def decode_in_chunks(
 
 def layer_gradients(layer: Attention, y: Tensor, x: Tensor) -> dict[str, Tensor]:
     """Gradients of x and every parameter under a loss that weights every output differently."""
-    loss = (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum()
+    weight = torch.linspace(-1, 2, y.numel(), dtype=y.dtype, device=y.device)
+    loss = (y * weight.view_as(y)).sum()
     named = dict(layer.named_parameters()) | {"x": x}
     gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {

@@ -70,6 +70,12 @@ def open_folder(folder: Path) -> TensorSource:
 
 def wrap_tensors(name: str, tensors: Mapping[str, Tensor]) -> TensorSource:
     """Present in-memory tensors as a checkpoint."""
+    unloaded = [key for key, tensor in tensors.items() if tensor.is_meta]
+    if unloaded:
+        raise SpecError(
+            f"cannot copy {name}: {unloaded[0]} is on the meta device; load the model without "
+            "offloading"
+        )
     dtype_names = {dtype: word for word, dtype in DTYPES.items()}
     infos = {
         key: TensorInfo(
@@ -81,7 +87,7 @@ def wrap_tensors(name: str, tensors: Mapping[str, Tensor]) -> TensorSource:
 
     def iter_tensors() -> Iterator[tuple[str, Tensor]]:
         for key, tensor in tensors.items():
-            yield key, tensor.detach().cpu().contiguous()
+            yield key, tensor.detach().contiguous()
 
     return TensorSource(Path(name), infos, iter_tensors)
 

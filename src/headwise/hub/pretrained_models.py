@@ -39,6 +39,7 @@ from ..observe.inspect.attention_sites import (
     unhookable_reason,
     unprunable_reason,
 )
+from ..observe.inspect.model_inputs import get_device
 from ..observe.inspect.model_tokenizer import get_surrounding_ids
 from ..util.errors import SpecError
 from ..util.files import sha256, write_atomically
@@ -239,7 +240,7 @@ def _move(model: ModuleT, device: torch.device | str, placement: Placement) -> M
 
 
 def copy_live_model(model: nn.Module) -> Transformer:
-    """Copy a live transformers model into an equivalent headwise model on the CPU, with its own
+    """Copy a live transformers model into an equivalent headwise model on its device, with its own
     tensors.
 
     Raises with the reason if headwise has no weight map for its architecture, or if its weights are
@@ -268,7 +269,9 @@ def copy_live_model(model: nn.Module) -> Transformer:
     with torch.no_grad():
         # Names of checkpoints, which for some models differ from those in memory.
         tensors = revert_weight_conversion(cast(Any, model), model.state_dict())
-        return build_from_weights(model_spec, names, wrap_tensors(name, tensors), 0.0)
+        source = wrap_tensors(name, tensors)
+        placement = Placement(get_device(model))
+        return build_from_weights(model_spec, names, source, 0.0, placement=placement)
 
 
 # --- Export ---------------------------------------------------------------------------------------

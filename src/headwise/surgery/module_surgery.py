@@ -511,7 +511,8 @@ def _shared_tensors(model: nn.Module, path: str, change: HeadChange) -> dict[str
                 stored_block[block] = number
         if stored_block != list(range(num_blocks)):
             for name in _row_tensors(model, path, projection):
-                shared[name] = SharedHeads(stored_block)
+                device = model.get_parameter(name).device
+                shared[name] = SharedHeads(stored_block).to(device)
     return shared
 
 

@@ -86,7 +86,7 @@ def scale_factors(factors: TrilinearFactors, size: int) -> TrilinearFactors:
     """The factors of the form multiplied by 2^size."""
     half = size // 2
     q, k = (
-        _multiply_power_of_two(x, torch.tensor(power))
+        _multiply_power_of_two(x, torch.tensor(power, device=x.device))
         for x, power in ((factors.q, size - half), (factors.k, half))
     )
     return factors._replace(q=q, k=k)

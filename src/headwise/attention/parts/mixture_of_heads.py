@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -301,10 +301,10 @@ def convert_to_mixture_of_heads(
     routed_spec = replace(spec, modifiers=(*spec.modifiers, gate))
     others = [head for head in heads if head not in shared]
     slot_of_head = {head: slot for slot, head in enumerate((*shared, *others))}
+    options: dict[str, Any] = {"dtype": torch.int64}
+    options["device"] = next(iter(weights.values())).device
     new_weights = {
-        "mixture_of_heads.slot": torch.tensor([slot_of_head[head] for head in heads]),
-        "mixture_of_heads.asker": torch.tensor(
-            [score_heads[head] for head in others], dtype=torch.int64
-        ),
+        "mixture_of_heads.slot": torch.tensor([slot_of_head[head] for head in heads], **options),
+        "mixture_of_heads.asker": torch.tensor([score_heads[head] for head in others], **options),
     }
     return routed_spec, {name: tensor.clone() for name, tensor in weights.items()} | new_weights

@@ -22,13 +22,14 @@ from ...attention.interfaces import Mix, OutputStep, QKTransform
 from ...attention.spec.attention_spec import AttentionSpec
 from ...hub.checkpoint_weights import build_from_weights, wrap_tensors
 from ...hub.transformers_loading import without_hub_kernels
-from ...kernels.devices import to_float64
+from ...kernels.devices import Placement, to_float64
 from ...models import Transformer, build, families
 from ...models.families import get_weight_names
 from ...models.model_spec.components import NormSpec
 from ...report.data import Table
 from ...util.errors import SpecError
 from ..inspect.attention_sites import find_attention
+from ..inspect.model_inputs import get_device
 from .head_similarity import HeadLocation
 
 # --- Low-rank maps --------------------------------------------------------------------------------
@@ -475,4 +476,5 @@ def as_native_model(model: nn.Module) -> Transformer:
     config: dict[str, Any] = as_dict() | {"architectures": [type(model).__name__]}
     spec = families.read_model_spec(config)
     source = wrap_tensors(type(model).__name__, model.state_dict())
-    return build_from_weights(spec, get_weight_names(spec.name), source, 0.0)
+    names = get_weight_names(spec.name)
+    return build_from_weights(spec, names, source, 0.0, placement=Placement(get_device(model)))
