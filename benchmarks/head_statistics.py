@@ -1,8 +1,11 @@
-"""Statistics of attention heads over a long text, against the forward pass alone."""
+"""Statistics of attention heads: of a long text against the forward pass alone, and of short texts
+against `output_attentions` and numpy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +14,33 @@ import torch
 from torch import Tensor
 
 from headwise.attention.interfaces.core_types import Probe
+from headwise.hub.pretrained_models import copy_live_model
 from headwise.models import Transformer, build
 from headwise.models.families import read_model_spec
 from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
-from headwise.observe.head_analysis.head_measurement import MetricSums
+from headwise.observe.head_analysis.head_measurement import (
+    MeasureOptions,
+    MetricSums,
+    measure_heads,
+)
 from headwise.observe.head_analysis.head_metrics import HEAD_METRICS
 from headwise.observe.head_analysis.head_similarity import (
     entropy,
     jensen_shannon_divergence,
     sample_rows,
 )
-from headwise.observe.head_analysis.resampling import Jackknife
+from headwise.observe.head_analysis.resampling import Array, Jackknife
 from headwise.observe.head_analysis.weight_bands import WeightBand, stream_weight_bands
 from headwise.observe.inspect.attention_sites import find_attention
 
-from .harness import BenchmarkCase, CaseKind, MissingPeer, SpeedTarget, TimedCall
+from .harness import (
+    BenchmarkCase,
+    CaseKind,
+    MissingPeer,
+    SpeedTarget,
+    TimedCall,
+    import_quietly,
+)
 
 LONG_LENGTH = 8192
 SHORT_LENGTH = 2048
@@ -42,6 +57,18 @@ STATISTIC_NAMES = ("entropy", "sink", "first", "previous", "self", "next", "offs
 FORWARD_ONLY = "one forward"
 EAGER_WEIGHTS = "eager weights of all pairs"
 ROWS_PER_TEXT = 64
+SHORT_TEXTS = 5
+SHORT_LENGTHS = (64, 256, 512)
+OUTPUT_ATTENTIONS = "output_attentions and numpy"
+LLAMA_CONFIG: dict[str, Any] = {  # the shape of a Llama of 135M parameters, with few token ids
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 1024,
+}
 
 
 def head_statistics_cases(quick: bool) -> Iterator[BenchmarkCase]:
@@ -53,6 +80,7 @@ def head_statistics_cases(quick: bool) -> Iterator[BenchmarkCase]:
     if not quick:
         yield _summed_case(LONG_LENGTH, tuple(HEAD_METRICS))
     yield _similarity_case(LONG_LENGTH)
+    yield from _short_text_cases(quick)
 
 
 def _summed_case(count: int, names: tuple[str, ...]) -> BenchmarkCase:
@@ -137,13 +165,79 @@ def _similarity_case(count: int) -> BenchmarkCase:
     )
 
 
+def _short_text_cases(quick: bool) -> Iterator[BenchmarkCase]:
+    """Yield measures of short texts in processor time, which includes threads that wait."""
+    lengths = SHORT_LENGTHS[:1] if quick else SHORT_LENGTHS
+    rows: list[tuple[Sequence[str], int, float]] = []
+    rows += [(STATISTIC_NAMES, length, 1.0) for length in lengths]
+    rows.append((tuple(HEAD_METRICS), lengths[len(lengths) // 2], 1 / 1.6))
+    try:
+        library = import_quietly("transformers")
+    except ImportError as error:
+        peers = {OUTPUT_ATTENTIONS: MissingPeer(str(error))}
+        yield BenchmarkCase("heads over short texts", lambda: None, peers, tolerance=None)
+        return
+    config = library.LlamaConfig(**LLAMA_CONFIG, attn_implementation="eager")
+    model = library.LlamaForCausalLM(config).eval()
+    net = copy_live_model(model).eval()
+    for names, length, ratio in rows:
+        texts = [_make_example(length, seed) for seed in range(SHORT_TEXTS)]
+        yield BenchmarkCase(
+            f"{len(names)} measures of {SHORT_TEXTS} texts of {length} tokens, 270 heads",
+            _measure_texts(net, texts, names),
+            {OUTPUT_ATTENTIONS: _numpy_statistics(model, texts)},
+            (SpeedTarget(OUTPUT_ATTENTIONS, ratio),),
+            notes={"time": "of the processor"},
+            clock=time.process_time,
+        )
+
+
+def _measure_texts(net: Transformer, texts: Sequence[Example], names: Sequence[str]) -> TimedCall:
+    """Return a call that measures all heads and returns entropies and weights on first tokens."""
+    options = MeasureOptions(tuple(names))
+
+    def ours() -> Array:
+        table = measure_heads(net, texts, options=options)
+        compared = ("entropy", "first")
+        rows = [[head.measures[name].value for name in compared] for head in table.heads]
+        return np.array(rows)
+
+    return ours
+
+
+def _numpy_statistics(model: Any, texts: Sequence[Example]) -> TimedCall:
+    """Return the lines that one writes by hand for the statistics in `STATISTIC_NAMES`."""
+
+    def measure(weights: Array, is_sink: Any) -> list[Array]:
+        entropy = -(weights * np.log(weights + 1e-38)).sum(-1).mean(-1)
+        sink = weights[..., is_sink].sum(-1).mean(-1)
+        first = weights[..., 0].mean(-1)
+        diagonals = [weights.diagonal(offset, 1, 2).mean(-1) for offset in (-1, 0, 1)]
+        offsets = weights.argmax(-1) - np.arange(weights.shape[1])
+        shares = np.stack([(offsets == offset).mean(-1) for offset in range(-8, 9)])
+        return [entropy, first, sink, *diagonals, shares.max(0), shares.argmax(0) - 8]
+
+    def by_hand() -> Array:
+        of_texts = []
+        for text in texts:
+            is_sink = text.streams["text"].is_special.numpy().copy()
+            is_sink[0] = True
+            with torch.inference_mode():
+                attentions = model(text.inputs, output_attentions=True).attentions
+            layers = [np.array(measure(layer[0].numpy(), is_sink)) for layer in attentions]
+            of_texts.append(np.concatenate(layers, 1))
+        return np.mean(of_texts, 0)[:2].T
+
+    return by_hand
+
+
 def _make_model(count: int) -> Transformer:
     return build(read_model_spec(MODEL_CONFIG | {"n_positions": count}), seed=0).eval()
 
 
-def _make_example(count: int) -> Example:
+def _make_example(count: int, seed: int = 0) -> Example:
     """Random tokens, a seventh of them punctuation and a hundredth separators."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY_SIZE, (count,), generator=generator)
     is_separator = torch.rand(count, generator=generator) < 0.01
     common = torch.bincount(ids, minlength=VOCABULARY_SIZE)[ids]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Never
@@ -122,7 +122,12 @@ def test_merged_sums_do_not_depend_on_the_shards():
     for key, sums in whole.sums_by_example.items():
         for one, other in zip(sums, merged.sums_by_example[key], strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-    engine = measure_heads(net, examples, options=options._replace(engine=lambda *_: merged))
+
+    def read_and_return(_: object, texts: Iterable[Example], *__: object) -> MetricSums:
+        assert len(list(texts)) == len(examples)
+        return merged
+
+    engine = measure_heads(net, examples, options=options._replace(engine=read_and_return))
     assert json.dumps(engine.data) == json.dumps(measure_heads(net, examples).data)
 
 

@@ -4,6 +4,7 @@ definitions.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -106,6 +107,28 @@ def test_a_first_token_that_no_head_prefers_is_a_word_like_others():
     table = measure_heads(net, texts)
     assert all(head.measures["sink"].value == pytest.approx(0, abs=1e-6) for head in table.heads)
     assert table.notes == notes
+
+
+@pytest.mark.parametrize(
+    ("net", "texts"),
+    [
+        (handmade.decoder(), handmade.texts(MAX_SINK_TEXTS + 3)),
+        (small_gpt2(sharp=1.0), make_examples(7)),
+    ],
+    ids=["sink", "word"],
+)
+def test_measures_run_each_text_once_and_equal_those_of_marked_texts(
+    net: torch.nn.Module, texts: list[Example]
+):
+    sites = require_ability(net, "observe")
+    streams = {one.site.name: ("text", "text") for one in sites}
+    marked = list(mark_first_token_sinks(net, sites, streams, texts).examples)
+    ran = list[int]()
+    handle = net.register_forward_pre_hook(lambda *_: ran.append(1))
+    found = measure_heads(net, texts)
+    handle.remove()
+    assert len(ran) == len(texts)
+    assert json.dumps(found.data) == json.dumps(measure_heads(net, marked).data)
 
 
 def test_short_texts_in_which_chance_is_high_have_no_sink():

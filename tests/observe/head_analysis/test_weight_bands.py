@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import headwise as hw
-from headwise.observe.head_analysis import weight_bands
+from headwise.observe.head_analysis import head_measurement, weight_bands
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.head_measurement import MetricSums, measure_heads
 from headwise.observe.head_analysis.head_metrics import ALL_METRICS
@@ -166,6 +167,28 @@ def test_chance_is_the_same_whether_it_was_known():
         for other in found[1:]:
             for own, same in zip(found[0], other, strict=True):
                 assert own == pytest.approx(same, abs=1e-12), name
+
+
+@pytest.mark.parametrize("kind", ["causal", "each"])
+def test_layers_measured_together_are_layers_measured_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    block, other = maps.weight_map(kind, 5), maps.weight_map("full", 6)
+    layers = [block, replace(block, w_HTS=block.w_HTS / 2), other, block]
+    sums = list[dict[tuple[str, str, str], list[tuple[np.ndarray, np.ndarray]]]]()
+    for cells in (1, 2**30):
+        monkeypatch.setattr(head_measurement, "MIN_JOINED_CELLS", cells)
+        adding = MetricSums(tuple(ALL_METRICS.values()))
+        for _ in range(2):
+            for number, layer in enumerate(layers):
+                adding.add_band(f"layer {number}", layer)
+            adding.finish_example()
+        sums.append(adding.sums_by_example)
+    assert sums[0].keys() == sums[1].keys()
+    for key, texts in sums[0].items():
+        for pair, same in zip(texts, sums[1][key], strict=True):
+            for array, expected in zip(pair, same, strict=True):
+                assert array == pytest.approx(expected, abs=1e-12, nan_ok=True), key
 
 
 def test_too_few_tokens_for_the_model_are_refused():

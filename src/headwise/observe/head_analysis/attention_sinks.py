@@ -21,6 +21,7 @@ from ...util.errors import pluralise
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device
 from .annotated_examples import Example
+from .head_metrics import first_token_choice_sums
 from .resampling import Array, correct_p_values, excess_p_values, ratio_of_sums, stack_by_key
 from .weight_bands import WeightBand, move_annotations, stream_weight_bands
 
@@ -60,21 +61,13 @@ def measure_first_token(
     examples: Sequence[Example],
 ) -> list[FirstTokenWeight]:
     """Measure how much weight every head puts on the first token of its key stream, over rows that
-    may also read another token; p-values are corrected for the number of heads (Holm).
+    may also read another token.
     """
-    sums: dict[str, Array] = {}  # weight, uniform weight and number of rows, [3, heads]
+    sums: dict[str, Array] = {}  # [2, heads, 2]
 
     def add_band(site: str, band: WeightBand) -> None:
-        sums.setdefault(site, np.zeros((3, len(band.w_HTS))))
-        if band.first_key:
-            return
-        allowed = band.allowed
-        num_keys = allowed.sum(-1)
-        has_choice = allowed[..., 0] & (num_keys > 1)
-        weight = torch.where(has_choice, band.w_HTS[..., 0], 0)
-        rows = (weight, has_choice / num_keys.clamp(min=1), has_choice)
-        added = [one.sum(-1, dtype=torch.float64).expand(len(weight)) for one in rows]
-        sums[site] = sums[site] + torch.stack(added).cpu().numpy()
+        added = torch.stack(first_token_choice_sums(band)).cpu().numpy()
+        sums[site] = sums.get(site, 0) + added
 
     sums_by_text: list[dict[str, Array]] = []
     for example in examples:
@@ -82,16 +75,64 @@ def measure_first_token(
         moved = move_annotations(example, get_device(model))
         stream_weight_bands(model, sites, moved, streams, add_band)
         sums_by_text.append(dict(sums))
+    return rate_first_tokens(stack_by_key(sums_by_text))
+
+
+def rate_first_tokens(sums_by_site: Mapping[str, Array]) -> list[FirstTokenWeight]:
+    """Test every head's weight on the first token against chance, from the sums and counts of
+    `first_token_choice_sums` by site, [texts, 2, heads, 2].
+
+    P-values are corrected for the number of heads (Holm).
+    """
     first_token_weights: list[FirstTokenWeight] = []
-    for site, by_text in stack_by_key(sums_by_text).items():
-        weight, uniform, count = by_text.transpose(1, 0, 2)
-        p = excess_p_values((weight, count), (uniform, count))
-        columns = (ratio_of_sums(weight, count), ratio_of_sums(uniform, count), p)
+    for site, sums in sums_by_site.items():
+        weight, uniform = (tuple(sums[..., n].swapaxes(0, 1)) for n in range(2))
+        p = excess_p_values(weight, uniform)
+        columns = (ratio_of_sums(*weight), ratio_of_sums(*uniform), p)
         for head, values in enumerate(np.stack(columns, 1).tolist()):
             if not math.isnan(values[0]):
                 first_token_weights.append(FirstTokenWeight(site, head, *values))
     corrected = correct_p_values([one.p for one in first_token_weights]).tolist()
     return [one._replace(p=p) for one, p in zip(first_token_weights, corrected, strict=True)]
+
+
+class SinkStreams(NamedTuple):
+    """Streams whose first token is a sink, and notes on what was measured."""
+
+    names: frozenset[str]
+    notes: tuple[str, ...]
+
+
+def streams_of_words(
+    sample: Sequence[Example], streams: Mapping[str, tuple[str, str]]
+) -> dict[str, str]:
+    """Return the key stream of each site whose texts do not all begin with a special token."""
+    found: dict[str, str] = {}
+    for site, (_, stream) in streams.items():
+        if not all(bool(text.streams[stream].is_special[:1].all()) for text in sample):
+            found[site] = stream
+    return found if len(sample) > 1 else {}
+
+
+def find_sink_streams(
+    stream_of_site: Mapping[str, str], weights: Sequence[FirstTokenWeight]
+) -> SinkStreams:
+    """Find the streams in which some head reads the first token: its weight is significantly above
+    chance, corrected for the number of heads, and its score is at least `MIN_SINK_SCORE`.
+    """
+    notes: list[str] = []
+    sink_streams: set[str] = set()
+    for stream in dict.fromkeys(stream_of_site.values()):
+        readers = [weight for weight in weights if stream_of_site[weight.site] == stream]
+        sinks = [one for one in readers if one.score >= MIN_SINK_SCORE and one.p < SIGNIFICANCE]
+        note = "is no sink: no head puts clearly more weight on it than chance"
+        if sinks:
+            sink_streams.add(stream)
+            top = max(sinks, key=lambda weight: weight.score)
+            fact = f"{len(sinks)} of {len(readers)} heads put clearly more weight on it than chance"
+            note = f"is a sink: {fact}, {top.site} {top.head} {top.value:.2f} of its weight"
+        notes.append(f"the first token of the {stream} {note}")
+    return SinkStreams(frozenset(sink_streams), tuple(notes))
 
 
 def mark_first_token_sinks(
@@ -103,40 +144,24 @@ def mark_first_token_sinks(
     """Measure on the first texts whether the first token of each key stream is a sink, and annotate
     all examples.
 
-    The first token of a stream is a sink if some head reads it: its weight is significantly above
-    chance, corrected for the number of heads, and its score is at least `MIN_SINK_SCORE`. Streams
-    that begin with a special token are not measured.
+    Streams that begin with a special token are not measured.
     """
     texts = iter(examples)
     sample = list(islice(texts, MAX_SINK_TEXTS))
-
-    def begins_with_word(stream: str) -> bool:
-        return not all(bool(text.streams[stream].is_special[:1].all()) for text in sample)
-
-    ordinary = [module for module in sites if begins_with_word(streams[module.site.name][1])]
-    if len(sample) < 2 or not ordinary:
+    stream_of_site = streams_of_words(sample, streams)
+    if not stream_of_site:
         return MarkedExamples(chain(sample, texts), ())
-    weights = measure_first_token(model, ordinary, streams, sample)
-    notes: list[str] = []
-    sink_streams: set[str] = set()
-    for stream in dict.fromkeys(streams[module.site.name][1] for module in ordinary):
-        readers = [weight for weight in weights if streams[weight.site][1] == stream]
-        sinks = [one for one in readers if one.score >= MIN_SINK_SCORE and one.p < SIGNIFICANCE]
-        note = "is no sink: no head puts clearly more weight on it than chance"
-        if sinks:
-            sink_streams.add(stream)
-            top = max(sinks, key=lambda weight: weight.score)
-            fact = f"{len(sinks)} of {len(readers)} heads put clearly more weight on it than chance"
-            note = f"is a sink: {fact}, {top.site} {top.head} {top.value:.2f} of its weight"
-        notes.append(f"the first token of the {stream} {note}")
+    measured = [module for module in sites if module.site.name in stream_of_site]
+    weights = measure_first_token(model, measured, streams, sample)
+    sinks = find_sink_streams(stream_of_site, weights)
 
     def mark(example: Example) -> Example:
         marked = dict(example.streams)
-        for name in sink_streams & marked.keys():
+        for name in sinks.names & marked.keys():
             marked[name] = replace(marked[name], first_is_sink=True)
-        return replace(example, streams=marked) if sink_streams else example
+        return replace(example, streams=marked) if sinks.names else example
 
-    return MarkedExamples(map(mark, chain(sample, texts)), tuple(notes))
+    return MarkedExamples(map(mark, chain(sample, texts)), sinks.notes)
 
 
 class DistinctExamples:

@@ -4,7 +4,9 @@ chance levels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,9 +21,26 @@ from ...util.errors import pluralise
 from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device, get_streams, is_encoder_decoder
-from .annotated_examples import Example
-from .attention_sinks import DistinctExamples, mark_first_token_sinks
-from .head_metrics import HEAD_METRICS, HeadMetric, get_metric, select_largest, select_peak_offset
+from ..inspect.site import Site
+from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
+from .attention_sinks import (
+    MAX_SINK_TEXTS,
+    DistinctExamples,
+    SinkStreams,
+    find_sink_streams,
+    mark_first_token_sinks,
+    rate_first_tokens,
+    streams_of_words,
+)
+from .head_metrics import (
+    HEAD_METRICS,
+    HeadMetric,
+    SumAndCount,
+    first_token_choice_sums,
+    get_metric,
+    select_largest,
+    select_peak_offset,
+)
 from .head_table import HeadMeasures, HeadTable, Measure
 from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums, stack_texts
 from .streamed_statistics import (
@@ -31,10 +50,14 @@ from .streamed_statistics import (
     sum_chance,
     sum_metrics,
 )
-from .weight_bands import WeightBand, move_annotations, stream_weight_bands
+from .weight_bands import WeightBand, join_heads, move_annotations, stream_weight_bands
 
 OBSERVED = "own"
 CHANCE = "chance"
+WITH_FIRST_TOKEN_SINK = ("own, first token a sink", "chance, first token a sink")
+FIRST_TOKEN = "first token with a choice"
+# Small layers with one mask are measured together: fewer, larger operations.
+MIN_JOINED_CELLS = 2**19
 TextSums = tuple[Array, Array]
 
 
@@ -59,74 +82,137 @@ class MeasureCollector(Protocol):
         return {}
 
 
+class Measured(NamedTuple):
+    """Sums of one source over bands of several sites, and the heads of each site among them."""
+
+    source: str
+    heads_by_site: Sequence[tuple[str, slice]]
+    sums: Mapping[str, SumAndCount]
+
+
 class MetricSums:
     """Hold sums and counts of every metric per example, for the model and for its chance level.
 
-    `sums_by_example` maps (site, metric, `OBSERVED` or `CHANCE`) to one (sums, counts) pair per
-    example.
+    `sums_by_example` maps (site, metric, source) to one (sums, counts) pair per example. A source
+    is `OBSERVED` or `CHANCE`, and for metrics that depend on sinks also one of
+    `WITH_FIRST_TOKEN_SINK`: whether the first token is a sink is only known after the pass.
     """
 
     def __init__(self, metrics: Sequence[HeadMetric]) -> None:
         self.metrics = metrics
         self.num_examples = 0
         self.sums_by_example: dict[tuple[str, str, str], list[TextSums]] = {}
-        self._open: dict[tuple[str, str, str], TextSums] = {}
-        self._recent_uniform: list[tuple[Any, torch.Tensor, dict[str, TextSums]]] = []
+        self._measured: list[Measured] = []
+        self._waiting: list[tuple[str, WeightBand]] = []  # bands with one mask, measured together
+        self._chances: list[tuple[WeightBand, list[Measured]]] = []
+        self._tokens_with_sink: dict[TokenAnnotations, TokenAnnotations] = {}
         self.stream = StatisticsStream()  # calls of the current text that a GPU kernel measures
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of rows, and the same band of a head that reads every allowed key equally (the
         chance level).
         """
-        # Most layers share one attention mask, so a recent band may have the same baseline.
-        key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
-        uniform: dict[str, TextSums] | None = None
-        for recent_key, allowed, sums in self._recent_uniform:
-            is_same = recent_key == key and allowed.shape == band.allowed.shape
-            if is_same and torch.equal(allowed, band.allowed):
-                uniform = sums
-        if uniform is not None:
-            observed = self._compute_sums(band)
-        else:  # the uniform baseline is the last head
-            both = self._compute_sums(band.append_uniform_baseline())
-            observed = {name: (sums[:-1], counts[:-1]) for name, (sums, counts) in both.items()}
-            uniform = {name: (sums[-1:], counts[-1:]) for name, (sums, counts) in both.items()}
-            for metric in self.metrics:
-                if metric.compute_chance is not None and metric.name in uniform:
-                    uniform[metric.name] = _to_numpy(metric.compute_chance(band.uniform_baseline))
-            self._recent_uniform = [*self._recent_uniform[-2:], (key, band.allowed, uniform)]
-        for source, sums_by_metric in ((OBSERVED, observed), (CHANCE, uniform)):
-            for metric, (sums, counts) in sums_by_metric.items():
-                place = (site, metric, source)
-                total = self._open.get(place, (0, 0))
-                self._open[place] = (total[0] + sums, total[1] + counts)
+        if self._waiting and not band.has_same_mask(self._waiting[0][1]):
+            self._measure_waiting()
+        self._waiting.append((site, band))
+        if sum(waiting.w_HTS.numel() for _, waiting in self._waiting) >= MIN_JOINED_CELLS:
+            self._measure_waiting()
 
-    def _compute_sums(self, band: WeightBand) -> dict[str, TextSums]:
-        bands = {"all": band, "rest": band.without_sinks()}
-        computed: dict[Any, TextSums] = {}  # several metrics reduce the same sums
-        sums_by_metric: dict[str, TextSums] = {}
-        for metric in self.metrics:
+    def _measure_waiting(self) -> None:
+        if not self._waiting:
+            return
+        heads_by_site: list[tuple[str, slice]] = []
+        end = 0
+        for site, band in self._waiting:
+            heads_by_site.append((site, slice(end, end + len(band.w_HTS))))
+            end += len(band.w_HTS)
+        band = join_heads([band for _, band in self._waiting])
+        self._waiting = []
+        self._measured += self._measure(heads_by_site, band, is_chance=False)
+        # Most layers share one attention mask, so a recent band may have the same baseline.
+        uniform = band.uniform_baseline
+        chances = [known for other, known in self._chances if uniform.has_same_mask(other)]
+        if not chances:
+            chances = [self._measure([], uniform, is_chance=True)]
+            self._chances = [*self._chances[-2:], (uniform, chances[0])]
+        every_head = [(site, slice(None)) for site, _ in heads_by_site]
+        self._measured += [one._replace(heads_by_site=every_head) for one in chances[0]]
+
+    def _measure(
+        self, heads_by_site: Sequence[tuple[str, slice]], band: WeightBand, is_chance: bool
+    ) -> list[Measured]:
+        """Sum every metric over a band, and those that depend on sinks with the first token as a
+        sink too.
+        """
+        sums = self._compute_sums(band, self.metrics, is_chance)
+        sums[FIRST_TOKEN] = first_token_choice_sums(band)
+        marked: dict[str, SumAndCount] = {}
+        on_sinks = [metric for metric in self.metrics if metric.weight_source != "all"]
+        band_with_sink = self._add_first_token_sink(band)
+        if band_with_sink is None:
+            marked = {metric.name: sums[metric.name] for metric in on_sinks if metric.name in sums}
+        else:
+            marked = self._compute_sums(band_with_sink, on_sinks, is_chance)
+        sources = (CHANCE if is_chance else OBSERVED, WITH_FIRST_TOKEN_SINK[is_chance])
+        return [
+            Measured(source, heads_by_site, by_metric)
+            for source, by_metric in zip(sources, (sums, marked), strict=True)
+        ]
+
+    def _compute_sums(
+        self, band: WeightBand, metrics: Sequence[HeadMetric], is_chance: bool
+    ) -> dict[str, SumAndCount]:
+        has_rest = any(metric.weight_source == "rest" for metric in metrics)
+        bands = {"rest": band.without_sinks()} if has_rest else {}
+        computed: dict[Any, SumAndCount] = {}  # several metrics reduce the same sums
+        sums_by_metric: dict[str, SumAndCount] = {}
+        for metric in metrics:
             if metric.self_attention_only and not band.is_self_attention:
                 continue
-            key = (metric.compute_sums, metric.weight_source)
+            compute = (is_chance and metric.compute_chance) or metric.compute_sums
+            key = (compute, metric.weight_source)
             if key not in computed:
-                computed[key] = _to_numpy(metric.compute_sums(bands[metric.weight_source]))
+                computed[key] = compute(bands.get(metric.weight_source, band))
             sums_by_metric[metric.name] = computed[key]
         return sums_by_metric
 
+    def _add_first_token_sink(self, band: WeightBand) -> WeightBand | None:
+        """The band with its first token as a sink; None if it is one anyway."""
+        keys = band.key_tokens
+        if keys not in self._tokens_with_sink:
+            is_sink = bool(find_sink_tokens(keys)[:1].all())
+            self._tokens_with_sink[keys] = keys if is_sink else replace(keys, first_is_sink=True)
+        marked = self._tokens_with_sink[keys]
+        if marked is keys:
+            return None
+        queries = marked if band.is_self_attention else band.query_tokens
+        return replace(band, query_tokens=queries, key_tokens=marked)
+
     def finish_example(self) -> None:
-        """Store the sums of the example that just ended."""
+        """Read the sums of the example that just ended from its device, and store them."""
+        self._measure_waiting()
+        pairs = [pair for one in self._measured for pair in one.sums.values()]
+        arrays = iter(read_arrays([tensor for pair in pairs for tensor in pair]))
+        totals: dict[tuple[str, str, str], TextSums] = {}
+        for source, heads_by_site, sums_by_metric in self._measured:
+            for metric in sums_by_metric:
+                sums, counts = next(arrays), next(arrays)
+                for site, heads in heads_by_site:
+                    total = totals.get((site, metric, source), (0, 0))
+                    added = (total[0] + sums[heads], total[1] + counts[heads])
+                    totals[site, metric, source] = added
         for call, own, uniform in read_statistics(self.stream.calls):
-            sources = {OBSERVED: sum_metrics(own), CHANCE: sum_chance(uniform)}
+            streamed = {OBSERVED: sum_metrics(own), CHANCE: sum_chance(uniform)}
             for metric in self.metrics:
                 if call.is_self_attention or not metric.self_attention_only:
-                    for source, sums in sources.items():
-                        self._open[call.site, metric.name, source] = sums[metric.name]
+                    for source, sums_of_call in streamed.items():
+                        totals[call.site, metric.name, source] = sums_of_call[metric.name]
         self.stream = StatisticsStream()
-        for key, totals in self._open.items():
-            self.sums_by_example.setdefault(key, []).append(totals)
-        self._open = {}
-        self._recent_uniform = []
+        for key, total in totals.items():
+            self.sums_by_example.setdefault(key, []).append(total)
+        self._measured = []
+        self._chances = []
+        self._tokens_with_sink = {}
         self.num_examples += 1
 
     def append(
@@ -137,10 +223,34 @@ class MetricSums:
             self.sums_by_example.setdefault(key, []).extend(sums)
         self.num_examples += num_examples
 
+    def find_sink_streams(self, stream_of_site: Mapping[str, str]) -> SinkStreams:
+        """Find the streams whose first token is a sink, from the first texts."""
+        if not stream_of_site:
+            return SinkStreams(frozenset(), ())
+        sums: dict[str, Array] = {}
+        for site in stream_of_site:
+            by_text = self.sums_by_example.get((site, FIRST_TOKEN, OBSERVED), [])
+            if by_text:
+                sums[site] = np.stack([np.stack(text) for text in by_text[:MAX_SINK_TEXTS]])
+        return find_sink_streams(stream_of_site, rate_first_tokens(sums))
 
-def _to_numpy(sums_and_counts: tuple[torch.Tensor, torch.Tensor]) -> TextSums:
-    sums, counts = (tensor.cpu().numpy().astype(np.float64) for tensor in sums_and_counts)
-    return sums, counts
+
+def read_arrays(tensors: Sequence[torch.Tensor]) -> list[Array]:
+    """Copy tensors to the host as float64, those of a device at once."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor.flatten())
+    flat = {
+        device: torch.cat(parts).cpu().numpy().astype(np.float64)
+        for device, parts in by_device.items()
+    }
+    start = dict.fromkeys(flat, 0)
+    arrays: list[Array] = []
+    for tensor in tensors:
+        end = start[tensor.device] + tensor.numel()
+        arrays.append(flat[tensor.device][start[tensor.device] : end].reshape(tensor.shape))
+        start[tensor.device] = end
+    return arrays
 
 
 class ExampleEngine(Protocol):
@@ -195,17 +305,32 @@ def measure_heads(
         )
     sites, streams = _select_sites(model, options)
     distinct = DistinctExamples(examples)
-    marked = mark_first_token_sinks(model, sites, streams, distinct)
+    sample: list[Example] = []  # the texts that tell if their first token is a sink
+
+    def read_examples() -> Iterator[Example]:
+        for example in distinct:
+            if len(sample) < MAX_SINK_TEXTS:
+                sample.append(example)
+            yield example
+
+    examples = read_examples()
+    sinks: SinkStreams | None = None
+    if _is_streamed(model, options, collectors):  # the kernel must know which tokens are sinks
+        marked = mark_first_token_sinks(model, sites, streams, examples)
+        examples = marked.examples
+        sinks = SinkStreams(frozenset(), marked.notes)
     if options.engine is not None:
-        metric_sums = options.engine(model, marked.examples, options, progress)
+        metric_sums = options.engine(model, examples, options, progress)
     else:
-        metric_sums = sum_examples(model, marked.examples, options, collectors, progress)
+        metric_sums = sum_examples(model, examples, options, collectors, progress)
     count = metric_sums.num_examples
     distinct.check_min_count(options.min_texts)
+    if sinks is None:
+        sinks = metric_sums.find_sink_streams(streams_of_words(sample, streams))
     collected = [collector.measures() for collector in collectors]
     num_texts = {site: len(sums) for (site, _, _), sums in metric_sums.sums_by_example.items()}
     missed: dict[str, str] = {}
-    heads: list[HeadMeasures] = []
+    measured: list[SiteModule] = []
     num_mixed = 0  # layers that mix heads after normalisation, which may make weights negative
     for module in sites:
         name_of_site = module.site.name
@@ -213,20 +338,22 @@ def measure_heads(
         if reached != count:
             missed[name_of_site] = f"{count - reached} of {count} texts do not reach it"
             continue
-        heads += _site_heads(module, metric_sums, collected)
+        measured.append(module)
         if isinstance(module.module, Attention):
             mixes = module.module.spec.parts_of(Mix)
             num_mixed += any(mix.phase is Phase.WEIGHTS for _, mix in mixes)
     if len(missed) == len(sites):
         first, reason = next(iter(missed.items()))
         raise ValueError(f"cannot measure heads: {first}: {reason}; give inputs that reach it")
-    notes = [*distinct.notes, *marked.notes]
+    notes = [*distinct.notes, *sinks.notes]
     if num_mixed:
         layers = pluralise(len(sites) - len(missed), "layer")
         fact = f"heads are mixed after the softmax in {num_mixed} of {layers}"
         effect = "entropy, confidence, sink and other measures may then leave their usual ranges"
         notes.append(f"{fact}, so that weights may be negative; {effect}")
     notes += [] if options.sites else left_out_notes(model, "observe", missed)
+    with_sink = {site for site, (_, stream) in streams.items() if stream in sinks.names}
+    heads = _measure_sites([one.site for one in measured], metric_sums, with_sink, collected)
     texts = pluralise(count, "text")
     return HeadTable(name or type(model).__name__, texts, tuple(heads), tuple(notes))
 
@@ -239,6 +366,14 @@ def _select_sites(
     sites = [one for one in sites if not options.sites or one.site.name in options.sites]
     has_source = is_encoder_decoder(model)
     return sites, {one.site.name: get_streams(one.site, has_source) for one in sites}
+
+
+def _is_streamed(
+    model: nn.Module, options: MeasureOptions, collectors: Sequence[MeasureCollector]
+) -> bool:
+    """True if a GPU kernel measures the heads; collectors need the weights themselves."""
+    is_known = STREAMED_METRICS.issuperset(options.metrics)
+    return is_known and not collectors and can_run_triton(get_device(model))
 
 
 def sum_examples(
@@ -261,13 +396,12 @@ def sum_examples(
             receiver.add_band(site, band)
 
     device = get_device(model)
-    is_streamed = STREAMED_METRICS.issuperset(options.metrics) and can_run_triton(device)
+    is_streamed = _is_streamed(model, options, collectors)
     moved = (move_annotations(example, device) for example in examples)
     for count, example in enumerate(moved, 1):
         for collector in collectors:
             collector.start_example(example)
-        # Other collectors need the weights themselves.
-        add_call = metric_sums.stream.add_call if is_streamed and not collectors else None
+        add_call = metric_sums.stream.add_call if is_streamed else None
         stream_weight_bands(model, sites, example, streams, on_band, add_call)
         for receiver in receivers:
             receiver.finish_example()
@@ -275,34 +409,60 @@ def sum_examples(
     return metric_sums
 
 
-def _site_heads(
-    module: SiteModule,
+def _measure_sites(
+    sites: Sequence[Site],
     metric_sums: MetricSums,
+    with_sink: Set[str],
     collected: Sequence[Mapping[tuple[str, int], Mapping[str, Measure]]],
 ) -> list[HeadMeasures]:
-    site = module.site
-    by_metric: dict[str, list[Measure]] = {}
+    """Measures of every head of these sites; the first token is a sink of those in `with_sink`."""
+    measures: dict[tuple[str, int], dict[str, Measure]] = {}
     for metric in metric_sums.metrics:
-        if (site.name, metric.name, OBSERVED) in metric_sums.sums_by_example:
-            by_metric[metric.name] = _metric_measures(metric_sums, site.name, metric)
-    num_heads = len(next(iter(by_metric.values())))
-    heads_per_kv = max(1, num_heads // max(1, site.kv))
+        names = [
+            site.name
+            for site in sites
+            if (site.name, metric.name, OBSERVED) in metric_sums.sums_by_example
+        ]
+        if names:
+            for head, measure in _metric_measures(metric_sums, names, metric, with_sink):
+                measures.setdefault(head, {})[metric.name] = measure
     heads: list[HeadMeasures] = []
-    for head in range(num_heads):
-        measures = {name: by_head[head] for name, by_head in by_metric.items()}
-        for more in collected:
-            measures |= more.get((site.name, head), {})
-        place = (site.stack, site.kind, site.layer, head, head // heads_per_kv, site.name)
-        heads.append(HeadMeasures(*place, measures))
+    num_heads = Counter(name for name, _ in measures)
+    for site in sites:
+        heads_per_kv = max(1, num_heads[site.name] // max(1, site.kv))
+        for head in range(num_heads[site.name]):
+            by_metric = measures[site.name, head]
+            for more in collected:
+                by_metric |= more.get((site.name, head), {})
+            place = (site.stack, site.kind, site.layer, head, head // heads_per_kv, site.name)
+            heads.append(HeadMeasures(*place, by_metric))
     return heads
 
 
-def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> list[Measure]:
-    """One metric of every head of a site."""
-    observed, baseline = (
-        stack_texts(metric_sums.sums_by_example[site, metric.name, source])
-        for source in (OBSERVED, CHANCE)
-    )
+def _join_sites(
+    metric_sums: MetricSums, sites: Sequence[str], metric: HeadMetric, with_sink: Set[str]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Sums and counts of the heads of all sites, [texts, heads, ...], and their chance levels."""
+    parts: list[list[Array]] = [[], [], [], []]
+    for site in sites:
+        is_marked = site in with_sink and metric.weight_source != "all"
+        sources = WITH_FIRST_TOKEN_SINK if is_marked else (OBSERVED, CHANCE)
+        observed, baseline = (
+            stack_texts(metric_sums.sums_by_example[site, metric.name, source])
+            for source in sources
+        )
+        repeated = [np.broadcast_to(array, observed[0].shape) for array in baseline]
+        for joined, array in zip(parts, (*observed, *repeated), strict=True):
+            joined.append(array)
+    sums, counts, base_sums, base_counts = (np.concatenate(arrays, 1) for arrays in parts)
+    return (sums, counts), (base_sums, base_counts)
+
+
+def _metric_measures(
+    metric_sums: MetricSums, sites: Sequence[str], metric: HeadMetric, with_sink: Set[str]
+) -> list[tuple[tuple[str, int], Measure]]:
+    """One metric of every head of these sites, by site and head."""
+    observed, baseline = _join_sites(metric_sums, sites, metric, with_sink)
     estimate = Jackknife.of_ratio(*observed)
     chance = ratio_of_sums(*baseline)
     rows = observed[1].sum(0)
@@ -312,10 +472,11 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
     else:
         p = np.full(len(rows), np.nan)
         if reduce is select_largest:  # larger than the baseline's; corrected for their number
+            heads = np.arange(len(rows))
             largest = np.nan_to_num(estimate.value).argmax(-1)
-            sums, counts = (array[:, np.arange(len(rows)), largest] for array in observed)
-            best = int(np.nan_to_num(chance)[0].argmax())
-            of_best = (baseline[0][:, :, best], baseline[1][:, :, best])
+            best = np.nan_to_num(chance).argmax(-1)
+            sums, counts = (array[:, heads, largest] for array in observed)
+            of_best = (baseline[0][:, heads, best], baseline[1][:, heads, best])
             p = np.minimum(1, excess_p_values((sums, counts), of_best) * estimate.value.shape[1])
 
         def reduce_means(means: Array) -> Array:
@@ -331,6 +492,9 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
     if reduce is select_peak_offset:  # the most frequent distance jumps: it has no standard error
         low = np.full_like(low, np.nan)
         high = low
-    columns = np.stack([estimate.value, low, high, rows, p], 1).tolist()
-    level = float(chance[0])
-    return [Measure(value, start, end, level, n, test) for value, start, end, n, test in columns]
+    columns = np.stack([estimate.value, low, high, chance, rows, p], 1).tolist()
+    heads_of_sites: list[tuple[str, int]] = []
+    for site in sites:
+        num_heads = len(metric_sums.sums_by_example[site, metric.name, OBSERVED][0][0])
+        heads_of_sites += [(site, head) for head in range(num_heads)]
+    return [(head, Measure(*column)) for head, column in zip(heads_of_sites, columns, strict=True)]

@@ -39,8 +39,8 @@ class HeadMetric:
 
     Its chance level is its value for uniform attention, or what `compute_chance` sums over a band
     of uniform attention. `weight_source` "rest" measures the weight that sink tokens leave, "all"
-    the whole row. `reduce` turns several means into one number. `self_attention_only` metrics are
-    left out for cross-attention.
+    the whole row, "sinks" the whole row where it depends on which tokens are sinks. `reduce` turns
+    several means into one number. `self_attention_only` metrics are left out for cross-attention.
     """
 
     name: str
@@ -133,6 +133,21 @@ def first_token_sums(band: WeightBand) -> SumAndCount:
     return _weight_on_keys(band, keys)
 
 
+def first_token_choice_sums(band: WeightBand) -> SumAndCount:
+    """Weight on the first token, and its chance level, over rows that may also read another token,
+    [H, 2].
+    """
+    sums = band.w_HTS.new_zeros(len(band.w_HTS), 2, dtype=torch.float64)
+    if band.first_key:
+        return sums, sums
+    has_choice = band.allowed[..., 0] & (band.num_allowed_keys > 1)
+    weight = torch.where(has_choice, band.w_HTS[..., 0], 0)
+    uniform = has_choice / band.num_allowed_keys.clamp(min=1)
+    sums[:, 0] = weight.sum(-1, dtype=torch.float64)
+    sums[:, 1] = uniform.sum(-1, dtype=torch.float64)
+    return sums, has_choice.sum(-1, dtype=torch.float64)[:, None].expand_as(sums)
+
+
 def make_offset_metric(offset: int) -> Callable[[WeightBand], SumAndCount]:
     """Return a metric of the weight on the key `offset` tokens after the query, over rows that may
     read it.
@@ -179,8 +194,7 @@ def rarest_token_sums(band: WeightBand) -> SumAndCount:
 def find_rarest_tokens(keys: TokenAnnotations) -> Tensor:
     """Find the tokens with the lowest frequency in the data set, special tokens apart."""
     readable = (keys.frequency > 0) & ~keys.is_special
-    most = torch.iinfo(keys.frequency.dtype).max
-    frequency = torch.where(readable, keys.frequency, most)
+    frequency = torch.where(readable, keys.frequency.double(), torch.inf)
     return readable & (frequency == frequency.sort().values[:1])
 
 
@@ -299,7 +313,7 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
         HeadMetric(
             "distance", "tokens between query and key", distance_sums, self_attention_only=True
         ),
-        HeadMetric("sink", "weight on sinks", sink_sums),
+        HeadMetric("sink", "weight on sinks", sink_sums, "sinks"),
         HeadMetric("first", "weight on the first token", first_token_sums),
         HeadMetric(
             "separator",

@@ -331,7 +331,7 @@ class PictureMaker:
         rules = (*CLASS_RULES, *PATCH_CLASS_RULES)
         measures = [rule.measure for rule in rules if rule.name == name]
         metric = get_metric((*measures, "confidence")[0])
-        band = band if metric.weight_source == "all" else band.without_sinks()
+        band = band.without_sinks() if metric.weight_source == "rest" else band
         sums, counts = metric.compute_sums(band)
         return float(sums[0] / counts[0]) if float(counts[0]) else 0.0
 

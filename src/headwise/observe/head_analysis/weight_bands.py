@@ -186,13 +186,14 @@ class WeightBand:
         uniform = allowed.to(self.w_HTS.dtype) / count.clamp(min=1)
         return replace(self, w_HTS=uniform, allowed=allowed, counted_rows=None)
 
-    def append_uniform_baseline(self) -> WeightBand:
-        """The band with the uniform baseline as an additional last head."""
-        uniform = self.uniform_baseline
-        allowed = self.allowed
-        if len(allowed) > 1:
-            allowed = torch.cat([allowed, uniform.allowed])
-        return replace(self, w_HTS=torch.cat([self.w_HTS, uniform.w_HTS]), allowed=allowed)
+    def has_same_mask(self, other: WeightBand) -> bool:
+        """True if the bands have the same tokens, rows, keys and mask."""
+        own, others = (
+            (band.first_query, band.first_key, band.allowed.shape, band.allowed.device)
+            for band in (self, other)
+        )
+        tokens = self.query_tokens is other.query_tokens and self.key_tokens is other.key_tokens
+        return tokens and own == others and torch.equal(self.allowed, other.allowed)
 
     def without_sinks(self) -> WeightBand:
         """The band without sink tokens, each row rescaled to sum to 1.
@@ -210,6 +211,15 @@ class WeightBand:
             allowed=self.allowed & ~is_sink,
             counted_rows=self.select_counted(counted),
         )
+
+
+def join_heads(bands: Sequence[WeightBand]) -> WeightBand:
+    """Join the heads of bands with the same tokens, rows, keys and mask."""
+    if len(bands) == 1:
+        return bands[0]
+    masks = [band.allowed for band in bands]
+    allowed = masks[0] if len(masks[0]) == 1 else torch.cat(masks)
+    return replace(bands[0], w_HTS=torch.cat([band.w_HTS for band in bands]), allowed=allowed)
 
 
 # --- Streaming the weights of a running model -----------------------------------------------------

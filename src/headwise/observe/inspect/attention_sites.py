@@ -137,11 +137,12 @@ def _list_offloaded(model: nn.Module) -> Iterator[nn.Module]:
 
 def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[SiteModule]:
     """Yield the sites; abilities that this model rules out are replaced by the reason."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = model.named_modules(remove_duplicate=False)
+    compiled = {path: module for path, module in modules if is_compiled(module)}
     for site_module in sites:
         site = site_module.site
         parts = [site_module.module, *(override.module for override in site_module.overrides)]
-        reason = unhookable_reason(model, parts) or compiled_part_reason(modules, site.path)
+        reason = unhookable_reason(model, parts) or compiled_part_reason(compiled, site.path)
         able = [name for name in ("observe", "ablate") if getattr(site, name).possible]
         if reason:
             site = replace(site, **dict.fromkeys(able, Ability(False, reason)))
