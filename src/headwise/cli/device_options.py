@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from .arguments import print_note
 from .options import Options, options
-
-if TYPE_CHECKING:
-    from ..kernels.devices import Placement
 
 ModelT = TypeVar("ModelT")
 
@@ -34,21 +31,24 @@ class LoadingOptions(DeviceOptions):
     choices = {"dtype": "kernels.devices:DTYPES"}
     dtype: str | None = None
 
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Return the arguments of `hw.load`; "auto" leaves a model where a function placed it."""
+        return {"device": "auto" if self.device is None else self.device, "dtype": self.dtype}
+
 
 def load_on_device(load: Callable[..., ModelT], name: str, args: LoadingOptions) -> ModelT:
     """Load a model to the device and in the dtype of the options."""
-    placement = choose_placement(name, args)
-    return load(name, device=placement.device, dtype=placement.dtype)
+    announce_placement(name, args)
+    return load(name, **args.loading)
 
 
-def choose_placement(name: str, args: LoadingOptions) -> Placement:
-    """Return the device and the dtype of the options. Print them for a model, unless they are the
-    CPU and the dtype of its file.
+def announce_placement(name: str, args: LoadingOptions) -> None:
+    """Print where a model runs, unless it is the CPU and the dtype of its file. Raises SpecError if
+    this machine lacks the device or the dtype.
     """
     from ..kernels.devices import AS_SAVED, Placement
 
-    device = "auto" if args.device is None else args.device
-    placement = Placement.resolve(device, args.dtype)
+    placement = Placement.resolve(**args.loading)
     if placement != AS_SAVED:
         print_note(f"headwise: {name} runs on {placement}")
-    return placement

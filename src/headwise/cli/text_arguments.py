@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..report.progress import ProgressReporter
 from ..report.text import wrap
 from .arguments import check_model_path, check_text_model, parse_assignments, print_result
-from .device_options import LoadingOptions, choose_placement
+from .device_options import LoadingOptions, announce_placement
 from .options import (
     AtLeastTwo,
     Count,
@@ -237,9 +237,9 @@ class CompressionRun:
         task = None if args.task is None else parse_task(args, args.changes)
         from ..hub.pretrained_models import find_model, load
 
-        placement = choose_placement(args.model, args)
+        announce_placement(args.model, args)
         folder = find_model(args.model)
-        model = load(folder, device=placement.device, dtype=placement.dtype)
+        model = load(folder, **args.loading)
         attach_named_tokenizer(model, args)
         examples, reading_notes = read_examples(model, args, task)
         # `verify` would raise these errors only after the model has been written.

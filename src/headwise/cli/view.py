@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..util.output_paths import check_output
 from .arguments import check_input_file, check_model_path, print_note, print_page
-from .device_options import LoadingOptions, choose_placement
+from .device_options import LoadingOptions, announce_placement
 from .options import UsageError, options
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -112,11 +112,11 @@ def main(argv: list[str]) -> int:
     from ..viewer.open_model import LoadingPlace
 
     out = None if args.read_only else Path(args.out)
-    loading = LoadingPlace("auto" if args.device is None else args.device, args.dtype)
+    loading = LoadingPlace(**args.loading)
     is_sample = args.target is None and args.text is None and args.source is None
     # A trace opens without torch. The sample is one whose model is loaded when it is needed.
     if not is_sample and not (args.target or "").endswith(TRACE_SUFFIX):
-        choose_placement(args.target or "the sample", args)
+        announce_placement(args.target or "the sample", args)
     target = view.Target(
         args.target, args.text, args.source, out, args.compare or "", args.image or "", loading
     )
