@@ -119,12 +119,17 @@ def centred_kernel_alignment(features: Tensor) -> Tensor:
     >>> centred_kernel_alignment(torch.cat([x, 3 * x]))[0, 1].round(decimals=6).item()
     1.0
     """
-    heads, tokens, _ = features.shape
+    heads, tokens, width = features.shape
     if tokens < 4:
         raise ValueError(f"cannot compare head outputs over {tokens} tokens; give at least 4")
     x = to_float64(features)
     x = x - x.mean(1, keepdim=True)
-    hsic = torch.stack([(x[head].T @ x).square().sum((1, 2)) for head in range(heads)])
+    columns = x.transpose(0, 1).flatten(1)
+    blocks: list[Tensor] = []
+    for some in columns.split(width * max(1, MAX_CELLS // max(1, heads * width**2)), -1):
+        products = (some.T @ columns).square()
+        blocks.append(products.view(-1, width, heads, width).sum((1, 3)))
+    hsic = torch.cat(blocks)
     # The diagonals of the kernels are removed.
     diagonal = x.square().sum(-1)
     row_sums = (x * x.sum(1, keepdim=True)).sum(-1) - diagonal
