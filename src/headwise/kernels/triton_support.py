@@ -7,14 +7,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 triton: Any = import_module("triton") if find_spec("triton") else None
 tl: Any = import_module("triton.language") if find_spec("triton") else None
 IS_INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
-constexpr = int  # annotation of arguments for which a kernel is compiled anew
+if TYPE_CHECKING:
+    constexpr = int
+else:  # annotation of arguments for which a kernel is compiled anew
+    constexpr = int if triton is None else tl.constexpr
 DEVICES = {"cuda"}  # kinds of devices whose tensors Triton's kernels read
 
 
