@@ -146,8 +146,8 @@ def cast_model(
     """Return a copy of a model in eval mode with parameters in `dtype`, first rounded to the dtype
     `stored` if given.
 
-    Other floating-point tensors, such as rotary angles, lose no precision. The copy is on the CPU if
-    the device of the model lacks the dtype.
+    Other floating-point tensors, such as rotary angles, lose no precision. The copy is on the CPU
+    if the device of the model lacks the dtype.
     """
     with torch.device("meta"):
         copy = build(net.spec)
