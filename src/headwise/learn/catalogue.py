@@ -6,7 +6,7 @@ runs, and finds topics.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
@@ -309,6 +309,6 @@ def find_entries(name: str) -> list[Entry]:
     raise UnknownTopic(f"there is no document, topic or entry {name!r}; {hint}")
 
 
-def list_topics(entries: Sequence[Entry]) -> list[str]:
+def list_topics(entries: Iterable[Entry]) -> list[str]:
     """The topics of these entries, each once, in reading order."""
     return list(dict.fromkeys(entry.topic for entry in entries))

@@ -324,7 +324,7 @@ def graph_edges(*, complete: bool = False) -> Outcome:
 
     With `complete`, the graph has all edges.
     """
-    every = tuple(product(range(6), repeat=2))
+    every = tuple(product(range(6), range(6)))
     ring = tuple((i, j) for i, j in every if (i - j) % 6 in (0, 1, 5))
     edges = every if complete else ring
     x = sample(1, 6, 8)

@@ -164,7 +164,8 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
     removed = group_by_site(model, find_attention(model), heads)
     if not removed:
         raise SpecError("no head would be removed; name heads as (layer, head)")
-    names = [pair for name in removed for pair in product((name,), sorted(removed[name]))]
+    pairs = chain.from_iterable(product((name,), sorted(removed[name])) for name in removed)
+    names = tuple(pairs)
     choices = {name: list_projections(model, sites, name) for name in removed}
     inputs = prepare_inputs(model, example, 0)
     paths = sorted(sites[name].path for name in removed)
