@@ -18,8 +18,8 @@ from headwise.kernels.head_statistics import (
 from headwise.kernels.triton_support import IS_INTERPRETED
 
 DEVICE = "cpu" if IS_INTERPRETED or not torch.cuda.is_available() else "cuda"
-HEADS = 3
-KV_HEADS = (1, 0, 1)
+HEADS = 2
+KV_HEADS = (1, 0)
 OPTIONS = ("causal", "full", "holes", "heads", "bias", "softcap", "sinks", "cross")
 
 

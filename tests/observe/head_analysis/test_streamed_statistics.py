@@ -28,7 +28,7 @@ pytestmark = [
         reason="Triton is not interpreted; run make triton",
     ),
 ]
-TEXTS = ["a, b and a, b again", "two to two; to two x x", "is it. is it not. no one, nine"]
+TEXTS = ["a, b and a, b again", "two to two; to two x x"]
 OPTIONS = MeasureOptions()
 
 
@@ -40,7 +40,7 @@ def zoo(name: str) -> Any:
 MODELS = {
     "gpt2": lambda: build_model(GPT2 | {"vocab_size": 256}).float(),
     "bert": lambda: build_model(BERT | {"vocab_size": 256}).float(),
-    **{name: lambda name=name: zoo(name) for name in ("llama", "gemma2", "gpt-oss", "mistral")},
+    **{name: lambda name=name: zoo(name) for name in ("llama", "gemma2", "gpt-oss")},
 }
 
 
