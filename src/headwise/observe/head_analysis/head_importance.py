@@ -66,8 +66,8 @@ MIN_NORM = 1e-20  # prevents division by zero, with the value of the code of 190
 class ImportanceOptions:
     """Options of `estimate_importance` that do not depend on the method.
 
-    - `max_seconds`: time limit. The result has what was finished by then: whole texts, or some sites
-      of the first text.
+    - `max_seconds`: time limit. The result has what was finished by then: whole texts, or some
+      sites of the first text.
     - `num_examples`: size of a random sample of the examples; None uses all.
     - `normalisation`: "layer" divides the scores of a site by their l2 norm (1905.10650).
     - `seed`: of random samples.
