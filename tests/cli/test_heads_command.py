@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
+from headwise.observe.head_analysis.annotated_examples import GENERAL_TEXTS
 from headwise.observe.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from headwise.report.render import to_text
 from support import command_help
@@ -34,6 +35,19 @@ def parsed(tmp_path: Path) -> dict[str, str]:
         "\n".join([*conllu_lines(text), "", *conllu_lines(text), ""])
     )
     return {"net": str(tmp_path / "net"), "conllu": str(tmp_path / "a.conllu")}
+
+
+def test_without_texts_general_ones_are_measured(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    code, out, err = run_command(capsys, str(folders["gpt2"]), "--limit", "3", "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert data["data"].endswith("texts")
+    assert any("general ones in English" in note for note in data["notes"])
+    named = hw.heads(folders["gpt2"], GENERAL_TEXTS.read_text(encoding="utf-8").splitlines()[:3])
+    by_name = [head["measures"]["entropy"]["value"] for head in data["heads"]]
+    assert by_name == [head.measures["entropy"].value for head in named.heads]
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])

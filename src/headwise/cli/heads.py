@@ -40,13 +40,15 @@ if TYPE_CHECKING:
     from ..observe.head_analysis.head_table import HeadTable, ImportanceResult
 
 TRACE_SUFFIX = ".trace"
+ANNOTATED_TEXTS = ("--conllu", "--align", "--task")  # these have further measures
 ONE_TEXT = ("show", "head", "target")  # options that need --text
 
 
 @options
 class HeadsOptions(TextOptions):
     """Measure what every head of a model attends to over texts or images, compare it with chance,
-    and classify the heads, with confidence intervals.
+    and classify the heads, with confidence intervals. Without texts, it reads general ones that
+    come with headwise.
 
     --images PATH  images of a vision model: a folder, or an .npy
     --sort MEASURE  list heads by this measure, largest first
@@ -84,6 +86,7 @@ class HeadsOptions(TextOptions):
     --normalise-layers  with --importance, divide the scores of each layer by their l2 norm
 
     examples:
+    headwise heads Qwen/Qwen3-0.6B
     headwise heads path/to/model --data texts.txt --importance michel
     headwise heads path/to/model --text 'The cat sat.' --show norms
     """
@@ -157,13 +160,17 @@ class HeadsOptions(TextOptions):
             if self.head is not None and self.show in ("rollout", "logits"):
                 raise UsageError("--head belongs to --show weights or norms; leave it out")
             return
-        self.check_texts()
+        if any(self.text_sources.values()):
+            self.check_texts()
+        else:
+            check_text_model(self.model, "a measurement without options", "give --images PATH")
         if self.images is not None and self.criteria in ("clark", "voita"):
             fact = f"--criteria {self.criteria} is defined on texts"
             raise UsageError(f"{fact}; leave it out with --images")
-        if self.sort is not None and self.data is not None:  # other texts have further measures
+        is_annotated = any(self.text_sources[name] for name in ANNOTATED_TEXTS)
+        if self.sort is not None and self.images is None and not is_annotated:
             check_choice("--sort", self.sort, self._list_measures())
-        if self.engine == "ray" and self.data is None and self.images is None:
+        if self.engine == "ray" and is_annotated:
             fact = "--engine ray measures texts and images without dependencies and alignments"
             raise UsageError(f"{fact}; leave it out")
 

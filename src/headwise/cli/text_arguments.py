@@ -121,7 +121,7 @@ def read_examples(
         reader = annotated_examples.ExampleReader(model)
         reader.add_task_examples(make_task_by_name(args.task), args.limit or DEFAULT_EXAMPLES)
     else:
-        lines = annotated_examples.read_lines(args.data)
+        lines = annotated_examples.read_lines(args.data or annotated_examples.GENERAL_TEXTS)
         reader = annotated_examples.examples_from_lines(model, lines, args.limit)
     examples = reader.examples_with_frequencies()
     if len(examples) < 2:
@@ -129,7 +129,9 @@ def read_examples(
         raise UsageError(
             f"only {len(examples)} of the texts can be read{reasons}; give at least two"
         )
-    return examples, reader.notes
+    is_general = not any(args.text_sources.values())
+    general = (annotated_examples.general_texts_note(),) if is_general else ()
+    return examples, (*general, *reader.notes)
 
 
 def _read_aligned_pairs(model: Any, args: Any) -> Any:

@@ -298,7 +298,7 @@ _EXP_UNDERFLOW = np.float32(-87.33)
 # ln 2 in two parts; the first has few bits, so that n times it is exact.
 _LN2_HIGH = np.float32(-0.693359375)
 _LN2_LOW = np.float32(2.12194440e-4)
-_EXP_COEFFICIENTS = tuple(np.float32([1 / math.factorial(n) for n in range(7, -1, -1)]))
+_EXP_COEFFICIENTS = tuple(map(np.float32, [1 / math.factorial(n) for n in range(7, -1, -1)]))
 
 
 @njit
@@ -330,7 +330,7 @@ def _overload_exp(x):
     return lambda x: _exp_elementwise(x)
 
 
-_LOG_COEFFICIENTS = tuple(np.float32([2 / 9, 2 / 7, 2 / 5, 2 / 3, 2]))
+_LOG_COEFFICIENTS = tuple(map(np.float32, (2 / 9, 2 / 7, 2 / 5, 2 / 3, 2)))
 
 
 @njit

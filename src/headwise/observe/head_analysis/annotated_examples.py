@@ -484,6 +484,18 @@ def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool]
     return tuple(links)
 
 
+# Texts for a model whose user names none: prose, lists, dialogue, numbers and code, in English.
+GENERAL_TEXTS = Path(__file__).parents[1] / "sample" / "texts.txt"
+
+
+def general_texts_note() -> str:
+    """Return the note of a result over `GENERAL_TEXTS`."""
+    count = len(read_lines(GENERAL_TEXTS))
+    return (
+        f"measured over {count} general texts in English that come with headwise; none were named"
+    )
+
+
 def read_lines(path: Path | str) -> list[str]:
     """Return the lines of a UTF-8 text file, without line ends."""
     lines = [line.removesuffix("\r") for line in read_text_file(path).split("\n")]

@@ -17,7 +17,14 @@ from ...util.errors import SpecError
 from ..inspect.model_inputs import is_encoder_decoder, open_model
 from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
 from ..inspect.trace_capture import get_model_name
-from .annotated_examples import Example, ExampleReader, examples_from_lines
+from .annotated_examples import (
+    GENERAL_TEXTS,
+    Example,
+    ExampleReader,
+    examples_from_lines,
+    general_texts_note,
+    read_lines,
+)
 from .head_classes import classify_heads
 from .head_importance import DEFAULT_OPTIONS, ImportanceOptions, estimate_importance
 from .head_measurement import MeasureCollector, MeasureOptions, measure_heads
@@ -127,7 +134,7 @@ def measure_and_classify(
 
 def heads(
     model: nn.Module | Path | str,
-    texts: Any,
+    texts: Any = None,
     *,
     criteria: str = "ours",
     options: MeasureOptions = MeasureOptions(),  # noqa: B008 - it is frozen
@@ -140,8 +147,9 @@ def heads(
     `model` is a transformers model, a headwise model, or your own module, if `hw.sites` finds its
     attention; or a name as in `hw.load`. `texts` are strings, pairs (source, target) for an
     encoder-decoder model, or two or more images for a vision model, floats [n, channels, height,
-    width] as the model takes them. `tokenizer` is needed if the model has none. `criteria` define
-    the classes, as in `classify_heads`.
+    width] as the model takes them; without them, general texts in English that come with headwise.
+    `tokenizer` is needed if the model has none. `criteria` define the classes, as in
+    `classify_heads`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -150,6 +158,9 @@ def heads(
     >>> table.texts, [head.classes[0].name for head in table.heads]
     ('2 texts', ['unclear', 'unclear'])
     """
+    general = () if texts is not None else (general_texts_note(),)
+    if texts is None:
+        texts = read_lines(GENERAL_TEXTS)
     with text_reader(model, tokenizer) as reader:
         pixels = _read_pixels(texts, min_count=2)
         if pixels is not None:
@@ -163,7 +174,7 @@ def heads(
         table = measure_and_classify(
             reader, examples, criteria=criteria, options=options, progress=progress
         )
-    return replace(table, texts=table.texts.replace("text", kind)).with_notes(notes)
+    return replace(table, texts=table.texts.replace("text", kind)).with_notes((*general, *notes))
 
 
 def importance(
