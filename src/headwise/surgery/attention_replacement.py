@@ -72,8 +72,11 @@ def _get_parameter(attention: Attention, name: str) -> Tensor:
     return attention.weights[part][key]
 
 
-def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange]) -> Transformer:
-    """Return a new model with these attentions replaced; all other tensors are copies.
+def replace_attentions(
+    net: Transformer, changes: Mapping[str, AttentionChange], dtype: torch.dtype | None = None
+) -> Transformer:
+    """Return a new model with these attentions replaced; all other tensors are copies, with
+    parameters in `dtype` if given.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -88,7 +91,7 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     spec = replace_specs(net.spec, {site: change.spec for site, change in resolved.items()})
     with torch.device("meta"):
         new = build(spec, dropout=net.dropout)
-    new.load_state_dict(dict(_tensors(net, spec, resolved)), assign=True)
+    new.load_state_dict(dict(_tensors(net, spec, resolved, dtype)), assign=True)
     new.usage = net.usage
     new.checkpointing = net.checkpointing
     for site, change in resolved.items():
@@ -151,10 +154,17 @@ def replace_specs(model: ModelSpec, specs: Mapping[str, AttentionSpec | None]) -
 
 
 def _tensors(
-    net: Transformer, spec: ModelSpec, changes: Mapping[str, AttentionChange]
+    net: Transformer,
+    spec: ModelSpec,
+    changes: Mapping[str, AttentionChange],
+    dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a copy of every tensor of the new model; a shared one has the name of its first use."""
+    """Yield a copy of every tensor of the new model; a shared one has the name of its first use.
+
+    Buffers lose no precision by `dtype`.
+    """
     old_tensors = net.state_dict()
+    buffers = {name for name, _ in net.named_buffers()}
     for name in spec.shapes():
         site = ".".join(name.split(".")[:3])
         inner = ".".join(name.split(".")[3:])
@@ -164,7 +174,11 @@ def _tensors(
             tensor = old_tensors[name]
         else:
             tensor = _get_parameter(get_attention(net, site), inner)
-        yield name, tensor.detach().clone().contiguous()
+        copy_dtype = tensor.dtype
+        if dtype is not None and tensor.is_floating_point():
+            is_buffer = name in buffers and site not in changes
+            copy_dtype = torch.promote_types(tensor.dtype, dtype) if is_buffer else dtype
+        yield name, tensor.detach().to(copy_dtype, copy=True).contiguous()
 
 
 # --- Removal of heads, equal to zero ablation -----------------------------------------------------
@@ -176,12 +190,13 @@ def remove_heads(
     net: Transformer,
     keep: Mapping[str, Sequence[int]],
     constants: Mapping[str, Tensor] = NO_CONSTANTS,
+    dtype: torch.dtype | None = None,
 ) -> Transformer:
     """Return a new model that keeps only these heads at these sites; a site that keeps none outputs
     one vector.
 
     `constants` are vectors [model] added to the output of sites, such as the average output of the
-    removed heads.
+    removed heads. `dtype` makes the change in another precision, if given.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2, "vocab_size": 11}
@@ -200,18 +215,20 @@ def remove_heads(
                 f"cannot add a constant to {site}: keep does not list it. Add the heads that it "
                 "keeps"
             )
+    like = next(net.parameters())
+    like = like if dtype is None else like.new_empty(0, dtype=dtype)
     changes = {
-        site: _shrink_attention(net, site, heads, constants.get(site))
+        site: _shrink_attention(net, site, heads, constants.get(site), like)
         for site, heads in keep.items()
     }
     all_sites = {site for site, _ in net.spec.attention_specs()}
     if changes.keys() >= all_sites and not any(keep.values()):
         raise SpecError(f"cannot remove all heads of {net.spec.name}. Keep at least one")
-    return replace_attentions(net, changes)
+    return replace_attentions(net, changes, dtype)
 
 
 def _shrink_attention(
-    net: Transformer, site: str, heads: Sequence[int], constant: Tensor | None
+    net: Transformer, site: str, heads: Sequence[int], constant: Tensor | None, like: Tensor
 ) -> AttentionChange:
     spec = get_attention(net, site).spec
     weights = get_attention_parameters(net, site)
@@ -222,7 +239,6 @@ def _shrink_attention(
             f"cannot remove heads of {site}: a merged block uses the same heads for "
             "cross-attention and for its running mean. Remove heads of other layers"
         )
-    like = next(net.parameters())
     if heads:
         spec, weights = keep_heads(spec, weights, heads)
         if constant is None:

@@ -46,7 +46,7 @@ from .head_grouping import (
 from .head_selection import DEFAULT_RANKING, HeadRanking, score_heads
 from .model_and_texts import SurgeryResult, read_model_and_texts
 from .pruning_plan import count_heads
-from .verification.model_comparison import cast_model, full_precision, parameter_dtype
+from .verification.model_comparison import full_precision, parameter_dtype
 
 ALIGN_SIDES = {"none": "", "values": "v", "keys": "k", "both": "kv"}
 KV_NAMES = {"k": "keys", "v": "values"}
@@ -336,7 +336,7 @@ class ConversionResult(SurgeryResult):
 
     def _in_float32(self, changes: Mapping[str, AttentionChange]) -> Transformer:
         dtype = full_precision(parameter_dtype(self.before))
-        return replace_attentions(cast_model(self.before, dtype), changes)
+        return replace_attentions(self.before, changes, dtype)
 
     @property
     def groups(self) -> dict[str, HeadGroups]:

@@ -26,7 +26,7 @@ from .attention_replacement import (
 from .head_selection import HeadSelection, KeepTop
 from .model_and_texts import SurgeryResult, read_model_and_texts
 from .pruning_plan import HeadId, PruningPlan
-from .verification.model_comparison import cast_model, full_precision, parameter_dtype
+from .verification.model_comparison import full_precision, parameter_dtype
 
 FOLD_MODES = ("none", "mean", "bias")
 
@@ -128,9 +128,9 @@ class PruningResult(SurgeryResult):
     def verification_options(self) -> dict[str, Any]:
         def remove_in_float32() -> Transformer:
             # folded constants are not rounded to 16 bits
-            dtype = full_precision(parameter_dtype(self.removal_source))
-            source = cast_model(self.removal_source, dtype)
-            return remove_heads(source, self.plan.changed_sites, self.site_constants)
+            source = self.removal_source
+            dtype = full_precision(parameter_dtype(source))
+            return remove_heads(source, self.plan.changed_sites, self.site_constants, dtype)
 
         return {
             "keep": dict(self.plan.changed_sites),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,12 @@ NO_PATCHES: Patches = {}
 ABLATION = "heads ablated vs. removed"
 
 
+class DeferredModel(NamedTuple):
+    """A model that is made when it is compared, after copies of the other model are gone."""
+
+    make: Callable[[], ModelCall]
+
+
 @dataclass(frozen=True)
 class OutputDifference(JsonRecord):
     """Largest absolute difference of two models' outputs over texts; `largest` is the largest
@@ -170,7 +176,7 @@ def cast_model(
 
 def compare_outputs(
     what: str,
-    models: tuple[Transformer, ModelCall],
+    models: tuple[Transformer, ModelCall | DeferredModel],
     examples: Sequence[Example],
     patches: Patches = NO_PATCHES,
     dtype: torch.dtype | None = None,
@@ -207,6 +213,8 @@ def compare_outputs(
             },
         )
         expected = _run_in_dtype(dtype, first, patches, inputs)
+        if isinstance(second, DeferredModel):
+            second = second.make()
         actual = _run_in_dtype(dtype, second, NO_PATCHES, inputs)
         if expected.shape != actual.shape:
             shapes = f"{list(expected.shape)} and {list(actual.shape)}"
@@ -223,7 +231,7 @@ def compare_outputs(
 
 def compare_ablated(
     before: Transformer,
-    after: Transformer,
+    after: Transformer | DeferredModel,
     examples: Sequence[Example],
     keep: Mapping[str, Sequence[int]],
     replacements: Mapping[HeadRef, Tensor] | None = None,
@@ -250,6 +258,7 @@ def compare_ablated(
     # A constant that was folded into a bias has the precision of the model, so it is not compared
     # in float64.
     if is_small and not replacements and parameter_dtype(before) != torch.float64:
+        assert isinstance(after, Transformer)  # a deferred one has replacements
         doubles = cast_model(before, torch.float64), cast_model(after, torch.float64)
         differences.append(
             compare_outputs(f"{ABLATION}, float64", doubles, examples[:MAX_DOUBLE_TEXTS], patches)

@@ -43,6 +43,7 @@ from .efficiency import (
 from .model_comparison import (
     DOUBLE_TOLERANCE,
     OUTPUT_TOLERANCE,
+    DeferredModel,
     JsonRecord,
     ModelCall,
     OutputDifference,
@@ -189,7 +190,8 @@ def verify(
         equal, rounding = check_surgery(options.surgery_pair or (before, after), texts, options)
         log("comparing exported models")
         equal += [
-            compare_outputs(name, (after, load()), texts) for name, load in options.exports.items()
+            compare_outputs(name, (after, DeferredModel(load)), texts)
+            for name, load in options.exports.items()
         ]
         log("scoring generated answers")
         quality, generation_notes = _add_generation_scores(quality, (before, after), texts, options)
@@ -225,24 +227,24 @@ def check_surgery(
     full, changed = pair
     dtype = parameter_dtype(full)
     is_rounded = dtype != full_precision(dtype)
-    exact = options.exact_change() if options.exact_change and is_rounded else None
+    exact_change = options.exact_change if is_rounded else None
     equal = list[OutputDifference]()
     rounding = list[OutputDifference]()
     in_own_dtype = f"same comparison in {dtype_name(dtype)}"
     if options.keep:
-        equal += compare_ablated(full, exact or changed, texts, options.keep, options.replacements)
+        removed = changed if exact_change is None else DeferredModel(exact_change)
+        equal += compare_ablated(full, removed, texts, options.keep, options.replacements)
         patches = build_ablations(full, options.keep, options.replacements)
         rounding += (
             [compare_outputs(in_own_dtype, pair, texts, patches, dtype)] if is_rounded else []
         )
     for name, load in options.equivalents.items():
-        model = load()
-        equal.append(compare_outputs(name, (full, model), texts))
-        rounding += (
-            [compare_outputs(in_own_dtype, (full, model), texts, dtype=dtype)] if is_rounded else []
-        )
-    if exact is not None:
-        equal.append(compare_weights("weights rounded from float32", changed, exact))
+        pair_of_equals = (full, DeferredModel(load))
+        equal.append(compare_outputs(name, pair_of_equals, texts))
+        if is_rounded:
+            rounding.append(compare_outputs(in_own_dtype, pair_of_equals, texts, dtype=dtype))
+    if exact_change is not None:
+        equal.append(compare_weights("weights rounded from float32", changed, exact_change()))
     return equal, rounding
 
 
