@@ -5,13 +5,16 @@
 
 Results are right, forward and backward. It refuses what a GPU refuses: tensors of two devices in
 one operation, `numpy()`, and custom operators for CPUs; and numbers of the dtypes in `missing`, as
-Apple's GPUs refuse float64. It needs torch >= 2.13, and does not see kernels, memory, streams or
+Apple's GPUs refuse float64. `WAITS` counts the operations for which the
+host waits until a GPU has computed: copies to the host, numbers read from a tensor, and results
+whose shape depends on values. It needs torch >= 2.13, and does not see kernels, memory, streams or
 code for the device type "cuda".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +45,19 @@ DEVICE_KERNELS = (
     "PrivateUse1:",
     "CUDA:",
 )  # of a custom operator that runs on devices
+WAITING = (
+    "aten::_local_scalar_dense",
+    "aten::bincount",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::item",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::repeat_interleave",
+    "aten::_unique2",
+    "aten::unique_consecutive",
+)
+WAITS: Counter[str] = Counter()
 REGISTERED: list[Any] = []
 MISSING: set[torch.dtype] = set()
 
@@ -97,6 +113,8 @@ def run_operation(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if inputs and name not in COPIES:
         check_operation(name, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    if inputs and waits_for_device(name, args, target):
+        WAITS[name] += 1
     with torch.inference_mode(False):  # tensors of inference mode cannot be wrapped
         result = func(*tree_map(to_host, args), **tree_map(to_host, kwargs))
         if name == "aten::copy_":
@@ -108,6 +126,21 @@ def run_operation(func: Any, args: Any, kwargs: Any) -> Any:
         )
         is_new = target is not None or name in COPIES
         return wrapped if is_new else return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def waits_for_device(name: str, args: Any, target: Any) -> bool:
+    """True if a GPU must finish its work before the operation returns."""
+    is_copy_to_host = name in COPIES and target is not None and not is_on_device(target)
+    indices = args[1] if name in INDEXING else ()
+    selects_by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
+    return name in WAITING or is_copy_to_host or selects_by_mask
+
+
+def count_waits(run: Callable[[], object]) -> int:
+    """How many times a call waits for the device."""
+    before = WAITS.total()
+    run()
+    return WAITS.total() - before
 
 
 def check_operation(name: str, tensors: list[Tensor]) -> None:

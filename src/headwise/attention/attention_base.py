@@ -127,9 +127,16 @@ class AttentionBase(HasParallelContext, nn.Module):
         )
         return ProjectedSource(*self.parallel.gather_tokens(kv_entry, sequence), self.spec)
 
-    def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> KVCache:
+    def cache(
+        self,
+        *,
+        batch: int,
+        capacity: int,
+        storage_format: str | None = None,
+        kind: str = "smallest",
+    ) -> KVCache:
         """An empty cache for this layer, in its dtype and on its device; storage_format="int8"
-        stores 8-bit keys and values.
+        stores 8-bit keys and values, kind="static" is for compiled decode steps (`StaticCache`).
         """
         weight = self.first_parameter
         return make_cache(
@@ -139,6 +146,7 @@ class AttentionBase(HasParallelContext, nn.Module):
             dtype=weight.dtype,
             device=str(weight.device),
             storage_format=storage_format,
+            kind=kind,
         )
 
     def observed(self, observe: StepObserver) -> Self:

@@ -275,15 +275,10 @@ class PositionLimit(NamedTuple):
 
 def check_positions(limit: PositionLimit, at: SequenceInfo) -> None:
     """Raise ValueError for positions beyond the limit; a compiled call checks only positions known
-    without a sync.
+    without a wait for the device.
     """
-    if at.start is not None:
-        last = at.start + at.count - 1
-    elif at.position.numel() == 0 or torch.compiler.is_compiling():
-        return
-    else:
-        last = int(at.position.masked_fill(~at.is_real, -1).max())
-    if last >= limit.max_positions:
+    last = at.position_beyond(limit.max_positions)
+    if last is not None:
         raise ValueError(
             f"{limit.part} knows no position {last}, its last one is {limit.max_positions - 1}; "
             f"give it a length of {last + 1}, or give shorter input"

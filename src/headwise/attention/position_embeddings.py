@@ -81,14 +81,8 @@ class LearnedPositions(nn.Module):
         """x plus the vector of each token's position."""
         at = _positions_of(x, self.table.shape[1], sequence)
         position = torch.where(at.is_real, at.position, 0)
-        last = (
-            at.start + at.count - 1
-            if at.start is not None
-            else int(position.max())
-            if position.numel()
-            else -1
-        )
-        if last >= len(self.table):
+        last = at.position_beyond(len(self.table))
+        if last is not None:
             raise ValueError(
                 f"position {last} is beyond the {len(self.table)} learned ones; use "
                 f"length={last + 1} or more"

@@ -25,7 +25,7 @@ from ..attention.spec.attention_spec import AttentionSpec
 from ..kernels.counter_rng import dropout
 from ..kernels.linear import linear
 from ..util.errors import SpecError
-from .embeddings_heads import EmbeddingLayer, TokenTypeInput, pool_last
+from .embeddings_heads import EmbeddingLayer, ModelInput, TokenTypeInput, pool_last
 from .feed_forward import FeedForward, MixtureOfExperts, NormLayer, SpecModule
 from .model_spec import (
     ApproximateAttention,
@@ -131,11 +131,21 @@ class TransformerLayer(nn.Module):
         return {name: cast(Attention, self._modules[name]) for name in names}
 
     def cache(
-        self, *, batch: int, capacity: int, storage_format: str | None = None
+        self,
+        *,
+        batch: int,
+        capacity: int,
+        storage_format: str | None = None,
+        kind: str = "smallest",
     ) -> dict[str, TokenCache]:
         """Return empty caches for the self-attention (in a merged layer, its averaging) and for the
         mixer.
         """
+        if self.spec.mixer and kind == "static":
+            raise SpecError(
+                f"the mixer of {self.name} counts its tokens on the host, so it has no static "
+                "cache; leave kind out"
+            )
         caches: dict[str, TokenCache] = (
             {"mixer": self.mixer.cache(batch)} if self.spec.mixer else {}
         )
@@ -145,7 +155,9 @@ class TransformerLayer(nn.Module):
             else {"attention": self._modules.get("attention")}
         )
         return caches | {
-            name: attention.cache(batch=batch, capacity=capacity, storage_format=storage_format)
+            name: attention.cache(
+                batch=batch, capacity=capacity, storage_format=storage_format, kind=kind
+            )
             for name, attention in cacheable.items()
             if isinstance(attention, Attention)
         }
@@ -257,7 +269,7 @@ class LayerStack(nn.Module):
         """The layers in order."""
         return [cast(TransformerLayer, self._modules[str(depth)]) for depth in range(self.depth)]
 
-    def embed(self, inputs: Tensor | TokenTypeInput) -> tuple[Tensor, Tensor | None]:
+    def embed(self, inputs: ModelInput) -> tuple[Tensor, Tensor | None]:
         """Return vectors [B, T, model] without positions, and the token types if given."""
         x, types = inputs if isinstance(inputs, TokenTypeInput) else (inputs, None)
         if self.embedding is not None:

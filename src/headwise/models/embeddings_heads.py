@@ -27,6 +27,15 @@ class TokenTypeInput(NamedTuple):
     types: Tensor
 
 
+class CheckedIds(NamedTuple):
+    """Token ids [B, T] that are in the table of the model, as those that it generates."""
+
+    ids: Tensor
+
+
+ModelInput = Tensor | TokenTypeInput | CheckedIds
+
+
 class EmbeddingLayer(SpecModule):
     """Embeds ids, images or frames: a token table or a patch embedding, positions, token types and
     a norm.
@@ -58,10 +67,12 @@ class EmbeddingLayer(SpecModule):
         """The token table [token, model], its own or another stack's."""
         return cast(Tensor, (*self._owner, self)[0].tokens)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | CheckedIds) -> Tensor:
         """Return vectors [B, T, model] without positions."""
         spec = self.spec
-        if spec.patches:
+        if isinstance(x, CheckedIds):
+            h = F.embedding(x.ids, self.table)
+        elif spec.patches:
             h = self._embed_patches(x, spec.patches)
         else:
             check_ids("ids", x, spec.tokens, self.training)
@@ -106,8 +117,9 @@ class EmbeddingLayer(SpecModule):
         if spec.kind == "learned":
             check_position_range(sequence, spec.length or 0)
             return F.embedding(position + spec.skipped, cast(Tensor, self.positions))
-        if not is_contiguous and not torch.compiler.is_compiling() and position.numel():
-            all_positions = torch.arange(int(position.max()) + 1, device=position.device)
+        if not is_contiguous and not torch.compiler.is_compiling() and sequence.count > 1:
+            num_positions = max(sequence.max_position, 0) + 1
+            all_positions = torch.arange(num_positions, device=position.device)
             return sinusoidal_table(all_positions, h.shape[-1], spec.layout).to(h)[position]
         return sinusoidal_table(position, h.shape[-1], spec.layout).to(h)
 
@@ -125,10 +137,10 @@ def check_ids(name: str, ids: Tensor, num_embeddings: int, training: bool) -> No
         torch.compiler.is_compiling()
         or not ids.numel()
         or ids.is_meta
-        or (training and ids.is_cuda)
+        or (training and ids.device.type != "cpu")
     ):
         return
-    low, high = (int(bound) for bound in ids.aminmax())
+    low, high = torch.stack(ids.aminmax()).tolist()
     if low < 0 or high >= num_embeddings:
         invalid = low if low < 0 else high
         raise ValueError(
@@ -139,13 +151,8 @@ def check_ids(name: str, ids: Tensor, num_embeddings: int, training: bool) -> No
 
 def check_position_range(sequence: SequenceInfo, length: int) -> None:
     """Refuse positions beyond the `length` rows of a learned table."""
-    if sequence.start is not None:
-        last = sequence.start + sequence.count - 1
-    elif torch.compiler.is_compiling() or not sequence.position.numel():
-        return
-    else:
-        last = int(sequence.position.masked_fill(~sequence.is_real, -1).max())
-    if last >= length:
+    last = sequence.position_beyond(length)
+    if last is not None:
         raise ValueError(
             f"no position {last}: the last of {length} learned positions is {length - 1}; "
             f"give shorter input, or build the model with PositionSpec('learned', {last + 1})"

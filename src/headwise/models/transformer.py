@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import depth_scaled_init
-from ..attention.cache import HiddenStateCache, ProjectedSource, TokenCache
+from ..attention.cache import HiddenStateCache, ProjectedSource, RowEnds, TokenCache, check_rows
 from ..attention.interfaces.core_types import Probe
 from ..attention.masking.sequence_info import SequenceInfo
 from ..attention.parts.initialisers import xavier_uniform
 from ..kernels.capabilities import available_memory
 from ..util.errors import SpecError, suggest
 from .block import LayerInputs, LayerStack, TransformerLayer, last_states
-from .embeddings_heads import OutputHead, TokenTypeInput
+from .embeddings_heads import ModelInput, OutputHead, TokenTypeInput
 from .model_spec import ModelSpec, ProcessorSpec
 
 # --- Caches of a model ----------------------------------------------------------------------------
@@ -88,8 +88,14 @@ class ModelCache:
 
     def rows(self, index: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may occur more than once."""
+        check_rows(index, self.batch)
+        self.take_rows(index)
+
+    def take_rows(self, index: Tensor) -> None:
+        """`rows` for an index that was checked."""
+        ends: dict[RowEnds, RowEnds] = {}
         for cache in self._iter_caches():
-            cache.select_rows(index)
+            cache.take_rows(index, ends)
 
 
 class EncoderOutput(NamedTuple):
@@ -253,7 +259,7 @@ class Transformer(nn.Module):
 
     def forward(
         self,
-        x: Tensor | TokenTypeInput,
+        x: ModelInput,
         *,
         sequence: SequenceInfo | None = None,
         source: Tensor | TokenTypeInput | EncoderOutput | None = None,
@@ -276,7 +282,7 @@ class Transformer(nn.Module):
 
     def hidden(
         self,
-        x: Tensor | TokenTypeInput,
+        x: ModelInput,
         *,
         sequence: SequenceInfo | None = None,
         source: Tensor | TokenTypeInput | EncoderOutput | None = None,
@@ -316,9 +322,7 @@ class Transformer(nn.Module):
             raise ValueError(f"{self.spec.name} has no head {name!r}; {suggest(name, heads)}")
         return self.head[name](h, sequence)
 
-    def encode(
-        self, source: Tensor | TokenTypeInput, *, sequence: SequenceInfo | None = None
-    ) -> EncoderOutput:
+    def encode(self, source: ModelInput, *, sequence: SequenceInfo | None = None) -> EncoderOutput:
         """Run the encoder once and project its states to keys and values for
         every decoder layer.
         """
@@ -330,13 +334,21 @@ class Transformer(nn.Module):
             states, sequence, tuple(layer.project_source(states, sequence) for layer in last.blocks)
         )
 
-    def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> ModelCache:
+    def cache(
+        self,
+        *,
+        batch: int,
+        capacity: int,
+        storage_format: str | None = None,
+        kind: str = "smallest",
+    ) -> ModelCache:
         """Return empty KV caches for the last stack, in the model's dtype and on its device.
 
-        storage_format="int8" stores keys and values in 8 bits per number.
+        storage_format="int8" stores keys and values in 8 bits per number. kind="static" makes
+        caches for compiled decode steps (`StaticCache`).
         """
         layers = [
-            layer.cache(batch=batch, capacity=capacity, storage_format=storage_format)
+            layer.cache(batch=batch, capacity=capacity, storage_format=storage_format, kind=kind)
             for layer in self._first_and_last_stack()[1].blocks
         ]
         if any(layers):
@@ -377,7 +389,7 @@ class Transformer(nn.Module):
         return self._run_encoder(first, source, sequence)
 
     def _run_encoder(
-        self, first: LayerStack, source: Tensor | TokenTypeInput, sequence: SequenceInfo | None
+        self, first: LayerStack, source: ModelInput, sequence: SequenceInfo | None
     ) -> tuple[Tensor, SequenceInfo]:
         h, types = first.embed(source)
         sequence = resolve_sequence(h, sequence, None)

@@ -443,7 +443,8 @@ class TrainingRun:
             redraw_features(self.net, self.recipe.seed + step)
         loss = self.train_step.compute_gradients(batch)
         norm = self.sharded_model.norm()
-        if not bool(loss.isfinite() & norm.isfinite()):
+        numbers = torch.stack([loss, norm]).tolist()  # the one wait of a step
+        if not all(map(math.isfinite, numbers)):
             self._raise_diverged(step, batch, loss)
         if self.recipe.clip:
             self.sharded_model.clip(self.recipe.clip, norm)
@@ -454,9 +455,9 @@ class TrainingRun:
         record = {
             "event": "step",
             "step": step,
-            "loss": loss.item(),
+            "loss": numbers[0],
             "rate": rate,
-            "norm": norm.item(),
+            "norm": numbers[1],
         }
         seconds = time.perf_counter() - start  # after a value is read: the update has ended, too
         return record | self._throughput(batch, seconds)

@@ -18,11 +18,13 @@ from torch import Tensor
 import headwise as hw
 from headwise.kernels.counter_rng import RandomStream
 from headwise.models import model_spec as bp
+from headwise.models.embeddings_heads import CheckedIds
 from headwise.models.generation import DecodingState, eval_mode
 from headwise.models.generation.decoding_config import MIN_TEMPERATURE
 from headwise.models.generation.decoding_state import (
     BeamSearch,
     filter_logits,
+    read_best,
     run_beam_search,
     sample_tokens,
 )
@@ -289,9 +291,12 @@ def test_rows_that_are_over_are_computed_no_longer(
     free = hw.generate(net, PROMPTS, max_new_tokens=9)
     end = free[1][0]
     sizes, hidden = [], net.hidden
-    monkeypatch.setattr(
-        net, "hidden", lambda x, **options: sizes.append(len(x)) or hidden(x, **options)
-    )
+
+    def watched(x: Tensor | CheckedIds, **options: Any) -> Tensor:
+        sizes.append(len(x.ids if isinstance(x, CheckedIds) else x))
+        return hidden(x, **options)
+
+    monkeypatch.setattr(net, "hidden", watched)
     generated = hw.generate(net, PROMPTS, max_new_tokens=9, config=hw.DecodingConfig(end=(end,)))
     assert generated == [row[: row.index(end)] if end in row else row for row in free]
     assert sizes[:2] == [3, 2]
@@ -377,12 +382,17 @@ def test_enough_beams_find_the_best_of_all_answers(kind: str, power: float):
         assert [one.value for one in best] == pytest.approx([score for _, score in expected])
 
 
+def take_step(search: BeamSearch, log_probs: Tensor) -> list[int]:
+    ranked = search.rank(log_probs)
+    return search.step(ranked, read_best([ranked])[0])
+
+
 def test_an_answer_that_ends_behind_those_that_go_on_is_none():
     """With one beam and a likelier token than the end the search goes on, as theirs does."""
     search = BeamSearch(hw.DecodingConfig(beams=1), 3, frozenset([0]), lambda ids: ids[-1] == 0)
-    assert search.step(torch.tensor([[0.3, 0.6, 0.1]]).log()) == [0]
+    assert take_step(search, torch.tensor([[0.3, 0.6, 0.1]]).log()) == [0]
     assert (search.over, search.active[0].ids) == ([], (1,))
-    assert search.step(torch.tensor([[0.7, 0.2, 0.1]]).log()) == []
+    assert take_step(search, torch.tensor([[0.7, 0.2, 0.1]]).log()) == []
     assert [one.ids for one in search.over] == [(1, 0)]
     assert search.over[0].value == pytest.approx(math.log(0.6 * 0.7) / 2)
 
@@ -392,7 +402,8 @@ def test_beams_remain_active_however_many_extensions_end():
     require.
     """
     search = BeamSearch(hw.DecodingConfig(beams=2), 3, frozenset(), lambda ids: ids[-1] < 9)
-    assert search.step((torch.arange(11, 0, -1) / 100).log_softmax(-1)[None]) == [0, 0]
+    log_probs = (torch.arange(11, 0, -1) / 100).log_softmax(-1)[None]
+    assert take_step(search, log_probs) == [0, 0]
     assert [one.ids for one in search.active] == [(9,), (10,)]
     assert [one.ids for one in search.over] == [(0,), (1,)]
 

@@ -17,6 +17,7 @@ import headwise as hw
 from headwise.cli.arguments import PRESETS
 from headwise.models import model_spec as bp
 from headwise.models.generation import engine as engine_module
+from headwise.models.generation.decoding_state import choose_tokens
 from headwise.models.generation.engine import split_by_size, split_prefill
 
 TOKENS, MODEL = 13, 16
@@ -195,9 +196,9 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
 
     def watched(logits, past, **how):
         recorded.extend((list(ids), row) for ids, row in zip(past, logits, strict=True))
-        return hw.generation.sample_tokens(logits, past, **how)
+        return choose_tokens(logits, past, **how)
 
-    monkeypatch.setattr(engine_module, "sample_tokens", watched)
+    monkeypatch.setattr(engine_module, "choose_tokens", watched)
     engine = hw.Engine(
         net, budget=ROOMY, batching=hw.generation.BatchingConfig(rows=3, page=4, chunk=7)
     )
@@ -538,7 +539,7 @@ def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(
 
         def fussy(x, hidden=hidden, **options):
             h = hidden(x, **options)
-            if (x == 11).any():
+            if (x.ids == 11).any():
                 raise RuntimeError("eleven is too much")
             return h
 

@@ -6,16 +6,17 @@ apply it.
 - `kv_cache`: `TokenCache`, the positions of past tokens, and the interface `KVCache`; int8 storage;
   the test whether a query attends to everything that is cached.
 - `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the
-  tokens that no later query attends to, `RecurrentStateCache` keeps one state for linear attention,
-  `HiddenStateCache` one for a GRU. `HeadGroupCache` has a slot cache for each group of heads, if
-  their patterns retain different tokens. `make_cache` chooses the cache of a layer.
+  tokens that no later query attends to, and `StaticCache` is for compiled decode steps.
+  `RecurrentStateCache` keeps one state for linear attention, `HiddenStateCache` one for a GRU.
+  `HeadGroupCache` has a slot cache for each group of heads, if their patterns retain different
+  tokens. `make_cache` chooses the cache of a layer.
 - `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares
   equal prefixes.
 - `paged_cache`: the tensors of the pages, and the rows of one call.
 """
 
 from .block_table import BlockTables, PageAllocator, PagedSequence
-from .kv_cache import KVCache, KVEntry, ProjectedSource, TokenCache
+from .kv_cache import KVCache, KVEntry, ProjectedSource, RowEnds, TokenCache, check_rows
 from .paged_cache import PagedCache, PagePool
 from .slot_caches import (
     ContiguousCache,
@@ -23,6 +24,7 @@ from .slot_caches import (
     HiddenStateCache,
     RecurrentStateCache,
     RingCache,
+    StaticCache,
     make_cache,
     split_by_retention,
 )
@@ -41,7 +43,10 @@ __all__ = [
     "ProjectedSource",
     "RecurrentStateCache",
     "RingCache",
+    "RowEnds",
+    "StaticCache",
     "TokenCache",
+    "check_rows",
     "make_cache",
     "split_by_retention",
 ]

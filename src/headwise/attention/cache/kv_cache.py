@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -72,6 +73,87 @@ class ProjectedSource(NamedTuple):
     spec: AttentionSpec
 
 
+@dataclass(frozen=True, eq=False)
+class RowEnds:
+    """The last position and segment of each row, and the number of its tokens, all [B].
+
+    `position_bound` and `length_bound` are upper bounds that are known without reading the device.
+    The layers of a model receive the same tokens, so their caches share one object: the first layer
+    derives it, and `SequenceInfo.derived` hands it to the others.
+    """
+
+    position: Tensor
+    segment: Tensor
+    length: Tensor
+    is_single_segment: bool  # every token so far is in segment 0
+    position_bound: int
+    length_bound: int
+
+    @staticmethod
+    def of_equal_rows(batch: int, count: int, device: torch.device) -> RowEnds:
+        """The ends of rows with the positions 0 .. count - 1 of segment 0."""
+        length = torch.full((batch,), count, dtype=torch.int64, device=device)
+        return RowEnds(length - 1, torch.zeros_like(length), length, True, count - 1, count)
+
+    def read_max_length(self) -> int:
+        """The number of tokens of the longest row, read from the device."""
+        return int(self.length.max()) if self.length.numel() else 0
+
+    def following_tokens(self, count: int) -> SequenceInfo:
+        """The positions of the next `count` tokens of each row."""
+        steps = torch.arange(1, count + 1, device=self.position.device)
+        position = self.position[:, None] + steps
+        segment = self.segment[:, None].expand_as(position)
+        bound = self.position_bound + count
+        new_tokens = SequenceInfo.following(position, segment, bound)
+        new_tokens.derived[self] = replace(
+            self,
+            position=self.position + count,
+            length=self.length + count,
+            position_bound=bound,
+            length_bound=self.length_bound + count,
+        )
+        return new_tokens
+
+    def after(self, new_tokens: SequenceInfo) -> RowEnds:
+        """The ends after these tokens; raise if they go back to an earlier position, because the
+        tokens that they attend to may have been dropped.
+        """
+        batch = len(self.position)
+        position = torch.cat([self.position[:, None], new_tokens.position.expand(batch, -1)], 1)
+        segment = torch.cat([self.segment[:, None], new_tokens.segment.expand(batch, -1)], 1)
+        is_real = segment >= 0
+        is_real[:, 0] = True
+        # Padding takes the place of the last real token before it, so that neighbours can be
+        # compared.
+        column = torch.arange(is_real.shape[1], device=is_real.device)
+        last_real = torch.where(is_real, column, 0).cummax(1).values
+        position = position.gather(1, last_real)
+        segment = segment.gather(1, last_real)
+        advances = (segment[:, 1:] == segment[:, :-1]) & (position[:, 1:] > position[:, :-1])
+        goes_back = is_real[:, 1:] & ~(advances | (segment[:, 1:] > segment[:, :-1]))
+        last = position[:, -1]
+        length = self.length + is_real[:, 1:].sum(1)
+        facts = [0, 0, -1, 0]
+        if batch:
+            on_device = goes_back.any(), (segment > 0).any(), last.max(), length.max()
+            facts = torch.stack([fact.long() for fact in on_device]).tolist()
+        if facts[0]:
+            raise ValueError(
+                "tokens went back to an earlier position or segment; a cache only goes forward"
+            )
+        return RowEnds(last, segment[:, -1], length, not facts[1], facts[2], facts[3])
+
+    def rows(self, index: Tensor) -> RowEnds:
+        """The ends of these rows."""
+        return replace(
+            self,
+            position=self.position[index],
+            segment=self.segment[index],
+            length=self.length[index],
+        )
+
+
 class TokenCache(ABC):
     """Positions of the past tokens of each row; subclasses store what a layer keeps of the tokens.
 
@@ -83,106 +165,79 @@ class TokenCache(ABC):
         self.dtype = dtype
         self.device = device
         self.used = 0  # tokens appended, padding included
-        # every row holds positions 0 .. used - 1 of segment 0, known without a device sync
-        self.uniform = True
-        self.is_single_segment = True  # every token so far is in segment 0
-        self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
-        self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
+        # None if every row holds positions 0 .. used - 1 of segment 0
+        self._ends: RowEnds | None = None
 
-    @abstractmethod
+    @property
+    def uniform(self) -> bool:
+        """True if every row holds the same positions, which are known without the device."""
+        return self._ends is None
+
     def select_rows(self, index: Tensor) -> None:
         """Keep these rows of the batch, in this order; an index may occur twice."""
+        check_rows(index, self.batch)
+        self.take_rows(index, {})
+
+    @abstractmethod
+    def take_rows(self, index: Tensor, ends: dict[RowEnds, RowEnds]) -> None:
+        """`select_rows` for an index that was checked; `ends` maps the ends of the rows so far to
+        those of the selected rows, for the caches of a model that share them.
+        """
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of memory for the cached tokens."""
 
-    def continue_after(self, last: Tensor) -> None:
-        """Let the next tokens of each row follow these positions, which are not read back from the
-        device.
-        """
-        self.uniform = False
-        self._last = last
+    def continue_after(self, ends: RowEnds) -> None:
+        """Let the next tokens of each row follow these ends."""
+        self._ends = ends
 
     def next_positions(self, count: int) -> SequenceInfo:
         """Return the default positions of the next `count` tokens: after the last token of each
         row.
         """
-        if self.uniform:
+        if self._ends is None:
             return SequenceInfo.contiguous(self.used, count, self.device)
-        position = self._last[:, None] + torch.arange(1, count + 1, device=self.device)
-        return SequenceInfo(position, self._segment[:, None].expand_as(position), checked=True)
+        return self._ends.following_tokens(count)
+
+    def _ends_after(self, new_tokens: SequenceInfo) -> RowEnds:
+        """The ends of the rows after these tokens; raise if they are invalid."""
+        ends = self._ends
+        key = (self.batch, self.used) if ends is None else ends
+        derived = new_tokens.derived
+        if key not in derived:
+            ends = ends or RowEnds.of_equal_rows(self.batch, self.used, self.device)
+            derived[key] = ends.after(new_tokens)
+        return derived[key]
 
     def _record_positions(self, new_tokens: SequenceInfo) -> None:
         """Record the positions of new tokens; raise before any change if they are invalid."""
-        if self.uniform and new_tokens.start == self.used:
-            self.used += new_tokens.count
-            return
-        last = torch.full_like(self._last, self.used - 1) if self.uniform else self._last
-        self._check_order(last, new_tokens)
-        self._last = last
-        self.uniform = False
-        self.is_single_segment = self.is_single_segment and not bool((new_tokens.segment > 0).any())
+        if self._ends is not None or new_tokens.start != self.used:
+            self._ends = self._ends_after(new_tokens)
         self.used += new_tokens.count
-        if new_tokens.count:
-            self._update_last_positions(new_tokens)
 
-    def _check_order(self, last: Tensor, new_tokens: SequenceInfo) -> None:
-        """Raise if tokens go back to an earlier position: the tokens that they attend to may have
-        been dropped.
-        """
-        position = torch.cat([last[:, None], new_tokens.position.expand(self.batch, -1)], 1)
-        segment = torch.cat([self._segment[:, None], new_tokens.segment.expand(self.batch, -1)], 1)
-        is_real = torch.cat(
-            [
-                torch.ones_like(last, dtype=torch.bool)[:, None],
-                new_tokens.is_real.expand(self.batch, -1),
-            ],
-            1,
-        )
-        # Padding takes the position of the last real token before it, so that neighbours can be
-        # compared.
-        last_real = (
-            torch.where(is_real, torch.arange(is_real.shape[1], device=is_real.device), 0)
-            .cummax(1)
-            .values
-        )
-        position = position.gather(1, last_real)
-        segment = segment.gather(1, last_real)
-        advances = (segment[:, 1:] == segment[:, :-1]) & (position[:, 1:] > position[:, :-1])
-        if bool((is_real[:, 1:] & ~(advances | (segment[:, 1:] > segment[:, :-1]))).any()):
-            raise ValueError(
-                "tokens went back to an earlier position or segment; a cache only goes forward"
-            )
-
-    def _update_last_positions(self, new_tokens: SequenceInfo) -> None:
-        order = torch.arange(new_tokens.count, device=self.device)
-        latest = (
-            torch.where(new_tokens.is_real, order, -1).amax(1, keepdim=True).expand(self.batch, 1)
-        )
-        has_token = latest.squeeze(1) >= 0
-        column = latest.clamp(min=0)
-        for name, values in (("_last", new_tokens.position), ("_segment", new_tokens.segment)):
-            latest_values = values.expand(self.batch, -1).gather(1, column).squeeze(1)
-            setattr(self, name, torch.where(has_token, latest_values, getattr(self, name)))
-
-    def _select_batch(self, index: Tensor) -> None:
-        is_index = (
-            isinstance(index, Tensor)
-            and index.dim() == 1
-            and index.dtype in (torch.int64, torch.int32)
-        )
-        if not is_index or (
-            index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch
-        ):
-            raise ValueError(
-                f"cannot select rows {index!r}; give a 1-D int64 tensor (not torch.bool) in "
-                f"0..{self.batch - 1}"
-            )
+    def _take_ends(self, index: Tensor, ends: dict[RowEnds, RowEnds]) -> None:
         self.batch = len(index)
-        self._last = self._last[index]
-        self._segment = self._segment[index]
+        if self._ends is not None:
+            if self._ends not in ends:
+                ends[self._ends] = self._ends.rows(index)
+            self._ends = ends[self._ends]
+
+
+def check_rows(index: Tensor, batch: int) -> None:
+    """Raise ValueError unless an index holds rows of a batch of this size."""
+    is_index = (
+        isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
+    )
+    if is_index and index.numel():
+        low, high = torch.stack(index.aminmax()).tolist()
+        is_index = 0 <= low <= high < batch
+    if not is_index:
+        raise ValueError(
+            f"cannot select rows {index!r}; give a 1-D int64 tensor (not torch.bool) in "
+            f"0..{batch - 1}"
+        )
 
 
 class KVCache(TokenCache):
@@ -263,22 +318,26 @@ class KVCache(TokenCache):
         if self.uniform and new_tokens.start == self.used:
             num_together = prefix_length if self.used else new_tokens.count
         else:
-            in_prefix = new_tokens.is_real & (new_tokens.position < prefix_length)
-            same_segment_counts = (
-                (new_tokens.segment[:, :, None] == new_tokens.segment[:, None, :])
-                & in_prefix[:, None, :]
-            ).sum(2)
-            num_together = (
-                int(same_segment_counts[in_prefix].min())
-                if bool(in_prefix.any())
-                else prefix_length
-            )
+            key = ("prefix", prefix_length)
+            num_together = new_tokens.derived.get(key)
+            if num_together is None:
+                num_together = _num_together(new_tokens, prefix_length)
+                new_tokens.derived[key] = num_together
         if num_together < prefix_length:
             raise ValueError(
                 f"pattern {self.spec.pattern.text} needs the first {prefix_length} tokens of a "
                 "text together, "
                 f"not {num_together}; append the whole prefix at once"
             )
+
+
+def _num_together(new_tokens: SequenceInfo, prefix_length: int) -> int:
+    """The least number of tokens of one prefix among these; its length if there are none."""
+    in_prefix = new_tokens.is_real & (new_tokens.position < prefix_length)
+    same_segment = new_tokens.segment[:, :, None] == new_tokens.segment[:, None, :]
+    counts = (same_segment & in_prefix[:, None, :]).sum(2)
+    counts = torch.where(in_prefix, counts, prefix_length)
+    return int(counts.min()) if counts.numel() else prefix_length
 
 
 def _without_empty_slots(entry: KVEntry, sequence: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
+from operator import add
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from ...util.errors import SpecError
 from ..masking.sequence_info import BlockTable, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from .block_table import BlockTables, PagedSequence, PageLayout, RetentionGroup, TensorPlacement
-from .kv_cache import FullVisibility, KVCache, KVEntry, check_causal, retained_tokens
+from .kv_cache import FullVisibility, KVCache, KVEntry, RowEnds, check_causal, retained_tokens
 from .slot_caches import HeadGroupCache, split_by_retention
 
 # --- Rows of one forward call ---------------------------------------------------------------------
@@ -168,7 +169,7 @@ class PagedBatch:
     ) -> None:
         self.storage, self.block_tables, self.rows = storage, block_tables, list(rows)
         self.num_calls = self.num_selections = 0
-        self.last = self._last()
+        self.ends = self._ends()
         self.accesses: tuple[RowPages, ...] = ()  # of the current call, one per retention group
 
     def next_positions(self, counts: Sequence[int]) -> SequenceInfo:
@@ -186,7 +187,10 @@ class PagedBatch:
             new_tokens = SequenceInfo(
                 torch.tensor(starts, device=device)[:, None] + place, live.long() - 1, checked=True
             )
+            new_tokens.position_bound = max(map(add, starts, counts)) - 1
+        before = self.ends
         self._begin(new_tokens, [list(range(count)) for count in counts])
+        new_tokens.derived[before] = self.ends
         return new_tokens
 
     def preview(self, new_tokens: SequenceInfo) -> tuple[RowPages, ...]:
@@ -215,7 +219,7 @@ class PagedBatch:
         )
         for row, live in zip(self.rows, columns, strict=True):
             row.length += len(live)
-        self.last = self._last()
+        self.ends = self._ends()
         self.num_calls += 1
 
     def select_rows(self, index: Tensor) -> None:
@@ -235,17 +239,15 @@ class PagedBatch:
             if number not in used:
                 block_tables.free_sequence(row)
         self.rows = rows
-        self.last = self._last()
+        self.ends = self._ends()
         self.num_selections += 1
 
-    def _last(self) -> Tensor:
-        """Return the last position of each row."""
-        return (
-            torch.tensor(
-                [row.length for row in self.rows], dtype=torch.int64, device=self.storage.device
-            )
-            - 1
-        )
+    def _ends(self) -> RowEnds:
+        """Return the ends of the rows."""
+        lengths = [row.length for row in self.rows]
+        length = torch.tensor(lengths, dtype=torch.int64, device=self.storage.device)
+        longest = max(lengths, default=0)
+        return RowEnds(length - 1, torch.zeros_like(length), length, True, longest - 1, longest)
 
     def _columns(self, new_tokens: SequenceInfo) -> list[list[int]]:
         """Return the real columns of each row; raise ValueError unless they continue at the end of
@@ -254,6 +256,8 @@ class PagedBatch:
         if new_tokens.start is not None and all(
             row.length == new_tokens.start for row in self.rows
         ):
+            return [list(range(new_tokens.count))] * len(self.rows)
+        if not new_tokens.has_padding and self.ends in new_tokens.derived:  # they follow the rows
             return [list(range(new_tokens.count))] * len(self.rows)
         batch = len(self.rows)
         positions, segments = (
@@ -413,7 +417,7 @@ class PagePool:
                 for number in range(max(1, len(groups)))
             ]
             caches.append(HeadGroupCache(spec, groups, own) if groups else own[0])
-            caches[-1].continue_after(batch.last)
+            caches[-1].continue_after(batch.ends)
             first += len(own)
         return caches
 
@@ -497,7 +501,7 @@ class PagedCache(KVCache):
         self._num_calls = batch.num_calls
         self._num_selections = batch.num_selections
         self._group = next(place.group for place in pool.paging.layers[layer].values())
-        self.continue_after(batch.last)
+        self.continue_after(batch.ends)
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         pages = self._write_tokens(entry, new_tokens)
@@ -541,15 +545,16 @@ class PagedCache(KVCache):
         self._num_calls += 1
         access = self._paged_batch.accesses[self._group]
         self.used += new_tokens.count
-        self._last = self._paged_batch.last
+        self._ends = self._paged_batch.ends
         self._write(entry, access)
         return access if access.reads_past else None
 
-    def select_rows(self, index: Tensor) -> None:
-        self._select_batch(index)
+    def take_rows(self, index: Tensor, ends: dict[RowEnds, RowEnds]) -> None:
+        self._take_ends(index, ends)
         if self._num_selections == self._paged_batch.num_selections:
             self._paged_batch.select_rows(index)
         self._num_selections += 1
+        self._ends = self._paged_batch.ends
 
     @property
     def nbytes(self) -> int:

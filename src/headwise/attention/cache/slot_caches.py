@@ -1,5 +1,5 @@
-"""Caches with one slot per token (all tokens, or a ring of those in reach); states of linear
-attention and of a GRU.
+"""Caches with one slot per token (all tokens, or a ring of those in reach; a static one for compiled
+steps); states of linear attention and of a GRU.
 
 If patterns differ between heads, `HeadGroupCache` has a cache for each group of key-value heads
 that retain the same tokens: streaming heads keep a few first and the latest ones, retrieval heads
@@ -12,12 +12,12 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from ...util.errors import CacheFull, SpecError
+from ...util.errors import CacheFull, SpecError, suggest
 from ..backends.core_interface import take_heads
 from ..backends.linear_attention import empty_state
 from ..interfaces import Mix
@@ -31,6 +31,7 @@ from .kv_cache import (
     FullVisibility,
     KVCache,
     KVEntry,
+    RowEnds,
     TokenCache,
     check_causal,
     check_storage_format,
@@ -72,12 +73,16 @@ class SlotCache(KVCache):
         self._full_visibility = FullVisibility(spec.pattern, self._retained_tokens(), slots)
 
     def preview(self, new_tokens: SequenceInfo) -> SequenceInfo:
-        without_entry = copy.copy(self)
-        without_entry.entry = {}
-        without_entry._names = []
-        position, segment = self.tokens.position.clone(), self.tokens.segment.clone()
-        without_entry.tokens = SequenceInfo(position, segment, checked=True)
-        return without_entry.extend({}, new_tokens)[1]
+        return self._copy_positions().extend({}, new_tokens)[1]
+
+    def _copy_positions(self) -> Self:
+        """Return a copy that stores positions alone."""
+        other = copy.copy(self)
+        other.entry = {}
+        other._names = []
+        position = self.tokens.position.clone()
+        other.tokens = SequenceInfo(position, self.tokens.segment.clone(), checked=True)
+        return other
 
     def _retained_tokens(self) -> Pattern:
         """Return the pattern of past tokens that are still in a slot."""
@@ -87,8 +92,9 @@ class SlotCache(KVCache):
         """Return the positions of all slots; `num_visible` is set if the newest token attends to
         every stored token.
         """
-        if not (self.uniform and self._reads_all):
-            if self.uniform:
+        is_uniform = self._ends is None
+        if not (is_uniform and self._reads_all):
+            if is_uniform:
                 self._write_pending_positions(self.used)
             return self.tokens
         num_filled = min(self.used, self.slots)
@@ -106,8 +112,8 @@ class SlotCache(KVCache):
     def dequantize(self, entry: KVEntry) -> KVEntry:
         return dequantize_entry(entry, self._names, self.dtype) if self._names else entry
 
-    def select_rows(self, index: Tensor) -> None:
-        self._select_batch(index)
+    def take_rows(self, index: Tensor, ends: dict[RowEnds, RowEnds]) -> None:
+        self._take_ends(index, ends)
         self.entry = {name: cached[index] for name, cached in self.entry.items()}
         self.tokens = SequenceInfo(
             self.tokens.position[index], self.tokens.segment[index], checked=True
@@ -118,19 +124,24 @@ class SlotCache(KVCache):
         return sum(cached.nbytes for cached in self.entry.values())
 
     def _write(self, entry: KVEntry, new_tokens: SequenceInfo, slot_BT: Tensor) -> None:
-        """Write each token into its slot; drop tokens with slot `self.slots`."""
-        keep = slot_BT < self.slots
-        row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
-        slot = slot_BT[keep]
+        """Write each token that is not padding into its slot."""
+        row = torch.arange(self.batch, device=self.device)[:, None]
+        column: Tensor | slice = slice(None)
+        if new_tokens.has_padding:
+            row, column = new_tokens.real_tokens(self.batch)
+            slot_BT = slot_BT[row, column]
+        for stored, new in self._stored_and_new(entry, new_tokens):
+            stored[row, slot_BT] = new[row, column] if new_tokens.has_padding else new
+
+    def _stored_and_new(
+        self, entry: KVEntry, new_tokens: SequenceInfo
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each tensor of the slots, and what of the new tokens goes into it."""
         for name, new in self._to_storage(entry).items():
-            self.entry[name][row, slot] = new[keep].to(
-                self.entry[name].dtype
-            )  # autocast projects in its own dtype
-        for stored, new in (
-            (self.tokens.position, new_tokens.position),
-            (self.tokens.segment, new_tokens.segment),
-        ):
-            stored[row, slot] = new.expand(self.batch, -1)[keep]
+            stored = self.entry[name]
+            yield stored, new.to(stored.dtype)  # autocast projects in its own dtype
+        yield self.tokens.position, new_tokens.position.expand(self.batch, -1)
+        yield self.tokens.segment, new_tokens.segment.expand(self.batch, -1)
 
     def _write_entry(self, entry: KVEntry, first: int, count: int) -> None:
         """Write tokens into consecutive slots of all rows at once."""
@@ -159,44 +170,45 @@ class ContiguousCache(SlotCache):
         store: str | None,
     ) -> None:
         super().__init__(spec, batch, slots, dtype, device, store)
-        self._filled = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
         self._bound = 0  # upper bound of the slots that any row has filled
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         self._check_capacity(new_tokens)
-        was_uniform = self.uniform
+        before = self._ends
         is_first = self.used == 0
         first = self.used
         self._record_tokens(new_tokens)
-        if self.uniform:
+        ends = self._ends
+        if ends is None:
             self._write_entry(entry, first, new_tokens.count)
         else:
-            if was_uniform:
+            if before is None:
                 self._write_pending_positions(first)
-                self._filled = torch.full_like(self._filled, first)
-            self._write(entry, new_tokens, self._slot(new_tokens))
-            self._filled = self._filled + new_tokens.is_real.expand(self.batch, -1).sum(1)
+            filled = first if before is None else before.length[:, None]
+            slot_BT = (filled + _real_before(new_tokens)).expand(self.batch, -1)
+            self._write(entry, new_tokens, slot_BT)
         self._bound += new_tokens.count
         if new_tokens.count == 1:
-            return self.entry, self._stored_tokens() if self.uniform else self._per_row_lengths(
-                new_tokens
+            sequence = (
+                self._stored_tokens() if ends is None else self._per_row_lengths(new_tokens, ends)
             )
+            return self.entry, sequence
         if is_first:
             return entry, new_tokens
-        if self.uniform:
+        if ends is None:
             self._write_pending_positions(self.used)
         filled = self.dequantize(
             {name: cached[:, : self._bound] for name, cached in self.entry.items()}
         )
         position = self.tokens.position[:, : self._bound]
         segment = self.tokens.segment[:, : self._bound]
-        return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
+        return filled, SequenceInfo(position, segment, 0 if ends is None else None, checked=True)
 
     def extend(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         if torch.compiler.is_compiling():
             return super().extend(entry, new_tokens)
         first = self.used
-        is_next_token = self.uniform and new_tokens.start == first and new_tokens.count == 1
+        is_next_token = self._ends is None and new_tokens.start == first and new_tokens.count == 1
         is_plain = (
             first > 0
             and self._bound < self.slots
@@ -213,13 +225,15 @@ class ContiguousCache(SlotCache):
             visible[name] = self.entry[name][:, :count]
         return visible, SequenceInfo.contiguous(0, count, self.device, num_visible=count)
 
-    def _per_row_lengths(self, new_tokens: SequenceInfo) -> SequenceInfo:
+    def _per_row_lengths(self, new_tokens: SequenceInfo, ends: RowEnds) -> SequenceInfo:
         """Positions of all slots; `visible_per_row` is set if each newest token attends to all
         tokens of its row.
         """
-        if not (self.is_single_segment and self._reads_all):
+        if not (ends.is_single_segment and self._reads_all):
             return self.tokens
-        num_visible = torch.where(new_tokens.is_real.expand(self.batch, -1)[:, 0], self._filled, 0)
+        num_visible = ends.length
+        if new_tokens.has_padding:
+            num_visible = torch.where(new_tokens.is_real[:, 0], num_visible, 0)
         return SequenceInfo(
             self.tokens.position, self.tokens.segment, checked=True, visible_per_row=num_visible
         )
@@ -232,19 +246,16 @@ class ContiguousCache(SlotCache):
     def _retained_tokens(self) -> Pattern:
         return Causal()
 
-    def _slot(self, new_tokens: SequenceInfo) -> Tensor:
-        live = new_tokens.is_real.expand(self.batch, -1)
-        return torch.where(live, self._filled[:, None] + live.cumsum(1) - 1, self.slots)
-
     def _check_capacity(self, new_tokens: SequenceInfo) -> None:
         if self._bound + new_tokens.count <= self.slots:
             return
         longest = self._bound + new_tokens.count
-        if not (self.uniform and new_tokens.start is not None) and self.batch:
-            # The bound counts padding; only now is a device sync for the exact count worth its
-            # time.
-            filled = self._filled if not self.uniform else torch.full_like(self._filled, self.used)
-            longest = int((filled + new_tokens.is_real.expand(self.batch, -1).sum(1)).max())
+        if not (self._ends is None and new_tokens.start is not None) and self.batch:
+            # The bound counts padding; only now is a wait for the exact count worth its time.
+            ends = self._ends_after(new_tokens)
+            longest = ends.length_bound
+            if longest > self.slots:  # of rows that were left out, perhaps
+                longest = ends.read_max_length()
         if longest > self.slots:
             raise CacheFull(
                 f"{longest} tokens do not fit in {self.slots} slots; make the cache with "
@@ -252,9 +263,12 @@ class ContiguousCache(SlotCache):
             )
         self._bound = longest - new_tokens.count
 
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        self._filled = self._filled[index]
+
+def _real_before(new_tokens: SequenceInfo) -> Tensor:
+    """The number of real tokens before each token of its row, [B or 1, T]."""
+    if new_tokens.has_padding:
+        return new_tokens.is_real.long().cumsum(1) - 1
+    return torch.arange(new_tokens.count, device=new_tokens.device)[None]
 
 
 class RingCache(SlotCache):
@@ -293,15 +307,18 @@ class RingCache(SlotCache):
             sequence = SequenceInfo(position, segment, start, checked=True)
         before = self.used
         self._record_tokens(new_tokens)
-        if self.uniform and new_tokens.count == 1:
+        is_uniform = self._ends is None
+        if is_uniform and new_tokens.count == 1:
             slot = before if before < self.first else self.first + (before - self.first) % self.last
             self._write_entry(entry, slot, 1)
             self.tokens.position[:, slot : slot + 1] = new_tokens.position
             self.tokens.segment[:, slot : slot + 1] = 0
-        elif self.uniform and new_tokens.start == before:
+        elif is_uniform and new_tokens.start == before:
             self._write_uniform(entry, new_tokens, before)
-        else:
-            self._write(entry, new_tokens, self._slot(new_tokens))
+        elif new_tokens.count == 1:
+            self._write(entry, new_tokens, self._slots_of(new_tokens))
+        elif new_tokens.count:
+            self._write_latest(entry, new_tokens)
         return (self.entry, self._stored_tokens()) if new_tokens.count == 1 else (visible, sequence)
 
     def _write_uniform(self, entry: KVEntry, new_tokens: SequenceInfo, start: int) -> None:
@@ -324,21 +341,121 @@ class RingCache(SlotCache):
         """Slots ordered by position, and the position of the first; all slots and None if rows are
         not uniform.
         """
-        if self.first or not self.uniform or new_tokens.start != self.used:
+        if self.first or self._ends is not None or new_tokens.start != self.used:
             return slice(None), None
         start = max(0, self.used - self.last)
         return torch.arange(start, self.used, device=self.device) % self.last, start
 
-    def _slot(self, new_tokens: SequenceInfo) -> Tensor:
+    def _slots_of(self, new_tokens: SequenceInfo) -> Tensor:
         position = new_tokens.position.expand(self.batch, -1)
         ring = self.first + (position - self.first) % self.last
-        slot = torch.where(position < self.first, position, ring)
-        slot = torch.where(new_tokens.is_real.expand(self.batch, -1), slot, self.slots)
-        # If several new tokens map to one slot, the latest is stored; index_put would pick any.
+        return torch.where(position < self.first, position, ring)
+
+    def _write_latest(self, entry: KVEntry, new_tokens: SequenceInfo) -> None:
+        """Write tokens into their slots, the latest if several have one slot; the device is not
+        read to know which.
+        """
+        slot = torch.where(new_tokens.is_real, self._slots_of(new_tokens), self.slots)
         order = torch.arange(new_tokens.count, device=self.device).expand_as(slot)
-        winner = torch.full((self.batch, self.slots + 1), -1, device=self.device)
-        winner = winner.scatter_reduce(1, slot, order, "amax")
-        return torch.where(winner.gather(1, slot) == order, slot, self.slots)
+        latest = torch.full((self.batch, self.slots + 1), -1, device=self.device)
+        latest = latest.scatter_reduce(1, slot, order, "amax")[:, : self.slots]
+        row = torch.arange(self.batch, device=self.device)[:, None]
+        is_new = latest >= 0
+        column = latest.clamp(min=0)
+        for stored, new in self._stored_and_new(entry, new_tokens):
+            keep_shape = is_new.view(*is_new.shape, *[1] * (stored.dim() - 2))
+            stored.copy_(torch.where(keep_shape, new[row, column], stored))
+
+
+class StaticCache(SlotCache):
+    """Cache of every token in which the number of tokens is a tensor, for compiled and captured
+    decode steps: a step changes tensors in place and no number of the host, so one graph serves all
+    lengths.
+
+    All rows advance together, so padding takes a slot. A decode step attends to all slots, and the
+    mask hides the empty ones. That positions go forward is not checked, and tokens beyond the last
+    slot raise the IndexError of torch; both would have to read the device.
+
+    >>> import headwise as hw
+    >>> layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal"))
+    >>> cache = layer.cache(batch=1, capacity=16, kind="static")
+    >>> step = torch.compile(layer, fullgraph=True, backend="eager")
+    >>> x = torch.randn(1, 5, 8)
+    >>> with torch.no_grad():
+    ...     steps = [step(x[:, t : t + 1], cache=cache) for t in range(5)]
+    ...     torch.allclose(torch.cat(steps, 1), layer(x), atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        batch: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: str | None,
+    ) -> None:
+        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        super().__init__(spec, batch, slots, dtype, device, store)
+        self._is_empty = True
+        self._next_position = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    @property
+    def used(self) -> int:
+        """The number of tokens appended per row, padding included, read from the device."""
+        return int(self.length)
+
+    @used.setter
+    def used(self, count: int) -> None:
+        self.length.fill_(count)
+
+    def next_positions(self, count: int) -> SequenceInfo:
+        steps = torch.arange(count, device=self.device)
+        position = self._next_position[:, None] + steps
+        return SequenceInfo.following(position, self._segment[:, None].expand_as(position))
+
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        slot = self.length + torch.arange(new_tokens.count, device=self.device)
+        for stored, new in self._stored_and_new(entry, new_tokens):
+            stored.index_copy_(1, slot, new)
+        self.length.add_(new_tokens.count)
+        self._follow(new_tokens)
+        # A decode step does not read the flag: a graph must not depend on it.
+        is_first = new_tokens.count != 1 and self._is_empty
+        self._is_empty = False
+        if is_first:
+            return entry, new_tokens
+        stored = self.entry if new_tokens.count == 1 else self.dequantize(self.entry)
+        return stored, self.tokens
+
+    def _follow(self, new_tokens: SequenceInfo) -> None:
+        """Let the next tokens follow the last one of each row that is not padding."""
+        if not new_tokens.count:
+            return
+        is_real = new_tokens.is_real.expand(self.batch, -1)
+        column = torch.arange(new_tokens.count, device=self.device)
+        column = torch.where(is_real, column, -1).amax(1, keepdim=True)
+        has_token = column[:, 0] >= 0
+        for stored, new in (
+            (self._next_position, new_tokens.position + 1),
+            (self._segment, new_tokens.segment),
+        ):
+            last = new.expand(self.batch, -1).gather(1, column.clamp(min=0))[:, 0]
+            stored.copy_(torch.where(has_token, last, stored))
+
+    def take_rows(self, index: Tensor, ends: dict[RowEnds, RowEnds]) -> None:
+        super().take_rows(index, ends)
+        self._next_position = self._next_position[index]
+        self._segment = self._segment[index]
+
+    def _copy_positions(self) -> Self:
+        other = super()._copy_positions()
+        other.length = self.length.clone()
+        other._next_position = self._next_position.clone()
+        other._segment = self._segment.clone()
+        return other
 
 
 # --- Recurrent states -----------------------------------------------------------------------------
@@ -356,9 +473,7 @@ class RecurrentStateCache(KVCache):
         self.state = empty_state(spec, batch, dtype, device)
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        if new_tokens.start is None and bool(
-            (new_tokens.is_real & (new_tokens.segment != 0)).any()
-        ):
+        if new_tokens.start is None and not self._ends_after(new_tokens).is_single_segment:
             raise ValueError(
                 "a recurrent state cannot separate segments; give each packed document a cache of "
                 "its own"
@@ -369,8 +484,8 @@ class RecurrentStateCache(KVCache):
     def preview(self, new_tokens: SequenceInfo) -> SequenceInfo:
         return new_tokens
 
-    def select_rows(self, index: Tensor) -> None:
-        self._select_batch(index)
+    def take_rows(self, index: Tensor, ends: dict[RowEnds, RowEnds]) -> None:
+        self._take_ends(index, ends)
         self.state = {name: state[index] for name, state in self.state.items()}
 
     @property
@@ -392,8 +507,8 @@ class HiddenStateCache(TokenCache):
         self._record_positions(new_tokens)
         self.state = state
 
-    def select_rows(self, index: Tensor) -> None:
-        self._select_batch(index)
+    def take_rows(self, index: Tensor, ends: dict[RowEnds, RowEnds]) -> None:
+        self._take_ends(index, ends)
         self.state = None if self.state is None else self.state[index]
 
     @property
@@ -524,10 +639,10 @@ class HeadGroupCache(KVCache):
     def preview(self, new_tokens: SequenceInfo) -> SequenceInfo:
         return self.caches[0].preview(new_tokens)
 
-    def select_rows(self, index: Tensor) -> None:
-        self._select_batch(index)
+    def take_rows(self, index: Tensor, ends: dict[RowEnds, RowEnds]) -> None:
+        self._take_ends(index, ends)
         for cache in self.caches:
-            cache.select_rows(index)
+            cache.take_rows(index, ends)
 
     @property
     def nbytes(self) -> int:
@@ -562,6 +677,24 @@ def _real_positions(sequence: SequenceInfo) -> Tensor:
     return torch.where(slot < sequence.num_visible, sequence.position, -1)
 
 
+CACHE_KINDS = ("smallest", "static")
+
+
+def check_cache_kind(spec: AttentionSpec, kind: str) -> None:
+    """Raise SpecError for an unknown kind of cache, or a static one that the layer cannot have."""
+    if kind not in CACHE_KINDS:
+        raise SpecError(f"kind={kind!r} is unknown; {suggest(str(kind), CACHE_KINDS)}")
+    if kind == "static" and spec.is_recurrent:
+        raise SpecError(
+            "a recurrent state has no tokens that a static cache could keep; leave kind out"
+        )
+    if kind == "static" and spec.pattern.tokens_before_decode:
+        raise SpecError(
+            f"pattern {spec.pattern.text} needs its first tokens together, which a static cache "
+            "cannot check; leave kind out"
+        )
+
+
 def make_cache(
     spec: AttentionSpec,
     *,
@@ -570,9 +703,10 @@ def make_cache(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     storage_format: str | None = None,
+    kind: str = "smallest",
 ) -> KVCache:
     """Return the smallest cache for this spec: a recurrent state, a ring of visible tokens, or
-    every token.
+    every token; with kind="static" a `StaticCache`, for compiled decode steps.
 
     If heads retain different tokens, each group of heads gets a separate cache.
 
@@ -592,7 +726,10 @@ def make_cache(
         )
     check_causal(spec)
     check_storage_format(spec, storage_format)
+    check_cache_kind(spec, kind)
     own_device = torch.empty(0, device=device).device  # "cuda" becomes the current device
+    if kind == "static":
+        return StaticCache(spec, batch, capacity, dtype, own_device, storage_format)
     if spec.is_recurrent:
         return RecurrentStateCache(spec, batch, dtype, own_device)
     groups = split_by_retention(spec)

@@ -40,11 +40,20 @@ class SequenceInfo:
       tokens;
     - `visible_per_row` [B]: their number in each row, if rows differ;
     - `block_table` (set by a paged cache): the location of the tokens in pages;
-    - `lengths` (set by `packed`): the lengths of the texts in each row.
+    - `lengths` (set by `packed`): the lengths of the texts in each row;
+    - `has_padding`: False if no token is padding; `position_bound`: no position is above it.
+
+    What is not known is read from the device once, and kept: `real_tokens`, `max_position`, and in
+    `derived` what the caches of a model derive from the tokens, the same for all layers.
 
     >>> SequenceInfo.from_batch(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
     """
+
+    has_padding = True
+    position_bound: int | None = None
+    _max_position: int | None = None
+    _derived: dict[Any, Any] | None = None
 
     def __init__(
         self,
@@ -120,7 +129,7 @@ class SequenceInfo:
             sequence = SequenceInfo.contiguous(0, count, x.device)
             _ = sequence.segment  # made here, so that a compiled call does not change the object
             return sequence
-        sizes = _as_integers("lengths", lengths, x.device)
+        sizes = _as_integers("lengths", lengths)  # checked where they are, on the host if a list
         if (
             sizes.shape != (batch,)
             or sizes.is_floating_point()
@@ -132,12 +141,15 @@ class SequenceInfo:
             )
         if pad not in ("right", "left"):
             raise ValueError(f"pad={pad!r} is unknown; use 'right' or 'left'")
+        sizes = sizes.to(x.device)
         column = torch.arange(count, device=x.device)[None]
         position = (
             column - (count - sizes[:, None]) if pad == "left" else column.expand(batch, count)
         )
         is_real = position >= 0 if pad == "left" else column < sizes[:, None]
-        return SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True)
+        sequence = SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True)
+        sequence.position_bound = count - 1
+        return sequence
 
     @staticmethod
     def contiguous(
@@ -188,20 +200,37 @@ class SequenceInfo:
             if row:
                 position[n, : sum(row)] = torch.cat([torch.arange(length) for length in row])
                 segment[n, : sum(row)] = torch.arange(len(row)).repeat_interleave(torch.tensor(row))
-        return SequenceInfo(position.to(device), segment.to(device), checked=True, lengths=rows)
+        position = position.to(device)
+        sequence = SequenceInfo(position, segment.to(device), checked=True, lengths=rows)
+        sequence.position_bound = count - 1
+        return sequence
+
+    @staticmethod
+    def following(position: Tensor, segment: Tensor, bound: int | None = None) -> SequenceInfo:
+        """The sequence info of tokens without padding, at positions up to `bound`, if it is
+        known.
+        """
+        sequence = SequenceInfo(position, segment, checked=True)
+        sequence.has_padding = False
+        sequence.position_bound = bound
+        return sequence
 
     def to(self, device: torch.device | str) -> SequenceInfo:
         """A copy on another device."""
         position = self.position.to(device)
         segment = self.segment.to(device)
-        return SequenceInfo(position, segment, self.start, checked=True, lengths=self.lengths)
+        other = SequenceInfo(position, segment, self.start, checked=True, lengths=self.lengths)
+        other.position_bound = self.position_bound
+        return other
 
     def rows(self, own: slice) -> SequenceInfo:
         """The sequence info of some rows."""
         lengths = None if self.lengths is None else self.lengths[own]
-        return SequenceInfo(
+        selected = SequenceInfo(
             self.position[own], self.segment[own], self.start, checked=True, lengths=lengths
         )
+        selected.position_bound = self.position_bound
+        return selected
 
     def trimmed(self) -> SequenceInfo:
         """The sequence info of the first `num_visible` tokens."""
@@ -214,6 +243,44 @@ class SequenceInfo:
     def is_real(self) -> Tensor:
         """Boolean tensor: True for tokens that are not padding."""
         return self.segment >= 0
+
+    @property
+    def derived(self) -> dict[Any, Any]:
+        """Values that caches derived from these tokens, by keys of their own."""
+        if self._derived is None:
+            self._derived = {}
+        return self._derived
+
+    @property
+    def max_position(self) -> int:
+        """The largest position of a token that is not padding; -1 without such a token."""
+        if self._max_position is None:
+            if self.start is not None:
+                self._max_position = self.start + self.count - 1
+            elif not self.position.numel():
+                self._max_position = -1
+            else:
+                self._max_position = int(self.position.masked_fill(~self.is_real, -1).max())
+        return self._max_position
+
+    def position_beyond(self, count: int) -> int | None:
+        """The largest position if it is not in 0 .. count - 1, else None; None in a compiled call
+        if only the device knows it.
+        """
+        bound = self.position_bound if self.start is None else self.start + self.count - 1
+        if bound is None and torch.compiler.is_compiling():
+            return None
+        if bound is not None and bound < count:
+            return None
+        return None if self.max_position < count else self.max_position
+
+    def real_tokens(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Row and column of each token that is not padding, in a batch of this size."""
+        index = self.derived.get(batch)
+        if index is None:
+            row, column = self.is_real.expand(batch, -1).nonzero(as_tuple=True)
+            self.derived[batch] = index = row, column
+        return index
 
 
 class AttentionMask:
@@ -350,10 +417,12 @@ def _from_segments(segment: Tensor, batch: int, count: int) -> SequenceInfo:
     begins = torch.ones_like(segment, dtype=torch.bool)
     begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
     position = column - torch.where(begins, column, 0).cummax(1).values
-    return SequenceInfo(position, segment)
+    sequence = SequenceInfo(position, segment)
+    sequence.position_bound = count - 1
+    return sequence
 
 
-def _as_integers(name: str, values: object, device: torch.device) -> Tensor:
+def _as_integers(name: str, values: object, device: torch.device | None = None) -> Tensor:
     try:
         return torch.as_tensor(values, device=device)
     except (TypeError, ValueError, RuntimeError):

@@ -4,10 +4,10 @@ sampled, or by beam search.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import compress, groupby
+from itertools import accumulate, chain, compress, groupby
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from ...attention.masking.sequence_info import SequenceInfo
 from ...kernels.counter_rng import RandomStream
 from ...kernels.devices import to_float64
 from ...util.errors import SpecError, pluralise
-from ..embeddings_heads import pool_last
+from ..embeddings_heads import CheckedIds, pool_last
 from ..model_spec import ModelSpec, StackSpec
 from ..transformer import EncoderOutput, Transformer
 from .decoding_config import DEFAULT_DECODING, MIN_TEMPERATURE, DecodingConfig
@@ -26,6 +26,7 @@ from .text_output import Completion
 # --- Choice of the next token ---------------------------------------------------------------------
 
 NEG_INF = float("-inf")
+NAN_ID = -1  # in place of the id of a row whose logits have a NaN
 TokenHistory = Sequence[Sequence[int]]  # the ids that each row has read or written so far
 
 
@@ -37,7 +38,7 @@ def sample_tokens(
     config: DecodingConfig = DEFAULT_DECODING,
     streams: Sequence[RandomStream] = (),
 ) -> list[int]:
-    """Return the next id of each row of logits [rows, vocabulary].
+    """Return the next id of each row of logits [rows, vocabulary], on the host.
 
     Below `MIN_TEMPERATURE` it is the most likely one; otherwise each row samples with its own
     stream. `history` holds the ids of each row so far, for the repetition penalty.
@@ -47,17 +48,39 @@ def sample_tokens(
     >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]), [[1]], config=DecodingConfig(repetition=3.0))
     [2]
     """
+    return read_ids(
+        choose_tokens(logits, history, temperature=temperature, config=config, streams=streams)
+    )
+
+
+def choose_tokens(
+    logits: Tensor,
+    history: TokenHistory = (),
+    *,
+    temperature: float = 0.0,
+    config: DecodingConfig = DEFAULT_DECODING,
+    streams: Sequence[RandomStream] = (),
+) -> Tensor:
+    """`sample_tokens` on the device of the logits, without a wait: ids [rows], `NAN_ID` for rows
+    with NaN.
+    """
     logits = apply_repetition_penalty(
         logits.to(torch.promote_types(logits.dtype, torch.float32)), history, config.repetition
     )
-    highest, likeliest = logits.max(-1)
-    if bool(highest.isnan().any()):
+    highest, ids = logits.max(-1)  # a NaN is the maximum of its row
+    if temperature >= MIN_TEMPERATURE:
+        ids = draw_tokens(filter_logits(logits / temperature, config), streams).to(ids.device)
+    return torch.where(highest.isnan(), NAN_ID, ids)
+
+
+def read_ids(chosen: Tensor) -> list[int]:
+    """Copy chosen ids to the host, the one wait of a decode step; raise for rows with NaN."""
+    ids: list[int] = chosen.tolist()
+    if NAN_ID in ids:
         raise ValueError(
             "the model produced NaN logits, so its weights are broken; load another checkpoint"
         )
-    if temperature < MIN_TEMPERATURE:
-        return likeliest.tolist()
-    return draw_tokens(filter_logits(logits / temperature, config), streams)
+    return ids
 
 
 def apply_repetition_penalty(logits: Tensor, history: TokenHistory, penalty: float) -> Tensor:
@@ -99,7 +122,7 @@ def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
     return logits
 
 
-def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
+def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> Tensor:
     """Sample an id per row from softmax(logits), using one number of the row's stream."""
     exact = to_float64(logits)
     unit = exact.new_tensor([[stream.uniform()] for stream in streams])
@@ -108,14 +131,14 @@ def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
     below = torch.minimum(
         unit * total, total.nextafter(torch.zeros_like(total))
     )  # the product may round up to the total
-    return torch.searchsorted(cumulative, below, right=True)[:, 0].tolist()
+    return torch.searchsorted(cumulative, below, right=True)[:, 0]
 
 
 # --- Decoding state -------------------------------------------------------------------------------
 
 # finished rows leave the caches once at most this fraction continues, as copying costs a few steps
 COMPACTION_THRESHOLD = 0.75
-TokenChooser = Callable[[Tensor, TokenHistory], list[int]]
+TokenChooser = Callable[[Tensor, TokenHistory], Tensor]  # as `choose_tokens`
 
 
 class DecodingState:
@@ -145,11 +168,13 @@ class DecodingState:
         h = net.hidden(prompt, sequence=at, source=encoder_output, cache=self.cache)
         self.logits = net.apply_head(pool_last(h, at)[:, None])[:, 0]
 
-    def append_tokens(self, ids: Sequence[int]) -> None:
-        """Append one token to each row and compute the next logits."""
+    def append_tokens(self, ids: Sequence[int], chosen: Tensor) -> None:
+        """Append one token to each row and compute the next logits; `chosen` are the ids on the
+        device.
+        """
         for text, token_id in zip(self.texts, ids, strict=True):
             text.append(token_id)
-        x = torch.tensor(ids, device=self.logits.device)[:, None]
+        x = CheckedIds(chosen[:, None])
         self.logits = self.net(x, source=self.memory, cache=self.cache)[:, -1]
 
     def keep(self, index: Sequence[int]) -> None:
@@ -158,7 +183,7 @@ class DecodingState:
             return
         at = torch.tensor(index, device=self.logits.device)
         rows = [self.rows[n] for n in index]
-        self.cache.rows(at)
+        self.cache.take_rows(at)
         if self.memory is not None and rows != self.rows:
             self.memory = self.memory.rows(at)
         self.rows = rows
@@ -176,10 +201,12 @@ def run_decode_steps(
     per prompt.
     """
     ids: list[int] = []
+    chosen = torch.empty(0, dtype=torch.int64)
     for _ in range(max_new_tokens):
         if ids:
-            state.append_tokens(ids)
-        ids = choose(state.logits, state.texts)
+            state.append_tokens(ids, chosen)
+        chosen = choose(state.logits, state.texts)
+        ids = read_ids(chosen)
         for row, token_id in zip(state.rows, ids, strict=True):
             completions[row].take(token_id)
         yield
@@ -189,6 +216,7 @@ def run_decode_steps(
         if len(going) <= COMPACTION_THRESHOLD * len(ids):
             state.keep(going)
             ids = [ids[n] for n in going]
+            chosen = chosen[torch.tensor(going, device=chosen.device)]
     for answer in completions:
         answer.close()
 
@@ -325,7 +353,7 @@ def greedy_decode(
             sequence=sequence,
             encoder_output=encoder_output,
         )
-        for _ in run_decode_steps(course, sample_tokens, answers, max_new_tokens):
+        for _ in run_decode_steps(course, choose_tokens, answers, max_new_tokens):
             pass
     return [answer.ids for answer in answers]
 
@@ -361,6 +389,37 @@ class BeamHypothesis(NamedTuple):
     ids: tuple[int, ...]
 
 
+class RankedExtensions(NamedTuple):
+    """Sums [active, vocabulary] of all extensions by one token; values and flat indices of the
+    `count` best.
+
+    They suffice if outputs end at end ids alone; a stop text may end more.
+    """
+
+    sums: Tensor
+    count: int
+    values: Tensor
+    places: Tensor
+
+    def read_others(self) -> Iterator[tuple[float, int]]:
+        """Read the extensions behind the best ones from the device, in order."""
+        sums = self.sums.flatten()
+        places = self.places
+        for _ in range(self.count, len(sums), self.count):
+            sums[places] = NEG_INF
+            values, places = sums.topk(self.count)
+            yield from zip(values.tolist(), places.tolist(), strict=True)
+
+
+def read_best(ranked: Sequence[RankedExtensions]) -> list[list[tuple[float, int]]]:
+    """Copy the best extensions of several searches to the host at once: values and indices."""
+    packed = [torch.stack([one.values, one.places.double()]) for one in ranked]
+    values, places = torch.cat(packed, 1).tolist()
+    pairs = [(value, int(place)) for value, place in zip(values, places, strict=True)]
+    ends = list(accumulate(one.count for one in ranked))
+    return [pairs[end - one.count : end] for one, end in zip(ranked, ends, strict=True)]
+
+
 @dataclass
 class BeamSearch:
     """The hypotheses of one prompt: at most `beams` active ones and `beams` finished ones (`over`),
@@ -379,23 +438,26 @@ class BeamSearch:
     active: list[BeamHypothesis] = field(default_factory=lambda: [BeamHypothesis(0.0, ())])
     over: list[BeamHypothesis] = field(default_factory=list)
 
-    def step(self, log_probs: Tensor) -> list[int]:
-        """Extend by one token from log-probabilities [active, vocabulary]; return the parent of
-        each new hypothesis.
+    def rank(self, log_probs: Tensor) -> RankedExtensions:
+        """Rank the extensions by one token, from log-probabilities [active, vocabulary]."""
+        sums = to_float64(log_probs)
+        sums = sums + sums.new_tensor([[hypothesis.value] for hypothesis in self.active])
+        count = min(max(2, 1 + len(self.ends)) * self.how.beams, sums.numel())
+        return RankedExtensions(sums, count, *sums.flatten().topk(count))
+
+    def step(self, ranked: RankedExtensions, best: Iterable[tuple[float, int]]) -> list[int]:
+        """Extend by one token; `best` are the best extensions on the host. Return the parent of each
+        new hypothesis.
         """
-        sums = (
-            torch.tensor([[hypothesis.value] for hypothesis in self.active], dtype=torch.float64)
-            + log_probs.cpu().double()
-        )
         before = self.active
         self.active = []
         is_last = len(before[0].ids) + 1 == self.count
         parents: list[int] = []
-        for rank, (value, place) in enumerate(self._iter_extensions(sums.flatten())):
+        for rank, (value, place) in enumerate(chain(best, ranked.read_others())):
             is_full = is_last or len(self.active) == self.how.beams
             if value == NEG_INF or (rank >= self.how.beams and is_full):
                 break
-            parent, token_id = divmod(place, sums.shape[1])
+            parent, token_id = divmod(place, ranked.sums.shape[1])
             answer = BeamHypothesis(value, (*before[parent].ids, token_id))
             if is_last or self.ended(answer.ids):
                 self._add_finished(answer, rank)
@@ -405,17 +467,6 @@ class BeamSearch:
         if self._is_decided:
             self.active = []
         return parents[: len(self.active)]
-
-    def _iter_extensions(self, sums: Tensor) -> Iterator[tuple[float, int]]:
-        """Iterate over sums and indices of the extensions, best first.
-
-        The first ones suffice if outputs end at end ids alone; a stop text may end more.
-        """
-        count = min(max(2, 1 + len(self.ends)) * self.how.beams, len(sums))
-        for _ in range(0, len(sums), count):
-            values, places = sums.topk(count)
-            yield from zip(values.tolist(), places.tolist(), strict=True)
-            sums[places] = NEG_INF
 
     def _add_finished(self, answer: BeamHypothesis, rank: int) -> None:
         if rank < self.how.beams:
@@ -449,16 +500,20 @@ def run_beam_search(
     while state.rows:
         logits = state.logits.to(torch.promote_types(state.logits.dtype, torch.float32))
         penalised = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
+        prompts = [(prompt, len(list(rows))) for prompt, rows in groupby(state.rows)]
+        parts = penalised.split([count for _, count in prompts])
+        ranked = [
+            searches[prompt].rank(part) for (prompt, _), part in zip(prompts, parts, strict=True)
+        ]
         index = list[int]()
         ids = list[int]()
         at = 0
-        for prompt, rows in groupby(state.rows):
-            stop = at + len(list(rows))
-            index += [at + parent for parent in searches[prompt].step(penalised[at:stop])]
+        for (prompt, count), own, best in zip(prompts, ranked, read_best(ranked), strict=True):
+            index += [at + parent for parent in searches[prompt].step(own, best)]
             ids += [answer.ids[-1] for answer in searches[prompt].active]
-            at = stop
+            at += count
         if not index:
             break
         state.keep(index)
-        state.append_tokens(ids)
+        state.append_tokens(ids, torch.tensor(ids, device=state.logits.device))
     return [search.over[: config.best] for search in searches]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from ...attention.cache import PagedSequence
 from ...kernels.counter_rng import RandomStream
 from ...util.errors import SpecError
 from .. import Transformer
+from ..embeddings_heads import CheckedIds
 from .decoding_config import DEFAULT_DECODING, DecodingConfig
-from .decoding_state import check_prompt_length, sample_tokens
+from .decoding_state import NAN_ID, check_prompt_length, choose_tokens
 from .generate import TextGenerator, make_random_streams, parse_prompts
 from .kv_memory import BatchingConfig, KVMemory
 from .text_output import Completion
@@ -435,7 +437,8 @@ class Engine:
             with torch.no_grad():
                 batch, cache = self.memory.call(rows)
                 at = batch.next_positions(counts)
-                h = self.net.hidden(torch.tensor(ids, device=device), sequence=at, cache=cache)
+                x = CheckedIds(torch.tensor(ids, device=device))
+                h = self.net.hidden(x, sequence=at, cache=cache)
                 done = [n for n, (request, _) in enumerate(parts) if request.num_pending == 0]
                 ends = [counts[n] - 1 for n in done]
                 index = torch.tensor([done, ends], dtype=torch.int64, device=device)
@@ -454,17 +457,12 @@ class Engine:
         together.
         """
         groups: dict[object, list[int]] = defaultdict(list)
-        broken = logits.amax(-1).isnan().tolist()  # a NaN is the maximum of its row
         for n, request in enumerate(requests):
-            if broken[n]:
-                request.fail(
-                    ValueError("the model produced NaN logits; check its weights and the prompt")
-                )
-            else:
-                groups[request.temperature, request.config].append(n)
+            groups[request.temperature, request.config].append(n)
+        chosen: list[Tensor] = []
         for rows in groups.values():
             group = [requests[n] for n in rows]
-            ids = sample_tokens(
+            ids = choose_tokens(
                 # without a copy if all rows are alike
                 logits if len(rows) == len(logits) else logits[rows],
                 [request.context for request in group],
@@ -472,11 +470,20 @@ class Engine:
                 config=group[0].config,
                 streams=[request.numbers for request in group],
             )
-            for request, token_id in zip(group, ids, strict=True):
-                try:
-                    request.take(token_id)
-                except SpecError as error:  # the tokenizer failed on the text of this request
-                    request.fail(error)
+            chosen.append(ids)
+        token_ids = torch.cat(chosen).tolist() if chosen else []  # the one wait of a step
+        for n, token_id in zip(chain.from_iterable(groups.values()), token_ids, strict=True):
+            _give_token(requests[n], token_id)
+
+
+def _give_token(request: RequestStream, token_id: int) -> None:
+    if token_id == NAN_ID:
+        request.fail(ValueError("the model produced NaN logits; check its weights and the prompt"))
+        return
+    try:
+        request.take(token_id)
+    except SpecError as error:  # the tokenizer failed on the text of this request
+        request.fail(error)
 
 
 def split_prefill(

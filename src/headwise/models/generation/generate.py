@@ -22,13 +22,13 @@ from .decoding_state import (
     TokenChooser,
     TokenHistory,
     check_prompt_length,
+    choose_tokens,
     eval_mode,
     max_positions,
     pad_left,
     require_language_model,
     run_beam_search,
     run_decode_steps,
-    sample_tokens,
 )
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
@@ -243,13 +243,13 @@ class TextGenerator:
         )
 
     def _make_chooser(self, state: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:
-        """Return a function that picks the next tokens; each row samples from the stream of its
+        """Return a function that chooses the next tokens; each row samples from the stream of its
         prompt.
         """
 
-        def choose(logits: Tensor, past: TokenHistory) -> list[int]:
+        def choose(logits: Tensor, past: TokenHistory) -> Tensor:
             row_streams = [streams[row] for row in state.rows] if streams else ()
-            return sample_tokens(
+            return choose_tokens(
                 logits, past, temperature=self.temperature, config=self.how, streams=row_streams
             )
 
