@@ -38,7 +38,7 @@ from headwise.observe.head_analysis.head_importance import IMPORTANCE_METHODS
 from headwise.observe.head_analysis.head_measurement import MeasureOptions
 from headwise.observe.head_analysis.logit_attribution import attribute_all_logits
 from headwise.observe.head_analysis.rank_analysis import measure_rank_collapse
-from headwise.observe.inspect import attention_sites
+from headwise.observe.inspect import abilities
 from headwise.observe.inspect.model_inputs import get_device
 from headwise.observe.inspect.model_tokenizer import use_tokenizer
 from headwise.studies.cells import describe_task
@@ -489,8 +489,8 @@ CALLS |= {
 @pytest.fixture(autouse=True)
 def device_tensors_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the device have a class of their own, which is not one of packed weights."""
-    plain = (*attention_sites.PLAIN_TENSORS, DeviceTensor)
-    monkeypatch.setattr(attention_sites, "PLAIN_TENSORS", plain)
+    plain = (*abilities.PLAIN_TENSORS, DeviceTensor)
+    monkeypatch.setattr(abilities, "PLAIN_TENSORS", plain)
 
 
 @pytest.mark.parametrize(

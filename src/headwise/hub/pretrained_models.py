@@ -34,12 +34,12 @@ from ..models.model_spec.serialization import (
 )
 from ..models.save_load import is_refusing_config
 from ..models.vocabulary import parse_tokenizer
-from ..observe.inspect.attention_sites import (
+from ..observe.inspect.abilities import (
     compiled_part_reason,
     unhookable_reason,
     unprunable_reason,
 )
-from ..observe.inspect.model_inputs import get_device
+from ..observe.inspect.model_inputs import check_is_module, get_device
 from ..observe.inspect.model_tokenizer import get_surrounding_ids
 from ..util.errors import SpecError
 from ..util.files import sha256, write_atomically
@@ -228,6 +228,13 @@ def load_original(
             "needed"
         )
         raise SpecError(f"{fact}; pip install 'headwise[hf]'") from None
+
+
+def open_model(model: Any) -> nn.Module:
+    """Return a model: the given module, or the one of this name, in eval mode."""
+    if not isinstance(model, (str, Path)):
+        return check_is_module(model)
+    return load_original(model).eval()
 
 
 def _move(model: ModuleT, device: torch.device | str, placement: Placement) -> ModuleT:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..hub.pretrained_models import load
+from ..hub.pretrained_models import load, open_model
 from ..hub.transformers_loading import read_live_processor
 from ..models import Transformer
 from ..models.model_spec.serialization import TOKENIZER_FILE
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.attention_sinks import DistinctExamples
 from ..observe.head_analysis.text_analysis import read_texts, text_reader
-from ..observe.inspect.model_inputs import get_device, open_model
+from ..observe.inspect.model_inputs import get_device
 from ..observe.inspect.model_tokenizer import find_model_folder
 from ..util.errors import SpecError
 from ..util.output_paths import Existing, check_output, stage_folder

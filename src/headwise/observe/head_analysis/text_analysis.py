@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...hub.pretrained_models import open_model
 from ...models import Transformer
 from ...util.errors import SpecError
-from ..inspect.model_inputs import is_encoder_decoder, open_model
+from ..inspect.model_inputs import is_encoder_decoder
 from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
 from ..inspect.trace_capture import get_model_name
 from .annotated_examples import (

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,15 +47,6 @@ def check_is_module(model: Any) -> nn.Module:
             f"model is of type {type(model).__name__}; give an nn.Module, or hw.load(name)"
         )
     return model
-
-
-def open_model(model: Any) -> nn.Module:
-    """Return a model: the given module, or the one of this name, in eval mode."""
-    if not isinstance(model, (str, Path)):
-        return check_is_module(model)
-    from ...hub.pretrained_models import load_original
-
-    return load_original(model).eval()
 
 
 def _forward_signature(model: nn.Module) -> inspect.Signature | None:

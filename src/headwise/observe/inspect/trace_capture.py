@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...hub.pretrained_models import open_model
 from ...models import Transformer
 from ...report.text import format_bytes
 from ...util.errors import SpecError
@@ -21,7 +22,7 @@ from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, Trace
 from ..traces.attention_record import Array
 from .attention_sites import find_attention, find_attention_in_run
 from .hooks import AttentionHook, SiteModule, run_observed
-from .model_inputs import ModelInputs, get_streams, open_model, prepare_inputs
+from .model_inputs import ModelInputs, get_streams, prepare_inputs
 from .site import AttentionInputs, ObservedCall, Site, Sites
 
 PRECISIONS = ("own", "half")
