@@ -1,5 +1,5 @@
-"""Caches with one slot per token (all tokens, or a ring of those in reach; a static one for compiled
-steps); states of linear attention and of a GRU.
+"""Caches with one slot per token (all tokens, or a ring of those in reach; a static one for
+compiled steps); states of linear attention and of a GRU.
 
 If patterns differ between heads, `HeadGroupCache` has a cache for each group of key-value heads
 that retain the same tokens: streaming heads keep a few first and the latest ones, retrieval heads

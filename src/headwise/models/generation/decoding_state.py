@@ -446,8 +446,8 @@ class BeamSearch:
         return RankedExtensions(sums, count, *sums.flatten().topk(count))
 
     def step(self, ranked: RankedExtensions, best: Iterable[tuple[float, int]]) -> list[int]:
-        """Extend by one token; `best` are the best extensions on the host. Return the parent of each
-        new hypothesis.
+        """Extend by one token; `best` are the best extensions on the host. Return the parent of
+        each new hypothesis.
         """
         before = self.active
         self.active = []

@@ -6,6 +6,7 @@ In reading order:
   list; the inputs and weights of one attention call.
 - `attention_sites`: `sites(model)` finds the attention layers; `adapters` has one adapter per kind
   of module.
+- `abilities`: why a layer cannot be observed, ablated, pruned or converted.
 - `hooks`: the recorder of runs: hooks inside attention layers and records of the calls of any
   module, on patches of classes and overrides of the forward of single modules, which leave nothing
   behind. Traces, ablation, measures and steps all use it.

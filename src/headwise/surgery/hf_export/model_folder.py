@@ -424,12 +424,12 @@ data = load_file(sys.argv[2])
 options = json.loads(pathlib.Path(sys.argv[3]).read_text())
 
 def load_plain(_):
+    safe = {"trust_remote_code": False, "use_safetensors": True, "attn_implementation": None}
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
     model, info = kind.from_pretrained(
         folder, config=config, output_loading_info=True, dtype=torch.float32,
-        trust_remote_code=False, use_safetensors=True, attn_implementation=None,
-        local_files_only=True,
+        local_files_only=True, **safe,
     )
     missing = [*info["missing_keys"], *info["mismatched_keys"]]
     if missing:
