@@ -160,21 +160,21 @@ class PartWeights(nn.Module):
         # Constants move between devices but keep their dtype: angles and slopes rounded to bfloat16
         # would encode other positions. On a device without float64 they stay on the CPU.
         exact = dict(self._buffers)
-        held = {
+        on_cpu = {
             name: tensor
             for name, tensor in exact.items()
             if tensor is not None
             and tensor.dtype == torch.float64
             and not has_dtype(fn(tensor.new_empty(0, dtype=torch.float32)).device, tensor.dtype)
         }
-        self._buffers.update(dict.fromkeys(held))
+        self._buffers.update(dict.fromkeys(on_cpu))
         super()._apply(fn, recurse)
         self.cached.clear()
         for name, before in exact.items():
             after = self._buffers[name]
             if before is not None and after is not None and after.dtype != before.dtype:
                 self._buffers[name] = before.to(after.device)
-        for name, tensor in held.items():
+        for name, tensor in on_cpu.items():
             self._buffers[name] = tensor.cpu()
         return self
 

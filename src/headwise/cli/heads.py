@@ -88,7 +88,6 @@ class HeadsOptions(TextOptions):
     examples:
     headwise heads Qwen/Qwen3-0.6B
     headwise heads path/to/model --data texts.txt --importance michel
-    headwise heads path/to/model --text 'The cat sat.' --show norms
     """
 
     command = "heads"

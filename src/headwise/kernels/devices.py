@@ -36,8 +36,8 @@ class Placement(NamedTuple):
     @classmethod
     def resolve(cls, device: torch.device | str, dtype: torch.dtype | str | None) -> Self:
         """Return the placement of these names. Raises SpecError if this machine lacks one."""
-        found = resolve_device(device)
-        return cls(found, None if dtype is None else resolve_dtype(dtype, found))
+        chosen = resolve_device(device)
+        return cls(chosen, None if dtype is None else resolve_dtype(dtype, chosen))
 
     def move(self, model: ModuleT) -> ModuleT:
         """Move a model here, and return it."""

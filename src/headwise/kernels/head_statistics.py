@@ -37,7 +37,7 @@ NUM_SLOTS = _value(kernel.NUM_SLOTS)
 
 
 class ScoreInputs(NamedTuple):
-    """What the scores of one text are computed from.
+    """Inputs of the scores of one text.
 
     - `q_THK`, `k_SGK`: queries and keys; scores are their products times `scale`, soft-capped at
       `softcap` unless it is None.
@@ -60,7 +60,7 @@ class ScoreInputs(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """What is known of the tokens of one text.
+    """Annotations of the tokens of one text.
 
     - `query_ids`, `key_ids`: token ids, [T] and [S]; the same tensor in self-attention.
     - `is_sink`, `is_separator`, `is_punctuation`, `is_rarest`: flags of the keys.

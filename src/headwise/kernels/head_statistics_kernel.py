@@ -47,7 +47,7 @@ class StridedInput(NamedTuple):
 
 
 class ScoreArgs(NamedTuple):
-    """What scores are computed from. `bias` is added; `mask` is true where a key is allowed."""
+    """Inputs of the scores. `bias` is added; `mask` is true where a key is allowed."""
 
     q: StridedInput
     k: StridedInput
@@ -73,7 +73,7 @@ class TokenArgs(NamedTuple):
 
 
 class StatisticsArgs(NamedTuple):
-    """What the kernel writes: `sums` [heads, tiles, slots], the number of keys of each query
+    """Outputs of the kernel: `sums` [heads, tiles, slots], the number of keys of each query
     [heads, T], weights of sampled rows [heads, samples, S], column mass [heads, S] or None.
     """
 
@@ -170,14 +170,14 @@ def sweep_sums(args, key_flags, head, rows, num_keys, OPTIONS: constexpr):
 
 
 @jit
-def add_offsets(by_offset, rows, start, scores, is_rest, found):
+def add_offsets(by_offset, rows, start, scores, is_rest, norms):
     """Add a tile to the sums by the offset of the key from the query: weights, pairs and hits.
 
-    `found` holds of each row the subtrahend of scores, the factor of weights outside sinks, the
+    `norms` holds of each row the subtrahend of scores, the factor of weights outside sinks, the
     largest score outside sinks and the number of keys that share it.
     """
     weights, pairs, hits = by_offset
-    subtrahend, factor, rest_top, ties = found
+    subtrahend, factor, rest_top, ties = norms
     lanes = tl.arange(0, NUM_LANES)
     places = rows[:, None] + (lanes - MAX_OFFSET)[None] - start
     in_tile = (places >= 0) & (places < BLOCK_KEYS) & (lanes <= 2 * MAX_OFFSET)[None]
@@ -248,9 +248,9 @@ def add_tile(sums, tile, rows, columns, args, tokens, OPTIONS: constexpr):
 
 
 @jit
-def put_rows(sums, found, totals, counts):
+def put_rows(sums, row_values, totals, counts):
     """Store the statistics of all rows of a tile; `head_statistics.PLACES` names the places."""
-    largest, non_sink, factor, ties, is_query = found
+    largest, non_sink, factor, ties, is_query = row_values
     entropy, distance, first, separator, punctuation, duplicate, induction, rare, squares = totals
     num_keys, num_rest, kinds, pairs = counts
     has_keys = is_query & (num_keys > 0)
@@ -303,7 +303,7 @@ def head_statistics_kernel(args, tokens, outputs, OPTIONS: constexpr):
     non_sink = rest * inverse
     is_counted = is_query & (non_sink >= MIN_REST)
     factor = tl.where(is_counted, 1.0 / tl.maximum(non_sink, MIN_REST), 0.0)
-    found = (top, inverse * factor, rest_top, ties)
+    norms = (top, inverse * factor, rest_top, ties)
 
     zero = tl.zeros([BLOCK_ROWS], tl.float32)
     none = tl.zeros([BLOCK_ROWS], tl.int32)
@@ -333,7 +333,7 @@ def head_statistics_kernel(args, tokens, outputs, OPTIONS: constexpr):
             first_row = tile * BLOCK_ROWS
             is_near = start <= first_row + BLOCK_ROWS - 1 + MAX_OFFSET
             if is_near & (start + BLOCK_KEYS > first_row - MAX_OFFSET):
-                by_offset = add_offsets(by_offset, rows, start, scores, is_rest, found)
+                by_offset = add_offsets(by_offset, rows, start, scores, is_rest, norms)
 
     sums = outputs.sums + (head * tl.num_programs(0) + tile) * NUM_SLOTS
     put_rows(sums, (largest * inverse, non_sink, factor, ties, is_query), totals, counts)

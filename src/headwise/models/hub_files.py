@@ -56,8 +56,8 @@ def fetch_model(
     """
     with _explained_errors(name):
         sizes = _list_files(name)
-        wanted = [] if sizes is None else _select_settings(name, sizes, weights)
-        folder = _find_cached(name) if sizes is None else _download(name, wanted, sizes)
+        settings = [] if sizes is None else _select_settings(name, sizes, weights)
+        folder = _find_cached(name) if sizes is None else _download(name, settings, sizes)
     check(folder)
     if not weights:
         return folder
@@ -69,7 +69,7 @@ def fetch_model(
                 f"{name} has no {absent[0]}, which its {INDEX_FILE} lists; give another revision"
             )
         with _explained_errors(name):
-            _download(name, [*wanted, *files], sizes)
+            _download(name, [*settings, *files], sizes)
     for file in files:
         if not (folder / file).is_file():
             raise SpecError(
@@ -122,17 +122,17 @@ def _select_settings(name: HubId, sizes: Mapping[str, int], weights: bool) -> li
             f"{name} {fact}; give a revision or a copy of the model with {WEIGHTS_FILE}, as "
             "save_pretrained writes it"
         )
-    wanted = [file for file in sizes if _is_settings_file(file)]
+    files = [file for file in sizes if _is_settings_file(file)]
     if WEIGHTS_FILE not in sizes and INDEX_FILE in sizes:
-        wanted.append(INDEX_FILE)
-    for file in wanted:
+        files.append(INDEX_FILE)
+    for file in files:
         limit = MAX_CONFIG_BYTES if file == CONFIG_FILE else MAX_SETTINGS_BYTES
         if sizes[file] > limit:
             raise SpecError(
                 f"{file} of {name} has {format_bytes(sizes[file])}, and at most "
                 f"{format_bytes(limit)} are read; give another revision or model"
             )
-    return wanted
+    return files
 
 
 def _is_settings_file(path: str) -> bool:

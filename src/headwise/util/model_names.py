@@ -1,4 +1,4 @@
-"""What a model may be called: a folder, a Hub id, or a function of a Python file."""
+"""Names of models: a folder, a Hub id, or a function of a Python file."""
 
 from __future__ import annotations
 

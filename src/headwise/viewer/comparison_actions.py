@@ -131,9 +131,9 @@ def _trace_other(
     progress(0, 2, f"opening {name}")
     from ..hub.model_names import find_model
 
-    found = find_model(model.other)
-    other = load_target(found, model.loading)
-    removed = read_pruned_heads(str(found) if isinstance(found, Path) else "")
+    source = find_model(model.other)
+    other = load_target(source, model.loading)
+    removed = read_pruned_heads(str(source) if isinstance(source, Path) else "")
     kept_heads = {
         layer.name: sorted(set(range(layer.heads)) - set(removed[layer.name]))
         for layer in model.get_recorded().layers

@@ -90,9 +90,9 @@ def _open_name(target: Target) -> OpenModel:
         return OpenModel(load_trace(target.name))
     from ..hub.model_names import find_model
 
-    found = find_model(bundled_sample.MODEL if target.name is None else target.name)
-    folder = str(found) if isinstance(found, Path) else ""
-    opened = open_model(load_target(found, target.loading), target)
+    source = find_model(bundled_sample.MODEL if target.name is None else target.name)
+    folder = str(source) if isinstance(source, Path) else ""
+    opened = open_model(load_target(source, target.loading), target)
     opened.target = folder
     opened.pruned = read_pruned_heads(folder)
     return opened

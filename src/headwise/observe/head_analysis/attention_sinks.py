@@ -107,11 +107,11 @@ def streams_of_words(
     sample: Sequence[Example], streams: Mapping[str, tuple[str, str]]
 ) -> dict[str, str]:
     """Return the key stream of each site whose texts do not all begin with a special token."""
-    found: dict[str, str] = {}
+    stream_of_site: dict[str, str] = {}
     for site, (_, stream) in streams.items():
         if not all(bool(text.streams[stream].is_special[:1].all()) for text in sample):
-            found[site] = stream
-    return found if len(sample) > 1 else {}
+            stream_of_site[site] = stream
+    return stream_of_site if len(sample) > 1 else {}
 
 
 def find_sink_streams(

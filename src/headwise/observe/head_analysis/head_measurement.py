@@ -131,7 +131,7 @@ class MetricSums:
         self._measured += self._measure(heads_by_site, band, is_chance=False)
         # Most layers share one attention mask, so a recent band may have the same baseline.
         uniform = band.uniform_baseline
-        chances = [known for other, known in self._chances if uniform.has_same_mask(other)]
+        chances = [measured for other, measured in self._chances if uniform.has_same_mask(other)]
         if not chances:
             chances = [self._measure([], uniform, is_chance=True)]
             self._chances = [*self._chances[-2:], (uniform, chances[0])]

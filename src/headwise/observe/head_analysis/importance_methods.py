@@ -230,11 +230,11 @@ def select_row(outputs: Any, row: int, num_rows: int) -> Any:
 
 def _is_close(outputs: Any, expected: Any) -> bool:
     actual = get_output_tensor(outputs)
-    wanted = get_output_tensor(expected)
-    if actual.shape != wanted.shape:
+    target = get_output_tensor(expected)
+    if actual.shape != target.shape:
         return False
-    largest = wanted.abs().max() * torch.finfo(wanted.dtype).eps ** 0.5
-    return bool((actual - wanted).abs().max() <= largest)
+    largest = target.abs().max() * torch.finfo(target.dtype).eps ** 0.5
+    return bool((actual - target).abs().max() <= largest)
 
 
 # --- Methods --------------------------------------------------------------------------------------

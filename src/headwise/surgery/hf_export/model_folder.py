@@ -115,8 +115,8 @@ def describe_uneven_layers(model_spec: ModelSpec) -> str:
                 if spec.heads.q != heads.q:
                     return f"{start} {pluralise(spec.heads.q, 'head')} {end} {heads.q}"
                 if spec.heads.kv != heads.kv:
-                    kept = pluralise(spec.heads.kv, "key-value head")
-                    return f"{start} {kept} {end} {heads.kv}"
+                    heads_left = pluralise(spec.heads.kv, "key-value head")
+                    return f"{start} {heads_left} {end} {heads.kv}"
     return ""
 
 
