@@ -83,7 +83,7 @@ COMMANDS = {
     ),
     "trace --export": Command(("trace", "TRACE", "--export", "OUT"), save_weights, is_folder=False),
     "view --export": Command(
-        ("view", "no where", "--export", "OUT"), lambda path: path.write_text(PAGE), is_folder=False
+        ("view", "MODEL", "--export", "OUT"), lambda path: path.write_text(PAGE), is_folder=False
     ),
     "cost --plot": Command(("cost", "nowhere", "--plot", "OUT"), save_figure, is_folder=False),
     "heads": Command(("heads", "MODEL", *TEXTS, "--out", "OUT"), file("heads.json", "{}")),

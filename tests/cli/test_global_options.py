@@ -28,9 +28,9 @@ def test_the_environment_names_every_dependency_and_its_version(capsys: pytest.C
     assert code == 0
     assert report["headwise"] == hw.__version__
     assert report["packages"]["base"]["torch"] == metadata.version("torch")
-    assert {"hf", "mt", "notebook", "bench", "ray", "site", "dev"} == set(report["packages"]) - {
-        "base"
-    }
+    assert {"hf", "mt", "notebook", "bench", "ray", "triton", "site", "dev"} == set(
+        report["packages"]
+    ) - {"base"}
 
 
 def test_a_missing_package_has_no_version(

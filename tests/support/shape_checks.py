@@ -90,7 +90,7 @@ def install_shape_checks(package: str = "headwise") -> int:
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__.split(".")[0] == package:
                 _wrap_methods(value, wrapped)
-            elif isinstance(value, FunctionType) and value.__module__.split(".")[0] == package:
+            elif isinstance(value, FunctionType) and str(value.__module__).split(".")[0] == package:
                 wrapped.setdefault(value, with_shape_checks(value))
     for module in modules:
         for name, value in list(vars(module).items()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from headwise.training.data import IGNORE_INDEX, Batch
 from headwise.training.train_step import StepOptions
 from headwise.training.training_run import count_batch_tokens, count_step_flops
 from headwise.util.errors import SpecError
+from headwise.util.files import read_lines
 from support.small_training import IDS, Echo, RoutedEcho, make_train_step, short_recipe
 
 # --- schedules ------------------------------------------------------------------------------------
@@ -362,21 +364,33 @@ def test_a_step_is_worth_three_passes():
 def test_the_time_of_a_step_includes_the_update_of_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A GPU computes the update after the call has returned; it is done when a value is read."""
-    events: list[str] = []
+    """A GPU computes an update of 10 s after the call has returned, before the next value is read."""
+    now = [0.0]
+    queued = [0.0]
 
-    def note(event: str, function):
-        def noted(*args, **options):
-            events.append(event)
-            return function(*args, **options)
+    def tick() -> float:
+        now[0] += 1
+        return now[0]
 
-        return noted
+    def update(*args: Any) -> None:
+        queued[0] += 10
+        step(*args)
 
-    optimiser = train_step.AdamWOptimiser
-    monkeypatch.setattr(optimiser, "step", note("update", optimiser.step))
-    monkeypatch.setattr(Tensor, "item", note("read", Tensor.item))
-    clock = SimpleNamespace(perf_counter=note("clock", training_run.time.perf_counter))
-    monkeypatch.setattr(training_run, "time", clock)
-    hw.train(Echo(), None, short_recipe(steps=1), tmp_path / "run", curves=False)
-    after = events[events.index("update") :]
-    assert after.index("read") < after.index("clock")
+    def read(tensor: Tensor) -> Any:
+        now[0] += queued[0]
+        queued[0] = 0
+        return tolist(tensor)
+
+    step = train_step.AdamWOptimiser.step
+    tolist = Tensor.tolist
+    monkeypatch.setattr(train_step.AdamWOptimiser, "step", update)
+    monkeypatch.setattr(Tensor, "tolist", read)
+    monkeypatch.setattr(training_run, "measure_peak_flops", lambda *_: 1.0)
+    monkeypatch.setattr(training_run, "time", SimpleNamespace(perf_counter=tick))
+    hw.train(Echo(), None, short_recipe(steps=2), tmp_path / "run", curves=False)
+    seconds = [
+        record["seconds"]
+        for record in read_lines(tmp_path / "run" / "metrics.jsonl")
+        if record["event"] == "step"
+    ]
+    assert seconds[0] < 10 < seconds[1] < 20

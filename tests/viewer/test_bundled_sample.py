@@ -29,6 +29,7 @@ def test_the_sample_is_small():
     names = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()}
     assert names == {
         "measures.json",
+        "texts.txt",
         "sample.trace",
         *(
             f"model/{name}"

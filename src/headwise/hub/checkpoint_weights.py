@@ -132,7 +132,10 @@ def check_memory(folder: Path, placement: Placement) -> None:
     """Raise SpecError if the weights of a folder are larger than the free memory of the device."""
     if not (folder / INDEX_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
         return
-    infos = list(open_folder(folder).infos.values())
+    try:
+        infos = list(open_folder(folder).infos.values())
+    except SpecError:
+        return  # the loader explains what is wrong with the files
     device = placement.device
     needed = count_bytes(infos, placement.dtype)
     free = free_memory(device)

@@ -223,13 +223,20 @@ def _find_cached(name: HubId) -> Path:
 
 @contextmanager
 def _explained_errors(name: HubId) -> Iterator[None]:
-    """Turn the errors of `huggingface_hub` into one line that says what to do."""
+    """Turn the errors of `huggingface_hub` into one line that says what to do; its warnings are not
+    shown.
+    """
+    library = logging.getLogger("huggingface_hub")
+    level = library.level
+    library.setLevel(logging.ERROR)
     try:
         yield
     except SpecError:
         raise
     except Exception as error:  # of several HTTP packages, besides those of the library
         raise SpecError(_explain(name, error)) from None
+    finally:
+        library.setLevel(level)
 
 
 def _explain(name: HubId, error: Exception) -> str:

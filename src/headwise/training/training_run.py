@@ -389,6 +389,7 @@ class TrainingRun:
         self._earlier_seconds = 0.0
         self.peak_flops = measure_peak_flops(self.device, train_step.options.dtype or torch.float32)
         self._pace: float | None = None
+        self._update_seconds = 0.0  # of the call that updated the weights in the last step
         # Of a step that has not changed weights.
         self._rng_before_step: dict[str, Tensor] | None = None
         self._flops: dict[tuple[Any, ...], int] = {}
@@ -444,6 +445,9 @@ class TrainingRun:
         loss = self.train_step.compute_gradients(batch)
         norm = self.sharded_model.norm()
         numbers = torch.stack([loss, norm]).tolist()  # the one wait of a step
+        read_at = time.perf_counter()
+        # A device ends the update of the step before while this step runs.
+        seconds = self._update_seconds + read_at - start
         if not all(map(math.isfinite, numbers)):
             self._raise_diverged(step, batch, loss)
         if self.recipe.clip:
@@ -459,7 +463,7 @@ class TrainingRun:
             "rate": rate,
             "norm": numbers[1],
         }
-        seconds = time.perf_counter() - start  # after a value is read: the update has ended, too
+        self._update_seconds = time.perf_counter() - read_at
         return record | self._throughput(batch, seconds)
 
     def undo_step(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -300,8 +302,9 @@ def answered(
     )
     rows, gathered, hidden, gather = [], [], net.hidden, PagePool.gather
 
-    def called(x: torch.Tensor, **how):
-        rows.extend([len(x)] if x.shape[1] == 1 else [])
+    def called(x: Any, **how):
+        ids = getattr(x, "ids", x)
+        rows.extend([len(ids)] if ids.shape[1] == 1 else [])
         return hidden(x, **how)
 
     patch.setattr(net, "hidden", called)
