@@ -268,9 +268,9 @@ class SequenceInfo:
         if only the device knows it.
         """
         bound = self.position_bound if self.start is None else self.start + self.count - 1
-        if bound is None and torch.compiler.is_compiling():
-            return None
         if bound is not None and bound < count:
+            return None
+        if self.start is None and torch.compiler.is_compiling():
             return None
         return None if self.max_position < count else self.max_position
 
