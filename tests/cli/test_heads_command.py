@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
+from headwise.observe import bundled_sample
 from headwise.observe.head_analysis.annotated_examples import GENERAL_TEXTS
 from headwise.observe.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from headwise.report.render import to_text
@@ -48,6 +49,17 @@ def test_without_texts_general_ones_are_measured(
     named = hw.heads(folders["gpt2"], GENERAL_TEXTS.read_text(encoding="utf-8").splitlines()[:3])
     by_name = [head["measures"]["entropy"]["value"] for head in data["heads"]]
     assert by_name == [head.measures["entropy"].value for head in named.heads]
+
+
+def test_a_model_that_cannot_read_the_general_texts_needs_others(
+    capsys: pytest.CaptureFixture[str],
+):
+    code, out, err = run_command(capsys, str(bundled_sample.MODEL))
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        "headwise: only 0 of the general texts that come with headwise can be read"
+    )
+    assert err.endswith("; name yours with --data FILE or --task NAME\n")
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])

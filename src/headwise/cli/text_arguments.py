@@ -124,12 +124,12 @@ def read_examples(
         lines = annotated_examples.read_lines(args.data or annotated_examples.GENERAL_TEXTS)
         reader = annotated_examples.examples_from_lines(model, lines, args.limit)
     examples = reader.examples_with_frequencies()
+    is_general = not any(args.text_sources.values())
     if len(examples) < 2:
         reasons = f" ({'; '.join(reader.notes)})" if reader.notes else ""
-        raise UsageError(
-            f"only {len(examples)} of the texts can be read{reasons}; give at least two"
-        )
-    is_general = not any(args.text_sources.values())
+        texts = "general texts that come with headwise" if is_general else "texts"
+        remedy = "name yours with --data FILE or --task NAME" if is_general else "give at least two"
+        raise UsageError(f"only {len(examples)} of the {texts} can be read{reasons}; {remedy}")
     general = (annotated_examples.general_texts_note(),) if is_general else ()
     return examples, (*general, *reader.notes)
 
