@@ -14,10 +14,9 @@
 
 `Attention` runs 1, 2 and 9 to 11. Steps 3 to 8 are the core: `backends/dense.py` writes them out in
 plain tensor operations, and the backend that `backends/dispatch.py` selects computes the same
-result, usually faster. Before step 1, `CallPlanner.plan_call` in `attention_call` checks the
-arguments and, once for each kind of call, lists the backends that may run it. `attention_base`
-creates the weights.
-`core_extras` runs what only some layers need, such as gates and recurrent states.
+result, usually faster. Before step 1, `attention_call` checks the arguments and, once for each kind
+of call, lists the backends that may run it. `attention_base` creates the weights. `core_extras`
+runs what only some layers need, such as gates and recurrent states.
 
 Shapes: B batch, T queries, S keys, H query heads, G key-value heads, R rows of weights, O output
 heads, K and V channels of a key and a value, D model width. In a plain layer H = R = O; parts that
@@ -28,15 +27,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .attention_base import AttentionBase
 from .attention_call import AttentionArguments, PlannedCall
-from .backends import CoreDispatch, CoreInputs, HeadsKV
+from .backends import CoreInputs, HeadsKV
 from .bound_parts import QKTransforms
 from .cache import KVCache, KVEntry, ProjectedSource
-from .core_extras import attend_with_extras, extend_by_heads
+from .core_extras import attend_with_extras, extend_by_heads, refuse_mask, sum_over_ranks
 from .interfaces.core_types import SINGLE_PROCESS, Probe, QueryContext
 from .masking.sequence_info import AttentionMask, SequenceInfo
 
@@ -111,10 +109,8 @@ class Attention(AttentionBase):
     def project_queries_and_kv(
         self, x_BTD: Tensor, call: PlannedCall
     ) -> tuple[Tensor, KVEntry, SequenceInfo, Sequence[HeadsKV]]:
-        """Project queries from x; return also the kv entry and positions of the attended tokens.
-
-        Queries attend to x and the cached tokens, or to the source. Head groups with separate
-        caches follow.
+        """Project queries from x; return also the kv entry and positions of the tokens they attend
+        to: x and the cached ones, or the source; and those of head groups with separate caches.
         """
         project = call.plan.project
         transforms = QKTransforms(self.parts, call.sequence, call.plan.keeps_angles)
@@ -124,9 +120,9 @@ class Attention(AttentionBase):
                 return q_BTHK, *extend_by_heads(self, kv_entry, call)
             return q_BTHK, *self.extend_kv(kv_entry, call), ()
         q_BTHK = project.project_query(x_BTD, transforms, self.weights["project"])
-        source = (
-            self.project_source(call.source) if isinstance(call.source, Tensor) else call.source
-        )
+        source = call.source
+        if isinstance(source, Tensor):
+            source = self.project_source(source)
         return q_BTHK, source.entry, source.sequence, ()
 
     def extend_kv(self, kv_entry: KVEntry, call: PlannedCall) -> tuple[KVEntry, SequenceInfo]:
@@ -137,33 +133,17 @@ class Attention(AttentionBase):
         if call.cache is None:
             return kv_entry, sequence
         if call.plan.may_refuse_mask:
-            self.check_mask(call, sequence)
+            refuse_mask(self, call, sequence)
         extend = call.cache.extend_in_place if call.plan.reads_cache_in_place else call.cache.extend
         return extend(kv_entry, sequence)
-
-    def check_mask(self, call: PlannedCall, new_tokens: SequenceInfo) -> None:
-        """Raise NoBackend before the cache stores tokens whose mask no backend can run."""
-        assert call.cache is not None
-        assert isinstance(call.plan.dispatch, CoreDispatch)
-        keys = call.cache.preview(new_tokens)
-        attention_mask = AttentionMask(call.sequence, keys, self.parts.core_pattern, call.mask)
-        call.plan.dispatch.check_mask(attention_mask, call.cache.batch)
 
     def attend(
         self, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs
     ) -> Tensor:
-        """Run the core (steps 3 to 8), o [B, T, R, vdim], on the backend selected for the
-        tensors.
-        """
+        """Run the core (steps 3 to 8), o [B, T, R, vdim], on the backend that fits the tensors."""
         return call.plan.dispatch.attend(attention_mask, inputs, self.parts.core_steps, call.probe)
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:
         """Merge head outputs to y [B, T, model], summed over tensor-parallel ranks."""
-        merge = self.spec.merge
-        p = self.parts.weights["output"]
-        y_BTD = merge.merge(o_BTOV, p)
-        if self.parallel is SINGLE_PROCESS:
-            return y_BTD
-        if not self.parallel.adds_output_bias:  # one rank adds the bias, the merge of zeros
-            y_BTD = y_BTD - merge.merge(torch.zeros_like(o_BTOV[:1, :1]), p)
-        return self.parallel.reduce_from_heads(y_BTD)
+        y_BTD = self.spec.merge.merge(o_BTOV, self.parts.weights["output"])
+        return y_BTD if self.parallel is SINGLE_PROCESS else sum_over_ranks(self, y_BTD, o_BTOV)

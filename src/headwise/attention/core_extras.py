@@ -1,5 +1,6 @@
 """Run what only some layers need around the core: probes, gates, feature maps, recurrent states,
-caches of single groups of heads, and ranks. Plain layers skip this module.
+caches of single groups of heads, masks that a cached call may refuse, and ranks. Plain layers skip
+this module.
 """
 
 from __future__ import annotations
@@ -7,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from . import backends
 from .attention_call import PlannedCall
-from .backends import CoreInputs, HeadsKV
+from .backends import CoreDispatch, CoreInputs, HeadsKV
 from .cache import HeadGroupCache, KVEntry, RecurrentStateCache
 from .masking.sequence_info import AttentionMask, SequenceInfo
 
@@ -72,3 +74,20 @@ def extend_by_heads(
             HeadsKV(own.kv_heads, own.spec.pattern, k_BSGK, own.entry["v"], own.sequence)
         )
     return cached[0].entry, cached[0].sequence, kv_by_heads
+
+
+def refuse_mask(layer: AttentionBase, call: PlannedCall, new_tokens: SequenceInfo) -> None:
+    """Raise NoBackend before the cache stores tokens whose mask no backend can run."""
+    assert call.cache is not None
+    assert isinstance(call.plan.dispatch, CoreDispatch)
+    keys = call.cache.preview(new_tokens)
+    attention_mask = AttentionMask(call.sequence, keys, layer.parts.core_pattern, call.mask)
+    call.plan.dispatch.check_mask(attention_mask, call.cache.batch)
+
+
+def sum_over_ranks(layer: AttentionBase, y_BTD: Tensor, o_BTOV: Tensor) -> Tensor:
+    """Sum the partial outputs of the ranks that hold the heads; one rank adds the bias."""
+    if not layer.parallel.adds_output_bias:
+        zeros_BTOV = torch.zeros_like(o_BTOV[:1, :1])  # their merge is the bias
+        y_BTD = y_BTD - layer.spec.merge.merge(zeros_BTOV, layer.parts.weights["output"])
+    return layer.parallel.reduce_from_heads(y_BTD)

@@ -10,7 +10,7 @@ import torch
 import headwise as hw
 from headwise import costs
 from headwise.attention.backends import BACKENDS, CallSignature, core_interface, ragged_decode
-from headwise.attention.cache.slot_caches import HeadGroupCache
+from headwise.attention.cache.cache_selection import HeadGroupCache
 from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
 from headwise.kernels.paged_decode import KV_BLOCK_SIZE, KV_SPLIT_SIZE
 from support import crossover, layer_cases as cases

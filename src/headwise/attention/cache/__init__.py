@@ -8,25 +8,23 @@ apply it.
 - `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the
   tokens that no later query attends to, and `StaticCache` is for compiled decode steps.
   `RecurrentStateCache` keeps one state for linear attention, `HiddenStateCache` one for a GRU.
-  `HeadGroupCache` has a slot cache for each group of heads, if their patterns retain different
-  tokens. `make_cache` chooses the cache of a layer.
+- `cache_selection`: `make_cache` selects the cache of a layer. `HeadGroupCache` has a slot cache for
+  each group of heads, if their patterns retain different tokens.
 - `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares
   equal prefixes.
 - `paged_cache`: the tensors of the pages, and the rows of one call.
 """
 
 from .block_table import BlockTables, PageAllocator, PagedSequence
+from .cache_selection import HeadGroupCache, make_cache, split_by_retention
 from .kv_cache import KVCache, KVEntry, ProjectedSource, RowEnds, TokenCache, check_rows
 from .paged_cache import PagedCache, PagePool
 from .slot_caches import (
     ContiguousCache,
-    HeadGroupCache,
     HiddenStateCache,
     RecurrentStateCache,
     RingCache,
     StaticCache,
-    make_cache,
-    split_by_retention,
 )
 
 __all__ = [

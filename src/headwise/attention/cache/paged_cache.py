@@ -18,8 +18,8 @@ from ...util.errors import SpecError
 from ..masking.sequence_info import BlockTable, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from .block_table import BlockTables, PagedSequence, PageLayout, RetentionGroup, TensorPlacement
+from .cache_selection import HeadGroupCache, split_by_retention
 from .kv_cache import FullVisibility, KVCache, KVEntry, RowEnds, check_causal, retained_tokens
-from .slot_caches import HeadGroupCache, split_by_retention
 
 # --- Rows of one forward call ---------------------------------------------------------------------
 
