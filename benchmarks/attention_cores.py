@@ -63,7 +63,7 @@ class MixedHeadCore:
         self.qkv = [torch.randn(1, tokens, NUM_HEADS, HEAD_DIM).requires_grad_() for _ in range(3)]
         self.entry = self._kv_entry()
         self.grad = torch.randn(1, tokens, NUM_HEADS, HEAD_DIM)
-        self.call = CallSignature(spec, spec.core, needs_grad=True)
+        self.call = CallSignature(spec, spec.core, grad_enabled=True)
         self.dispatch = backends.make_dispatch(self.call)
 
     def _kv_entry(self) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ class _RoutedCore:
         self, layer: Attention, x: Tensor, gate: Tensor, backward: bool
     ) -> Callable[..., Tensor]:
         at = SequenceInfo.contiguous(0, self.tokens, "cpu")
-        call = CallSignature(layer.spec, layer.spec.core, needs_grad=backward)
+        call = CallSignature(layer.spec, layer.spec.core, grad_enabled=backward)
         steps = CoreSteps.from_spec(layer.spec, layer.weights)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

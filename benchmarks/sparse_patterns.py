@@ -60,7 +60,7 @@ class _PatternCore:
         """Return the core on the backend that a layer with this pattern chooses."""
         spec = design(model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, pattern=self.pattern)
         layer = Attention(spec)
-        call = CallSignature(spec, spec.core, needs_grad=backward, training=backward)
+        call = CallSignature(spec, spec.core, grad_enabled=backward, training=backward)
         steps = CoreSteps.from_spec(spec, layer.weights)
         attend = backends.make_dispatch(call).attend
         tokens = SequenceInfo.contiguous(0, self.tokens, "cpu")

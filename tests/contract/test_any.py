@@ -27,7 +27,7 @@ def test_any_spec_is_the_references(spec):
     tokens = cases.sequence_infos(x)["packed"]
     truth = reference.reference_attention(layer, x, source=z, tokens=tokens)
     slopes = layer_gradients(layer, truth, x)
-    for backend in cases.supporting_backends(spec, needs_grad=True):
+    for backend in cases.supporting_backends(spec, grad_enabled=True):
         layer.backend_name = backend
         ours = layer(x, source=z, sequence=tokens)
         check_close(ours, truth)

@@ -93,7 +93,7 @@ def test_blocks_of_full_size_end_where_they_should(name):
 
 def check_blocks(spec, counts_by_backend):
     """Output and gradients of every backend are those of dense, at each length."""
-    backends = cases.supporting_backends(spec, needs_grad=True)
+    backends = cases.supporting_backends(spec, grad_enabled=True)
     layer = cases.layer(spec)
     for count, names in boundary_lengths(spec, backends, counts_by_backend):
         x = torch.randn(2, count, spec.model, dtype=torch.float64, requires_grad=True)

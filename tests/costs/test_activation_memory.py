@@ -136,7 +136,7 @@ def test_every_part_saves_the_bytes_of_its_formula(name):
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, dtype))
     source = None if z is None else z.shape[1]
     for profile in ["dense"] + ["sdpa"] * (
-        "sdpa" in cases.supporting_backends(spec, dtype=dtype, training=True, needs_grad=True)
+        "sdpa" in cases.supporting_backends(spec, dtype=dtype, training=True, grad_enabled=True)
     ):
         bill = hw.costs.layer_activation_memory(
             spec, load(*x.shape[:2], dtype), profile, source=source

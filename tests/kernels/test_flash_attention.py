@@ -441,7 +441,7 @@ def unsupported_text(job: dict | None = None, **words) -> str:
     "job",
     [
         {},
-        {"needs_grad": True},
+        {"grad_enabled": True},
         {"training": True},
         {"is_compiling": True},
         {"dtype": torch.float64},

@@ -191,7 +191,7 @@ class Constructors(TorchFunctionMode):
         device = options.get("device") or (None if first is None else first.device)
         if name not in CONSTRUCTORS or not is_on_device(device):
             return func(*args, **options)
-        needs_grad = options.pop("requires_grad", False)
+        grad_enabled = options.pop("requires_grad", False)
         options["device"] = "cpu"
         if name == "new_tensor":
             made = torch.tensor(*args[1:], **{"dtype": args[0].dtype, **options})
@@ -201,7 +201,7 @@ class Constructors(TorchFunctionMode):
                 if first is None
                 else first.to(options.get("dtype", first.dtype))
             )
-        return made.to(device).requires_grad_(needs_grad)
+        return made.to(device).requires_grad_(grad_enabled)
 
 
 def register_device() -> None:

@@ -156,7 +156,7 @@ class CallPlanner:
             self.spec.core_of(project),
             device=x.device.type,
             dtype=compute_dtype(x),
-            needs_grad=torch.is_grad_enabled(),
+            grad_enabled=torch.is_grad_enabled(),
             single_query=x.shape[1] == 1,
             has_recurrent_state=cache is not None and bool(cache.state),
             has_paged_cache=isinstance(cache, PagedCache),
@@ -184,7 +184,7 @@ class CallPlanner:
             may_refuse_mask=isinstance(dispatch, CoreDispatch)
             and dispatch.may_refuse
             and not is_compiling,  # an error while tracing leaves the cache as it was
-            keeps_angles=not (signature.needs_grad or is_compiling or signature.is_transformed),
+            keeps_angles=not (signature.grad_enabled or is_compiling or signature.is_transformed),
         )
 
     def _splits_packed_rows(

@@ -209,9 +209,9 @@ class QKTransforms:
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
         for name, transform, p in self.parts.transforms[side]:
             if name not in self._precomputed:
-                exact = torch.promote_types(x_BTHK.dtype, torch.float32)
+                table_dtype = torch.promote_types(x_BTHK.dtype, torch.float32)
                 self._precomputed[name] = transform.precompute(
-                    self.sequence, exact, p, self.keeps_angles
+                    self.sequence, table_dtype, p, self.keeps_angles
                 )
             before = x_BTHK
             x_BTHK = transform.transform(before, side, self._precomputed[name], p)

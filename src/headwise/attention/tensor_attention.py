@@ -141,7 +141,7 @@ def _signature(
     return {
         "device": q_BHTK.device.type,
         "dtype": q_BHTK.dtype,
-        "needs_grad": torch.is_grad_enabled(),
+        "grad_enabled": torch.is_grad_enabled(),
         "single_query": q_BHTK.shape[2] == 1,
         "has_caller_mask": mask is not None,
         "training": choices.dropout > 0,

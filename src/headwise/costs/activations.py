@@ -311,7 +311,7 @@ def default_profile(spec: AttentionSpec, workload: Workload) -> str:
 def training_signature(spec: AttentionSpec) -> CallSignature:
     """Return the call of a training step, by which backends are chosen."""
     core = spec.core_of(spec.projection_form(one=False))
-    return CallSignature(spec, core, needs_grad=True, training=True)
+    return CallSignature(spec, core, grad_enabled=True, training=True)
 
 
 def check_checkpoint_mode(checkpoint: str) -> None:

@@ -216,7 +216,7 @@ class AttentionComponent:
         """FLOPs that the backend executes in the backward pass, including scores that it recomputes
         there.
         """
-        signature = replace(self._call_signature(call, on), needs_grad=True, training=True)
+        signature = replace(self._call_signature(call, on), grad_enabled=True, training=True)
         parts = list(self._executed_cores(signature, call))
         core = sum(part.flops for part in parts)
         total = core * value_grad_factors(self.spec, signature.core)

@@ -158,7 +158,7 @@ def supporting_backends(
     **more: Any,
 ) -> list[str]:
     """Backends that run this spec on the CPU; `more` are further fields of the `CallSignature`."""
-    more = {"needs_grad": torch.is_grad_enabled()} | more
+    more = {"grad_enabled": torch.is_grad_enabled()} | more
     core = spec.core_of(spec.projection_form(single_query))
     call = CallSignature(spec, core, "cpu", dtype, single_query=single_query, **more)
 
@@ -437,7 +437,7 @@ def compare_gradients(spec: AttentionSpec) -> Iterator[Comparison]:
     expected = layer_gradients(
         layer, reference_attention(layer, x, source=source, tokens=sequence), x
     )
-    for layer.backend_name in supporting_backends(spec, needs_grad=True):
+    for layer.backend_name in supporting_backends(spec, grad_enabled=True):
         actual = layer_gradients(layer, layer(x, source=source, sequence=sequence), x)
         for name, gradient in expected.items():
             yield (f"gradient of {name}, backend {layer.backend_name}", actual[name], gradient)

@@ -149,7 +149,7 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
     spec = hw.design(model=2, heads=1, pattern="full")
     at = hw.SequenceInfo.contiguous(0, 1200, "cpu")
     query_context = hw.interfaces.core_types.QueryContext(q, q, 1.0, at)
-    job = CallSignature(spec, spec.core, dtype=BF16, needs_grad=True)
+    job = CallSignature(spec, spec.core, dtype=BF16, grad_enabled=True)
     inputs = backends.CoreInputs(q, q, v, query_context, {}, {})
     o = bf16_matmul.attend(
         job,

@@ -190,7 +190,7 @@ def test_reasons_to_gather():
     assert unsupported_reasons(plain) == []
     assert unsupported_reasons(plain, has_paged_cache=False) == ["the KV cache is not paged"]
     assert unsupported_reasons(plain, single_query=False) == ["supports one query per row only"]
-    assert unsupported_reasons(plain, needs_grad=True) == ["a paged cache keeps no gradients"]
+    assert unsupported_reasons(plain, grad_enabled=True) == ["a paged cache keeps no gradients"]
     assert unsupported_reasons(plain, device="cuda") == ["has a kernel for the CPU only, not cuda"]
     assert unsupported_reasons(plain, probed_tensors=frozenset({"k", "v"})) == [
         "cannot show k, v: it reads keys and values in their pages"

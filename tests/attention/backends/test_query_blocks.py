@@ -368,7 +368,7 @@ def test_gradients_are_counted_as_torch_counts_them(pattern):
     layer = cases.layer(spec, torch.float32, "block_sparse")
     x = torch.randn(2, 300, 10, requires_grad=True)
     job, work = (
-        CallSignature(spec, spec.core, needs_grad=True),
+        CallSignature(spec, spec.core, grad_enabled=True),
         costs.self_attention_work(spec, batch=2, queries=300),
     )
     core = BACKENDS["block_sparse"].executed_flops(job, work)

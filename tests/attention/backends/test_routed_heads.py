@@ -55,7 +55,7 @@ class Call:
         self.way = some(queries, 6).detach()
 
     def attend(self, opened: torch.Tensor) -> torch.Tensor:
-        job = CallSignature(self.spec, self.spec.core, needs_grad=True)
+        job = CallSignature(self.spec, self.spec.core, grad_enabled=True)
         layer = hw.Attention(self.spec)
         bound = CoreSteps.from_spec(self.spec, layer.weights)
         query_context = QueryContext(self.q, self.q, 0.5, self.query_sequence)
@@ -293,13 +293,13 @@ def unsupported_text(modifiers, **more) -> str:
 def test_supported_calls():
     assert (
         unsupported_text(HALF)
-        == unsupported_text(HALF, needs_grad=True)
+        == unsupported_text(HALF, grad_enabled=True)
         == unsupported_text((hw.parts.Rotary(), *HALF), training=True)
         == ""
     )
     by_norm = (hw.parts.MixtureOfHeads(always=2, active=2, router="norm"),)
     assert unsupported_text(by_norm) == ""
-    assert "gradients pass the gates" in unsupported_text(by_norm, needs_grad=True)
+    assert "gradients pass the gates" in unsupported_text(by_norm, grad_enabled=True)
 
 
 @pytest.mark.parametrize(

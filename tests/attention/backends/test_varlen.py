@@ -43,7 +43,7 @@ def test_packed_texts_equal_texts_alone(name, many_groups):
     layer.backend_name = "dense"  # tests/contract/test_truth.py compares it with the reference
     expected = layer(x, sequence=masked(sequence))
     expected_gradients = layer_gradients(layer, expected, x)
-    for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
+    for backend in (*cases.supporting_backends(spec, grad_enabled=True), None):
         layer.backend_name = backend
         y = layer(x, sequence=sequence)
         check_close(y, expected)
@@ -70,7 +70,7 @@ def test_a_text_reads_its_own_source(name, many_groups):
         x, sequence=masked(at), source=layer.project_source(z, sequence=masked(sequence))
     )
     expected_gradients = layer_gradients(layer, expected, x)
-    for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
+    for backend in (*cases.supporting_backends(spec, grad_enabled=True), None):
         layer.backend_name = backend
         y = layer(x, sequence=at, source=layer.project_source(z, sequence=sequence))
         check_close(y, expected)

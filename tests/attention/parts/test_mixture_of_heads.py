@@ -346,7 +346,7 @@ def test_a_pruned_routed_layer_runs_on_the_same_backends(name):
         assert len(cut.spec.core_score_heads) == 6
         return
     assert (cut.spec.heads.q, len(cut.spec.core_score_heads)) == (6, len(keep))
-    for options in ({}, {"needs_grad": True}, {"single_query": True}):
+    for options in ({}, {"grad_enabled": True}, {"single_query": True}):
         before, after = (
             backends.make_dispatch(backends.CallSignature(spec, spec.core, **options)).backend_names
             for spec in (layer.spec, cut.spec)

@@ -103,7 +103,7 @@ class CallReport:
             "tokens": self.tokens,
             "device": call.device,
             "dtype": _dtype_name(call),
-            "grad": call.needs_grad,
+            "grad": call.grad_enabled,
             "training": call.training,
             "mask": call.has_caller_mask,
             "state": call.has_recurrent_state,
@@ -232,7 +232,7 @@ def why(
         spec.core,
         device=_device_type(device),
         dtype=DTYPES[dtype],
-        needs_grad="grad" in when,
+        grad_enabled="grad" in when,
         has_paged_cache="paged" in when,
         has_caller_mask="mask" in when,
         training="training" in when,
@@ -305,7 +305,7 @@ def _title(report: CallReport) -> str:
     call = report.signature
     states = {
         "training": call.training,
-        "with gradient": call.needs_grad,
+        "with gradient": call.grad_enabled,
         "with a mask of the caller": call.has_caller_mask,
         "with a paged KV cache": call.has_paged_cache,
         "packed rows": call.is_packed,

@@ -72,7 +72,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     if not is_preferred(call):
         return []
     faster = "torch's fused call takes less time"
-    if call.needs_grad:
+    if call.grad_enabled:
         return call.slower_below("bf16_matmul_gradients", size, faster, is_upper=True)
     return call.slower_below("bf16_matmul", size, faster)
 

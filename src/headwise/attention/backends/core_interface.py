@@ -69,7 +69,7 @@ class CallSignature:
     core: CoreShape
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-    needs_grad: bool = False
+    grad_enabled: bool = False
     single_query: bool = False  # a single query per row
     has_recurrent_state: bool = (
         False  # the cache holds a recurrent state instead of keys and values

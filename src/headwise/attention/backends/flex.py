@@ -67,7 +67,7 @@ def _unsupported_device_reasons(call: CallSignature) -> list[str]:
                 f"in {str(call.dtype).removeprefix('torch.')})"
             )
         return reasons
-    if call.needs_grad:
+    if call.grad_enabled:
         reasons.append("has no backward pass on the CPU")
     if call.core.dim != call.core.vdim:
         reasons.append("needs dim = vdim on the CPU")

@@ -28,7 +28,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append(
             f"{type(call.spec.project).__name__} computes keys and values from what is cached"
         )
-    if call.needs_grad:
+    if call.grad_enabled:
         reasons.append("a paged cache keeps no gradients")
     unseen = sorted(call.probed_tensors & {"k", "v"})
     if unseen:

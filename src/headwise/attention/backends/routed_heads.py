@@ -62,7 +62,7 @@ def _open_shares(call: CallSignature) -> list[tuple[Fraction, ...] | None]:
     """
     shares = []
     for _, gate in call.spec.parts_of(Gate):
-        can_skip = gate.blocks_gradient_when_closed() or not call.needs_grad
+        can_skip = gate.blocks_gradient_when_closed() or not call.grad_enabled
         shares.append(gate.open_fractions(call.spec) if can_skip else None)
     return shares
 

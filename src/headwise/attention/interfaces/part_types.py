@@ -255,12 +255,12 @@ class QKTransform(Modifier):
         return SymmetryGroup() if changed else super().symmetry(spec, side, p)
 
     def precompute(
-        self, sequence: SequenceInfo, exact: torch.dtype, p: PartParams, keeps: bool = False
+        self, sequence: SequenceInfo, table_dtype: torch.dtype, p: PartParams, keeps: bool = False
     ) -> Any:
         """Values that depend on positions only, such as rotary angles; computed once and passed to
         `transform`.
 
-        `exact` is a dtype with enough precision for angles. With `keeps`, the values may be kept in
+        `table_dtype` is a dtype with enough precision for angles. With `keeps`, the values may be kept in
         `p.cached` for later calls.
         """
         return None

@@ -315,7 +315,7 @@ class Rotary(QKTransform):
         return SingleVectorTransform(merged, sources, {"frequency": p["frequency"].repeat(heads)})
 
     def precompute(
-        self, sequence: SequenceInfo, exact: torch.dtype, p: PartParams, keeps: bool = False
+        self, sequence: SequenceInfo, table_dtype: torch.dtype, p: PartParams, keeps: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles, times the attention factor, as `transform` takes
         them.
@@ -323,10 +323,10 @@ class Rotary(QKTransform):
         frequency = p["frequency"]
         start = sequence.start
         if not keeps or start is None or start + sequence.count > LARGEST_TABLE:
-            return self._cos_sin(sequence.position, frequency, exact, sequence.device)
+            return self._cos_sin(sequence.position, frequency, table_dtype, sequence.device)
         stop = start + sequence.count
         version = 0 if frequency.is_inference() else frequency._version
-        table = p.cached.get(exact)
+        table = p.cached.get(table_dtype)
         if (
             table is None
             or table.frequency is not frequency
@@ -335,16 +335,16 @@ class Rotary(QKTransform):
         ):
             size = max(SMALLEST_TABLE, 2 ** (stop - 1).bit_length())
             positions = torch.arange(size, device=frequency.device)[None]
-            angles = self._cos_sin(positions, frequency, exact, sequence.device)
+            angles = self._cos_sin(positions, frequency, table_dtype, sequence.device)
             table = AngleTable(*angles, frequency, version)
             # Fake tensors, and tensors of a CUDA graph during capture, hold no numbers yet.
             is_fake = type(table.cos) is not type(frequency)
             if not (is_fake or (frequency.is_cuda and torch.cuda.is_current_stream_capturing())):
-                p.cached[exact] = table
+                p.cached[table_dtype] = table
         return table.cos[:, start:stop], table.sin[:, start:stop]
 
     def _cos_sin(
-        self, position_BT: Tensor, frequency: Tensor, exact: torch.dtype, device: torch.device
+        self, position_BT: Tensor, frequency: Tensor, table_dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """[B, T, 1, pairs]; with pairs="half" [B, T, 1, dims], and the sines of the first half are
         negative.
@@ -362,7 +362,7 @@ class Rotary(QKTransform):
         if self.pairs == "half":
             cos = torch.cat([cos, cos], -1)
             sin = torch.cat([-sin, sin], -1)
-        return cos.to(device, exact), sin.to(device, exact)
+        return cos.to(device, table_dtype), sin.to(device, table_dtype)
 
     def transform(
         self, x_BTHK: Tensor, side: str, precomputed: tuple[Tensor, Tensor], p: PartParams
