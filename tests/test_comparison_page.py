@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from headwise import cli
+from support.refusals import refused_cases
 from support.syntax_trees import syntax_nodes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,16 +121,7 @@ ROW = {
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"yes": ["Z"]}, r"row 1 \(a\): unknown tools \['Z'\]; use codes in \['A', 'B', 'C'\]"),
-        ({"yes": ["B"]}, "a tool has two marks"),
-        ({"ours": "maybe"}, "unknown mark ours='maybe'"),
-        ({"evidence": []}, "ours='yes' needs evidence"),
-        ({"missing": "the rest"}, "ours='yes' needs evidence and no `missing`"),
-        ({"ours": "partial"}, "ours='partial' needs `missing`"),
-        ({"ours": "no", "evidence": []}, "ours='no' needs `missing`"),
-    ],
+    ("change", "message"), refused_cases(__file__, "comparison page", globals())
 )
 def test_inconsistent_rows_are_refused(measured_pages: ModuleType, change: dict, message: str):
     with pytest.raises(ValueError, match=message):

@@ -13,6 +13,7 @@ from headwise.models.vocabulary import ByteVocabulary
 from support import command_help
 from support.command_errors import run_refused
 from support.pruning_examples import TEXTS
+from support.refusals import refused_cases
 from support.transformers_models import ZOO
 
 FAST = ("--seconds", "0.05", "--length", "8")
@@ -191,16 +192,7 @@ def test_retraining_is_reported(
     assert "uptrained on 40 texts" in stdout
 
 
-@pytest.mark.parametrize(
-    ("argv", "wrong"),
-    [
-        (
-            ["ours", "--data", "texts", "--kv", "3"],
-            "cannot split 4 key-value heads into 3 equal groups. Use one of [1, 2, 4]",
-        ),
-        (["ours", "--data", "texts", "--kv", "2", "--where", "cross"], "has no cross-attention"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "wrong"), refused_cases(__file__, "convert", globals()))
 def test_wrong_arguments(
     argv: list[str],
     wrong: str,

@@ -14,6 +14,7 @@ from headwise.observe.head_analysis.head_table import HeadClass, HeadMeasures, H
 from headwise.report.render import to_text
 from support import command_help
 from support.conllu_examples import ROWS, build_encoder, conllu_lines
+from support.refusals import refused_cases
 from support.saved_models import save_models
 
 
@@ -123,19 +124,7 @@ def test_the_output_folder_holds_the_reports(
     assert (code, "there is no head 77" in stderr) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("argv", "wrong"),
-    [
-        (["--data", "one"], "only 1 of the texts can be read; give at least two"),
-        (
-            ["--data", "empty"],
-            "only 0 of the texts can be read (empty lines: 2); give at least two",
-        ),
-        (["--conllu", "one"], "a row has 1 columns, not 10"),
-        (["--task", "dates"], "does not use the vocabulary of the task dates"),
-        (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give the same number in each"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "wrong"), refused_cases(__file__, "heads", globals()))
 def test_wrong_arguments(
     argv: list[str],
     wrong: str,

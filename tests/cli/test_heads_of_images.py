@@ -16,6 +16,7 @@ from PIL import Image
 import headwise as hw
 from headwise import cli
 from support import command_help
+from support.refusals import refused_cases
 from support.transformers_models import ZOO, transformers
 
 SIZES = {
@@ -195,28 +196,18 @@ def test_table_figures_and_limit(
     assert values == sorted(values, reverse=True)
 
 
-REFUSED = {
-    "texts": ("text", "images", (), "takes no images"),
-    "windows": ("swin", "images16", (), "as in models with windows"),
-    "no images": ("vit", "nothing", (), "has no images"),
-    "no processor": (
-        "bare",
-        "images",
-        (),
-        "preprocessor_config.json does not say how pixels are normalised",
-    ),
-    "no usage": ("native", "bytes", (), "does not say how pixels are normalised"),
-    "size": ("vit", "small", (), "has images of 8 x 20, but the model takes 12 x 20"),
-    "one image": ("vit", "one", (), "has 1 images, too few"),
-    "missing": ("vit", "missing", (), "missing"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("model", "source", "options", "reason"), refused_cases(__file__, "images", globals(), 3)
+)
 def test_input_that_cannot_be_measured_is_refused(
-    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Any,
+    source: Any,
+    options: Any,
+    reason: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
-    model, source, options, reason = REFUSED[name]
     paths = {
         "one": tmp_path / "one.npy",
         "images16": tmp_path / "images16.npy",

@@ -15,6 +15,7 @@ from headwise.training.data import make_task
 from support import command_help
 from support.command_errors import run_refused
 from support.pruning_examples import TEXTS
+from support.refusals import refused_cases
 from support.tiny_configs import model_config
 from support.transformers_models import ZOO
 
@@ -232,45 +233,7 @@ def test_a_share_that_is_no_number_of_groups_is_reported(
     assert json.loads((tmp_path / "out" / "verification.json").read_text())["texts"] == 11
 
 
-@pytest.mark.parametrize(
-    ("argv", "wrong"),
-    [
-        (
-            ["ours", "--keep", "0.5", "--data", "few"],
-            "only 1 of the texts can be read; give at least two",
-        ),
-        (
-            ["ours", "--heads", "0:9", "--data", "texts"],
-            "decoder.0.attention has no head 9; its heads are 0..3",
-        ),
-        (["ours", "--heads", "9:0", "--data", "texts"], "has no layer 9"),
-        (
-            ["ours", "--heads", "0:1", "0:1", "--data", "texts"],
-            "head 1 of decoder.0.attention is listed twice",
-        ),
-        (
-            ["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"],
-            "cannot remove all heads of gpt2",
-        ),
-        (
-            ["ours", "--keep", "0.5", "--task", "dates"],
-            "does not have the inputs and outputs of the task dates",
-        ),
-        (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),
-        (
-            ["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"],
-            "has a tokenizer of its own",
-        ),
-        (
-            ["ours", "--keep", "0.5", "--data", "texts", "--length", "900"],
-            "exceed the 64 positions of gpt2",
-        ),
-        (
-            ["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"],
-            "cannot measure objective 'label'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("argv", "wrong"), refused_cases(__file__, "prune", globals()))
 def test_wrong_arguments(
     argv: list[str],
     wrong: str,

@@ -26,6 +26,7 @@ from headwise.models import model_spec as bp
 from headwise.models.generation.generate import classify
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.training.data import make_task, synthetic_task
+from support.refusals import refused_cases
 from support.tiny_configs import model_config
 
 LINES = [
@@ -364,36 +365,9 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
 
 # --- what is refused ------------------------------------------------------------------------------
 
-BAD: dict[str, tuple[list[str], str]] = {
-    "idle": (["T", LINES[0], "--top-k", "5"], "top_k=5 has no effect: temperature=0"),
-    "beams": (["T", LINES[0], "--beams", "64"], "beams=64 is more than the 63 tokens"),
-    "empty": (["T", ""], "is empty"),
-    "empty stop": (
-        ["T", LINES[0], "--stop", ""],
-        "stop must be a non-empty text or a token id, got ''",
-    ),
-    "unknown": (["T", "<zh>hello"], "cannot tokenize 'hello' at character 4"),
-    "no tokenizer": (
-        ["S", "low"],
-        "gpt2 has no tokenizer; give --tokenizer FILE, or --tokenizer bytes",
-    ),
-    "a tokenizer of another": (
-        ["T", LINES[0], "--tokenizer", "bytes"],
-        "has a tokenizer of its own",
-    ),
-    "a long prompt": (
-        ["S", "x" * 50, "--tokenizer", "bytes"],
-        "is 10 longer than the 40 positions of gpt2",
-    ),
-    "a long answer": (["S", "x", "--tokenizer", "bytes"], "are 24 more than the 40 positions"),
-    "a seed": (["T", LINES[0], "--seed", "-3"], "seed=-3"),
-    "no device": (["T", LINES[0], "--device", "gpu9"], "device='gpu9' is not available"),
-}
 
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line(run: Run, translator: Path, speaker: Path, name: str):
-    argv, words = BAD[name]
+@pytest.mark.parametrize(("argv", "words"), refused_cases(__file__, "run", globals()))
+def test_bad_input_is_one_line(run: Run, translator: Path, speaker: Path, argv: Any, words: str):
     code, out, err = run(*({"T": translator, "S": speaker}.get(one, one) for one in argv))
     assert (code, out) == (2, "")
     assert err.startswith("headwise: ")

@@ -10,6 +10,7 @@ import pytest
 
 import headwise as hw
 from support import command_help
+from support.refusals import refused_cases
 from support.saved_models import save_models
 
 
@@ -108,28 +109,7 @@ def test_a_source_and_its_target(
     assert trace.streams["text"][0].words[1:] == ("x", "y")
 
 
-@pytest.mark.parametrize(
-    ("argv", "wrong"),
-    [
-        (["ours", "--text", "", "--out", "a.trace"], "the prompt is empty"),
-        (["gpt2", "--text", "", "--out", "a.trace"], "the text is empty"),
-        (["ours", "--text", "x" * 25, "--out", "a.trace"], "is 1 longer than the 24 positions"),
-        (["ours", "--text", "a", "--sites", "7", "--out", "a.trace"], "has no layer 7"),
-        (
-            ["ours", "--text", "a", "--budget", "100", "--out", "a.trace"],
-            "beyond a budget of 100 B",
-        ),
-        (
-            ["ours", "--text", "a", "--target", "b", "--out", "a.trace"],
-            "or source and text to an encoder-decoder",
-        ),
-        (
-            ["t5", "--text", "a", "--new-tokens", "0", "--out", "a.trace"],
-            "a source alone is not enough",
-        ),
-        (["none.trace"], "there is no file 'none.trace'; give one"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "wrong"), refused_cases(__file__, "trace", globals()))
 def test_wrong_arguments(
     argv: list[str],
     wrong: str,

@@ -18,6 +18,7 @@ from headwise.training.data import make_task
 from headwise.training.evaluation import sum_batch_metrics
 from headwise.training.recipe import Recipe
 from headwise.util.errors import SpecError
+from support.refusals import refused_cases
 
 TASK = make_task("recall", vocabulary=16, length=16, pairs=2)
 RECIPE = Recipe(
@@ -72,20 +73,7 @@ def test_conversion_and_training_after_it(net: hw.models.Transformer, tmp_path: 
     assert trained == again
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"change": "trim"}, "edits.e.change = 'trim' is unknown"),
-        ({"change": "prune", "share": 1.5}, "give share = 0.5"),
-        ({"change": "convert"}, "give kv = 1 or more"),
-        ({"change": "ablate", "share": 0.5, "steps": 3}, "trains heads that it ablates"),
-        ({"change": "prune", "share": 0.5, "ranking": "bets"}, "did you mean 'best'"),
-        ({"change": "prune", "chare": 0.5}, "chare is not known; did you mean 'share'"),
-        ({"change": "ablate", "share": 0.5, "count": 1}, "leave one of them out"),
-        ({"change": "prune", "count": 1}, "leave one of them out"),
-        (0.5, "is a float, not a table"),
-    ],
-)
+@pytest.mark.parametrize(("values", "words"), refused_cases(__file__, "model edits", globals()))
 def test_refusals(values: Any, words: str):
     table = {
         "hypothesis": "x",

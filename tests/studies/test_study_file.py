@@ -25,6 +25,7 @@ from headwise.training.data.synthetic_task import ModelShape
 from headwise.training.data.task_registry import TASKS
 from headwise.training.recipe import Recipe
 from headwise.util.errors import SpecError
+from support.refusals import refused_cases
 
 STUDIES = Path(__file__).parents[2] / "studies"
 RECALL = {"vocabulary": 32, "length": 32, "pairs": 4}
@@ -101,73 +102,15 @@ def test_matched_sizes_are_near_the_baseline(match: str):
         assert abs(count(own) / count(like) - 1) <= 0.1, variant
 
 
-MISTAKES = {
-    "no hypothesis": ({"hypothesis": " "}, "states no hypothesis"),
-    "no variant": ({"variants": {"mhaa": {}}}, "did you mean 'mha'"),
-    "no preset": ({"variants": {"mha": {"preset": "gqq"}}}, "did you mean 'gqa'"),
-    "no task": ({"tasks": {"recal": {}}}, "did you mean 'recall'"),
-    "no option": ({"tasks": {"recall": {"pears": 3}}}, "did you mean 'pairs'"),
-    "no metric": ({"tasks": {"recall": {"metric": "acuracy"}}}, "did you mean 'accuracy'"),
-    "no field": ({"recipes": {}}, "did you mean 'recipe'"),
-    "no recipe field": ({"recipe": {"step": 3}}, "did you mean 'steps'"),
-    "no baseline": ({"baseline": "gqa"}, "there is no variant 'gqa'"),
-    "matching": ({"match": "parameters"}, "did you mean 'params'"),
-    "tuning seed": ({"tuning_seed": 1}, "use another tuning_seed"),
-    "equal seeds": ({"seeds": [1, 1]}, "different integers"),
-    "rate": ({"recipe": {"lr": 0}}, "above 0"),
-    "table": ({"variants": {"mha": 3}}, "not a table"),
-    "two sources": ({"variants": {"mha": {"preset": "gqa", "spec": "x.toml"}}}, "give one of them"),
-    "shape": ({"model": {"wide": 3}}, "did you mean 'width'"),
-    "grid": ({"seeds": list(range(1, 60_000))}, "give fewer variants"),
-    "contrast": ({"contrasts": [["few", "mhaa"]]}, "did you mean 'mha'"),
-    "contrast of a test": ({"contrasts": [["few on long", "mha"]]}, "did you mean 'longer'"),
-    "contrast after an edit": ({"contrasts": [["few after half", "mha"]]}, "not in edits"),
-    "measure": ({"contrasts": [["entropi of few", "mha"]]}, "did you mean 'entropy'"),
-    "place": ({"contrasts": [["change of few", "mha"]]}, "is not measured there"),
-    "step in words": (
-        {"contrasts": [["entropy of few at step seven", "entropy of few"]]},
-        'write a number, as in "at',
-    ),
-    "padded step": (
-        {"contrasts": [["entropy of few at step 07", "entropy of few"]]},
-        "has the step '07'",
-    ),
-    "unlike measures": (
-        {"contrasts": [["entropy of few", "mha"]]},
-        "takes the metric of the task from entropy",
-    ),
-    "itself": ({"contrasts": [["few", "few"]]}, "compares 'few' with itself"),
-    "made anyway": (
-        {"contrasts": [["mha", "few"]]},
-        "compares a variant with the baseline 'mha', as the report does",
-    ),
-    "repeated": (
-        {"contrasts": [["few on longer", "mha"], ["mha", "few on longer"]]},
-        "twice, perhaps in another",
-    ),
-    "single contrast": ({"contrasts": ["few"]}, "not a pair of texts"),
-    "words": ({"contrasts": [["few in half", "mha"]]}, "VARIANT after EDIT"),
-    "empty": ({"variants": {}}, "0 variants and 1 tasks"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_give_one_line(name: str):
-    changes, words = MISTAKES[name]
+@pytest.mark.parametrize(("changes", "words"), refused_cases(__file__, "study files", globals()))
+def test_mistakes_give_one_line(changes: Any, words: str):
     with pytest.raises(SpecError, match=words) as caught:
         parse_study({**TABLE, **changes}, "few", "small", {})
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("variants", "words"),
-    [
-        ({"mha": {}, "same": {"preset": "mha"}}, "'mha' and 'same' are the same model on 'recall'"),
-        ({"mha": {}, "mla": {}}, "cannot be matched on 'recall' by params"),
-        ({"mha": {}, "mine": {"spec": "missing.toml"}}, "cannot be read"),
-        ({"mha": {}, "mine": {"options": {"heds.kv": 2}}}, "has no heds"),
-        ({"mha": {"model": {"positions": "learned"}}}, "use one of none, rotary, sinusoidal"),
-    ],
+    ("variants", "words"), refused_cases(__file__, "models of studies", globals())
 )
 def test_models_that_cannot_be_made(variants: dict[str, Any], words: str):
     with pytest.raises(SpecError, match=words):
@@ -176,27 +119,7 @@ def test_models_that_cannot_be_made(variants: dict[str, Any], words: str):
         )
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"variants": {"mha": {}, "few": {"preset": "gqa", "recipe": {"init": "depht"}}}},
-            "'few' .* init='depht'",
-        ),
-        (
-            {"recipe": {"steps": 8, "aux_losses": {"balance": 0.1}}},
-            "'mha' on 'recall' .* loss 'balance'",
-        ),
-        (
-            {"tasks": {"recall": {**RECALL, "tests": {"more": {"vocabulary": 64}}}}},
-            "'mha' .* test 'more': .* 64 ids",
-        ),
-        (
-            {"edits": {"three": {"change": "convert", "kv": 3}}},
-            "'mha' .* edit 'three': .* cannot split 4",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), refused_cases(__file__, "cells", globals()))
 def test_cells_that_cannot_begin(changes: dict[str, Any], words: str):
     with pytest.raises(SpecError, match=words) as caught:
         CellGrid(parse_study({**TABLE, **changes}, "few", "small", {}))
@@ -234,31 +157,7 @@ def test_a_scale_leaves_out_contrasts():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "step", "words"),
-    [
-        ({}, 0, ""),
-        (
-            {},
-            200,
-            "with recipe.keep = 1 heads are only measured at step 0; set recipe.keep = 2, or use "
-            "step 0",
-        ),
-        ({"keep": 2}, 200, ""),
-        ({"keep": 9}, 60, "every 50 steps and at the last, 200; use one of these, or step 0"),
-        ({"keep": 9}, 250, "every 50 steps and at the last, 200"),
-        (
-            {"keep": 6},
-            100,
-            "up to 6 later ones replace it; set recipe.keep = 7",
-        ),  # 120, 140, 150, 160, 180 and 200
-        ({"keep": 7}, 100, ""),
-        (
-            {"keep": 2, "checkpoint_every": 60, "evaluate_every": 90},
-            120,
-            "up to 2 later ones",
-        ),  # 180 (of both) and 200
-        ({"keep": 4, "checkpoint_every": 60, "evaluate_every": 150}, 120, ""),  # 150, 180 and 200
-    ],
+    ("recipe", "step", "words"), refused_cases(__file__, "contrasts at steps", globals(), 2)
 )
 def test_contrasts_at_steps_need_a_checkpoint(recipe: dict[str, int], step: int, words: str):
     contrast = [f"entropy of few at step {step}", "entropy of few"]

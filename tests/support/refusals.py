@@ -15,6 +15,22 @@ def refused_calls(path: Path) -> list[Any]:
     return [pytest.param(does, words, id=does) for does, words in split]
 
 
+def refused_cases(test_file: str, section: str, names: dict[str, Any], count: int = 1) -> list[Any]:
+    """The lines below `# section` in refused.txt beside a test file, as parameters: the `count`
+    values of the expression, and the pattern of its error.
+    """
+    text = Path(test_file).with_name("refused.txt").read_text("utf-8")
+    lines = text.partition(f"\n# {section}\n")[2].partition("\n\n")[0].splitlines()
+    assert lines, f"refused.txt has no section {section}"
+    cases = []
+    for line in lines:
+        expression, _, pattern = line.rpartition(" -> ")
+        value = eval(expression, names)
+        values = value if count > 1 else [value]
+        cases.append(pytest.param(*values, pattern, id=expression[:60]))
+    return cases
+
+
 def check_refused(does: str, words: str, kind: type[Exception], names: dict[str, Any]) -> None:
     """An expression ends in one error of one line whose message holds these words in their order."""
     with pytest.raises(kind) as caught:

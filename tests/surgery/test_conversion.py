@@ -22,6 +22,7 @@ from support.importance_examples import (
     translator,
     with_random_biases,
 )
+from support.refusals import refused_cases
 
 LLAMA = {
     "model_type": "llama",
@@ -160,27 +161,7 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
     assert sum("keys and values of 5 examples" in line for line in recorded) == 2
 
 
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
-        (
-            4,
-            "decoder.0.attention: cannot split 6 key-value heads into 4 equal groups. Use one of "
-            "[1, 2, 3, 6]",
-        ),
-        (0, "cannot split 6 key-value heads into 0 equal groups"),
-        (
-            Pool(2, grouping="similar"),
-            "cannot collect keys and values from 0 texts. Give at least 2",
-        ),
-        (ToCollaborative(0), "width"),
-        ("2", "conversion='2' is no AttentionConversion; give a number of key-value heads"),
-        (
-            ToMixtureOfHeads(9, 1),
-            "num_always_active must be between 0 and 6, the number of heads, got 9",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("way", "message"), refused_cases(__file__, "conversions", globals()))
 def test_impossible_conversions_are_reported(way, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         convert(build_model(LLAMA), way) if not isinstance(way, ToMixtureOfHeads) else convert(

@@ -40,6 +40,7 @@ from support.importance_examples import (
     translator,
     with_uneven_attention,
 )
+from support.refusals import refused_cases
 
 LONGER = {"steps": 30, "batch": 8, "every": 15, "rate": 5e-3}
 BRIEF = {"steps": 12, "batch": 4, "every": 4, "rate": 1e-2}
@@ -420,19 +421,7 @@ def test_unsupported_students_are_refused_before_training():
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"steps": 0}, r"UptrainingOptions\(steps=0\) is out of range; give 1"),
-        ({"rate": -1.0}, "rate=-1.0"),
-        ({"alpha": 1.5}, "alpha=1.5"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"held_out": 1.0}, "held_out=1.0"),
-        ({"keep": "lst"}, "did you mean 'last'"),
-        ({"schedule": "cosin"}, "did you mean 'cosine'"),
-        ({"batch": 2.5}, "is of type float"),
-    ],
-)
+@pytest.mark.parametrize(("options", "why"), refused_cases(__file__, "distillation", globals()))
 def test_invalid_arguments_are_refused(options, why):
     with pytest.raises(SpecError, match=why):
         UptrainingOptions(**options)

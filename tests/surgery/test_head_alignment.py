@@ -26,6 +26,7 @@ from headwise.surgery.head_alignment import (
 )
 from support import layer_cases as cases
 from support.layer_cases import EVERY, base, check_close
+from support.refusals import refused_cases
 
 # Whose heads lie in a way that something sees, by side.
 UNSUPPORTED_BY_SIDE = {
@@ -102,23 +103,7 @@ def test_only_heads_without_symmetry_cannot_be_rotated(side):
 
 
 @pytest.mark.parametrize(
-    ("options", "side", "reason"),
-    [
-        ({"modifiers": (hw.parts.Shaw(reach=2),)}, "k", "Shaw depends on the basis of keys"),
-        (
-            {"modifiers": (hw.parts.QKNorm(), hw.parts.Rotary())},
-            "k",
-            "QKNorm and Rotary depend on the basis of keys",
-        ),
-        ({"modifiers": (hw.parts.OutputGate(),)}, "v", "OutputGate depends on the basis of values"),
-        ({"merge": hw.parts.SumMerge()}, "v", "SumMerge cannot absorb a matrix per head of values"),
-        (
-            {"project": hw.parts.Overlapping(overlap=0)},
-            "k",
-            "Overlapping cannot absorb a matrix per head of keys",
-        ),
-    ],
-    ids=str,
+    ("options", "side", "reason"), refused_cases(__file__, "alignments", globals(), 2)
 )
 def test_a_refusal_names_the_part(options, side, reason):
     layer = cases.layer(base(**options))

@@ -30,6 +30,7 @@ from support.importance_examples import (
     with_random_biases,
     with_uneven_attention,
 )
+from support.refusals import refused_cases
 
 T5 = {
     "model_type": "t5",
@@ -185,22 +186,7 @@ def test_a_vector_replaces_removed_attention():
     )
 
 
-@pytest.mark.parametrize(
-    ("keep", "message"),
-    [
-        ({"decoder.0.attention": (3,)}, r"decoder.0.attention has no head 3; its heads are 0..2"),
-        ({"decoder.0.attention": (-1,)}, r"has no head -1; its heads are 0..2"),
-        ({"decoder.0.attention": (1, 1)}, r"head 1 of decoder.0.attention is listed twice"),
-        (
-            {"decoder.0.attentio": (1,)},
-            r"no attention 'decoder.0.attentio'; did you mean 'decoder.0.attention'",
-        ),
-        (
-            {"decoder.0.attention": (), "decoder.1.attention": ()},
-            r"cannot remove all heads of gpt2. Keep at least one",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("keep", "message"), refused_cases(__file__, "removals", globals()))
 def test_impossible_removals_are_reported(keep, message):
     with pytest.raises(hw.SpecError, match=message):
         remove_heads(build_model(GPT2), keep)

@@ -40,6 +40,7 @@ from support.importance_examples import (
     make_examples,
     with_uneven_attention,
 )
+from support.refusals import refused_cases
 
 NEEDLESS = {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 3)}
 GROUPED = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -308,22 +309,7 @@ def test_an_interrupt_reports_the_gates_so_far():
 # --- bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"heads": 0}, "cannot keep 0 of 8 heads. Give heads=1 to 8"),
-        ({"heads": 9}, "cannot keep 9 of 8 heads"),
-        ({"heads": 1.0}, "fraction between 0 and 1, got 1.0 for 8 heads"),
-        ({"heads": 9, "unit": "kv"}, "cannot keep 9 of 8 groups of heads"),
-        ({"heads": 2, "sites": ("decoder.0.atention",)}, "did you mean 'decoder.0.attention'"),
-        ({"heads": 2, "freeze": "decoder"}, "needs two stacks"),
-        ({"heads": 2, "freeze": "decodr"}, "did you mean 'decoder'"),
-        ({"heads": 2, "unit": "group"}, "unit='group'"),
-        ({"heads": 2, "strength": 0.0}, "strength=0.0"),
-        ({"heads": 2, "gates_rate": 2.0}, "gates_rate=2.0"),
-        ({"heads": 2, "batch": 30}, "cannot fill a batch of 30: .* Use batch=18"),
-    ],
-)
+@pytest.mark.parametrize(("options", "why"), refused_cases(__file__, "gates", globals()))
 def test_invalid_arguments_are_refused(options, why):
     net = needy({})
     with pytest.raises(SpecError, match=why) as excinfo:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import nn  # noqa: F401 - used in refused.txt
 
 import headwise as hw
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.head_analysis.annotated_examples import Example, examples_from_lines
 from headwise.surgery import DropHeads, HeadRanking, KeepTop, Pool, ToMixtureOfHeads
 from headwise.surgery.model_and_texts import split_examples
+from support.refusals import refused_cases
 from support.tiny_configs import model_config
 from support.transformers_models import ZOO, without_columns
 
@@ -192,57 +193,10 @@ def test_skipped_texts_are_named():
     assert "empty lines: 2" in str(pruned)
 
 
-WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "path": (
-        lambda model: hw.prune("gpt2", 0.5, TEXTS),
-        "there is no folder or file 'gpt2'; give a folder with a model, a Hub id",
-    ),
-    "no tokenizer": (
-        lambda model: hw.prune(model, 0.5, TEXTS),
-        "LlamaForCausalLM comes with no tokenizer; give tok",
-    ),
-    "convert": (
-        lambda model: hw.convert(model, 2, TEXTS),
-        "LlamaForCausalLM comes with no tokenizer; give tokenizer=",
-    ),
-    "numbers": (
-        lambda model: hw.prune(model, 0.5, [1, 2], tokenizer="bytes"),
-        "text 0 is of type int; give strings",
-    ),
-    "number": (
-        lambda model: hw.prune(model, 0.5, 3, tokenizer="bytes"),
-        "texts are of type int; give a list",
-    ),
-    "mapping": (
-        lambda model: hw.prune(model, 0.5, {"a": "b"}, tokenizer="bytes"),
-        "texts are of type dict; give a",
-    ),
-    "tokenizer": (
-        lambda model: hw.prune(model, 0.5, TEXTS, tokenizer=7),
-        "tokenizer is of type int; give a tokenizer",
-    ),
-    "pair": (
-        lambda model: hw.prune(model, 0.5, PAIRS, tokenizer="bytes"),
-        "give a text, or source and text to an",
-    ),
-    "small vocabulary": (
-        lambda model: hw.prune(ZOO["llama"].build(), 0.5, TEXTS, tokenizer="bytes"),
-        "knows 256 tokens, the model 67",
-    ),
-    "selection": (
-        lambda model: hw.prune(model, "half", TEXTS, tokenizer="bytes"),
-        "give a fraction such as 0.5",
-    ),  # pyright: ignore[reportArgumentType] - the mistake under test
-    "other module": (
-        lambda model: hw.prune(nn.Linear(2, 2), 0.5, TEXTS),
-        r"Linear is no model of transformers or headwise; hw\.prune_module",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_give_one_line(name: str):
-    call, message = WRONG[name]
+@pytest.mark.parametrize(
+    ("call", "message"), refused_cases(__file__, "models and texts", globals())
+)
+def test_wrong_arguments_give_one_line(call: Any, message: str):
     with pytest.raises(ValueError, match=message) as caught:
         call(live_model("llama"))
     assert "\n" not in str(caught.value)

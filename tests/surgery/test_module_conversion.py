@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.surgery import Pool, ToCollaborative, ToMHA
+from headwise.surgery import Pool, ToCollaborative, ToMHA  # noqa: F401 - used in refused.txt
 from headwise.util.errors import SpecError
+from support.refusals import refused_cases
 from support.third_party_attentions import Wrapped
 from support.vision_attentions import CASES as VISION_CASES, DIM, HEADS, WIDE
 
@@ -231,14 +232,9 @@ ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 4, 7, batch_first
 INPUT = torch.randn(2, 5, 12)
 
 
-@pytest.mark.parametrize(("conversion", "reason"), [
-    (3, r"0\.attention: cannot split 4 key-value heads into 3 equal groups. Use one of \[1, 2, "
-        r"4\]"),
-    (Pool(2, align="both"), "needs layers of headwise; of other modules, heads can be averaged "
-                            "with neighbours"),
-    (ToCollaborative(4), r"ToCollaborative\(width=4\) needs layers of headwise"),
-    (ToMHA(), "to MHA: MultiheadAttention does not read a number of key-value heads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("conversion", "reason"), refused_cases(__file__, "conversions of modules", globals())
+)
 def test_conversions_that_a_module_cannot_express_are_refused(conversion: object, reason: str):
     with pytest.raises(SpecError, match=reason) as excinfo:
         hw.convert_module(ENCODER, conversion, INPUT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.surgery.module_surgery import SplitMultiheadAttention
 from headwise.util.errors import SpecError
+from support.refusals import refused_cases
 from support.third_party_attentions import Wrapped
 from support.vision_attentions import CASES as VISION_CASES, DIM as VISION_DIM, WIDE as VISION_WIDE
 
@@ -181,40 +183,10 @@ def test_the_cut_is_compared_at_the_module_if_the_last_layer_is_zero():
         hw.prune_module(silent, [(0, 0)], x)
 
 
-REFUSED = {
-    "not equal groups": (
-        Grouped,
-        GROUPED,
-        [(0, 1)],
-        r"shared by 1, 2, 2 query heads; keep the same number",
-    ),
-    "all heads": (Grouped, GROUPED, [(0, "all")], "cannot remove all 6 heads"),
-    "unknown head": (Grouped, GROUPED, [(0, 9)], "no head 9"),
-    "no head": (Grouped, GROUPED, [], "no head would be removed"),
-    "sizes": (
-        Grouped,
-        replace(GROUPED, attributes={}),
-        [(0, 0), (0, 1)],
-        r"cannot run: .*attributes",
-    ),
-    "per head": (
-        Grouped,
-        replace(GROUPED, per_head={"scale": 0}),
-        [(0, 0), (0, 1)],
-        r"cannot run: .*per_head",
-    ),
-    "wrong rows": (
-        lambda: Fused(True),
-        FUSED,
-        [(0, 0)],
-        r"differs from the ablated one by .*per_head",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_cut_that_is_not_exact_is_refused(name: str):
-    make, site, heads, reason = REFUSED[name]
+@pytest.mark.parametrize(
+    ("make", "site", "heads", "reason"), refused_cases(__file__, "cuts of modules", globals(), 3)
+)
+def test_a_cut_that_is_not_exact_is_refused(make: Any, site: Any, heads: Any, reason: str):
     model, x = build(make, site)
     with pytest.raises(ValueError, match=reason) as excinfo:
         hw.prune_module(model, heads, x)
@@ -242,22 +214,8 @@ def test_models_that_cannot_be_pruned_are_refused():
         hw.prune_module(again, [(0, 0)], x)
 
 
-WRONG = {
-    "no child": (replace(FUSED, out="nothing"), "no projection 'nothing'"),
-    "groups": (replace(GROUPED, kv_heads=4), "make no equal groups"),
-    "two children": (replace(GROUPED, k="ask"), "neither three children nor one"),
-    "layout": (replace(FUSED, fused="by row"), "'by projection' or 'by head'"),
-    "fused width": (replace(FUSED, heads=5), "are not 15 heads of q, k and v"),
-    "widths": (replace(GROUPED, kv_heads=6), "are not those of 6 heads and 6 key-value heads"),
-    "attribute": (replace(GROUPED, attributes={"n_q": "head"}), "is no 'head'; map int attributes"),
-    "axis": (replace(GROUPED, per_head={"scale": 1}), "no axis 1 of 6 heads"),
-    "parameter": (replace(GROUPED, per_head={"scales": 0}), "no axis 0 of 6 heads"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_declaration_that_does_not_fit_the_module_is_refused(name: str):
-    site, reason = WRONG[name]
+@pytest.mark.parametrize(("site", "reason"), refused_cases(__file__, "declarations", globals()))
+def test_a_declaration_that_does_not_fit_the_module_is_refused(site: Any, reason: str):
     module = Fused(False) if site.q == "qkv" else Grouped()
     with pytest.raises(ValueError, match=reason):
         hw.declare(module, site)

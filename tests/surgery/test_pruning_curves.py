@@ -39,6 +39,7 @@ from headwise.surgery.verification.quality_metrics import (
 from headwise.training.data import make_task
 from support.importance_examples import make_examples, translator
 from support.number_examples import make_examples as told_scenes, small_gpt2
+from support.refusals import refused_cases
 from support.tiny_configs import model_config
 
 PLACES = (5, 7, 6, 4)
@@ -321,23 +322,7 @@ def test_one_command_sweeps_and_reports(
     assert all(f"]({name})" in page for name in names if "light" in name)
 
 
-@pytest.mark.parametrize(
-    ("more", "wrong"),
-    [
-        (["--parts", "cross"], "gpt2 has no part 'cross'; use one of all"),
-        (["--by", "michell"], "did you mean 'michel'?"),
-        (
-            ["--by", "gates"],
-            "--by needs --gates; add --gates STEPS",
-        ),
-        (["--points", "half"], "--points half are not shares"),
-        (["--points", "0.5,1.5"], "--points 1.5"),
-        (["--random-orders", "0"], "--random-orders 0 is out of range; give 1 or more"),
-        (["--max-loss-rise", "-1"], "--max-loss-rise"),
-        (["--answers", "random"], "cannot score generated answers of gpt2. Give a task"),
-        (["--limit", "1"], "--limit 1 is out of range; give 2 or more"),
-    ],
-)
+@pytest.mark.parametrize(("more", "wrong"), refused_cases(__file__, "sweeps", globals()))
 def test_invalid_arguments_are_refused(
     more: list[str], wrong: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -23,6 +23,7 @@ from headwise.training.train_step import StepOptions
 from headwise.training.training_run import count_batch_tokens, count_step_flops
 from headwise.util.errors import SpecError
 from headwise.util.files import read_lines
+from support.refusals import refused_cases
 from support.small_training import IDS, Echo, RoutedEcho, make_train_step, short_recipe
 
 # --- schedules ------------------------------------------------------------------------------------
@@ -92,28 +93,7 @@ def test_wsd_is_a_trapezium():
 # --- recipes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0}, "steps=0"),
-        ({"steps": 2.5}, "of type float; give int"),
-        ({"batch": True}, "of type bool; give int"),
-        ({"lr": 0.0}, "lr=0.0.* give 1e-12 to 1"),
-        ({"lr": float("nan")}, "is not finite"),
-        ({"lr": 3.0}, "lr=3.0"),
-        ({"schedule": "cosin"}, "did you mean 'cosine'"),
-        ({"betas": (0.9, 1.0)}, "two numbers >= 0 and < 1"),
-        ({"betas": (0.9,)}, "two numbers"),
-        ({"dropout": 1.0}, "dropout=1.0"),
-        ({"label_smoothing": -0.1}, "label_smoothing=-0.1"),
-        ({"batch": 12, "accumulate": 5}, "use accumulate=4 or batch=15"),
-        ({"schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "use decay=0.5 or less"),
-        ({"lr": 0.5, "weight_decay": 2.0}, "use weight_decay below 2"),
-        ({"precision": "fp16"}, r"precision='fp16'\) is unknown"),
-        ({"keep": 0}, "keep=0"),
-        ({"aux_losses": (("balance",),)}, "must be pairs of a name and a weight"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), refused_cases(__file__, "recipes", globals()))
 def test_absurd_recipes_are_refused_in_one_line(options: dict, message: str):
     with pytest.raises(SpecError, match=message) as refused:
         Recipe(**options)

@@ -24,6 +24,7 @@ from headwise.training.run_setup import read_run_recipe
 from headwise.training.train_step import BatchPrefetcher
 from headwise.util.errors import SpecError
 from headwise.util.files import read_lines
+from support.refusals import refused_cases
 from support.small_training import Echo, short_recipe
 
 CONSTANT = {"schedule": "constant", "warmup": 0.0, "dropout": 0.1}
@@ -114,21 +115,7 @@ def test_a_change_is_kept_if_the_run_dies_before_its_next_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("options", "resume", "message"),
-    [
-        ({"steps": 12}, "allowed", "recipe.steps was 6, is now 12; .* by resume='with-changes'"),
-        (
-            {"steps": 3},
-            "with-changes",
-            "taken 6 steps, which steps=3 does not reach; resume with steps=6 or more",
-        ),
-        (
-            {"batch": 10},
-            "with-changes",
-            "recipe.batch was 5, is now 10; resume with the old value, or train into",
-        ),
-        ({"init": "gpt2"}, "with-changes", "recipe.init was 'xavier', is now 'gpt2'"),
-    ],
+    ("options", "resume", "message"), refused_cases(__file__, "changes of a run", globals(), 2)
 )
 def test_changes_that_a_run_cannot_take_are_refused(
     tmp_path: Path, options: dict, resume: str, message: str

@@ -27,6 +27,7 @@ from headwise.training.train_step import TrainStep
 from headwise.util import files
 from headwise.util.errors import SpecError, TrainingDiverged
 from headwise.util.files import read_lines
+from support.refusals import refused_cases
 from support.small_training import Answered, CrashingLogger, Echo, short_recipe
 
 STOCHASTIC = {"dropout": 0.1, "accumulate": 5}  # so that what is drawn has to go on where it stood
@@ -258,13 +259,7 @@ def test_a_folder_that_holds_a_model_is_not_written_over(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        (Echo(), {"lr": 0.001}, r"recipe.lr was 0.002, is now 0.001"),
-        (Echo(), {"steps": 7}, r"recipe.steps was 6, is now 7"),
-        (Echo(noise=0.5), {}, r"task.noise was 0.0, is now 0.5"),
-        (Answered(), {}, r"task.name was 'echo', is now 'answered'"),
-    ],
+    ("task", "options", "message"), refused_cases(__file__, "setups", globals(), 2)
 )
 def test_another_setup_is_refused_by_its_first_difference(
     whole: Path, task: Echo, options: dict, message: str

@@ -20,6 +20,7 @@ from headwise.viewer.comparison_actions import compare_attention, exact_pair, po
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_target
+from support.refusals import refused_cases
 from viewer.binary_messages import decode_arrays
 from viewer.page_models import GPT
 
@@ -147,14 +148,7 @@ def test_traces_are_compared_without_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "with=None is unknown; use one of text, ablated, other"),
-        ({"with": "text", "text": " "}, "the text to compare with is empty"),
-        ({"with": "ablated", "heads": []}, "no head is ablated"),
-        ({"with": "ablated", "heads": [[0, 99]]}, "there is no head 99"),
-        ({"with": "other"}, "start `headwise view` with --compare MODEL"),
-    ],
+    ("arguments", "message"), refused_cases(__file__, "comparisons", globals())
 )
 def test_requests_that_cannot_be_answered_say_why(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

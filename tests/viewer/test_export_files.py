@@ -22,6 +22,7 @@ from headwise.viewer.open_model import OpenModel, TileRange
 from headwise.viewer.server import SecurityMiddleware, ViewServer, allowed_hosts
 from headwise.viewer.view import render_export
 from headwise.viewer.weight_summaries import make_file_stem
+from support.refusals import refused_cases
 from viewer.page_browser import sample_model, served, wait_until
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
@@ -206,19 +207,7 @@ def test_the_route_sends_a_file_to_save(sample: OpenModel):
     assert html.headers["content-type"] == "application/octet-stream"
 
 
-@pytest.mark.parametrize(
-    ("query", "fact"),
-    [
-        ("kind=exe", "kind='exe' is unknown"),
-        ("kind=csv&site=99&head=0", "there is no site 99"),
-        ("kind=csv&site=0&head=99", "head=99 is out of range"),
-        ("kind=csv&min_weight=nan", "min_weight='nan' is not a number"),
-        ("kind=csv&min_weight=2", "min_weight=2 is not a number"),
-        ("kind=../../x", "kind='../../x' is unknown"),
-        ("kind=svg&theme=blue", "theme='blue' is unknown"),
-        ("kind=svg&site=0&head=0&q0=5&q1=5", "give no position"),
-    ],
-)
+@pytest.mark.parametrize(("query", "fact"), refused_cases(__file__, "exports", globals()))
 def test_bad_requests_are_explained(sample: OpenModel, query: str, fact: str):
     answer = connect(sample).get(f"/api/export?{query}")
     assert answer.status_code == 400

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
+import math  # noqa: F401 - used in refused.txt
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from headwise.viewer import lab_actions
 from headwise.viewer.lab_actions import compute_effect, sweep_heads
 from headwise.viewer.model_worker import JobCancelled
 from headwise.viewer.open_model import AblatedHead, OpenModel
+from support.refusals import refused_cases
 from viewer.page_models import GPT, progress
 
 BERT = {
@@ -94,18 +95,7 @@ def test_a_sweep_ablates_every_head_alone():
     assert found["heads"][3][3] == pytest.approx(rise, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("heads", "message"),
-    [
-        ([[0, 3]], "there is no head 3"),
-        ([[7, 0]], "there is no site 7"),
-        ([[0, 0, "mute"]], "unknown ablation 'mute'"),
-        ([[0, 0, "zero", math.inf]], "is not a number"),
-        ([[0, 0, "zero", True]], "is not a number"),
-        ([[0]], "is not an ablated head"),
-        ("all", "must be a list"),
-    ],
-)
+@pytest.mark.parametrize(("heads", "message"), refused_cases(__file__, "lab", globals()))
 def test_heads_that_are_not_there_are_refused(heads: Any, message: str):
     model, _, _ = open_model(GPT)
     with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.quality_metrics import measure_quality
 from headwise.viewer import lab_actions
 from headwise.viewer.lab_actions import (
-    MAX_TEXTS,
+    MAX_TEXTS,  # noqa: F401 - used in refused.txt
     Ablation,
     LabRuns,
     check_by_removal,
@@ -25,6 +25,7 @@ from headwise.viewer.lab_actions import (
     evaluate_texts,
 )
 from headwise.viewer.open_model import AblatedHead, OpenModel
+from support.refusals import refused_cases
 from viewer.page_browser import sample_model
 from viewer.page_models import GPT, progress
 
@@ -193,27 +194,7 @@ def test_means_are_those_of_the_open_text(model_of_lines: tuple[OpenModel, Any, 
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"heads": [[1, 0]], "texts": ["one", " "]},
-            "cannot evaluate on 1 text; give 2 to 256, one a line",
-        ),
-        ({"heads": [[1, 0]], "texts": ["a"] * (MAX_TEXTS + 1)}, "cannot evaluate on 257 texts"),
-        ({"heads": [[1, 0]]}, "cannot evaluate on 0 texts"),
-        ({"heads": [], "texts": LINES}, "no head is ablated"),
-        (
-            {"heads": [[1, 0, "resample"]], "texts": LINES},
-            "ablate at all tokens, by zero, mean or noise",
-        ),
-        (
-            {"heads": [[1, 0]], "texts": LINES, "tokens": {"text": [2]}},
-            "other texts have other tokens",
-        ),
-        ({"heads": [[1, 9]], "texts": LINES}, "there is no head 9"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), refused_cases(__file__, "checks", globals()))
 def test_what_cannot_be_evaluated_is_refused(
     model_of_lines: tuple[OpenModel, Any, list[Example]], arguments: dict[str, Any], message: str
 ):

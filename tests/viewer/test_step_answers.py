@@ -27,6 +27,7 @@ from headwise.observe.traces.head_steps import MAX_KEY_VECTORS, HeadPlace, HeadS
 from headwise.viewer.answers import ONLY_TRACE, find_steps
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer
+from support.refusals import refused_cases
 from support.tiny_configs import model_config
 from viewer.binary_messages import decode_arrays
 
@@ -350,19 +351,7 @@ def test_the_answer_holds_every_array(client: TestClient):
     assert len(answer.content) < 40_000
 
 
-@pytest.mark.parametrize(
-    ("query", "fact"),
-    [
-        ("site=9&head=0&query=0", "no site 9"),
-        ("site=0&head=4&query=0", "head=4 is out of range"),
-        ("site=0&head=0&query=13", "query=13 is out of range"),
-        ("site=0&head=0&query=-1", "query=-1 is out of range"),
-        ("site=0&head=0&query=x", "not an integer"),
-        ("site=0&head=0", "not an integer"),
-        ("site=0&head=0&query=1&row=2", "row=2 is out of range"),
-        ("site=0&head=0&query=1&key=13", "key=13 is out of range"),
-    ],
-)
+@pytest.mark.parametrize(("query", "fact"), refused_cases(__file__, "steps", globals()))
 def test_bad_indices_are_refused(client: TestClient, query: str, fact: str):
     answer = client.get(f"/api/steps?{query}")
     assert answer.status_code == 400

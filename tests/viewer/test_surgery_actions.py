@@ -29,6 +29,7 @@ from headwise.viewer.model_worker import Job, JobCancelled, JobProgress, ModelWo
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS
 from headwise.viewer.view import Target, open_target
+from support.refusals import refused_cases
 from support.saved_models import save_models
 from viewer.page_models import progress
 
@@ -253,15 +254,7 @@ CONVERT = {"form": "kv", "kv": 2, "texts": TEXTS, "name": "small"}
 
 
 @pytest.mark.parametrize("kind", ["prune", "convert"])
-@pytest.mark.parametrize(
-    ("change", "fact"),
-    [
-        (read_only, "the page may not write"),
-        (drop_model, "only a trace is open"),
-        (replace_model, "Linear has no config"),
-        (make_folder, "the folder small exists"),
-    ],
-)
+@pytest.mark.parametrize(("change", "fact"), refused_cases(__file__, "surgery", globals()))
 def test_what_cannot_be_written_or_changed_is_refused(
     sample: OpenModel, kind: str, change: Callable[[OpenModel], None], fact: str
 ):
@@ -276,40 +269,7 @@ def test_what_cannot_be_written_or_changed_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "fact"),
-    [
-        (
-            "prune",
-            PRUNE | {"heads": [[s, h] for s in range(9) for h in range(6)]},
-            "cannot remove all heads",
-        ),
-        ("prune", PRUNE | {"heads": [[0, 6]]}, "encoder.0.attention has no head 6"),
-        ("prune", PRUNE | {"heads": []}, "0 of heads, keep, clusters say"),
-        ("prune", PRUNE | {"keep": 0.5}, "2 of heads, keep, clusters say"),
-        ("prune", PRUNE | {"heads": [], "keep": 1.5}, "cannot keep 1.5 of the heads"),
-        ("prune", PRUNE | {"heads": [], "keep": "half"}, "keep='half' is not a number"),
-        (
-            "prune",
-            PRUNE | {"heads": [], "keep": 0.5, "by": "luck"},
-            "unknown ranking method 'luck'",
-        ),
-        ("prune", PRUNE | {"texts": TEXTS[:1]}, "a verification report needs at least 2 texts"),
-        ("prune", PRUNE | {"texts": "one"}, "texts must be a list"),
-        ("prune", PRUNE | {"name": "../small"}, "'../small' is no folder name"),
-        (
-            "convert",
-            CONVERT | {"kv": 4},
-            "encoder.0.attention: cannot split 6 key-value heads into 4",
-        ),
-        ("convert", CONVERT | {"kv": 0}, "kv=0 is out of range"),
-        ("convert", CONVERT | {"form": "linear"}, "form='linear' is unknown"),
-        ("convert", CONVERT | {"align": "keyz"}, "unknown align='keyz'"),
-        (
-            "convert",
-            CONVERT | {"form": "collaborative", "width": 8},
-            "encoder.0.attention: rotary transforms",
-        ),
-    ],
+    ("kind", "arguments", "fact"), refused_cases(__file__, "surgery arguments", globals(), 2)
 )
 def test_arguments_that_cannot_work_are_refused(
     sample: OpenModel, kind: str, arguments: dict[str, Any], fact: str

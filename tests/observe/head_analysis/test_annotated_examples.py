@@ -29,6 +29,7 @@ from headwise.observe.head_analysis.head_measurement import measure_heads
 from headwise.training.data.translation import join_words
 from headwise.util.errors import SpecError
 from support.conllu_examples import ROWS, WORDS, build_encoder, conllu_lines
+from support.refusals import refused_cases
 
 
 def test_a_parse():
@@ -55,24 +56,7 @@ def test_words_that_are_written_as_one_and_not_one_after_another():
     assert one.word_spans == ((0, 5), (6, 8), (6, 8), (9, 12))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1 a _ _ _ _ 0 root _", r"line 1: a row has 9 columns, not 10"),
-        ("1 a _ _ _ _ x root _ _", r"line 1: 'x' is not a word number"),
-        ("1 a _ _ _ _ 0 root _ _\n² b _ _ _ _ 1 dep _ _", r"line 2: '²' is not a word number"),
-        (f"1 a _ _ _ _ {'9' * 5000} root _ _", r"line 1: '9+' is not a word number"),
-        ("1-99999999999 a _ _ _ _ _ _ _ _", r"line 1: '99999999999' is not a word number"),
-        (
-            "1 a _ _ _ _ 0 root _ _\n5-2 b _ _ _ _ _ _ _ _",
-            r"line 2: the range 5-2 follows word 1; "
-            r"write first-last",
-        ),
-        ("2 a _ _ _ _ 0 root _ _", r"word 2 follows word 0"),
-        ("1 a _ _ _ _ 7 dep _ _", r"the governor of word 1 is word 7 of 1"),
-        ("# text = b\n1 a _ _ _ _ 0 root _ _", r"'a' is not found in the text"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), refused_cases(__file__, "parses", globals()))
 def test_a_parse_that_is_none(text: str, message: str):
     with pytest.raises(SpecError, match=message):
         list(read_conllu(conllu_lines(text)))

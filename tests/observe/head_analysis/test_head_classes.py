@@ -24,6 +24,7 @@ from headwise.observe.head_analysis.head_metrics import HEAD_METRICS, metrics_fo
 from headwise.observe.head_analysis.head_table import HeadMeasures, HeadTable, Measure
 from headwise.observe.head_analysis.word_alignment import AlignmentScores
 from observe.head_analysis import handset_heads as handmade
+from support.refusals import refused_cases
 
 FIRST, SECOND, CROSS = "decoder.0.attention", "decoder.1.attention", "decoder.0.cross"
 PLANTED = {
@@ -372,29 +373,7 @@ def unclear_reason(one: HeadMeasures, criteria: str = "ours") -> str:
 
 @pytest.mark.parametrize(
     ("measure", "criteria", "reason"),
-    [
-        (
-            Measure(1.0, 0.99, 1.01, 0.09, 12, 1e-9),
-            "ours",
-            "too little text to name a class: fewer than 20 rows",
-        ),
-        (
-            Measure(1.0, math.nan, math.nan, 0.09, 12),
-            "untested",
-            "too little text to name a class: fewer than 20 rows",
-        ),
-        (
-            Measure(1.0, math.nan, math.nan, 0.09, 30),
-            "ours",
-            "there is nothing to test: the texts do not differ",
-        ),
-        (
-            Measure(0.3, math.nan, math.nan, 0.09, 30),
-            "untested",
-            "no score is 0.5 or more, as a class without a test",
-        ),
-        (Measure(0.3, 0.0, 0.6, 0.09, 30, 0.2), "ours", "no measure is clearly above chance"),
-    ],
+    refused_cases(__file__, "heads without a class", globals(), 2),
 )
 def test_a_head_without_a_class_says_why(measure: Measure, criteria: str, reason: str):
     one = HeadMeasures("decoder", "attention", 0, 0, 0, FIRST, {"previous": measure})

@@ -43,6 +43,7 @@ from headwise.report.data import Figure
 from headwise.report.plots import THEMES, draw, figure_style
 from observe.head_analysis import handset_heads as handmade
 from support.number_examples import make_examples, small_gpt2
+from support.refusals import refused_cases
 
 MODEL = "organisation/a-model-with-a-rather-long-name-finetuned-v2"
 CLASSES = (
@@ -235,15 +236,7 @@ def test_heads_have_short_names(name: str, site: str):
     assert locate_head(name, LAYERS) == (site, 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("L1H3", "layer 1 is each of encoder.1.attention, decoder.1.attention, decoder.1.cross"),
-        ("E2H0", "there is no layer E2"),
-        ("3.2", "'3.2' is not a head; write L3H2"),
-        ("H2", "is not a head"),
-    ],
-)
+@pytest.mark.parametrize(("name", "why"), refused_cases(__file__, "names of heads", globals()))
 def test_wrong_names_of_heads(name: str, why: str):
     with pytest.raises(ValueError, match=why):
         locate_head(name, LAYERS)

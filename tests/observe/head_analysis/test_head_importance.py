@@ -42,6 +42,7 @@ from support.importance_examples import (
     random_ids,
     translator,
 )
+from support.refusals import refused_cases
 from support.transformers_models import BART, BERT, GPT, TransformersModel, without_columns
 
 MASK = 3
@@ -516,22 +517,7 @@ def test_a_result_is_plain_values():
 # --- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"method": "taylr"}, "unknown method 'taylr'; did you mean 'taylor'"),
-        ({"objective": "drif"}, "unknown objective 'drif'; did you mean 'drift'"),
-        ({"objective": "label"}, "Transformer has a next-token head, so no label loss"),
-        (
-            {"method": "michel", "objective": "drift"},
-            "drift has no useful gradient at the unedited model",
-        ),
-        (
-            {"method": "lrp", "objective": "drift"},
-            "method 'lrp' measures the largest logit; leave objective out",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "reason"), refused_cases(__file__, "importance", globals()))
 def test_unsupported_models_are_refused(options: dict[str, Any], reason: str):
     net = build_model(GPT2)
     with pytest.raises(ValueError, match=reason):

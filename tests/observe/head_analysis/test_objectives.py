@@ -33,6 +33,7 @@ from support.importance_examples import (
     translator,
     with_uneven_attention,
 )
+from support.refusals import refused_cases
 from support.transformers_models import BART, BERT, GPT, LLAMA, T5, WORDS, TransformersModel
 
 THEIRS = {
@@ -268,23 +269,7 @@ def test_labels_of_each_token_are_a_loss():
     assert result.objective == "label"
 
 
-@pytest.mark.parametrize(
-    ("objective", "reason"),
-    [
-        (
-            "next-token",
-            "cannot measure objective 'next-token': Transformer has a label head, so no "
-            "next-token loss",
-        ),
-        ("masked-token", "cannot measure objective 'masked-token': Transformer has a label head"),
-        (
-            "label",
-            "cannot measure objective 'label': the texts come without labels; objective='drift' "
-            "works without a head",
-        ),
-        ("lable", "unknown objective 'lable'; did you mean 'label'"),
-    ],
-)
+@pytest.mark.parametrize(("objective", "reason"), refused_cases(__file__, "objectives", globals()))
 def test_a_model_without_the_head_is_refused(objective: str, reason: str):
     with pytest.raises(ValueError, match=reason):
         choose_objective(classifier(), objective, Example({"x": random_ids(0)}, {}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise import cli
 from headwise.models.vocabulary import ByteVocabulary
+from support.refusals import refused_cases
 from support.transformers_models import ZOO, without_columns
 
 TEXTS = ["one text here", "another one", "a third text", "and a fourth"]
@@ -180,55 +180,8 @@ def test_the_mask_token_of_a_given_tokenizer_is_used():
     assert hw.importance(model, TEXTS, tokenizer="bytes").objective == "drift"
 
 
-WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "path": (
-        lambda model: hw.heads("gpt2", TEXTS),
-        "there is no folder or file 'gpt2'; give a folder with a model, a Hub id",
-    ),
-    "no tokenizer": (
-        lambda model: hw.heads(model, TEXTS),
-        "comes with no tokenizer; give tokenizer=",
-    ),
-    "importance": (
-        lambda model: hw.importance(model, TEXTS),
-        "comes with no tokenizer; give tokenizer=",
-    ),
-    "one text": (
-        lambda model: hw.heads(model, "one", tokenizer="bytes"),
-        "only 1 of the texts can be read; give at l",
-    ),
-    "empty": (
-        lambda model: hw.heads(model, ["a", ""], tokenizer="bytes"),
-        r"read \(empty lines: 1\); give at least 2",
-    ),
-    "numbers": (
-        lambda model: hw.heads(model, [1.5], tokenizer="bytes"),
-        "text 0 is of type float; give strings",
-    ),
-    "none": (
-        lambda model: hw.importance(model, None, tokenizer="bytes"),
-        "texts are of type NoneType; give a list",
-    ),
-    "method": (
-        lambda model: hw.importance(model, TEXTS, "michels", tokenizer="bytes"),
-        "did you mean 'michel'",
-    ),
-    "train mode": (
-        lambda model: hw.heads(model.train(), TEXTS, tokenizer="bytes"),
-        "call model.eval",
-    ),
-    "headwise": (
-        lambda model: hw.heads(
-            hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 1})), TEXTS
-        ),
-        "gpt2 has no tokenizer, so it only takes ids; give tokenizer=",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_give_one_line(name: str):
-    call, message = WRONG[name]
+@pytest.mark.parametrize(("call", "message"), refused_cases(__file__, "texts", globals()))
+def test_wrong_arguments_give_one_line(call: Any, message: str):
     with pytest.raises(ValueError, match=message) as caught:
         call(small("gpt2"))
     assert "\n" not in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextvars import copy_context
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import headwise as hw
 from headwise.attention import head_axis_ops
 from support import layer_cases as cases, spec_strategies as strategies
 from support.layer_cases import check_close
+from support.refusals import refused_cases
 from support.tiny_configs import model_config
 from support.transformers_models import FALLBACK, ZOO, TransformersModel, run_model
 
@@ -545,96 +547,10 @@ def test_steps_of_generation():
 VECTOR, NAN = torch.zeros(4), torch.tensor([0.0, float("nan"), 0, 0])
 MASK = torch.ones(2, 5, dtype=torch.bool)
 FIRST_TOKEN = torch.arange(10).view(2, 5) < 1
-WRONG = {
-    "layer": (lambda net: hw.ablate(net, [(7, 0)]), "its layers are 0..1"),
-    "head": (lambda net: hw.ablate(net, [(0, 3)]), "give heads in 0..2"),
-    "negative": (lambda net: hw.ablate(net, [(0, -1)]), "give heads in 0..2"),
-    "name": (
-        lambda net: hw.ablate(net, [("decoder.0.atention", 0)]),
-        "did you mean 'decoder.0.attention'",
-    ),
-    "all of a name twice": (lambda net: hw.ablate(net, [(0, "all"), (0, 1)]), "named twice"),
-    "every": (lambda net: hw.ablate(net, [(0, "every")]), "names no head"),
-    "no pair": (lambda net: hw.ablate(net, [0]), "names no head"),
-    "a number": (lambda net: hw.ablate(net, 5), "names no head"),
-    "one head by two names": (
-        lambda net: hw.patch(net, {(0, 1): VECTOR, ("decoder.0.attention", 1): VECTOR}),
-        "named twice",
-    ),
-    "scale": (lambda net: hw.ablate(net, [(0, 1)], scale=float("nan")), "not a finite number"),
-    "broken column": (lambda net: hw.ablate(net, [(0, 1)], tokens=[1.5]), "torch.bool"),
-    "no vector": (lambda net: hw.patch(net, {(0, 1): 3}), "tensor"),
-    "wide": (lambda net: hw.patch(net, {(0, 1): torch.zeros(7)}), "output 4 channels, not 7"),
-    "vectors of other rows": (
-        lambda net: hw.patch(net, {(0, 1): torch.zeros(5, 3, 4)}),
-        "the same shape",
-    ),
-    "two scales": (lambda net: hw.ablate(net, {(0, 1): 0.5}, scale=2), "leave them out"),
-    "no scale": (lambda net: hw.ablate(net, {(0, 1): VECTOR}), "is not a finite number"),
-    "mode": (
-        lambda net: hw.ablate(net, [(0, 1)], "median"),
-        "give one of zero, mean, resample, noise",
-    ),
-    "scaled mean": (lambda net: hw.ablate(net, [(0, 1)], "mean", scale=0.5), "leave scale out"),
-    "mode of a mapping": (lambda net: hw.ablate(net, {(0, 1): 0.5}, "mean"), "leave them out"),
-    "seed of a mode": (lambda net: hw.ablate(net, [(0, 1)], "noise", seed=-1), "is no seed"),
-    "mean of one token": (
-        lambda net: hw.ablate(net, [(0, 1)], "mean", tokens=FIRST_TOKEN),
-        "hw.head_means",
-    ),
-    "nan": (lambda net: hw.patch(net, {(0, 1): NAN}), "NaN or infinite"),
-    "whole numbers": (
-        lambda net: hw.patch(net, {(0, 1): torch.zeros(4, dtype=torch.long)}),
-        "float tensor",
-    ),
-    "meta": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, device="meta")}), "infinite"),
-    "no mapping": (lambda net: hw.patch(net, [(0, 1)]), "give a mapping of heads"),
-    "mask of numbers": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK.long()), "torch.bool"),
-    "no such column": (
-        lambda net: hw.ablate(net, [(0, 1)], tokens=[5]),
-        "none of them has index 5",
-    ),
-    "other rows": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK[:, :3]), "the same shape"),
-    "both": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 0), seed=1)}), "exactly one"),
-    "neither": (lambda net: hw.patch(net, {(0, 1): hw.Resample()}), "exactly one"),
-    "negative row": (
-        lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, -1))}),
-        "names no rows",
-    ),
-    "too few rows": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(0,))}), "give 2 indices"),
-    "no such row": (
-        lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 2))}),
-        "give 2 indices",
-    ),
-    "seed": (lambda net: hw.patch(net, {(0, 1): hw.Resample(seed=-1)}), "is no seed"),
-    "other seed": (lambda net: hw.patch(net, {(0, 1): hw.Noise(seed=0.5)}), "is no seed"),
-    "std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=-1.0)}), "std >= 0"),
-    "wide std": (
-        lambda net: hw.patch(net, {(0, 1): hw.Noise(std=torch.ones(7))}),
-        "output 4 channels, not 7",
-    ),
-    "std of words": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std="big")}), "give a number"),
-    "one token": (
-        lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=FIRST_TOKEN),
-        "cannot compute mean",
-    ),
-    "no batch": (lambda net: hw.head_means(net, []), "no batches"),
-    "no list": (lambda net: hw.head_means(net, 3), "batches are of type int; give token ids"),
-    "no input": (lambda net: hw.head_means(net, [[3]]), "inputs are of type list"),
-    "no token": (lambda net: hw.head_means(net, [(IDS, ~MASK)]), "no token of"),
-    "wrong mask": (lambda net: hw.head_means(net, [(IDS, MASK[:, :2])]), "the same shape"),
-    "no mask": (lambda net: hw.head_means(net, [(IDS, 3)]), "torch.bool"),
-    "no stack": (lambda net: hw.head_means(net, [(IDS, {"encodr": MASK})]), "no stack 'encodr'"),
-    "no heads": (lambda net: hw.head_means(net, [IDS], []), "no heads"),
-    "no head": (lambda net: hw.head_means(net, [IDS], [(0, 7)]), "give heads in 0..2"),
-    "train": (lambda net: hw.head_means(net.train(), [IDS]), "train mode"),
-    "one row": (lambda net: hw.head_noise(net, [IDS[:1, :1]]), "no standard deviation"),
-}
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_invalid_arguments_give_one_line(name: str):
-    how, words = WRONG[name]
+@pytest.mark.parametrize(("how", "words"), refused_cases(__file__, "ablations", globals()))
+def test_invalid_arguments_give_one_line(how: Any, words: str):
     net = gpt()
     with torch.no_grad():
         whole = net(IDS)

@@ -17,6 +17,7 @@ import headwise as hw
 from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.inspect.model_inputs import prepare_inputs
 from headwise.observe.inspect.model_tokenizer import find_tokenizer, read_tokenizer
+from support.refusals import refused_cases
 from support.tiny_configs import model_config
 from support.transformers_models import ZOO
 
@@ -299,47 +300,8 @@ def test_a_model_in_memory_does_not_read_the_working_directory(
     assert find_tokenizer(ZOO["gpt2"].build()) is None
 
 
-WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "no tokenizer": (
-        lambda model: hw.run_model(model, "a text"),
-        "NanoGPT comes with no tokenizer; give tokenizer=",
-    ),
-    "no tokenizer kind": (
-        lambda model: hw.run_model(model, "a", tokenizer=3),
-        "tokenizer is of type int; give a tok",
-    ),
-    "no file": (
-        lambda model: hw.run_model(model, "a", tokenizer="nowhere"),
-        "there is no tokenizer at 'nowhere'",
-    ),
-    "no name": (
-        lambda model: hw.run_model(model, {"ids": IDS}),
-        "with ids; its arguments are idx, targets",
-    ),
-    "no input": (lambda model: hw.run_model(model, 3), "inputs are of type int; give token ids"),
-    "no tensor": (
-        lambda model: hw.run_model(model, (None,)),
-        "inputs are of type NoneType; give token ids",
-    ),
-    "ragged": (lambda model: hw.run_model(model, {"idx": [[1], [1, 2]]}), "rows of equal length"),
-    "padded": (
-        lambda model: hw.run_model(model, {"input_ids": IDS, "attention_mask": IDS * 0}),
-        "takes no argument 'attention_mask'",
-    ),
-    "texts": (
-        lambda model: hw.run_model(model, ["a", "bcd"], tokenizer="bytes"),
-        "give one text at a time",
-    ),
-    "no model": (
-        lambda model: hw.run_model("gpt2", IDS),
-        "model is of type str; give an nn.Module",
-    ),  # pyright: ignore[reportArgumentType] - the mistake under test
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_inputs_give_one_line(name: str):
-    run, message = WRONG[name]
+@pytest.mark.parametrize(("run", "message"), refused_cases(__file__, "inputs", globals()))
+def test_wrong_inputs_give_one_line(run: Any, message: str):
     with pytest.raises(ValueError, match=message) as caught:
         run(NanoGPT().eval())
     assert "\n" not in str(caught.value)

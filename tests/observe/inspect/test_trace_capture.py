@@ -28,6 +28,7 @@ from headwise.observe.inspect.site import AttentionInputs
 from headwise.observe.traces import Trace, save_trace
 from headwise.util.errors import SpecError
 from support import layer_cases as cases
+from support.refusals import refused_cases
 from support.transformers_models import ZOO
 
 GET_INTERFACE = vars(AttentionInterface)["get_interface"]
@@ -261,39 +262,7 @@ def test_weights_are_recorded_without_scores():
 
 @pytest.mark.parametrize(
     ("change", "inputs", "more", "message"),
-    [
-        (lambda m: m.train(), None, {}, "in train mode, .* call model.eval"),
-        (lambda m: m.to("meta"), None, {}, "on the meta device"),
-        (
-            lambda m: m,
-            torch.ones(1, 65, dtype=torch.long),
-            {},
-            "65 tokens are 1 more than the 64 positions",
-        ),
-        (
-            lambda m: m,
-            torch.ones(1, 60, dtype=torch.long),
-            {"max_new_tokens": 5},
-            "65 tokens are 1 more",
-        ),
-        (lambda m: m, torch.full((1, 3), 67), {}, "ids beyond its vocabulary"),
-        (
-            lambda m: m,
-            None,
-            {"capture": hw.Capture(sites=(2,))},
-            "has no layer 2; its layers are 0..1",
-        ),
-        (lambda m: m, None, {"capture": hw.Capture(sites=("decoder.0.cross",))}, "has no site"),
-        (lambda m: m, "a text", {}, "comes with no tokenizer; give tokenizer="),
-        (lambda m: m, 3, {}, "type int; give token ids or another tensor"),
-        (
-            lambda m: nn.Linear(2, 2).eval(),
-            torch.zeros(3, 2),
-            {},
-            "has no attention that headwise finds",
-        ),
-        (lambda m: torch.compile(m), None, {}, "it is compiled"),
-    ],
+    refused_cases(__file__, "untraceable models", globals(), 3),
 )
 def test_untraceable_models_are_refused(change, inputs, more, message: str):
     model = change(ZOO["llama"].build("sdpa"))

@@ -19,6 +19,7 @@ import headwise as hw
 from headwise.observe.traces import save_trace, trace_file
 from headwise.util.errors import SpecError
 from headwise.util.size_limits import Record
+from support.refusals import refused_cases
 
 VALUES = {
     "n": 3,
@@ -49,29 +50,7 @@ def test_values_of_the_right_types_are_returned():
     assert (record.read_int("missing", default=7), record.read_text("missing", "b")) == (7, "b")
 
 
-REFUSED: list[tuple[Callable[[Record], object], str]] = [
-    (lambda record: record.read_int("missing"), "it.missing is missing; write another"),
-    (lambda record: record.read_int("flag"), "it.flag holds True, which is not a whole number"),
-    (lambda record: record.read_int("x"), "it.x holds 0.5, which is not a whole number"),
-    (lambda record: record.read_int("n", most=2), "it.n = 3 is too large; give 2 or less"),
-    (lambda record: record.read_int("n", least=4), "it.n = 3 is too small; give 4 or more"),
-    (lambda record: record.read_optional_int("text"), "it.text holds 'a'"),
-    (lambda record: record.read_ints("ints", most=1), "it.ints = 2 is too large; give 1 or less"),
-    (lambda record: record.read_ints("ints", length=3), "it.ints has 2 items, not 3"),
-    (lambda record: record.read_ints("texts"), "it.texts holds 'a'"),
-    (lambda record: record.read_number("text"), "it.text = 'a' is not a finite number"),
-    (lambda record: record.read_number("flag"), "it.flag = True is not a finite number"),
-    (lambda record: record.read_text("n"), "it.n = 3 is not a text"),
-    (lambda record: record.read_texts("ints"), "it.ints holds 1, which is not a text"),
-    (lambda record: record.read_bool("n"), "it.n = 3 is neither true nor false"),
-    (lambda record: record.read_list("text"), "it.text = 'a' is not a list"),
-    (lambda record: record.read_records("ints"), "it.ints[0] is a int, not a table"),
-    (lambda record: record.read_record("ints"), "it.ints is a list, not a table"),
-    (lambda record: record.check_fields(("n",)), "it.x is not known; use one of n"),
-]
-
-
-@pytest.mark.parametrize(("read", "message"), REFUSED)
+@pytest.mark.parametrize(("read", "message"), refused_cases(__file__, "records", globals()))
 def test_other_values_are_refused(read: Callable[[Record], object], message: str):
     with pytest.raises(SpecError) as excinfo:
         read(Record("it", VALUES, "write another"))

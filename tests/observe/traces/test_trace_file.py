@@ -27,6 +27,7 @@ from headwise.observe.traces import (
 from headwise.observe.traces.attention_trace import max_pool_weights
 from headwise.observe.traces.trace_file import CHECKSUM_KEY, DOCUMENT_KEY
 from headwise.util.errors import SpecError
+from support.refusals import refused_cases
 
 HOSTILE = ("\x1b[31m", "</script>", "\ud800", "\u202eabc", "a\nb", '"', "=1+1", "", "字")
 SIZES = st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 9)] * 2)
@@ -298,18 +299,7 @@ def test_weights_of_others():
         trace_from_weights([own[0, 0]])
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (lambda t: t.head_weights(3, 0), "the trace has no site 3"),
-        (lambda t: t.head_weights("decoder.0.attentoin", 0), "did you mean 'decoder.0.attention'"),
-        (lambda t: t.head_weights(0, 2), "has no head 2; give one in 0..1"),
-        (lambda t: t.head_weights(0, 0, row=1), "has no row 1; give one in 0..0"),
-        (lambda t: t.head_weights(0, 0, slice(None, None, 2)), "give neighbours"),
-        (lambda t: t.weight_tile(0, 0, slice(3, 3)), "is empty"),
-        (lambda t: t.weight_tile(0, 0, size=(0, 4)), "has no cells"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), refused_cases(__file__, "trace records", globals()))
 def test_missing_records_are_reported(value, message: str):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         value(random_trace())

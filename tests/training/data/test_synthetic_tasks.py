@@ -15,6 +15,7 @@ from headwise.kernels.counter_rng import RandomStreams, philox
 from headwise.models import model_spec as bp
 from headwise.training.data import SPLITS, Batch, Task, make_task
 from headwise.training.data.synthetic_task import assign_splits, hash_rows, sum_by_slice
+from support.refusals import refused_cases
 
 SMALL: dict[str, Task] = {
     "recall": make_task("recall", vocabulary=21, length=(26, 34), pairs=(2, 5)),
@@ -256,59 +257,7 @@ def test_default_models_fit_their_tasks(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("recall", {"pairs": 17, "length": 64}, "use pairs=16 or less, or length=68"),
-        ("recall", {"length": 63}, "use length=64"),
-        ("recall", {"pairs": 8, "vocabulary": 16}, "use vocabulary=18 or more"),
-        ("recall", {"pairs": (4, 8), "length": (64, 128, 256)}, "give equally many"),
-        ("recall", {"pairs": ()}, "give at least one number"),
-        ("recall", {"pairs": (4, True)}, "must be a whole number"),
-        ("copy", {"kind": "sourse"}, "did you mean 'source'?"),
-        ("recall", {"length": 10**9}, "use at most 65536"),
-        ("recall", {"seed": -1}, "give 0 to"),
-        ("recall", {"seed": 2**64}, "give 18446744073709551615 or less"),
-        ("recall", {"pair": 8}, "did you mean 'pairs'?"),
-        ("copy", {"kind": "inductive"}, "did you mean 'induction'?"),
-        ("copy", {"block": 1, "symbols": 30}, "use a longer block or more symbols"),
-        ("copy", {"gap": -1}, "use 0 or more"),
-        ("copy", {"kind": "source"}, "has no noise; use gap=0"),
-        ("copy", {"block": 10**6}, "use at most 65536"),
-        ("markov", {"symbols": 1}, "give 2 to 64"),
-        ("markov", {"symbols": 100}, "give 2 to 64"),
-        ("markov", {"length": 2}, "use a larger length="),
-        ("group", {"group": "S9"}, "use at most S5"),
-        ("group", {"group": "D4"}, "'Z5', 'S3', 'A5'"),
-        ("group", {"group": "Z1"}, "has only one element"),
-        ("group", {"group": "parity", "length": 8}, "use length=9 or more"),
-        ("group", {"length": 10**6}, "give 1 to 65536"),
-        ("lookup2", {"direct": 7}, "use direct=6"),
-        ("lookup2", {"entities": 1}, "give 2 to 65536"),
-        (
-            "lookup2",
-            {"entities": 2, "attributes": 1, "values": 20, "direct": 1},
-            "use more entities",
-        ),
-        ("lookup2", {"values": 10**6}, "give 2 to 65536"),
-        ("graph", {"sources": 32}, "give 0 to 31"),
-        ("graph", {"nodes": 8, "sources": 2, "chords": 0}, "use more nodes or sources"),
-        ("graph", {"chords": 10**6}, "give 0 to 464"),
-        ("graph", {"nodes": 10**6}, "give 3 to 512"),
-        ("dates", {"languages": ("en",)}, "must name 2 or more"),
-        ("dates", {"languages": ("en", "chinese")}, "use one of"),
-        ("dates", {"languages": ("en", "en")}, "each once"),
-        ("dates", {"currencies": ("dollar",)}, "did you mean 'dollars'?"),
-        ("dates", {"subjects": ("date", 3)}, "use one of"),
-        ("dates", {"years": (2100, 1900)}, "must be the first and the last year"),
-        ("dates", {"years": (2020,)}, "must be the first and the last year"),
-        ("dates", {"years": (2020, "2021")}, "must be a whole number"),
-        ("dates", {"years": (20, 2021)}, "use 1000 or more"),
-        ("dates", {"languages": (["en"], "zh")}, "give numbers or texts"),
-        ("dates", {"years": (2020, 2020)}, "use more years"),
-        ("dates", {"digits": 9}, "give 1 to 8"),
-        ("dates", {"subjects": "date"}, "give tuple"),
-        ("dats", {}, "did you mean 'dates'?"),
-    ],
+    ("name", "options", "words"), refused_cases(__file__, "generated tasks", globals(), 2)
 )
 def test_invalid_arguments_are_refused(name: str, options: dict, words: str):
     with pytest.raises(hw.SpecError) as error:
@@ -317,17 +266,7 @@ def test_invalid_arguments_are_refused(name: str, options: dict, words: str):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((0, 8, "training"), "did you mean 'train'?"),
-        ((-1, 8), "use 0 or more"),
-        ((0, 0), "use 1 or more"),
-        ((1.0, 8), "whole number"),
-        ((0, 10**9), "use at most 65536"),
-        ((2**62, 8), "use a smaller index"),
-    ],
-)
+@pytest.mark.parametrize(("args", "words"), refused_cases(__file__, "batches", globals()))
 def test_batches_that_cannot_be_are_refused(args: tuple, words: str):
     with pytest.raises(hw.SpecError, match=words.replace("?", r"\?")):
         SMALL["copy"].batch(*args)
