@@ -25,11 +25,11 @@ from .core_interface import CallSignature, CoreInputs
 from .dispatch import (
     MAX_DENSE_LENGTH,
     CoreDispatch,
-    HeadGroupDispatch,
     PackedDispatch,
     never_preferred_reasons,
     slower_reasons_by_backend,
 )
+from .head_group_dispatch import HeadGroupDispatch
 
 STATES = ("grad", "training", "mask", "paged", "packed")
 NO_KERNELS_NOTE = (

@@ -8,8 +8,8 @@ apply it.
 - `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the
   tokens that no later query attends to, and `StaticCache` is for compiled decode steps.
   `RecurrentStateCache` keeps one state for linear attention, `HiddenStateCache` one for a GRU.
-- `cache_selection`: `make_cache` selects the cache of a layer. `HeadGroupCache` has a slot cache for
-  each group of heads, if their patterns retain different tokens.
+- `cache_selection`: `make_cache` selects the cache of a layer. `HeadGroupCache` has a slot cache
+  for each group of heads, if their patterns retain different tokens.
 - `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares
   equal prefixes.
 - `paged_cache`: the tensors of the pages, and the rows of one call.

@@ -260,7 +260,7 @@ class QKTransform(Modifier):
         """Values that depend on positions only, such as rotary angles; computed once and passed to
         `transform`.
 
-        `table_dtype` is a dtype with enough precision for angles. With `keeps`, the values may be kept in
+        `table_dtype` has enough precision for angles. With `keeps`, the values may be kept in
         `p.cached` for later calls.
         """
         return None
