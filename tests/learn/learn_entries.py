@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import headwise as hw
 from headwise.learn.catalogue import Entry, Result, load_documents
+from headwise.learn.measured_layers import make_layer, sample
 from headwise.observe.bundled_sample import load_sample_trace
 
 Numbers = Mapping[str, Any]
@@ -24,9 +28,21 @@ def entries_of(document: str) -> dict[str, Entry]:
     return {entry.id: entry for entry in load_documents([document])[0].entries}
 
 
-def runnable(document: str) -> list[str]:
-    """Ids of the entries that run something."""
-    return [id for id, entry in entries_of(document).items() if entry.run is not None]
+# Entries whose numbers have tests of their own: test_measured_layers, test_misconceptions.
+SEPARATE = {"000-1f", "000-1g", "003-4.1c", "003-4.2d", "003-6.6b"}
+
+
+def runnable(document: str, sections: str = "") -> list[str]:
+    """Ids of the entries that run something, in sections that start with one of these characters."""
+    ids = {id for id, entry in entries_of(document).items() if entry.run is not None} - SEPARATE
+    return sorted(id for id in ids if not sections or id.partition("-")[2][0] in sections)
+
+
+def read_table(name: str) -> dict[str, str]:
+    """A Python expression for each entry, from the lines `id -> expression` of a file."""
+    text = Path(__file__).with_name(name).read_text("utf-8")
+    lines = (line.partition(" -> ") for line in text.splitlines() if " -> " in line)
+    return {id: expression for id, _, expression in lines}
 
 
 def shown_names(entry: Entry) -> set[str]:
@@ -60,11 +76,25 @@ def check_entry(entry: Entry, expected: Numbers, counted_elsewhere: Set[str] = f
             assert found == number, name
 
 
+def check_numbers(
+    entry: Entry,
+    computed: Mapping[str, Callable[[], Numbers]],
+    names: dict[str, Any],
+    counted_elsewhere: Mapping[str, set[str]] = MappingProxyType({}),
+) -> None:
+    """Check an entry against a function of the test module, or a formula of numbers.txt."""
+    is_computed = entry.id in computed
+    expected = computed[entry.id]() if is_computed else eval(NUMBERS[entry.id], names)
+    check_entry(entry, expected, counted_elsewhere.get(entry.id, frozenset()))
+
+
 def check_flip(entry: Entry, changes: Mapping[str, Any]) -> None:
     """With a changed input the statement fares differently, and the verdict shows it."""
     assert entry.run is not None
     assert entry.run(**changes).verdict != entry.verdict, entry.run(**changes).numbers
 
+
+NUMBERS = read_table("numbers.txt")
 
 # --- numpy renderings -----------------------------------------------------------------------------
 
@@ -117,6 +147,51 @@ def layer_output(layer: torch.nn.Module, x: np.ndarray, heads: int, **options: A
     """Output [T, D] of a plain layer without biases."""
     outputs = layer_parts(layer, x, heads, **options)[1]
     return outputs.reshape(len(x), -1) @ array(layer.state_dict()["output.o"]).T
+
+
+def random_scores(width: int) -> np.ndarray:
+    """Products of 512 random queries with 16 random keys each."""
+    queries, keys = array(sample(width, 512, 1, width)), array(sample(width + 1, 512, 16, width))
+    return np.einsum("rod,rkd->rk", queries, keys)
+
+
+def jacobian_norm(scores: np.ndarray) -> float:
+    """Mean Frobenius norm of the derivative of a softmax: diag(p) - p p^T."""
+    p = softmax(scores)
+    squares = (p**2).sum(-1)
+    # ||diag(p) - p p^T||^2 = sum p_i^2 - 2 sum p_i^3 + (sum p_i^2)^2
+    return float(np.sqrt(np.maximum(squares - 2 * (p**3).sum(-1) + squares**2, 0)).mean())
+
+
+def masked_change() -> dict:
+    """Change of outputs before and after position 5 if later tokens are other ones."""
+    layer, x = make_layer(hw.design(model=12, heads=3, pattern="causal()")), array(sample(2, 9, 12))
+    other = np.concatenate([x[:5], array(sample(3, 4, 12))])
+    allowed = np.tril(np.ones((9, 9), dtype=bool))
+    one, two = (layer_output(layer, rows, 3, allowed=allowed) for rows in (x, other))
+    change = np.abs(one - two)
+    return {"before": float(change[:5].max()), "after": float(change[5:].max()), "position": 5}
+
+
+def changed_source() -> dict:
+    """Change of the outputs of cross-attention with another source."""
+    layer, x = make_layer(hw.design(model=12, heads=3)), array(sample(1, 5, 12))
+    one, other = (layer_output(layer, x, 3, source=array(sample(s, 7, 12))) for s in (2, 3))
+    return {"shape": "5 x 12", "change": float(np.abs(one - other).max())}
+
+
+def noisy_heads() -> dict:
+    """Relative change of the output if a quarter of the heads gives noise."""
+    numbers = {}
+    for name, heads in (("few", 4), ("many", 8)):
+        layer, x = make_layer(hw.design(model=64, heads=heads)), array(sample(5, 4, 9, 64))
+        o = np.stack([layer_parts(layer, row, heads)[1] for row in x])
+        weight, bad = array(layer.state_dict()["output.o"]), heads // 4
+        changed = o.copy()
+        changed[:, :, :bad] = (array(sample(6, *o.shape)) * o.std(ddof=1))[:, :, :bad]
+        before, after = (rows.reshape(4, 9, -1) @ weight.T for rows in (o, changed))
+        numbers[name] = float(np.linalg.norm(after - before) / np.linalg.norm(before))
+    return numbers
 
 
 def derivative(

@@ -275,7 +275,7 @@ def removals() -> dict:
     }
 
 
-EXPECTED = {
+COMPUTED = {
     "002-FF.1": collapse,
     "002-FF.1b": ranks,
     "002-FF.2": collaborative,
@@ -286,40 +286,17 @@ EXPECTED = {
     "002-FF.7": densities,
     "002-FF.8": removals,
 }
-CHANGES = {
-    "002-FF.1": {"local": "causal()"},
-    "002-FF.1b": {"trained": False},
-    "002-FF.2": {"share": 0.02},
-    "002-FF.3": {"most": 1},
-    "002-FF.4": {"align": "none"},
-    "002-FF.5": {"trained": False},
-    "002-FF.6": {"depth": 2},
-    "002-FF.7": {"alphas": (1.5, 1.0, 2.0)},
-    "002-FF.8": {"limit": 1e-6},
-}
-BOUNDED = {
-    "002-FF.2": {"whole", "reduced"},
-    "002-FF.4": {"aligned", "before"},
-}  # by the tests below
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("id", EXPECTED)
-def test_numbers_and_verdicts(id: str):
-    learn.check_entry(ENTRIES[id], EXPECTED[id](), counted_elsewhere=BOUNDED.get(id, set()))
-
-
-@pytest.mark.lengthy
-@pytest.mark.parametrize(
-    "id",
-    [pytest.param(id, marks=[pytest.mark.slow] if id == "002-FF.8" else []) for id in CHANGES],
-)
-def test_verdicts_follow_their_input(id: str):
-    learn.check_flip(ENTRIES[id], CHANGES[id])
-
-
-def test_every_entry_is_checked():
-    assert set(EXPECTED) == set(CHANGES) == set(ENTRIES)
+@pytest.mark.parametrize("id", learn.runnable("002", "F"))
+def test_numbers_and_verdict(id: str):
+    learn.check_numbers(
+        ENTRIES[id],
+        COMPUTED,
+        globals(),
+        counted_elsewhere={"002-FF.2": {"whole", "reduced"}, "002-FF.4": {"aligned", "before"}},
+    )
 
 
 def test_a_smaller_shared_space_is_as_good_as_its_singular_values():
