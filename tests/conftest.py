@@ -150,6 +150,23 @@ def small_curves():
         yield
 
 
+@pytest.fixture(scope="module")
+def unrendered_figures():
+    """Figures are drawn by matplotlib but not rendered, which takes a second each."""
+    from headwise.report import plots
+    from headwise.util.escaping import escape_svg
+
+    def draw_only(figure, suffix: str, theme: str = "light", font: str = "path") -> bytes:
+        with plots.figure_style(plots.THEMES[theme]):
+            plots.draw(figure, plots.THEMES[theme])
+        text = f'<svg xmlns="http://www.w3.org/2000/svg">{escape_svg(figure.title)}</svg>'
+        return b"\x89PNG" if suffix == ".png" else f'<?xml version="1.0"?>{text}'.encode()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "to_bytes", draw_only)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """A folder `shared` with real data beside the checkout; tests that need it are skipped without

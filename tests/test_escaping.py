@@ -127,9 +127,7 @@ def test_messages_have_at_most_300_characters_of_foreign_text(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_pages_on_a_terminal(
-    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_pages_on_a_terminal(is_terminal, capsys, monkeypatch):
     """What a program reads from a pipe is unchanged."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     print_page("\x1b[1mbold\x1b[0m \x1b[2J\n\tb")

@@ -43,9 +43,7 @@ def failing(times: int, call, error: Exception):
 
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "replace"])
-def test_the_old_file_outlives_every_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
+def test_the_old_file_outlives_every_failure(tmp_path, monkeypatch, name):
     files.write_atomically(tmp_path / "a", b"old")
     monkeypatch.setattr(
         os, name, failing(1, getattr(os, name), OSError(errno.ENOSPC, "No space left on device"))
@@ -59,9 +57,7 @@ def test_the_old_file_outlives_every_failure(
     assert contents(tmp_path) == {"a": b"old"}
 
 
-def test_a_folder_that_cannot_be_synced_has_the_new_file_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_that_cannot_be_synced_has_the_new_file_whole(tmp_path, monkeypatch):
     files.write_atomically(tmp_path / "a", b"old")
     monkeypatch.setattr(os, "fsync", failing(2, os.fsync, OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error; give a folder that can be written"):
@@ -69,9 +65,7 @@ def test_a_folder_that_cannot_be_synced_has_the_new_file_whole(
     assert contents(tmp_path) == {"a": b"new"}
 
 
-def test_a_file_reaches_the_disk_before_its_name_and_the_name_before_the_end(
-    tmp_path: Path, monkeypatch
-):
+def test_a_file_reaches_the_disk_before_its_name_and_the_name_before_the_end(tmp_path, monkeypatch):
     order = []
     for name in ("write", "fsync", "replace"):
         call = getattr(os, name)
@@ -89,9 +83,7 @@ def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pyte
     assert contents(tmp_path) == {}
 
 
-def test_a_system_that_takes_little_at_a_time_gets_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_system_that_takes_little_at_a_time_gets_all(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:3]))
     files.write_atomically(tmp_path / "a", b"0123456789")
@@ -151,9 +143,7 @@ def test_lines_are_appended_to_no_file_of_others(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync"])
-def test_several_files_outlive_every_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
+def test_several_files_outlive_every_failure(tmp_path, monkeypatch, name):
     """The failure is at the second file, when the first is on disk under a temporary name."""
     old = {"a": b"1", "b": b"1"}
     files.write_together(tmp_path, old)

@@ -233,9 +233,7 @@ def snapshot(path: Path) -> dict[str, object]:
         for options in [(), *([] if command.continues else [("--overwrite",)])]
     ],
 )
-def test_what_is_not_ours_stays(
-    name: str, state: str, options: tuple[str, ...], out: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_is_not_ours_stays(name, state, options, out, capsys):
     command = COMMANDS[name]
     STATES[state](out, command)
     before = snapshot(out.parent)
@@ -258,9 +256,7 @@ def test_devices_stay(name: str, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_earlier_output_is_replaced_on_request_only(
-    name: str, out: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_an_earlier_output_is_replaced_on_request_only(name, out, capsys):
     command = COMMANDS[name]
     command.own(out)
     message = run(name, out, capsys)
@@ -270,18 +266,14 @@ def test_an_earlier_output_is_replaced_on_request_only(
 
 
 @pytest.mark.parametrize("name", ["heads", "heads of a trace", "prune", "prune --sweep", "convert"])
-def test_a_folder_with_files_of_the_user_is_not_replaced(
-    name: str, out: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_folder_with_files_of_the_user_is_not_replaced(name, out, capsys):
     make_own_with_a_foreign_file(out, COMMANDS[name])
     assert "it contains thesis.txt, which is not part of a" in run(name, out, capsys, "--overwrite")
     assert (out / "thesis.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].is_folder])
-def test_a_folder_with_a_link_is_not_written(
-    name: str, out: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_folder_with_a_link_is_not_written(name, out, capsys):
     """A writer that follows it would change what lies outside."""
     make_own_with_a_link(out, COMMANDS[name])
     (out.parent / "victim").write_text("mine")
@@ -304,9 +296,7 @@ def test_temporary_files_of_others_stay(name: str, out: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("state", ["link", "pipe", "foreign file"])
-def test_the_folder_of_pages_is_a_folder(
-    state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_folder_of_pages_is_a_folder(state, tmp_path, capsys):
     """Any folder may be that of `view --out`, because every model is a new folder inside."""
     STATES[state](tmp_path / "out", COMMANDS["prune"])
     assert cli.main(["view", "nowhere", "--out", str(tmp_path / "out")]) == 2
@@ -356,9 +346,7 @@ def test_every_command_with_an_output_is_in_the_table():
         *((s, save_figure, "figure") for s in (".svg", ".png", ".pdf")),
     ],
 )
-def test_a_file_is_replaced_by_its_kind_only(
-    suffix: str, save: Callable[..., None], kind: str, tmp_path: Path
-):
+def test_a_file_is_replaced_by_its_kind_only(suffix, save, kind, tmp_path):
     path = tmp_path / f"a{suffix}"
     save(path)
     data = path.read_bytes()
@@ -423,9 +411,7 @@ def test_a_staged_folder_replaces_the_old_one_whole(tmp_path: Path):
 
 
 @pytest.mark.parametrize("system", ["linux", "no exchange", "mac"])
-def test_a_block_that_fails_leaves_the_old_folder(
-    tmp_path: Path, system: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_block_that_fails_leaves_the_old_folder(tmp_path, system, monkeypatch):
     """The C library of Linux has no renamex_np of a Mac, as on file systems that cannot swap."""
     if system == "no exchange":
         monkeypatch.setattr(output_paths, "_exchange", lambda *_: False)
@@ -445,9 +431,7 @@ def test_a_block_that_fails_leaves_the_old_folder(
     assert snapshot(tmp_path) == {"new": None, "new/a": b"2"}
 
 
-def test_ctrl_c_while_the_hidden_folder_is_deleted_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ctrl_c_while_the_hidden_folder_is_deleted_leaves_none(tmp_path, monkeypatch):
     interrupts, rmdir = iter([KeyboardInterrupt]), os.rmdir
 
     def interrupted(path: str, *, dir_fd: int | None = None) -> None:

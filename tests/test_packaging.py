@@ -133,9 +133,7 @@ def test_the_page_is_served_in_an_empty_environment(commands: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_extras_install_alone(
-    extra: str, commands: Path, archives: tuple[Path, Path], tmp_path: Path
-):
+def test_extras_install_alone(extra, commands, archives, tmp_path):
     """pip finds packages for each extra under the constraints; nothing is installed."""
     options = ("install", "--dry-run", "--report", "report.json", "-qq", *CONSTRAINTS)
     run(commands / "pip", *options, f"{archives[1]}[{extra}]", cwd=tmp_path)

@@ -106,11 +106,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_long_commands_report_counts_and_the_time_left_when_piped(
-    name: str,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name, folder, tmp_path, monkeypatch, capsys
 ):
     (command, *options), expected = COMMANDS[name]
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)

@@ -106,12 +106,7 @@ def run_command(words: list[str]) -> None:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("heading", STORIES)
-def test_every_story_runs(
-    heading: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_every_story_runs(heading, tmp_path, monkeypatch, capsys):
     """Files get the names of examples/, which the commands use. A story without commands is a
     script.
     """

@@ -115,9 +115,7 @@ def no_loading(all_modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])
 @pytest.mark.usefixtures("no_loading")
-def test_bad_arguments_are_refused_before_a_model_is_loaded(
-    capsys, folder: Path, line: str, message: str
-):
+def test_bad_arguments_are_refused_before_a_model_is_loaded(capsys, folder, line, message):
     before = sorted(folder.rglob("*"))
     code = cli.main(shlex.split(line))
     captured = capsys.readouterr()
@@ -167,9 +165,7 @@ def test_mistakes_are_found_without_torch(folder: Path):
         ("why", "--when", backend_report.STATES),
     ],
 )
-def test_help_lists_every_name(
-    capsys, monkeypatch, command: str, option: str, names: tuple[str, ...]
-):
+def test_help_lists_every_name(capsys, monkeypatch, command, option, names):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help-all"])

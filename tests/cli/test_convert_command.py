@@ -12,6 +12,7 @@ import headwise as hw
 from headwise.models.vocabulary import ByteVocabulary
 from support import command_help
 from support.command_errors import run_refused
+from support.command_help import run_json, run_ok
 from support.pruning_examples import TEXTS
 from support.refusals import refused_cases
 from support.transformers_models import ZOO
@@ -57,27 +58,15 @@ def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int,
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ours", "ours"), ("llama", "transformers")])
-def test_one_command_converts_and_verifies_a_model(
-    name: str,
-    kind: str,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    here: None,
-):
+def test_one_command_converts_and_verifies_a_model(name, kind, folders, tmp_path, capsys, here):
     out = tmp_path / "out"
-    code, stdout, err = run_command(
+    verification = run_json(
         capsys,
+        "convert",
         folders[name],
-        "--kv 2 --align --grouping similar --data",
-        folders["texts"],
-        "--out",
-        out,
+        f"--kv 2 --align --grouping similar --data {folders['texts']} --out {out}",
         *FAST,
-        "--json",
     )
-    assert code == 0, err
-    verification = json.loads(stdout)
     assert verification["folder"]["kind"] == kind, verification["folder"]["sentence"]
     assert {one["what"] for one in verification["equal"]} == {
         "aligned, before heads are pooled",
@@ -103,27 +92,16 @@ def test_one_command_converts_and_verifies_a_model(
         ),
     ],
 )
-def test_notes_name_what_texts_were_used_for(
-    options: tuple[str, ...],
-    uses: list[str],
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
-    code, stdout, err = run_command(
+def test_notes_name_what_texts_were_used_for(options, uses, folders, tmp_path, capsys):
+    verification = run_json(
         capsys,
+        "convert",
         folders["ours"],
         "--kv 2",
         *options,
-        "--data",
-        folders["texts"],
-        "--out",
-        tmp_path / "out",
+        f"--data {folders['texts']} --out {tmp_path / 'out'}",
         *FAST,
-        "--json",
     )
-    assert code == 0, err
-    verification = json.loads(stdout)
     assert [note for note in verification["notes"] if "the verification" in note] == [
         f"{use} with 6 texts that the verification does not use" for use in uses
     ]
@@ -131,9 +109,7 @@ def test_notes_name_what_texts_were_used_for(
 
 
 @pytest.mark.parametrize("form", ["mha", "latent", "collaborative=24", "routed=2,2"])
-def test_other_forms(
-    form: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_other_forms(form, folders, tmp_path, capsys):
     name, out = "gpt" if form.startswith("coll") else "ours", tmp_path / "out"
     if name == "gpt":
         config = {
@@ -148,43 +124,31 @@ def test_other_forms(
         net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
         hw.save(net, tmp_path / "gpt")
     model = folders.get(name, tmp_path / "gpt")
-    code, stdout, err = run_command(
+    stdout = run_ok(
         capsys,
+        "convert",
         model,
-        "--to",
-        form,
-        "--by michel --data",
-        folders["texts"],
-        "--out",
-        out,
+        f"--to {form} --by michel --data {folders['texts']} --out {out}",
         *FAST,
         "--json",
     )
-    assert code == 0, err
     quality = json.loads(stdout)["quality"]["rows"][0]
     assert abs(quality["change"]["value"]) < 1e-4
     assert hw.load(out).spec != hw.load(model).spec or form == "mha"
 
 
-def test_retraining_is_reported(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_retraining_is_reported(folders, tmp_path, capsys):
     out = tmp_path / "out"
     (tmp_path / "lessons").write_text(
         "\n".join(f"{TEXTS.splitlines()[n % 11]} {n}" for n in range(40))
     )
-    code, stdout, err = run_command(
+    stdout = run_ok(
         capsys,
+        "convert",
         folders["ours"],
-        "--kv 1 --data",
-        folders["texts"],
-        "--distill-data",
-        tmp_path / "lessons",
-        "--uptrain 12 --lr 0.003 --out",
-        out,
+        f"--kv 1 --data {folders['texts']} --distill-data {tmp_path / 'lessons'} --uptrain 12 --lr 0.003 --out {out}",
         *FAST,
     )
-    assert code == 0, err
     done = json.loads((out / "heads.json").read_text())["change"]["uptraining"]
     assert done["curve"][0]["step"] == 0
     keep = {at["step"]: at["held_out"] for at in done["curve"]}
@@ -193,11 +157,5 @@ def test_retraining_is_reported(
 
 
 @pytest.mark.parametrize(("argv", "wrong"), refused_cases(__file__, "convert", globals()))
-def test_wrong_arguments(
-    argv: list[str],
-    wrong: str,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_wrong_arguments(argv, wrong, folders, tmp_path, capsys):
     assert wrong in run_refused(capsys, "convert", argv, folders, tmp_path)

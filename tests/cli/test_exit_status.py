@@ -67,12 +67,7 @@ class Panic(BaseException):
         Panic("index out of bounds"),
     ],
 )
-def test_an_internal_error_is_one_line_and_a_file(
-    error: BaseException,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-):
+def test_an_internal_error_is_one_line_and_a_file(error, capsys, monkeypatch, tmp_path):
     def fail(argv: list[str]) -> int:
         raise error
 
@@ -96,9 +91,7 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-def test_an_exception_without_a_text_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_exception_without_a_text_is_one_line(capsys, monkeypatch):
     def fail(argv: list[str]) -> int:
         raise Unprintable
 
@@ -125,9 +118,7 @@ def test_an_exception_without_a_text_is_one_line(
         (OSError("a cannot be written: no; try b"), "a cannot be written: no; try b"),
     ],
 )
-def test_errors_of_the_system_have_a_path_and_a_remedy(
-    error: OSError, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_errors_of_the_system_have_a_path_and_a_remedy(error, line, capsys, monkeypatch):
     def fail(argv: list[str]) -> int:
         raise error
 
@@ -156,9 +147,7 @@ sys.exit(cli.main())
     assert ran.returncode == 0
 
 
-def test_a_full_temporary_folder_does_not_hide_the_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_full_temporary_folder_does_not_hide_the_error(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(cli, "_run_command", lambda argv: {}["x"])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     assert cli.main(["why"]) == 3
@@ -204,9 +193,7 @@ def test_panics_are_errors_about_one_text(tmp_path: Path):
         read_tokenizer_file(tmp_path / "a")
 
 
-def test_a_text_that_the_tokenizer_fails_on_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_text_that_the_tokenizer_fails_on_is_one_line(tmp_path, capsys):
     write_model(tmp_path / "model")
     assert (
         cli.main(

@@ -33,9 +33,7 @@ def test_the_environment_names_every_dependency_and_its_version(capsys: pytest.C
     ) - {"base"}
 
 
-def test_a_missing_package_has_no_version(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_package_has_no_version(capsys, monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda _: ["no-such-package; extra == 'hf'"])
     assert json.loads(run(capsys, "--version", "--json")[1])["packages"] == {
         "hf": {"no-such-package": None}

@@ -13,6 +13,7 @@ from headwise.observe.head_analysis.annotated_examples import GENERAL_TEXTS
 from headwise.observe.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from headwise.report.render import to_text
 from support import command_help
+from support.command_help import run_json, run_ok
 from support.conllu_examples import ROWS, build_encoder, conllu_lines
 from support.refusals import refused_cases
 from support.saved_models import save_models
@@ -39,12 +40,8 @@ def parsed(tmp_path: Path) -> dict[str, str]:
     return {"net": str(tmp_path / "net"), "conllu": str(tmp_path / "a.conllu")}
 
 
-def test_without_texts_general_ones_are_measured(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-):
-    code, out, err = run_command(capsys, str(folders["gpt2"]), "--limit", "3", "--json")
-    assert code == 0, err
-    data = json.loads(out)
+def test_without_texts_general_ones_are_measured(folders, capsys):
+    data = run_json(capsys, "heads", folders["gpt2"], "--limit 3")
     assert data["data"].endswith("texts")
     assert any("general ones in English" in note for note in data["notes"])
     named = hw.heads(folders["gpt2"], GENERAL_TEXTS.read_text(encoding="utf-8").splitlines()[:3])
@@ -52,10 +49,8 @@ def test_without_texts_general_ones_are_measured(
     assert by_name == [head.measures["entropy"].value for head in named.heads]
 
 
-def test_a_model_that_cannot_read_the_general_texts_needs_others(
-    capsys: pytest.CaptureFixture[str],
-):
-    code, out, err = run_command(capsys, str(bundled_sample.MODEL))
+def test_a_model_that_cannot_read_the_general_texts_needs_others(capsys):
+    (code, out, err) = run_command(capsys, bundled_sample.MODEL)
     assert (code, out) == (2, "")
     assert err.startswith(
         "headwise: only 0 of the general texts that come with headwise can be read"
@@ -64,18 +59,9 @@ def test_a_model_that_cannot_read_the_general_texts_needs_others(
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])
-def test_one_command_reports_the_heads_of_a_model(
-    name: str,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_one_command_reports_the_heads_of_a_model(name, folders, tmp_path, capsys):
     (tmp_path / "lines").write_text("a longer one\n\nshort\nthird one\n")
-    code, out, err = run_command(
-        capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--json"
-    )
-    assert code == 0, err
-    data = json.loads(out)
+    data = run_json(capsys, "heads", folders[name], f"--data {tmp_path / 'lines'}")
     sites = hw.sites(hw.load(folders[name]))
     assert len(data["heads"]) == sum(site.q for site in sites)
     assert data["data"] == "3 texts"
@@ -93,50 +79,33 @@ def test_one_command_reports_the_heads_of_a_model(
 
 def test_a_table_fits_a_terminal(parsed: dict[str, str], capsys: pytest.CaptureFixture[str]):
     for more in ([], ["--sort", "sink"], ["--criteria", "clark"], ["--criteria", "voita"]):
-        code, out, err = run_command(capsys, parsed["net"], "--conllu", parsed["conllu"], *more)
-        assert code == 0, err
+        out = run_ok(capsys, "heads", parsed["net"], f"--conllu {parsed['conllu']}", *more)
         assert max(map(len, out.splitlines())) <= 80
 
 
-def test_the_output_folder_holds_the_reports(
-    parsed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_output_folder_holds_the_reports(parsed, tmp_path, capsys):
     out = tmp_path / "out"
-    code, _, err = run_command(
-        capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out)
-    )
-    assert code == 0, err
+    run_ok(capsys, "heads", parsed["net"], f"--conllu {parsed['conllu']} --out {out} --draw L0H1")
+    assert (out / "head-encoder.0.attention-1-dark.png").exists()
     for name in ("grid", "entropy"):  # the sentences are too short for a class to be drawn
         for paper in ("light", "dark"):
             assert (out / f"{name}-{paper}.svg").read_text().startswith("<?xml")
             assert (out / f"{name}-{paper}.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "heads.json").read_text())["heads"]
-    code, _, stderr = run_command(
+    (code, _, stderr) = run_command(
         capsys,
         parsed["net"],
-        "--conllu",
-        parsed["conllu"],
-        "--out",
-        str(tmp_path / "no"),
-        "--draw",
-        "encoder.0.attention:77",
+        f"--conllu {parsed['conllu']} --out {tmp_path / 'no'} --draw encoder.0.attention:77",
     )
     assert (code, "there is no head 77" in stderr) == (2, True)
 
 
 @pytest.mark.parametrize(("argv", "wrong"), refused_cases(__file__, "heads", globals()))
-def test_wrong_arguments(
-    argv: list[str],
-    wrong: str,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_wrong_arguments(argv, wrong, folders, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in (("one", "a b c\n"), ("two", "a b c\nd e f\n"), ("empty", "\n \n")):
         (tmp_path / name).write_text(text)
-    code, out, err = run_command(capsys, str(folders["ours"]), *argv)
+    (code, out, err) = run_command(capsys, folders["ours"], *argv)
     assert (code, out) == (2, "")
     assert wrong in err
     assert err.count("\n") == 1
@@ -173,9 +142,7 @@ def test_letters_are_of_classes():
     assert row[:6] == ["decoder.0.attention", "0", "0.80", "0.70", "0.90", "0.10"]
 
 
-def test_the_report_includes_importance_redundancy_and_baseline(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_report_includes_importance_redundancy_and_baseline(folders, tmp_path, capsys):
     (tmp_path / "lines").write_text("a longer one\nshort\nthird one\nand a last\n")
     base = [
         str(folders["ours"]),
@@ -186,9 +153,7 @@ def test_the_report_includes_importance_redundancy_and_baseline(
         "--redundancy",
         "--random-baseline",
     ]
-    code, out, err = run_command(capsys, *base, "--out", str(tmp_path / "out"), "--json")
-    assert code == 0, err
-    data = json.loads(out)
+    data = run_json(capsys, "heads", *base, f"--out {tmp_path / 'out'}")
     worth = {(one["site"], one["head"]): one["value"] for one in data["importance"]["heads"]}
     assert len(worth) == 6
     assert sorted(worth.values()) == sorted(
@@ -198,11 +163,10 @@ def test_the_report_includes_importance_redundancy_and_baseline(
     assert len(data["random_baseline"]["heads"]) == 6
     for name in ("importance", "map"):
         assert (tmp_path / "out" / f"{name}-dark.svg").exists()
-    code, out, err = run_command(capsys, *base, "--sort importance")
-    assert code == 0, err
+    out = run_ok(capsys, "heads", *base, "--sort importance")
     assert max(map(len, out.splitlines())) <= 80
     assert "4 texts: importance by taylor for next-token" in " ".join(out.split())
     assert "random baseline, 4 texts: similarity of heads" in " ".join(out.split())
     assert "randomly initialised" in out
-    code, _, err = run_command(capsys, *base[:3], "--importance mine")
+    (code, _, err) = run_command(capsys, *base[:3], "--importance mine")
     assert (code, err.count("\n")) == (2, 1)

@@ -16,8 +16,11 @@ from PIL import Image
 import headwise as hw
 from headwise import cli
 from support import command_help
+from support.command_help import run_json, run_ok
 from support.refusals import refused_cases
 from support.transformers_models import ZOO, transformers
+
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
@@ -112,12 +115,8 @@ def measure_by_hand(folders: dict[str, Path], layer: int, head: int) -> dict[str
 
 
 @pytest.mark.parametrize("source", ["images", "bytes", "floats"])
-def test_measures_equal_those_of_the_models_own_weights(
-    source: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-):
-    code, out, err = run_command(capsys, folders["vit"], "--images", folders[source], "--json")
-    assert code == 0, err
-    data = json.loads(out)
+def test_measures_equal_those_of_the_models_own_weights(source, folders, capsys):
+    data = run_json(capsys, "heads", folders["vit"], f"--images {folders[source]}")
     assert data["data"] == "5 images"
     assert len(data["heads"]) == 8
     check_measures(data, folders)
@@ -167,30 +166,21 @@ def test_python_takes_images_as_tensors(folders: dict[str, Path]):
         hw.importance(vit, pixels[:0])
 
 
-def test_a_headwise_folder_takes_floats(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-):
+def test_a_headwise_folder_takes_floats(folders, capsys):
     argv = (folders["native"], "--images", folders["floats"], "--json")
-    code, out, err = run_command(capsys, *argv)
-    assert code == 0, err
+    out = run_ok(capsys, "heads", *argv)
     check_measures(json.loads(out), folders)
 
 
-def test_table_figures_and_limit(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_table_figures_and_limit(folders, tmp_path, capsys):
     argv = (folders["vit"], "--images", folders["images"], "--limit", 3)
-    code, out, err = run_command(
-        capsys, *argv, "--out", tmp_path / "out", "--draw L1H2 --redundancy"
-    )
-    assert code == 0, err
+    out = run_ok(capsys, "heads", *argv, f"--out {tmp_path / 'out'} --draw L1H2 --redundancy")
     assert "3 images" in out
     assert "encoder.1.attention" in out
     assert any(
         "L1H2" in path.name or "1.attention" in path.name for path in (tmp_path / "out").rglob("*")
     )
-    code, out, _ = run_command(capsys, *argv, "--sort patch_distance")
-    assert code == 0
+    out = run_ok(capsys, "heads", *argv, "--sort patch_distance")
     values = [float(line.split()[2]) for line in out.splitlines() if line.startswith("encoder.")]
     assert len(values) == 8
     assert values == sorted(values, reverse=True)
@@ -200,13 +190,7 @@ def test_table_figures_and_limit(
     ("model", "source", "options", "reason"), refused_cases(__file__, "images", globals(), 3)
 )
 def test_input_that_cannot_be_measured_is_refused(
-    model: Any,
-    source: Any,
-    options: Any,
-    reason: str,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    model, source, options, reason, folders, tmp_path, capsys
 ):
     paths = {
         "one": tmp_path / "one.npy",
@@ -215,8 +199,8 @@ def test_input_that_cannot_be_measured_is_refused(
     }
     np.save(paths["one"], np.load(folders["bytes"])[:1])
     np.save(paths["images16"], np.zeros((3, 16, 16, 3), np.float32))
-    code, out, err = run_command(
-        capsys, folders[model], "--images", {**folders, **paths}[source], *options
+    (code, out, err) = run_command(
+        capsys, folders[model], f"--images { {**folders, **paths}[source] }", *options
     )
     assert code != 0
     assert not out
@@ -224,16 +208,13 @@ def test_input_that_cannot_be_measured_is_refused(
     assert "Traceback" not in err
 
 
-def test_grey_images_have_three_equal_channels(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-):
+def test_grey_images_have_three_equal_channels(folders, capsys):
     results = []
     for number in (1, 3):
         grey = np.load(folders["grey"])
         path = folders["grey"].with_name(f"grey{number}.npy")
         np.save(path, grey if number == 1 else np.stack([grey] * 3, -1))
-        code, out, err = run_command(capsys, folders["vit"], "--images", path, "--json")
-        assert code == 0, err
+        out = run_ok(capsys, "heads", folders["vit"], f"--images {path} --json")
         results.append(json.loads(out)["heads"])
     assert results[0] == results[1]
 
@@ -253,9 +234,7 @@ def make_classifier(folder: Path, **processor: Any) -> Any:
     return net
 
 
-def test_a_vision_folder_of_transformers_classifies_images(
-    folders: dict[str, Path], tmp_path: Path, capsys
-):
+def test_a_vision_folder_of_transformers_classifies_images(folders, tmp_path, capsys):
     net = make_classifier(tmp_path, image_mean=MEAN, image_std=DEVIATION)
     usage = hw.load(tmp_path).usage
     assert (usage.size, usage.mean, usage.std) == ((12, 20), tuple(MEAN), tuple(DEVIATION))

@@ -112,9 +112,7 @@ def test_every_command_is_in_the_table():
 
 
 @pytest.mark.parametrize("verb", MINIMAL)
-def test_every_command_imports_each_file_before_it_works(
-    capsys, monkeypatch: pytest.MonkeyPatch, verb: str
-):
+def test_every_command_imports_each_file_before_it_works(capsys, monkeypatch, verb):
     imported = []
 
     def stop_at_the_second(name: str) -> None:

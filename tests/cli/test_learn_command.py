@@ -71,9 +71,7 @@ def test_a_document_begins_with_its_title(capsys: pytest.CaptureFixture[str]):
     assert lines[2].startswith("[+] 004-1  claim  holds")
 
 
-def test_chinese_by_option_and_by_locale(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_chinese_by_option_and_by_locale(capsys, monkeypatch):
     text = run(capsys, "003-2.3b", "--lang", "zh")
     assert "论断  成立" in text
     assert "个参数" in text
@@ -130,12 +128,7 @@ def test_pages_are_complete_and_offline(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("fonts", [(), ("DejaVu Sans Mono",)])
-def test_a_missing_chinese_font_is_named_in_both_languages(
-    fonts: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_missing_chinese_font_is_named_in_both_languages(fonts, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plots, "FALLBACK_FONTS", fonts)  # none of them has Chinese characters
     assert cli.main(["learn", "004", "--html", str(tmp_path)]) == 0
     page = (tmp_path / "004.html").read_text()
@@ -148,9 +141,7 @@ def test_a_missing_chinese_font_is_named_in_both_languages(
     assert "headwise: No font with Chinese characters is installed" in capsys.readouterr().err
 
 
-def test_with_a_chinese_font_there_is_no_note(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_with_a_chinese_font_there_is_no_note(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(entry_text, "find_undrawable", lambda text: [])
     assert cli.main(["learn", "004", "--html", str(tmp_path)]) == 0
     assert "fonts-noto-cjk" not in (tmp_path / "004.html").read_text()

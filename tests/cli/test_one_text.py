@@ -273,9 +273,7 @@ def test_python_takes_a_text_for_a_logit(folder: Path):
     assert len([line for line in lines if line.startswith("decoder.")]) == LAYERS * HEADS
 
 
-def test_logits_of_an_encoder_decoder_are_refused_for_what_it_is(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_logits_of_an_encoder_decoder_are_refused_for_what_it_is(capsys):
     argv = ["heads", str(MODEL), "--text", "<zh>1 dollars", "--target", "1", "--show", "logits"]
     assert cli.main(argv) == 2
     assert "it has 2 stacks; give a model with one" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from headwise.models.vocabulary import ByteVocabulary
 from headwise.training.data import make_task
 from support import command_help
 from support.command_errors import run_refused
+from support.command_help import run_json, run_ok
 from support.pruning_examples import TEXTS
 from support.refusals import refused_cases
 from support.tiny_configs import model_config
@@ -78,31 +79,18 @@ FAST = ("--seconds", "0.05", "--length", "8")
     "name",
     ["ours", *(pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in KINDS)],
 )
-def test_one_command_prunes_and_verifies_a_model(
-    name: str,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-):
+def test_one_command_prunes_and_verifies_a_model(name, folders, tmp_path, capsys, request):
     if name != "gpt2":  # the one that is loaded in a process of its own
         request.getfixturevalue("here")
     texts, out = folders["pairs" if name in ("t5", "bart") else "texts"], tmp_path / "out"
     per = "stack" if name == "t5" else "layer"
-    code, stdout, err = run_command(
+    verification = run_json(
         capsys,
+        "prune",
         folders[name],
-        "--keep 0.5 --per",
-        per,
-        "--by random --data",
-        texts,
-        "--out",
-        out,
+        f"--keep 0.5 --per {per} --by random --data {texts} --out {out}",
         *FAST,
-        "--json",
     )
-    assert code == 0, err
-    verification = json.loads(stdout)
     assert verification["holds"] is True
     assert {one["what"] for one in verification["equal"]} >= {
         "heads ablated vs. removed",
@@ -127,21 +115,16 @@ def verified_heads(folder: Path) -> dict[str, int]:
     }
 
 
-def test_images_by_a_task(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_images_by_a_task(folders, tmp_path, capsys):
     out, path = tmp_path / "out", folders["images.npz"]
-    code, stdout, err = run_command(
+    stdout = run_ok(
         capsys,
+        "prune",
         folders["vision"],
-        "--keep 0.5 --by taylor --task images --set",
-        f"path={path}",
-        "--out",
-        out,
+        f"--keep 0.5 --by taylor --task images --set {f'path={path}'} --out {out}",
         *FAST[:2],
         "--json",
     )
-    assert code == 0, err
     rows = {row["name"]: row for row in json.loads(stdout)["quality"]["rows"]}
     assert {"loss", "accuracy"} <= rows.keys()
     whole, half = hw.load(folders["vision"]), hw.load(out)
@@ -154,39 +137,30 @@ def test_images_by_a_task(
 @pytest.mark.parametrize(
     "which", [("--clusters",), ("--keep", "0.5", "--fold", "mean")], ids=lambda way: way[0]
 )
-def test_examples_of_a_task_choose_in_every_way(
-    which: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_examples_of_a_task_choose_in_every_way(which, tmp_path, capsys):
     task = make_task("copy")
     net = hw.build(task.model(), seed=0)
     net.usage = task.usage
     hw.save(net, tmp_path / "net")
-    code, out, err = run_command(
+    out = run_ok(
         capsys,
+        "prune",
         tmp_path / "net",
         *which,
-        "--by michel --task copy --limit 10 --out",
-        tmp_path / "out",
-        "--seconds 0.05 --json",
+        f"--by michel --task copy --limit 10 --out {tmp_path / 'out'} --seconds 0.05 --json",
     )
-    assert code == 0, err
     assert json.loads(out)["holds"]
 
 
-def test_the_terminal_shows_progress_and_result(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_terminal_shows_progress_and_result(folders, tmp_path, capsys):
     out = tmp_path / "out"
-    code, stdout, err = run_command(
+    stdout = run_ok(
         capsys,
+        "prune",
         folders["ours"],
-        "--heads 0:1,3 1:0 --fold mean --data",
-        folders["texts"],
-        "--out",
-        out,
+        f"--heads 0:1,3 1:0 --fold mean --data {folders['texts']} --out {out}",
         *FAST,
     )
-    assert code == 0, err
     assert stdout.startswith("gpt2: 5 of 8 heads kept, all but the listed heads")
     assert max(map(len, stdout.replace(str(out), "OUT").splitlines())) <= 80
     assert "mean outputs were computed with 6 texts that the verification does not use" in stdout
@@ -197,9 +171,7 @@ def test_the_terminal_shows_progress_and_result(
     ] == [2, 3]
 
 
-def test_a_share_that_is_no_number_of_groups_is_reported(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_share_that_is_no_number_of_groups_is_reported(folders, tmp_path, capsys):
     config = {
         "model_type": "llama",
         "hidden_size": 36,
@@ -213,16 +185,13 @@ def test_a_share_that_is_no_number_of_groups_is_reported(
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, tmp_path / "groups")
-    code, stdout, err = run_command(
+    stdout = run_ok(
         capsys,
+        "prune",
         tmp_path / "groups",
-        "--keep 0.75 --by random --data",
-        folders["texts"],
-        "--out",
-        tmp_path / "out",
+        f"--keep 0.75 --by random --data {folders['texts']} --out {tmp_path / 'out'}",
         *FAST,
     )
-    assert code == 0, err
     assert heads(tmp_path / "out") == [6, 6]
     note = "keep=0.75 was rounded to whole key-value groups: 6 of 9 heads (0.667) in each layer"
     assert note in " ".join(stdout.split())
@@ -234,28 +203,17 @@ def test_a_share_that_is_no_number_of_groups_is_reported(
 
 
 @pytest.mark.parametrize(("argv", "wrong"), refused_cases(__file__, "prune", globals()))
-def test_wrong_arguments(
-    argv: list[str],
-    wrong: str,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_wrong_arguments(argv, wrong, folders, tmp_path, capsys):
     assert wrong in run_refused(capsys, "prune", argv, folders, tmp_path)
 
 
-def test_a_model_without_words_is_given_bytes(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_model_without_words_is_given_bytes(folders, tmp_path, capsys):
     out = tmp_path / "out"
-    code, _, err = run_command(
+    run_ok(
         capsys,
+        "prune",
         folders["wordless"],
-        "--keep 2 --by random --data",
-        folders["texts"],
-        "--tokenizer bytes --out",
-        out,
+        f"--keep 2 --by random --data {folders['texts']} --tokenizer bytes --out {out}",
         *FAST,
     )
-    assert code == 0, err
     assert heads(out) == [2, 2]

@@ -150,9 +150,7 @@ def cells(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
-def test_lines_are_answered_in_order_whatever_stands_beside_them(
-    run: Run, translator: Path, batch: int
-):
+def test_lines_are_answered_in_order_whatever_stands_beside_them(run, translator, batch):
     lines = [LINES[0], "", *LINES[1:3], "   ", *LINES[3:]]
     expected = {line: generate(translator, line) for line in LINES}
     code, out, err = run(translator, "--max-new-tokens", 9, "--batch", batch, stdin=lines)

@@ -10,6 +10,7 @@ import pytest
 
 import headwise as hw
 from support import command_help
+from support.command_help import run_ok
 from support.refusals import refused_cases
 from support.saved_models import save_models
 
@@ -24,14 +25,9 @@ def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int,
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])
-def test_one_command_traces_a_model(
-    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_one_command_traces_a_model(name, folders, tmp_path, capsys):
     out = str(tmp_path / "a.trace")
-    code, table, err = run_command(
-        capsys, str(folders[name]), "--text", "a b", "--new-tokens 4 --out", out
-    )
-    assert code == 0, err
+    table = run_ok(capsys, "trace", folders[name], "--text", "a b", f"--new-tokens 4 --out {out}")
     trace = hw.load_trace(out)
     assert table.strip() == str(trace)
     stream = "source" if name == "t5" else "text"
@@ -45,15 +41,10 @@ def test_one_command_traces_a_model(
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2"])
-def test_lines_of_a_file(
-    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_lines_of_a_file(name, folders, tmp_path, capsys):
     (tmp_path / "lines").write_text("a longer one\n\nshort\nthird\n")
     out = str(tmp_path / "a.trace")
-    code, _, err = run_command(
-        capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--limit 2 --out", out
-    )
-    assert code == 0, err
+    run_ok(capsys, "trace", folders[name], f"--data {tmp_path / 'lines'} --limit 2 --out {out}")
     trace = hw.load_trace(out)
     alone = []
     for text in ("a longer one", "short"):
@@ -70,16 +61,13 @@ def test_lines_of_a_file(
         np.testing.assert_allclose(found, one.head_weights(1, 2), atol=1e-5)
 
 
-def test_a_trace_file_is_described(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_trace_file_is_described(folders, tmp_path, capsys):
     out, table = str(tmp_path / "a.trace"), str(tmp_path / "a.csv")
     assert (
         run_command(capsys, str(folders["ours"]), "--text abc --record v,z --sites 1 --out", out)[0]
         == 0
     )
-    code, text, _ = run_command(capsys, out, "--json --export", table, "--min-weight 0.5")
-    assert code == 0
+    text = run_ok(capsys, "trace", out, f"--json --export {table} --min-weight 0.5")
     assert json.loads(text)["sites"] == [
         {
             "name": "decoder.1.attention",
@@ -95,12 +83,9 @@ def test_a_trace_file_is_described(
     )
 
 
-def test_a_source_and_its_target(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_source_and_its_target(folders, tmp_path, capsys):
     out = str(tmp_path / "a.trace")
-    code, _, err = run_command(capsys, str(folders["t5"]), "--text abcd --target xy --out", out)
-    assert code == 0, err
+    run_ok(capsys, "trace", folders["t5"], f"--text abcd --target xy --out {out}")
     trace = hw.load_trace(out)
     assert [
         trace.get_layer("decoder.0.cross").num_queries,
@@ -110,16 +95,9 @@ def test_a_source_and_its_target(
 
 
 @pytest.mark.parametrize(("argv", "wrong"), refused_cases(__file__, "trace", globals()))
-def test_wrong_arguments(
-    argv: list[str],
-    wrong: str,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_wrong_arguments(argv, wrong, folders, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = run_command(capsys, str(folders.get(argv[0], argv[0])), *argv[1:])
+    (code, out, err) = run_command(capsys, folders.get(argv[0], argv[0]), *argv[1:])
     assert (code, out) == (2, "")
     assert err.count("\n") <= 2
     assert wrong in err

@@ -142,9 +142,7 @@ LAYER = hw.design(model=64, heads=4, kv=2, dim=10, modifiers=(hw.parts.Softcap(l
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
-def test_a_spec_file_takes_the_place_of_every_self_attention(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, suffix: str
-):
+def test_a_spec_file_takes_the_place_of_every_self_attention(capsys, tmp_path, suffix):
     path = tmp_path / f"layer{suffix}"
     path.write_text((hw.to_toml if suffix == ".toml" else hw.to_json)(LAYER))
     code, _, err = trained(
@@ -194,9 +192,7 @@ def test_a_spec_file_of_another_width_is_refused_and_the_remedy_works(
     assert trained(capsys, "recall", "--model gqa.toml --out x", *SMALL)[0] == 0
 
 
-def test_a_spec_file_of_cross_attention_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_a_spec_file_of_cross_attention_is_refused(capsys, tmp_path):
     (tmp_path / "cross.toml").write_text(hw.to_toml(replace(LAYER, source=32)))
     code, _, err = trained(
         capsys, "recall", "--model", str(tmp_path / "cross.toml"), "--out", str(tmp_path / "x")
@@ -205,9 +201,7 @@ def test_a_spec_file_of_cross_attention_is_refused(
     assert "cross.toml describes cross-attention, with source = 32; give a self-attention" in err
 
 
-def test_every_command_reads_a_spec_file_or_states_what_it_needs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_every_command_reads_a_spec_file_or_states_what_it_needs(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("layer.toml").write_text(hw.to_toml(LAYER))
     Path("texts.txt").write_text("one\ntwo\n")
@@ -242,9 +236,7 @@ def test_every_command_reads_a_spec_file_or_states_what_it_needs(
 
 
 @pytest.mark.parametrize("name", ["layer.toml", "model.toml", "gqa", "gpt3"])
-def test_sites_lists_the_layers_of_a_description(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-):
+def test_sites_lists_the_layers_of_a_description(capsys, monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
     Path("layer.toml").write_text(hw.to_toml(LAYER))
     Path("model.toml").write_text(hw.model_spec.to_toml(make_task("dates").model()))
@@ -259,9 +251,7 @@ def test_sites_lists_the_layers_of_a_description(
     assert (len(rows), rows[0]["q"], rows[0]["kv"]) == counts[name]
 
 
-def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(capsys, monkeypatch, tmp_path):
     result = ["recall", "--out", str(tmp_path), *SMALL, "--steps", "3"]
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -312,9 +302,7 @@ def test_numbers_of_the_result_are_in_one_column():
         ),
     ],
 )
-def test_published_models_that_cannot_be_trained_are_refused(
-    model: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_published_models_that_cannot_be_trained_are_refused(model, message, tmp_path, capsys):
     assert main(["train", "copy", "--model", model, "--out", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
 
@@ -332,9 +320,7 @@ def test_published_models_that_cannot_be_trained_are_refused(
         ("bert-base", "graph", 2, None),
     ],
 )
-def test_published_models_get_the_vocabulary_of_the_task(
-    model: str, task: str, rows: int, parameters: int | None
-):
+def test_published_models_get_the_vocabulary_of_the_task(model, task, rows, parameters):
     made = make_task(task)
     spec = train._make_model(model, made, from_dict({"device": "cpu"}))
     assert isinstance(spec, ModelSpec)
@@ -383,10 +369,7 @@ def test_a_model_with_the_vocabulary_of_the_task_is_trained(tmp_path: Path):
     ],
 )
 def test_the_memory_of_training_is_that_of_ranks_and_device(
-    changes: dict[str, object],
-    bytes_per_parameter: int,
-    tensors: str,
-    monkeypatch: pytest.MonkeyPatch,
+    changes, bytes_per_parameter, tensors, monkeypatch
 ):
     recipe, spec = from_dict({"device": "cpu"} | changes), make_task("copy").model()
     needed = bytes_per_parameter * count_parameters(spec)

@@ -64,9 +64,7 @@ FACTORIES = {
 
 
 @pytest.mark.parametrize("case", FACTORIES)
-def test_a_factory_that_makes_no_model(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
-):
+def test_a_factory_that_makes_no_model(capsys, tmp_path, case):
     code, message = FACTORIES[case]
     (tmp_path / "a.py").write_text(code)
     assert cli.main(["view", f"{tmp_path / 'a.py'}:make"]) == 2

@@ -47,9 +47,7 @@ def test_an_input_that_takes_too_long_is_a_failure():
         try_input(PARSERS["pattern"]._replace(read=read, seconds=0.1), "a")
 
 
-def test_no_round_begins_after_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_no_round_begins_after_the_time_limit(monkeypatch, capsys):
     now = [0.0]
 
     def run(count: int, seed: int) -> Counter[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -52,9 +51,7 @@ def test_jobs_of_the_page_end(view: ViewServer, count: int):
 
 @pytest.mark.parametrize("count", RUNS)
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_commands_refuse_hostile_arguments(
-    command: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_commands_refuse_hostile_arguments(command, count, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hostile_requests.load_all()
     codes = set[int]()

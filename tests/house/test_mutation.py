@@ -249,13 +249,7 @@ def test_tests_must_pass_on_the_unchanged_package_with_the_kernels_of_the_tests(
         ("killed broken", "1.00", [0, 0, 1]),
     ],
 )
-def test_the_report_gives_the_kill_rate(
-    verdicts: str,
-    rate: str,
-    codes: list[int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_report_gives_the_kill_rate(verdicts, rate, codes, capsys, monkeypatch):
     results = [
         runner.Result(trial("add", "not"), verdict, "", "a + b -> a - b", 1.0, "")
         for verdict in verdicts.split()

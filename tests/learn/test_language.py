@@ -41,12 +41,7 @@ def run(*argv: str, encoding: str, locale: str = "") -> tuple[int, bytes, bytes]
         ("zh", {"LC_ALL": "de_DE.UTF-8"}, "zh"),
     ],
 )
-def test_the_option_decides_before_the_locale(
-    option: str | None,
-    environment: dict[str, str],
-    language: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_option_decides_before_the_locale(option, environment, language, monkeypatch):
     for name in LOCALE_NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

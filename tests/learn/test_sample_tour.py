@@ -17,6 +17,8 @@ from headwise.observe.bundled_sample import SOURCE, load_sample_model
 from headwise.report.text import text_width
 from headwise.util.errors import SpecError
 
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
+
 SMALL = TourScale(
     num_importance_texts=6,
     num_selection_texts=8,
@@ -64,9 +66,7 @@ def test_pages_fit_a_terminal_and_end_with_the_page(tour: Tour, shown: list[str]
     assert str(tour.folder / "report.html") in shown[-2]
 
 
-def test_the_first_page_is_a_picture_and_needs_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_first_page_is_a_picture_and_needs_no_model(tmp_path, monkeypatch):
     def stop() -> None:
         raise KeyboardInterrupt
 

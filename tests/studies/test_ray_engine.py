@@ -131,9 +131,7 @@ def test_merged_sums_do_not_depend_on_the_shards():
     assert json.dumps(engine.data) == json.dumps(measure_heads(net, examples).data)
 
 
-def test_heads_refusals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_heads_refusals(tmp_path, monkeypatch, capsys):
     net, examples = make_heads()
     hw.save(net, tmp_path / "net")
     (tmp_path / "texts.txt").write_text("1 2 3\n")
@@ -193,12 +191,7 @@ def test_heads_of_lost_tasks_are_refused_in_one_line(name: str, monkeypatch: pyt
     assert "\n" not in str(caught.value)
 
 
-def test_refusals(
-    study: Study,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_refusals(study, tmp_path, monkeypatch, capsys):
     file = tmp_path / "study.toml"
     file.write_text('hypothesis = "x"\n[variants.mha]\n[tasks.recall]\n')
     for wrong, words in [

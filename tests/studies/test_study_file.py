@@ -172,9 +172,7 @@ def test_contrasts_at_steps_need_a_checkpoint(recipe: dict[str, int], step: int,
 
 @pytest.mark.parametrize("scales", ["small", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_cell_of_every_study_can_begin_at_every_scale(
-    path: Path, scales: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_cell_of_every_study_can_begin_at_every_scale(path, scales, monkeypatch):
     """Models that only take more steps at another scale begin once."""
     begun: set[object] = set()
     check_training = cells.check_training

@@ -29,10 +29,12 @@ from headwise.util.errors import SpecError
 from headwise.util.files import FolderLock
 from studies import dying_cells
 
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
+
 FILE = """
 hypothesis = "A window of 3 recalls less than full attention; <script>alert(1)</script>"
 match = "params"
-seeds = [1, 2, 3]
+seeds = [1, 2]
 head_texts = 2
 contrasts = [["near on longer", "mha on longer"], ["learning of gqa", "learning of mha"]]
 
@@ -72,17 +74,13 @@ def study(study_file: Path) -> Study:
 
 
 @pytest.fixture(scope="module")
-def finished(
-    study: Study, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[StudyResults, StudyReport, Path]:
+def finished(study, tmp_path_factory) -> tuple[StudyResults, StudyReport, Path]:
     folder = tmp_path_factory.mktemp("finished")
     results = run_study(study, folder, ProcessEngine(IN_THIS_PROCESS))
     return results, write_report(results, folder), folder
 
 
-def test_a_finished_study_is_not_run_again(
-    study: Study, finished: tuple[StudyResults, StudyReport, Path], monkeypatch
-):
+def test_a_finished_study_is_not_run_again(study, finished, monkeypatch):
     _, _, folder = finished
     before = (folder / RESULTS_FILE).read_bytes()
     monkeypatch.setattr(
@@ -90,7 +88,7 @@ def test_a_finished_study_is_not_run_again(
     )
     again = run_study(study, folder, ProcessEngine(IN_THIS_PROCESS))
     assert (folder / RESULTS_FILE).read_bytes() == before
-    assert len(again.cells) == 4 + 9  # learning rates of two variants, three seeds of three
+    assert len(again.cells) == 4 + 6  # learning rates of two variants, two seeds of three
 
 
 def test_metrics_are_those_of_the_trained_model(finished: tuple[StudyResults, StudyReport, Path]):
@@ -107,9 +105,7 @@ def test_metrics_are_those_of_the_trained_model(finished: tuple[StudyResults, St
     assert 0 < 6 * times["step"] < times["processor"]
 
 
-def test_kill_and_resume_give_the_same_bytes(
-    study_file: Path, study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path
-):
+def test_kill_and_resume_give_the_same_bytes(study_file, study, finished, tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -135,19 +131,14 @@ def test_kill_and_resume_give_the_same_bytes(
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     done = len(list(cells.glob("*/result.json")))
-    assert 2 <= done < 13
+    assert 2 <= done < 10
     run_study(study, tmp_path / "out", ProcessEngine(IN_THIS_PROCESS))
     assert (tmp_path / "out" / RESULTS_FILE).read_bytes() == (
         finished[2] / RESULTS_FILE
     ).read_bytes()
 
 
-def test_killed_processes_are_replaced(
-    study: Study,
-    finished: tuple[StudyResults, StudyReport, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_killed_processes_are_replaced(study, finished, tmp_path, monkeypatch):
     monkeypatch.setattr(process_engine, "_run_marked", dying_cells.run_or_die)
     cells = [one.cell for one in finished[0].report_cells("gqa", "recall")][:2]
     with ProcessEngine(1) as engine:
@@ -157,9 +148,7 @@ def test_killed_processes_are_replaced(
     assert "3 times" in results[2]["message"]
 
 
-def test_a_cell_that_runs_beside_one_that_dies_is_not_blamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cell_that_runs_beside_one_that_dies_is_not_blamed(tmp_path, monkeypatch):
     def run_in_pool(
         _: ProcessEngine, pending: dict[str, Cell], folder: Path
     ) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -180,11 +169,7 @@ def test_a_cell_that_runs_beside_one_that_dies_is_not_blamed(
 
 
 @pytest.mark.slow
-def test_workers_that_cannot_start(
-    finished: tuple[StudyResults, StudyReport, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_workers_that_cannot_start(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(process_engine, "_run_marked", dying_cells.die_before_the_cell)
     cells = [one.cell for one in finished[0].report_cells("gqa", "recall")][:1]
     with (
@@ -194,9 +179,7 @@ def test_workers_that_cannot_start(
         list(engine.run_cells(cells, tmp_path))
 
 
-def test_cells_that_fail_are_recorded(
-    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_cells_that_fail_are_recorded(study, tmp_path, monkeypatch):
     for error, status in [
         (MemoryError(), "out of memory"),
         (SpecError("no such option"), "failed"),
@@ -244,7 +227,7 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     difference = report.comparisons[name, "recall"].difference
     shown = format_interval(*difference[:3], sign="+")
     assert f"recall: {name}: {shown}, p " in " ".join(report.claims)
-    assert f'<td class="left">{name}</td><td>{shown}</td><td>3</td>' in page
+    assert f'<td class="left">{name}</td><td>{shown}</td><td>2</td>' in page
     assert "share reached 0.1" in text
     rows = (folder / "report" / "results.csv").read_text().splitlines()
     cell = results.report_cells("gqa", "recall")[0]
@@ -258,16 +241,14 @@ def test_plan_and_budget(study: Study):
     lines: list[str] = []
     plan = plan_study(study, ProcessEngine(IN_THIS_PROCESS), lines.append)
     assert [line.split()[0] for line in lines] == ["starting", *["timing"] * len(plan.prices)]
-    assert plan.num_cells == 13
+    assert plan.num_cells == 10
     assert all(price.seconds and price.seconds > 0 for price in plan.prices)
     assert plan.prices[0].flops == 6 * plan.prices[0].size.step_flops
     with pytest.raises(SpecError, match="more than the budget of 1e-06 h"):
         plan.check_budget(1e-6)
 
 
-def test_two_studies_in_one_folder_are_refused(
-    study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path
-):
+def test_two_studies_in_one_folder_are_refused(study, finished, tmp_path):
     (tmp_path / "study.json").write_text('{"study": "another"}')
     with pytest.raises(SpecError, match="holds the study 'another'"):
         run_study(study, tmp_path, ProcessEngine(IN_THIS_PROCESS))
@@ -275,16 +256,11 @@ def test_two_studies_in_one_folder_are_refused(
         run_study(study, finished[2], ProcessEngine(IN_THIS_PROCESS))
 
 
-def test_command(
-    study_file: Path,
-    finished: tuple[StudyResults, StudyReport, Path],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-):
+def test_command(study_file, finished, capsys, tmp_path):
     assert main(["study", str(study_file), "--out", str(finished[2]), "--jobs", "0"]) == 0
     printed = capsys.readouterr()
     assert "recall: mha reaches accuracy" in printed.out
-    assert "report  9/9" in printed.err
+    assert "report  6/6" in printed.err
     only = [
         "study",
         str(study_file),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,18 @@ def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int,
         words += word.split() if is_options else [str(word)]
     code = cli.main(words)
     return (code, *capsys.readouterr())
+
+
+def run_ok(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """Run a command that must succeed; return its output."""
+    code, out, err = run_command(capsys, *argv)
+    assert code == 0, err
+    return out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: object) -> Any:
+    """Run a command with --json, which must succeed; return its document."""
+    return json.loads(run_ok(capsys, *argv, "--json"))
 
 
 def printed(arguments: list[str]) -> str:

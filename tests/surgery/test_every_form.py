@@ -115,9 +115,7 @@ def net(source: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_converted_model_is_a_folder_or_a_refusal(
-    family: str, form: str, source: Path, net: Any, tmp_path: Path, here: None
-):
+def test_a_converted_model_is_a_folder_or_a_refusal(family, form, source, net, tmp_path, here):
     expected = RESULTS[family][list(FORMS).index(form)]
     if expected not in (PLAIN, RESIZED, OURS):
         with pytest.raises(SpecError, match=expected):

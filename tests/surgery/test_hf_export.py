@@ -390,15 +390,7 @@ FOLDED = {OWN: torch.linspace(-1, 1, 32)}
         ("llama", {OWN: C}, FOLDED, {NEXT: A}, "resized"),  # a bias that llama's files lack
     ],
 )
-def test_folders_are_cut_again(
-    name: str,
-    first: dict[str, tuple[int, ...]],
-    constants: dict[str, Tensor],
-    second: dict[str, tuple[int, ...]],
-    kind: str,
-    tmp_path: Path,
-    here: None,
-):
+def test_folders_are_cut_again(name, first, constants, second, kind, tmp_path, here):
     net = source(name, tmp_path / "source", **(ALONE if name == "llama" else {}))
     once = remove_heads(net, first, constants)
     notes = model_folder.write_model_folder(once, tmp_path / "source", tmp_path / "once", {})
@@ -498,9 +490,7 @@ def test_unloadable_shapes_are_written_as_a_headwise_folder(tmp_path: Path, here
     assert torch.equal(inputs_and_outputs(hw.load(tmp_path / "cut"))[1], inputs_and_outputs(net)[1])
 
 
-def test_a_loader_with_other_outputs_is_not_written(
-    tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_loader_with_other_outputs_is_not_written(tmp_path, here, monkeypatch):
     text = model_folder.LOADER_SOURCE.read_text().replace(
         "torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias"
     )
@@ -516,9 +506,7 @@ def test_a_loader_with_other_outputs_is_not_written(
     assert "outputs differ by" in notes.summary
 
 
-def test_without_transformers_loading_is_not_claimed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_transformers_loading_is_not_claimed(tmp_path, monkeypatch):
     net = source("llama", tmp_path / "source", **ALONE)
     monkeypatch.setattr(model_folder, "find_spec", lambda _: None)
     plainly = model_folder.write_model_folder(
@@ -643,9 +631,7 @@ def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ("folders_shards.save_file", 0),
     ],
 )
-def test_a_failing_disk_leaves_no_folder(
-    call: str, after: int, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failing_disk_leaves_no_folder(call, after, tmp_path, here, monkeypatch):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     with monkeypatch.context() as patch:
         failing(call, after, patch)

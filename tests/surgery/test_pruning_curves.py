@@ -42,6 +42,8 @@ from support.number_examples import make_examples as told_scenes, small_gpt2
 from support.refusals import refused_cases
 from support.tiny_configs import model_config
 
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
+
 PLACES = (5, 7, 6, 4)
 
 
@@ -290,9 +292,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def test_one_command_sweeps_and_reports(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_one_command_sweeps_and_reports(folder, tmp_path, capsys):
     out = tmp_path / "out"
     argv = [
         "prune",
@@ -323,9 +323,7 @@ def test_one_command_sweeps_and_reports(
 
 
 @pytest.mark.parametrize(("more", "wrong"), refused_cases(__file__, "sweeps", globals()))
-def test_invalid_arguments_are_refused(
-    more: list[str], wrong: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_invalid_arguments_are_refused(more, wrong, folder, tmp_path, capsys):
     argv = [
         "prune",
         str(folder / "ours"),

@@ -137,9 +137,7 @@ def estimate(value: float) -> IntervalEstimate:
         (math.nan, 0.4, (math.nan,) * 3, "not compared"),
     ],
 )
-def test_no_difference_is_shown_by_narrow_intervals_alone(
-    before: float, after: float, change: tuple[float, float, float], verdict: str
-):
+def test_no_difference_is_shown_by_narrow_intervals_alone(before, after, change, verdict):
     row = MetricRow("BLEU", "higher", estimate(after), estimate(before), IntervalEstimate(*change))
     assert describe_change(row) == verdict
 

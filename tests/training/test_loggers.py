@@ -87,9 +87,7 @@ def test_tensorboard_logs_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert result[-1] == ("close", (), {})
 
 
-def test_a_missing_package_is_reported_before_training(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_missing_package_is_reported_before_training(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(SpecError, match="pip install tensorboard"):
         train(Echo(), recipe=short_recipe(), out=tmp_path, loggers=["tensorboard"])

@@ -5,7 +5,6 @@ options.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -341,9 +340,7 @@ def test_a_step_is_worth_three_passes():
     assert count_batch_tokens(Echo().model(), batch) == int(batch.tokens.is_real.sum()) < tokens
 
 
-def test_the_time_of_a_step_includes_the_update_of_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_time_of_a_step_includes_the_update_of_the_weights(tmp_path, monkeypatch):
     """A GPU computes an update of 10 s after the call has returned, before the next value is read."""
     now = [0.0]
     queued = [0.0]

@@ -101,9 +101,7 @@ def test_another_rate_and_schedule_apply_from_the_next_step_on(tmp_path: Path):
     assert json.loads((tmp_path / "final.json").read_text())["history"] == again.history
 
 
-def test_a_change_is_kept_if_the_run_dies_before_its_next_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_change_is_kept_if_the_run_dies_before_its_next_checkpoint(tmp_path, monkeypatch):
     train(Echo(), recipe=short_recipe(steps=6, **CONSTANT), out=tmp_path)
     retuned = short_recipe(steps=12, lr=0.001, **CONSTANT)
     monkeypatch.setattr(training_run.TrainingRun, "step", lambda *_: 1 / 0)
@@ -117,17 +115,13 @@ def test_a_change_is_kept_if_the_run_dies_before_its_next_checkpoint(
 @pytest.mark.parametrize(
     ("options", "resume", "message"), refused_cases(__file__, "changes of a run", globals(), 2)
 )
-def test_changes_that_a_run_cannot_take_are_refused(
-    tmp_path: Path, options: dict, resume: str, message: str
-):
+def test_changes_that_a_run_cannot_take_are_refused(tmp_path, options, resume, message):
     train(Echo(), recipe=short_recipe(steps=6), out=tmp_path)
     with pytest.raises(SpecError, match=message):
         train(Echo(), recipe=short_recipe(**{"steps": 6, **options}), out=tmp_path, resume=resume)
 
 
-def test_the_command_extends_a_run_without_repeating_its_options(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_the_command_extends_a_run_without_repeating_its_options(capsys, tmp_path):
     plain = [
         "--precision",
         "fp32",
@@ -216,9 +210,7 @@ def test_early_stopping_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (more.steps, more.best, more.ended) == (12, 12, "all 12 steps are taken")
 
 
-def test_the_time_in_all_counts_start_up_and_earlier_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_time_in_all_counts_start_up_and_earlier_processes(tmp_path, monkeypatch, capsys):
     before = training_run.measure_peak_flops
     monkeypatch.setattr(
         training_run, "measure_peak_flops", lambda *args: time.sleep(0.6) or before(*args)
@@ -238,9 +230,7 @@ def test_the_time_in_all_counts_start_up_and_earlier_processes(
 # --- what a run leaves behind ---------------------------------------------------------------------
 
 
-def test_the_learning_curves_are_drawn_for_both_backgrounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_learning_curves_are_drawn_for_both_backgrounds(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "save_curves", save_curves)
     train(Echo(), recipe=short_recipe(), out=tmp_path)
     light, dark = ((tmp_path / name).read_text() for name in CURVE_FILES.values())

@@ -261,9 +261,7 @@ def test_a_folder_that_holds_a_model_is_not_written_over(tmp_path: Path):
 @pytest.mark.parametrize(
     ("task", "options", "message"), refused_cases(__file__, "setups", globals(), 2)
 )
-def test_another_setup_is_refused_by_its_first_difference(
-    whole: Path, task: Echo, options: dict, message: str
-):
+def test_another_setup_is_refused_by_its_first_difference(whole, task, options, message):
     with pytest.raises(SpecError, match=message):
         train(task, recipe=short_recipe(**STOCHASTIC, **options), out=whole, resume="allowed")
 
@@ -372,9 +370,7 @@ def poisoned(step: int, name: str, value: float):
         ),
     ],
 )
-def test_a_non_finite_loss_ends_a_run_and_names_its_origin(
-    tmp_path: Path, name: str, value: float, message: str
-):
+def test_a_non_finite_loss_ends_a_run_and_names_its_origin(tmp_path, name, value, message):
     net, sink = hw.build(Echo().model(), seed=0), poisoned(5, name, value)
     sink.net = net
     with pytest.raises(
@@ -400,9 +396,7 @@ class Steep(torch.autograd.Function):
         return gradient * float("inf")
 
 
-def test_a_gradient_that_is_not_finite_is_found_where_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_gradient_that_is_not_finite_is_found_where_it_began(tmp_path, monkeypatch):
     """Behind the feed-forward: what comes after it, on the way back, is what it spoiled, and not
     the first.
     """
@@ -430,9 +424,7 @@ def damaged(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "edited", "flipped"])
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(
-    whole: Path, tmp_path: Path, how: str
-):
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole, tmp_path, how):
     with pytest.raises(RuntimeError, match="a crash"):
         train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, loggers=[CrashingLogger(5)])
     before = CheckpointFolder(tmp_path / "checkpoint")
@@ -546,9 +538,7 @@ def test_the_second_interrupt_ends_at_once():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_before_the_first_step_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_interrupt_before_the_first_step_ends_at_once(tmp_path, monkeypatch):
     """Choosing a precision and compiling may take minutes, and there is nothing to lose."""
 
     def press(*_: object) -> NoReturn:
@@ -564,9 +554,7 @@ def test_an_interrupt_before_the_first_step_ends_at_once(
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_long_step_is_undone_after_an_interrupt(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_long_step_is_undone_after_an_interrupt(whole, tmp_path, monkeypatch):
     compute = TrainStep.compute_gradients
     step = itertools.count(1)
 

@@ -165,9 +165,7 @@ def test_a_model_that_lacks_the_open_token_ids_is_refused(tmp_path: Path) -> Non
         compare(opened, **{"with": "other"})
 
 
-def test_a_generated_text_is_compared_only_with_models_of_the_same_tokenizer(
-    translator: OpenModel,
-) -> None:
+def test_a_generated_text_is_compared_only_with_models_of_the_same_tokenizer(translator) -> None:
     streams = {
         name: (replace(rows[0], text="", offsets=()),)
         for name, rows in translator.get_trace().streams.items()

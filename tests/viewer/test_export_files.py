@@ -175,9 +175,7 @@ def test_names_of_files_are_safe(name: str):
     )
 
 
-def test_a_file_that_no_browser_can_hold_is_refused(
-    sample: OpenModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_that_no_browser_can_hold_is_refused(sample, monkeypatch):
     monkeypatch.setattr(export_files, "MAX_EXPORT_BYTES", 1000)
     with pytest.raises(FileTooLarge, match="save one head"):
         make_file(sample, "csv", ExportScope())

@@ -47,9 +47,7 @@ def make_folder(folder: Path, **settings: Any) -> Path:
         {"text_config": {"layers": [{"_attn_implementation_internal": "owner/kernel"}]}},
     ],
 )
-def test_attention_code_of_the_hub_is_refused(
-    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_attention_code_of_the_hub_is_refused(tmp_path, settings, monkeypatch):
     folder = make_folder(tmp_path / "model", **settings)
     monkeypatch.setattr(
         "headwise.hub.pretrained_models.load_model",

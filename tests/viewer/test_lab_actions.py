@@ -61,16 +61,6 @@ def test_the_effect_of_an_ablated_head_is_that_of_edited_weights():
     assert [item.head for item in model.ablated] == [2]
 
 
-def test_a_mean_replaces_the_output_by_its_mean_over_the_text():
-    model, net, ids = open_model(GPT)
-    found = compute_effect(model, {"heads": [[0, 1, "mean"]]}, progress())
-    means = hw.head_means(net, [ids], [("decoder.0.attention", 1)])
-    with torch.inference_mode(), hw.patch(net, means):
-        new = net(ids)[0].double().log_softmax(-1)
-    old = net(ids)[0].double().log_softmax(-1)
-    assert found["kl"] == pytest.approx(((old.exp() * (old - new)).sum(-1)).mean().item(), rel=1e-6)
-
-
 def test_a_model_without_a_token_head_is_compared_by_its_vectors():
     model, net, ids = open_model(BERT)
     found = compute_effect(model, {"heads": [[1, 0]]}, progress())

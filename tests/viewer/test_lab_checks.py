@@ -51,9 +51,7 @@ def without_heads(net: Any, site: str, heads: list[int]) -> Any:
     return edited
 
 
-def test_the_outputs_are_those_of_a_model_without_the_weights(
-    gpt: tuple[OpenModel, Any, torch.Tensor],
-):
+def test_the_outputs_are_those_of_a_model_without_the_weights(gpt):
     model, net, ids = gpt
     found = compute_effect(model, {"heads": [[1, 0], [1, 2]]}, progress())["check"]
     with torch.inference_mode():
@@ -80,9 +78,7 @@ def test_a_wrong_ablation_is_found(gpt: tuple[OpenModel, Any, torch.Tensor]):
     assert found["apart"] == pytest.approx(apart, rel=1e-3)
 
 
-def test_a_wrong_head_of_16_bits_is_found_in_float32(
-    gpt: tuple[OpenModel, Any, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_wrong_head_of_16_bits_is_found_in_float32(gpt, monkeypatch):
     _, net, ids = gpt
     half = copy.deepcopy(net).bfloat16()
     with torch.no_grad():
@@ -117,9 +113,7 @@ def greedy(net: Any, ids: torch.Tensor, count: int) -> list[str]:
     return [str(token) for token in row[0, ids.shape[1] :].tolist()]
 
 
-def test_the_text_goes_on_as_in_a_model_with_edited_weights(
-    gpt: tuple[OpenModel, Any, torch.Tensor],
-):
+def test_the_text_goes_on_as_in_a_model_with_edited_weights(gpt):
     model, net, ids = gpt
     found = continue_text(model, {"heads": [[1, 0], [1, 1], [1, 2]]}, progress())
     assert found["before"] == greedy(net, ids, len(found["before"]))
@@ -157,9 +151,7 @@ def rows_by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in report["rows"]}
 
 
-def test_losses_are_those_of_a_model_with_edited_weights(
-    model_of_lines: tuple[OpenModel, Any, list[Example]],
-):
+def test_losses_are_those_of_a_model_with_edited_weights(model_of_lines):
     model, net, examples = model_of_lines
     found = evaluate_texts(model, {"heads": [[1, 2]], "texts": LINES}, progress())
     expected = measure_quality(without_heads(net, SITE, [2]), examples, baseline=net)
@@ -195,8 +187,6 @@ def test_means_are_those_of_the_open_text(model_of_lines: tuple[OpenModel, Any, 
 
 
 @pytest.mark.parametrize(("arguments", "message"), refused_cases(__file__, "checks", globals()))
-def test_what_cannot_be_evaluated_is_refused(
-    model_of_lines: tuple[OpenModel, Any, list[Example]], arguments: dict[str, Any], message: str
-):
+def test_what_cannot_be_evaluated_is_refused(model_of_lines, arguments, message):
     with pytest.raises(ValueError, match=message):
         evaluate_texts(model_of_lines[0], arguments, progress())

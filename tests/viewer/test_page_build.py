@@ -103,9 +103,7 @@ def test_a_renamed_source_is_another_page(build: ModuleType):
     assert build.hash_sources() != before
 
 
-def test_without_node_the_message_names_a_remedy(
-    build: ModuleType, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_node_the_message_names_a_remedy(build, monkeypatch):
     monkeypatch.setattr(build, "find_node", lambda: None)
     with pytest.raises(
         build.BuildError, match=r"no Node >= 20 with npm; install it, or run: .* -m pip install"

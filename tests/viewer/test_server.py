@@ -17,7 +17,6 @@ from starlette.testclient import TestClient
 
 import headwise as hw
 from headwise.observe.traces import load_trace, save_trace, trace_from_weights
-from headwise.viewer.model_worker import MAX_QUEUED_JOBS
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import (
     MAX_BODY_BYTES,
@@ -94,15 +93,15 @@ def test_a_tile_is_the_largest_weight_of_each_cell(client: TestClient, opened: O
     expected = opened.get_trace().head_weights(opened.heads[0][0], 0)
     header, found = arrays(client, "/api/tile?site=0&head=0&q0=2&q1=34&k0=1&k1=33&rows=8&cols=16")
     cells = expected[2:34, 1:33].reshape(8, 4, 16, 2).max((1, 3))
-    assert np.abs(found["weights"] / 255 * header["scale"] - cells).max() <= 1 / 255
+    # rounded up, so that no weight disappears
+    expected = np.ceil(cells / np.float32(header["scale"]) * np.float32(255) - 1e-4)
+    assert np.array_equal(found["weights"], expected)
     allowed = np.tril(np.ones((37, 37), bool))[2:34, 1:33].reshape(8, 4, 16, 2).any((1, 3))
     assert np.array_equal(found["masked"] == 0, allowed)
     assert (header["q0"], header["k1"]) == (2, 33)
 
 
-def test_the_effect_is_the_norm_of_what_a_key_adds_to_the_output(
-    client: TestClient, opened: OpenModel
-):
+def test_the_effect_is_the_norm_of_what_a_key_adds_to_the_output(client, opened):
     site = opened.heads[0][0]
     layer = opened.get_trace().get_layer(site)
     net: Any = opened.model
@@ -164,9 +163,7 @@ def test_one_query_in_all_heads(client: TestClient, opened: OpenModel):
 # --- jobs -----------------------------------------------------------------------------------------
 
 
-def test_measures_are_those_of_the_library(
-    client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_measures_are_those_of_the_library(client, opened, monkeypatch):
     reader = hw.ExampleReader(opened.model)
     monkeypatch.setattr(
         "headwise.viewer.model_actions.make_examples",
@@ -192,17 +189,6 @@ def test_a_job_that_fails_is_reported_and_ends_nothing(client: TestClient):
     assert client.get("/api/document").status_code == 200
 
 
-def test_a_model_that_fails_is_reported(
-    client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-):
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the tensors do not fit")
-
-    monkeypatch.setattr("headwise.viewer.model_actions.capture_trace", broken)
-    ended = run_job(client, kind="text", text="words")
-    assert ended["error"]["fact"] == "RuntimeError: the tensors do not fit"
-
-
 def test_a_job_is_cancelled(client: TestClient, server: ViewServer):
     def endless(_: OpenModel, __: Any, progress: Any) -> None:
         for step in range(10**6):
@@ -214,20 +200,6 @@ def test_a_job_is_cancelled(client: TestClient, server: ViewServer):
     assert client.get(f"/api/jobs/{job}/result").status_code == 409
     assert client.delete(f"/api/jobs/{job}").status_code == 200
     assert '"cancelled"' in client.get(f"/api/jobs/{job}/events").text
-
-
-def test_at_most_a_few_jobs_wait(client: TestClient, server: ViewServer):
-    def slow(_: OpenModel, __: Any, progress: Any) -> None:
-        for _ in range(1000):
-            time.sleep(0.01)
-            progress(0)
-
-    server.worker.job_kinds = {"slow": slow}
-    answers = [client.post("/api/jobs", json={"kind": "slow"}) for _ in range(MAX_QUEUED_JOBS + 4)]
-    assert answers[-1].status_code == 429
-    assert "wait for one to end" in answers[-1].json()["error"]["remedy"]
-    for job in list(server.worker.jobs.values()):
-        job.cancel()
 
 
 # --- what is refused ------------------------------------------------------------------------------

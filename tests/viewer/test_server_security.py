@@ -108,9 +108,7 @@ def test_no_answer_allows_other_origins(server: ViewServer):
     assert client.options("/api/document").status_code == 405  # no preflight succeeds
 
 
-def test_the_token_is_long_random_and_in_the_fragment(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_token_is_long_random_and_in_the_fragment(opened, monkeypatch):
     import uvicorn
 
     configs: list[Any] = []
@@ -127,13 +125,7 @@ def test_the_token_is_long_random_and_in_the_fragment(
 
 
 @pytest.mark.parametrize("kind", sorted(ALL_JOBS))
-def test_no_job_loads_what_a_request_names(
-    server: ViewServer,
-    opened: OpenModel,
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_no_job_loads_what_a_request_names(server, opened, kind, tmp_path, monkeypatch):
     """Models are named on the command line only: no field of a request reaches
     a loader or the Hub.
     """
@@ -206,9 +198,7 @@ def test_a_worker_survives_any_failure(opened: OpenModel, failure: BaseException
     assert event["error"]["fact"].startswith(fact)
 
 
-def test_a_run_that_takes_too_much_memory_is_refused_with_the_number(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_run_that_takes_too_much_memory_is_refused_with_the_number(monkeypatch):
     """The first layer that does not fit stops the run."""
     net = bundled_sample.load_sample_model()
     monkeypatch.setattr(model_actions, "CAPTURE_BUDGET", 1000)

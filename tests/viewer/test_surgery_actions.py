@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,7 @@ def run_job(model: OpenModel, kind: str, arguments: Mapping[str, Any]) -> dict[s
 # --- What is written ------------------------------------------------------------------------------
 
 
-def test_listed_heads_are_pruned_as_the_library_does_and_the_verification_holds(
-    sample: OpenModel, tmp_path: Path
-):
+def test_listed_heads_are_pruned_as_the_library_does_and_the_verification_holds(sample, tmp_path):
     found = surgery_actions.prune_heads(
         sample, {"heads": HEADS, "texts": TEXTS, "name": "small"}, progress()
     )
@@ -135,9 +133,7 @@ def test_removed_heads_are_replaced_by_their_mean(sample: OpenModel, tmp_path: P
     assert found["holds"]
 
 
-def test_the_command_of_the_page_makes_the_same_model(
-    sample: OpenModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_of_the_page_makes_the_same_model(sample, tmp_path, capsys):
     found = surgery_actions.prune_heads(
         sample, {"heads": HEADS, "texts": TEXTS, "name": "small"}, progress()
     )
@@ -173,9 +169,7 @@ def test_a_transformers_folder_becomes_one_again(tmp_path: Path):
         ),
     ],
 )
-def test_heads_are_pooled_as_the_library_does(
-    sample: OpenModel, tmp_path: Path, arguments: dict[str, Any], options: str, pool: Pool
-):
+def test_heads_are_pooled_as_the_library_does(sample, tmp_path, arguments, options, pool):
     arguments |= {"form": "kv", "texts": TEXTS, "name": "gqa"}
     found = surgery_actions.convert_heads(sample, arguments, progress())
     net = bundled_sample.load_sample_model()
@@ -255,9 +249,7 @@ CONVERT = {"form": "kv", "kv": 2, "texts": TEXTS, "name": "small"}
 
 @pytest.mark.parametrize("kind", ["prune", "convert"])
 @pytest.mark.parametrize(("change", "fact"), refused_cases(__file__, "surgery", globals()))
-def test_what_cannot_be_written_or_changed_is_refused(
-    sample: OpenModel, kind: str, change: Callable[[OpenModel], None], fact: str
-):
+def test_what_cannot_be_written_or_changed_is_refused(sample, kind, change, fact):
     change(sample)
     event = run_job(sample, kind, PRUNE if kind == "prune" else CONVERT)
     assert event["state"] == "failed"
@@ -271,9 +263,7 @@ def test_what_cannot_be_written_or_changed_is_refused(
 @pytest.mark.parametrize(
     ("kind", "arguments", "fact"), refused_cases(__file__, "surgery arguments", globals(), 2)
 )
-def test_arguments_that_cannot_work_are_refused(
-    sample: OpenModel, kind: str, arguments: dict[str, Any], fact: str
-):
+def test_arguments_that_cannot_work_are_refused(sample, kind, arguments, fact):
     event = run_job(sample, kind, arguments)
     assert event["state"] == "failed"
     assert event["error"]["fact"].startswith(fact)
@@ -301,9 +291,7 @@ class CancelledAt(JobProgress):
 @pytest.mark.parametrize(
     "note", ["removing heads", "writing the model", "comparing exported", "measuring speed"]
 )
-def test_a_cancelled_job_leaves_no_folder_and_the_open_model_as_it_was(
-    sample: OpenModel, note: str
-):
+def test_a_cancelled_job_leaves_no_folder_and_the_open_model_as_it_was(sample, note):
     net: Any = sample.get_model()
     before, revision = fingerprint_model(net), sample.revision
     stop = CancelledAt(note)
@@ -316,9 +304,7 @@ def test_a_cancelled_job_leaves_no_folder_and_the_open_model_as_it_was(
     assert not list(sample.output_folder.rglob("*"))
 
 
-def test_a_job_that_fails_while_it_proves_leaves_no_folder(
-    sample: OpenModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_job_that_fails_while_it_proves_leaves_no_folder(sample, monkeypatch):
     def fail(*_: Any) -> None:
         raise ValueError("the disk is full; delete something")
 

@@ -136,9 +136,7 @@ def test_many_weights_are_left_out_of_an_export(monkeypatch: pytest.MonkeyPatch)
     assert export_files.collect_answers(OpenModel(trace))["weights"] == {}
 
 
-def test_one_line_with_the_address(
-    server: Serving, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_one_line_with_the_address(server, capsys, monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr(view.webbrowser, "open", opened.append)
     assert cli.main(["view", "--no-browser", "--read-only"]) == 0
@@ -174,9 +172,7 @@ def test_a_pruned_folder_says_which_heads_are_gone(tmp_path: Path):
     assert {name: heads for name, heads in pruned.items() if heads} == {"decoder.1.attention": [2]}
 
 
-def test_a_page_that_is_not_built_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_page_that_is_not_built_is_one_line(capsys, monkeypatch):
     def missing() -> PageAssets:
         raise ValueError(export_files.NOT_BUILT)
 
@@ -316,9 +312,7 @@ def test_a_browser_keeps_hostile_tokens_as_text_and_runs_nothing_else(tmp_path: 
 
 
 @pytest.mark.lengthy
-def test_the_page_works_in_the_frame_of_a_notebook(
-    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_page_works_in_the_frame_of_a_notebook(browser, tmp_path, monkeypatch):
     """In a sandboxed frame, which has no storage and no address of its own,
     with an empty console.
     """

@@ -198,9 +198,7 @@ def test_heads_without_a_map_of_their_own_have_weights_alone():
 @pytest.mark.parametrize("position", [-1, 2])
 @pytest.mark.parametrize("baseline", [None, 11])
 @pytest.mark.parametrize("name", MODELS)
-def test_shares_of_a_logit_are_those_of_the_residual_stream(
-    name: str, baseline: int | None, position: int
-):
+def test_shares_of_a_logit_are_those_of_the_residual_stream(name, baseline, position):
     model = MODELS[name]()
     norm, unembed = (
         (model.transformer.ln_f, model.lm_head.weight)

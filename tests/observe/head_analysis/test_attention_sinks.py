@@ -117,9 +117,7 @@ def test_a_first_token_that_no_head_prefers_is_a_word_like_others():
     ],
     ids=["sink", "word"],
 )
-def test_measures_run_each_text_once_and_equal_those_of_marked_texts(
-    net: torch.nn.Module, texts: list[Example]
-):
+def test_measures_run_each_text_once_and_equal_those_of_marked_texts(net, texts):
     sites = require_ability(net, "observe")
     streams = {one.site.name: ("text", "text") for one in sites}
     marked = list(mark_first_token_sinks(net, sites, streams, texts).examples)

@@ -160,9 +160,7 @@ def test_combined_heads_have_the_norm_of_w_o_alone():
     assert {row[1] for row in circuit_table(heads).rows} == set(range(len(heads)))
 
 
-def test_the_command_prints_tables_and_all_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_prints_tables_and_all_numbers(tmp_path, capsys):
     spec = hw.families.read_model_spec(
         model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=256, n_positions=32)
     )
@@ -204,9 +202,7 @@ def test_the_command_prints_tables_and_all_numbers(
     assert data["collapse"][0]["residual"]["value"] == data["collapse"][0]["residual"]["chance"]
 
 
-def test_layers_are_normalised_from_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_layers_are_normalised_from_the_command_line(tmp_path, capsys):
     spec = hw.families.read_model_spec(
         model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=256, n_positions=32)
     )

@@ -158,11 +158,6 @@ def test_small_random_heads_are_broad(decoder: HeadTable):
         assert names(table, site, number)["broad"] > 0.9
 
 
-def test_a_head_at_a_fixed_distance_is_explained_by_distance(decoder: HeadTable):
-    assert decoder.head(FIRST, 0).measures["positional_share"].value > 0.99
-    assert decoder.head(SECOND, 0).measures["positional_share"].value < 0.5
-
-
 # --- rules ----------------------------------------------------------------------------------------
 
 

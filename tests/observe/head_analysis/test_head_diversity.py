@@ -65,19 +65,6 @@ def spread(weights: Array) -> float:
 # --- the spread of a layer ------------------------------------------------------------------------
 
 
-def test_the_spread_as_it_is_defined_of_layers_of_several_sizes():
-    weights = random_weights(7, 0)
-    locations = (*heads(1, 4), *(HeadLocation("decoder.1.attention", 1, head) for head in range(3)))
-    adding = DiversitySums(locations, 9, 0)
-    adding.add(0, rows_of(weights))
-    found = adding.layer_diversities()
-    result = weights.double().numpy()
-    assert [one.spread.value for one in found] == pytest.approx(
-        [spread(result[:4]), spread(result[4:])], abs=1e-6
-    )
-    assert [one.heads for one in found] == [4, 3]
-
-
 def test_the_least_and_the_most_that_heads_spread():
     alike, separate = torch.zeros(4, 2, 9), torch.zeros(4, 2, 9)
     alike[..., 0] = 1

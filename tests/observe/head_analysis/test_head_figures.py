@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from matplotlib.text import Text
 
-import headwise as hw
 from headwise import cli
 from headwise.observe.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.observe.head_analysis.head_classes import classify_heads
@@ -193,9 +191,7 @@ def test_a_relation_is_drawn_where_the_head_finds_it():
 
 
 @pytest.mark.parametrize(("better", "cells"), [("input", [(0, 2), (1, 0)]), ("target", [(0, 0)])])
-def test_gold_links_are_marked_in_the_rows_that_align_best(
-    better: str, cells: list[tuple[int, int]]
-):
+def test_gold_links_are_marked_in_the_rows_that_align_best(better, cells):
     words = {"source": example([5, 6, 7]).streams["text"], "text": example([7, 5]).streams["text"]}
     linked = Example(torch.zeros(1), words, (), [(2, 0, True), (0, 1, True)])
     names = ("alignment input", "alignment target")
@@ -262,27 +258,3 @@ def test_chosen_heads_are_drawn_from_a_trace(tmp_path: Path, capsys: pytest.Capt
         assert cli.main(["heads", str(path), *argv]) == 2
         assert wrong in capsys.readouterr().err
     assert not Path("no").exists()
-
-
-def test_chosen_heads_are_drawn_with_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from support.conllu_examples import ROWS, build_encoder, conllu_lines
-
-    hw.save(build_encoder(), tmp_path / "net")
-    text = ROWS.replace("The", "the").replace("# sent_id = two\n", "").replace("2 du", "2 b")
-    (tmp_path / "a.conllu").write_text(
-        "\n".join([*conllu_lines(text), "", *conllu_lines(text), ""])
-    )
-    base = [
-        "heads",
-        str(tmp_path / "net"),
-        "--conllu",
-        str(tmp_path / "a.conllu"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert cli.main([*base, "--draw", "L0H1"]) == 0
-    assert (tmp_path / "out" / "head-encoder.0.attention-1-dark.png").exists()
-    assert json.loads((tmp_path / "out" / "heads.json").read_text())["heads"]
-    assert cli.main([*base[:-1], str(tmp_path / "no"), "--draw", "L7H1"]) == 2
-    assert "there is no layer L7" in capsys.readouterr().err
-    assert not (tmp_path / "no").exists()

@@ -90,21 +90,6 @@ def projections(model: nn.Module, name: str) -> list[nn.Module]:
 # --- leave-one-out --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(THEIRS))
-def test_leaving_out_is_a_copy_without_the_columns(name: str):
-    model, request = theirs(name), asked_of(name)
-    texts = make_examples(model, 3)
-    result = estimate_importance(model, texts, objective=request)
-    for site, head in [(hw.sites(model)[0], 1), (hw.sites(model)[1], 3)]:
-        other = copy.deepcopy(model)
-        without_columns(other, site.path, THEIRS[name].out, head, 8)
-        pairs = enumerate(texts)
-        more = [
-            loss_of(other, one, request, n) - loss_of(model, one, request, n) for n, one in pairs
-        ]
-        assert result.head(site.name, head).value == pytest.approx(mean_of(more), abs=1e-12)
-
-
 def test_ablation_reaches_two_stacks_of_a_transformers_model():
     one = TransformersModel("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both")
     model = one.build().double()

@@ -8,9 +8,7 @@ import math
 import re
 
 import pytest
-import torch
 
-import headwise as hw
 from headwise.observe.head_analysis.head_table import (
     HeadImportance,
     HeadMeasures,
@@ -53,25 +51,6 @@ def test_small_importances_are_printed_in_scientific_form_with_intervals():
     assert max(map(len, lines)) <= 80
 
 
-def test_every_printed_number_has_three_digits_of_the_measured_one():
-    torch.manual_seed(0)
-    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 256}
-    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(0.1)
-    result = hw.importance(net, ["one text", "another one", "a third"], tokenizer="bytes")
-    rows = [
-        re.split(r"  +", line) for line in str(result).splitlines() if line.startswith("decoder.")
-    ]
-    assert len(rows) == 8
-    for row in rows:
-        head = result.head(row[0], int(row[1]))
-        assert abs(head.value) < 1e-3
-        for text, value in zip(row[2:5], (head.value, head.low, head.high), strict=True):
-            assert math.isclose(float(text), value, rel_tol=6e-3)
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
 def test_a_ranking_names_its_columns_in_full(scale: float):
     heads = tuple(
@@ -98,13 +77,6 @@ def test_a_ranking_names_its_columns_in_full(scale: float):
     ]
     numbers = [float(text) for text in re.split(r"  +", lines[3])[2:6]]
     assert numbers == pytest.approx([0.7 * scale, 0.4 * scale, 0.9 * scale, 0.1 * scale])
-
-
-def test_a_trace_prints_nothing(capsys: pytest.CaptureFixture[str]):
-    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 256}
-    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    hw.trace(net, torch.tensor([[3, 1, 4]]))
-    assert capsys.readouterr() == ("", "")
 
 
 def test_results_as_csv():

@@ -86,9 +86,7 @@ def test_ratios_are_jackknifed_over_the_texts_that_count():
         (-0.5, -0.6, 5, math.nan),
     ],
 )
-def test_equal_texts_have_the_p_value_of_markovs_inequality(
-    value: float, baseline: float, count: int, expected: float
-):
+def test_equal_texts_have_the_p_value_of_markovs_inequality(value, baseline, count, expected):
     """Values >= 0 with a mean of at most b reach v in all of n texts with a probability of at most
     (b / v)^n.
     """

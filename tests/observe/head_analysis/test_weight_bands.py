@@ -70,9 +70,7 @@ def spread(some: list[WeightBand]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("cells", [1, 300, 2**22])
 @pytest.mark.parametrize("name", SPECS)
-def test_bands_are_the_weights_of_the_definition(
-    name: str, cells: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_bands_are_the_weights_of_the_definition(name, cells, monkeypatch):
     layer, probe = cases.layer(SPECS[name]), hw.Probe("weights")
     x = torch.randn(1, COUNT, 12, dtype=torch.float64)
     with torch.no_grad():
@@ -170,9 +168,7 @@ def test_chance_is_the_same_whether_it_was_known():
 
 
 @pytest.mark.parametrize("kind", ["causal", "each"])
-def test_layers_measured_together_are_layers_measured_alone(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_layers_measured_together_are_layers_measured_alone(kind, monkeypatch):
     block, other = maps.weight_map(kind, 5), maps.weight_map("full", 6)
     layers = [block, replace(block, w_HTS=block.w_HTS / 2), other, block]
     sums = list[dict[tuple[str, str, str], list[tuple[np.ndarray, np.ndarray]]]]()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -353,9 +352,7 @@ HYBRID = {
 }
 
 
-def test_the_command_lists_layers_without_attention(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_the_command_lists_layers_without_attention(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     assert cli.main(["sites", str(tmp_path)]) == 0
     out = capsys.readouterr().out

@@ -63,9 +63,7 @@ def registered() -> Iterator[None]:
 
 @pytest.mark.parametrize("cached", [0, 7], ids=["whole text", "after cached tokens"])
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_are_those_of_eager_attention(
-    name: str, cached: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_weights_are_those_of_eager_attention(name, cached, monkeypatch):
     eager, flash = (MODELS[name].build(kind) for kind in ("eager", NAME))
     ids = MODELS[name].inputs()["input_ids"]
 

@@ -292,9 +292,7 @@ def test_the_tokenizer_is_found_beside_the_weights_or_given(tmp_path: Path):
     assert find_tokenizer(case.model) is None  # a given tokenizer is not kept
 
 
-def test_a_model_in_memory_does_not_read_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_model_in_memory_does_not_read_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(ByteVocabulary().document)
     monkeypatch.chdir(tmp_path)
     assert find_tokenizer(ZOO["gpt2"].build()) is None

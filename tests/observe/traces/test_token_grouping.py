@@ -37,9 +37,7 @@ def membership(groups: list[list[int]], count: int) -> np.ndarray:
         (TokenGrouping(words=True, special=True), [[1, 2], [3, 4], [5]]),
     ],
 )
-def test_weights_are_sums_over_keys_and_means_over_queries(
-    grouping: TokenGrouping, groups: list[list[int]]
-) -> None:
+def test_weights_are_sums_over_keys_and_means_over_queries(grouping, groups) -> None:
     trace = make_trace(WORDS)
     view = group_tokens(trace, grouping)
     member = membership(groups, len(WORDS))
@@ -73,9 +71,7 @@ def test_merged_words_are_read_without_their_marks() -> None:
         (("<s>", "▁a", "b", "<pad>", "c"), [[0], [1, 2], [3], [4]]),
     ],
 )
-def test_words_are_found_by_the_marks_of_tokenizers(
-    words: tuple[str, ...], groups: list[list[int]]
-) -> None:
+def test_words_are_found_by_the_marks_of_tokenizers(words, groups) -> None:
     assert find_groups(TokenRow.from_words(words), TokenGrouping(words=True)) == groups
 
 

@@ -79,9 +79,7 @@ def test_a_grid_is_small():
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
     st.integers(1, 20),
 )
-def test_a_cell_of_a_picture_is_the_largest_weight_in_it(
-    a: np.ndarray, size: tuple[int, int], band: int
-):
+def test_a_cell_of_a_picture_is_the_largest_weight_in_it(a, size, band):
     bands = [
         (start, min(len(a), start + band), a[start : start + band])
         for start in range(0, len(a), band)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip  # noqa: F401 - used in refused.txt
 import os  # noqa: F401 - used in refused.txt
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,7 @@ def frames(labels: Any, broken: float = 1.0) -> None:
 @pytest.mark.parametrize(
     ("arrange", "ask", "words"), refused_cases(__file__, "data files", globals(), 2)
 )
-def test_one_line_gives_problem_place_and_remedy(
-    arrange: Callable[[], object],
-    ask: Callable[[], object] | str,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_one_line_gives_problem_place_and_remedy(arrange, ask, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arrange()
     before = {path: path.stat().st_size for path in tmp_path.rglob("*")}

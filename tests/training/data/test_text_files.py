@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,9 +27,7 @@ from headwise.util.files import read_json_file, read_text_file
         ("{}".encode("utf-16"), "line 1: byte 0xff", "utf-16"),
     ],
 )
-def test_another_encoding_is_named_with_its_line(
-    read: Callable[[Path], object], data: bytes, fact: str, encoding: str, tmp_path: Path
-):
+def test_another_encoding_is_named_with_its_line(read, data, fact, encoding, tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(data)
     remedy = f"convert the file, as in iconv -f {encoding} -t utf-8"
@@ -58,9 +55,7 @@ def test_the_root_of_the_disk_is_not_read(tmp_path: Path, capsys: pytest.Capture
     assert time.monotonic() - started < 20
 
 
-def test_a_folder_of_other_files_is_not_walked_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_of_other_files_is_not_walked_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "MAX_OTHER_FILES", 20)
     for number in range(9):
         (tmp_path / f"{number}").mkdir()
