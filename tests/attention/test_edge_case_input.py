@@ -53,18 +53,6 @@ def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
     assert torch.isfinite(y[[0, 2]]).all()
 
 
-@pytest.mark.parametrize("backend", ["dense", "sdpa"])
-def test_a_nan_query_affects_its_own_output_only(backend: str):
-    """Keys and values are sound; the NaN comes in by the scores of one query, and goes out by its
-    output.
-    """
-    used, x = layer(backend, kv=2, source=13), numbers(3, 7, 10)
-    x[1, 4] = NAN
-    y = used(x, source=numbers(3, 11, 13))
-    assert y[1, 4].isnan().all()
-    assert y.isnan().any(-1).nonzero().tolist() == [[1, 4]]
-
-
 def test_a_nan_that_a_ring_has_forgotten_is_gone():
     used, x = layer(pattern="window(3)"), numbers(1, 13, 10)
     x[0, 4] = NAN
@@ -135,16 +123,6 @@ def test_empty_inputs_are_legal(keys: int, shape: tuple[int, int], backend: str 
     )
 
 
-@pytest.mark.parametrize("backend", ["dense", "sdpa"])
-def test_strides_do_not_matter(backend: str):
-    used, x = layer(backend, pattern="causal()", kv=2), numbers(10, 7, 2).permute(2, 1, 0)
-    assert not x.is_contiguous()
-    torch.testing.assert_close(used(x), used(x.contiguous()), rtol=0, atol=1e-12)
-    torch.testing.assert_close(used(x[:, ::2]), used(x[:, ::2].contiguous()), rtol=0, atol=1e-12)
-    one = numbers(1, 7, 10).expand(3, -1, -1)
-    torch.testing.assert_close(used(one), used(one[:1]).expand(3, -1, -1), rtol=0, atol=1e-12)
-
-
 STATED = {
     "similarity": hw.parts.FeatureMap(),
     "normaliser": hw.parts.SumNormaliser(),
@@ -163,10 +141,8 @@ def speaking(plain: hw.Attention, value: tuple[int, ...], backend: str | None) -
     return chosen
 
 
-@pytest.mark.parametrize("count", [1, 7])
-@pytest.mark.parametrize("kv", [1, 2, 6])
+@pytest.mark.parametrize(("backend", "kv", "count"), [("dense", 1, 7), (None, 2, 7), (None, 6, 1)])
 @pytest.mark.parametrize("who", SPEAKING)
-@pytest.mark.parametrize("backend", ["dense", None])
 def test_output_heads_may_have_any_order(backend: str | None, who: str, kv: int, count: int):
     plain, x, z = layer("dense", kv=kv), numbers(3, count, 10), numbers(3, 11, 10)
     chosen = speaking(plain, SPEAKING[who], backend)
@@ -275,10 +251,10 @@ def test_a_state_keeps_sums_that_its_inputs_could_not():
         normaliser=hw.parts.SumNormaliser(),
     )
     used = hw.Attention(spec).to(torch.bfloat16).eval()
-    x = torch.randn(1, 600, 16).to(torch.bfloat16)
+    x = torch.randn(1, 300, 16).to(torch.bfloat16)
     cache = used.cache(batch=1, capacity=1)
     with torch.no_grad():
-        steps = torch.cat([used(x[:, t : t + 1], cache=cache) for t in range(600)], 1)
+        steps = torch.cat([used(x[:, t : t + 1], cache=cache) for t in range(300)], 1)
         truth = hw.Attention(spec).double()
         truth.load_state_dict({name: weight.double() for name, weight in used.state_dict().items()})
         truth = truth(x.double())
@@ -298,15 +274,6 @@ def test_caches_work_under_autocast(kind: str):
         )
         rest = [used(x[:, 3:5], cache=cache), *(used(x[:, t : t + 1], cache=cache) for t in (5, 6))]
     torch.testing.assert_close(torch.cat([first, *rest], 1), whole, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize(
-    "project", [hw.parts.MLAProjection(rank=4, rope=0), hw.parts.Collaborative(width=2)], ids=str
-)
-@pytest.mark.parametrize("part", [hw.parts.Shaw(reach=2), hw.parts.ShawValues(reach=2)], ids=str)
-def test_widths_that_happen_to_agree_do_not_make_a_part_fit(project: object, part: object):
-    with pytest.raises(hw.SpecError, match="Shaw"):
-        hw.design(model=8, heads=2, project=project, modifiers=(part,))
 
 
 def test_only_distances_matter_however_far_out():

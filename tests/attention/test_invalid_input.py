@@ -4,7 +4,7 @@ unchanged.
 
 from __future__ import annotations
 
-from dataclasses import replace  # noqa: F401 - lines of refused_specs.txt use it
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.attention import op_trace
+from headwise.attention.backends import CallSignature
 from headwise.attention.cache import make_cache
-from support.refusals import check_refused, refused_calls
+from headwise.attention.masking.patterns import parse_pattern  # noqa: F401 - refused_specs.txt
+from headwise.attention.parts.latent_attention import convert_to_latent
+from headwise.attention.parts.mixture_of_heads import convert_to_mixture_of_heads
+from support.refusals import check_refused, has_words, refused_calls
 from support.spec_strategies import base
 
 NAN = float("nan")
@@ -30,8 +35,69 @@ def causal(**options: object) -> hw.Attention:
 def listing(**options: object) -> hw.AttentionSpec:
     """A spec with these modifiers: the name of the part, and its fields."""
     return base(
-        modifiers=tuple(getattr(hw.parts, name)(**fields) for name, fields in options.items())
+        modifiers=tuple(getattr(hw.parts, name)(**values) for name, values in options.items())
     )
+
+
+def features(**options: object) -> hw.AttentionSpec:
+    return base(similarity=hw.parts.FeatureMap(**options), normaliser=hw.parts.SumNormaliser())
+
+
+def paired(name: str, **options: object) -> hw.AttentionSpec:
+    """A spec whose heads form pairs of this part."""
+    return replace(base(), heads=heads(**options), modifiers=(getattr(hw.parts, name)(),))
+
+
+def collaborative(width: int, **options: object) -> object:
+    spec = base(**options)
+    return hw.parts.convert_to_collaborative(spec, hw.Attention(spec).state_dict(), width)
+
+
+def latent(**options: object) -> object:
+    spec = base(**options)
+    return convert_to_latent(spec, hw.Attention(spec).state_dict())
+
+
+def routed(shared: list[int], active: int, **options: object) -> object:
+    spec = base(**options)
+    return convert_to_mixture_of_heads(spec, hw.Attention(spec).state_dict(), shared, active)
+
+
+def depth_scaled(**options: object) -> None:
+    """Refused before a weight is sampled."""
+    linear = torch.nn.Linear(3, 5)
+    before = linear.weight.clone()
+    try:
+        hw.attention.depth_scaled_init(**({"modules": linear, "depth": 2} | options))
+    finally:
+        assert torch.equal(linear.weight, before)
+
+
+def walk(**sizes: object) -> object:
+    return op_trace.walk(hw.design(model=12, heads=3), **sizes)
+
+
+def why(**options: object) -> object:
+    return hw.why(hw.design(model=12, heads=3), **options)
+
+
+def torch_class(**options: object) -> object:
+    x = torch.zeros(2, 7, 10)
+    return hw.attention.MultiheadAttention(10, 2, batch_first=True)(x, x, x, **options)
+
+
+def attend(**tensors: Tensor) -> object:
+    usual = {"query": numbers(2, 6, 5, 8), "key": numbers(2, 2, 7, 8), "value": numbers(2, 2, 7, 4)}
+    return hw.attend(**(usual | tensors))
+
+
+def reasons(backend: str, **options: object) -> list[str]:
+    """Why a backend does not support a call: options of its spec, and states of the call."""
+    states = {field.name for field in fields(CallSignature) if field.init}
+    spec = base(**{name: value for name, value in options.items() if name not in states})
+    call = {name: value for name, value in options.items() if name in states}
+    core = spec.core_of(spec.projection_form(one=call.get("single_query", False)))
+    return hw.backends.unsupported_reasons(backend, CallSignature(spec, core, **call))
 
 
 def numbers(*shape: int) -> Tensor:
@@ -62,6 +128,8 @@ def heads(**options: object) -> hw.Heads:
 
 TABLES = Path(__file__).parent
 X = torch.zeros(2, 7, 10, dtype=torch.float64)
+HALF = (hw.parts.MixtureOfHeads(always=0, active=3),)
+PER_HEAD = hw.patterns.PerHead((hw.patterns.Causal(), hw.patterns.Window(3)), (0, 1, 1, 0, 1, 0))
 MASK = torch.ones(2, 1, 7, 7, dtype=torch.bool)
 
 
@@ -73,6 +141,25 @@ def test_a_spec_that_cannot_be_meant(does: str, words: str):
 @pytest.mark.parametrize(("does", "words"), refused_calls(TABLES / "refused_calls.txt"))
 def test_a_call_that_cannot_be_meant(does: str, words: str):
     check_refused(does, words, ValueError, globals())
+
+
+@pytest.mark.parametrize(("does", "words"), refused_calls(TABLES / "unsupported_calls.txt"))
+def test_an_unsupported_call_has_its_reason(does: str, words: str):
+    assert has_words(words, "; ".join(eval(does)))
+
+
+def test_supported_calls_have_no_reason():
+    paged = {"single_query": True, "has_paged_cache": True}
+    assert reasons("routed", modifiers=(hw.parts.Rotary(), *HALF), training=True) == []
+    assert reasons("routed", modifiers=HALF, grad_enabled=True) == []
+    by_norm = hw.parts.MixtureOfHeads(always=2, active=2, router="norm")
+    assert reasons("routed", modifiers=(by_norm,)) == []
+    for call in ({"grad_enabled": True}, {"training": True}, {"dtype": torch.float64}):
+        assert reasons("flash_cpu", kv=2, modifiers=(hw.parts.Rotary(),), **call) == []
+    assert reasons("flash_cpu", vdim=5, pattern="causal()", is_compiling=True) == []
+    assert reasons("ragged", kv=2, pattern="causal", single_query=True) == []
+    assert reasons("paged", kv=2, **paged) == []
+    assert reasons("paged", normaliser=hw.parts.SinkSoftmax(), **paged) == []
 
 
 def test_an_unsupported_call_lists_the_reason_of_each_backend():

@@ -205,24 +205,6 @@ def test_a_probe_looks_into_the_local_layer():
     check_close(probe.tensors["heads"], local.tensors["heads"])
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (
-            base(pattern="window(3, after=1)"),
-            r"window\(3, after=1\) has no global tokens.*\| global\(\(0,\)\)",
-        ),
-        (base(pattern="window(3) | global(())"), "has no global tokens"),
-        (base(pattern=f"({PATTERN}) & causal()"), "has no global tokens"),
-        (base(pattern=PATTERN, source=10), "the spec has source=10; leave source out"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else value.pattern.text,
-)
-def test_patterns_without_global_tokens_are_refused(spec: hw.AttentionSpec, words: str):
-    with pytest.raises(hw.SpecError, match=words):
-        hw.attention.LongformerAttention(spec)
-
-
 def test_decoding_is_refused():
     block, x = hw.attention.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 1, 10)
     cache = hw.Attention(replace(KINDS["plain"], pattern=hw.patterns.Causal())).cache(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import costs
-from headwise.attention.composite_attention import averaging_spec
 from headwise.attention.interfaces import QKTransform
 from support.layer_cases import BATCH, SOURCE, TOKENS, base
 
@@ -226,17 +225,6 @@ def test_rows_of_a_cache_can_be_taken():
 # --- one W_V, one W_O -----------------------------------------------------------------------------
 
 
-def test_merging_saves_a_self_attention():
-    d = 512
-    block = hw.attention.MergedAttention(hw.design(model=d, heads=8))
-    assert sum(p.numel() for p in block.parameters()) == 4 * d**2
-    assert (
-        costs.count_parameters(averaging_spec(block.cross.spec)) == 2 * d**2
-    )  # of which nothing is its own
-    assert not list(block.average.parameters())
-    assert len({p.data_ptr() for p in block.parameters()}) == len(block.state_dict()) == 4
-
-
 def check_shared(block: hw.attention.MergedAttention) -> None:
     """Both branches read one W_V and one W_O: changing one changes what the other says."""
     spec = block.cross.spec
@@ -267,22 +255,6 @@ def test_copies_moves_and_reloads_stay_tied(tmp_path: Path):
     empty.load_state_dict(block.state_dict())
     check_close(empty(x, source=z), y)
     check_shared(empty)
-
-
-def test_weights_that_differ_cannot_be_shared():
-    owner = hw.Attention(base())
-    with pytest.raises(
-        hw.SpecError,
-        match=(
-            r"cannot share project.k: it is \[8, 10\] in this layer and \[24, 10\] in the layer "
-            r"that owns it"
-        ),
-    ):
-        hw.Attention(base(kv=2), shared={"project": owner.weights["project"]})
-    with pytest.raises(hw.SpecError, match=r"project.v_bias: it is \[24\] in this layer and None"):
-        hw.Attention(base(bias="v"), shared={"project": owner.weights["project"]})
-    with pytest.raises(hw.SpecError, match=r"no 'outputs' to share; did you mean 'output'"):
-        hw.Attention(base(), shared={"outputs": owner.weights["output"]})
 
 
 # --- at the door ----------------------------------------------------------------------------------

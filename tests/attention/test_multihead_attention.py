@@ -59,14 +59,6 @@ def test_three_sequences_give_what_the_paper_defines(kv_heads: int, masked: bool
     assert layer.attn is None
 
 
-@pytest.mark.parametrize(
-    ("d_model", "heads", "kv_heads"), [(10, 4, None), (8, 4, 3), (8, 0, None), (0, 1, None)]
-)
-def test_sizes_that_do_not_divide_are_refused(d_model: int, heads: int, kv_heads: int | None):
-    with pytest.raises(ValueError, match="heads must divide d_model, and kv_heads heads"):
-        MultiHeadAttention(d_model, heads, kv_heads=kv_heads)
-
-
 def both(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
     """torch's layer and ours with the same weights."""
     torch.manual_seed(0)
@@ -86,38 +78,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"add_zero_attn": True},
     {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
 ]
-MASKS = {
-    "none": {},
-    "bool": {"attn_mask": torch.ones(T, S, dtype=torch.bool).triu(3)},
-    "added": {"attn_mask": torch.randn(T, S, dtype=torch.float64)},
-    "each head": {"attn_mask": torch.randn(B * H, T, S, dtype=torch.float64)},
-    "padding": {"key_padding_mask": torch.arange(S) >= torch.tensor([[4], [7]])},
-    "both": {
-        "attn_mask": torch.ones(T, S, dtype=torch.bool).triu(3),
-        "key_padding_mask": torch.arange(S) >= torch.tensor([[4], [7]]),
-    },
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "defaults")
-@pytest.mark.parametrize("mask", MASKS)
-def test_results_are_those_of_torch(options: dict[str, Any], mask: str):
-    theirs, ours = both(**options)
-    widths = D, options.get("kdim", D), options.get("vdim", D)
-    inputs = [
-        torch.randn(B, n, width, dtype=torch.float64)
-        for n, width in zip((T, S, S), widths, strict=True)
-    ]
-    if not options.get("batch_first"):
-        inputs = [tensor.transpose(0, 1) for tensor in inputs]
-    for need_weights, average in itertools.product((True, False), (True, False)):
-        weight_options = {"need_weights": need_weights, "average_attn_weights": average}
-        expected, expected_weights = theirs(*inputs, **MASKS[mask], **weight_options)
-        output, weights = ours(*inputs, **MASKS[mask], **weight_options)
-        torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-7)
-        assert (weights is None) == (expected_weights is None)
-        if weights is not None:
-            torch.testing.assert_close(weights.double(), expected_weights, rtol=1e-5, atol=1e-6)
 
 
 WIDTHS = ({}, {"kdim": 6}, {"vdim": 10}, {"kdim": 6, "vdim": 10})
@@ -173,7 +133,7 @@ def draw_arguments(seed: int) -> tuple[dict[str, Any], list[Tensor], dict[str, A
     return options, inputs, call
 
 
-@pytest.mark.parametrize("start", range(0, 240, 40))
+@pytest.mark.parametrize("start", (0, 40))
 def test_any_arguments_give_outputs_weights_and_gradients_of_torch(start: int):
     for seed in range(start, start + 40):
         options, inputs, call = draw_arguments(seed)
@@ -195,7 +155,7 @@ def test_any_arguments_give_outputs_weights_and_gradients_of_torch(start: int):
 
 
 def test_the_drawn_arguments_cover_every_choice():
-    drawn = [draw_arguments(seed) for seed in range(240)]
+    drawn = [draw_arguments(seed) for seed in range(80)]
     for flag in FLAGS:
         assert {options[flag] for options, _, _ in drawn} == {True, False}
     for name in ("attn_mask", "key_padding_mask"):
@@ -256,29 +216,6 @@ def test_weights_load_in_both_directions():
         )
 
 
-def test_gradients_are_those_of_torch():
-    theirs, ours = both(batch_first=True)
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    for layer in (theirs, ours):
-        layer(x, x, x, attn_mask=torch.ones(T, T, dtype=torch.bool).triu(1))[
-            0
-        ].square().sum().backward()
-    for (name, expected), parameter in zip(
-        theirs.named_parameters(), ours.parameters(), strict=True
-    ):
-        assert expected.grad is not None
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-6, atol=1e-8, msg=name)
-
-
-def test_one_sequence_without_a_batch():
-    theirs, ours = both()
-    x = torch.randn(T, D, dtype=torch.float64)
-    padding = torch.tensor([False, False, False, True, True])
-    for expected, value in zip(theirs(x, x, x, padding), ours(x, x, x, padding), strict=True):
-        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-7)
-
-
 def test_a_transformer_of_torch_runs_with_our_layers():
     torch.manual_seed(0)
     block = nn.TransformerEncoderLayer(D, H, 32, dropout=0.0, batch_first=True)
@@ -289,30 +226,3 @@ def test_a_transformer_of_torch_runs_with_our_layers():
     block.self_attn = ours
     output = block(x, src_mask=nn.Transformer.generate_square_subsequent_mask(T), is_causal=True)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_query_without_keys_gets_the_output_of_zeros():
-    _, ours = both(batch_first=True)
-    x = torch.randn(1, T, D, dtype=torch.float64)
-    output, weights = ours(x, x, x, key_padding_mask=torch.ones(1, T, dtype=torch.bool))
-    torch.testing.assert_close(output, ours.out_proj.bias.expand(1, T, D))
-    assert weights.count_nonzero() == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"is_causal": True}, "is_causal=True needs attn_mask"),
-        ({"attn_mask": torch.ones(T, T).int()}, "attn_mask is torch.int32"),
-        ({"attn_mask": torch.ones(T, T + 1)}, r"attn_mask \[5, 6\]: give \[5, 5\] or \[8, 5, 5\]"),
-        (
-            {"key_padding_mask": torch.ones(B, T + 1, dtype=torch.bool)},
-            r"key_padding_mask \[2, 6\]: give \[2, 5\]",
-        ),
-    ],
-)
-def test_masks_that_do_not_fit_are_refused(options: dict[str, Any], message: str):
-    _, ours = both(batch_first=True)
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    with pytest.raises(ValueError, match=message):
-        ours(x, x, x, **options)

@@ -122,11 +122,3 @@ def test_a_walk_leaves_no_trace():
     before = torch.random.get_rng_state()
     walk(hw.design(model=12, heads=3), 2, 5)
     assert torch.equal(before, torch.random.get_rng_state())
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"batch": 0}, {"tokens": -1}, {"source_tokens": 0}, {"batch": True}]
-)
-def test_sizes_that_cannot_be_walked_are_refused(sizes: dict):
-    with pytest.raises(ValueError, match="at least 1"):
-        walk(hw.design(model=12, heads=3), **sizes)

@@ -66,44 +66,6 @@ def test_an_average_of_latent_values_is_no_sum_of_them(rank):
     check_close(torch.cat(parts, 1), layer(x))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            {"modifiers": (hw.parts.TalkingHeads(heads=2), hw.parts.Shaw(reach=2))},
-            "Shaw has parameters for",
-        ),
-        (
-            {"modifiers": (hw.parts.TalkingHeads(heads=3),) * 2},
-            "must be the only mix on the scores",
-        ),
-        (
-            {"modifiers": (hw.parts.DynamicComposition(groups=3), hw.parts.TalkingHeads(heads=2))},
-            "does not divide 4 heads",
-        ),
-        (
-            {"modifiers": (hw.parts.DynamicComposition(rank=0), hw.parts.TalkingHeads(heads=2))},
-            "must be at least 1",
-        ),
-        ({"preset": "diff", "heads": 0}, "design needs heads"),
-        ({"preset": "collaborative", "heads": None}, "design needs heads"),
-        ({"preset": "gqa", "heads": "a"}, "design needs heads"),
-        ({"preset": "moh", "heads": 1.5}, "design needs heads"),
-        ({"preset": "diff2", "model": "b"}, "design needs model"),
-        ({"preset": "collaborative", "dim": "c"}, "design needs dim"),
-    ],
-)
-def test_invalid_combinations_are_refused(words, message):
-    with pytest.raises(hw.SpecError, match=message):
-        hw.design(**({"model": 8, "heads": 4} | words))
-
-
-@pytest.mark.parametrize(("layer", "layers"), [("0", 2), (0, "2"), (2, 2), (True, 2)])
-def test_a_depth_is_a_whole_number(layer, layers):
-    with pytest.raises(hw.SpecError, match="give integers"):
-        hw.design(model=8, heads=2).at_depth(layer, layers)
-
-
 def test_the_order_of_writing_is_the_order_of_phases():
     late, early = hw.parts.TalkingHeads(on="weights", heads=5), hw.parts.TalkingHeads(heads=2)
     one, other = (
@@ -116,20 +78,6 @@ def test_impossible_conversions_give_reasons():
     spec = hw.design(model=8, heads=4, modifiers=(hw.parts.TalkingHeads(on="weights", heads=2),))
     with pytest.raises(hw.SpecError, match="have different groups"):
         head_axis_ops.share_kv_heads(spec, hw.Attention(spec).state_dict(), [[0, 1], [2, 3]])
-
-
-@pytest.mark.parametrize("kv", [1, 2, 4])
-def test_no_rows_at_all(kv):
-    layer = hw.Attention(
-        hw.design(model=8, heads=4, kv=kv, pattern="causal", modifiers=(hw.parts.Alibi(),))
-    )
-    assert layer(torch.randn(0, 1, 8)).shape == (0, 1, 8)
-    latent = hw.Attention(
-        hw.design(
-            model=8, heads=2, project=hw.parts.MLAProjection(rank=4, rope=2), pattern="causal"
-        )
-    )
-    assert latent(torch.randn(0, 1, 8), cache=latent.cache(batch=0, capacity=4)).shape == (0, 1, 8)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -42,34 +40,6 @@ def test_sines_are_those_of_the_formula(layout: str, model: int, base: float):
     )
 
 
-def test_the_layouts_hold_the_same_numbers_in_another_order():
-    a, b = (
-        hw.attention.position_embeddings.sinusoidal_table(torch.arange(TOKENS), 6, layout)
-        for layout in ("interleaved", "halves")
-    )
-    torch.testing.assert_close(a[:, [0, 2, 4, 1, 3, 5]], b, rtol=0, atol=0)
-    assert not torch.equal(a, b)
-
-
-def test_one_position_by_hand():
-    entry = hw.attention.SinusoidalPositions(4)(torch.zeros(1, 4, 4))[0, 3]
-    by_hand = [math.sin(3), math.cos(3), math.sin(0.03), math.cos(0.03)]
-    torch.testing.assert_close(entry, torch.tensor(by_hand), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "halves"])
-def test_a_shift_is_a_rotation(layout: str):
-    """PE(t + 3) is a fixed linear map of PE(t): each pair turns by 3 of its rate."""
-    code = hw.attention.position_embeddings.sinusoidal_table(torch.arange(40), 6, layout).double()
-    sines, cosines = (
-        (code[:, 0::2], code[:, 1::2]) if layout == "interleaved" else code.chunk(2, -1)
-    )
-    rate = 3 * 10_000.0 ** -(torch.arange(3, dtype=torch.float64) / 3)
-    torch.testing.assert_close(
-        sines[3:], (sines * rate.cos() + cosines * rate.sin())[:-3], rtol=0, atol=1e-6
-    )
-
-
 def test_sines_follow_the_tokens():
     """Left padding, packing and a run that starts later: what counts is where a token stands, not
     its column.
@@ -90,13 +60,6 @@ def test_sines_follow_the_tokens():
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_sines_keep_the_dtype_of_x(dtype: torch.dtype):
-    assert (
-        hw.attention.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=dtype)).dtype == dtype
-    )
-
-
 def test_sines_in_float64_are_exact_in_float64():
     result = hw.attention.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=torch.float64))[
         0
@@ -104,22 +67,6 @@ def test_sines_in_float64_are_exact_in_float64():
     np.testing.assert_allclose(
         result, laid_out(np.arange(TOKENS), 6, "interleaved"), rtol=0, atol=1e-14
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": 7}, "come in pairs.*model=7.*even width"),
-        ({"model": 0}, "model=0"),
-        (
-            {"model": 6, "layout": "halfs"},
-            "'halfs' is unknown.*(interleaved, halves|did you mean 'halves')",
-        ),
-    ],
-)
-def test_sines_refuse_invalid_widths_and_layouts(options: dict[str, object], message: str):
-    with pytest.raises(hw.SpecError, match=message):
-        hw.attention.SinusoidalPositions(**options)
 
 
 # --- learned --------------------------------------------------------------------------------------
@@ -166,30 +113,3 @@ def test_padding_needs_no_learned_position():
     add = hw.attention.LearnedPositions(4, length=3)
     result = add(x, sequence=tokens)
     torch.testing.assert_close(result[0, :3], x[0, :3] + add.table, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("model", "length"), [(0, 3), (4, 0), (-1, 3)])
-def test_an_empty_table_is_refused(model: int, length: int):
-    with pytest.raises(hw.SpecError, match=f"{length} positions of width {model}.*at least 1"):
-        hw.attention.LearnedPositions(model, length=length)
-
-
-@pytest.mark.parametrize(
-    "add",
-    [hw.attention.SinusoidalPositions(4), hw.attention.LearnedPositions(4, length=9)],
-    ids=["sines", "learned"],
-)
-@pytest.mark.parametrize("shape", [(1, 3, 1), (1, 3, 5), (3, 4)])
-def test_x_of_another_width_is_refused(add: torch.nn.Module, shape: tuple[int, ...]):
-    with pytest.raises(ValueError, match=r"shape.*4"):
-        add(torch.zeros(shape))
-
-
-@pytest.mark.parametrize(
-    "add",
-    [hw.attention.SinusoidalPositions(4), hw.attention.LearnedPositions(4, length=9)],
-    ids=["sines", "learned"],
-)
-def test_tokens_of_another_batch_are_refused(add: torch.nn.Module):
-    with pytest.raises(ValueError, match=r"sequence is \[1, 1\] but x is \[2, 3\]"):
-        add(torch.zeros(2, 3, 4), sequence=hw.SequenceInfo.contiguous(0, 1, "cpu"))

@@ -222,19 +222,6 @@ def test_nan_inputs_give_nan(keys):
     )
 
 
-def test_softmax_errs_no_more_than_twice_as_torchs():
-    s = torch.randn(1, 4, 64, 1021) * 5
-    truth = s.double().softmax(-1)
-    ours = row_normalisers.masked_softmax(s, torch.ones(1, 1, 1, 1021, dtype=torch.bool))
-    assert (ours - truth).abs().max() <= 2 * (s.softmax(-1) - truth).abs().max()
-
-
-def test_empty_inputs_are_supported():
-    visible = torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    assert row_normalisers.masked_softmax(torch.zeros(0, 2, 3, 5), visible).shape == (0, 2, 3, 5)
-    assert entmax(torch.zeros(2, 2, 0, 5), visible, 1.5).shape == (2, 2, 0, 5)
-
-
 # --- sums of values by sparse weights --------------------------------------------------------------
 
 
@@ -301,21 +288,6 @@ def test_outputs_and_all_gradients(sizes, alphas, spread):
     mine, expected = (torch.autograd.grad(built, (s, v, alpha), grad) for built in (ours, theirs))
     for one, other, size in zip(mine, expected, (1, 1, 1e3), strict=True):
         check_close(one, other, rtol=1e-6, atol=1e-8 * size)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("alpha", [1.1, 1.5, 2.0, 3.0])
-def test_outputs_equal_the_product_of_weights_and_values(alpha, dtype):
-    s, v = (numbers(2, 4, 9, 67) * 2).to(dtype), numbers(2, 2, 67, 21).to(dtype)
-    sample = torch.rand(2, 1, 9, 67) < 0.8
-    sample[1, :, 3] = False
-    alphas = s.new_full((4,), alpha)
-    w = row_normalisers.masked_entmax(s, sample, alphas, None, [])[0]
-    ours = row_normalisers.masked_entmax(s, sample, alphas, v, VALUE_HEADS)[0]
-    check_close(
-        ours, w @ v[:, VALUE_HEADS], rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6
-    )
-    assert (ours[1, :, 3] == 0).all()
 
 
 def test_values_of_keys_without_weight_are_not_read():
@@ -509,8 +481,7 @@ def test_a_second_derivative_is_refused(preset):
 
 @pytest.mark.filterwarnings("ignore")  # of torch, that it loops over rows
 @pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax", "mha"])
-@pytest.mark.parametrize("count", [40, 300])
-def test_torch_func_transforms_use_plain_operations(preset, count):
+def test_torch_func_transforms_use_plain_operations(preset):
     """Under torch.func a layer gives what dense gives, of values and of slopes
     along a direction.
     """
@@ -518,7 +489,7 @@ def test_torch_func_transforms_use_plain_operations(preset, count):
     spec = hw.design(preset=preset, model=16, heads=4, **pattern)
     layer, plain = hw.Attention(spec).double(), hw.Attention(spec, backend="dense").double()
     plain.load_state_dict(layer.state_dict())
-    x, along = torch.randn(2, 3, count, 16, dtype=torch.float64)
+    x, along = torch.randn(2, 3, 300, 16, dtype=torch.float64)
     with torch.no_grad():
         each = torch.vmap(lambda row: layer(row[None])[0])(x)
         assert torch.allclose(each, plain(x), rtol=1e-9, atol=1e-12)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.attention.backends import block_sparse
-from headwise.kernels import PagedDecodeOptions, attend_paged, paged_decode, row_normalisers
+from headwise.kernels import attend_paged, paged_decode, row_normalisers
 from headwise.kernels.linear import linear, linear_many
 from headwise.observe.inspect import hooks
 from headwise.observe.inspect.attention_sites import find_attention
@@ -34,26 +34,6 @@ def handed() -> list[Tensor]:
     """Queries, keys and values in five pages of four slots."""
     shapes = (3, 4, 16), (5, 2, 4, 16), (5, 2, 4, 7)
     return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-
-def test_gradients_of_gradients_of_decoding_are_exact():
-    arguments = (*handed(), torch.randn(4, dtype=torch.float64, requires_grad=True))
-
-    def read(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
-        return attend_paged(q, k, v, TABLE, scale=0.3, options=PagedDecodeOptions(sink=sink))[0]
-
-    assert torch.autograd.gradgradcheck(read, arguments, fast_mode=True)
-
-
-def test_a_row_whose_keys_are_all_hidden_has_no_gradient():
-    q, k, v = handed()
-    bias = torch.zeros(3, 1, 8, dtype=torch.float64)
-    bias[0] = -torch.inf
-    o, _ = attend_paged(q, k, v, TABLE, scale=0.3, options=PagedDecodeOptions(bias=bias))
-    slopes = torch.autograd.grad(o.sum(), (q, k, v))
-    assert all(slope.isfinite().all() for slope in slopes)
-    assert not slopes[0][0].any()
-    assert slopes[0][2].any()
 
 
 def test_keys_outside_the_mask_have_no_gradient_even_if_nan():

@@ -209,12 +209,6 @@ def test_a_plan_reads_whole_pieces_together_and_then_each_row_by_itself():
     ]
 
 
-def test_rows_without_a_shared_prefix_are_planned_in_order():
-    jobs = planned(tailed(3, 0, KV_SPLIT_SIZE + 7), 16)
-    assert jobs == [((row,), count) for row in range(3) for count in (KV_SPLIT_SIZE, 7)]
-    assert planned(torch.zeros(2, 0, 3, dtype=torch.int64), 16) == [((0,), 0), ((1,), 0)]
-
-
 def test_rows_with_longer_shared_prefixes_are_adjacent():
     """Rows of two groups, one of which parts again, in turns."""
     a, b, c, d = (list(range(n, n + 16)) for n in (0, 100, 200, 300))
@@ -255,33 +249,6 @@ def test_teams_are_smaller_where_threads_would_wait():
         max(len(rows) for rows, _ in planned(tailed(8, 8 * KV_SPLIT_SIZE, 9), 16, 2))
         == MAX_ROWS_TOGETHER
     )
-
-
-def test_the_same_page_cut_otherwise_is_not_the_same():
-    """Rows whose windows begin at another slot, or that read other slots of a
-    page, share nothing.
-    """
-    table = torch.tensor(
-        [[[0, 0, 256], [1, 0, 256]], [[0, 1, 256], [1, 0, 256]], [[0, 0, 255], [1, 0, 256]]]
-    )
-    assert all(len(rows) == 1 for rows, _ in planned(table, 256))
-    table = torch.tensor([[[0, 0, 256], [1, 0, 256]], [[0, 0, 256], [1, 0, 255]]])
-    assert planned(table, 256) == [((0, 1), 256), ((0,), 256), ((1,), 255)]
-
-
-def test_a_row_that_ends_within_a_split_reads_it_alone():
-    """Another has all of its keys, and more behind them in the same split."""
-    table = torch.tensor([[[0, 0, 200], [1, 0, 200]], [[0, 0, 200], [9, 0, 0]]])
-    assert planned(table, 200) == [((0,), 256), ((0,), 144), ((1,), 200)]
-    q, k, v, _ = numbers(table, 200, torch.float64, 4, 2, (16, 16))
-    o, _ = attend_paged(q, k, v, table, scale=0.25)
-    check_close(o[1], reference_decode(q[1], k[0].transpose(0, 1), v[0].transpose(0, 1), 0.25)[0])
-
-
-def test_a_longer_row_reads_the_keys_after_the_prefix():
-    """It has all splits of another, whose text ends with one, and one split more."""
-    table = torch.tensor([[[0, 0, 256], [9, 0, 0]], [[0, 0, 256], [1, 0, 256]]])
-    assert planned(table, 256) == [((0, 1), 256), ((1,), 256)]
 
 
 def test_rows_that_diverge_twice_read_their_own_keys():

@@ -36,5 +36,10 @@ def check_refused(does: str, words: str, kind: type[Exception], names: dict[str,
     with pytest.raises(kind) as caught:
         eval(does, names)
     message = str(caught.value)
-    assert re.search(".*".join(re.escape(word) for word in words.split(" .. ")), message), message
+    assert has_words(words, message), message
     assert "\n" not in message
+
+
+def has_words(words: str, text: str) -> bool:
+    """True if a text holds these words in their order; " .. " stands between them."""
+    return bool(re.search(".*".join(re.escape(word) for word in words.split(" .. ")), text))

@@ -37,43 +37,54 @@ def with_shape_checks(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with checks of its tensor arguments, or itself if no
     argument name has letters.
     """
-    names = list(inspect.signature(function).parameters)
-    axes_by_index = {n: (name, letters(name)) for n, name in enumerate(names) if letters(name)}
-    if not axes_by_index:
+    axes_by_name = {name: letters(name) for name in inspect.signature(function).parameters}
+    rows = [(n, name, axes) for n, (name, axes) in enumerate(axes_by_name.items()) if axes]
+    if not rows:
         return function
-    by_name = dict(axes_by_index.values())
+    first = rows[0][0]
+    seen = set[tuple[object, ...]]()  # most calls have shapes that an earlier call had
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        tensors = [(*axes_by_index[n], value) for n, value in enumerate(args) if n in axes_by_index]
-        tensors += [
-            (name, by_name[name], value) for name, value in kwargs.items() if name in by_name
-        ]
-        _check_shapes(
-            function.__qualname__, [row for row in tensors if isinstance(row[2], torch.Tensor)]
-        )
+        if kwargs or len(args) > first:
+            shapes: list[object] = []
+            for n, name, _ in rows:
+                value = args[n] if n < len(args) else kwargs.get(name)
+                shapes.append(value.shape if isinstance(value, torch.Tensor) else None)
+            key = tuple(shapes)
+            try:
+                is_new = key not in seen
+            except TypeError:  # symbolic sizes have no hash
+                check_shapes(function.__qualname__, rows, key)
+                is_new = False
+            if is_new:
+                check_shapes(function.__qualname__, rows, key)
+                seen.add(key)
         return function(*args, **kwargs)
 
     return wrapper
 
 
-def _check_shapes(function_name: str, tensors: list[tuple[str, str, torch.Tensor]]) -> None:
+def check_shapes(
+    function_name: str, rows: list[tuple[int, str, str]], shapes: tuple[Any, ...]
+) -> None:
+    """Compare the shapes of the tensors of one call with the letters in their names."""
     sizes: dict[str, int] = {}
-    for name, axes, tensor in tensors:
-        if tensor.dim() != len(axes):
+    for (_, name, axes), shape in zip(rows, shapes, strict=True):
+        if shape is None:
+            continue
+        if len(shape) != len(axes):
             raise ShapeError(
-                f"{function_name}: {name} has shape {tuple(tensor.shape)}, not one axis for each "
-                f"of {axes}"
+                f"{function_name}: {name} has shape {tuple(shape)}, not one axis for each of {axes}"
             )
-        for axis, size in zip(axes, tensor.shape, strict=True):
-            broadcasts = axis in _BROADCAST and 1 in (size, sizes.get(axis, size))
-            if (not broadcasts and sizes.setdefault(axis, size) != size) or (
-                axis == "1" and size != 1
-            ):
+        for axis, size in zip(axes, shape, strict=True):
+            known = sizes.setdefault(axis, 1 if axis == "1" else size)
+            if known != size and not (axis in _BROADCAST and 1 in (size, known)):
                 raise ShapeError(
-                    f"{function_name}: {name} has {axis}={size}, but {axis} is "
-                    f"{sizes.get(axis, 1)} in this call"
+                    f"{function_name}: {name} has {axis}={size}, but {axis} is {known} in this call"
                 )
+            if known == 1 and axis != "1":
+                sizes[axis] = size
 
 
 def install_shape_checks(package: str = "headwise") -> int:

@@ -57,16 +57,6 @@ def test_the_reported_backend_runs(name: str, chosen: list[ModuleType]):
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
-def test_a_decode_step_runs_the_reported_backend(name: str, chosen: list[ModuleType]):
-    spec = cases.as_causal(cases.EXAMPLES[name])
-    layer = hw.Attention(spec).eval()
-    x, _ = cases.tensors(spec, torch.float32)
-    with torch.no_grad():
-        layer(x[:, :1], cache=layer.cache(batch=cases.BATCH, capacity=9))
-    assert reported_backends(why(spec, tokens=hw.costs.CallSize(cases.BATCH, 1, 1, 1))) == chosen
-
-
-@pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_a_layer_explains_its_own_call(name: str, chosen: list[ModuleType]):
     spec = cases.as_causal(cases.EXAMPLES[name])
     layer = hw.Attention(spec).eval()
@@ -152,39 +142,11 @@ def test_two_parts_of_a_kind_give_one_reason():
     assert sum("TalkingHeads" in reason for reason in reasons.reasons_against["sdpa"]) == 1
 
 
-def test_another_device_needs_none_here():
-    small = why(hw.design(model=12, heads=3), device="cuda:1", dtype="bf16")
-    assert small.call.signature.device == "cuda"
-    assert any("16 channels" in reason for reason in small.reasons_against["flex"])
-
-
 def test_states_of_a_call_change_the_answer():
     spec = hw.design(model=12, heads=3, modifiers=(hw.parts.WeightDropout(0.5),))
     assert why(spec).backend == "flash_cpu"
     assert why(spec, when=["training"]).backend == "chunked"
     assert why(replace(spec, modifiers=()), when="mask").backend == "dense"
-
-
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        ({"want": ["wieghts"]}, "did you mean 'weights'"),
-        ({"dtype": "int8"}, "dtype='int8'"),
-        ({"device": "tpuu"}, "cpu, cuda"),
-        ({"tokens": "two"}, "use one of many, one"),
-        ({"when": ["traning"]}, "did you mean 'training'"),
-    ],
-)
-def test_unknown_words_get_a_remedy(options: dict, remedy: str):
-    with pytest.raises(ValueError, match=remedy.replace("(", r"\(")):
-        why(hw.design(model=12, heads=3), **options)
-
-
-def test_a_layer_in_place_of_its_spec_is_refused():
-    with pytest.raises(
-        ValueError, match=r"takes an attention spec, not Attention; give layer.spec"
-    ):
-        why(hw.Attention(hw.design(model=12, heads=3)))
 
 
 # --- lengths --------------------------------------------------------------------------------------
@@ -226,13 +188,6 @@ def test_a_backend_chosen_by_name_runs_at_any_length(name, chosen):
     with torch.no_grad():
         layer(torch.randn(1, 5, 12))
     assert chosen == [backends.BACKENDS[name]]
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_a_backend_chosen_by_name_runs_at_a_given_length(name):
-    spec = hw.design(model=12, heads=3, **LONG[name])
-    dispatch = backends.make_dispatch(backends.CallSignature(spec, spec.core), name)
-    assert dispatch.select_for_size(hw.costs.CallSize(1, 5, 5, 5)) == name
 
 
 def test_cached_and_source_tokens_count(chosen):

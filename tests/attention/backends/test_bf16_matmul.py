@@ -104,27 +104,6 @@ def test_queries_may_stand_anywhere_beside_their_keys(queries, keys, before, pat
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
 
-def test_prompts_attend_to_cached_tokens(small):
-    ours, other = pair(base(pattern="causal", modifiers=(hw.parts.Rotary(),)))
-    x = torch.randn(2, 19, 10, dtype=torch.float64)
-    cache = ours.cache(batch=2, capacity=30)
-    with torch.no_grad():
-        check_close(
-            torch.cat([ours(some, cache=cache) for some in x.split([7, 2, 10], 1)], 1), other(x)
-        )
-
-
-def test_rows_without_allowed_keys_are_zero_without_gradient(small):
-    ours, _ = pair(base())
-    x = torch.randn(2, 7, 10, dtype=torch.float64)
-    sequence = hw.SequenceInfo.from_batch(x, lengths=[7, 3])
-    probe = hw.Probe("heads")
-    ours(x, sequence=sequence, probe=probe)
-    assert (probe.tensors["heads"][1, 3:] == 0).all()
-    for one in gradients(ours, x, sequence=sequence):
-        assert one.isfinite().all()
-
-
 @pytest.mark.parametrize("count", [60, 259, 600])
 @pytest.mark.parametrize("logits", [1.0, 1e4])
 def test_error_is_at_most_that_of_plain_operations(count, logits):
@@ -163,26 +142,6 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
 
 
 # --- what is kept ---------------------------------------------------------------------------------
-
-
-def saved_bytes(count: int) -> int:
-    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal"), backend="bf16_matmul").to(
-        BF16
-    )
-    recorded: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        recorded[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(torch.randn(1, count, 16).to(BF16).requires_grad_())
-    return sum(recorded.values())
-
-
-def test_weights_of_long_texts_are_not_kept():
-    assert saved_bytes(2048) / saved_bytes(1024) <= 2
-    assert saved_bytes(512) / saved_bytes(256) > 2.5  # those of short ones are
 
 
 @pytest.mark.parametrize("count", [5, 128, 300, 513])
@@ -269,32 +228,6 @@ def test_an_autocast_layer_is_as_good_as_plain():
     for one, plain in zip(built, expected, strict=True):
         assert one.dtype == plain.dtype
         check_close(one, plain, rtol=0, atol=0.05 * plain.abs().max().item())
-
-
-@pytest.mark.parametrize(
-    ("words", "state", "value"),
-    [
-        (
-            {"modifiers": (hw.parts.Alibi(),)},
-            {},
-            "needs a plain softmax over scaled dot products, with nothing added",
-        ),
-        (
-            {"normaliser": hw.parts.SinkSoftmax()},
-            {},
-            "needs a plain softmax over scaled dot products, with nothing added",
-        ),
-        ({"pattern": "window(3)"}, {}, "computes every score, also those that window(3) hides"),
-        ({}, {"single_query": True}, "needs more than one query per row"),
-        ({}, {"is_compiling": True}, "torch.compile is not supported"),
-        ({}, {"probed_tensors": frozenset({"lse"})}, "cannot show lse"),
-        ({}, {"has_caller_mask": True}, "does not support a mask given by the caller; dense does"),
-    ],
-)
-def test_unsupported_calls_have_reasons(words, state, value):
-    spec = hw.design(model=12, heads=4, **words)
-    refused = bf16_matmul.unsupported_reasons(CallSignature(spec, spec.core, **state))
-    assert any(value in one for one in refused), refused
 
 
 def test_a_second_derivative_is_refused():

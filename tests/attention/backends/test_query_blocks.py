@@ -69,7 +69,7 @@ def covered_pairs(pattern, queries: range, *runs: range) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     start=st.integers(0, 150),
     count=st.integers(1, 200),
@@ -171,7 +171,7 @@ def laid(count: int, cuts: list[list[int]], way: str) -> hw.SequenceInfo:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(filled(), st.sampled_from([1, 3]), st.booleans())
 def test_ragged_rows_have_the_outputs_and_gradients_of_the_definition(pattern, rows, each, sunk):
     count, cuts, way = rows
@@ -301,13 +301,7 @@ def allocated_bytes(pattern: str, count: int) -> int:
     return mode.nbytes
 
 
-LINEAR = [
-    "window(100)",
-    "first(4) | window(37)",
-    "dilated(5, rate=3)",
-    "bigbird(4096, block=32, random=0)",
-    "global((0, 5)) | window(9)",
-]
+LINEAR = ["first(4) | window(37)", "dilated(5, rate=3)", "bigbird(4096, block=32, random=0)"]
 
 
 @pytest.mark.parametrize("pattern", LINEAR)

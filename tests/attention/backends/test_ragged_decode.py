@@ -48,8 +48,10 @@ def dense(lengths, dim, vdim, heads=6, groups=2, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("heads", "groups"), [(6, 2), (5, 1), (3, 3), (8, 2)])
-@pytest.mark.parametrize(("dim", "vdim"), [(64, 64), (16, 80), (5, 3), (130, 67)])
+@pytest.mark.parametrize(
+    ("dim", "vdim", "heads", "groups"),
+    [(64, 64, 6, 2), (16, 80, 5, 1), (5, 3, 3, 3), (130, 67, 8, 2)],
+)
 def test_the_kernel_equals_the_definition(dim, vdim, heads, groups, dtype):
     lengths = [0, 1, KV_BLOCK_SIZE + 1, KV_SPLIT_SIZE + 3]
     q, k, v, table = dense(lengths, dim, vdim, heads, groups, dtype)

@@ -13,7 +13,6 @@ from hypothesis import given, settings, strategies as st
 import headwise as hw
 from headwise import costs
 from headwise.attention.backends import (
-    BACKENDS,
     CallSignature,
     CoreInputs,
     CoreSteps,
@@ -108,14 +107,6 @@ EVEN, UNEVEN = (0.5,) * 6, (1.0, 1.0, 0.7, 0.02, 0.3, 0.33)
 PATTERNS = ["full()", "causal()"]
 
 
-@pytest.mark.parametrize("rates", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("kv", [6, 2])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_open_heads_equal_those_of_a_call_with_all_heads(pattern, kv, rates):
-    for batch, queries, keys in [(2, 257, 257), (1, 613, 613), (2, 300, 641)]:
-        Call(pattern, (batch, queries, keys), kv).check_reading(some_open(batch, queries, rates))
-
-
 def opened_in(kind: str, queries: int) -> torch.Tensor:
     """Heads that speak for a stretch of tokens, one at a time, never, or for all but one token."""
     opened = torch.zeros(2, queries, 6, dtype=torch.bool)
@@ -186,43 +177,6 @@ def test_while_the_kernel_is_compiled_torch_operations_run(monkeypatch):
     Call("causal()", (2, 130, 130)).check_reading(some_open(2, 130, UNEVEN))
 
 
-def test_scores_as_large_as_they_come():
-    for pattern in PATTERNS:
-        call = Call(pattern, (2, 300, 300), dtype=torch.float32)
-        with torch.no_grad():
-            call.q.mul_(1e2)
-            call.k.mul_(2e2)
-        opened = some_open(2, 300, EVEN)
-        o = call.attend(opened)
-        check_close(o, call.expected(opened).float(), rtol=1e-2, atol=1e-2)
-        for grad in torch.autograd.grad((o * call.way).sum(), (call.q, call.k, call.v)):
-            assert grad.isfinite().all()
-
-
-def test_error_is_at_most_twice_that_of_all_heads():
-    call = Call("causal()", (1, 1000, 1000), dtype=torch.float32)
-    opened = some_open(1, 1000, EVEN)
-    truth = call.expected(opened)
-    ours = call.attend(opened).double()
-    dense = BACKENDS["sdpa"].attend(
-        CallSignature(call.spec, call.spec.core),
-        AttentionMask(call.query_sequence, call.key_sequence, call.spec.pattern),
-        CoreInputs(
-            call.q,
-            call.k,
-            call.v,
-            QueryContext(call.q, call.q, 0.5, call.query_sequence),
-            {},
-            {},
-            (),
-        ),
-        CoreSteps.from_spec(call.spec, hw.Attention(call.spec).weights),
-        None,
-    )
-    theirs = dense.double() * opened[..., None]
-    assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
-
-
 def layer_of(pattern: str = "causal()", *modifiers, **words) -> hw.Attention:
     return cases.layer(
         base(
@@ -282,57 +236,6 @@ def test_open_heads_attend_to_a_source():
 
 
 # --- who is refused -------------------------------------------------------------------------------
-
-
-def unsupported_text(modifiers, **more) -> str:
-    words = {name: more.pop(name) for name in ("normaliser", "vdim", "pattern") if name in more}
-    spec = base(**({"pattern": "causal()", "modifiers": modifiers} | words))
-    return "; ".join(routed_heads.unsupported_reasons(CallSignature(spec, spec.core, **more)))
-
-
-def test_supported_calls():
-    assert (
-        unsupported_text(HALF)
-        == unsupported_text(HALF, grad_enabled=True)
-        == unsupported_text((hw.parts.Rotary(), *HALF), training=True)
-        == ""
-    )
-    by_norm = (hw.parts.MixtureOfHeads(always=2, active=2, router="norm"),)
-    assert unsupported_text(by_norm) == ""
-    assert "gradients pass the gates" in unsupported_text(by_norm, grad_enabled=True)
-
-
-@pytest.mark.parametrize(
-    ("modifiers", "more", "reason"),
-    [
-        ((hw.parts.HeadGate(),), {}, "no part routes tokens to heads"),
-        ((hw.parts.MixtureOfHeads(always=6, active=0),), {}, "no part routes tokens to heads"),
-        ((hw.parts.MixtureOfHeads(always=2, active=4),), {}, "no part routes tokens to heads"),
-        ((hw.parts.Alibi(), *HALF), {}, "nothing added"),
-        (HALF, {"normaliser": hw.parts.SinkSoftmax()}, "nothing added"),
-        (HALF, {"dtype": torch.bfloat16}, "computes in float32 and float64 only"),
-        (HALF, {"single_query": True}, "needs more than one query per row"),
-        (HALF, {"pattern": "window(9)"}, "hides"),
-        (HALF, {"device": "cuda"}, "for the CPU only"),
-        (HALF, {"is_compiling": True}, "torch.compile is not supported"),
-        (HALF, {"probed_tensors": frozenset({"lse"})}, "cannot show lse"),
-        ((hw.parts.TalkingHeads(), *HALF), {}, "mixes heads"),
-        ((hw.parts.WeightDropout(0.1), *HALF), {"training": True}, "needs dropout on weights"),
-    ],
-    ids=repr,
-)
-def test_unsupported_calls_are_refused(modifiers, more, reason):
-    assert reason in unsupported_text(modifiers, **more)
-
-
-def test_heads_that_are_joined_need_those_that_are_shut():
-    spec = base(
-        pattern="causal()",
-        modifiers=(hw.parts.DifferentialV2(), hw.parts.MixtureOfHeads(always=1, active=1)),
-    )
-    assert "combines heads before the gates" in "; ".join(
-        routed_heads.unsupported_reasons(CallSignature(spec, spec.core))
-    )
 
 
 def test_the_backend_is_the_first_choice():

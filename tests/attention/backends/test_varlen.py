@@ -10,8 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import headwise as hw
 from headwise.attention import backends
-from headwise.attention.backends import dispatch, varlen
-from headwise.attention.backends.dispatch import MAX_DENSE_LENGTH
+from headwise.attention.backends import varlen
 from headwise.attention.backends.varlen import MAX_WASTED_PAIRS_RATIO, group_by_length, group_plan
 from headwise.attention.masking.patterns import Full
 from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
@@ -168,40 +167,6 @@ def test_texts_without_a_source_attend_to_nothing():
     assert probe.tensors["heads"][0, :2].all()
 
 
-LIMITS_BY_MODE = {"short": MAX_DENSE_LENGTH, "fused": 0}
-
-
-@pytest.fixture(params=LIMITS_BY_MODE)
-def way(request, monkeypatch):
-    """Short texts by plain operations; all by a fused call."""
-    monkeypatch.setattr(dispatch, "MAX_DENSE_LENGTH", LIMITS_BY_MODE[request.param])
-    return request.param
-
-
-def test_large_scores_are_no_trouble(way):
-    layer = hw.Attention(hw.design(model=8, heads=2))
-    sequence = SequenceInfo.packed([[40, 3, 2]])
-    x = (1e4 * torch.randn(1, sequence.count, 8)).requires_grad_()
-    y = layer(x, sequence=sequence)
-    assert y.isfinite().all()
-    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_low_precision_errs_no_more_than_twice_as_dense(dtype, way):
-    exact = hw.Attention(hw.design(model=16, heads=4, pattern="causal")).double()
-    coarse = hw.Attention(exact.spec).to(dtype)
-    coarse.load_state_dict(exact.state_dict())
-    exact.load_state_dict(coarse.state_dict())
-    sequence = SequenceInfo.packed([[5, 40, 33, 2]])
-    x = torch.randn(1, sequence.count, 16).to(dtype)
-    truth = exact(x.double(), sequence=masked(sequence))
-    ours = (coarse(x, sequence=sequence).double() - truth).abs().max()
-    coarse.backend_name = "dense"
-    theirs = (coarse(x, sequence=masked(sequence)).double() - truth).abs().max()
-    assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps * truth.abs().max()
-
-
 def runs_apart(layer, x, **call) -> bool:
     """Whether a call forms groups of texts."""
     before = backends.PackedDispatch.attend
@@ -254,12 +219,6 @@ def test_a_plan_is_made_once_for_all_layers():
         layer(torch.randn(1, 7, 10, dtype=torch.float64), sequence=sequence)
     assert [reads_future for _, reads_future, _ in sequence.backend_plans] == [True, False]
     assert all(other is None for other, _, _ in sequence.backend_plans)
-
-
-def test_invalid_lengths_are_refused():
-    for wrong in ([], [[2, -1]], [[2.0]], [[True]], 3, [3]):
-        with pytest.raises(ValueError, match="must list the text lengths"):
-            SequenceInfo.packed(wrong)
 
 
 def test_some_rows_and_another_device_keep_the_lengths():

@@ -73,16 +73,6 @@ def test_pages_read_are_those_of_tokens_read(retention: tuple[int, int | None], 
             assert most <= group.max_pages(n, chunk) <= -(-n // page) or n == 0
 
 
-def test_a_row_needs_the_slots_that_are_counted():
-    for retention in [(0, 9), (3, 17), (0, None), (20, 5)]:
-        for length in (1, 16, 17, 100):
-            first, last = retention
-            pages = -(-length // 4)
-            if last is not None:  # a window may begin within a page
-                pages = min(pages, -(-first // 4) + -(-(last - 1) // 4) + 1)
-            assert RetentionGroup(*retention, 4).max_pages(length, chunk=1) == pages
-
-
 class Books(RuleBasedStateMachine):
     """Rows that come, grow, fork, share and leave, against a count of all their pages."""
 

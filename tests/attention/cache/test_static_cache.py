@@ -123,24 +123,6 @@ def test_tokens_beyond_the_last_slot_are_refused():
             layer(random_tensor(1, 1, MODEL), cache=cache)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"pattern": "prefix(3)"}, "first tokens together"),
-        (KINDS["state"], "recurrent state"),
-    ],
-)
-def test_layers_without_a_static_cache(options: dict[str, Any], words: str):
-    layer = hw.Attention(hw.design(model=MODEL, heads=2, **options))
-    with pytest.raises(hw.SpecError, match=words):
-        layer.cache(batch=1, capacity=9, kind="static")
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(hw.SpecError, match="did you mean 'static'"):
-        build_layer("plain").cache(batch=1, capacity=9, kind="statik")
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", MODELS)

@@ -156,16 +156,16 @@ def test_sweeps_and_ranks_never_make_it_worse():
         hw.parts.convert_to_collaborative(
             layer.spec, weights, 9, max_sweeps=n, tolerance=0.0
         ).relative_error
-        for n in range(25)
+        for n in (0, 1, 2, 3, 6, 12, 24)
     ]
     assert all(after <= before + 1e-12 for before, after in pairwise(swept))
     assert swept[-1] < 0.98 * swept[0]
-    for sweeps in (0, 500):
+    for sweeps in (0, 100):
         ranks = [
             hw.parts.convert_to_collaborative(
                 layer.spec, weights, width, max_sweeps=sweeps
             ).relative_error
-            for width in (1, 4, 9, 14, 19, 24)
+            for width in (1, 9, 19)
         ]
         assert all(after < before for before, after in pairwise(ranks))
 
@@ -226,45 +226,6 @@ def test_heads_wider_than_the_shared_space():
     check_close(torch.einsum("rd,hr,re->hde", q, mixing, k), form.q.mT @ form.k)
 
 
-REFUSED = {
-    "width=0 .* 1..24": ({}, 0),
-    "width=25 .* 1..24": ({}, 25),
-    "rotary transforms .* each head": ({"modifiers": (hw.parts.Rotary(),)}, 9),
-    "qk_norm transforms": ({"modifiers": (hw.parts.QKNorm(),)}, 9),
-    "project MLAProjection; give one with project LinearProjection": (
-        {"project": hw.parts.MLAProjection(rank=8, rope=0)},
-        9,
-    ),
-    "key bias .* SinkSoftmax is not invariant": (
-        {"bias": "k", "normaliser": hw.parts.SinkSoftmax()},
-        9,
-    ),
-    "key bias .* softcap turns": ({"bias": "k", "modifiers": (hw.parts.Softcap(),)}, 9),
-    "FeatureMap is not a dot product": (
-        {"similarity": hw.parts.FeatureMap(), "normaliser": hw.parts.SumNormaliser()},
-        9,
-    ),
-    "Shaw needs queries": ({"modifiers": (hw.parts.Shaw(reach=2),)}, 9),
-}
-
-
-NO_NUMBERS = {
-    "width=3.5 is not an integer": {"width": 3.5},
-    "width=True is not an integer": {"width": True},
-    "max_sweeps=-1 is negative; give 0 or more": {"max_sweeps": -1},
-    "max_sweeps=2.0 is not an integer": {"max_sweeps": 2.0},
-    "tolerance=nan is not a relative gain": {"tolerance": float("nan")},
-    "weights lack project.q, .* give the state_dict": {"weights": {}},
-}
-
-
-@pytest.mark.parametrize("reason", NO_NUMBERS)
-def test_nan_weights_are_refused(reason):
-    options = {"width": 5, "weights": cases.layer(base()).state_dict()} | NO_NUMBERS[reason]
-    with pytest.raises(hw.SpecError, match=reason):
-        hw.parts.convert_to_collaborative(base(), **options)
-
-
 @pytest.mark.parametrize(
     "times",
     [{"q": 1e-200}, {"q": 1e-160, "k": 1e-140}, {"q": 1e80, "k": 1e80}, {"k": 1e-310}],
@@ -316,25 +277,6 @@ def test_heads_with_zero_scores(heads, sides, width):
         scores(layer_from_weights(to_collaborative), x)[:, :heads].abs()
         <= 0.1 * scores(layer, x).abs().max()
     ).all()
-
-
-def test_sums_of_features_have_no_place_for_a_content_bias():
-    with pytest.raises(
-        hw.SpecError, match=r"needs a dot product .*, unlike FeatureMap; use similarity DotProduct"
-    ):
-        base(
-            project=hw.parts.Collaborative(width=8),
-            similarity=hw.parts.FeatureMap(),
-            normaliser=hw.parts.SumNormaliser(),
-        )
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_unsupported_layers_are_refused(reason):
-    options, width = REFUSED[reason]
-    spec = base(**options)
-    with pytest.raises(hw.SpecError, match=reason):
-        hw.parts.convert_to_collaborative(spec, cases.layer(spec).state_dict(), width)
 
 
 def test_the_query_bias_needs_no_softmax():

@@ -116,24 +116,6 @@ def test_groups_are_so_many_layers_side_by_side(on, groups, sides):
     check_close(layer(x), total)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_outputs_in_another_order(groups):
-    spec = base(
-        modifiers=(hw.parts.DynamicComposition(on="weights", groups=groups, static="full"),)
-    )
-    layer = cases.layer(spec)
-    order = (5, 0, 3, 1, 2, 4)
-    weights = hw.attention.head_axis_ops.transform_axes(
-        spec, layer.state_dict(), {"out": hw.attention.head_axis_ops.select_heads(order)}
-    )
-    turned = cases.change_spec(spec, heads=hw.Heads(q=6, kv=6, dim=4, score_head_of_output=order))
-    other = hw.Attention(turned).double().eval()
-    other.load_state_dict(weights)
-    x, _ = cases.tensors(spec)
-    check_close(other(x), layer(x))
-    check_close(other(x), hw.attention.reference.reference_attention(other, x))
-
-
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_the_cache_grows_by_ten_numbers_per_head(groups):
     """2405.08553: 5 N a stage at rank 2, w1, w2 and g of each key, so (4 R + 2) N for both; nothing
@@ -155,23 +137,6 @@ def test_the_cache_grows_by_ten_numbers_per_head(groups):
             hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8, modifiers=parts))
             == plain + each * 8
         )
-
-
-@pytest.mark.parametrize(
-    ("groups", "sides", "branches"), [(1, "both", 2), (4, "both", 2), (2, "query", 1)]
-)
-def test_parameters_of_a_stage(groups, sides, branches):
-    spec = hw.design(
-        model=64,
-        heads=8,
-        modifiers=(hw.parts.DynamicComposition(groups=groups, sides=sides, static="full"),),
-    )
-    d, n, r = 64, 8, 2
-    branch = 2 * r * n * d + (2 * r * n) * (2 * r * n) // groups + n * d
-    extra = hw.costs.count_parameters(spec) - hw.costs.count_parameters(
-        hw.design(model=64, heads=8)
-    )
-    assert extra == branches * branch + n * n // groups
 
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
@@ -199,18 +164,3 @@ def test_groups_that_cross_are_kept_until_all_are_whole():
     assert base(modifiers=crossing).required_score_heads(0) == frozenset(range(6))
     assert base(modifiers=crossing[:1]).required_score_heads(0) == {0, 1, 2}
     assert base(modifiers=crossing[1:]).required_score_heads(5) == {4, 5}
-
-
-REFUSED = {
-    r"groups=4\) does not divide 6 heads; use groups in \[1, 2, 3, 6\]": {"groups": 4},
-    r"groups=0\) does not divide 6": {"groups": 0},
-    r"members=4\) does not divide 6 heads; use members in \[1, 2, 3, 6\]": {"members": 4},
-    "groups=2, members=3.* leave members out": {"groups": 2, "members": 3},
-    "sides='keys'.*'both', 'query' or 'key'": {"sides": "keys"},
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_a_composition_that_cannot_be_meant(reason):
-    with pytest.raises(hw.SpecError, match=reason):
-        base(modifiers=(hw.parts.DynamicComposition(**REFUSED[reason]),))

@@ -117,16 +117,6 @@ def test_gates_are_distributed_as_published(value, log_a):
     assert found.mean() == pytest.approx(hard_concrete(middle, log_a, value).mean(), abs=near)
 
 
-def test_the_chance_is_that_of_a_gate_not_shut():
-    for options in LIMITS:
-        temperature, low, high = limits(options)
-        expected = sigmoid(SIX.numpy() - temperature * math.log(-low / high))
-        check_close(
-            hw.parts.HardConcreteGate(**options).probability_nonzero(SIX),
-            torch.from_numpy(expected),
-        )
-
-
 def test_one_draw_for_each_head_and_call():
     layer, x = gated(SIX * 0, vdim=5), cases.tensors(base())[0]
     whole = hw.Probe("heads")
@@ -299,28 +289,3 @@ def test_one_graph_holds_the_draw(sample):
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"temperature": 0.0}, r"temperature=0.0.*must be positive"),
-        ({"temperature": -1.0}, r"temperature=-1.0.*must be positive"),
-        ({"low": 0.0}, r"low=0.0.*never close.*-0.1"),
-        ({"high": 1.0}, r"high=1.0.*never fully open.*1.1"),
-        ({"start": float("nan")}, "is not finite"),
-        ({"sample": "round"}, r"sample='round'.*'soft' or 'hard'"),
-        ({"evaluation": "paper"}, r"evaluation='paper'.*'code' or 'hard'"),
-        ({"regulariser": "l1"}, r"regulariser='l1'.*'sum' or 'mean'"),
-        ({"regulariser": "mean", "layers": 0}, r"layers=0.*at least 1"),
-        ({"layers": 3}, r"layers=3.*mean.*regulariser='mean'"),
-    ],
-)
-def test_bad_fields_are_refused(fields, words):
-    with pytest.raises(hw.SpecError, match=words):
-        base(modifiers=(hw.parts.HardConcreteGate(**fields),))
-
-
-def test_two_in_a_layer_are_refused():
-    with pytest.raises(hw.SpecError, match=r"two HardConcreteGate parts.*keep one"):
-        base(modifiers=(hw.parts.HardConcreteGate(), hw.parts.HardConcreteGate(start=1.0)))

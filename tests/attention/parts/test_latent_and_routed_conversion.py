@@ -4,8 +4,6 @@ refusal.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -104,42 +102,6 @@ def test_the_latent_of_a_token_holds_its_keys_and_values(options):
     )
 
 
-def test_copies_turn_each_head_as_it_turned_alone():
-    spec = hw.design(model=6, heads=1, dim=12, modifiers=(hw.parts.Rotary(copies=3),))
-    rate = hw.Attention(spec).rotary["frequency"].numpy()
-    assert np.allclose(rate, np.tile([1.0, 10_000.0**-0.5], 3))
-    with pytest.raises(hw.SpecError, match=r"Rotary\(copies=4\) does not divide 6 pairs"):
-        replace(spec, modifiers=(hw.parts.Rotary(copies=4),))
-
-
-def test_why_a_layer_is_no_latent():
-    for options, reason in (
-        (
-            {"modifiers": (hw.parts.QKNorm(), hw.parts.Rotary())},
-            "qk_norm and rotary on queries and keys have no form for concatenated heads",
-        ),
-        (
-            {"modifiers": (hw.parts.KnockingHeads(),)},
-            "KnockingHeads needs queries, keys and values",
-        ),
-        (
-            {"project": hw.parts.Overlapping(overlap=0)},
-            "project Overlapping; give one with project LinearProjection",
-        ),
-        ({"similarity": hw.parts.Gaussian()}, "use DotProduct"),
-        (
-            {"kv": 3, "modifiers": (hw.parts.HardConcreteGate(per="kv"),)},
-            "^hard_concrete_gate has parameters per key-value head, .* remove hard_concrete_gate$",
-        ),
-    ):
-        spec = base(**options)
-        with pytest.raises(hw.SpecError, match=reason):
-            convert_to_latent(spec, cases.layer(spec).state_dict())
-    for bias in ("k", "v", "qk", "vk"):
-        with pytest.raises(hw.SpecError, match=r"MLAProjection\(bias="):
-            hw.design(model=8, heads=2, project=hw.parts.MLAProjection(rank=4, rope=0, bias=bias))
-
-
 # --- heads that tokens choose ---------------------------------------------------------------------
 
 
@@ -187,28 +149,3 @@ def test_pairs_are_routed_by_the_query_of_the_first():
     assert weights["mixture_of_heads.asker"].tolist() == [0, 4]
     assert weights["mixture_of_heads.slot"].tolist() == [1, 0, 2]
     assert values.modifiers[-1] == hw.parts.MixtureOfHeads(always=1, active=1, router="norm")
-
-
-def test_unroutable_layers_are_refused():
-    for options, shared, active, reason in (
-        ({}, [6], 1, r"must be heads in 0\.\.5"),
-        ({}, [1, 1], 1, "each at most once"),
-        ({}, [0], 6, "needs more than the 6 heads there are"),
-        ({}, [0], 0, "never uses 5 heads"),
-        (
-            {"modifiers": (hw.parts.QKNorm(),)},
-            [0],
-            2,
-            "needs queries of different lengths, unlike qk_norm",
-        ),
-        ({"modifiers": (hw.parts.MixtureOfHeads(),)}, [0], 2, "routed already"),
-        (
-            {"project": hw.parts.MLAProjection(rank=8, rope=0)},
-            [0],
-            2,
-            "heads.dim channels, unlike MLAProjection",
-        ),
-    ):
-        spec = base(**options)
-        with pytest.raises(hw.SpecError, match=reason):
-            convert_to_mixture_of_heads(spec, cases.layer(spec).state_dict(), shared, active)

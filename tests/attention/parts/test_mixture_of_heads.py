@@ -113,33 +113,6 @@ def test_gates_by_the_length_of_queries(always, active, turns):
     )  # 0 or 1, not close to it
 
 
-def test_a_grouped_layer_is_converted_without_a_weight():
-    """As Llama 3: 8 query heads on 2 keys, the first half shared, a quarter of all chosen, 75 %
-    active.
-    """
-    start = hw.design(
-        model=20, heads=8, dim=6, kv=2, pattern="causal()", modifiers=(hw.parts.Rotary(),)
-    )
-    trained = cases.layer(start)
-    spec = cases.change_spec(
-        start,
-        modifiers=(*start.modifiers, hw.parts.MixtureOfHeads(always=4, active=2, router="norm")),
-    )
-    assert hw.costs.count_parameters(spec) == hw.costs.count_parameters(start)
-    layer = hw.Attention(spec).double().eval()
-    missing = layer.load_state_dict(trained.state_dict(), strict=False).missing_keys
-    assert sorted(missing) == ["mixture_of_heads.asker", "mixture_of_heads.slot"]
-    x, _ = cases.tensors(spec)
-    ours, theirs = heads_of(layer, x), heads_of(trained, x)
-    assert torch.equal(ours[:, :, :4], theirs[:, :, :4])  # the whole first group of keys
-    result = (ours[:, :, 4:] == theirs[:, :, 4:]).all(-1)
-    assert (result.sum(-1) == 2).all()
-    assert (ours[:, :, 4:][~result] == 0).all()
-    assert (
-        len({tuple(row) for row in result.flatten(0, 1).tolist()}) > 1
-    )  # by token, and not by head
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_gradients_go_straight_through(training):
     """Eq. 10: what comes to the gate of a routed head, chosen or not, is handed
@@ -170,28 +143,6 @@ def test_gradients_go_straight_through(training):
     check_close(ours, through_heads + through_p)
 
 
-def test_without_a_preference_all_heads_are_plain_ones():
-    for routed in (
-        hw.parts.MixtureOfHeads(2, 4),
-        hw.parts.MixtureOfHeads(2, 4, router="norm"),
-        hw.parts.MixtureOfHeads(0, 6),
-        hw.parts.MixtureOfHeads(6, 0, router="norm"),
-    ):
-        layer = cases.layer(base(modifiers=(routed,)))
-        x, _ = cases.tensors(layer.spec)
-        with torch.no_grad():
-            for parameter in layer.mixture_of_heads.parameters():
-                parameter.zero_()
-        check_close(layer(x), plain(layer)(x))
-
-
-def test_all_heads_routed_and_active_are_weighted_by_a_softmax():
-    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(always=0, active=6),)))
-    x, _ = cases.tensors(layer.spec)
-    weight = torch.from_numpy(softmax((x @ layer.mixture_of_heads["router"].T).detach().numpy()))
-    check_close(heads_of(layer, x), heads_of(plain(layer), x) * 6 * weight[..., None])
-
-
 def balance(layer, x, **call):
     aux_losses = hw.attention.AuxLosses()
     layer(x, probe=hw.Probe(aux_losses=aux_losses), **call)
@@ -212,15 +163,6 @@ def test_the_balance(router, norm):
     short = balance(layer, x[:, :4])
     assert not torch.isclose(short, balance(layer, x))
     check_close(balance(layer, x, sequence=hw.SequenceInfo.from_batch(x, lengths=[4, 4, 4])), short)
-
-
-@pytest.mark.parametrize(("norm", "value"), [("code", 3.0), ("paper", 3 / 4)])
-def test_the_balance_of_a_uniform_router(norm, value):
-    layer = cases.layer(base(modifiers=(hw.parts.MixtureOfHeads(2, 3, norm=norm),)))
-    with torch.no_grad():
-        layer.mixture_of_heads["router"].zero_()
-    x, _ = cases.tensors(layer.spec)
-    assert balance(layer, x).item() == pytest.approx(value, rel=1e-12)
 
 
 def test_the_balance_of_a_model_is_the_sum_or_the_mean_over_its_layers():
@@ -435,32 +377,3 @@ def test_all_scores_are_computed_where_keys_belong_to_a_removed_head_alone():
     x, _ = cases.tensors(spec)
     check_close(heads_of(cut, x), heads_of(layer, x)[:, :, [1, 3]])
     check_close(cut(x), reference.reference_attention(cut, x))
-
-
-REFUSED = {
-    "router='query'.*'learned' or 'norm'": {
-        "modifiers": (hw.parts.MixtureOfHeads(router="query"),)
-    },
-    "not 1; use always=4, or always=6 and active=0": {
-        "modifiers": (hw.parts.MixtureOfHeads(5, 1, router="norm"),)
-    },
-    "unlike MLAProjection": {
-        "project": hw.parts.MLAProjection(rank=8, rope=0),
-        "modifiers": (hw.parts.MixtureOfHeads(router="norm"),),
-    },
-    "different lengths, unlike qk_norm; use router='learned'": {
-        "modifiers": (hw.parts.QKNorm(), hw.parts.MixtureOfHeads(router="norm"))
-    },
-}
-
-
-@pytest.mark.parametrize(("always", "active"), [(4, 1), (6, 0)])
-def test_the_remedy_of_a_refusal_works(always, active):
-    spec = base(modifiers=(hw.parts.MixtureOfHeads(always, active, router="norm"),))
-    assert len(spec.score_head_of_output) == 6
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_a_router_that_cannot_be_meant(reason):
-    with pytest.raises(hw.SpecError, match=reason):
-        base(**REFUSED[reason])

@@ -69,38 +69,6 @@ def test_a_pruned_layer_keeps_its_overlaps():
     assert small.at_depth(5, 6) == small
 
 
-def test_other_layers_stay_as_they_are_when_placed():
-    spec = hw.design(model=10, heads=3, dim=4, modifiers=(hw.parts.Differential(),))
-    assert spec.at_depth(3, 6) == cases.change_spec(
-        spec, modifiers=(hw.parts.Differential(depth=3),)
-    )
-
-
-@pytest.mark.parametrize(
-    ("does", "words"),
-    [
-        (
-            lambda: cases.base(project=hw.parts.Overlapping(overlap=-3)),
-            r"^Overlapping\(overlap=-3\) must be at least 0$",
-        ),
-        (
-            lambda: cases.base(project=hw.parts.Overlapping(overlap=-2)),
-            r"^Overlapping\(overlap=-2\) must be at least 0$",
-        ),
-        (lambda: scheduled("L-l+1"), r"schedule='L-l\+1'\) is unknown; use .*'L-l"),
-        (lambda: scheduled("depth"), r"schedule='depth'\) is unknown; .*fixed"),
-        (
-            lambda: scheduled("l").at_depth(6, 6),
-            "no layer 6 of 6; give integers with 0 <= layer < layers",
-        ),
-        (lambda: scheduled("l").at_depth(-1, 6), "no layer -1 of 6"),
-    ],
-)
-def test_invalid_overlaps_are_refused(does, words):
-    with pytest.raises(hw.SpecError, match=words):
-        does()
-
-
 def test_heads_read_the_values_of_their_channels_and_the_next_ones_on_both_sides():
     overlap, heads, dim = 2, 6, 4
     spec = cases.base(project=hw.parts.Overlapping(overlap=overlap))

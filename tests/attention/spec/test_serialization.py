@@ -111,7 +111,7 @@ FRESHLY = (
 )
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_a_repr_can_be_evaluated_at_once():
     """Nothing but `import headwise` and one design has happened in that fork of an interpreter."""
     ran = subprocess.run(
