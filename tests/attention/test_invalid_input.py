@@ -15,7 +15,6 @@ import headwise as hw
 from headwise.attention import op_trace
 from headwise.attention.backends import CallSignature
 from headwise.attention.cache import make_cache
-from headwise.attention.masking.patterns import parse_pattern  # noqa: F401 - refused_specs.txt
 from headwise.attention.parts.latent_attention import convert_to_latent
 from headwise.attention.parts.mixture_of_heads import convert_to_mixture_of_heads
 from support.refusals import check_refused, has_words, refused_calls

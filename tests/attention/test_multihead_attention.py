@@ -133,7 +133,7 @@ def draw_arguments(seed: int) -> tuple[dict[str, Any], list[Tensor], dict[str, A
     return options, inputs, call
 
 
-@pytest.mark.parametrize("start", (0, 40))
+@pytest.mark.parametrize("start", [0, 40])
 def test_any_arguments_give_outputs_weights_and_gradients_of_torch(start: int):
     for seed in range(start, start + 40):
         options, inputs, call = draw_arguments(seed)
