@@ -150,8 +150,8 @@ def small_curves():
         yield
 
 
-@pytest.fixture(scope="module")
-def unrendered_figures():
+@contextlib.contextmanager
+def without_rendering():
     """Figures are drawn by matplotlib but not rendered, which takes a second each."""
     from headwise.report import plots
     from headwise.util.escaping import escape_svg
@@ -164,6 +164,20 @@ def unrendered_figures():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "to_bytes", draw_only)
+        yield
+
+
+@pytest.fixture(scope="module")
+def unrendered_figures():
+    """Render no figure in the tests of a module."""
+    with without_rendering():
+        yield
+
+
+@pytest.fixture
+def unrendered_figure():
+    """Render no figure in one test."""
+    with without_rendering():
         yield
 
 

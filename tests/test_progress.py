@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-import headwise as hw
 from headwise import cli
-from headwise.models.vocabulary import ByteVocabulary
 from headwise.report import progress
 from headwise.report.progress import CountedMessage, ProgressReporter, format_duration
 from headwise.studies import study_runner
 from headwise.studies.cells import Cell
+from support.saved_models import save_byte_model
 from support.tiny_configs import model_config
 
 
@@ -83,9 +82,7 @@ def test_a_pipe_gets_lines_at_intervals():
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("progress")
     config = model_config("gpt2", n_embd=24, n_head=4, n_layer=2, vocab_size=300, n_positions=64)
-    net = hw.build(hw.families.read_model_spec(config), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
-    hw.save(net, base / "model")
+    save_byte_model(config, base / "model")
     (base / "texts").write_text("".join(f"text number {n}\n" for n in range(40)))
     return base
 

@@ -23,10 +23,18 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
 
 
 def test_help_is_light():
-    code = (
-        "import sys; from headwise.cli import main; main(['--help']); print(*{'torch', "
-        "'numpy'} & set(sys.modules))"
-    )
+    """Neither torch nor numpy is imported, also for commands that compute."""
+    code = """if True:
+        import sys
+        from headwise.cli import main
+        for command in ("run", "train"):
+            try:
+                main([command, "--help"])
+            except SystemExit as ended:
+                assert ended.code == 0
+        main(["--help"])
+        print(*{"torch", "numpy"} & set(sys.modules))
+    """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *result, last = ran.stdout.splitlines()
     assert last == ""
@@ -37,24 +45,11 @@ def test_version(capsys):
     assert run(capsys, "--version") == (0, f"headwise {hw.__version__}\n", "")
 
 
-@pytest.mark.parametrize("verb", cli.COMMANDS)
-def test_every_verb_has_help_with_an_example(capsys, verb: str):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([verb, "--help"])
-    out = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert f"headwise {verb}" in out.split("\nexamples:", 1)[1]
-    assert max(map(len, out.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("spec", "gqa"),
-        ("walk", "mha", "--batch", "2", "--tokens", "3"),
-        ("why", "mla"),
-    ],
-)
+@pytest.mark.parametrize("argv", [
+    ("spec", "gqa"),
+    ("walk", "mha", "--batch", "2", "--tokens", "3"),
+    ("why", "mla"),
+])  # fmt: skip
 def test_json_is_one_document(capsys, argv: tuple[str, ...]):
     code, out, err = run(capsys, *argv, "--json")
     assert (code, err) == (0, "")
@@ -95,14 +90,11 @@ def test_pages_fit_a_terminal(capsys, name: str):
         assert max(map(len, lines)) <= 80, verb
 
 
-@pytest.mark.parametrize(
-    ("argv", "place"),
-    [
-        (("transformer-base",), "encoder.0.attention"),
-        (("transformer-base", "--layer", "decoder.3.cross"), "decoder.3.cross"),
-        (("vit-base",), "encoder.0.attention"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "place"), [
+    (("transformer-base",), "encoder.0.attention"),
+    (("transformer-base", "--layer", "decoder.3.cross"), "decoder.3.cross"),
+    (("vit-base",), "encoder.0.attention"),
+])  # fmt: skip
 def test_walk_follows_an_attention_of_a_named_model(capsys, argv: tuple[str, ...], place: str):
     code, out, _ = run(capsys, "walk", *argv, "--batch 2 --tokens 3")
     assert code == 0
@@ -125,15 +117,9 @@ def test_a_spec_travels_through_a_file(capsys, tmp_path: Path):
 
 def test_set_changes_one_thing(capsys):
     argv = (
-        "spec",
-        "gqa",
-        "--set",
-        "heads.kv=4",
-        "--set",
-        "modifiers.0.base=500000.0",
-        "--set",
+        "spec", "gqa", "--set", "heads.kv=4", "--set", "modifiers.0.base=500000.0", "--set",
         "project.bias=qv",
-    )
+    )  # fmt: skip
     data = json.loads(run(capsys, *argv, "--json")[1])
     expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.parts.Rotary(base=500000.0),))
     assert hw.from_json(json.dumps(data["spec"])) == expected

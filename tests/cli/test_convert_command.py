@@ -15,6 +15,7 @@ from support.command_errors import run_refused
 from support.command_help import run_json, run_ok
 from support.pruning_examples import TEXTS
 from support.refusals import refused_cases
+from support.saved_models import save_byte_model
 from support.transformers_models import ZOO
 
 FAST = ("--seconds", "0.05", "--length", "8")
@@ -25,19 +26,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of ours and of transformers that read bytes, and texts for them."""
     base = tmp_path_factory.mktemp("models")
     config = {
-        "model_type": "llama",
-        "hidden_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 6,
-        "num_hidden_layers": 2,
-        "intermediate_size": 20,
-        "vocab_size": 300,
-        "max_position_embeddings": 64,
-    }
-    net = hw.build(hw.families.read_model_spec(config), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
-    hw.save(net, base / "ours")
+        "model_type": "llama", "hidden_size": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 6, "num_hidden_layers": 2, "intermediate_size": 20,
+        "vocab_size": 300, "max_position_embeddings": 64,
+    }  # fmt: skip
+    save_byte_model(config, base / "ours")
     foreign = ZOO["llama"]
     torch.manual_seed(0)
     keys = {
@@ -80,18 +73,12 @@ def test_one_command_converts_and_verifies_a_model(name, kind, folders, tmp_path
     assert any(note.startswith("pooling values loses") for note in done["notes"])
 
 
-@pytest.mark.parametrize(
-    ("options", "uses"),
-    [
-        ((), []),
-        (("--align",), ["heads were aligned"]),
-        (("--uptrain", "2"), ["the model was retrained"]),
-        (
-            ("--grouping", "similar", "--align", "keys"),
-            ["heads were grouped", "heads were aligned"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "uses"), [
+    ((), []),
+    (("--align",), ["heads were aligned"]),
+    (("--uptrain", "2"), ["the model was retrained"]),
+    (("--grouping", "similar", "--align", "keys"), ["heads were grouped", "heads were aligned"]),
+])  # fmt: skip
 def test_notes_name_what_texts_were_used_for(options, uses, folders, tmp_path, capsys):
     verification = run_json(
         capsys,
@@ -113,16 +100,10 @@ def test_other_forms(form, folders, tmp_path, capsys):
     name, out = "gpt" if form.startswith("coll") else "ours", tmp_path / "out"
     if name == "gpt":
         config = {
-            "model_type": "gpt2",
-            "n_embd": 24,
-            "n_head": 4,
-            "n_layer": 1,
-            "vocab_size": 300,
+            "model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 1, "vocab_size": 300,
             "n_positions": 64,
-        }
-        net = hw.build(hw.families.read_model_spec(config), seed=0)
-        net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
-        hw.save(net, tmp_path / "gpt")
+        }  # fmt: skip
+        save_byte_model(config, tmp_path / "gpt")
     model = folders.get(name, tmp_path / "gpt")
     stdout = run_ok(
         capsys,

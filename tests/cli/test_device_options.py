@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -174,8 +175,11 @@ def load_by(command: str, folder: Path, texts: Path, *words: str) -> nn.Module:
     return load([str(folder), *(places.get(word, word) for word in more), *words])
 
 
-@pytest.mark.parametrize("name", ["ours", "gpt2"])
-@pytest.mark.parametrize("command", LOADERS)
+# Every command loads a model of one kind, in turn.
+KIND_OF_COMMAND = list(zip(LOADERS, itertools.cycle(["ours", "gpt2"])))
+
+
+@pytest.mark.parametrize(("command", "name"), KIND_OF_COMMAND)
 def test_every_command_loads_in_the_dtype(capsys, models, texts, command: str, name: str):
     for dtype in ("float64", "bf16"):
         model = load_by(command, models[name], texts, "--device", "cpu", "--dtype", dtype)

@@ -142,6 +142,7 @@ def test_letters_are_of_classes():
     assert row[:6] == ["decoder.0.attention", "0", "0.80", "0.70", "0.90", "0.10"]
 
 
+@pytest.mark.usefixtures("unrendered_figure")
 def test_the_report_includes_importance_redundancy_and_baseline(folders, tmp_path, capsys):
     (tmp_path / "lines").write_text("a longer one\nshort\nthird one\nand a last\n")
     base = [

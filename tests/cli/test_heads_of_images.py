@@ -47,13 +47,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (paths["vit"] / "preprocessor_config.json").write_text(json.dumps(processor))
     hw.save(hw.load(paths["bare"]), paths["native"])
     stages = {
-        "depths": [1, 1],
-        "num_heads": [2, 4],
-        "embed_dim": 8,
-        "window_size": 2,
-        "image_size": 16,
+        "depths": [1, 1], "num_heads": [2, 4], "embed_dim": 8, "window_size": 2, "image_size": 16,
         "patch_size": 2,
-    }
+    }  # fmt: skip
     transformers.SwinModel(transformers.SwinConfig(**stages)).save_pretrained(paths["swin"])
     ZOO["gpt2"].build().save_pretrained(paths["text"])
     paths["nothing"].mkdir()
@@ -91,11 +87,8 @@ def measure_by_hand(folders: dict[str, Path], layer: int, head: int) -> dict[str
             model.eval()(pixels, output_attentions=True).attentions[layer][:, head].double().numpy()
         )
     sums: dict[str, list[float]] = {
-        "patch_distance": [],
-        "same_row": [],
-        "neighbours": [],
-        "same_patch": [],
-    }
+        "patch_distance": [], "same_row": [], "neighbours": [], "same_patch": [],
+    }  # fmt: skip
     for image in weights:
         for t in range(15):
             row = image[1 + t, 1:] / image[1 + t, 1:].sum()  # the class token is a sink

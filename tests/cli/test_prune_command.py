@@ -17,16 +17,14 @@ from support.command_errors import run_refused
 from support.command_help import run_json, run_ok
 from support.pruning_examples import TEXTS
 from support.refusals import refused_cases
+from support.saved_models import save_byte_model
 from support.tiny_configs import model_config
 from support.transformers_models import ZOO
 
 KINDS = {
-    "gpt2": "resized",
-    "llama": "transformers",
-    "bert": "resized",
-    "t5": "transformers",
+    "gpt2": "resized", "llama": "transformers", "bert": "resized", "t5": "transformers",
     "bart": "resized",
-}
+}  # fmt: skip
 SLOW = ("gpt2", "bert", "t5")
 
 
@@ -35,9 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of ours and of transformers that read bytes, texts for them, and a model of images."""
     base = tmp_path_factory.mktemp("models")
     config = model_config("gpt2", n_embd=24, n_head=4, n_layer=2, vocab_size=300, n_positions=64)
-    net = hw.build(hw.families.read_model_spec(config), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
-    hw.save(net, base / "ours")
+    net = save_byte_model(config, base / "ours")
     net.usage = hw.ProcessorSpec()
     hw.save(net, base / "wordless")
     for name in KINDS:
@@ -173,18 +169,11 @@ def test_the_terminal_shows_progress_and_result(folders, tmp_path, capsys):
 
 def test_a_share_that_is_no_number_of_groups_is_reported(folders, tmp_path, capsys):
     config = {
-        "model_type": "llama",
-        "hidden_size": 36,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 300,
-        "num_hidden_layers": 2,
-        "intermediate_size": 20,
-        "max_position_embeddings": 64,
-    }
-    net = hw.build(hw.families.read_model_spec(config), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
-    hw.save(net, tmp_path / "groups")
+        "model_type": "llama", "hidden_size": 36, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 300, "num_hidden_layers": 2,
+        "intermediate_size": 20, "max_position_embeddings": 64,
+    }  # fmt: skip
+    save_byte_model(config, tmp_path / "groups")
     stdout = run_ok(
         capsys,
         "prune",

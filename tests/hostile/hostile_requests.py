@@ -137,17 +137,9 @@ def check_job(view: ViewServer, client: TestClient, body: bytes) -> str:
 
 # A command gets one of these, so that no run begins: what it reads is not there, or is no model.
 NOTHING = (
-    "no-such-thing",
-    "/dev/null",
-    "",
-    "\x00",
-    "a" * 300,
-    "../..",
-    "-",
-    "no\nmodel",
-    "{}",
+    "no-such-thing", "/dev/null", "", "\x00", "a" * 300, "../..", "-", "no\nmodel", "{}",
     "gqa.toml",
-)
+)  # fmt: skip
 QUICK = (
     "spec",
     "cost",

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("unrendered_figures")
 FILE = """
 hypothesis = "A window of 3 recalls less than full attention; <script>alert(1)</script>"
 match = "params"
-seeds = [1, 2]
+seeds = [1, 2, 3]
 head_texts = 2
 contrasts = [["near on longer", "mha on longer"], ["learning of gqa", "learning of mha"]]
 
@@ -88,7 +88,7 @@ def test_a_finished_study_is_not_run_again(study, finished, monkeypatch):
     )
     again = run_study(study, folder, ProcessEngine(IN_THIS_PROCESS))
     assert (folder / RESULTS_FILE).read_bytes() == before
-    assert len(again.cells) == 4 + 6  # learning rates of two variants, two seeds of three
+    assert len(again.cells) == 4 + 9  # learning rates of two variants, three seeds of three
 
 
 def test_metrics_are_those_of_the_trained_model(finished: tuple[StudyResults, StudyReport, Path]):
@@ -131,7 +131,7 @@ def test_kill_and_resume_give_the_same_bytes(study_file, study, finished, tmp_pa
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     done = len(list(cells.glob("*/result.json")))
-    assert 2 <= done < 10
+    assert 2 <= done < 13
     run_study(study, tmp_path / "out", ProcessEngine(IN_THIS_PROCESS))
     assert (tmp_path / "out" / RESULTS_FILE).read_bytes() == (
         finished[2] / RESULTS_FILE
@@ -227,7 +227,7 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     difference = report.comparisons[name, "recall"].difference
     shown = format_interval(*difference[:3], sign="+")
     assert f"recall: {name}: {shown}, p " in " ".join(report.claims)
-    assert f'<td class="left">{name}</td><td>{shown}</td><td>2</td>' in page
+    assert f'<td class="left">{name}</td><td>{shown}</td><td>3</td>' in page
     assert "share reached 0.1" in text
     rows = (folder / "report" / "results.csv").read_text().splitlines()
     cell = results.report_cells("gqa", "recall")[0]
@@ -241,7 +241,7 @@ def test_plan_and_budget(study: Study):
     lines: list[str] = []
     plan = plan_study(study, ProcessEngine(IN_THIS_PROCESS), lines.append)
     assert [line.split()[0] for line in lines] == ["starting", *["timing"] * len(plan.prices)]
-    assert plan.num_cells == 10
+    assert plan.num_cells == 13
     assert all(price.seconds and price.seconds > 0 for price in plan.prices)
     assert plan.prices[0].flops == 6 * plan.prices[0].size.step_flops
     with pytest.raises(SpecError, match="more than the budget of 1e-06 h"):
@@ -260,7 +260,7 @@ def test_command(study_file, finished, capsys, tmp_path):
     assert main(["study", str(study_file), "--out", str(finished[2]), "--jobs", "0"]) == 0
     printed = capsys.readouterr()
     assert "recall: mha reaches accuracy" in printed.out
-    assert "report  6/6" in printed.err
+    assert "report  9/9" in printed.err
     only = [
         "study",
         str(study_file),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,11 +15,17 @@ from support.transformers_models import ZOO
 GPT = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=256, n_positions=24)
 
 
+def save_byte_model(config: dict[str, Any], folder: Path) -> hw.Transformer:
+    """Save a model of ours with a byte tokenizer; return it."""
+    net = hw.build(hw.families.read_model_spec(config), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
+    hw.save(net, folder)
+    return net
+
+
 def save_models(base: Path) -> dict[str, Path]:
     """Save a model of ours and two of transformers, all with a byte tokenizer."""
-    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
-    hw.save(net, base / "ours")
+    save_byte_model(GPT, base / "ours")
     for name in ("gpt2", "t5"):
         foreign = ZOO[name]
         keys = {**foreign.keys, "vocab_size": 300, "eos_token_id": None}

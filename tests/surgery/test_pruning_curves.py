@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import headwise as hw
 from headwise import cli
 from headwise.models import Transformer
-from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe.head_analysis.annotated_examples import Example, examples_from_task
 from headwise.surgery import HeadRanking
 from headwise.surgery.head_selection import score_heads
@@ -40,6 +39,7 @@ from headwise.training.data import make_task
 from support.importance_examples import make_examples, translator
 from support.number_examples import make_examples as told_scenes, small_gpt2
 from support.refusals import refused_cases
+from support.saved_models import save_byte_model
 from support.tiny_configs import model_config
 
 pytestmark = pytest.mark.usefixtures("unrendered_figures")
@@ -285,9 +285,7 @@ def test_figures_have_a_panel_for_each_part_and_a_line_for_each_order(found: Pru
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("sweep")
     config = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=300, n_positions=32)
-    net = hw.build(hw.families.read_model_spec(config), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
-    hw.save(net, base / "ours")
+    save_byte_model(config, base / "ours")
     (base / "texts").write_text("".join(f"text {n} of {n * n} words\n" for n in range(10)))
     return base
 

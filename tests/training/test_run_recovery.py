@@ -220,7 +220,7 @@ def killed_and_resumed(folder: Path, kills: int, value: str) -> list[int]:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, kills: int):
     """A checkpoint at every step; each kill falls into the writing of one, or of the lines and the
     model beside it.
@@ -350,26 +350,14 @@ def poisoned(step: int, name: str, value: float):
     return Poison(step)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        (
-            "decoder.0.feed.up",
-            float("nan"),
-            r"the weight decoder.0.feed.up \(feed, decayed\) is the first with NaN or inf",
-        ),
-        (
-            "decoder.0.feed.up",
-            3e38,
-            r"the output of decoder.0.feed \(feed, decayed\) is the first with NaN or inf",
-        ),
-        (
-            "decoder.0.feed_norm.weight",
-            3e38,
-            r"the output of decoder.0.feed_norm \(norm, kept\) is the first",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("decoder.0.feed.up", float("nan"),
+        r"the weight decoder.0.feed.up \(feed, decayed\) is the first with NaN or inf"),
+    ("decoder.0.feed.up", 3e38,
+        r"the output of decoder.0.feed \(feed, decayed\) is the first with NaN or inf"),
+    ("decoder.0.feed_norm.weight", 3e38,
+        r"the output of decoder.0.feed_norm \(norm, kept\) is the first"),
+])  # fmt: skip
 def test_a_non_finite_loss_ends_a_run_and_names_its_origin(tmp_path, name, value, message):
     net, sink = hw.build(Echo().model(), seed=0), poisoned(5, name, value)
     sink.net = net

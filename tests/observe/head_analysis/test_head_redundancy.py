@@ -156,23 +156,6 @@ def test_means_are_those_of_all_texts_but_intervals_are_over_folds():
     np.testing.assert_allclose(result.high - result.low, 2 * 2.0 * error, rtol=0.35)
 
 
-def test_permuted_weights_keep_their_entropy_and_mask():
-    may = torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 4, 4)
-    weights = torch.randn(2, 4, 4).masked_fill(~may, -torch.inf).softmax(-1)
-    sampled_rows = SampledRows(
-        ("text", "text"), (), torch.nn.functional.pad(weights, (0, 1)), may, torch.zeros(4) > 0
-    )
-    values = [sampled_rows.permute_weights((0, seed)) for seed in range(20)]
-    assert all(
-        torch.equal(one[..., :4].masked_fill(may, 0), torch.zeros(2, 4, 4)) for one in values
-    )
-    assert all(
-        torch.equal(one.sort(-1).values, sampled_rows.weights.sort(-1).values) for one in values
-    )
-    assert any(not torch.equal(one[0, 3], one[1, 3]) for one in values)
-    assert torch.equal(sampled_rows.permute_weights((0, 3)), values[3])
-
-
 def test_permuted_weights_leave_sinks_where_they_are():
     may = torch.ones(5, 5, dtype=torch.bool).tril().expand(3, 5, 5)
     weights = (
@@ -194,6 +177,8 @@ def test_permuted_weights_leave_sinks_where_they_are():
         assert torch.equal(one.sort(-1).values, sampled_rows.weights.sort(-1).values)
         assert torch.equal(one[..., :5].masked_fill(may, 0), torch.zeros(3, 5, 5))
     assert any(not torch.equal(one, sampled_rows.weights) for one in values)
+    assert any(not torch.equal(one[0, 4], one[1, 4]) for one in values)
+    assert torch.equal(sampled_rows.permute_weights((0, 3)), values[3])
 
 
 def with_sinks(text: Any, places: list[int]) -> Any:
@@ -308,18 +293,6 @@ def test_similarity_of_head_outputs():
         for definition in (without_bias, by_kernels):
             expected = definition((x[one] + 5).numpy(), x[other].numpy())
             assert found[one, other] == pytest.approx(expected, abs=1e-9)
-
-
-def test_likeness_does_not_see_rotation_scale_or_a_constant():
-    x = torch.randn(2, 23, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    turn, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))
-    other = torch.stack([x[0] @ turn * 7 + 3, x[1]])
-    torch.testing.assert_close(
-        centred_kernel_alignment(other), centred_kernel_alignment(x), atol=1e-9, rtol=0
-    )
-    assert centred_kernel_alignment(torch.stack([x[0], other[0]]))[0, 1].item() == pytest.approx(
-        1.0
-    )
 
 
 def test_a_constant_head_is_similar_to_none():
