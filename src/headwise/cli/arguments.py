@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..learn.language import SAMPLE
 from ..util.errors import suggest
 from ..util.escaping import escape_page
-from ..util.model_names import NAME_KINDS, label_model, parse_factory, parse_hub_id
+from ..util.model_names import NAME_KINDS, is_gguf_file, label_model, parse_factory, parse_hub_id
 from ..util.size_limits import MAX_CONFIG_BYTES
 from .options import Options, UsageError, options
 
@@ -125,7 +125,8 @@ class SpecOptions(Options):
 
     SPEC  a preset (mha, gqa, mqa, mla, moh, moh_vit, dcmha, mohsa, collaborative, talking, diff,
         diff2, entmax, linear, performer, longformer, longformer_dilated, streaming_retrieval,
-        bigbird, kha, average), a .toml or .json file, a folder, a Hub id (org/name), or - for stdin
+        bigbird, kha, average), a .toml, .json or .gguf file, a folder, a Hub id (org/name), or -
+        for stdin
     --model WIDTH  model width of the preset
     --heads COUNT  number of query heads of the preset
     --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable
@@ -181,6 +182,10 @@ def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSp
     if name in PRESETS:
         return design(preset=name, **sizes)
     path = Path(name)
+    if is_gguf_file(path) and not sizes:
+        from ..hub.gguf_files import read_gguf_config
+
+        return families.read_model_spec(read_gguf_config(path))
     is_folder = is_published_model(path) or path.is_dir() or parse_hub_id(name) is not None
     is_model = is_folder or path.name == "config.json"
     text = "" if is_model and path.name != "config.json" else _read_text(name)

@@ -69,8 +69,8 @@ class CostOptions(Options):
     """Estimate what attention layers and models cost before they run: parameters, FLOPs, KV cache,
     and the lower-bound latency.
 
-    WHAT  a preset, a model such as gpt3, a file, a folder, or a Hub id (org/name), of which only
-        the settings are downloaded
+    WHAT  a preset, a model such as gpt3, a file (.gguf: its header), a folder, or a Hub id
+        (org/name), of which only the settings are downloaded
     --model WIDTH  model dimension of the presets
     --heads COUNT  number of query heads of the presets
     --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable

@@ -37,7 +37,7 @@ DEFAULT_EXAMPLES = 200  # task examples without --limit
 class TextOptions(LoadingOptions):
     """Options for the model and the texts that `heads`, `prune` and `convert` read.
 
-    MODEL  a folder, a Hub id (org/name, org/name@revision), or FILE.py:FACTORY
+    MODEL  a folder, a Hub id (org/name, org/name@revision), a .gguf file, or FILE.py:FACTORY
     --data FILE  texts, one per line; a tab separates source, target
     --task NAME  use examples of a task, such as dates
     --limit COUNT  use at most this many texts (default: all, 200 of a task)

@@ -33,7 +33,8 @@ class TraceOptions(LoadingOptions):
     without the model and from which all attention weights can be recomputed. For a .trace file,
     print what it contains.
 
-    MODEL  a folder, a Hub id (org/name, org/name@revision), FILE.py:FACTORY, or a .trace file
+    MODEL  a folder, a Hub id (org/name, org/name@revision), a .gguf file, FILE.py:FACTORY, or
+        a .trace file
     --text TEXT  input text; repeatable
     --target TEXT  target text, for an encoder-decoder model
     --data FILE  a file with one text per line, or an image

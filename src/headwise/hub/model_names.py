@@ -14,14 +14,22 @@ from ..models.families import FAMILIES
 from ..models.hub_files import CONFIG_FILE, MANIFEST_FILE, fetch_model
 from ..util.errors import SpecError
 from ..util.files import read_text_file
-from ..util.model_names import NAME_KINDS, Factory, label_model, parse_factory, parse_hub_id
+from ..util.model_names import (
+    NAME_KINDS,
+    Factory,
+    is_gguf_file,
+    label_model,
+    parse_factory,
+    parse_hub_id,
+)
 from ..util.size_limits import parse_json
+from .gguf_files import unpack_gguf
 from .transformers_loading import remove_code_settings
 
 
 def find_model(what: Path | str | nn.Module) -> Path | nn.Module:
-    """Return the folder of a named model, fetched from the Hub if it is a Hub id; or the module
-    that is given, or that FILE.py:FACTORY returns.
+    """Return the folder of a named model, fetched from the Hub if it is a Hub id and unpacked if it
+    is a GGUF file; or the module that is given, or that FILE.py:FACTORY returns.
 
     A folder or file of this name comes before the Hub, as in transformers.
 
@@ -33,6 +41,8 @@ def find_model(what: Path | str | nn.Module) -> Path | nn.Module:
     if isinstance(what, nn.Module):
         return what
     path = Path(what)
+    if is_gguf_file(path):
+        return unpack_gguf(path)
     if path.exists():
         return path
     factory = parse_factory(what)

@@ -1,4 +1,4 @@
-"""Names of models: a folder, a Hub id, or a function of a Python file."""
+"""Names of models: a folder, a GGUF file, a Hub id, or a function of a Python file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 NAME_KINDS = (
-    "a folder with a model, a Hub id (org/name or org/name@revision), or FILE.py:FACTORY, a "
-    "function that returns a model"
+    "a folder with a model, a Hub id (org/name or org/name@revision), a .gguf file, or "
+    "FILE.py:FACTORY, a function that returns a model"
 )
 # Names of the Hub as it allows them. No part can leave the folder of its cache.
 HUB_ID = re.compile(
@@ -63,6 +63,11 @@ def parse_factory(name: str | Path) -> Factory | None:
     """
     file, _, function = str(name).rpartition(":")
     return Factory(Path(file), function) if file.endswith(".py") else None
+
+
+def is_gguf_file(path: Path) -> bool:
+    """True if this is a file with the name of a GGUF file."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def label_model(name: str | Path) -> str:
