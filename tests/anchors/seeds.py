@@ -56,6 +56,56 @@ class ScaledDotProductAttention(nn.Module):
 # --- 002: Llama 3, one rank -----------------------------------------------------------------------
 
 
+def rotations(dim: int, end: int, theta: float) -> Tensor:
+    """exp(i t theta^(-2c/dim)) for t < end and each of dim/2 pairs: [end, dim/2], complex."""
+    rates = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angles = torch.outer(torch.arange(end, dtype=torch.float64), rates)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotated(x: Tensor, turns: Tensor) -> Tensor:
+    """Neighbouring channels as one complex number each, multiplied: x [B, T, H,
+    D], turns [T, D/2].
+    """
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns[None, :, None, :]).flatten(-2)
+
+
+class LlamaAttention(nn.Module):
+    """Grouped queries by repeating keys and values, a cache written at start_pos, and no biases
+    anywhere.
+    """
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, batch: int, length: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, dim // n_heads
+        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.cache_k = torch.zeros(batch, length, n_kv_heads, self.head_dim, dtype=torch.float64)
+        self.cache_v = torch.zeros_like(self.cache_k)
+
+    def forward(self, x: Tensor, start_pos: int, turns: Tensor) -> Tensor:
+        batch, count, _ = x.shape
+        past = start_pos + count
+        q = self.wq(x).view(batch, count, self.n_heads, self.head_dim)
+        k, v = (w(x).view(batch, count, self.n_kv_heads, self.head_dim) for w in (self.wk, self.wv))
+        now = turns[start_pos:past]
+        self.cache_k[:, start_pos:past] = rotated(k, now)
+        self.cache_v[:, start_pos:past] = v
+        times = self.n_heads // self.n_kv_heads
+        keys, values = (
+            c[:, :past].repeat_interleave(times, 2).transpose(1, 2)
+            for c in (self.cache_k, self.cache_v)
+        )
+        scores = rotated(q, now).transpose(1, 2) @ keys.mT / math.sqrt(self.head_dim)
+        if count > 1:
+            ahead = torch.full((count, count), -math.inf, dtype=x.dtype).triu(1)
+            scores = scores + torch.cat([torch.zeros(count, start_pos, dtype=x.dtype), ahead], -1)
+        return self.wo((scores.softmax(-1) @ values).transpose(1, 2).reshape(batch, count, -1))
+
+
 # --- 002: the annotated transformer ---------------------------------------------------------------
 
 

@@ -139,11 +139,12 @@ def test_heads_that_draw_apart_are_a_mask(record_property):
     assert worst < 1e-12
 
 
-def test_outside_training_it_reads_the_first_block_over_and_over(record_property):
+@pytest.mark.parametrize("pad", ["none", "right", "left"])
+def test_outside_training_it_reads_the_first_block_over_and_over(pad: str, record_property):
     """Its plan is then all zeros: three times the same keys weigh as one with log 3 more, in every
     inner row.
     """
-    model, at = bigbird(3, 2), tokens("left")
+    model, at = bigbird(3, 2), tokens(pad)
     more = torch.zeros(T, T, dtype=torch.float64)
     more[BLOCK:-BLOCK, :BLOCK] = math.log(3)
     again, worst = hw.Probe("scores", callback=lambda _, s: s + more), 0.0
@@ -154,3 +155,22 @@ def test_outside_training_it_reads_the_first_block_over_and_over(record_property
         assert far(site.layer(site.inputs[0], sequence=at), site, at) > 1e-3
     record_property("worst", worst)
     assert worst < 1e-12
+
+
+@pytest.mark.parametrize("random", [1, 2])
+def test_where_blocks_are_drawn_from(random: int):
+    """Each inner row draws as many different blocks that it does not read already; theirs lie
+    early, ours anywhere.
+    """
+    attention = bigbird(3, random).train().encoder.layer[1].attention.self
+    ours = hw.patterns.BigBird(T, block=BLOCK, window=3, globals=1, random=random, seed=1)
+    for rows in plan(attention):
+        for row, blocks in enumerate(rows, 1):
+            assert len(set(blocks)) == len(blocks) == random
+            assert not {0, row - 1, row, row + 1, ROWS - 1} & set(blocks)
+            assert max(blocks) < 2 * random + 5 - 1
+    for row in range(1, ROWS):
+        blocks = {column[row] for column in ours.sampled_blocks} - {-1}
+        assert len(blocks) == random
+        assert not {0, row - 1, row, row + 1} & blocks
+    assert max(max(column) for column in ours.sampled_blocks) >= 2 * random + 5 - 1

@@ -22,6 +22,12 @@ EXACT = 1e-13
 LAST = {"pattern": "causal()"}
 
 
+def set_noise(layer: hw.Attention, value: float) -> None:
+    """x.w is this number for every token and head."""
+    with torch.no_grad():
+        layer.differential_v2["noise"].zero_()[:, 0] = value
+
+
 # --- version 2 ------------------------------------------------------------------------------------
 
 
@@ -44,6 +50,35 @@ def test_version_2_as_published(kv: int, vdim: int | None):
     assert far(layer(X), o.reshape(3, 7, -1) @ w["output.o"].T) < EXACT
 
 
+def test_version_2_that_takes_nothing_away_is_grouped_attention_on_the_even_heads():
+    layer = cases.layer(
+        base(modifiers=(hw.parts.DifferentialV2(), hw.parts.Rotary()), kv=2, **LAST)
+    )
+    set_noise(layer, -1e4)
+    plain = hw.Attention(base(modifiers=(hw.parts.Rotary(),), kv=2, **LAST)).double()
+    state = layer.state_dict()
+    even = state["project.q"].unflatten(0, (12, 4))[::2].flatten(0, 1)
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()} | {"project.q": even})
+    assert far(layer(X), plain(X).detach().numpy()) < EXACT
+
+
+def test_version_2_outputs_zero_if_it_subtracts_equal_heads_fully():
+    layer = cases.layer(base(modifiers=(hw.parts.DifferentialV2(),), kv=2))
+    set_noise(layer, 1e4)
+    with torch.no_grad():
+        pairs = layer.project["q"].unflatten(0, (6, 2, 4))
+        pairs[:, 1] = pairs[:, 0]
+    assert layer.head_outputs(X).abs().max() < 1e-15
+
+
+def test_version_2_costs_a_second_query_and_a_number_a_head():
+    twice, usual = (
+        hw.design(model=512, heads=8, kv=2, modifiers=m) for m in ((hw.parts.DifferentialV2(),), ())
+    )
+    assert hw.costs.count_parameters(twice) - hw.costs.count_parameters(usual) == 512**2 + 512 * 8
+    assert hw.costs.cached_numbers_per_token(twice) == hw.costs.cached_numbers_per_token(usual)
+
+
 @pytest.mark.parametrize(("tokens", "runs"), [("many", "flash_cpu"), ("one", "ragged")])
 def test_version_2_runs_fused(tokens: str, runs: str):
     reasons = hw.why(base(modifiers=(hw.parts.DifferentialV2(),), kv=2, **LAST), tokens=tokens)
@@ -51,7 +86,32 @@ def test_version_2_runs_fused(tokens: str, runs: str):
     assert reasons.reasons_against[runs] == []
 
 
+@pytest.mark.parametrize("vdim", [None, 4, 5])
+def test_options_of_values_do_not_change_the_number_of_heads(vdim: int | None):
+    assert base(modifiers=(hw.parts.DifferentialV2(),), kv=2, vdim=vdim).heads.q == 12
+
+
 # --- version 1 ------------------------------------------------------------------------------------
+
+
+def test_version_1_that_takes_nothing_away_is_attention_on_the_first_of_each_pair_and_a_norm():
+    layer = cases.layer(base(heads=3, modifiers=(hw.parts.Differential(depth=2),), **LAST))
+    start = 0.8 - 0.6 * np.exp(-0.6)
+    with torch.no_grad():  # exp(0) - exp(log(1 + start)) + start = 0
+        p = layer.differential
+        p["a1"].zero_()
+        p["a2"].fill_(1.0)
+        p["b2"].fill_(np.log1p(start) / 4)
+    state = layer.state_dict()
+    plain = hw.Attention(base(heads=3, vdim=8, **LAST)).double()
+    first = {
+        f"project.{side}": state[f"project.{side}"].unflatten(0, (6, 4))[::2].flatten(0, 1)
+        for side in "qk"
+    }
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()} | first)
+    o = plain.head_outputs(X).detach().numpy()
+    normed = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * state["differential.norm"].numpy()
+    assert far(layer.head_outputs(X), normed * (1 - start)) < EXACT
 
 
 @pytest.mark.parametrize("kv", [3, 1])
@@ -74,6 +134,31 @@ def test_version_1_as_released(kv: int):
     assert far(layer.head_outputs(X), o) < EXACT
 
 
+def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
+    first = cases.layer(base(heads=3, modifiers=(hw.parts.Differential(),), **LAST))
+    with torch.no_grad():
+        p = first.differential
+        pairs = first.project["k"].unflatten(0, (3, 2, 4))
+        pairs[:, 1] = pairs[:, 0]
+        for name in ("a1", "a2"):
+            p[name].mul_(0.1)
+        noise = ((p["a1"] * p["b1"]).sum().exp() - (p["a2"] * p["b2"]).sum().exp() + 0.2).item()
+    assert 0 < noise < 1
+    second = hw.Attention(
+        base(heads=3, vdim=8, modifiers=(hw.parts.DifferentialV2(), hw.parts.HeadNorm()), **LAST)
+    ).double()
+    state = first.state_dict()
+    theirs = {name: state[name] for name in ("project.q", "project.v", "output.o")}
+    theirs |= {"project.k": state["project.k"].unflatten(0, (6, 4))[::2].flatten(0, 1)}
+    theirs |= {
+        "head_norm.scale": 0.8 * state["differential.norm"],
+        "differential_v2.noise": torch.zeros(3, 10),
+    }
+    second.load_state_dict(theirs)
+    set_noise(second, float(np.log(noise / (1 - noise))))
+    assert far(first(X), second(X).detach().numpy()) < EXACT
+
+
 @pytest.mark.parametrize("pairs", [hw.parts.Differential(), hw.parts.DifferentialV2()], ids=repr)
 @pytest.mark.parametrize("keep", [[0], [1], [2], [0, 2]])
 def test_groups_of_three_heads_hold_no_whole_pairs(pairs: hw.Modifier, keep: list[int]):
@@ -84,6 +169,64 @@ def test_groups_of_three_heads_hold_no_whole_pairs(pairs: hw.Modifier, keep: lis
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     assert far(cut.head_outputs(X), layer.head_outputs(X)[:, :, keep].detach().numpy()) < EXACT
+
+
+@pytest.mark.parametrize(
+    "project", [hw.parts.MLAProjection(rank=8, rope=2), hw.parts.Overlapping()], ids=repr
+)
+def test_pairs_of_version_2_share_a_key(project: hw.Project):
+    with pytest.raises(
+        hw.SpecError, match=r"pairs of heads that share a key.* use project LinearProjection\(\)$"
+    ):
+        base(heads=3, project=project, modifiers=(hw.parts.DifferentialV2(),))
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
+        (
+            hw.Heads(q=6, kv=6, dim=4),
+            r"heads 0 and 1.*different key-value heads; use a kv that divides 3",
+        ),
+        (hw.Heads(q=6, kv=2, dim=4), r"heads 2 and 3.*kv_head_of_query=\(0, 0, 1, 1"),
+        (
+            hw.Heads(q=4, kv=2, dim=4, kv_head_of_query=(0, 0, 1, 1), value_heads=(0, 1, 1, 1)),
+            r"heads 0 and 1",
+        ),
+        (hw.Heads(q=4, kv=2, dim=4, value_heads=(0, 1)), r"2 rows for 4; mix no heads"),
+        (
+            hw.Heads(q=4, kv=2, dim=4, score_head_of_output=(0, 3)),
+            r"score_head_of_output=\(0, 3\) names second heads",
+        ),
+    ],
+)
+def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
+    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.parts.DifferentialV2(),)}
+    with pytest.raises(hw.SpecError, match=words):
+        cases.change_spec(base(), **parts)
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
+        (hw.Heads(q=6, kv=2, dim=4), r"share a value head; use value_heads=\(0, 0, 1, 1"),
+        (hw.Heads(q=4, kv=4, dim=4, value_heads=(0, 1)), r"2 rows for 4; mix no heads"),
+    ],
+)
+def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: str):
+    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.parts.Differential(),)}
+    with pytest.raises(hw.SpecError, match=words):
+        cases.change_spec(base(), **parts)
+
+
+def test_rows_are_joined_once():
+    with pytest.raises(hw.SpecError, match="each combine rows into output heads"):
+        base(modifiers=(hw.parts.Differential(), hw.parts.DifferentialV2()))
 
 
 # --- the presets ----------------------------------------------------------------------------------
@@ -167,3 +310,18 @@ def test_the_presets_pair_channels_as_the_released_codes_do(preset: str):
         hw.design(preset=preset, **options).modifiers[0] for options in ({}, {"pairs": "half"})
     )
     assert (default, half) == (hw.parts.Rotary(pairs="interleaved"), hw.parts.Rotary())
+
+
+def test_wrong_options_of_the_presets_are_errors():
+    with pytest.raises(hw.SpecError, match=r"diff has no keys='own_key'; .*own"):
+        hw.design(preset="diff", keys="own_key")
+    with pytest.raises(
+        hw.SpecError, match=r"Rotary\(pairs='odd'\) is unknown; use 'half' or 'interleaved'"
+    ):
+        hw.design(preset="diff2", pairs="odd")
+    with pytest.raises(hw.SpecError, match="pairs='half' and modifiers exclude each other"):
+        hw.design(
+            preset="diff", pairs="half", modifiers=(hw.parts.Rotary(), hw.parts.Differential())
+        )
+    with pytest.raises(hw.SpecError, match="design has no 'pairs'"):
+        hw.design(preset="gqa", pairs="half")

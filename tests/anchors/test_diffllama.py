@@ -96,7 +96,8 @@ MODELS: dict[str, tuple[int, int, bool]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "pad"), [*zip(MODELS, ("none", "right", "left"), strict=True)])
+@pytest.mark.parametrize("pad", ["none", "right", "left"])
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_agree(name: str, pad: str, record_property: Callable[[str, object], None]):
     """Outputs and weights of every head, wherever the query is no padding."""
     model, off = diffllama(*MODELS[name]), OFF

@@ -1,8 +1,12 @@
-"""Entmax against its authors' package (entmax 1.3), and what holds of any root."""
+"""Entmax against its authors' package (entmax 1.3), numpy renderings of its formulas, and what
+holds of any root.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
+from itertools import pairwise
 
 import entmax
 import numpy as np
@@ -110,10 +114,10 @@ def test_the_gradient_in_alpha_is_the_packages():
 
 
 def test_masked_keys_are_keys_that_are_not_there():
-    s, sample = numbers(2, 2, 2, 11), torch.rand(2, 1, 2, 11) < 0.6
+    s, sample = numbers(2, 3, 5, 11), torch.rand(2, 1, 5, 11) < 0.6
     for alpha in ALPHAS:
         ours = made(hw.parts.Entmax(alpha=alpha), s, sample)
-        for b, h, t in np.ndindex(2, 2, 2):
+        for b, h, t in np.ndindex(2, 3, 5):
             keys = sample[b, 0, t]
             assert (ours[b, h, t, ~keys] == 0).all()
             if keys.any():
@@ -122,6 +126,63 @@ def test_masked_keys_are_keys_that_are_not_there():
 
 
 # --- the formulas, in numpy -----------------------------------------------------------------------
+
+
+def sparsemax(z: np.ndarray) -> np.ndarray:
+    """k* = #{k: 1 + k z_(k) > sum of the k highest}, tau = (that sum - 1) / k* (1602.02068)."""
+    top = np.sort(z)[::-1]
+    k, total = np.arange(1, len(z) + 1), np.cumsum(top)
+    last = (1 + k * top > total).sum()
+    return np.maximum(z - (total[last - 1] - 1) / last, 0)
+
+
+def entmax15(z: np.ndarray) -> np.ndarray:
+    """tau_k = mean_k - sqrt((1 - k var_k) / k) over the k highest z / 2, k* = #{k: tau_k <= z_(k) /
+    2} (1905.05702).
+    """
+    x = z / 2
+    top = np.sort(x)[::-1]
+    taus = []
+    for k in range(1, len(z) + 1):
+        rest = (1 - k * top[:k].var()) / k
+        taus.append(top[:k].mean() - math.sqrt(rest) if rest >= 0 else math.inf)
+    last = (np.array(taus) <= top).sum()
+    return np.maximum(x - taus[last - 1], 0) ** 2
+
+
+@pytest.mark.parametrize(("alpha", "oracle"), [(1.5, entmax15), (2.0, sparsemax)])
+def test_sorting_and_stepping_agree(alpha, oracle):
+    part, halving = hw.parts.Entmax(alpha=alpha), hw.parts.Entmax(kind="learned")
+    for spread in (0.01, 0.3, 2.0, 40.0):
+        for n in (1, 2, 23, 211):
+            s = numbers(n) * spread
+            expected = torch.from_numpy(oracle(s.numpy()))
+            check_close(part.normalise_row(s, {}), expected)
+            check_close(weights(s, alpha), expected)
+            if alpha == 1.5:
+                check_close(
+                    halving.normalise_row(s, {"a": torch.zeros((), dtype=torch.float64)}), expected
+                )
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_gradients_are_finite_differences(alpha):
+    s = numbers(3, 17).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda s: weights(s, alpha), s, eps=1e-7, atol=1e-5, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("at", [1.02, 1.1, 1.5, 1.9])
+def test_the_gradient_in_alpha_is_a_finite_difference(at):
+    s, g, step = numbers(1, 1, 5, 19), numbers(5, 19), 1e-6
+    a = torch.tensor([math.log((at - 1) / (2 - at))], dtype=torch.float64)
+    layer = learned(1, a=a)
+    visible = torch.ones(1, 1, 1, 19, dtype=torch.bool)
+    ours = (made(layer.spec.normaliser, s, visible, layer.normaliser)[0, 0] * g).sum()
+    slope = torch.autograd.grad(ours, layer.normaliser["a"])[0].item() / ((at - 1) * (2 - at))
+    ends = [(weights(s[0, 0], at + side * step) * g).sum().item() for side in (1, -1)]
+    assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5, abs=1e-7)
 
 
 # --- what must hold -------------------------------------------------------------------------------
@@ -160,6 +221,48 @@ def test_the_steps_are_enough_for_any_row(alpha, dtype):
                 )
 
 
+def test_above_two_the_root_is_found_too():
+    for n in (2, 61, 1021):
+        for s in rows(n).values():
+            check_root(s, weights(s, 2.5), 2.5, atol=1e-12)
+            check_root(s, weights(s, 3.0), 3.0, atol=1e-12)
+
+
+def test_towards_one_it_is_softmax():
+    s = numbers(5, 23)
+    gaps = [(weights(s, 1 + d) - s.softmax(-1)).abs().max() for d in (0.04, 0.02, 0.01)]
+    assert gaps[2] < 0.02
+    assert gaps[0] / gaps[1] == pytest.approx(2, rel=0.1)
+    assert gaps[1] / gaps[2] == pytest.approx(2, rel=0.1)
+
+
+def test_a_key_far_below_the_best_is_not_read():
+    for alpha in ALPHAS:
+        gap = 1 / (alpha - 1)
+        assert weights(torch.tensor([0.0, -1.0001 * gap]), alpha).tolist() == [1.0, 0.0]
+        assert weights(torch.tensor([0.0, -0.99 * gap]), alpha)[1] > 0
+
+
+def test_the_larger_alpha_the_fewer_keys_are_read():
+    s = numbers(11, 301)
+    read = [(weights(s, alpha) > 0).sum(-1) for alpha in ALPHAS]
+    assert all((few <= many).all() for many, few in pairwise(read))
+    assert (read[-1] < read[1] / 4).all()
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_equal_scores_are_averaged(alpha):
+    s, sample = torch.full((2, 3, 5, 4096), 7.25), torch.rand(2, 1, 5, 4096) < 0.5
+    expected = hw.parts.AverageNormaliser().normalise(s, sample, None)
+    check_close(made(hw.parts.Entmax(alpha=alpha), s, sample), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_number_added_to_a_row_changes_nothing(alpha):
+    s = (numbers(5, 23) * 64).round() / 64  # so that the sum is exact
+    assert torch.equal(weights(s + 4096.0, alpha), weights(s, alpha))
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
 )
@@ -189,6 +292,20 @@ def test_scores_of_any_size_are_numbers(alpha, dtype):
     check_close(w, expected, rtol=torch.finfo(dtype).eps, atol=0)
 
 
+def test_where_the_package_gives_no_number():
+    """Its bisection multiplies before it takes the highest score away, and knows no row without a
+    key.
+    """
+    s = torch.full((128,), -1005.0).index_fill(0, torch.tensor([0]), -1000.0).bfloat16()
+    assert entmax.entmax_bisect(s, alpha=1.5).isnan().all()
+    assert weights(s, 1.5).tolist() == [1.0] + [0.0] * 127
+    assert entmax.entmax_bisect(torch.full((3,), -torch.inf), alpha=1.5).isnan().all()
+    assert (
+        weights(torch.zeros(3), 1.5, torch.zeros(1, 1, 1, 3, dtype=torch.bool)).tolist()
+        == [0.0] * 3
+    )
+
+
 # --- learned --------------------------------------------------------------------------------------
 
 
@@ -196,6 +313,15 @@ def test_initial_alpha_of_heads_equals_the_option():
     for alpha in (1.1, 1.5, 1.99):
         a = learned(3, alpha).normaliser["a"]
         check_close(1 + a.detach().sigmoid(), torch.full((3,), alpha), rtol=1e-6)
+
+
+def test_every_head_has_its_own_alpha():
+    a = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
+    layer, s = learned(3, a=a), numbers(2, 3, 5, 29)
+    visible = torch.ones(1, 1, 1, 29, dtype=torch.bool)
+    ours = made(layer.spec.normaliser, s, visible, layer.normaliser)
+    for h, alpha in enumerate((1 + a.sigmoid()).tolist()):
+        check_close(ours[:, h], weights(s[:, h], alpha))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -210,8 +336,18 @@ def test_the_ends_of_a_head_are_numbers(dtype):
         assert grad.isfinite().all()
 
 
-def test_strides_of_scores_change_nothing():
+def test_what_training_does_to_a_layer():
+    """Copies learn apart, autocast and strides change nothing."""
     layer = learned(6).float()
+    copied = copy.deepcopy(layer)
+    x = torch.randn(3, 7, 10)
+    y = layer(x)
+    y.square().sum().backward()
+    assert (layer.normaliser["a"].grad != 0).all()
+    assert copied.normaliser["a"].grad is None
+    assert torch.equal(copied(x), y)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_close(layer(x), y, rtol=0.05, atol=0.05)
     s, visible = torch.randn(3, 7, 6, 11), torch.ones(1, 1, 1, 11, dtype=torch.bool)
     turned, part = s.transpose(1, 2), layer.spec.normaliser
     check_close(
@@ -221,12 +357,12 @@ def test_strides_of_scores_change_nothing():
 
 
 def test_a_second_derivative_is_exact_or_refused():
-    s, sample = numbers(1, 3, 2, 5).requires_grad_(), torch.rand(1, 1, 2, 5) < 0.7
+    s, sample = numbers(2, 3, 5, 7).requires_grad_(), torch.rand(1, 1, 5, 7) < 0.7
     if METHOD_NAME["taken"] == "fused_normalise":
         with pytest.raises(RuntimeError, match="create_graph=True"):
             torch.autograd.grad(weights(s, 1.5).square().sum(), s, create_graph=True)
         return
-    for alpha in (1.25, 1.5, 2.5):
+    for alpha in (1.25, 1.5, 1.75, 2.0, 2.5):
         assert torch.autograd.gradgradcheck(
             lambda s, alpha=alpha: made(hw.parts.Entmax(alpha=alpha), s, sample), s, fast_mode=True
         )
@@ -257,3 +393,26 @@ def test_one_graph_holds_the_gradients_too(kind):
     ours = torch.autograd.grad(traced(x).square().sum(), list(layer.parameters()))
     for mine, theirs in zip(ours, expected, strict=True):
         check_close(mine, theirs)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"alpha": 1.0}, r"alpha=1.0.*above 1.*use normaliser Softmax"),
+        ({"alpha": 0.5}, r"alpha=0.5.*above 1.*use normaliser Softmax"),
+        ({"alpha": 1.005}, r"alpha=1.005.*too close to 1.*alpha=1.01"),
+        ({"alpha": 1.005, "kind": "learned"}, r"alpha=1.005.*too close to 1.*alpha=1.01"),
+        ({"alpha": 2.0, "kind": "learned"}, r"alpha=2.0, kind='learned'.*below 2.*kind='fixed'"),
+        ({"alpha": 4.01}, r"alpha=4.01.*is above 4.0, where weights are inaccurate; use alpha=2.0"),
+        ({"alpha": 1e39}, r"above 4.0, .*; use alpha=2.0"),
+        ({"alpha": float("inf")}, "is not finite"),
+        ({"alpha": "1.5"}, "of type str"),
+        ({"kind": "free"}, r"kind='free'.*'fixed' or 'learned'"),
+    ],
+)
+def test_bad_fields_are_refused(fields, words):
+    with pytest.raises(hw.SpecError, match=words):
+        base(normaliser=hw.parts.Entmax(**fields))

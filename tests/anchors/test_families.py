@@ -21,6 +21,7 @@ import transformers as tf
 
 import headwise as hw
 from anchors import hf_models, test_transformers
+from anchors.hf import projections
 from headwise import costs
 from headwise.models import families
 from headwise.models.model_spec import ModelSpec
@@ -164,7 +165,114 @@ def test_angles_that_follow_the_text_are_nearly_a_spec(tmp_path: Path):
     assert "up to 8 tokens" in ours.approximation_reasons()["decoder.0.attention"]
 
 
+def check_computes(
+    theirs: torch.nn.Module, spec: hw.AttentionSpec, output: str, *sources: torch.Tensor
+) -> None:
+    """An attention of transformers, alone, against the layer that our spec builds, with its
+    weights.
+    """
+    theirs, ours = theirs.double().eval(), hw.Attention(spec).double().eval()
+    ours.load_state_dict(projections(theirs, ("q_proj", "k_proj", "v_proj", output)))
+    x = torch.randn(2, 5, spec.model, dtype=torch.float64)
+    torch.testing.assert_close(
+        ours(x, source=sources[0] if sources else None), theirs(x, *sources)[0]
+    )
+
+
+def test_attention_of_bart_and_vit_computes_the_same():
+    """Neither stands among the models above; both are Vaswani's attention."""
+    options = {
+        "d_model": 42,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 3,
+        "encoder_layers": 1,
+    }
+    options |= {"decoder_layers": 1, "vocab_size": 11}
+    specs = dict(
+        families.read_model_spec(
+            options | {"model_type": "bart", "architectures": ["BartModel"]}
+        ).attention_specs()
+    )
+    bart = tf.BartModel(tf.BartConfig(**options, attn_implementation="eager"))
+    check_computes(bart.encoder.layers[0].self_attn, specs["encoder.0.attention"], "out_proj")
+    source = torch.randn(2, 7, 42, dtype=torch.float64)
+    check_computes(
+        bart.decoder.layers[0].encoder_attn, specs["decoder.0.cross"], "out_proj", source
+    )
+    assert specs["decoder.0.attention"] == replace(
+        specs["decoder.0.cross"], pattern=hw.patterns.Causal()
+    )
+
+    options = {
+        "hidden_size": 42,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 1,
+        "qkv_bias": False,
+    }
+    vit = tf.ViTModel(
+        tf.ViTConfig(**options, image_size=4, patch_size=2, attn_implementation="eager")
+    )
+    ((_, spec),) = families.read_model_spec(options | {"model_type": "vit"}).attention_specs()
+    check_computes(vit.layers[0].attention, spec, "o_proj")
+
+
 # --- what is remembered of a token ----------------------------------------------------------------
+
+REMEMBERED = {
+    "llama-3-8b": 131_072,
+    "deepseek-v3": 70_272,
+    "llama-2-7b": 524_288,
+    "deepseek-v2-lite": 31_104,
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
+def test_bytes_remembered_of_a_token(name: str):
+    """At two bytes a number, over all layers; that of V2-Lite is 27 x 576 x 2."""
+    model = families.read_model_spec(PUBLIC[name][0])
+    assert (
+        2 * sum(costs.cached_numbers_per_token(spec) for _, spec in model.attention_specs())
+        == REMEMBERED[name]
+    )
 
 
 # --- windows, layer by layer ----------------------------------------------------------------------
+
+
+def seen_by_transformers(model: tf.PreTrainedModel, tokens: int) -> list[torch.Tensor]:
+    """Which keys get any weight at all, layer by layer."""
+    ids = torch.arange(tokens)[None] % 7 + 2
+    with torch.no_grad():
+        return [weights[0, 0] > 0 for weights in model(ids, output_attentions=True).attentions]
+
+
+def test_windows_begin_at_the_layer_in_the_qwen_config():
+    """A config that names no layer types has them by a rule; what transformers' own layers read
+    decides.
+    """
+    options = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "hidden_size": 8,
+        "intermediate_size": 5,
+    }
+    options |= {
+        "num_hidden_layers": 5,
+        "vocab_size": 11,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+    }
+    options |= {"max_window_layers": 2}
+    theirs = tf.Qwen2Model(tf.Qwen2Config(**options, attn_implementation="eager")).eval()
+    ours = [
+        spec.pattern
+        for _, spec in families.read_model_spec(options | {"model_type": "qwen2"}).attention_specs()
+    ]
+    for pattern, value in zip(ours, seen_by_transformers(theirs, 9), strict=True):
+        assert torch.equal(
+            value,
+            hw.attention.AttentionMask(
+                *[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern
+            ).allowed[0, 0],
+        )
+    assert ours == [hw.patterns.Causal()] * 2 + [hw.patterns.Window(3)] * 3

@@ -9,6 +9,7 @@ import torch
 import headwise as hw
 from headwise import costs
 from headwise.attention import reference
+from headwise.attention.parts.feature_map import sample_orthogonal_gaussian
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 from support.layer_checks import decode_in_chunks
@@ -69,6 +70,34 @@ def test_rows_are_orthogonal_and_as_long_as_gaussians():
     assert len(directions(0, 0, 16)) == 16 * 3  # ceil(ln 17) = 3
 
 
+@pytest.mark.parametrize("draws", [3, 13])
+def test_a_product_of_features_is_the_exponential_on_average(draws):
+    """Over 4000 draws of directions; each mean within 4.5 of its own standard errors."""
+    rng = np.random.default_rng(7)
+    q, k = rng.normal(size=(2, 6, 8)) * 0.5
+    truth = np.exp((q * k).sum(-1) / np.sqrt(8))
+    kind = hw.parts.FeatureMap(kind="favor", draws=draws)
+    found = np.stack([_products(kind, seed, q, k) for seed in range(4000)])
+    error = found.std(0, ddof=1) / np.sqrt(len(found))
+    assert (abs(found.mean(0) - truth) < 4.5 * error).all()
+    assert (error < 0.025 * truth).all()
+
+
+def _products(kind, seed, q, k):
+    """What is lifted, with the factor of each query that it goes without; of short keys nothing is
+    taken off.
+    """
+    w = sample_orthogonal_gaussian(seed, (kind.draws, 8))
+    query_features, key_features = (
+        kind.feature_map(torch.from_numpy(x)[None, None], side, {"directions": w})[0, 0]
+        for side, x in (("q", q), ("k", k))
+    )
+    result = q * 8**-0.25
+    return (query_features * key_features).sum(-1).numpy() * np.exp(
+        (result @ w.numpy().T).max(-1) - (result**2).sum(-1) / 2
+    )
+
+
 def shares_of(layer, x):
     """The weights of one head with identity projections, and the same by the formula in float64."""
     probe, w = hw.Probe("weights"), layer.similarity["directions"].double().numpy()
@@ -86,7 +115,7 @@ def shares_of(layer, x):
     return probe.tensors["weights"][0, 0].double().numpy(), shares / shares.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("dim", [8, 64, 128])
+@pytest.mark.parametrize("dim", [8, 128])
 def test_float32_at_the_top_of_the_features(dim):
     """exp(w.x - |x|^2 / 2) is exp(|w|^2 / 2) where x is a direction itself: 1e39 and more at dim
     128.
@@ -94,15 +123,24 @@ def test_float32_at_the_top_of_the_features(dim):
     layer = hw.Attention(favor(model=dim, heads=1, dim=dim, pattern="full"))
     w = layer.similarity["directions"].float()
     longest = w[w.square().sum(-1).argmax()] * dim**0.25
-    near = torch.randn(1, 500, dim) * 0.1 * dim**-0.25
-    ours, truth = shares_of(layer, near + longest * torch.linspace(0.2, 1.0, 500)[:, None])
+    near = torch.randn(1, 4000, dim) * 0.1 * dim**-0.25
+    ours, truth = shares_of(layer, near + longest * torch.linspace(0.2, 1.0, 4000)[:, None])
     assert (
         abs(ours - truth).max() < 3e-4 * truth.max()
     )  # the digits that exponents of some 90 leave
     with torch.no_grad():
         layer.project["v"].copy_(1e3 * torch.eye(dim))
-        for x in (longest.expand(1, 500, -1), longest.expand(1, 500, -1) * 0.3):
+        for x in (longest.expand(1, 4000, -1), longest.expand(1, 4000, -1) * 0.3):
             assert layer(x).isfinite().all()
+
+
+@pytest.mark.parametrize("dim", [8, 64, 128, 256])
+def test_lengths_that_float32_can_tell(dim):
+    layer = hw.Attention(favor(model=dim, heads=1, dim=dim, pattern="full"))
+    for length in (0.0, 0.5, 3.0, 8.0, 12.0):
+        x = torch.nn.functional.normalize(torch.randn(1, 300, dim), dim=-1) * length * dim**0.25
+        ours, truth = shares_of(layer, x)
+        assert abs(ours - truth).max() < 2e-5
 
 
 def test_no_key_leaves_float32():
@@ -284,6 +322,13 @@ def test_sums_with_eps_do_not_reach_one():
     )
     assert "v" not in folded
     assert "do not always sum to one" in str(reasons["v"])
+    with pytest.raises(
+        hw.SpecError,
+        match=r"SumNormaliser\(eps=1e-06\) needs scores of a known scale, unlike FeatureMap",
+    ):
+        favor(normaliser=hw.parts.SumNormaliser(eps=1e-6))
+    with pytest.raises(hw.SpecError, match=r"SumNormaliser\(eps=-1.0\) must be at least 0"):
+        base(similarity=hw.parts.FeatureMap(), normaliser=hw.parts.SumNormaliser(eps=-1.0))
 
 
 def test_a_query_that_meets_no_channel_reads_zero():
@@ -304,3 +349,55 @@ def test_a_query_that_meets_no_channel_reads_zero():
         assert (o_BTOV[:, :, 1:3] == 0).all()
         assert (o_BTOV[:, -1, [0, 3, 4, 5]] != 0).any()
         assert torch.autograd.grad(o_BTOV.sum(), x, retain_graph=True)[0].isfinite().all()
+
+
+def test_what_lifting_costs():
+    """2 dim m for each query of each score head and each key of each key head; a score then has m
+    channels.
+    """
+    spec = favor(9, kv=2)
+    plain = base(
+        similarity=hw.parts.FeatureMap(),
+        normaliser=hw.parts.SumNormaliser(),
+        pattern="causal",
+        kv=2,
+    )
+    work = hw.costs.CallSize(3, 7, 7, 7)
+    features = 2 * 3 * 7 * (6 + 2) * 9 * 4
+    wider = 2 * 3 * 49 * 6 * (9 - 4)
+    assert costs.counted_flops(spec, work) - costs.counted_flops(plain, work) == features + wider
+    assert costs.count_parameters(spec) == costs.count_parameters(plain)
+    assert costs.count_constants(spec) == 9 * 4
+
+
+@pytest.mark.parametrize(
+    ("similarity", "message"),
+    [
+        (hw.parts.FeatureMap(kind="exp"), "'exp'.* is unknown; use 'elu', 'relu' or 'favor'"),
+        (hw.parts.FeatureMap(draws=8), "'elu'.* samples nothing; leave draws and seed out"),
+        (hw.parts.FeatureMap(kind="relu", seed=1), "'relu'.* samples nothing"),
+        (
+            hw.parts.FeatureMap(eps=1e-6),
+            r"'elu', eps=1e-06\) has no eps; use normaliser SumNormaliser\(eps=1e-06\)",
+        ),
+        (hw.parts.FeatureMap(kind="favor", eps=-1.0), "eps=-1.0.* must be at least 0"),
+        (hw.parts.FeatureMap(kind="favor", draws=-1), "draws=-1.* at least 0"),
+        (hw.parts.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
+    ],
+)
+def test_features_that_cannot_be(similarity, message):
+    with pytest.raises(hw.SpecError, match=message):
+        base(similarity=similarity, normaliser=hw.parts.SumNormaliser())
+
+
+def test_an_absorbed_query_keeps_nothing_but_products():
+    with pytest.raises(
+        hw.SpecError, match="needs a dot product for its absorbed form, unlike FeatureMap"
+    ):
+        base(
+            similarity=hw.parts.FeatureMap(),
+            normaliser=hw.parts.SumNormaliser(),
+            project=hw.parts.MLAProjection(rank=8),
+        )
+    with pytest.raises(hw.SpecError, match=r"heads.dim channels, unlike Overlapping"):
+        favor(project=hw.parts.Overlapping(overlap=1))

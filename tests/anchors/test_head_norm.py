@@ -35,6 +35,14 @@ def test_every_head_by_itself(scope: str, shape: tuple[int, ...], eps: float):
     assert far(layer.head_outputs(X), normed(o, eps) * w["head_norm.scale"]) < EXACT
 
 
+def test_it_forgets_how_long_values_are_and_not_where_they_point():
+    layer = cases.layer(base(modifiers=(hw.parts.HeadNorm(eps=1e-30),)))
+    before = layer.head_outputs(X)
+    with torch.no_grad():
+        layer.project["v"].mul_(1e3)
+    cases.check_close(layer.head_outputs(X), before)
+
+
 @pytest.mark.parametrize("first", ["norm", "pairs"])
 def test_a_norm_acts_in_the_order_written(first: str):
     norm, pairs = hw.parts.HeadNorm(eps=1e-2), hw.parts.DifferentialV2()
@@ -47,3 +55,30 @@ def test_a_norm_acts_in_the_order_written(first: str):
     o = normed(o, 1e-2) * scale if first == "norm" else o
     o = o[:, :, ::2] - noise * o[:, :, 1::2]
     assert far(layer.head_outputs(X), normed(o, 1e-2) * scale if first == "pairs" else o) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("modifiers", "words"),
+    [
+        ((hw.parts.HeadNorm(eps=0.0),), r"eps=0.0\) must be positive"),
+        ((hw.parts.HeadNorm(scope="all"),), r"scope='all'\) is unknown; use 'shared' or 'head'"),
+        (
+            (hw.parts.HeadNorm(scope="head"), hw.parts.DifferentialV2()),
+            "write it after DifferentialV2",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(modifiers: Any, words: str):
+    with pytest.raises(hw.SpecError, match=words):
+        base(modifiers=modifiers)
+
+
+def test_weights_of_each_output_head_may_stand_behind_a_join():
+    layer = cases.layer(
+        base(modifiers=(hw.parts.DifferentialV2(), hw.parts.HeadNorm(scope="head")), kv=2)
+    )
+    assert layer.head_norm["scale"].shape == (6, 4)
+    small, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 4])
+    cut = hw.Attention(small).double()
+    cut.load_state_dict(weights)
+    cases.check_close(cut.head_outputs(X), layer.head_outputs(X)[:, :, [1, 4]])

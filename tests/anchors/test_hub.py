@@ -155,6 +155,12 @@ def test_outputs_equal_those_of_transformers(name: str, tmp_path: Path):
     check_close(name, theirs, ours)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "t5", "gpt-oss"])
+def test_in_single_precision_too(name: str, tmp_path: Path):
+    theirs = saved_model(name, tmp_path, torch.float32)
+    check_close(name, theirs, hw.load(tmp_path))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_loading_preserves_the_dtype_of_the_file(dtype: torch.dtype, tmp_path: Path):
     """Numbers as they are; angles of rotary positions in their own precision."""

@@ -59,6 +59,27 @@ def test_dynamic_heads_without_factors(on):
     )
 
 
+@pytest.mark.parametrize("on", ["scores", "weights"])
+def test_dynamic_heads_as_published(on):
+    """One pair of tokens by the formula of the paper's released code, written out."""
+    spec = base(modifiers=(hw.parts.DynamicComposition(on=on, rank=2, static="full"),))
+    layer = cases.layer(spec)
+    p, place = layer.dynamic_composition, "scores" if on == "scores" else "weights"
+    probe, usual = hw.Probe(place), hw.Probe(place)
+    layer(X, probe=probe)
+    plain(layer, base())(X, probe=usual)
+    t, s, b = 4, 2, 1
+    a = usual.tensors[place][b, :, t, s]
+    mixed = a + a @ p["static"]
+    for side, x in (("query", X[b, t]), ("key", X[b, s])):
+        u = torch.nn.functional.gelu(p[f"{side}_hidden"] @ x)
+        w1 = (p[f"{side}_source"] @ u).view(2, 6)
+        w1 = w1 / (w1.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        w2 = (p[f"{side}_target"] @ u).view(2, 6)
+        mixed = mixed + (w1 @ a) @ w2 + a * torch.tanh(p[f"{side}_gate"] @ x)
+    check_close(probe.tensors[place][b, :, t, s], mixed)
+
+
 def test_overlapping_heads_without_overlap():
     check_same(base(project=hw.parts.Overlapping(overlap=0)), base(), X)
 
@@ -80,6 +101,45 @@ def test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixin
     for layer, probe in zip((wide, shared), arguments, strict=True):
         layer(X, probe=probe)
     check_close(arguments[0].tensors["scores"], arguments[1].tensors["scores"])
+
+
+def test_collaborative_heads_of_full_width_with_blocks_and_the_query_bias():
+    usual = cases.layer(base(bias="qkv"))
+    shared = cases.layer(base(project=hw.parts.Collaborative(width=24, bias="v")))
+    p = usual.project
+    with torch.no_grad():
+        for name in ("q", "k", "v", "v_bias"):
+            shared.project[name].copy_(p[name])
+        shared.project["mixing"].copy_(torch.eye(6).repeat_interleave(4, 1))
+        content = p["q_bias"].view(6, 4, 1) * p["k"].view(6, 4, 10)
+        shared.project["content"].copy_(content.sum(1))
+        shared.output["o"].copy_(usual.output["o"])
+    check_close(shared(X), usual(X))
+
+
+def test_differential_heads_that_subtract_nothing():
+    spec = base(heads=3, modifiers=(hw.parts.Differential(),))
+    layer = cases.layer(spec)
+    with torch.no_grad():
+        for name in ("b1", "b2"):
+            layer.differential[name].zero_()  # lambda is what it starts from
+    start = hw.parts.Differential().initial_lambda
+    probe = hw.Probe("heads")
+    layer(X, probe=probe)
+    rows = hw.Attention(hw.design(model=10, heads=6, dim=4)).double()
+    assert rows.spec.heads.q == spec.heads.q == 6
+    q, k, v = (torch.nn.functional.linear(X, layer.project[n]) for n in "qkv")
+    q, k = q.view(3, 7, 6, 4), k.view(3, 7, 6, 4)
+    weights = (torch.einsum("bthk,bshk->bhts", q, k) / 2).softmax(-1)
+    pair = weights[:, ::2] - start * weights[:, 1::2]
+    o = torch.einsum("bhts,bshv->bthv", pair, v.view(3, 7, 3, 8))
+    normed = (
+        o
+        / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        * layer.differential["norm"]
+        * (1 - start)
+    )
+    check_close(probe.tensors["heads"], normed)
 
 
 def test_a_sink_that_takes_nothing():
@@ -138,6 +198,16 @@ def test_latent_forms_are_one_function():
             project=hw.parts.MLAProjection(rank=8, rope=2, query_rank=rank, form="absorbed"),
         )
         check_close(plain(layer, absorbed)(X), layer(X))
+
+
+def test_the_temperature_of_unit_vectors():
+    spec = base(similarity=hw.parts.DotProduct(scale=1.0), modifiers=(hw.parts.QKNorm(kind="l2"),))
+    probe = hw.Probe("scores")
+    layer = cases.layer(spec)
+    with torch.no_grad():
+        layer.qk_norm["temperature"].fill_(7.0)
+    layer(X, probe=probe)
+    assert probe.tensors["scores"].abs().max() <= 7.0 + 1e-9
 
 
 SIZES = {

@@ -69,6 +69,26 @@ def test_the_mlp_as_published():
     assert far(layer.head_outputs(X), written.read(q, k, v, (0, 0, 1, 1, 2, 2))) < EXACT
 
 
+@pytest.mark.parametrize(
+    ("knocking", "matrices"),
+    [(hw.parts.KnockingHeads(sides="qkv"), 3), (hw.parts.KnockingHeads(kind="mlp"), 3)],
+)
+def test_published_sizes(knocking: hw.parts.KnockingHeads, matrices: int):
+    spec = hw.design(model=512, heads=8, modifiers=(knocking,))
+    assert (
+        hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=512, heads=8))
+        == matrices * 64**2
+    )
+
+
+def test_cutting_heads_leaves_the_matrix_alone():
+    layer = cases.layer(cases.base(modifiers=(hw.parts.KnockingHeads(sides="qkv"),), kv=2, vdim=5))
+    _, weights = hw.attention.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 4])
+    assert all(
+        torch.equal(weights[f"knocking_heads.{side}"], layer.knocking_heads[side]) for side in "qkv"
+    )
+
+
 # --- folding --------------------------------------------------------------------------------------
 
 ROTARY = hw.parts.Rotary(base=30.0)
@@ -183,3 +203,34 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
         < EXACT
     )
     assert torch_flops(layer, X) == costs.counted_flops(layer.spec, hw.costs.CallSize(3, 7, 7, 7))
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "words"),
+    [
+        ({"kind": "conv"}, {}, r"kind='conv'\) is unknown; use 'linear' or 'mlp'"),
+        ({"sides": "qo"}, {}, r"sides='qo'.*name each of q, k and v at most once"),
+        ({"sides": "vv"}, {}, r"sides='vv'.*at most once"),
+        ({"sides": ""}, {}, r"sides=''.*is unknown"),
+        ({"kind": "mlp", "sides": "kv"}, {}, r"kind='mlp', sides='kv'.*use sides='v'"),
+        (
+            {},
+            {"project": hw.parts.MLAProjection(rank=8, rope=2)},
+            r"heads.dim and heads.vdim channels, unlike MLAProjection.*use project LinearProjection\(\)",
+        ),
+        (
+            {"sides": "qv"},
+            {"project": hw.parts.Collaborative(width=9)},
+            r"Collaborative.*use project LinearProjection\(\)",
+        ),
+        ({}, {"project": hw.parts.Overlapping()}, r"Overlapping.*use project LinearProjection\(\)"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    fields: dict[str, Any], options: dict[str, Any], words: str
+):
+    with pytest.raises(hw.SpecError, match=words):
+        cases.base(modifiers=(hw.parts.KnockingHeads(**fields),), **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +63,48 @@ def test_synthesizers_by_their_formulas(kind, project):
     check_close(
         layer(x, sequence=hw.SequenceInfo(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y)
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_that_are_zero_are_an_average(kind):
+    layer = cases.layer(
+        base(project=hw.parts.ValueProjection(), modifiers=(KINDS[kind],), pattern="window(3)")
+    )
+    average = hw.Attention(
+        base(
+            project=hw.parts.ValueProjection(),
+            normaliser=hw.parts.AverageNormaliser(),
+            pattern="window(3)",
+        )
+    ).double()
+    average.load_state_dict({k: v for k, v in layer.state_dict().items() if "learned" not in k})
+    with torch.no_grad():
+        for name, weight in layer.named_parameters():
+            if name in (
+                "learned_scores.table",
+                "learned_scores.asking",
+                "learned_scores.out",
+                "learned_scores.out_bias",
+            ):
+                weight.zero_()
+    x, _ = cases.tensors(layer.spec)
+    check_close(layer(x), average(x))
+
+
+def test_a_table_breaks_even_with_queries_and_keys():
+    """h T^2 against 2 d h d_k, so T = sqrt(2 d d_k): 12 positions for d = 18 and d_k = 4."""
+    plain = hw.design(model=18, heads=5, dim=4)
+    for length, cheaper in ((11, True), (12, None), (13, False)):
+        table = hw.design(
+            model=18,
+            heads=5,
+            dim=4,
+            project=hw.parts.ValueProjection(),
+            modifiers=(hw.parts.LearnedScores(length=length),),
+        )
+        difference = costs.count_parameters(plain) - costs.count_parameters(table)
+        assert difference == 2 * 18 * 5 * 4 - 5 * length**2
+        assert (difference == 0) if cheaper is None else ((difference > 0) == cheaper)
 
 
 def test_the_papers_sizes():
@@ -166,3 +210,23 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
     )
     with pytest.raises(Exception, match="knows no position 7"):
         traced(x)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (hw.parts.LearnedScores(length=0), r"length=0\) must be at least 1"),
+        (
+            hw.parts.LearnedScores(length=5, kind="sparse"),
+            "'sparse'.* is unknown; use 'random', 'factorised' or 'dense'",
+        ),
+        (hw.parts.LearnedScores(length=5, rank=3), "rank=3.* is not factorised; leave rank out"),
+        (
+            hw.parts.LearnedScores(length=5, kind="factorised", rank=0),
+            "rank=0.* must be at least 1",
+        ),
+    ],
+)
+def test_tables_that_cannot_be(part, message):
+    with pytest.raises(hw.SpecError, match=message):
+        replace(base(), modifiers=(part,))

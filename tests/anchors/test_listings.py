@@ -236,3 +236,35 @@ def test_the_function_on_three_axes_is_attend(source: str):
     mask[0, 1] = False
     assert (ours(q, k, v, mask)[0][0, 1] == 0).all()
     torch.testing.assert_close(theirs(q, k, v, mask)[0][0, 1], v[0].mean(0))
+
+
+class ParallelLinear(nn.Linear):
+    """The parallel linear maps of the listing on one rank."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("kv", [1, 2, 6])
+def test_the_weights_of_llama_are_those_of_our_layer(source: str, kv: int):
+    if source == "rewritten":
+        theirs = seeds.LlamaAttention(24, 6, kv, BATCH, TOKENS)
+    else:
+        one_rank = SimpleNamespace(get_model_parallel_world_size=lambda: 1)
+        code = "from __future__ import annotations\n" + read_listing(
+            "002", "class Attention(nn.Module)"
+        )
+        parallel = dict.fromkeys(("ColumnParallelLinear", "RowParallelLinear"), ParallelLinear)
+        listing = execute(code, fs_init=one_rank, **parallel)["Attention"]
+        theirs = listing(SimpleNamespace(dim=24, n_heads=6, n_kv_heads=kv))
+        assert theirs.n_rep == 6 // kv
+    ours = hw.Attention(hw.design(model=24, heads=6, kv=kv, pattern="causal()"))
+    state = {
+        name.removesuffix(".weight")[1:]: weight for name, weight in theirs.state_dict().items()
+    }
+    named = {
+        f"output.{key}" if key == "o" else f"project.{key}": weight for key, weight in state.items()
+    }
+    assert ours.load_state_dict(named) == ([], [])
+    assert sum(weight.numel() for weight in named.values()) == hw.costs.count_parameters(ours.spec)

@@ -4,11 +4,15 @@ against those who use it.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import headwise as hw
+from headwise import costs
 from headwise.attention.parts import dot_product
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
@@ -56,6 +60,91 @@ def test_additive_scores_by_their_formula(kv):
     check_close(layer(x), torch.from_numpy(expected))
 
 
+def test_one_additive_head_has_the_papers_parameters():
+    hidden, state, annotations = 7, 10, 13
+    spec = hw.design(
+        model=state, heads=1, dim=hidden, source=annotations, similarity=hw.parts.Additive()
+    )
+    ours = [
+        np.prod(shape)
+        for name, shape in spec.shapes().items()
+        if name not in ("project.v", "output.o")
+    ]
+    assert sum(ours) == hidden * state + hidden * annotations + hidden + hidden
+    work = hw.costs.CallSize(1, 3, 11, 11)
+    assert spec.core.flops(work.pairs) == 2 * 33 * (hidden + spec.heads.vdim)
+    assert costs.count_parameters(spec) == sum(map(np.prod, spec.shapes().values()))
+
+
+class Translator(nn.Module):
+    """A GRU that reads its source at every step through `read(state, source)`, as 1409.0473
+    decodes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.GRU(3, 5, batch_first=True, bidirectional=True, dtype=torch.float64)
+        self.decoder = nn.GRUCell(10, 10, dtype=torch.float64)
+
+    def forward(self, source, steps, reader):
+        """The states of the decoder, fed with what it read: the reader is made once for the
+        encoder's outputs.
+        """
+        read = reader(self.encoder(source)[0])
+        state, states = torch.ones(len(source), 10, dtype=torch.float64), []
+        for _ in range(steps):
+            state = self.decoder(read(state), state)
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+def test_a_recurrent_decoder_reads_through_the_layer():
+    lengths = [11, 5, 2]
+    layer = cases.layer(
+        hw.design(model=10, heads=1, dim=7, vdim=10, source=10, similarity=hw.parts.Additive())
+    )
+    with torch.no_grad():
+        for name in ("project.v", "output.o"):
+            layer.get_parameter(name).copy_(torch.eye(10))
+    w = dict(layer.named_parameters())
+
+    def ours(h_BSE):
+        sequence = layer.project_source(
+            h_BSE, sequence=hw.SequenceInfo.from_batch(h_BSE, lengths=lengths)
+        )
+        return lambda state: layer(state[:, None], source=sequence)[:, 0]
+
+    def written_out(h_BSE):
+        def read(state):
+            rows = []
+            for row, length in enumerate(lengths):
+                h = h_BSE[row, :length]
+                inner = w["project.q"] @ state[row] + h @ w["project.k"].T + w["similarity.bias"][0]
+                rows.append((torch.tanh(inner) @ w["similarity.v"][0]).softmax(0) @ h)
+            return torch.stack(rows)
+
+        return read
+
+    model, source = Translator(), torch.randn(3, 11, 3, dtype=torch.float64)
+    grads = []
+    for reader in (ours, written_out):
+        states = model(source, 4, reader)
+        loss = (
+            states * torch.linspace(-1, 2, states.numel(), dtype=torch.float64).view_as(states)
+        ).sum()
+        grads.append(
+            (
+                states,
+                *torch.autograd.grad(
+                    loss, [*model.parameters(), w["project.q"], w["similarity.v"]]
+                ),
+            )
+        )
+    for mine, theirs in zip(*grads, strict=True):
+        check_close(mine, theirs)
+    assert all(grad.abs().max() > 0 for grad in grads[0])
+
+
 @pytest.mark.parametrize("numbers", [1, 2 * 6 * 11 * 4 * 3])
 def test_blocks_of_additive_queries_are_one_pass(numbers, monkeypatch):
     layer = cases.layer(base(similarity=hw.parts.Additive(), kv=2, pattern="causal"))
@@ -91,6 +180,14 @@ def test_soft_look_up(width):
     assert looked_up(QUERY, width) == pytest.approx(READ[width], rel=1e-8)
     by_hand = softmax(-((QUERY - np.array(KEYS)) ** 2) / (2 * width**2)) @ np.array(VALUES)
     assert looked_up(QUERY, width) == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_widths_run_from_the_nearest_key_to_the_average():
+    for key, value in zip(KEYS, VALUES, strict=True):
+        assert looked_up(key + 0.4, 1e-3) == value
+    assert looked_up(QUERY, 1e9) == pytest.approx(sum(VALUES) / 3, rel=1e-12)
+    reads = [looked_up(QUERY, width) for width in (0.5, 1.0, 2.0, 5.0, 10.0, 100.0)]
+    assert all(before > after for before, after in pairwise(reads))
 
 
 def test_gaussian_scores_by_their_formula():
@@ -200,3 +297,33 @@ def test_empty_slots_do_not_cost_digits_either():
                 rtol=0,
                 atol=3e-3,
             )
+
+
+@pytest.mark.parametrize(
+    ("similarity", "message"),
+    [
+        (hw.parts.Gaussian(width=0.0), r"width=0.0\) must be at least 1e-09"),
+        (hw.parts.Gaussian(width=-1.0), "must be at least 1e-09"),
+        (hw.parts.Gaussian(width=1e-300), "must be at least 1e-09"),
+    ],
+)
+def test_a_width_that_cannot_be(similarity, message):
+    with pytest.raises(hw.SpecError, match=message):
+        base(similarity=similarity)
+
+
+@pytest.mark.parametrize(
+    "similarity", [hw.parts.Additive(), hw.parts.Gaussian(width=1.0)], ids=repr
+)
+@pytest.mark.parametrize(
+    "project",
+    [
+        hw.parts.Collaborative(width=9),
+        hw.parts.Overlapping(overlap=1),
+        hw.parts.MLAProjection(rank=8),
+    ],
+    ids=repr,
+)
+def test_who_compares_vectors_themselves_wants_them_as_they_are(similarity, project):
+    with pytest.raises(hw.SpecError, match=r"use project LinearProjection\(\)"):
+        base(similarity=similarity, project=project)

@@ -96,7 +96,7 @@ def test_one_pass_predicts_every_next_id(story: hw.Transformer, golden: dict[str
     check_top_five(logits[PROMPT - 1], golden)
 
 
-@pytest.mark.parametrize("chunks", [(PROMPT,), (1, 2, 13, 1, 37)])
+@pytest.mark.parametrize("chunks", [(1,) * 60, (PROMPT,), (1, 2, 13, 1, 37), (3, 5, 7, 11)])
 def test_a_prefill_in_chunks_changes_nothing(
     story: hw.Transformer, golden: dict[str, Any], chunks: tuple[int, ...]
 ):
@@ -132,6 +132,17 @@ def check_story(net: hw.Transformer, golden: dict[str, Any]) -> None:
     assert (
         " " + tokenizer.decode(ids) == golden["greedy_text"]
     )  # llama2.c too drops the space before the first word
+
+
+def test_the_golden_story_from_its_own_weights(story: hw.Transformer, golden: dict[str, Any]):
+    check_story(story, golden)
+
+
+def test_saved_as_our_folder_it_is_the_same(
+    story: hw.Transformer, golden: dict[str, Any], tmp_path: Path
+):
+    hw.save(story, tmp_path / "ours")
+    check_story(hw.load(tmp_path / "ours"), golden)
 
 
 def test_transformers_generates_the_same_text_from_our_folder(

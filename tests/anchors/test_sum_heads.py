@@ -4,17 +4,21 @@ to merge.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 import headwise as hw
+from anchors import written
 from anchors.written import far
 from support import layer_cases as cases
 from support.layer_cases import base
 
 X = torch.linspace(-2, 2, 3 * 7 * 10, dtype=torch.float64).sin().view(3, 7, 10)
 EXACT = 1e-14
-H, V = 6, 5
+H, D, V = 6, 4, 5
 
 
 def copy_with_spec(
@@ -29,7 +33,63 @@ def copy_with_spec(
     return built
 
 
+def read(layer: hw.Attention) -> tuple[Any, Any]:
+    """What every head would read with the weights of every head, A_j V_i: [B, T, j, i, V]; and
+    W_O[i]: [i, D, V].
+    """
+    w, x = written.numbers(layer), X.numpy()
+    q, k, v = (written.projected(w, x, side, H) for side in "qkv")
+    shares = [written.shares(q[:, :, h], k[:, :, h]) for h in range(H)]
+    each = np.stack([np.stack([share @ v[:, :, i] for i in range(H)], 2) for share in shares], 2)
+    return each, w["output.o"].reshape(10, H, V).transpose(1, 0, 2)
+
+
 # --- identities -----------------------------------------------------------------------------------
+
+
+def test_concatenation_is_the_sum_of_projected_heads():
+    layer = cases.layer(base(vdim=V))
+    each, out = read(layer)
+    assert far(layer(X), sum(each[:, :, h, h] @ out[h].T for h in range(H))) < EXACT
+
+
+def test_talking_before_the_softmax_is_collaboration_in_blocks():
+    """P mixes whole heads, m_i = repeat(P_i, D): what heads share are then blocks of channels of
+    one space.
+    """
+    talking = cases.layer(base(vdim=V, modifiers=(hw.parts.TalkingHeads(on="scores"),)))
+    mixing = talking.talking_heads["mixing"].detach()  # of head g into head h
+    shared = base(vdim=V, project=hw.parts.Collaborative(width=H * D))
+    blocks = {
+        "project_mixing": mixing.T.repeat_interleave(D, 1),
+        "project_content": torch.zeros(H, 10),
+    }
+    assert far(copy_with_spec(talking, shared, **blocks)(X), talking(X).detach().numpy()) < EXACT
+
+
+def test_talking_after_the_softmax_is_all_pairs_of_heads():
+    """h^2 heads: the weights of each with the values and the output of each
+    other, P[j, i] of them.
+    """
+    layer = cases.layer(base(vdim=V, modifiers=(hw.parts.TalkingHeads(on="weights"),)))
+    mixing = layer.talking_heads["mixing"].detach()
+    each, out = read(layer)
+    pairs = [mixing[j, i].item() * each[:, :, j, i] @ out[i].T for j in range(H) for i in range(H)]
+    assert far(layer(X), sum(pairs)) < EXACT
+
+
+def test_all_pairs_of_heads_are_a_layer_of_their_own():
+    layer = cases.layer(base(vdim=V, modifiers=(hw.parts.TalkingHeads(on="weights"),)))
+    state = layer.state_dict()
+    first, second = (tuple(pair[n] for pair in np.ndindex(H, H)) for n in range(2))
+    heads = hw.Heads(q=H * H, kv=H, dim=D, vdim=V, kv_head_of_query=first, value_heads=second)
+    q = state["project.q"].unflatten(0, (H, D))[list(first)].flatten(0, 1)
+    out = state["output.o"].unflatten(1, (H, V))[:, list(second)]
+    scaled = (out * state["talking_heads.mixing"][list(first), list(second)][:, None]).flatten(1)
+    wide = copy_with_spec(
+        layer, cases.change_spec(base(), heads=heads), project_q=q, output_o=scaled
+    )
+    assert far(wide(X), layer(X).detach().numpy()) < EXACT
 
 
 @pytest.mark.parametrize("of", ["sum", "mean"])
@@ -42,6 +102,29 @@ def test_an_unprojected_sum_is_concatenation_with_one_projection_for_all(of: str
             added(X).detach().numpy(),
         )
         < EXACT
+    )
+
+
+def test_an_unprojected_sum_is_invariant_to_the_order_of_heads():
+    added = cases.layer(base(vdim=V, merge=hw.parts.SumMerge()))
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    state, wide = added.state_dict(), {"q": D, "k": D, "v": V}
+    moved = {
+        f"project_{n}": state[f"project.{n}"].unflatten(0, (H, w))[order].flatten(0, 1)
+        for n, w in wide.items()
+    }
+    assert far(copy_with_spec(added, added.spec, **moved)(X), added(X).detach().numpy()) < EXACT
+    outputs = cases.layer(base(vdim=V))
+    assert far(copy_with_spec(outputs, outputs.spec, **moved)(X), outputs(X).detach().numpy()) > 0.1
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 12])
+def test_the_number_of_heads_costs_no_parameters_at_one_width(heads: int):
+    spec = hw.design(model=12, heads=heads)
+    assert (
+        sum(p.numel() for p in hw.Attention(spec).parameters())
+        == hw.costs.count_parameters(spec)
+        == 4 * 12**2
     )
 
 
@@ -145,3 +228,26 @@ def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
     )
     bare = copy_with_spec(layer, folded.spec, output_o_bias=folded.weights["output.o_bias"])
     assert far(bare(X), layer(X).detach().numpy()) < 1e-12
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("merge", "words"),
+    [
+        (lambda: hw.parts.SumMerge(bias="v"), r"bias='v'.*use '' or 'o'"),
+        (lambda: hw.parts.SumMerge(of="max"), r"of='max'.*use 'sum' or 'mean'"),
+        (lambda: hw.parts.SumMerge(output="random"), r"output='random'.*use 'learned' or 'fixed'"),
+        (lambda: hw.parts.SumMerge(heads=6), r"heads=6.*leave heads out, or use of='mean'"),
+        (lambda: hw.parts.SumMerge(of="mean", heads=5), r"heads=5.*less than the 6"),
+        (lambda: hw.parts.SumMerge(of="mean", heads=-1), r"heads=-1.*less than the 6"),
+        (
+            lambda: hw.parts.ConcatMerge(output="random"),
+            r"ConcatMerge\(output='random'.*use 'learned' or 'fixed'",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(merge: Any, words: str):
+    with pytest.raises(hw.SpecError, match=words):
+        base(merge=merge())

@@ -183,3 +183,30 @@ def test_nothing_to_read_is_nan_there_and_the_bias_here():
         ours.sum().backward(retain_graph=True)
     assert (probe.tensors["weights"][1] == 0).all()
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+def test_their_fast_path_agrees(monkeypatch: pytest.MonkeyPatch):
+    """In evaluation, without gradients and with an even number of heads, theirs runs one fused
+    operator.
+    """
+    other = theirs_like(heads=4).eval()
+    layer = ours_like(other).eval()
+    fused, calls = torch._native_multi_head_attention, []
+
+    def counted(*args: object, **named: object) -> object:
+        calls.append(len(args))
+        return fused(*args, **named)
+
+    monkeypatch.setattr(torch, "_native_multi_head_attention", counted)
+    x, lengths = numbers(B, T, 4 * DIM), torch.tensor([T, 4])
+    live = torch.arange(T) < lengths[:, None]
+    with torch.no_grad():
+        theirs, _ = other(x, x, x, need_weights=False)
+        padded, _ = other(x, x, x, key_padding_mask=~live, need_weights=False)
+        assert len(calls) == 2
+        assert_close(layer(x), theirs, **EXACT)
+        assert_close(
+            layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=lengths))[live],
+            padded[live],
+            **EXACT,
+        )

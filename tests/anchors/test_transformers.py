@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from anchors.hf import Model, Site, far
 B, T, S = 4, 13, 17  # rows, tokens, tokens of an encoder that another stack reads
 LENGTHS = {T: [T, 11, 6, 1], S: [9, S, 2, 14]}
 EXACT = 1e-9
+PADS = ("none", "right", "left")
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5}
@@ -144,12 +144,8 @@ def run(
     return ours, probe.tensors["weights"]
 
 
-PADDED = ("bert", "llama", "gemma2", "t5", "deepseek")
-CASES = [(name, "none") for name in MODELS]
-CASES += [*product(PADDED, ("right", "left"))]
-
-
-@pytest.mark.parametrize(("name", "pad"), CASES)
+@pytest.mark.parametrize("pad", PADS)
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_agree(name: str, pad: str, record_property: Callable[[str, object], None]):
     """Outputs and weights of every head, wherever the query is no padding."""
     model = MODELS[name]()
@@ -193,6 +189,19 @@ def test_decoding_agrees(name: str, record_property: Callable[[str, object], Non
         )
     record_property("worst", worst)
     assert worst < model.off
+
+
+@pytest.mark.parametrize("layer", range(hf_models.LAYERS))
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+def test_every_second_layer_forgets(name: str, layer: int):
+    """What the anchors above rest on: 13 tokens are more than a window of 5, and only one kind of
+    layer has it.
+    """
+    model = MODELS[name]()
+    with model.run_with_hooks():
+        result, _ = run_forward(model, "none")
+    read = (result["attentions"][layer] > 0).sum(-1).amax()
+    assert read == (5, T)[layer]
 
 
 # --- buckets --------------------------------------------------------------------------------------
