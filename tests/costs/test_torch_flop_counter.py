@@ -17,7 +17,6 @@ import headwise as hw
 from headwise.costs import flops as flop_formulas
 from headwise.costs.activations import SavedTensorRecorder
 from headwise.costs.training_memory import recompute_flops
-from headwise.models import model_spec as bp
 from support import layer_cases as cases
 from support.flop_counting import FUSED_FLOPS, flop_counter
 
@@ -161,55 +160,3 @@ def test_another_kind_of_checkpoint_is_refused():
             hw.Workload(),
             hw.costs.ActivationSettings(checkpoint="blck"),
         )
-
-
-class Block(nn.Module):
-    """A block in plain torch, its norms where `place` says."""
-
-    def __init__(self, spec: hw.AttentionSpec, place: str, dropout: float) -> None:
-        super().__init__()
-        d = spec.model
-        self.attention, self.place, self.dropout = (
-            hw.Attention(spec, backend="dense"),
-            place,
-            dropout,
-        )
-        self.norm_names = nn.ModuleList(nn.LayerNorm(d) for _ in range(4))
-        self.up, self.down = nn.Linear(d, 3 * d), nn.Linear(3 * d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        branches = (self.attention, lambda z: self.down(F.relu(self.up(z))))
-        if self.place == "parallel":
-            z = self.norm_names[0](x)
-            return x + sum(F.dropout(run(z), self.dropout) for run in branches)
-        for run, one, two in zip(branches, self.norm_names[:2], self.norm_names[2:], strict=True):
-            y = F.dropout(run(x if self.place == "post" else one(x)), self.dropout)
-            x = (
-                one(x + y)
-                if self.place == "post"
-                else x + (two(y) if self.place == "sandwich" else y)
-            )
-        return x
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("place", ["pre", "post", "sandwich", "parallel"])
-def test_a_checkpointed_block_does_all_but_the_last_product_again(place, dropout):
-    spec, layers = hw.design(model=12, heads=2), 3
-    blocks = [Block(spec, place, dropout) for _ in range(layers)]
-    x = torch.randn(B, S, 12, requires_grad=True)
-
-    def run(again: bool) -> None:
-        h = x
-        for block in blocks:
-            h = checkpoint(block, h, use_reentrant=False) if again else block(h)
-        h.sum().backward()
-
-    done = flops(partial(run, True)) - flops(partial(run, False))
-    described = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(36, "relu"), placement=place)
-    model = bp.ModelSpec(
-        "three", "decoder", (bp.StackSpec.from_blocks("decoder", 12, [described] * layers),)
-    )
-    way = hw.costs.ActivationSettings("dense", "block", dropout)
-    assert recompute_flops(model, hw.Workload(B, S), way).total == done
-    assert recompute_flops(model, hw.Workload(B, S)).total == 0

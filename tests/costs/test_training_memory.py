@@ -5,6 +5,7 @@ cost`.
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -92,9 +93,10 @@ def described(name: str) -> hw.model_spec.ModelSpec:
     return hw.families.read_model_spec({"model_type": name, **CONFIGS[name]})
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "dropout"),
+    [(name, dtype, 0.1 * (n // 2 % 2)) for n, (name, dtype) in enumerate(product(CONFIGS, DTYPES))],
+)
 def test_a_model_saves_the_bytes_of_its_formula(name, dtype, dropout):
     model, load = described(name), hw.Workload(BATCH, TOKENS, dtype, "cpu")
     way = hw.costs.ActivationSettings(
@@ -107,20 +109,9 @@ def test_a_model_saves_the_bytes_of_its_formula(name, dtype, dropout):
     )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "deepseek_v3", "bert"])
-def test_a_model_with_checkpoints_keeps_the_inputs_of_its_blocks(name):
-    model, load, way = (
-        described(name),
-        hw.Workload(BATCH, TOKENS, "fp32", "cpu"),
-        hw.costs.ActivationSettings("dense", "block"),
-    )
-    assert hw.costs.activation_memory(model, load, way).total == model_saved_bytes(
-        model, torch.float32, way
-    )
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "dropout"), [("gpt2", 0.1), ("gemma2", 0.0), ("bert", 0.1), ("deepseek_v3", 0.0)]
+)
 def test_a_checkpointed_model_recomputes_the_flops_of_its_formula(name, dropout):
     from torch.utils.flop_counter import FlopCounterMode
 
