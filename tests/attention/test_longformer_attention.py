@@ -87,20 +87,6 @@ def test_gradients_are_the_references():
         check_close(grad, expected[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_block_is_the_plain_layer(kind: str):
-    """Both sets of projections start alike, so what global tokens read anew is what they read."""
-    block, plain = (
-        hw.attention.LongformerAttention(KINDS[kind]).double(),
-        hw.Attention(KINDS[kind]).double(),
-    )
-    plain.load_state_dict(block.local.state_dict())
-    x = torch.randn(BATCH, TOKENS, 10).double()
-    check_close(block(x), plain(x))
-    for tokens in cases.sequence_infos(x).values():
-        check_close(block(x, sequence=tokens), plain(x, sequence=tokens))
-
-
 LEARNED = {
     "gates": {"modifiers": (hw.parts.HardConcreteGate(start=0.3), hw.parts.HeadGate())},
     "a router": {"modifiers": (hw.parts.MixtureOfHeads(2, 2), hw.parts.T5Bias(buckets=8, reach=9))},

@@ -81,10 +81,17 @@ def test_odd_inputs_work(spec, layer, x, z):
         check_close(layer(x[:, :1]), y[:, :1])
 
 
-# Each example is compiled once: of three examples of a part, the second after its calls were
-# planned.
+# Each example is compiled once: the second of a part after its calls were planned. Examples after
+# the second run in `make slow`.
+FIRST_CALLS = [
+    pytest.param(name, marks=() if name.endswith("0") else pytest.mark.slow)
+    for name in EXAMPLES
+    if not name.endswith("1")
+]
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if not name.endswith("1")])
+@pytest.mark.parametrize("name", FIRST_CALLS)
 def test_one_graph_holds_the_first_call_of_a_layer(spec, layer, x, z):
     torch._dynamo.reset()
     traced = torch.compile(layer, fullgraph=True, backend="eager")

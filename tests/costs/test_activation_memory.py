@@ -92,19 +92,6 @@ def test_plain_attention_saves_the_tabulated_bytes(dtype, n, g):
     assert hw.costs.layer_activation_memory(spec, load(b, s, dtype), "flash-cuda").total == flash
 
 
-def test_dense_saves_weights_and_the_mask_twice():
-    """Before a softmax, and behind it once more: who may read nothing reads zero, as a spec
-    promises.
-    """
-    b, s, d, n, k = 3, 7, 20, 4, 5
-    manual = 4 * (b * s * d + 3 * b * n * s * k + b * n * s * s + b * s * n * k)
-    spec = hw.design(model=d, heads=n, dim=k, pattern="causal")
-    assert (
-        hw.costs.layer_activation_memory(spec, load(b, s), "dense").total
-        == manual + 4 * b * n * s * s + 2 * s * s
-    )
-
-
 @given(
     sizes=st.tuples(
         st.integers(1, 4),
@@ -372,7 +359,7 @@ def test_checkpoints_of_a_whole_model():
     assert peak_activation_memory(gpt, at, way) == stored + block - 4 * 3 * 7 * 24
 
 
-def test_long_workloads_stay_exact_and_larger_ones_are_refused():
+def test_long_workloads_stay_exact():
     batch, tokens = 2**10, 2**20
     spec = hw.design(model=512, heads=8)
     memory = hw.costs.layer_activation_memory(spec, hw.Workload(batch, tokens, "bf16"), "sdpa")
@@ -380,8 +367,6 @@ def test_long_workloads_stay_exact_and_larger_ones_are_refused():
     window = hw.design(model=512, heads=8, pattern="window(5)")
     masked = hw.costs.layer_activation_memory(window, hw.Workload(batch, tokens, "bf16"), "sdpa")
     assert masked.total - memory.total == 2 * tokens**2
-    with pytest.raises(hw.SpecError, match="larger than torch supports; use fewer"):
-        hw.costs.layer_activation_memory(spec, hw.Workload(2**62, 2**62, "bf16"), "sdpa")
 
 
 def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
@@ -401,36 +386,3 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
     assert hw.costs.layer_activation_memory(short, load(3, 1), "dense").total == result
     with pytest.raises(ValueError, match="knows no position 1"):
         hw.costs.layer_activation_memory(short, load(3, 2), "dense")
-
-
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        (lambda s, at: hw.costs.layer_activation_memory(s, at, "spda"), "did you mean 'sdpa'"),
-        (
-            lambda s, at: hw.costs.layer_activation_memory(s, at, checkpoint="blok"),
-            "did you mean 'block'",
-        ),
-        (
-            lambda s, at: hw.costs.layer_activation_memory(s, at, "sdpa", checkpoint="core"),
-            "use one of block, none",
-        ),
-        (lambda s, at: hw.costs.layer_activation_memory(s, at, source=3), "reads no source"),
-        (
-            lambda s, at: hw.costs.activation_memory(
-                s, at, hw.costs.ActivationSettings(dropout=0.1)
-            ),
-            "a layer alone has none",
-        ),
-        (lambda s, at: hw.costs.ActivationSettings(dropout=1.0), "dropout must be at least 0"),
-        (lambda s, at: hw.costs.ActivationSettings(source=0), "source must be a whole number"),
-        (
-            lambda s, at: hw.costs.layer_activation_memory(hw.design(preset="dcmha"), at, "sdpa"),
-            "use profile='dense'",
-        ),
-    ],
-)
-def test_invalid_arguments_are_refused(run, message):
-    with pytest.raises(hw.SpecError, match=message) as refused:
-        run(hw.design(model=8, heads=2), load(1, 5))
-    assert "\n" not in str(refused.value)

@@ -250,15 +250,7 @@ def test_checks_that_do_not_apply_are_listed_with_the_reason():
     assert f"skipped    decoding: all keys: {reason}" in str(report)
 
 
-def test_what_is_no_part_is_refused():
-    with pytest.raises(
-        hw.SpecError,
-        match=r"is not a part; give an object of a class with @part, such as Softcap\(\)",
-    ):
-        hw.check_part(hw.parts.Softcap)
-    with pytest.raises(hw.SpecError, match="is not a part"):
-        hw.check_part(hw.parts.PositionInterpolation(factor=2.0))
-
+def test_a_part_that_fits_no_layer_is_refused():
     @part
     class Picky(_Temperature):
         def conflicts(self, spec):

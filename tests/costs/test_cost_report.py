@@ -112,19 +112,6 @@ def test_every_preset_is_priced(name):
     assert cost.seconds("prefill") > 0
 
 
-@pytest.mark.parametrize("expected", [{}, [GPT2], None])
-def test_only_specs_are_priced(expected):
-    with pytest.raises(hw.SpecError, match="give a spec or a model, or specs by name"):
-        hw.cost(expected)
-
-
-def test_missing_phases_are_errors_and_no_source_length_is_guessed():
-    with pytest.raises(hw.SpecError, match="did you mean 'gpt2'"):
-        hw.cost({"gpt2": GPT2})["gpt"]
-    with pytest.raises(hw.SpecError, match="whose length is not given"):
-        hw.cost(hw.design(model=8, heads=2, source=5))
-
-
 def run(capsys, *argv: str) -> tuple[int, str, str]:
     code = cli.main(["cost", *argv])
     out, err = capsys.readouterr()

@@ -278,26 +278,6 @@ def test_modules_that_no_table_of_names_knows_are_noted():
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"quant_method": "awq", "bits": 40}, r"bits = 40 is out of range"),
-        (
-            {"quant_method": "fp8", "weight_block_size": [128]},
-            r"weight_block_size = \[128\] is neither",
-        ),
-        ({"quant_method": "fp8", "modules_to_not_convert": [1]}, "modules_to_not_convert holds 1"),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf5"},
-            "'nf5' is not known",
-        ),
-    ],
-)
-def test_wrong_values_are_refused(config: dict[str, Any], message: str):
-    with pytest.raises(hw.SpecError, match=message):
-        read_model_spec({**SMALL, "quantization_config": config})
-
-
 def test_a_quantised_model_survives_a_trip_through_toml():
     model = read_model_spec("deepseek-v3")
     assert model.quantization is not None

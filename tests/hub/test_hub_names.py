@@ -110,16 +110,10 @@ def same_weights(first: torch.nn.Module, second: torch.nn.Module) -> bool:
     )
 
 
-def run_command(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run headwise as its own process."""
-    program = "import sys; from headwise.cli import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-c", program, *words],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def run_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command."""
+    code = cli.main(list(words))
+    return (code, *capsys.readouterr())
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -162,28 +156,38 @@ def test_labels_are_names_and_not_commits():
 # --- every command and verb -----------------------------------------------------------------------
 
 
-def test_heads_downloads_once_and_then_works_offline(hub: HubServer, data: Path):
+def test_heads_downloads_once_and_then_works_offline(
+    hub: HubServer,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
     arguments = ("heads", NAME, "--data", str(data))
-    first = run_command(*arguments)
-    assert first.returncode == 0, first.stderr
-    assert "tiny-qwen3" in first.stdout
-    assert f"downloading {NAME}" in first.stderr
+    code, first, errors = run_command(capsys, *arguments)
+    assert code == 0, errors
+    assert "tiny-qwen3" in first
+    assert f"downloading {NAME}" in errors
     assert hub.fetched() == {
         *("config.json", "generation_config.json", "model.safetensors"),
         *("tokenizer.json", "tokenizer_config.json"),
     }
     hub.requests.clear()
-    again = run_command(*arguments)
-    assert (again.returncode, again.stdout) == (0, first.stdout)
-    assert "downloading" not in again.stderr
+    code, again, errors = run_command(capsys, *arguments)
+    assert (code, again) == (0, first)
+    assert "downloading" not in errors
     assert hub.fetched() == set()
     hub.requests.clear()
-    offline = run_command(*arguments, HF_HUB_OFFLINE="1")
-    assert (offline.returncode, offline.stdout, offline.stderr) == (0, first.stdout, "")
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert run_command(capsys, *arguments) == (0, first, "")
     assert hub.requests == []
     hub.stop()
-    unreachable = run_command(*arguments)
-    assert (unreachable.returncode, unreachable.stdout) == (0, first.stdout)
+    # In a process of its own, because connections of this one stay open.
+    program = "import sys; from headwise.cli import main; sys.exit(main())"
+    unreachable = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert (unreachable.returncode, unreachable.stdout) == (0, first)
     assert "the Hub cannot be reached" in unreachable.stderr
     hub.start()
 

@@ -200,9 +200,13 @@ OPTIONS = {
 OPTIONS["all"] = OPTIONS["capped"] | OPTIONS["sinks"] | OPTIONS["biased"] | OPTIONS["masked"]
 
 
-@pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    ("kind", "queries", "groups"),
+    [
+        (kind, queries, (1, 2, 6)[(n + queries) % 3])
+        for n, (kind, queries) in enumerate(itertools.product(OPTIONS, (1, 5)))
+    ],
+)
 def test_attention_equals_the_definition(kind: str, queries: int, groups: int):
     """Also for values of another width than keys."""
     draw = torch.Generator().manual_seed(3)
@@ -233,12 +237,11 @@ def test_attention_equals_the_definition(kind: str, queries: int, groups: int):
 RATES = ("attention_dropout", "attention_probs_dropout_prob", "dropout_rate", "hidden_dropout_prob")
 
 
-@pytest.mark.parametrize("dropped", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "gpt-oss", "t5", "deepseek"])
-def test_training_is_eagers(name: str, dropped: float):
+@pytest.mark.parametrize("name", ["bert", "gemma2", "gpt-oss", "t5"])
+def test_training_is_eagers(name: str):
     """Gradients, and from one seed the same weights dropped."""
     zoo, grads = ZOO[name], []
-    rates = dict.fromkeys(RATES, dropped)
+    rates = dict.fromkeys(RATES, 0.3)
     for kind in ("eager", "headwise"):
         model = zoo._replace(keys=zoo.keys | rates).build(kind).train()
         torch.manual_seed(5)
@@ -254,8 +257,13 @@ def test_training_is_eagers(name: str, dropped: float):
     assert all(float((ours[key] - eager[key]).abs().max()) <= 1e-5 * largest for key in eager)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "gpt2", "t5", "whisper"])
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        *((name, "dynamic") for name in ("llama", "gemma2", "gpt-oss", "gpt2", "t5", "whisper")),
+        *((name, "static") for name in ("llama", "mistral", "t5")),
+    ],
+)
 def test_generated_tokens_are_eagers(name: str, cache: str):
     zoo = ZOO[name]
     values = {key: value for key, value in zoo.inputs().items() if key != "decoder_input_ids"}
@@ -302,7 +310,7 @@ def test_a_mask_that_was_written_to_is_read():
     assert not torch.allclose(written, marked, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "deepseek"])
+@pytest.mark.parametrize("name", ["bert", "gemma2"])
 def test_half_precision_is_no_further_from_the_truth_than_eagers(name: str):
     """Rows that may read nothing among them."""
     zoo = ZOO[name]
@@ -337,21 +345,6 @@ def test_watched_on_headwise_as_on_eager(name: str, monkeypatch: pytest.MonkeyPa
         assert off(quiet, run_model(eager, inputs)) <= 1e-5
     assert off(quiet, whole) > 1e-4
     assert torch.equal(run_model(ours, inputs), whole)
-
-
-@pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "t5"])
-def test_requested_weights_are_returned(name: str):
-    zoo, recorded = ZOO[name], []
-    for kind in ("eager", "headwise"):
-        with torch.no_grad():
-            recorded.append(zoo.build(kind)(**zoo.inputs(), output_attentions=True))
-    eager, ours = recorded
-    values = [key for key in eager if key.endswith("attentions")]
-    assert values
-    for key in values:
-        assert all(
-            torch.allclose(*pair, atol=1e-5) for pair in zip(eager[key], ours[key], strict=True)
-        )
 
 
 BAD = {
@@ -482,8 +475,9 @@ def truth(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -
     return (s.softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize("shown", ["all", "padded", "by head", "nothing"])
-@pytest.mark.parametrize("keys", [1, 7, 130])
+@pytest.mark.parametrize(
+    ("keys", "shown"), [(1, "all"), (7, "padded"), (130, "by head"), (7, "nothing")]
+)
 def test_one_bf16_query_is_near_float64(keys, shown):
     q = random_tensor(0, ROWS, HEADS, 1, DIM)
     k = random_tensor(1, ROWS, GROUPS, keys, DIM)
@@ -507,16 +501,6 @@ def test_one_bf16_query_is_near_float64(keys, shown):
     assert o.shape == (ROWS, 1, HEADS, DIM)
     off = float((o.double() - expected).abs().max())
     assert off <= 2 * float((theirs.double() - expected).abs().max()) + 2**-8
-
-
-def test_large_scores_leave_numbers():
-    q = random_tensor(0, ROWS, HEADS, 1, DIM) * 100
-    k = random_tensor(1, ROWS, GROUPS, 9, DIM) * 100
-    v = random_tensor(2, ROWS, GROUPS, 9, DIM)
-    with torch.no_grad():
-        o, _ = transformers_backend.attention_forward(nn.Module(), q, k, v, None, scaling=1.0)
-    assert o.isfinite().all()
-    assert (o.abs() <= v.abs().max()).all()
 
 
 def test_no_key_is_repeated_and_no_fused_call_is_made(monkeypatch):

@@ -382,32 +382,6 @@ def test_decoders_without_attention_count_and_generate(network: str, tmp_path: P
     assert torch.equal(hw.load(tmp_path / network)(x), net.eval()(x))
 
 
-@pytest.mark.parametrize(("placement", "feed"), [("pre", 0), ("pre", 10), ("post", 0)])
-def test_a_checkpointed_convolution_recomputes_its_product(placement: str, feed: int):
-    block = bp.BlockSpec(
-        mixer=bp.ConvolutionSpec(3),
-        feed=bp.FeedForwardSpec(feed) if feed else None,
-        placement=placement,
-    )
-    stack = bp.StackSpec.from_blocks(
-        "decoder", WIDTH, [block] * 2, embedding=bp.EmbeddingSpec(VOCAB)
-    )
-    spec = bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", VOCAB),))
-    totals = {}
-    for checkpointing in ("none", "block"):
-        net = hw.build(spec, seed=0).train()
-        net.checkpointing = checkpointing
-        with FlopCounterMode(display=False) as counted:
-            net(torch.randint(VOCAB, (BATCH, TOKENS))).sum().backward()
-        totals[checkpointing] = counted.get_total_flops()
-    done = recompute_flops(
-        spec,
-        hw.Workload(BATCH, TOKENS, "fp32", "cpu"),
-        hw.costs.ActivationSettings("dense", "block"),
-    ).total
-    assert done == totals["block"] - totals["none"]
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -427,30 +401,6 @@ def test_a_first_state_needs_an_encoder_of_the_same_width():
         hw.SpecError, match="decoder starts from the state of an encoder; give initial='zeros'"
     ):
         bp.ModelSpec("small", "decoder", (stack,))
-
-
-@pytest.mark.parametrize(
-    ("task", "changes", "message"),
-    [
-        (
-            "copy",
-            {"network": "gru-dot"},
-            "is for models of kind encoder-decoder, but that of copy is decoder; use one of tr",
-        ),
-        (
-            "dates",
-            {"network": "conv"},
-            "is for models of kind decoder, but that of dates is encoder-decoder",
-        ),
-        ("dates", {"network": "grus"}, r"network='grus'\) is unknown; did you mean 'gru"),
-        ("dates", {"positions": "learned"}, r"positions='learned'\) is unknown; use"),
-    ],
-)
-def test_networks_that_do_not_fit_a_task_are_refused(
-    task: str, changes: dict[str, Any], message: str
-):
-    with pytest.raises(hw.SpecError, match=message):
-        resize_model(make_task(task), changes)
 
 
 @pytest.mark.parametrize("network", GRUS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from headwise import costs, models
+from headwise import models
 from headwise.kernels.counter_rng import dropout
-from headwise.models import INIT_SCHEMES, EncoderOutput, TokenTypeInput, families, model_spec as bp
-from headwise.models.feed_forward import FeedForward, MixtureOfExperts, NormLayer
+from headwise.models import INIT_SCHEMES, EncoderOutput, model_spec as bp
+from headwise.models.feed_forward import FeedForward, MixtureOfExperts
 from headwise.models.generation import Engine
-from support.config_fields import TINY, tiny_config
+from headwise.studies.cells import resize_model  # noqa: F401 - lines of refused_models.txt use it
+from headwise.training.data import make_task  # noqa: F401 - lines of refused_models.txt use it
+from support.refusals import check_refused, refused_calls
 
 MODEL, WORDS = 12, 11
 CAUSAL = hw.design(model=MODEL, heads=3, kv=1, pattern="causal()", bias="qkvo")
@@ -71,24 +75,6 @@ def ids(rows: int = 3, count: int = 7) -> Tensor:
 # --- what they hold -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "architecture"), TINY)
-def test_tensors_are_those_of_the_description(family: str, architecture: str):
-    """Small configs of every class: names, shapes, and which are trained. What no spec says is
-    refused.
-    """
-    described = families.read_model_spec(tiny_config(family, architecture))
-    if described.approximation_reasons():
-        with pytest.raises(hw.SpecError, match="cannot build"):
-            hw.build(described)
-        return
-    net = hw.build(described)
-    assert {key: tuple(t.shape) for key, t in net.state_dict().items()} == described.shapes()
-    assert sum(p.numel() for p in net.parameters()) == costs.count_parameters(described)
-    assert {key for key, _ in net.named_parameters()} == {
-        w.name for w in described.weights() if w.trainable
-    }
-
-
 def test_shared_weights_are_one_tensor():
     spec = replace(CAUSAL, modifiers=(hw.parts.T5Bias(buckets=8, reach=9, looking="back"),))
     net = built(model(*[bp.BlockSpec(spec)] * 3))
@@ -106,21 +92,6 @@ def test_shared_weights_are_one_tensor():
     assert not torch.allclose(before, other.to(torch.float64)(x) + 1)
     net(x).sum().backward()
     assert tables[0].grad is not None
-
-
-def test_a_tied_head_is_the_table_of_its_stack():
-    net = built(PAIR)
-    assert "head.tokens.weight" not in net.state_dict()
-    h = torch.randn(2, 3, MODEL, dtype=torch.float64)
-    torch.testing.assert_close(net.apply_head(h), h @ net.decoder.embedding.tokens.T)
-    for reader, owner in (("decoder", "encoder"), ("encoder", "decoder")):
-        shared = bp.EmbeddingSpec(WORDS, table=owner)
-        stacks = tuple(
-            replace(one, embedding=shared) if one.name == reader else one for one in PAIR.stacks
-        )
-        net = built(replace(PAIR, stacks=stacks, heads=()))
-        assert net.stacks[reader].embedding.table is net.stacks[owner].embedding.tokens
-        assert f"{reader}.embedding.tokens" not in net.state_dict()
 
 
 # --- where tokens stand ---------------------------------------------------------------------------
@@ -254,23 +225,6 @@ def test_frames_over_time_are_an_image_of_one_column():
     torch.testing.assert_close(got[0], net(x[:1, None])[0])
 
 
-def test_vectors_enter_where_there_is_no_embedding():
-    net = built(model(BLOCK, embedding=None))
-    x = torch.randn(2, 5, MODEL, dtype=torch.float64)
-    assert net(x).shape == (2, 5, WORDS)
-    with pytest.raises(
-        ValueError, match=r"has no embedding and takes vectors.*\[batch, tokens, 12\]"
-    ):
-        net(ids())
-
-
-def test_token_types_default_to_the_first():
-    net = built(model(BLOCK, embedding=bp.EmbeddingSpec(WORDS, types=3)))
-    x = ids()
-    torch.testing.assert_close(net(x), net(TokenTypeInput(x, torch.zeros_like(x))))
-    assert not torch.allclose(net(x), net(TokenTypeInput(x, torch.full_like(x, 2))))
-
-
 # --- feed-forwards --------------------------------------------------------------------------------
 
 
@@ -310,11 +264,17 @@ def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("bias", ["", "learned", "constant"])
-@pytest.mark.parametrize(
-    "groups", [(1, 1, "max"), (3, 2, "max"), (3, 1, "top2"), (3, 2, "top2"), (2, 2, "top2")]
-)
-@pytest.mark.parametrize("scores", ["softmax", "softmax_of_top_k", "sigmoid", "sigmoid_sum"])
+GROUPS = [(1, 1, "max"), (3, 2, "max"), (3, 1, "top2"), (3, 2, "top2"), (2, 2, "top2")]
+SCORES = ("softmax", "softmax_of_top_k", "sigmoid", "sigmoid_sum")
+ROUTERS = [  # each pair of options once
+    (scores, GROUPS[(n + m) % 5], bias)
+    for (n, scores), (m, bias) in product(
+        enumerate(SCORES), enumerate(("", "learned", "constant", "learned", ""))
+    )
+]
+
+
+@pytest.mark.parametrize(("scores", "groups", "bias"), ROUTERS)
 def test_experts_follow_their_router(scores: str, groups: tuple[int, int, str], bias: str):
     shared = bp.FeedForwardSpec(3, "relu") if bias else None
     each = bp.FeedForwardSpec(7, "silu", "gated", "g")
@@ -368,20 +328,6 @@ def test_activations_by_name(name: str):
     with torch.no_grad():
         feed.up.copy_(torch.eye(41)), feed.down.copy_(torch.eye(41))
     torch.testing.assert_close(feed(x), expected[name])
-
-
-@pytest.mark.parametrize("kind", ["layer", "layer_no_bias", "rms", "rms_unit_offset"])
-def test_norms_by_their_definitions(kind: str):
-    norm = NormLayer(bp.NormSpec(kind, eps=0.1), 7).double()
-    x = torch.randn(3, 7, dtype=torch.float64)
-    for moved in (0.0, 1.0):  # as it starts, and after
-        with torch.no_grad():
-            for p in norm.parameters():
-                p.add_(moved * torch.randn(7))
-        middle = x - x.mean(-1, keepdim=True) if kind in ("layer", "layer_no_bias") else x
-        unit = middle / (middle.square().mean(-1, keepdim=True) + 0.1).sqrt()
-        weight = norm.weight + 1 if kind == "rms_unit_offset" else norm.weight
-        torch.testing.assert_close(norm(x), unit * weight + (norm.bias if kind == "layer" else 0))
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -642,107 +588,7 @@ def test_generation_leaves_the_model_as_it_was():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("described", "words"),
-    [
-        ("gpt2", "give a ModelSpec"),
-        (
-            model(bp.BlockSpec(bp.ApproximateAttention(CAUSAL, "it bends"))),
-            r"cannot build decoder\.0\.attention: it bends",
-        ),
-        (
-            model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "gelo"))),
-            "no activation 'gelo'; did you mean 'gelu'",
-        ),
-        (
-            model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "bounded_silu(1.0, 2.0)"))),
-            "give FeedForwardSpec\\(form='gated'\\)",
-        ),
-        (model(embedding=bp.EmbeddingSpec(WORDS, first=2)), "first=2 needs patches"),
-        (model(name="forward"), "stack cannot be called 'forward'"),
-        (model(name="dropout"), "stack cannot be called 'dropout'"),
-        (model(heads=(bp.OutputHeadSpec("keys", 3),)), "head cannot be called 'keys'"),
-    ],
-)
-def test_unbuildable_specs_give_reasons(described: Any, words: str):
-    with pytest.raises(hw.SpecError, match=words):
-        hw.build(described)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"dropout": 1.0}, "dropout=1.0"),
-        ({"dropout": "much"}, "dropout='much'"),
-        ({"init": "xavir"}, "mean 'xavier'"),
-    ],
-)
-def test_invalid_build_arguments_give_reasons(options: dict[str, Any], words: str):
-    with pytest.raises(hw.SpecError, match=words):
-        hw.build(DECODER, **options)
-
-
 LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]])
-
-
-@pytest.mark.parametrize(
-    ("described", "call", "words"),
-    [
-        (
-            DECODER,
-            {"x": STRANGE},
-            r"ids hold 11, but the table has 11 rows; give numbers in 0\.\.10",
-        ),
-        (DECODER, {"x": -STRANGE}, r"ids hold -11"),
-        (DECODER, {"x": STRANGE.float()}, r"ids are torch.float32 \[1, 2\]; give integers"),
-        (DECODER, {"x": [[1, 2]]}, "ids are list; give integers"),
-        (DECODER, {"x": LONG}, r"no position 9.*PositionSpec\('learned', 10\)"),
-        (DECODER, {"x": LONG[:, :5], "source": LONG}, "has no encoder, so it takes x alone"),
-        (DECODER, {"x": LONG[:, :5], "head": "token"}, "no head 'token'; did you mean 'tokens'"),
-        (
-            DECODER,
-            {"x": LONG[:, :5], "sequence": hw.SequenceInfo.contiguous(0, 4, "cpu")},
-            r"sequence is \[1, 4\].*x is \[1, 5\]",
-        ),
-        (DECODER, {"x": TokenTypeInput(LONG[:, :5], LONG[:, :5])}, "has no token types"),
-        (PAIR, {"x": LONG[:, :5]}, "has an encoder, which needs an input; give source="),
-        (PAIR, {"x": LONG[:, :5], "source": STRANGE}, "ids hold 11"),
-    ],
-)
-def test_invalid_inputs_give_reasons(described: bp.ModelSpec, call: dict[str, Any], words: str):
-    net = hw.build(described)
-    with pytest.raises(ValueError, match=words) as caught:
-        net(call.pop("x"), **call)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        ((1, 3, 8, 15), r"give pixels as floating-point numbers \[batch, 2, 8, 15\]"),
-        ((1, 2, 7, 15), "resize it to 8 x 15"),
-    ],
-)
-def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
-    net = hw.build(vision(patches=bp.PatchSpec(2, 3, 4, 5, channels=2)))
-    with pytest.raises(ValueError, match=words):
-        net(torch.zeros(shape))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"prompt": LONG[:, :0]}, "at least one token"),
-        ({"prompt": LONG[0]}, "at least one token"),
-        ({"sequence": hw.SequenceInfo.from_batch(LONG[:, :3], lengths=[0])}, "all padding"),
-    ],
-)
-def test_invalid_cached_calls_give_reasons(options: dict[str, Any], words: str):
-    with pytest.raises(ValueError, match=words):
-        hw.generation.greedy_decode(
-            hw.build(DECODER), **({"prompt": LONG[:, :3], "max_new_tokens": 2} | options)
-        )
 
 
 @pytest.mark.parametrize("has_source", [False, True])
@@ -798,3 +644,10 @@ def test_a_model_beyond_all_memory_is_refused_before_it_is_built(device: str):
         pytest.raises(hw.SpecError, match=r"cannot build llama: its weights need .* GB"),
     ):
         hw.build(described)
+
+
+@pytest.mark.parametrize(
+    ("does", "words"), refused_calls(Path(__file__).with_name("refused_models.txt"))
+)
+def test_what_cannot_be_built_or_called_gives_a_reason(does: str, words: str):
+    check_refused(does, words, ValueError, globals())

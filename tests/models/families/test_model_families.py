@@ -427,7 +427,17 @@ def loaded(spec: hw.AttentionSpec, module: nn.Module, model: nn.Module) -> hw.At
     return layer
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.is_supported])
+# Models that our loader reads; their logits are compared as a whole.
+READ = [
+    name
+    for name, kind in KINDS.items()
+    if kind.config_of_class.model_type in WEIGHT_NAMES and kind.is_supported
+]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, kind in KINDS.items() if kind.is_supported and name not in READ]
+)
 def test_attention_outputs_equal_those_of_transformers(name: str):
     """Every site, in float64; rotary angles are float32 with them."""
     kind = KINDS[name]
@@ -540,16 +550,6 @@ def test_sites_without_a_spec_have_a_reason(name: str):
         hw.build(described)
 
 
-def test_the_stack_of_a_site_is_that_of_its_description():
-    """No word in a path of BLOOM says which stack it is, nor does a module say
-    that it is causal.
-    """
-    assert [site.name for site in hw.sites(KINDS["bloom"].build())] == [
-        "decoder.0.attention",
-        "decoder.1.attention",
-    ]
-
-
 def test_towers_are_read_from_configs_inside():
     text = BERT | {"eos_token_id": 2, "num_hidden_layers": 3}
     vision = VIT | {"num_attention_heads": 2}
@@ -570,21 +570,16 @@ def test_towers_are_read_from_configs_inside():
     assert any("vision_config" in note for note in families.read_model_spec(config.to_dict()).notes)
 
 
-def test_a_config_without_a_class_still_gives_its_layers():
-    """What stands on the layers does not matter to a site."""
-    model = KINDS["olmo2"].build()
-    model.config.architectures = ["Olmo2ForSomethingElse"]
-    assert all(site.spec is not None for site in hw.sites(model))
-
-
 # --- what is new in the words ---------------------------------------------------------------------
 
 PLACED = ("olmo", "olmo2", "gpt-neox", "granite", "stablelm-parallel", "gemma3", "bloom", "marian")
 PLACED += ("clip-vision-projected",)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, (torch.float32, torch.bfloat16)[n % 2]) for n, name in enumerate(PLACED)],
+)
 def test_saved_bytes_are_those_of_the_formulas(name: str, dtype: torch.dtype):
     """New placements and norms, for the way back."""
     model = read(KINDS[name])
@@ -719,12 +714,6 @@ def test_a_config_with_only_a_model_type_is_the_default_model(family: str):
 
 # --- folders read by our own loader ---------------------------------------------------------------
 
-READ = [
-    name
-    for name, kind in KINDS.items()
-    if kind.config_of_class.model_type in WEIGHT_NAMES and kind.is_supported
-]
-
 
 @pytest.mark.parametrize("name", READ)
 def test_a_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path):
@@ -749,13 +738,3 @@ def test_a_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path):
     torch.testing.assert_close(
         got, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item())
     )
-
-
-def test_enough_families_are_read_from_folders():
-    assert {KINDS[name].config_of_class.model_type for name in READ} >= {
-        "gemma3_text",
-        "olmo2",
-        "phi3",
-        "roberta",
-        "marian",
-    }

@@ -23,7 +23,6 @@ from headwise.models.generation import DecodingState, eval_mode
 from headwise.models.generation.decoding_config import MIN_TEMPERATURE
 from headwise.models.generation.decoding_state import (
     BeamSearch,
-    filter_logits,
     read_best,
     run_beam_search,
     sample_tokens,
@@ -68,20 +67,6 @@ def anew(
     for _ in range(count):
         ids.append(int(logits_of(net, ids, source).argmax()))
     return ids[len(prompt) :]
-
-
-@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 9.99e-6])
-def test_temperatures_near_zero_take_the_likeliest_token(temperature: float, net: hw.Transformer):
-    logits, streams = torch.tensor([[0.5, 88.0, 88.0, -3e38]]), [RandomStream(0, 0)]
-    assert sample_tokens(logits, temperature=temperature, streams=streams) == [1]
-    for beams in (1, 3):
-        config = hw.DecodingConfig(beams=beams)
-        found = hw.generate(
-            net, PROMPTS, max_new_tokens=4, temperature=temperature, seed=3, config=config
-        )
-        assert found == hw.generate(net, PROMPTS, max_new_tokens=4, config=config)
-    with pytest.raises(hw.SpecError, match="does not sample"):
-        hw.generate(net, PROMPTS[0], temperature=temperature, config=hw.DecodingConfig(top_k=2))
 
 
 def test_the_smallest_temperature_that_samples():
@@ -167,14 +152,6 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
     ]
     counts = Counter(found)
     assert p_value([counts[n] for n in range(9)], expected) > 1e-3
-
-
-@pytest.mark.parametrize("name", [name for name in HOWS if name != "repetition"])
-def test_filtered_logits_equal_the_definitions(name: str):
-    for _ in range(50):
-        logits = torch.randn(13, dtype=torch.float64) * 3
-        keep = filter_logits(logits[None], HOWS[name])[0].softmax(-1)
-        assert keep.tolist() == pytest.approx(shares(logits.tolist(), [], 1.0, HOWS[name]))
 
 
 def test_texts_are_drawn_as_often_as_they_are_likely():
@@ -408,34 +385,6 @@ def test_beams_remain_active_however_many_extensions_end():
     assert [one.ids for one in search.over] == [(0,), (1,)]
 
 
-@pytest.mark.parametrize("power", [0.0, 1.0])
-def test_as_many_beams_as_tokens_find_the_best_of_two(net: hw.Transformer, power: float):
-    """Through the door that users take: of two tokens nothing is lost, and ends
-    may lie anywhere.
-    """
-    how = hw.DecodingConfig(beams=WORDS, best=4, length_penalty=power, end=(5,))
-    for prompt, best in zip(
-        PROMPTS, hw.generate(net, PROMPTS, max_new_tokens=2, config=how), strict=True
-    ):
-        expected = [list(ids) for ids, _ in every(net, prompt, 2, [5], power)[:4]]
-        assert best == [ids[:-1] if ids[-1] == 5 else ids for ids in expected]
-
-
-def test_beams_score_no_less_than_the_likeliest_tokens(net: hw.Transformer):
-    def score(prompt: list[int], ids: list[int]) -> float:
-        rows = [logits_of(net, prompt + ids[:n]).log_softmax(-1)[one] for n, one in enumerate(ids)]
-        return float(sum(rows))
-
-    greedy, beams = (
-        hw.generate(net, PROMPTS, max_new_tokens=6, config=hw.DecodingConfig(beams=count, best=1))
-        for count in (1, 6)
-    )
-    assert greedy == [anew(net, prompt, 6) for prompt in PROMPTS]
-    better = [score(p, b) - score(p, a) for p, a, b in zip(PROMPTS, greedy, beams, strict=True)]
-    assert min(better) > -1e-12
-    assert max(better) > 0
-
-
 def test_all_positions_can_be_used():
     net = build_random(decoder_spec(positions=8))
     assert hw.generate(net, [3, 1, 4], max_new_tokens=6) == anew(net, [3, 1, 4], 6)
@@ -589,45 +538,9 @@ def test_ungeneratable_prompts_give_reasons(name: str):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
-        ({"top_k": True}, "top_k must be an integer of at least 1, got True"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
-        ({"min_p": -0.1}, "min_p must be above 0 and at most 1, got -0.1"),
-        (
-            {"repetition": 0.0},
-            "repetition must be a number above 0, got 0.0; give 1 for no penalty",
-        ),
-        ({"length_penalty": math.nan}, "length_penalty must be a number, got nan"),
-        ({"beams": 0}, "beams must be an integer of at least 1, got 0"),
-        ({"beams": 2, "best": 3}, "cannot return best=3 of beams=2 beams; give beams=3"),
-        ({"stop": ""}, "stop must be a non-empty text or a token id, got ''"),
-        ({"stop": (1.5,)}, "stop must be a non-empty text or a token id, got 1.5"),
-        ({"end": (-1,)}, "end must be one or more token ids"),
-    ],
-)
-def test_invalid_decoding_configs_give_reasons(options: dict[str, Any], words: str):
-    with pytest.raises(hw.SpecError, match=words):
-        hw.DecodingConfig(**options)
-
-
 def test_broken_weights_are_reported(net: hw.Transformer):
     with torch.no_grad():
         net.head["tokens"].weight[3] = math.nan
     for options in ({}, {"temperature": 1.0}):
         with pytest.raises(ValueError, match="produced NaN logits"):
             hw.generate(net, [1, 2], max_new_tokens=2, **options)
-
-
-def test_unstreamable_decoding_gives_reasons(net: hw.Transformer):
-    with pytest.raises(
-        ValueError, match="cannot stream 3 prompts at once; give one, or call generate"
-    ):
-        hw.stream(net, PROMPTS)
-    with pytest.raises(hw.SpecError, match="cannot stream beams=2"):
-        hw.stream(net, PROMPTS[0], config=hw.DecodingConfig(beams=2))
-    with pytest.raises(ValueError, match=r"give what hw\.build or hw\.load returned"):
-        hw.generate(torch.nn.Linear(1, 1), [1])  # pyright: ignore[reportArgumentType] - that is the test

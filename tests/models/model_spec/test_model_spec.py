@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -17,7 +16,6 @@ from hypothesis import given, strategies as st
 
 import headwise as hw
 from headwise import costs
-from headwise.costs.weight_storage import parameter_terms
 from headwise.models import families, model_spec
 from headwise.models.model_spec import (
     ApproximateAttention,
@@ -180,28 +178,6 @@ def test_every_tensor_is_named_once_and_built_by_the_spec():
             assert built.items() <= model.shapes().items()
 
 
-@pytest.mark.parametrize(
-    ("placement", "norms"),
-    [
-        ("pre", 3),
-        ("post", 3),
-        ("post_sublayer", 3),
-        ("sandwich", 6),
-        ("parallel", 1),
-        ("parallel_two_norms", 3),
-    ],
-)
-def test_norms_by_placement(placement: str, norms: int):
-    whole = BlockSpec(FULL, spec(), FeedForwardSpec(7), placement=placement)
-    assert (
-        len(whole.norm_names)
-        == norms
-        == sum(w.role == "norm" for w in replace(whole, norm=NormSpec("rms")).weights(10))
-    )
-    assert BlockSpec(FULL, placement="pre").norm_names == ("attention_norm",)
-    assert BlockSpec(placement=placement).norm_names == ()
-
-
 def test_a_merged_block_holds_its_cross_attention_alone():
     """The mean is read through the same maps (1908.11365): 4 d^2, where two
     attentions have 8 d^2.
@@ -221,39 +197,6 @@ def test_a_merged_block_holds_its_cross_attention_alone():
             match=r"BlockSpec\(form='merged'\) adds a mean .*; give cross=, and no attention",
         ):
             replace(wrong, form="merged")
-
-
-def test_a_feed_forward_equals_torch_modules():
-    for gated in ("plain", "gated"):
-        maps = {"up": (10, 7), "down": (7, 10)} | ({"gate": (10, 7)} if gated == "gated" else {})
-        linear = {name: torch.nn.Linear(*sizes) for name, sizes in maps.items()}
-        built = shapes(FeedForwardSpec(7, form=gated, bias="ugd" if gated == "gated" else "ud"))
-        assert built == {name: tuple(of.weight.shape) for name, of in linear.items()} | {
-            f"{name}_bias": tuple(of.bias.shape) for name, of in linear.items()
-        }
-
-
-def test_experts_have_one_of_each_and_a_constant_is_not_learned():
-    experts = ExpertsSpec(
-        FeedForwardSpec(7, form="gated", bias="u"),
-        count=5,
-        top_k=2,
-        shared=FeedForwardSpec(3),
-        bias="constant",
-    )
-    assert shapes(experts) == {
-        "router": (5, 10),
-        "router_bias": (5,),
-        "expert.up": (5, 7, 10),
-        "expert.up_bias": (5, 7),
-        "expert.gate": (5, 7, 10),
-        "expert.down": (5, 10, 7),
-        "shared.up": (3, 10),
-        "shared.down": (10, 3),
-    }
-    model = decoder(block(feed=experts))
-    assert costs.count_constants(model) == 5
-    assert costs.count_parameters(model) == sum(w.numel for w in model.weights()) - 5
 
 
 @pytest.mark.parametrize(
@@ -289,26 +232,6 @@ def test_numbers_beyond_any_machine_are_exact():
         2**61 - 1
     )
     assert model_spec.from_json(model_spec.to_json(model)) == model
-
-
-def test_terms_add_up_and_have_formulas():
-    for model in EVERY:
-        bill = parameter_terms(model)
-        assert bill.total == costs.count_parameters(model)
-        assert len(set(bill.terms)) == len(bill.terms)
-        for term in bill.terms:
-            times, _, axes = term.formula.rpartition(" · ")
-            alike = [
-                w
-                for w in model.weights()
-                if re.sub(r"^(\w+)\.\d+\.", r"\1.*.", w.name) == term.name and w.trainable
-            ]
-            product = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", axes)
-            each = {
-                eval(product, {"source": w.axis_sizes.get("model"), **w.axis_sizes}): w.numel
-                for w in alike
-            }
-            assert term.value == int(times or 1) * each[term.value // int(times or 1)]
 
 
 def test_a_description_needs_no_torch():
