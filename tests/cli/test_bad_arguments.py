@@ -93,10 +93,7 @@ def all_modules() -> None:
 def no_loading(all_modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading any model fails the test."""
     for module, name in (
-        (hw, "load"),
-        (hw.hub, "load"),
-        (hw.models, "load"),
-        (hw.models, "build"),
+        *((hw, "load"), (hw.hub, "load"), (hw.models, "load"), (hw.models, "build")),
         (pretrained_models, "load"),
         (pretrained_models, "load_original"),
         (save_load, "load"),

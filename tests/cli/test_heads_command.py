@@ -117,12 +117,7 @@ def small() -> HeadTable:
     names = ("previous", "syntactic det to governor", "unclear", "sink")
     heads = tuple(
         HeadMeasures(
-            "decoder",
-            "attention",
-            n // 2,
-            n % 2,
-            0,
-            f"decoder.{n // 2}.attention",
+            *("decoder", "attention", n // 2, n % 2, 0, f"decoder.{n // 2}.attention"),
             {"entropy": one, "sink": one},
             (HeadClass(name, 0.3 + 0.2 * n, "it does"),),
         )
@@ -149,10 +144,7 @@ def test_the_report_includes_importance_redundancy_and_baseline(folders, tmp_pat
         str(folders["ours"]),
         "--data",
         str(tmp_path / "lines"),
-        "--importance",
-        "taylor",
-        "--redundancy",
-        "--random-baseline",
+        *("--importance", "taylor", "--redundancy", "--random-baseline"),
     ]
     data = run_json(capsys, "heads", *base, f"--out {tmp_path / 'out'}")
     worth = {(one["site"], one["head"]): one["value"] for one in data["importance"]["heads"]}

@@ -206,11 +206,7 @@ def test_a_trained_model_records_the_part(capsys, tmp_path: Path):
 def test_the_processes_of_a_study_import_the_part(capsys, tmp_path: Path):
     Path("study.toml").write_text(STUDY)
     argv = [
-        "study",
-        "study.toml",
-        "--jobs",
-        "1",
-        "--out",
+        *("study", "study.toml", "--jobs", "1", "--out"),
         str(tmp_path),
         "--json",
         "--import",

@@ -60,10 +60,7 @@ def test_settings_reach_task_and_recipe(capsys: pytest.CaptureFixture[str], tmp_
     result = [
         "--recipe",
         str(tmp_path / "r.toml"),
-        "--set",
-        "task.pairs=3",
-        "--set",
-        "recipe.schedule=wsd",
+        *("--set", "task.pairs=3", "--set", "recipe.schedule=wsd"),
     ]
     code, out, _ = trained(capsys, "recall", "--out", str(tmp_path / "a"), *SMALL, *result)
     config = read_lines(tmp_path / "a" / "metrics.jsonl")[0]
@@ -282,10 +279,7 @@ def test_published_models_that_cannot_be_trained_are_refused(model, message, tmp
     ("model", "task", "rows", "parameters"),
     [
         (
-            "transformer-base",
-            "dates",
-            63,
-            44_170_752,
+            *("transformer-base", "dates", 63, 44_170_752),
         ),  # 6 x 3,152,384 + 6 x 4,204,032 + 63 x 512, bias included
         ("gpt2", "copy", 35, 124_439_808 - (50_257 - 35) * 768),
         ("bert-base", "graph", 2, None),

@@ -54,11 +54,7 @@ def _run_with_small_disk(argv: Sequence[str]) -> int:
         library = folder / "full_disk.so"
         subprocess.run(
             [
-                "cc",
-                "-shared",
-                "-fPIC",
-                "-o",
-                library,
+                *("cc", "-shared", "-fPIC", "-o", library),
                 Path(__file__).with_name("full_disk.c"),
                 "-ldl",
             ],

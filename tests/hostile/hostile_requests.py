@@ -141,11 +141,7 @@ NOTHING = (
     "gqa.toml",
 )  # fmt: skip
 QUICK = (
-    "spec",
-    "cost",
-    "walk",
-    "why",
-    "sites",
+    *("spec", "cost", "walk", "why", "sites"),
 )  # they answer at once, so that presets in hostile sizes are tried too
 TIMED_OPTIONS = ("--measure",)  # measures this machine for seconds before it reads anything
 STARTS_WITHOUT_INPUT = ("demo", "learn")

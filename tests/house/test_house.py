@@ -243,11 +243,7 @@ def test_modules_are_named_after_what_is_inside():
 def test_opaque_names_are_found():
     names = ("told", "held", "holding", "withheld", "kv_cache", "path", "output_paths", "words")
     assert [name for name in names if OPAQUE_NAME.fullmatch(name)] == [
-        "told",
-        "held",
-        "holding",
-        "path",
-        "words",
+        *("told", "held", "holding", "path", "words"),
     ]
 
 

@@ -126,17 +126,11 @@ def test_opaque_names_and_riddles_are_detected():
         "found_keys, _held = seen\n"
     )
     assert [name for name in bound_names(code) if OPAQUE_VARIABLE.fullmatch(name)] == [
-        "told",
-        "given",
-        "seen",
-        "_held",
+        *("told", "given", "seen", "_held"),
     ]
     assert [
         bool(RIDDLE.match(text))
         for text in (*summaries(code), "Whatever", "Itself", "The same, done")
     ] == [
-        True,
-        False,
-        False,
-        True,
+        *(True, False, False, True),
     ]

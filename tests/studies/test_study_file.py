@@ -67,10 +67,7 @@ def test_cells_of_a_study():
     ]
     report = grid.report_cells({("mha", "recall"): 0.003, ("few", "recall"): 0.002})
     assert [(cell.variant, cell.rate, cell.seed) for cell in report] == [
-        ("mha", 0.003, 1),
-        ("mha", 0.003, 2),
-        ("few", 0.002, 1),
-        ("few", 0.002, 2),
+        *(("mha", 0.003, 1), ("mha", 0.003, 2), ("few", 0.002, 1), ("few", 0.002, 2)),
     ]
     assert len({cell.id for cell in [*tuning, *report]}) == 6
     again = CellGrid(parse_study(TABLE, "other name", "small", {}))
@@ -238,11 +235,7 @@ WRONG = [
     [[0]],
     [["x", 1]],
     [{"a": 1}],
-    1.5,
-    -1,
-    True,
-    10**30,
-    math.nan,
+    *(1.5, -1, True, 10**30, math.nan),
 ]
 
 

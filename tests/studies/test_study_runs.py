@@ -107,10 +107,7 @@ def test_metrics_are_those_of_the_trained_model(finished: tuple[StudyResults, St
 
 def test_kill_and_resume_give_the_same_bytes(study_file, study, finished, tmp_path):
     command = [
-        sys.executable,
-        "-m",
-        "headwise",
-        "study",
+        *(sys.executable, "-m", "headwise", "study"),
         str(study_file),
         "--out",
         str(tmp_path / "out"),
@@ -266,11 +263,7 @@ def test_command(study_file, finished, capsys, tmp_path):
         str(study_file),
         "--out",
         str(tmp_path),
-        "--jobs",
-        "0",
-        "--only",
-        "recall/gqa/1",
-        "--json",
+        *("--jobs", "0", "--only", "recall/gqa/1", "--json"),
     ]
     assert main(only) == 0
     assert json.loads(capsys.readouterr().out)["failures"] == []

@@ -28,16 +28,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 NAME = "pretend"
 COPIES = ("aten::copy_", "aten::_to_copy", "aten::to")
 INDEXING = (
-    "aten::index",
-    "aten::index_put_",
-    "aten::index_put",
-    "aten::_unsafe_index",
+    *("aten::index", "aten::index_put_", "aten::index_put", "aten::_unsafe_index"),
 )  # take indices of the CPU
 CONSTRUCTORS = (
-    "tensor",
-    "as_tensor",
-    "asarray",
-    "new_tensor",
+    *("tensor", "as_tensor", "asarray", "new_tensor"),
 )  # fill a device without an operation
 BUILTIN = ("aten", "prim", "prims", "profiler")
 DEVICE_KERNELS = (

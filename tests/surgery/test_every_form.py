@@ -38,11 +38,7 @@ RESULTS = {
     "bert": (RESIZED, OURS, OURS, PLAIN, OURS),
     "roberta": (RESIZED, OURS, OURS, PLAIN, OURS),
     "gpt2": (
-        OURS,
-        OURS,
-        OURS,
-        PLAIN,
-        OURS,
+        *(OURS, OURS, OURS, PLAIN, OURS),
     ),  # queries, keys and values in one tensor with equal parts
     "neox": (OURS, OURS, PER_HEAD, PLAIN, OURS),
     "llama": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),

@@ -209,11 +209,7 @@ def test_shards_dtypes_and_unmapped_tensors_stay(tmp_path: Path, here: None):
         path.relative_to(tmp_path / "cut").as_posix() for path in (tmp_path / "cut").rglob("*.*")
     )
     assert [name for name in keep if "safetensors" not in name] == [
-        "1_Pooling/config.json",
-        CONFIG,
-        "generation_config.json",
-        RECORD_FILE,
-        "merges.txt",
+        *("1_Pooling/config.json", CONFIG, "generation_config.json", RECORD_FILE, "merges.txt"),
         "modules.json",
         "tokenizer_config.json",
         "vocab.json",
@@ -231,10 +227,7 @@ def besides(folder: Path) -> None:
     )  # fmt: skip
     for name in (
         *expected,
-        "training_args.bin",
-        "modeling_own.py",
-        "optimizer.pt",
-        "1_Pooling/own.py",
+        *("training_args.bin", "modeling_own.py", "optimizer.pt", "1_Pooling/own.py"),
         "scores.json",
     ):
         (folder / name).write_text("{}")
@@ -433,11 +426,7 @@ def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.F
         )
         request.getfixturevalue("here")
     result = [
-        sys.executable,
-        "-I",
-        "-B",
-        "-c",
-        CLEAN,
+        *(sys.executable, "-I", "-B", "-c", CLEAN),
         *(str(tmp_path / name) for name in nets),
         str(tmp_path),
     ]
@@ -616,10 +605,7 @@ def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("call", "after"), [
-    ("os.fsync", 0),
-    ("os.fsync", 3),
-    ("os.rename", 0),
-    ("folders_shards.save_file", 0),
+    *(("os.fsync", 0), ("os.fsync", 3), ("os.rename", 0), ("folders_shards.save_file", 0)),
 ])  # fmt: skip
 def test_a_failing_disk_leaves_no_folder(call, after, tmp_path, here, monkeypatch):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})

@@ -127,10 +127,7 @@ def test_the_command_extends_a_run_without_repeating_its_options(capsys, tmp_pat
         "recall",
         "--out",
         str(tmp_path / "a"),
-        "--steps",
-        "2",
-        "--set",
-        "recipe.evaluate_batches=1",
+        *("--steps", "2", "--set", "recipe.evaluate_batches=1"),
     ]
     assert main([*first, *plain]) == 0
     assert (
@@ -140,11 +137,7 @@ def test_the_command_extends_a_run_without_repeating_its_options(capsys, tmp_pat
                 "recall",
                 "--out",
                 str(tmp_path / "a"),
-                "--resume",
-                "--steps",
-                "4",
-                "--schedule",
-                "wsd",
+                *("--resume", "--steps", "4", "--schedule", "wsd"),
             ]
         )
         == 0

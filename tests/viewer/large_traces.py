@@ -40,15 +40,7 @@ def make_large_trace(
         arrays = {"q": q, "k": k, "v": v}
         records.append(
             AttentionRecord(
-                name,
-                "decoder",
-                layer,
-                "self",
-                "test",
-                heads,
-                groups,
-                "text",
-                "text",
+                *(name, "decoder", layer, "self", "test", heads, groups, "text", "text"),
                 (call,),
                 arrays,
             )
@@ -76,11 +68,7 @@ def make_table(trace: Trace) -> HeadTable:
             )
             heads.append(
                 HeadMeasures(
-                    "decoder",
-                    "self",
-                    layer.layer,
-                    head,
-                    layer.kv_head_of_query[head],
+                    *("decoder", "self", layer.layer, head, layer.kv_head_of_query[head]),
                     layer.name,
                     measures,
                     classes,

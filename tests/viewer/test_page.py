@@ -127,17 +127,11 @@ def test_the_keyboard_alone_walks_through_the_screens(page: Any):
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         for digit, heading in [
-            ("1", "What is open"),
-            ("3", "Head E0 H0"),
-            ("4", "Text"),
-            ("5", "Class"),
+            *(("1", "What is open"), ("3", "Head E0 H0"), ("4", "Text"), ("5", "Class")),
             ("6", "Similar heads"),
             ("7", "Lab"),
             ("8", "Prune & convert"),
-            ("9", "Steps E0 H0"),
-            ("0", "Compare two runs"),
-            ("-", "Cost"),
-            ("2", "Map"),
+            *(("9", "Steps E0 H0"), ("0", "Compare two runs"), ("-", "Cost"), ("2", "Map")),
         ]:
             page.keyboard.press(digit)
             page.get_by_role("heading", name=heading, exact=True).wait_for()

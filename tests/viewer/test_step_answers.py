@@ -275,10 +275,7 @@ def test_a_trace_alone_holds_the_steps_from_the_queries_to_the_output():
     }
     of_model, _ = find_steps(opened, place)
     for name, array in (
-        ("vectors", "q"),
-        ("scale", "out"),
-        ("normalise", "out"),
-        ("gather", "out"),
+        *(("vectors", "q"), ("scale", "out"), ("normalise", "out"), ("gather", "out")),
     ):
         np.testing.assert_allclose(
             wide(steps, name, array), wide(of_model, name, array), rtol=1e-3, atol=1e-5

@@ -35,17 +35,9 @@ def record(
         (0, queries), (0, keys), causal=causal, grids=tuple(range(len(grids)))
     )
     layer = AttentionRecord(
-        SITE,
-        "decoder",
-        0,
-        "self",
-        "test",
-        heads,
+        *(SITE, "decoder", 0, "self", "test", heads),
         tuple(range(heads)),
-        "text",
-        "text",
-        (call,),
-        arrays,
+        *("text", "text", (call,), arrays),
     )
     return Trace({}, {"text": make_token_rows([list(map(str, range(queries)))])}, (layer,), grids)
 

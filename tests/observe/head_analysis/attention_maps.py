@@ -84,9 +84,6 @@ def split_bands(whole: WeightBand, step: int) -> Iterator[WeightBand]:
     for start in range(0, whole.query_tokens.count, step):
         rows = slice(start, start + step)
         yield WeightBand(
-            whole.w_HTS[:, rows],
-            whole.allowed[..., rows, :],
-            start,
-            whole.query_tokens,
+            *(whole.w_HTS[:, rows], whole.allowed[..., rows, :], start, whole.query_tokens),
             whole.key_tokens,
         )

@@ -38,11 +38,7 @@ def test_a_parse():
     assert first.words == ("The", "dogs", "do", "n't", "bark", ".")
     assert [first.text[slice(*span)] for span in first.word_spans] == list(first.words)
     assert first.dependencies == (
-        (0, 1, "det"),
-        (1, 4, "nsubj"),
-        (2, 4, "aux"),
-        (3, 4, "advmod"),
-        (5, 4, "punct"),
+        *((0, 1, "det"), (1, 4, "nsubj"), (2, 4, "aux"), (3, 4, "advmod"), (5, 4, "punct")),
     )
     assert second.text == "a du"
 

@@ -56,11 +56,7 @@ def table(
     draw = np.random.default_rng(0)
     rows = [
         HeadMeasures(
-            "encoder",
-            "attention",
-            layer,
-            head,
-            head,
+            *("encoder", "attention", layer, head, head),
             site.format(layer),
             {"entropy": Measure(float(draw.uniform(0, 3)), 0.2, 2.7, 2.9)},
             (

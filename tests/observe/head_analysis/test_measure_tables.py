@@ -36,12 +36,7 @@ def test_small_importances_are_printed_in_scientific_form_with_intervals():
     title = "GPT2, 9 texts: importance by leave-one-out for next-token; low and high: 95 % interval"
     assert " ".join(lines[:2]) == title
     assert re.split(r"  +", lines[3]) == [
-        "site",
-        "head",
-        "importance",
-        "low",
-        "high",
-        "corrected p",
+        *("site", "head", "importance", "low", "high", "corrected p"),
     ]
     rows = [re.split(r"  +", line) for line in lines[4:7]]
     assert rows[0] == ["decoder.0.attention", "0", "3.21e-06", "1.50e-06", "4.90e-06", "0.040"]
@@ -55,25 +50,14 @@ def test_small_importances_are_printed_in_scientific_form_with_intervals():
 def test_a_ranking_names_its_columns_in_full(scale: float):
     heads = tuple(
         HeadMeasures(
-            "decoder",
-            "attention",
-            0,
-            n,
-            0,
-            "decoder.0.attention",
+            *("decoder", "attention", 0, n, 0, "decoder.0.attention"),
             {"importance": Measure(scale * (0.5 + n / 10), scale * 0.4, scale * 0.9, scale * 0.1)},
         )
         for n in range(3)
     )
     lines = to_text(HeadTable("small", "9 texts", heads).ranking("importance")).splitlines()
     assert re.split(r"  +", lines[2]) == [
-        "site",
-        "head",
-        "importance",
-        "low",
-        "high",
-        "chance",
-        "classes",
+        *("site", "head", "importance", "low", "high", "chance", "classes"),
     ]
     numbers = [float(text) for text in re.split(r"  +", lines[3])[2:6]]
     assert numbers == pytest.approx([0.7 * scale, 0.4 * scale, 0.9 * scale, 0.1 * scale])

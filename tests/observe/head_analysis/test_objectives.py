@@ -65,10 +65,7 @@ def stream(count: int, *special: int) -> TokenAnnotations:
     none = torch.zeros(count, dtype=torch.bool)
     return TokenAnnotations(
         torch.arange(count),
-        ("a",) * count,
-        marks,
-        none,
-        none,
+        *(("a",) * count, marks, none, none),
         torch.arange(count),
         torch.ones(count),
     )

@@ -76,11 +76,7 @@ def test_spectra_of_a_published_model_equal_the_published_ones(shared: Path, tmp
     found = measure_qk_spectra(net)
     assert [one.summed.dims for one in found] == [10, 12, 10, 9, 7]
     assert [round(np.mean([head.dims for head in one.heads]), 1) for one in found] == [
-        4.9,
-        5.9,
-        5.0,
-        4.9,
-        4.2,
+        *(4.9, 5.9, 5.0, 4.9, 4.2),
     ]
     first = found[0]
     assert first.heads[0].chance == pytest.approx(6.7, abs=0.3)

@@ -136,10 +136,7 @@ def test_thumbnails_have_the_size_of_their_layer(change: tuple[int, ...], tmp_pa
     trace = trace.with_thumbnails(size=3)
     save_trace(trace, tmp_path / "b.trace")
     assert hw.load_trace(tmp_path / "b.trace").thumbnails[layer.name].shape == (
-        2,
-        layer.heads,
-        3,
-        3,
+        *(2, layer.heads, 3, 3),
     )
     shape = [size + step for size, step in zip((2, layer.heads, 3, 3), change, strict=True)]
     save_trace(

@@ -51,11 +51,7 @@ def test_weights_are_sums_over_keys_and_means_over_queries(grouping, groups) -> 
 
 def test_merged_words_are_read_without_their_marks() -> None:
     assert group_tokens(make_trace(WORDS), TokenGrouping(words=True)).streams["text"][0].words == (
-        "[CLS]",
-        "playing",
-        "football",
-        ".",
-        "[SEP]",
+        *("[CLS]", "playing", "football", ".", "[SEP]"),
     )
 
 

@@ -113,15 +113,7 @@ def random_trace(words: tuple[str, ...] = ("a", "b", "c")) -> Trace:
     sinks = np.array([0.3, -1.0], np.float32)
     options = {"q": q, "k": k, "v": v, "sinks": sinks}
     layer = AttentionRecord(
-        "decoder.0.attention",
-        "decoder",
-        0,
-        "attention",
-        "h.0",
-        2,
-        (0, 0),
-        "text",
-        "text",
+        *("decoder.0.attention", "decoder", 0, "attention", "h.0", 2, (0, 0), "text", "text"),
         calls,
         options,
     )

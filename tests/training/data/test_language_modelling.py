@@ -153,10 +153,7 @@ def test_tasks_that_are_alike_read_once_and_a_changed_file_is_read_again(path: s
 
 def test_a_folder_is_its_files_by_name(tmp_path: Path):
     for name, text in (
-        ("b/one.md", "two\n"),
-        ("a.txt", "one\n"),
-        ("c.txt", "three\n"),
-        ("d.bin", "\0"),
+        *(("b/one.md", "two\n"), ("a.txt", "one\n"), ("c.txt", "three\n"), ("d.bin", "\0")),
         (".e.txt", "x"),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
