@@ -85,30 +85,6 @@ def test_another_number_of_heads_starts_as_the_first_ones_alone():
     check_close(mixing, torch.eye(6)[:, :4])
 
 
-def test_who_has_parameters_by_score_head_cannot_follow_another_number():
-    for changes in (
-        {"normaliser": hw.parts.SinkSoftmax()},
-        {"modifiers": (hw.parts.TalkingHeads(heads=7), hw.parts.Alibi())},
-        {"modifiers": (hw.parts.TalkingHeads(heads=7), hw.parts.DynamicComposition(on="weights"))},
-        {"modifiers": (hw.parts.TalkingHeads(heads=7), hw.parts.TalkingHeads())},
-    ):
-        with pytest.raises(hw.SpecError, match="use heads=0"):
-            base(**({"modifiers": (hw.parts.TalkingHeads(heads=7),)} | changes))
-    with pytest.raises(
-        hw.SpecError, match="there are 7 rows of attention weights, but heads has 6"
-    ):
-        hw.AttentionSpec(
-            model=10,
-            heads=hw.Heads.grouped(q=6, dim=4),
-            project=hw.parts.LinearProjection(),
-            similarity=hw.parts.DotProduct(),
-            pattern=hw.patterns.Full(),
-            normaliser=hw.parts.Softmax(),
-            merge=hw.parts.ConcatMerge(),
-            modifiers=(hw.parts.TalkingHeads(heads=7),),
-        )
-
-
 def test_average_attention_is_a_running_mean():
     """1908.11365: (1/t) times the sum of x W_V up to t; the state is the sum and the number."""
     spec = base(

@@ -171,64 +171,6 @@ def test_groups_of_three_heads_hold_no_whole_pairs(pairs: hw.Modifier, keep: lis
     assert far(cut.head_outputs(X), layer.head_outputs(X)[:, :, keep].detach().numpy()) < EXACT
 
 
-@pytest.mark.parametrize(
-    "project", [hw.parts.MLAProjection(rank=8, rope=2), hw.parts.Overlapping()], ids=repr
-)
-def test_pairs_of_version_2_share_a_key(project: hw.Project):
-    with pytest.raises(
-        hw.SpecError, match=r"pairs of heads that share a key.* use project LinearProjection\(\)$"
-    ):
-        base(heads=3, project=project, modifiers=(hw.parts.DifferentialV2(),))
-
-
-# --- what cannot be -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("heads", "words"),
-    [
-        (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
-        (
-            hw.Heads(q=6, kv=6, dim=4),
-            r"heads 0 and 1.*different key-value heads; use a kv that divides 3",
-        ),
-        (hw.Heads(q=6, kv=2, dim=4), r"heads 2 and 3.*kv_head_of_query=\(0, 0, 1, 1"),
-        (
-            hw.Heads(q=4, kv=2, dim=4, kv_head_of_query=(0, 0, 1, 1), value_heads=(0, 1, 1, 1)),
-            r"heads 0 and 1",
-        ),
-        (hw.Heads(q=4, kv=2, dim=4, value_heads=(0, 1)), r"2 rows for 4; mix no heads"),
-        (
-            hw.Heads(q=4, kv=2, dim=4, score_head_of_output=(0, 3)),
-            r"score_head_of_output=\(0, 3\) names second heads",
-        ),
-    ],
-)
-def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
-    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.parts.DifferentialV2(),)}
-    with pytest.raises(hw.SpecError, match=words):
-        cases.change_spec(base(), **parts)
-
-
-@pytest.mark.parametrize(
-    ("heads", "words"),
-    [
-        (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
-        (hw.Heads(q=6, kv=2, dim=4), r"share a value head; use value_heads=\(0, 0, 1, 1"),
-        (hw.Heads(q=4, kv=4, dim=4, value_heads=(0, 1)), r"2 rows for 4; mix no heads"),
-    ],
-)
-def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: str):
-    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.parts.Differential(),)}
-    with pytest.raises(hw.SpecError, match=words):
-        cases.change_spec(base(), **parts)
-
-
-def test_rows_are_joined_once():
-    with pytest.raises(hw.SpecError, match="each combine rows into output heads"):
-        base(modifiers=(hw.parts.Differential(), hw.parts.DifferentialV2()))
-
-
 # --- the presets ----------------------------------------------------------------------------------
 
 
@@ -310,18 +252,3 @@ def test_the_presets_pair_channels_as_the_released_codes_do(preset: str):
         hw.design(preset=preset, **options).modifiers[0] for options in ({}, {"pairs": "half"})
     )
     assert (default, half) == (hw.parts.Rotary(pairs="interleaved"), hw.parts.Rotary())
-
-
-def test_wrong_options_of_the_presets_are_errors():
-    with pytest.raises(hw.SpecError, match=r"diff has no keys='own_key'; .*own"):
-        hw.design(preset="diff", keys="own_key")
-    with pytest.raises(
-        hw.SpecError, match=r"Rotary\(pairs='odd'\) is unknown; use 'half' or 'interleaved'"
-    ):
-        hw.design(preset="diff2", pairs="odd")
-    with pytest.raises(hw.SpecError, match="pairs='half' and modifiers exclude each other"):
-        hw.design(
-            preset="diff", pairs="half", modifiers=(hw.parts.Rotary(), hw.parts.Differential())
-        )
-    with pytest.raises(hw.SpecError, match="design has no 'pairs'"):
-        hw.design(preset="gqa", pairs="half")

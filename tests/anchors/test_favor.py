@@ -123,14 +123,14 @@ def test_float32_at_the_top_of_the_features(dim):
     layer = hw.Attention(favor(model=dim, heads=1, dim=dim, pattern="full"))
     w = layer.similarity["directions"].float()
     longest = w[w.square().sum(-1).argmax()] * dim**0.25
-    near = torch.randn(1, 4000, dim) * 0.1 * dim**-0.25
-    ours, truth = shares_of(layer, near + longest * torch.linspace(0.2, 1.0, 4000)[:, None])
+    near = torch.randn(1, 500, dim) * 0.1 * dim**-0.25
+    ours, truth = shares_of(layer, near + longest * torch.linspace(0.2, 1.0, 500)[:, None])
     assert (
         abs(ours - truth).max() < 3e-4 * truth.max()
     )  # the digits that exponents of some 90 leave
     with torch.no_grad():
         layer.project["v"].copy_(1e3 * torch.eye(dim))
-        for x in (longest.expand(1, 4000, -1), longest.expand(1, 4000, -1) * 0.3):
+        for x in (longest.expand(1, 500, -1), longest.expand(1, 500, -1) * 0.3):
             assert layer(x).isfinite().all()
 
 
@@ -368,36 +368,3 @@ def test_what_lifting_costs():
     assert costs.counted_flops(spec, work) - costs.counted_flops(plain, work) == features + wider
     assert costs.count_parameters(spec) == costs.count_parameters(plain)
     assert costs.count_constants(spec) == 9 * 4
-
-
-@pytest.mark.parametrize(
-    ("similarity", "message"),
-    [
-        (hw.parts.FeatureMap(kind="exp"), "'exp'.* is unknown; use 'elu', 'relu' or 'favor'"),
-        (hw.parts.FeatureMap(draws=8), "'elu'.* samples nothing; leave draws and seed out"),
-        (hw.parts.FeatureMap(kind="relu", seed=1), "'relu'.* samples nothing"),
-        (
-            hw.parts.FeatureMap(eps=1e-6),
-            r"'elu', eps=1e-06\) has no eps; use normaliser SumNormaliser\(eps=1e-06\)",
-        ),
-        (hw.parts.FeatureMap(kind="favor", eps=-1.0), "eps=-1.0.* must be at least 0"),
-        (hw.parts.FeatureMap(kind="favor", draws=-1), "draws=-1.* at least 0"),
-        (hw.parts.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
-    ],
-)
-def test_features_that_cannot_be(similarity, message):
-    with pytest.raises(hw.SpecError, match=message):
-        base(similarity=similarity, normaliser=hw.parts.SumNormaliser())
-
-
-def test_an_absorbed_query_keeps_nothing_but_products():
-    with pytest.raises(
-        hw.SpecError, match="needs a dot product for its absorbed form, unlike FeatureMap"
-    ):
-        base(
-            similarity=hw.parts.FeatureMap(),
-            normaliser=hw.parts.SumNormaliser(),
-            project=hw.parts.MLAProjection(rank=8),
-        )
-    with pytest.raises(hw.SpecError, match=r"heads.dim channels, unlike Overlapping"):
-        favor(project=hw.parts.Overlapping(overlap=1))

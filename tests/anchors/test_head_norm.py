@@ -57,22 +57,6 @@ def test_a_norm_acts_in_the_order_written(first: str):
     assert far(layer.head_outputs(X), normed(o, 1e-2) * scale if first == "pairs" else o) < EXACT
 
 
-@pytest.mark.parametrize(
-    ("modifiers", "words"),
-    [
-        ((hw.parts.HeadNorm(eps=0.0),), r"eps=0.0\) must be positive"),
-        ((hw.parts.HeadNorm(scope="all"),), r"scope='all'\) is unknown; use 'shared' or 'head'"),
-        (
-            (hw.parts.HeadNorm(scope="head"), hw.parts.DifferentialV2()),
-            "write it after DifferentialV2",
-        ),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(modifiers: Any, words: str):
-    with pytest.raises(hw.SpecError, match=words):
-        base(modifiers=modifiers)
-
-
 def test_weights_of_each_output_head_may_stand_behind_a_join():
     layer = cases.layer(
         base(modifiers=(hw.parts.DifferentialV2(), hw.parts.HeadNorm(scope="head")), kv=2)

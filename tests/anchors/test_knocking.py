@@ -203,34 +203,3 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
         < EXACT
     )
     assert torch_flops(layer, X) == costs.counted_flops(layer.spec, hw.costs.CallSize(3, 7, 7, 7))
-
-
-# --- what cannot be -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "options", "words"),
-    [
-        ({"kind": "conv"}, {}, r"kind='conv'\) is unknown; use 'linear' or 'mlp'"),
-        ({"sides": "qo"}, {}, r"sides='qo'.*name each of q, k and v at most once"),
-        ({"sides": "vv"}, {}, r"sides='vv'.*at most once"),
-        ({"sides": ""}, {}, r"sides=''.*is unknown"),
-        ({"kind": "mlp", "sides": "kv"}, {}, r"kind='mlp', sides='kv'.*use sides='v'"),
-        (
-            {},
-            {"project": hw.parts.MLAProjection(rank=8, rope=2)},
-            r"heads.dim and heads.vdim channels, unlike MLAProjection.*use project LinearProjection\(\)",
-        ),
-        (
-            {"sides": "qv"},
-            {"project": hw.parts.Collaborative(width=9)},
-            r"Collaborative.*use project LinearProjection\(\)",
-        ),
-        ({}, {"project": hw.parts.Overlapping()}, r"Overlapping.*use project LinearProjection\(\)"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(
-    fields: dict[str, Any], options: dict[str, Any], words: str
-):
-    with pytest.raises(hw.SpecError, match=words):
-        cases.base(modifiers=(hw.parts.KnockingHeads(**fields),), **options)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -210,23 +208,3 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
     )
     with pytest.raises(Exception, match="knows no position 7"):
         traced(x)
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (hw.parts.LearnedScores(length=0), r"length=0\) must be at least 1"),
-        (
-            hw.parts.LearnedScores(length=5, kind="sparse"),
-            "'sparse'.* is unknown; use 'random', 'factorised' or 'dense'",
-        ),
-        (hw.parts.LearnedScores(length=5, rank=3), "rank=3.* is not factorised; leave rank out"),
-        (
-            hw.parts.LearnedScores(length=5, kind="factorised", rank=0),
-            "rank=0.* must be at least 1",
-        ),
-    ],
-)
-def test_tables_that_cannot_be(part, message):
-    with pytest.raises(hw.SpecError, match=message):
-        replace(base(), modifiers=(part,))

@@ -297,33 +297,3 @@ def test_empty_slots_do_not_cost_digits_either():
                 rtol=0,
                 atol=3e-3,
             )
-
-
-@pytest.mark.parametrize(
-    ("similarity", "message"),
-    [
-        (hw.parts.Gaussian(width=0.0), r"width=0.0\) must be at least 1e-09"),
-        (hw.parts.Gaussian(width=-1.0), "must be at least 1e-09"),
-        (hw.parts.Gaussian(width=1e-300), "must be at least 1e-09"),
-    ],
-)
-def test_a_width_that_cannot_be(similarity, message):
-    with pytest.raises(hw.SpecError, match=message):
-        base(similarity=similarity)
-
-
-@pytest.mark.parametrize(
-    "similarity", [hw.parts.Additive(), hw.parts.Gaussian(width=1.0)], ids=repr
-)
-@pytest.mark.parametrize(
-    "project",
-    [
-        hw.parts.Collaborative(width=9),
-        hw.parts.Overlapping(overlap=1),
-        hw.parts.MLAProjection(rank=8),
-    ],
-    ids=repr,
-)
-def test_who_compares_vectors_themselves_wants_them_as_they_are(similarity, project):
-    with pytest.raises(hw.SpecError, match=r"use project LinearProjection\(\)"):
-        base(similarity=similarity, project=project)

@@ -228,26 +228,3 @@ def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
     )
     bare = copy_with_spec(layer, folded.spec, output_o_bias=folded.weights["output.o_bias"])
     assert far(bare(X), layer(X).detach().numpy()) < 1e-12
-
-
-# --- what cannot be -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("merge", "words"),
-    [
-        (lambda: hw.parts.SumMerge(bias="v"), r"bias='v'.*use '' or 'o'"),
-        (lambda: hw.parts.SumMerge(of="max"), r"of='max'.*use 'sum' or 'mean'"),
-        (lambda: hw.parts.SumMerge(output="random"), r"output='random'.*use 'learned' or 'fixed'"),
-        (lambda: hw.parts.SumMerge(heads=6), r"heads=6.*leave heads out, or use of='mean'"),
-        (lambda: hw.parts.SumMerge(of="mean", heads=5), r"heads=5.*less than the 6"),
-        (lambda: hw.parts.SumMerge(of="mean", heads=-1), r"heads=-1.*less than the 6"),
-        (
-            lambda: hw.parts.ConcatMerge(output="random"),
-            r"ConcatMerge\(output='random'.*use 'learned' or 'fixed'",
-        ),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(merge: Any, words: str):
-    with pytest.raises(hw.SpecError, match=words):
-        base(merge=merge())
