@@ -27,7 +27,7 @@ from .interfaces import (
     Similarity,
     WeightStep,
 )
-from .interfaces.core_types import AuxLosses, Param, PartParams, Phase, QueryContext
+from .interfaces.core_types import AuxLosses, PartParams, Phase, QueryContext
 from .masking.sequence_info import AttentionMask, SequenceInfo
 from .spec.attention_spec import AttentionSpec
 
@@ -91,20 +91,17 @@ class PartWeights(nn.Module):
         self._scalars = [name for name in self._by_head if params[name].layout.axes == ("q",)]
         for name, param in params.items():
             if name not in borrowed:
-                self._add(name, param)
-
-    def _add(self, name: str, param: Param) -> None:
-        shape = param.layout.shape(self.sizes)
-        tensor = param.init(shape)
-        if tensor.shape != shape:
-            raise SpecError(
-                f"the initialiser of {name!r} returned the shape {tuple(tensor.shape)}, but its "
-                f"layout has {shape}; return a tensor of the shape that it is given"
-            )
-        if param.trainable:
-            self.register_parameter(name, nn.Parameter(tensor))
-        else:
-            self.register_buffer(name, tensor)
+                shape = param.layout.shape(self.sizes)
+                tensor = param.init(shape)
+                if tensor.shape != shape:
+                    raise SpecError(
+                        f"the initialiser of {name!r} returned the shape {tuple(tensor.shape)}, "
+                        f"but its layout has {shape}; return a tensor of the shape that it is given"
+                    )
+                if param.trainable:
+                    self.register_parameter(name, nn.Parameter(tensor))
+                else:
+                    self.register_buffer(name, tensor)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._borrowed:

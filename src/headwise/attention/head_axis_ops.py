@@ -32,11 +32,6 @@ def average_groups(groups: Sequence[Sequence[int]]) -> Callable[[Tensor, int], T
     )
 
 
-def repeat_for_queries(kv_head_of_query: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
-    """Repeats each key-value head for every query head that uses it."""
-    return select_heads(kv_head_of_query)
-
-
 def transform_axes(
     spec: AttentionSpec,
     weights: WeightTensors,
@@ -178,7 +173,7 @@ def split_kv_heads(
     _check_even(spec, [heads.kv_head_of_query.count(head) for head in range(heads.kv)])
     own = replace(heads, kv=heads.q, kv_head_of_query=tuple(range(heads.q)))
     return _with(spec, own, spec.pattern), transform_axes(
-        spec, weights, {"kv": repeat_for_queries(heads.kv_head_of_query)}
+        spec, weights, {"kv": select_heads(heads.kv_head_of_query)}
     )
 
 

@@ -96,34 +96,25 @@ def _matrices(modules: Iterable[nn.Module]) -> Iterator[Sequence[Tensor]]:
     """
     for module in chain.from_iterable(whole.modules() for whole in modules):
         if isinstance(module, Attention):
-            yield from _grouped(module)
+            declared = module.spec.params()
+            groups = dict[str, list[Tensor]]()
+            for name, tensor in module.named_parameters():
+                if declared[name].applied is not None and declared[name].init is xavier_uniform:
+                    side = ONE_INPUT.get(name, name)
+                    groups.setdefault(
+                        "qkv" if len(side) <= 2 and module.spec.source is None else side, []
+                    ).append(tensor)
+            yield from groups.values()
         elif isinstance(module, nn.Linear):
             yield [module.weight]
         elif isinstance(module, nn.MultiheadAttention):
-            yield from _inputs(module)
-
-
-def _grouped(layer: Attention) -> Iterator[Sequence[Tensor]]:
-    declared = layer.spec.params()
-    groups = dict[str, list[Tensor]]()
-    for name, tensor in layer.named_parameters():
-        if declared[name].applied is not None and declared[name].init is xavier_uniform:
-            side = ONE_INPUT.get(name, name)
-            groups.setdefault(
-                "qkv" if len(side) <= 2 and layer.spec.source is None else side, []
-            ).append(tensor)
-    yield from groups.values()
-
-
-def _inputs(module: nn.MultiheadAttention) -> Iterator[Sequence[Tensor]]:
-    """The maps of queries, keys and values; the output map is an nn.Linear."""
-    if module.in_proj_weight is not None:
-        yield list(module.in_proj_weight.chunk(3))
-    else:
-        yield from (
-            [weight]
-            for weight in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        )
+            if module.in_proj_weight is not None:
+                yield list(module.in_proj_weight.chunk(3))
+            else:
+                yield from (
+                    [weight]
+                    for weight in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+                )
 
 
 SEEDS = 2**63  # seeds of random features are below

@@ -114,7 +114,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         sequences = [self._batch_first(tensor, is_batched) for tensor in (query, key, value)]
         q, k, v = (self._split_heads(x) for x in self._project(*sequences))
         allowed, bias = self._masks(attn_mask, key_padding_mask, (*q.shape[:3], k.shape[2]))
-        k, v, num_added = self._with_added_keys(k, v)
+        num_added = int(self.bias_k is not None)
+        if self.add_zero_attn:
+            k, v = (nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
+            num_added += 1
         if num_added:
             allowed = (
                 None if allowed is None else nn.functional.pad(allowed, (0, num_added), value=True)
@@ -154,14 +157,6 @@ class MultiheadAttention(nn.MultiheadAttention):
                 batch = projected[index].shape[0]
                 projected[index] = torch.cat([projected[index], added.expand(batch, 1, -1)], 1)
         return projected
-
-    def _with_added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Append a zero key and value (`add_zero_attn`); also count keys that no mask covers."""
-        num_added = int(self.bias_k is not None)
-        if self.add_zero_attn:
-            k, v = (nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
-            num_added += 1
-        return k, v, num_added
 
     def _masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, shape: tuple[int, ...]

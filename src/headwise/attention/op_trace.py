@@ -358,7 +358,12 @@ class AttentionSteps:
     def steps(self) -> list[AttentionStep]:
         """The steps in their order; projections of queries, keys and values stand together."""
         operations = self.trace.steps
-        first_score = _first_index(operations, CORE_RESULTS)
+        numbers = (
+            step.number
+            for step in operations
+            if step.interface in CORE_RESULTS or step.interface == "mix"
+        )
+        first_score = next(numbers, len(operations))
         last_core = max(
             (
                 step.number
@@ -406,15 +411,6 @@ class AttentionSteps:
         return "\n".join(lines)
 
 
-def _first_index(operations: tuple[OperationStep, ...], interfaces: dict[str, str]) -> int:
-    numbers = (
-        step.number
-        for step in operations
-        if step.interface in interfaces or step.interface == "mix"
-    )
-    return next(numbers, len(operations))
-
-
 def _steps_before(operations: list[OperationStep]) -> Iterator[AttentionStep]:
     """Yield the steps until the scores: inputs, projections, splits, other parts, and the exchange
     of axes.
@@ -430,7 +426,7 @@ def _steps_before(operations: list[OperationStep]) -> Iterator[AttentionStep]:
                 0, "input", "X" if step.interface == "x" else "source", step.shape, step.memory
             )
         elif step.interface in ("project_query", "project_kv") and (
-            _is_product(step) or _is_split(step)
+            _is_product(step) or (step.memory == "view" and step.operations[-1] in SPLITS)
         ):
             kind = "kv products" if _is_product(step) else "kv splits"
             tensor = "Q" if is_query else names[count[kind] % len(names)] if names else "K, V"
@@ -503,10 +499,6 @@ def _steps_after(operations: list[OperationStep]) -> Iterator[AttentionStep]:
 
 def _is_product(step: OperationStep) -> bool:
     return bool(set(step.operations) & set(PRODUCTS))
-
-
-def _is_split(step: OperationStep) -> bool:
-    return step.memory == "view" and step.operations[-1] in SPLITS
 
 
 def _format_row(number: str, name: str, tensor: str, shape: str, memory: str) -> str:

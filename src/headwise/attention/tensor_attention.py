@@ -56,7 +56,11 @@ def attend(
     (torch.Size([2, 8, 5, 16]), torch.Size([2, 8, 5, 5]))
     """
     _check_tensors(query, key, value)
-    _check_options(options)
+    unknown = sorted(set(options) - set(AttendOptions.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"attend has no {unknown[0]!r}; {suggest(unknown[0], AttendOptions.__annotations__)}"
+        )
     dims = query.dim()
     causal = options.get("causal", False)
     need_weights = options.get("need_weights", False)
@@ -197,14 +201,6 @@ def _with_heads(tensor: Tensor) -> Tensor:
 
 def _without_heads(tensor: Tensor, dims: int) -> Tensor:
     return tensor if dims == 4 else tensor[:, 0] if dims == 3 else tensor[0, 0]
-
-
-def _check_options(options: AttendOptions) -> None:
-    unknown = sorted(set(options) - set(AttendOptions.__annotations__))
-    if unknown:
-        raise TypeError(
-            f"attend has no {unknown[0]!r}; {suggest(unknown[0], AttendOptions.__annotations__)}"
-        )
 
 
 def _dropout_probability(dropout: float | nn.Dropout | None) -> float:

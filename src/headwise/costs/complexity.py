@@ -426,6 +426,7 @@ def _measure(
     generator = torch.Generator().manual_seed(1)
     x_TD = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
     norms_T = gradient_norms(module, x_TD)
+    order = torch.randperm(len(x_TD), generator=torch.Generator().manual_seed(2))
     return LayerReach(
         name=name,
         receptive_field=max(
@@ -435,7 +436,7 @@ def _measure(
         chain=longest_chain(module(x_TD)),
         gradients={distance: float(norms_T[-1 - distance]) for distance in DISTANCES},
         shift=_shift_error(module, x_TD),
-        permutation=_permutation_error(module, x_TD),
+        permutation=_error(module(x_TD[order]), module(x_TD)[order]),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         state_bytes=module.state_bytes(tokens),
     )
@@ -503,11 +504,6 @@ def _shift_error(layer: Layer, x_TD: Tensor, by: int = 2) -> float:
     """Error of a circular shift, at tokens where the convolution does not see a border."""
     inside = slice(2 * by + KERNEL, -by - KERNEL)
     return _error(layer(x_TD.roll(by, 0))[inside], layer(x_TD).roll(by, 0)[inside])
-
-
-def _permutation_error(layer: Layer, x_TD: Tensor) -> float:
-    order = torch.randperm(len(x_TD), generator=torch.Generator().manual_seed(2))
-    return _error(layer(x_TD[order]), layer(x_TD)[order])
 
 
 def _error(one: Tensor, other: Tensor) -> float:

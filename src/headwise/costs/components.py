@@ -53,7 +53,6 @@ from .weight_storage import (
     dtype_bytes,
     group_blocks_stored_alike,
     is_routed,
-    list_head_matrices,
 )
 
 SpecOrModel = AttentionSpec | ModelSpec
@@ -568,11 +567,12 @@ def _embedding_component(
 
 def _head_component(model: ModelSpec, head: OutputHeadSpec) -> LinearComponent:
     width = model.stacks[-1].model
+    place = "embedding" if head.table else f"head.{head.name}"
     return LinearComponent(
         f"head.{head.name}",
         "head",
         tuple(head.matmul_weights(width)),
-        list_head_matrices(head, width),
+        tuple(add_prefix(place, "head", head.matmul_weights(width))),
         TOKENS_SCORED_BY_HEAD[head.at],
     )
 

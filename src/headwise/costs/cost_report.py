@@ -30,7 +30,7 @@ from .components import (
     list_operations,
 )
 from .flops import CostBreakdown, SymbolicInt, cached_numbers
-from .roofline import Device, MemoryShortfall, RooflineOperation, find_shortfall, merge_operations
+from .roofline import Device, MemoryShortfall, RooflineOperation, merge_operations
 from .training_memory import ActivationSettings, activation_memory
 from .weight_storage import active_parameters, dtype_bytes, parameter_terms, total_weight_bytes
 from .workload import (
@@ -260,7 +260,11 @@ class CostEstimate:
         if phase == "decode" and self.cache_bytes:
             needed += self.cache_bytes
             contents = "weights and cache"
-        return find_shortfall(CALL_LABELS[phase], contents, needed, self.device)
+        return (
+            MemoryShortfall(CALL_LABELS[phase], contents, needed, self.device)
+            if needed > self.device.memory
+            else None
+        )
 
     # --- Lower bounds of times ---
 

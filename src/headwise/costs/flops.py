@@ -143,7 +143,9 @@ def list_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct
     `work.pairs` pairs.
     """
     spec = name_sizes(spec)
-    work = _symbolic_sizes(work)
+    letters = {"batch": "B", "queries": "T", "new_tokens": "new", "keys": "S", "pairs": "pairs"}
+    symbols = {name: name_size(getattr(work, name), letter) for name, letter in letters.items()}
+    work = replace(work, **symbols)
     core = spec.core_of(spec.project)
     parts_with_constant_input, _ = _find_constant_weights(spec, core)
     for name, part in spec.parts():
@@ -157,13 +159,6 @@ def list_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct
         yield MatrixProduct(f"{name} (own products)", part.flops(spec, work) - constant_flops)
         yield MatrixProduct(f"{name} (with constants)", constant_flops, 1)
     yield from _core_products(spec, core, work)
-
-
-def _symbolic_sizes(work: CallSize) -> CallSize:
-    """Name the sizes of a call, except those that are symbolic already."""
-    letters = {"batch": "B", "queries": "T", "new_tokens": "new", "keys": "S", "pairs": "pairs"}
-    symbols = {name: name_size(getattr(work, name), letter) for name, letter in letters.items()}
-    return replace(work, **symbols)
 
 
 def _name_axis_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -268,17 +268,6 @@ class MemoryShortfall:
         )
 
 
-def find_shortfall(
-    step: str, contents: str, needed_bytes: int, device: Device
-) -> MemoryShortfall | None:
-    """Return by how much a device is too small; None if it is large enough."""
-    return (
-        MemoryShortfall(step, contents, needed_bytes, device)
-        if needed_bytes > device.memory
-        else None
-    )
-
-
 def format_gigabytes(count: int) -> str:
     """Format bytes in GB (10^9), or in MB if there are fewer.
 

@@ -51,7 +51,11 @@ class SizeSearch:
         """
         top = self._upper_bound(target)
         if top <= EXHAUSTIVE_SIZES or not self._is_monotonic(top):
-            self._scan(top)
+            if top > MAX_SEARCH_SIZE + self.gap:
+                fact = f"the count is not monotonic, and {top} sizes are too many to try"
+                raise SpecError(f"{fact}; start from a smaller size")
+            for size in range(top + 1):
+                self._at(size)
         else:
             self._bisect(target)
         return min(
@@ -153,13 +157,6 @@ class SizeSearch:
                 low = size
             else:
                 high = size
-
-    def _scan(self, top: int) -> None:
-        if top > MAX_SEARCH_SIZE + self.gap:
-            fact = f"the count is not monotonic, and {top} sizes are too many to try"
-            raise SpecError(f"{fact}; start from a smaller size")
-        for size in range(top + 1):
-            self._at(size)
 
 
 # --- Matching the size of a spec to another -------------------------------------------------------

@@ -4,6 +4,7 @@ token; and bytes as they are stored: quantised matrices with their scales, all e
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,14 +15,12 @@ from ..models.model_spec import (
     WEIGHT_FORMATS,
     BlockSpec,
     ModelSpec,
-    OutputHeadSpec,
     QuantizationSpec,
     StackSpec,
     WeightSpec,
     attention_weights,
 )
 from ..models.model_spec.components import add_prefix
-from ..models.model_spec.quantization import matrix_sizes
 from ..util.errors import SpecError, suggest
 from .flops import CostBreakdown, SymbolicInt, attention_parameters
 
@@ -69,7 +68,8 @@ class WeightStorage:
         """Count the bytes of one tensor, which has its full name."""
         if self.quantization is None or not self.quantization.covers(weight):
             return weight.numel * DTYPE_BYTES[self.dtype]
-        count, rows, columns = matrix_sizes(weight.shape)
+        *leading, rows, columns = weight.shape
+        count = math.prod(leading)
         return count * self.quantization.format.matrix_bytes(rows, columns)
 
     def total_bytes(self, weights: Iterable[WeightSpec]) -> int:
@@ -104,14 +104,6 @@ def check_weight_format(name: str) -> None:
 # --- The weights of a layer, with their full names ------------------------------------------------
 
 
-def list_head_matrices(head: OutputHeadSpec, model: int) -> tuple[WeightSpec, ...]:
-    """Return the matrices of an output head; a table that it shares has the name of the embedding's
-    role.
-    """
-    place = "embedding" if head.table else f"head.{head.name}"
-    return tuple(add_prefix(place, "head", head.matmul_weights(model)))
-
-
 def total_weight_bytes(spec_or_model: AttentionSpec | ModelSpec, storage: WeightStorage) -> int:
     """Count the bytes of all trained tensors of a layer or model."""
     if isinstance(spec_or_model, AttentionSpec):
@@ -140,7 +132,10 @@ def group_blocks_stored_alike(
     for depth, block in enumerate(stack.layers):
         exceptions: Iterable[str] = ()
         if quantization:
-            exceptions = quantization.exceptions_at(stack.name, depth)
+            patterns = (*quantization.included, *quantization.excluded)
+            exceptions = frozenset(
+                pattern for pattern in patterns if pattern.startswith(f"{stack.name}.{depth}.")
+            )
         key = (block, frozenset(pattern.split(".", 2)[2] for pattern in exceptions))
         first, times = groups.get(key, (depth, 0))
         groups[key] = (first, times + 1)

@@ -73,7 +73,19 @@ def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
     ... )  # 12 h^2 + 13 h
     7087872
     """
-    stack, depth, role = _find_block(model, path)
+    stacks = {stack.name: stack for stack in model.stacks}
+    name, _, place = (
+        path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
+    )
+    if name not in stacks:
+        raise SpecError(f"{model.name} has no stack {name!r}; {suggest(name, stacks)}")
+    index, _, role = place.partition(".")
+    layers = stacks[name].layers
+    if not index.isdecimal() or int(index) >= len(layers):
+        fact = f"{name} has layers 0 to {len(layers) - 1}" if layers else f"{name} has no layers"
+        raise SpecError(f"{model.name} has no layer {path!r}; {fact}")
+    stack = stacks[name]
+    depth = int(index)
     block = stack.layers[depth]
     if role:
         if role not in block.attention_specs:
@@ -158,21 +170,6 @@ def _depth_dependent_fields(spec: AttentionSpec) -> Iterator[tuple[str, str, Par
 
 def _parameter_shapes(spec: AttentionSpec) -> tuple[Heads, dict[str, tuple[int, ...]]]:
     return spec.heads, spec.shapes()
-
-
-def _find_block(model: ModelSpec, path: str) -> tuple[StackSpec, int, str]:
-    stacks = {stack.name: stack for stack in model.stacks}
-    name, _, place = (
-        path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
-    )
-    if name not in stacks:
-        raise SpecError(f"{model.name} has no stack {name!r}; {suggest(name, stacks)}")
-    index, _, role = place.partition(".")
-    layers = stacks[name].layers
-    if not index.isdecimal() or int(index) >= len(layers):
-        fact = f"{name} has layers 0 to {len(layers) - 1}" if layers else f"{name} has no layers"
-        raise SpecError(f"{model.name} has no layer {path!r}; {fact}")
-    return stacks[name], int(index), role
 
 
 def _max_positions(stack: StackSpec) -> Iterator[int | None]:

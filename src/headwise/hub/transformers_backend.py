@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -112,18 +112,15 @@ class ImportHook(MetaPathFinder):
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname == self.module else None
         if spec is not None and spec.loader is not None:
-            self._register_after(spec.loader)
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                sys.meta_path.remove(self)
+                self.register()
+
+            spec.loader.exec_module = exec_module
         return spec
-
-    def _register_after(self, loader: Loader) -> None:
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            sys.meta_path.remove(self)
-            self.register()
-
-        loader.exec_module = exec_module
 
 
 def register_after_import(module: str, register: Callable[[], None]) -> None:

@@ -36,7 +36,8 @@ def main(tasks: list[str]) -> None:
     for kernels in find_kernel_sets():
         for dtype in kernels.dtypes:
             if not tasks or kernels.task_name(dtype) in tasks:
-                kernels.compile_all(dtype)
+                for name in kernels.functions:
+                    kernels.compiled_function(name, dtype)
 
 
 if __name__ == "__main__":

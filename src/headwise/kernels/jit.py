@@ -191,7 +191,10 @@ class KernelCacheLocator(_CacheLocator):
             except OSError:
                 continue
             if is_new:
-                _delete_other_versions(folder)
+                oldest = time.time() - MAX_UNCHANGED_DAYS * 24 * 3600
+                for other in folder.glob(f"{FOLDER_PREFIX}*"):
+                    if other.stat().st_mtime < oldest:
+                        shutil.rmtree(other, ignore_errors=True)
             return locator
         return None
 
@@ -206,13 +209,6 @@ class KernelCacheLocator(_CacheLocator):
     def get_disambiguator(self) -> str:
         """Return a part of the file names; names of kernels are unique."""
         return "cpu"
-
-
-def _delete_other_versions(folder: Path) -> None:
-    oldest = time.time() - MAX_UNCHANGED_DAYS * 24 * 3600
-    for other in folder.glob(f"{FOLDER_PREFIX}*"):
-        if other.stat().st_mtime < oldest:
-            shutil.rmtree(other, ignore_errors=True)
 
 
 class KernelCacheImpl(CompileResultCacheImpl):

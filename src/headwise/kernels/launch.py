@@ -219,11 +219,6 @@ class KernelSet:
                 self.compiled_functions.setdefault((name, dtype), kernel)
         return True
 
-    def compile_all(self, dtype: torch.dtype | None) -> None:
-        """Compile the kernels for a dtype, or load them from disk."""
-        for name in self.functions:
-            self.compiled_function(name, dtype)
-
     def _dtype_name(self, dtype: torch.dtype | None) -> str:
         return "" if dtype is None else self.dtype_names[dtype]
 
@@ -245,20 +240,16 @@ class KernelSet:
             self.compiled_functions.setdefault((name, dtype), compiled)
         return self.compiled_functions[name, dtype]
 
-    def load_function(self, name: str) -> Any:
-        """Import the kernels' module and return the Python function of a kernel."""
-        function = self.functions[name][0]
-        return (
-            getattr(import_module(f"{__package__}.{self.module}"), function)
-            if isinstance(function, str)
-            else function
-        )
-
     def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
         """Return the compiled entry point of a kernel; it takes only the address of its record."""
         jit = import_module(f"{__package__}.jit")
         record_name = self.functions[name][1].record_name()
-        function = self.load_function(name)
+        function = self.functions[name][0]
+        function = (
+            getattr(import_module(f"{__package__}.{self.module}"), function)
+            if isinstance(function, str)
+            else function
+        )
         is_parallel = isinstance(self, ParallelKernelSet)
         return jit.compile_kernel(
             function, record_name, name, dtype_name, is_parallel, only_from_disk

@@ -211,7 +211,12 @@ def _run_gemv(x_MK: Tensor, matrices: Sequence[Tensor], y: Tensor) -> None:
     num_rows = sum(table[1::2])
     threads = launch.max_threads()
     scratch_bytes = 4 * width * (-(-num_tokens // tile_size) * tile_size)
-    rows_per_block = _rows_per_block(num_rows, width * x_MK.itemsize, threads)
+    # Long blocks are read faster, short ones balance the threads better.
+    count = min(
+        -(-num_rows // (BLOCKS_PER_THREAD * threads)),
+        max(1, MAX_BLOCK_BYTES // (width * x_MK.itemsize)),
+    )
+    rows_per_block = -(-count // GEMV_TILE_SIZE) * GEMV_TILE_SIZE
     num_blocks = sum(
         [-(-num_rows_of_matrix // rows_per_block) for num_rows_of_matrix in table[1::2]]
     )
@@ -230,14 +235,6 @@ def _run_gemv(x_MK: Tensor, matrices: Sequence[Tensor], y: Tensor) -> None:
     )
     args.tensors += matrices
     GEMV_KERNELS.run_kernel("gemv", x_MK.dtype, args, threads)
-
-
-def _rows_per_block(num_rows: int, row_bytes: int, threads: int) -> int:
-    """Return the number of rows per block: long blocks are read faster, short ones balance the
-    threads better.
-    """
-    count = min(-(-num_rows // (BLOCKS_PER_THREAD * threads)), max(1, MAX_BLOCK_BYTES // row_bytes))
-    return -(-count // GEMV_TILE_SIZE) * GEMV_TILE_SIZE
 
 
 @_small_batch_matmul_op.register_fake

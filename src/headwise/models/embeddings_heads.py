@@ -115,7 +115,14 @@ class EmbeddingLayer(SpecModule):
             sequence.position if is_contiguous else sequence.position.where(sequence.is_real, 0)
         )
         if spec.kind == "learned":
-            check_position_range(sequence, spec.length or 0)
+            length = spec.length or 0
+            last = sequence.position_beyond(length)
+            if last is not None:
+                raise ValueError(
+                    f"no position {last}: the last of {length} learned positions is {length - 1}; "
+                    "give shorter input, or build the model with "
+                    f"PositionSpec('learned', {last + 1})"
+                )
             return F.embedding(position + spec.skipped, cast(Tensor, self.positions))
         if not is_contiguous and not torch.compiler.is_compiling() and sequence.count > 1:
             num_positions = max(sequence.max_position, 0) + 1
@@ -146,16 +153,6 @@ def check_ids(name: str, ids: Tensor, num_embeddings: int, training: bool) -> No
         raise ValueError(
             f"{name} hold {invalid}, but the table has {num_embeddings} rows; give numbers in "
             f"0..{num_embeddings - 1}"
-        )
-
-
-def check_position_range(sequence: SequenceInfo, length: int) -> None:
-    """Refuse positions beyond the `length` rows of a learned table."""
-    last = sequence.position_beyond(length)
-    if last is not None:
-        raise ValueError(
-            f"no position {last}: the last of {length} learned positions is {length - 1}; "
-            f"give shorter input, or build the model with PositionSpec('learned', {last + 1})"
         )
 
 

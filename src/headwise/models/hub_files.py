@@ -184,7 +184,9 @@ def _download(name: HubId, files: Sequence[str], sizes: Mapping[str, int]) -> Pa
     num_bytes = sum(sizes[file] for file in missing)
     if num_bytes:
         cache = Path(constants.HF_HUB_CACHE)
-        free = shutil.disk_usage(_find_existing(cache)).free
+        free = shutil.disk_usage(
+            next(path for path in (cache, *cache.absolute().parents) if path.exists())
+        ).free
         if num_bytes > free:
             raise SpecError(
                 f"{name} needs {format_bytes(num_bytes)}, and the cache {cache} has "
@@ -195,10 +197,6 @@ def _download(name: HubId, files: Sequence[str], sizes: Mapping[str, int]) -> Pa
     # Names are patterns of fnmatch, in which a bracket begins a set of letters.
     patterns = [file.replace("[", "[[]") for file in files]
     return Path(snapshot_download(name.repo, revision=revision, allow_patterns=patterns))
-
-
-def _find_existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _find_cached(name: HubId) -> Path:

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as read_tensors, save as tensor_bytes
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from .. import __version__
@@ -82,21 +81,6 @@ def _check_tokenizer(spec: ModelSpec, document: str, where: str) -> None:
         raise SpecError(
             f"{where} is not a tokenizer document: {error}; give Tokenizer.to_str()"
         ) from None
-    _check_distinct_ids(tokenizer, where)
-    size = 1 + max(tokenizer.get_vocab().values(), default=-1)
-    tables = list(filter(None, map(_vocab_size, spec.stacks)))
-    if size > max(tables, default=0):  # larger tables are usual: they are often padded for speed
-        table_sizes = " and ".join(map(str, tables)) or "no tokens"
-        raise SpecError(
-            f"{where} knows {size} tokens, the model {table_sizes}; give the tokenizer it was "
-            "trained with"
-        )
-
-
-def _check_distinct_ids(tokenizer: Tokenizer, where: str) -> None:
-    """Raise if two tokens of a vocabulary have one id; special tokens that are added to it may
-    repeat one.
-    """
     ids = tokenizer.get_vocab(with_added_tokens=False)
     [(shared_id, count)] = Counter(ids.values()).most_common(1) or [(0, 1)]
     if count > 1:
@@ -105,6 +89,14 @@ def _check_distinct_ids(tokenizer: Tokenizer, where: str) -> None:
         )
         fact = f"{where} gives {count} tokens the id {shared_id}, such as {examples}"
         raise SpecError(f"{fact}; give the tokenizer that the model was trained with")
+    size = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    tables = list(filter(None, map(_vocab_size, spec.stacks)))
+    if size > max(tables, default=0):  # larger tables are usual: they are often padded for speed
+        table_sizes = " and ".join(map(str, tables)) or "no tokens"
+        raise SpecError(
+            f"{where} knows {size} tokens, the model {table_sizes}; give the tokenizer it was "
+            "trained with"
+        )
 
 
 # --- A model as a folder --------------------------------------------------------------------------

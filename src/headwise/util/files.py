@@ -70,7 +70,10 @@ def write_together(folder: Path | str, contents: Mapping[str, bytes]) -> None:
     try:
         with ExitStack() as written:
             for path, data in zip(temporary, contents.values(), strict=True):
-                _write_for_later(path, temporary[path], data, written)
+                with explain_os_error(path):
+                    _refuse_special_file(path)
+                    delete_abandoned(path)
+                    written.enter_context(_write(temporary[path], [data]))
             _replace_all(folder, temporary)
     except BaseException:
         for new in temporary.values():
@@ -85,16 +88,6 @@ def _replace_all(folder: Path, temporary: Mapping[Path, Path]) -> None:
         for path, new in temporary.items():
             os.replace(new, path)
         sync_folder(folder)
-
-
-def _write_for_later(path: Path, temporary: Path, data: bytes, written: ExitStack) -> None:
-    """Write the contents of `path` to a temporary file, which stays locked until the stack is
-    closed.
-    """
-    with explain_os_error(path):
-        _refuse_special_file(path)
-        delete_abandoned(path)
-        written.enter_context(_write(temporary, [data]))
 
 
 def make_temporary_path(path: Path) -> Path:

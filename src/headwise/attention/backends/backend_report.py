@@ -179,7 +179,8 @@ class BackendReport:
                 if reasons
                 else "; ".join([_answer(self.call, name), *self.call.notes[name]])
             )
-            lines += _table_row(name, width, text)
+            indent = " " * (width + 4)
+            lines += wrap(text, indent=f"  {name.ljust(width)}  ", hanging=indent)
         lines += ["", *_summary(self.call)]
         if self.call.signature.is_packed:
             lines += wrap(PACKED_NOTE)
@@ -357,11 +358,6 @@ def _summary(report: CallReport) -> list[str]:
     text += f", as {report.form}" if report.form and report.backend else ""
     start = f"{pad(CALL_KINDS[report.tokens], width)}  "
     return wrap(text, indent=start, hanging=" " * text_width(start))
-
-
-def _table_row(name: str, width: int, text: str) -> list[str]:
-    indent = " " * (width + 4)
-    return wrap(text, indent=f"  {name.ljust(width)}  ", hanging=indent)
 
 
 def _dtype_name(call: CallSignature) -> str:

@@ -239,21 +239,6 @@ MAX_CACHED_PLANS = 256  # the cache is cleared when it holds as many
 _PLAN_CACHE: dict[tuple[str, TokenAxis, tuple[TokenAxis, ...]], list[BlockBatch]] = {}
 
 
-def cached_block_batches(
-    pattern: str, query_axis: TokenAxis, key_axes: tuple[TokenAxis, ...]
-) -> list[BlockBatch]:
-    """The batches of blocks for these queries and keys, cached."""
-    key = pattern, query_axis, key_axes
-    plan = _PLAN_CACHE.get(
-        key
-    )  # looked up once, because another thread may clear the cache at any time
-    if plan is None:
-        if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
-            _PLAN_CACHE.clear()
-        plan = _PLAN_CACHE[key] = plan_block_batches(parse_pattern(pattern), query_axis, key_axes)
-    return plan
-
-
 def plan_batches(
     q: Tensor, k: Tensor, tokens: Sequence[Tensor], first_positions: Sequence[int], pattern: str
 ) -> list[tuple[BlockBatch, Sequence[int]]] | None:
@@ -276,7 +261,13 @@ def plan_batches(
             return None
     batches: list[tuple[BlockBatch, Sequence[int]]] = []
     for rows, queries, key_axes in runs:
-        plan = cached_block_batches(pattern, queries, key_axes)
+        key = pattern, queries, key_axes
+        # Looked up once, because another thread may clear the cache at any time.
+        plan = _PLAN_CACHE.get(key)
+        if plan is None:
+            if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
+                _PLAN_CACHE.clear()
+            plan = _PLAN_CACHE[key] = plan_block_batches(parse_pattern(pattern), queries, key_axes)
         batches += [(blocks, rows) for blocks in plan]
     return batches
 
@@ -511,7 +502,11 @@ def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
     the keys.
     """
     if _has_cpu_kernel(call):
-        return query_blocks.count_batch_pairs(call.pattern, *_position_ranges(call, size))
+        # Source positions start at 0, and so do query positions.
+        first = size.keys - size.queries if call.spec.source is None else 0
+        return query_blocks.count_batch_pairs(
+            call.pattern, range(first, first + size.queries), range(size.keys)
+        )
     if size.queries <= QUERY_BLOCK_SIZE:
         return size.queries * size.keys
     return query_blocks.count_formed_pairs(call, size)
@@ -551,12 +546,6 @@ def _has_cpu_kernel(call: CallSignature) -> bool:
     """True if the operation above supports the call, forward and backward."""
     steps = any(isinstance(part, ScoreStep) for _, part in call.spec.parts())
     return call.device == "cpu" and call.core.dim == call.core.vdim and not steps
-
-
-def _position_ranges(call: CallSignature, size: CallSize) -> tuple[range, range]:
-    # Source positions start at 0, and so do query positions.
-    first = size.keys - size.queries if call.spec.source is None else 0
-    return range(first, first + size.queries), range(size.keys)
 
 
 def _attend_per_block(

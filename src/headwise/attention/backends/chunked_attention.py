@@ -100,7 +100,9 @@ def attend(
         return dense.attend_all_pairs(call, blocks.mask_of(block), part, fused_steps, None)
 
     tensors = _tensors_of(inputs)
-    learned = steps.trainable_parameters
+    learned: list[Tensor] = []
+    for p in steps.part_weights:
+        learned += p.trainable()
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *learned))
     if torch.compiler.is_compiling() and needs_grad:
         # The compiler does not trace a gradient within a gradient, but checkpoints.

@@ -316,14 +316,6 @@ class CoreSteps:
         )
 
     @property
-    def trainable_parameters(self) -> list[Tensor]:
-        """All trainable parameters of these parts."""
-        parameters: list[Tensor] = []
-        for p in self.part_weights:
-            parameters += p.trainable()
-        return parameters
-
-    @property
     def sinks(self) -> Tensor | None:
         """The score [H] of the sink of each head, if the normaliser has sinks."""
         if not self.has_sinks:

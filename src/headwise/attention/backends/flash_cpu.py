@@ -78,18 +78,11 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
         size.queries,
         len(call.core.key_head_of_query),
         size.keys,
-        _num_kernel_kv_heads(call),
+        len(call.core.key_head_of_query) // (call.group_size or 1),
     )
     return call.core.flops(count_executed_pairs(shape, None, ahead)) // len(
         call.core.key_head_of_query
     )
-
-
-def _num_kernel_kv_heads(call: CallSignature) -> int:
-    """The number of key heads that the kernel receives; heads of unequal groups are repeated for
-    each query head.
-    """
-    return len(call.core.key_head_of_query) // (call.group_size or 1)
 
 
 def attend(

@@ -99,7 +99,10 @@ def attend(
     k = inputs.k
     v = inputs.v
     with torch.no_grad():
-        opened = _open_heads(call, inputs)
+        opened = torch.ones(inputs.q.shape[:3], dtype=torch.bool, device=inputs.q.device)
+        for shares, gate in zip(_open_shares(call), inputs.gates, strict=True):
+            if shares is not None:
+                opened &= gate[..., 0] != 0
     if not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):  # it is being compiled
         return flash_cpu.attend(call, attention_mask, inputs, steps, probe) * opened[..., None]
     with torch.no_grad():
@@ -107,12 +110,3 @@ def attend(
         assert ends is not None, "mask_conflicts refuses such a mask"
         items = WorkItems.from_open_heads(opened, k.shape[2], ends, k.shape[1])
     return gathered_attention(q, k, v, items, inputs.query_context.scale)
-
-
-def _open_heads(call: CallSignature, inputs: CoreInputs) -> Tensor:
-    """True for each head and token, [B, T, H], unless a closing gate is zero."""
-    opened = torch.ones(inputs.q.shape[:3], dtype=torch.bool, device=inputs.q.device)
-    for shares, gate in zip(_open_shares(call), inputs.gates, strict=True):
-        if shares is not None:
-            opened &= gate[..., 0] != 0
-    return opened

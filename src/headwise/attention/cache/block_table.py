@@ -189,7 +189,10 @@ class PageLayout:
     @staticmethod
     def for_specs(specs: Sequence[AttentionSpec], page: int) -> PageLayout:
         """Return the layout for layers with these specs, in order."""
-        check_page(page)
+        if type(page) is not int or page < 1:
+            raise SpecError(
+                f"page={page!r} is not a number of tokens; give a positive integer such as 16"
+            )
         widths: dict[KeyRetention, int] = {}
         for spec in specs:
             retention = spec.pattern.retention
@@ -225,14 +228,6 @@ class PageLayout:
             sizes = (self.groups[p.group].page * p.heads * p.width for p in places.values())
             widest = max(widest, sum(sizes))
         return widest
-
-
-def check_page(page: object) -> None:
-    """Raise SpecError unless `page` is a positive integer."""
-    if type(page) is not int or page < 1:
-        raise SpecError(
-            f"page={page!r} is not a number of tokens; give a positive integer such as 16"
-        )
 
 
 @dataclass(eq=False)

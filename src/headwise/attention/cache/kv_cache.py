@@ -321,7 +321,11 @@ class KVCache(TokenCache):
             key = ("prefix", prefix_length)
             num_together = new_tokens.derived.get(key)
             if num_together is None:
-                num_together = _num_together(new_tokens, prefix_length)
+                in_prefix = new_tokens.is_real & (new_tokens.position < prefix_length)
+                same_segment = new_tokens.segment[:, :, None] == new_tokens.segment[:, None, :]
+                counts = (same_segment & in_prefix[:, None, :]).sum(2)
+                counts = torch.where(in_prefix, counts, prefix_length)
+                num_together = int(counts.min()) if counts.numel() else prefix_length
                 new_tokens.derived[key] = num_together
         if num_together < prefix_length:
             raise ValueError(
@@ -329,15 +333,6 @@ class KVCache(TokenCache):
                 "text together, "
                 f"not {num_together}; append the whole prefix at once"
             )
-
-
-def _num_together(new_tokens: SequenceInfo, prefix_length: int) -> int:
-    """The least number of tokens of one prefix among these; its length if there are none."""
-    in_prefix = new_tokens.is_real & (new_tokens.position < prefix_length)
-    same_segment = new_tokens.segment[:, :, None] == new_tokens.segment[:, None, :]
-    counts = (same_segment & in_prefix[:, None, :]).sum(2)
-    counts = torch.where(in_prefix, counts, prefix_length)
-    return int(counts.min()) if counts.numel() else prefix_length
 
 
 def _without_empty_slots(entry: KVEntry, sequence: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:

@@ -377,7 +377,12 @@ class PagePool:
         device: torch.device | str = "cpu",
     ) -> None:
         for spec in specs:
-            _check_pageable(spec)
+            check_causal(spec)
+            if spec.is_recurrent:
+                raise SpecError(
+                    "this layer keeps one recurrent state instead of tokens, which has no pages; "
+                    "use layer.cache(...)"
+                )
         self.specs, self.head_groups = tuple(specs), tuple(map(split_by_retention, specs))
         # If heads retain different tokens, each group of key-value heads is stored as one layer.
         self.stored_specs = list_stored_specs(specs)
@@ -572,13 +577,3 @@ class PagedCache(KVCache):
             view[access.page, :, access.offset] = tokens.to(
                 self.dtype
             )  # autocast projects in its own dtype
-
-
-def _check_pageable(spec: AttentionSpec) -> None:
-    """Raise SpecError for a layer that does not cache tokens."""
-    check_causal(spec)
-    if spec.is_recurrent:
-        raise SpecError(
-            "this layer keeps one recurrent state instead of tokens, which has no pages; use "
-            "layer.cache(...)"
-        )

@@ -166,7 +166,11 @@ class CheckedDataclass:
     """
 
     def __post_init__(self) -> None:
-        field_types = _field_types(type(self))
+        cls = type(self)
+        if cls not in _FIELD_TYPES:
+            hints = get_type_hints(cls)
+            _FIELD_TYPES[cls] = {field.name: _classes(hints[field.name]) for field in fields(cls)}
+        field_types = _FIELD_TYPES[cls]
         for field in fields(self):
             value = getattr(self, field.name)
             kinds = field_types[field.name]
@@ -182,7 +186,13 @@ class CheckedDataclass:
                 expected = " or ".join(
                     "None" if kind is type(None) else kind.__name__ for kind in kinds
                 )
-                expected += _suggested_classes(kinds)
+                examples = [
+                    f"{name}()"
+                    for name, cls in sorted(REGISTRY.items())
+                    if CheckedDataclass in cls.__mro__ and issubclass(cls, kinds)
+                ]
+                if examples:
+                    expected += f", such as {', '.join(examples)}"
                 raise SpecError(
                     f"{type(self).__name__}({field.name}={value!r}) is of type "
                     f"{type(value).__name__}; give {expected}"
@@ -223,30 +233,10 @@ _FIELD_TYPES: dict[
 ] = {}  # cached: resolving hints dominates the cost of a part
 
 
-def _field_types(cls: type) -> dict[str, tuple[type, ...]]:
-    """The classes that each field accepts; float fields accept int too."""
-    if cls not in _FIELD_TYPES:
-        hints = get_type_hints(cls)
-        _FIELD_TYPES[cls] = {field.name: _classes(hints[field.name]) for field in fields(cls)}
-    return _FIELD_TYPES[cls]
-
-
 def _classes(hint: Any) -> tuple[type, ...]:
     options: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kinds = tuple(get_origin(option) or option for option in options)
     return (*kinds, int) if float in kinds else kinds
-
-
-def _suggested_classes(kinds: tuple[type, ...]) -> str:
-    """The registered classes that a field accepts, as the end of a message: ", such as
-    PositionInterpolation(), YaRN()".
-    """
-    names = [
-        name
-        for name, cls in REGISTRY.items()
-        if CheckedDataclass in cls.__mro__ and issubclass(cls, kinds)
-    ]
-    return f", such as {', '.join(f'{name}()' for name in sorted(names))}" if names else ""
 
 
 # --- Base classes ---------------------------------------------------------------------------------

@@ -82,16 +82,6 @@ def normalise_form_scale(form: BilinearForm) -> tuple[BilinearForm, int]:
     ), size
 
 
-def scale_factors(factors: TrilinearFactors, size: int) -> TrilinearFactors:
-    """The factors of the form multiplied by 2^size."""
-    half = size // 2
-    q, k = (
-        _multiply_power_of_two(x, torch.tensor(power, device=x.device))
-        for x, power in ((factors.q, size - half), (factors.k, half))
-    )
-    return factors._replace(q=q, k=k)
-
-
 def _multiply_power_of_two(x: Tensor, power: Tensor) -> Tensor:
     """x 2^power for one power or one per head; in two steps, because 2^power alone may overflow."""
     power = power.to(x.dtype)[..., None, None]
@@ -118,7 +108,10 @@ def factorise_least_squares(
         candidate_error = _relative_error_of_products(form, candidate)
         # Convergence is slow along valleys: a longer step is taken where it helps, so errors still
         # never grow.
-        extrapolated = _extrapolate_step(factors, candidate, math.sqrt(sweep + 1))
+        factor = math.sqrt(sweep + 1)
+        extrapolated = TrilinearFactors(
+            *(start + factor * (end - start) for start, end in zip(factors, candidate, strict=True))
+        )
         extrapolated_error = _relative_error_of_products(form, extrapolated)
         if extrapolated_error < candidate_error:
             candidate = extrapolated
@@ -221,15 +214,6 @@ def _solve_regularised(gram: Tensor, rhs: Tensor, old: Tensor) -> Tensor:
     """
     pull = 1e-10 * gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)
     return torch.linalg.solve(gram + pull * torch.eye(len(gram)).to(gram), rhs + pull * old)
-
-
-def _extrapolate_step(
-    old: TrilinearFactors, new: TrilinearFactors, factor: float
-) -> TrilinearFactors:
-    """The step from `old` to `new`, lengthened by `factor`."""
-    return TrilinearFactors(
-        *(start + factor * (end - start) for start, end in zip(old, new, strict=True))
-    )
 
 
 def _balance_norms(factors: TrilinearFactors) -> TrilinearFactors:
@@ -409,7 +393,12 @@ def convert_to_collaborative(
         factors = factorise_exact(form)
     else:
         sweeps, scaled_factors = factorise_least_squares(scaled_form, width, max_sweeps, tolerance)
-        factors = scale_factors(scaled_factors, size)
+        half = size // 2
+        q, k = (
+            _multiply_power_of_two(x, torch.tensor(power, device=x.device))
+            for x, power in ((scaled_factors.q, size - half), (scaled_factors.k, half))
+        )
+        factors = scaled_factors._replace(q=q, k=k)
     content = form.k.new_zeros(form.k.shape[::2])
     if "q" in bias:
         b_q = weights["project.q_bias"].detach().to(form.q.dtype).view(form.q.shape[:2])

@@ -247,14 +247,6 @@ def _power_of_weights(w_BHTS: Tensor, power: Tensor | float) -> Tensor:
     return torch.where(nonzero, torch.where(nonzero, w_BHTS, 1.0) ** power, 0.0)
 
 
-def _num_newton_steps(dtype: torch.dtype, alpha: Tensor | float) -> int:
-    """The number of Newton steps, enough for adversarial rows; each step halves the error or the
-    slope at least.
-    """
-    max_alpha = 2 if isinstance(alpha, Tensor) else alpha
-    return 3 + math.ceil(8 * (max_alpha - 1)) + (3 if dtype == torch.float64 else 0)
-
-
 def _solve_tau_newton(x_BHTS: Tensor, alpha: Tensor | float) -> Tensor:
     """tau such that the norm of [x - tau]_+ of order 1 / (alpha - 1) is one, by Newton's method
     from tau = -1.
@@ -263,7 +255,10 @@ def _solve_tau_newton(x_BHTS: Tensor, alpha: Tensor | float) -> Tensor:
     for alpha near 1 that a Newton step on it makes almost no progress.
     """
     tau = torch.full_like(x_BHTS[..., :1], -1.0)
-    for _ in range(_num_newton_steps(tau.dtype, alpha)):
+    # Enough steps for adversarial rows: each halves the error or the slope at least.
+    max_alpha = 2 if isinstance(alpha, Tensor) else alpha
+    num_steps = 3 + math.ceil(8 * (max_alpha - 1)) + (3 if tau.dtype == torch.float64 else 0)
+    for _ in range(num_steps):
         r_BHTS = (x_BHTS - tau).clamp_(min=0)
         slope_BHTS = _power_on_support(r_BHTS, 1 / (alpha - 1) - 1)
         # Below the root both sums are at least one; for rows without allowed keys they are zero and

@@ -272,16 +272,6 @@ def convert_to_latent(
     new_weights |= (
         {f"{name}.{key}": tensor for key, tensor in merged.weights.items()} if merged else {}
     )
-    return latent_spec, new_weights | _other_part_weights(latent_spec, weights, new_weights)
-
-
-def _other_part_weights(
-    latent_spec: AttentionSpec, weights: Mapping[str, Tensor], new_weights: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Copy the weights of all other parts.
-
-    Raises SpecError for parts with shapes that depend on key-value heads.
-    """
     shapes = {key: shape for key, shape in latent_spec.shapes().items() if key not in new_weights}
     changed = [key for key, shape in shapes.items() if tuple(weights[key].shape) != tuple(shape)]
     if changed:
@@ -290,7 +280,7 @@ def _other_part_weights(
             f"{part} has parameters per key-value head, but MLAProjection has one key-value head "
             f"per query head; remove {part}"
         )
-    return {key: weights[key].clone() for key in shapes}
+    return latent_spec, new_weights | {key: weights[key].clone() for key in shapes}
 
 
 def _merged_key_transform(

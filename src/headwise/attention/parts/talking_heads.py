@@ -71,8 +71,9 @@ class TalkingHeads(Mix):
         """
         mixes = [mix for _, mix in spec.parts_of(Mix)]
         mixes.remove(self)  # one of them: a spec may hold the same part twice
+        earlier = spec.modifiers[: spec.modifiers.index(self)]
         scores = [step for _, step in spec.parts_of(ScoreStep)][
-            self._num_earlier_score_steps(spec) :
+            sum(isinstance(step, ScoreStep) for step in earlier) :
         ]
         for later in (spec.normaliser, *mixes, *scores):
             per_head = isinstance(later, ScoreStep) and later.per_head
@@ -87,10 +88,6 @@ class TalkingHeads(Mix):
             yield (
                 f"TalkingHeads(heads={self.heads}) must be the only mix on the scores; use heads=0"
             )
-
-    def _num_earlier_score_steps(self, spec: AttentionSpec) -> int:
-        earlier = spec.modifiers[: spec.modifiers.index(self)]
-        return sum(isinstance(step, ScoreStep) for step in earlier)
 
     def num_outputs(self, heads: int) -> int:
         return self.heads or heads
@@ -132,7 +129,7 @@ class TalkingHeads(Mix):
         from_key: Mapping[str, Tensor],
         p: PartParams,
     ) -> Tensor:
-        return mix_heads(a_BHTS, p["mixing"])
+        return (p["mixing"].to(a_BHTS.dtype).T @ a_BHTS.flatten(2)).unflatten(2, a_BHTS.shape[2:])
 
     def pair_bias(self, p: PartParams) -> Tensor | None:
         return p["bias"] if self.bias else None
@@ -148,11 +145,6 @@ class TalkingHeads(Mix):
         )
         yield base(modifiers=(cls(heads=5),), kv=3, source=13)
         yield base(modifiers=(cls(bias=True), cls(on="weights", bias=True)), pattern="causal", kv=2)
-
-
-def mix_heads(a_BHTS: Tensor, mixing_HO: Tensor) -> Tensor:
-    """Mix heads with one matrix at every pair: [B, H, T, S] to [B, O, T, S]."""
-    return (mixing_HO.to(a_BHTS.dtype).T @ a_BHTS.flatten(2)).unflatten(2, a_BHTS.shape[2:])
 
 
 @part

@@ -512,7 +512,18 @@ def _slot_value(name: str, value: Any) -> Any:
             return patterns.parse_pattern(value)
         refuse_type(name, value, "text such as 'causal()'")
     if name == "heads":
-        return _heads(check_table(name, value))
+        table = check_table(name, value)
+        _check_keys("heads", table, [f.name for f in fields(Heads)])
+        missing = [name for name in ("q", "dim") if name not in table]
+        if missing:
+            raise SpecError(f"heads lack {missing[0]}; add {missing[0]} = ...")
+        head_maps: dict[str, Any] = {
+            name: tuple(check_list(f"heads.{name}", table[name]))
+            for name in HEAD_MAPS
+            if name in table
+        }
+        values: dict[str, Any] = {"kv": table["q"]} | table | head_maps
+        return Heads(**values)
     if name in SLOTS:
         return _registered_object(name, value)
     if name == "modifiers":
@@ -545,18 +556,6 @@ def _field_value(where: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_field_value(where, item) for item in check_list(where, value))
     return value
-
-
-def _heads(table: dict[str, Any]) -> Heads:
-    _check_keys("heads", table, [f.name for f in fields(Heads)])
-    missing = [name for name in ("q", "dim") if name not in table]
-    if missing:
-        raise SpecError(f"heads lack {missing[0]}; add {missing[0]} = ...")
-    head_maps: dict[str, Any] = {
-        name: tuple(check_list(f"heads.{name}", table[name])) for name in HEAD_MAPS if name in table
-    }
-    values: dict[str, Any] = {"kv": table["q"]} | table | head_maps
-    return Heads(**values)
 
 
 def _check_keys(where: str, table: Mapping[str, Any], names: list[str]) -> None:

@@ -56,7 +56,18 @@ class Heads:
             object.__setattr__(self, "vdim", self.dim)
         _positive("vdim", self.vdim)
         for name in HEAD_MAPS:
-            object.__setattr__(self, name, _check_head_map(name, getattr(self, name)))
+            value = getattr(self, name)
+            heads: list[Any] = (
+                list(cast("list[Any]", value)) if isinstance(value, (tuple, list)) else [value]
+            )
+            if not isinstance(value, (tuple, list)) or any(type(head) is not int for head in heads):
+                raise SpecError(
+                    f"{name}={value!r} must be a tuple of head indices from 0, "
+                    f"such as {name}=(0, 0, 1, 1)"
+                )
+            check_size(f"the length of heads.{name}", len(heads), MAX_HEADS)
+            check_size(f"a head of heads.{name}", max(heads, default=0), MAX_HEADS)
+            object.__setattr__(self, name, tuple(heads))
         if not self.kv_head_of_query:
             object.__setattr__(self, "kv_head_of_query", _even_groups(self.q, self.kv))
         if self.value_heads == self.kv_head_of_query:
@@ -139,19 +150,6 @@ def _positive(name: str, value: object) -> None:
             "more"
         )
     check_size(f"heads.{name}", value, MAX_HEAD_DIM if name.endswith("dim") else MAX_HEADS)
-
-
-def _check_head_map(name: str, value: object) -> tuple[int, ...]:
-    heads: list[Any] = (
-        list(cast("list[Any]", value)) if isinstance(value, (tuple, list)) else [value]
-    )
-    if not isinstance(value, (tuple, list)) or any(type(head) is not int for head in heads):
-        raise SpecError(
-            f"{name}={value!r} must be a tuple of head indices from 0, such as {name}=(0, 0, 1, 1)"
-        )
-    check_size(f"the length of heads.{name}", len(heads), MAX_HEADS)
-    check_size(f"a head of heads.{name}", max(heads, default=0), MAX_HEADS)
-    return tuple(heads)
 
 
 def _even_groups(q: int, kv: int) -> tuple[int, ...]:

@@ -61,9 +61,15 @@ class TensorShard:
 
     def write_into(self, shard: Tensor, full: Tensor) -> None:
         """Write the shard to its place in the full tensor."""
-        full.view(self.layout.unmerged_shape(self.sizes))[self._full_indices] = shard.reshape(
-            self.unmerged_shape
-        )
+        opened = self.layout.unmerged_shape(self.sizes)
+        full.view(self.layout.unmerged_shape(self.sizes))[
+            _outer_indices(
+                [
+                    self.indices.get(axis, range(size))
+                    for axis, size in zip(self.layout.axes, opened, strict=True)
+                ]
+            )
+        ] = shard.reshape(self.unmerged_shape)
 
     @property
     def cut_indices(self) -> tuple[Tensor, ...]:
@@ -75,16 +81,6 @@ class TensorShard:
     @property
     def _shard_sizes(self) -> dict[str, int]:
         return {**self.sizes, **{axis: len(places) for axis, places in self.indices.items()}}
-
-    @property
-    def _full_indices(self) -> tuple[Tensor, ...]:
-        opened = self.layout.unmerged_shape(self.sizes)
-        return _outer_indices(
-            [
-                self.indices.get(axis, range(size))
-                for axis, size in zip(self.layout.axes, opened, strict=True)
-            ]
-        )
 
 
 def _outer_indices(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
@@ -131,7 +127,18 @@ def partition_model(model_spec: ModelSpec, num_ranks: int) -> tuple[ModelShard, 
     shards = list[ModelShard]()
     for rank in range(num_ranks):
         own = {name: cut[rank] for name, cut in cuts.items()}
-        shards.append(_partition_for_rank(model_spec, rank, num_ranks, own))
+        stacks = []
+        for stack in model_spec.stacks:
+            blocks = [
+                _partition_block(block, f"{stack.name}.{depth}", rank, num_ranks, own)
+                for depth, block in enumerate(stack.layers)
+            ]
+            stacks.append(replace(stack, runs=group_blocks(blocks)))
+        pieces = {
+            w.name: TensorShard(w.layout, w.axis_sizes, _kept_indices(w, rank, num_ranks, own))
+            for w in model_spec.weights()
+        }
+        shards.append(ModelShard(replace(model_spec, stacks=tuple(stacks)), pieces))
     return tuple(shards)
 
 
@@ -195,23 +202,6 @@ def _too_few_groups_message(spec: AttentionSpec, groups: int, count: int) -> str
         f"{problem} in {groups} groups, which cannot be divided among {count} ranks; use "
         f"tensor={groups} or less"
     )
-
-
-def _partition_for_rank(
-    described: ModelSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]
-) -> ModelShard:
-    stacks = []
-    for stack in described.stacks:
-        blocks = [
-            _partition_block(block, f"{stack.name}.{depth}", rank, count, cuts)
-            for depth, block in enumerate(stack.layers)
-        ]
-        stacks.append(replace(stack, runs=group_blocks(blocks)))
-    pieces = {
-        w.name: TensorShard(w.layout, w.axis_sizes, _kept_indices(w, rank, count, cuts))
-        for w in described.weights()
-    }
-    return ModelShard(replace(described, stacks=tuple(stacks)), pieces)
 
 
 def _partition_block(

@@ -116,7 +116,14 @@ class TensorContextParallel(ParallelContext):
         same `at`.
         """
         if at.start is not None:
-            return self._contiguous_sequence(at, at.start, group)
+            first = at.start - group.rank * at.count
+            if first < 0:
+                raise ValueError(
+                    f"rank {group.rank} of {group.size} got {at.count} tokens from position "
+                    f"{at.start}, not its shard; pass the tokens= that "
+                    "distributed.parallel_attention.shard_tokens returns"
+                )
+            return SequenceInfo.contiguous(first, group.size * at.count, at.position.device)
         for own, sequence in self._gathered_sequences:
             if own is at:
                 return sequence
@@ -129,18 +136,6 @@ class TensorContextParallel(ParallelContext):
             *self._gathered_sequences[: MAX_CACHED_SEQUENCES - 1],
         ]
         return sequence
-
-    def _contiguous_sequence(
-        self, at: SequenceInfo, start: int, group: CollectiveGroup
-    ) -> SequenceInfo:
-        first = start - group.rank * at.count
-        if first < 0:
-            raise ValueError(
-                f"rank {group.rank} of {group.size} got {at.count} tokens from position {start}, "
-                "not its shard; "
-                "pass the tokens= that distributed.parallel_attention.shard_tokens returns"
-            )
-        return SequenceInfo.contiguous(first, group.size * at.count, at.position.device)
 
 
 def join_runs(gathered: Tensor) -> Tensor:
@@ -272,12 +267,6 @@ class CollectiveGroup:
         _all_gather(y.flatten(0, 1), x.contiguous(), group=self.group)
         return y
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum x [ranks, ...] over the ranks and return this rank's entry of the first axis."""
-        y = x.new_empty(x.shape[1:])
-        _reduce_scatter(y, x.contiguous().flatten(0, 1), group=self.group)
-        return y
-
 
 class CopyToGroup(torch.autograd.Function):
     """Identity in the forward pass; the backward pass sums the gradient over the ranks."""
@@ -331,7 +320,10 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.reduce_scatter(grads[0]), None
+        x = grads[0]
+        y = x.new_empty(x.shape[1:])
+        _reduce_scatter(y, x.contiguous().flatten(0, 1), group=ctx.group.group)
+        return y, None
 
 
 # --- Gradients summed over ranks in buckets, overlapped with the backward pass --------------------

@@ -265,15 +265,6 @@ def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
 
 def fingerprint_code() -> dict[str, str]:
     """Return the versions of headwise and torch, and a checksum of the source of this package."""
-    return {"headwise": __version__, "source": _source_checksum(), "torch": torch.__version__}
-
-
-_checksums: dict[
-    Path, str
-] = {}  # of this package: a process runs the code that it has imported, whatever comes later
-
-
-def _source_checksum() -> str:
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     if root not in _checksums:
@@ -281,7 +272,12 @@ def _source_checksum() -> str:
             digest.update(f"{path.relative_to(root).as_posix()} ".encode())
             digest.update(path.read_bytes())
         _checksums[root] = digest.hexdigest()[:12]
-    return _checksums[root]
+    return {"headwise": __version__, "source": _checksums[root], "torch": torch.__version__}
+
+
+_checksums: dict[
+    Path, str
+] = {}  # of this package: a process runs the code that it has imported, whatever comes later
 
 
 def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:

@@ -294,16 +294,6 @@ class TensorParallelModel:
             self.copied[name][piece.cut_indices].expand(piece.unmerged_shape).reshape(piece.shape)
         )
 
-    def as_sharded(self, part: ShardedModel) -> ShardedModel:
-        """Return the full model, given the `part` with this rank's heads."""
-        names = [name for name, pieces in self.pieces.items() if pieces[0].indices]
-        return replace(
-            part,
-            spec=self.spec,
-            shardings={name: TensorParallelSharding(self, name) for name in names},
-            collect_gradients=lambda: self.sum_replicated_gradients(part.own),
-        )
-
 
 class TensorParallelSharding:
     """A tensor divided over the ranks of tensor parallelism."""
@@ -340,7 +330,14 @@ def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
     }
     if "tensor" in groups:
         divided = TensorParallelModel(net.spec, groups["tensor"])
-        sharded = divided.as_sharded(_shard_parameters(divided.shard_model(net), mesh))
+        part = _shard_parameters(divided.shard_model(net), mesh)
+        names = [name for name, pieces in divided.pieces.items() if pieces[0].indices]
+        sharded = replace(
+            part,
+            spec=divided.spec,
+            shardings={name: TensorParallelSharding(divided, name) for name in names},
+            collect_gradients=lambda: divided.sum_replicated_gradients(part.own),
+        )
     else:
         sharded = _shard_parameters(net, mesh)
     if groups:

@@ -216,19 +216,6 @@ class TransformersConfig:
             )
         return model // heads if head_dim is None else head_dim
 
-    def read_num_kv_heads(self, heads: int, *, default: int | None = None) -> int:
-        """Return `num_key_value_heads`, which must divide `heads`; without it, every query head has
-        its own.
-        """
-        name = "num_key_value_heads"
-        kv = self.read_optional_int(name, default=default, maximum=MAX_HEADS) or heads
-        if heads % kv:
-            self.fail(
-                f"num_attention_heads = {heads} is not a multiple of {name} = {kv}",
-                "give a divisor",
-            )
-        return kv
-
     def require_default(self, name: str, default: Any, reason: str) -> None:
         """Refuse every value of a key other than its default; `reason` continues the sentence `name
         = value ...`.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from ...attention.parts.rms_norms import QKNorm
 from ...attention.presets import design
 from ...attention.spec.attention_spec import AttentionSpec
+from ...util.size_limits import MAX_HEADS
 from ..model_spec import (
     ApproximateAttention,
     BlockSpec,
@@ -276,7 +277,16 @@ def build_decoder(config: TransformersConfig, task: str, family: Decoder) -> Mod
     )
     tied = "decoder" if config.read_bool("tie_word_embeddings", family.tied) else ""
     head = OutputHeadSpec("tokens", tokens, bias=family.head_bias, table=tied, **extras.head)
-    heads = select_decoder_heads(config, family.tasks.get(task, task), head)
+    count = read_num_labels(config)
+    heads_by_task: dict[str, list[OutputHeadSpec]] = {
+        "ForCausalLM": [head],
+        "LMHeadModel": [head],
+        "Model": [],
+        "ForSequenceClassification": [OutputHeadSpec("classes", count, at="last")],
+        "ForTokenClassification": [OutputHeadSpec("classes", count, bias="learned")],
+        "ForQuestionAnswering": [OutputHeadSpec("span", 2, bias="learned")],
+    }
+    heads = select_heads(config, family.tasks.get(task, task), heads_by_task)
     return assemble_model(config, "decoder", (stack,), heads, extras.unsupported)
 
 
@@ -289,7 +299,13 @@ def _read_sizes(
     if callable(family.kv):
         kv = family.kv(config, heads)
     elif keys["kv"]:
-        kv = config.read_num_kv_heads(heads, default=family.kv)
+        name = "num_key_value_heads"
+        kv = config.read_optional_int(name, default=family.kv, maximum=MAX_HEADS) or heads
+        if heads % kv:
+            config.fail(
+                f"num_attention_heads = {heads} is not a multiple of {name} = {kv}",
+                "give a divisor",
+            )
     dim = config.resolve_head_dim(model, heads, *keys["dim"], default=family.dim)
     layers = config.read_num_layers(*keys["layers"], default=family.layers)
     length = config.read_int(*keys["length"], default=family.length) if keys["length"] else 0
@@ -330,24 +346,6 @@ def _make_attentions(
             ApproximateAttention(spec, *extras.approximate) if extras.approximate else attention
         )
     return [of_kind[kind] for kind in kinds]
-
-
-def select_decoder_heads(
-    config: TransformersConfig, task: str, head: OutputHeadSpec
-) -> tuple[OutputHeadSpec, ...]:
-    """Return the heads of a decoder's task: `head` for language models, otherwise a classifier or
-    none.
-    """
-    count = read_num_labels(config)
-    heads_by_task: dict[str, list[OutputHeadSpec]] = {
-        "ForCausalLM": [head],
-        "LMHeadModel": [head],
-        "Model": [],
-        "ForSequenceClassification": [OutputHeadSpec("classes", count, at="last")],
-        "ForTokenClassification": [OutputHeadSpec("classes", count, bias="learned")],
-        "ForQuestionAnswering": [OutputHeadSpec("span", 2, bias="learned")],
-    }
-    return select_heads(config, task, heads_by_task)
 
 
 # --- Readers of the kinds of layers ---------------------------------------------------------------

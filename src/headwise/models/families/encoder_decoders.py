@@ -227,7 +227,11 @@ def read_t5(config: TransformersConfig, task: str) -> ModelSpec:
     }
     both = design(**design_args, modifiers=(T5Bias(buckets, reach, "both"),))
     back = design(**design_args, modifiers=(T5Bias(buckets, reach, "back"),), pattern="causal()")
-    feed = _read_t5_feed(config)
+    forms = {name: ("plain", ours) for name, ours in ACTIVATIONS.items()}
+    forms |= {f"gated-{name}": ("gated", ours) for name, ours in ACTIVATIONS.items()}
+    forms["gated-gelu"] = ("gated", "gelu_tanh")
+    form, act = forms[config.read_choice("feed_forward_proj", "relu", forms)]
+    feed = FeedForwardSpec(config.read_int("d_ff", default=2048), act, form)
     encoder = [BlockSpec(both, feed=feed, norm=norm)] * layers
     decoder = [BlockSpec(back, design(**design_args), feed, norm)] * deep
     shared = EmbeddingSpec(tokens, table="encoder")
@@ -259,14 +263,3 @@ def read_t5(config: TransformersConfig, task: str) -> ModelSpec:
             "is_encoder_decoder", True, "removes the attention from decoder to encoder"
         )
     return assemble_model(config, kind, stacks, select_heads(config, task, heads_by_task))
-
-
-def _read_t5_feed(config: TransformersConfig) -> FeedForwardSpec:
-    """Read feed_forward_proj: "relu", or "gated-gelu", which means the tanh approximation of
-    GELU.
-    """
-    forms = {name: ("plain", ours) for name, ours in ACTIVATIONS.items()}
-    forms |= {f"gated-{name}": ("gated", ours) for name, ours in ACTIVATIONS.items()}
-    forms["gated-gelu"] = ("gated", "gelu_tanh")
-    form, act = forms[config.read_choice("feed_forward_proj", "relu", forms)]
-    return FeedForwardSpec(config.read_int("d_ff", default=2048), act, form)

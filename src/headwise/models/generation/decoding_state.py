@@ -69,7 +69,14 @@ def choose_tokens(
     )
     highest, ids = logits.max(-1)  # a NaN is the maximum of its row
     if temperature >= MIN_TEMPERATURE:
-        ids = draw_tokens(filter_logits(logits / temperature, config), streams).to(ids.device)
+        exact = to_float64(filter_logits(logits / temperature, config))
+        unit = exact.new_tensor([[stream.uniform()] for stream in streams])
+        cumulative = exact.softmax(-1).cumsum(-1)
+        total = cumulative[:, -1:]
+        below = torch.minimum(
+            unit * total, total.nextafter(torch.zeros_like(total))
+        )  # the product may round up to the total
+        ids = torch.searchsorted(cumulative, below, right=True)[:, 0].to(ids.device)
     return torch.where(highest.isnan(), NAN_ID, ids)
 
 
@@ -120,18 +127,6 @@ def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
         share = logits.softmax(-1)
         logits = logits.masked_fill(share < config.min_p * share.amax(-1, keepdim=True), NEG_INF)
     return logits
-
-
-def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> Tensor:
-    """Sample an id per row from softmax(logits), using one number of the row's stream."""
-    exact = to_float64(logits)
-    unit = exact.new_tensor([[stream.uniform()] for stream in streams])
-    cumulative = exact.softmax(-1).cumsum(-1)
-    total = cumulative[:, -1:]
-    below = torch.minimum(
-        unit * total, total.nextafter(torch.zeros_like(total))
-    )  # the product may round up to the total
-    return torch.searchsorted(cumulative, below, right=True)[:, 0]
 
 
 # --- Decoding state -------------------------------------------------------------------------------
@@ -343,7 +338,22 @@ def greedy_decode(
     >>> len(first), first == greedy_decode(net, torch.tensor([[3, 1]]), max_new_tokens=5)[0]
     (5, True)
     """
-    _check_greedy_inputs(net, prompt, max_new_tokens, sequence)
+    require_language_model(net.spec)
+    if (
+        not isinstance(max_new_tokens, int)
+        or isinstance(max_new_tokens, bool)
+        or max_new_tokens < 1
+    ):
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens!r} is not a token count; give an integer of at least 1"
+        )
+    if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
+        shape = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise ValueError(
+            f"prompt is {shape}; give ids [rows, tokens] with at least one token in each row"
+        )
+    if sequence is not None and not bool(sequence.is_real.any(1).all()):
+        raise ValueError("a row of the prompt is all padding; give at least one token in each row")
     answers = [Completion(() if end_id is None else (end_id,)) for _ in range(len(prompt))]
     with eval_mode(net):
         course = DecodingState(
@@ -356,23 +366,6 @@ def greedy_decode(
         for _ in run_decode_steps(course, choose_tokens, answers, max_new_tokens):
             pass
     return [answer.ids for answer in answers]
-
-
-def _check_greedy_inputs(
-    net: Transformer, prompt: Tensor, count: int, tokens: SequenceInfo | None
-) -> None:
-    require_language_model(net.spec)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(
-            f"max_new_tokens={count!r} is not a token count; give an integer of at least 1"
-        )
-    if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
-        shape = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise ValueError(
-            f"prompt is {shape}; give ids [rows, tokens] with at least one token in each row"
-        )
-    if tokens is not None and not bool(tokens.is_real.any(1).all()):
-        raise ValueError("a row of the prompt is all padding; give at least one token in each row")
 
 
 # --- Beam search ----------------------------------------------------------------------------------

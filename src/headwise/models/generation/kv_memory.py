@@ -75,7 +75,15 @@ class KVMemory:
             groups = (retentions.index(part.pattern.retention) for part in own)
             self._groups_of_layers.add(tuple(groups))
         like = next(net.parameters())
-        self.pages = self._num_affordable_pages(like.dtype)
+        per_page = self._bytes_per_page(like.dtype)
+        padding_page = self.paging.numel * like.dtype.itemsize
+        pages = (self.budget - padding_page) // per_page
+        if pages < 1:
+            raise ValueError(
+                f"a budget of {self.budget:,} bytes holds no request: a page takes {per_page:,}; "
+                f"give {padding_page + per_page:,} or more"
+            )
+        self.pages = pages
         self.pool = PagePool(
             specs, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device
         )
@@ -146,18 +154,6 @@ class KVMemory:
         return batch, ModelCache(
             [dict(zip(names, caches, strict=False)) for names in self._cache_names]
         )
-
-    def _num_affordable_pages(self, dtype: torch.dtype) -> int:
-        """Pages that fit next to the padding page, each with its part of the gather buffer."""
-        per_page = self._bytes_per_page(dtype)
-        padding_page = self.paging.numel * dtype.itemsize
-        pages = (self.budget - padding_page) // per_page
-        if pages < 1:
-            raise ValueError(
-                f"a budget of {self.budget:,} bytes holds no request: a page takes {per_page:,}; "
-                f"give {padding_page + per_page:,} or more"
-            )
-        return pages
 
     def _bytes_per_page(self, dtype: torch.dtype) -> int:
         """Count the bytes of a page and of its part of the gather buffer."""

@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -127,13 +126,6 @@ class QuantizationSpec(SpecNode):
         """True if a tensor is quantised."""
         return is_linear(weight) and self.covers_name(weight.name)
 
-    def exceptions_at(self, stack: str, depth: int) -> frozenset[str]:
-        """Return the patterns that name this layer alone; layers with equal
-        ones are stored alike.
-        """
-        patterns = (*self.included, *self.excluded)
-        return frozenset(pattern for pattern in patterns if pattern.startswith(f"{stack}.{depth}."))
-
 
 def is_linear(weight: WeightSpec) -> bool:
     """True if a tensor, with its full name, is the matrix of a linear map, or one for each expert.
@@ -155,13 +147,3 @@ def _begins_with(name: str, pattern: str) -> bool:
         pattern_word in ("*", word)
         for pattern_word, word in zip(pattern_words, words, strict=False)
     )
-
-
-def matrix_sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the number of matrices in a tensor, and the rows and columns of each.
-
-    >>> matrix_sizes((8, 5, 3)), matrix_sizes((5, 3))
-    ((8, 5, 3), (1, 5, 3))
-    """
-    *leading, rows, columns = shape
-    return math.prod(leading), rows, columns
