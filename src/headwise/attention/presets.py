@@ -82,7 +82,17 @@ def design(*, preset: str | None = None, **options: Any) -> AttentionSpec:
             }
         )
         return PRESETS[preset](**options)
-    options = _check_keywords(options)
+    for name in options:
+        if name not in DESIGN_KEYWORDS:
+            raise SpecError(f"design has no {name!r}; {suggest(name, DESIGN_KEYWORDS)}")
+    options = DESIGN_KEYWORDS | options
+    _check_sizes({name: options[name] for name in ("model", "heads")})
+    if not isinstance(options["modifiers"], (tuple, list)):
+        raise SpecError(
+            f"modifiers={options['modifiers']!r} is not a tuple; write modifiers=(Rotary(),) with "
+            "the comma"
+        )
+    options = options | {"modifiers": tuple(options["modifiers"])}
     slots = {slot: options[slot] for slot in ("project", "similarity", "normaliser", "merge")}
     heads = _plain_heads(options)
     by_phase = sorted(
@@ -127,20 +137,6 @@ def design_core(
         similarity=DotProduct(scale),
         modifiers=(WeightDropout(dropout),) if dropout else (),
     )
-
-
-def _check_keywords(options: dict[str, Any]) -> dict[str, Any]:
-    for name in options:
-        if name not in DESIGN_KEYWORDS:
-            raise SpecError(f"design has no {name!r}; {suggest(name, DESIGN_KEYWORDS)}")
-    options = DESIGN_KEYWORDS | options
-    _check_sizes({name: options[name] for name in ("model", "heads")})
-    if not isinstance(options["modifiers"], (tuple, list)):
-        raise SpecError(
-            f"modifiers={options['modifiers']!r} is not a tuple; write modifiers=(Rotary(),) with "
-            "the comma"
-        )
-    return options | {"modifiers": tuple(options["modifiers"])}
 
 
 LARGEST_SIZES = {"model": MAX_WIDTH, "heads": MAX_HEADS, "dim": MAX_HEAD_DIM}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.masking.pattern_base import check_whole_number
 from ..models import Transformer
 from ..models.distributed.parallel_attention import use_whole_rows
 from ..models.distributed.ranks import BatchShard, ProcessMesh
@@ -19,6 +18,7 @@ from ..models.generation.decoding_state import greedy_decode
 from ..report.data import Column, Table
 from ..report.render import to_text
 from ..util.errors import SpecError
+from ..util.size_limits import check_whole_number
 from .data import Batch, MetricSums, Task
 from .data.task import pack_batch
 from .recipe import Recipe

@@ -74,20 +74,15 @@ def write_together(folder: Path | str, contents: Mapping[str, bytes]) -> None:
                     _refuse_special_file(path)
                     delete_abandoned(path)
                     written.enter_context(_write(temporary[path], [data]))
-            _replace_all(folder, temporary)
+            with explain_os_error(folder):
+                for path, new in temporary.items():
+                    os.replace(new, path)
+                sync_folder(folder)
     except BaseException:
         for new in temporary.values():
             with suppress(OSError):
                 new.unlink()
         raise
-
-
-def _replace_all(folder: Path, temporary: Mapping[Path, Path]) -> None:
-    """Rename the temporary file of each path to the path."""
-    with explain_os_error(folder):
-        for path, new in temporary.items():
-            os.replace(new, path)
-        sync_folder(folder)
 
 
 def make_temporary_path(path: Path) -> Path:

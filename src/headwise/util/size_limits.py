@@ -244,3 +244,17 @@ class Record:
 
 def _show(value: object) -> str:
     return show_int(value) if type(value) is int else repr(value)
+
+
+def check_whole_number(name: str, value: object, low: int) -> int:
+    """`value`, if it is an integer of at least `low`; True and 2.0 are not. Raises SpecError
+    otherwise.
+
+    >>> check_whole_number("keys", 4, 1)
+    4
+    """
+    if type(value) is not int or value < low:
+        raise SpecError(
+            f"{name} must be a whole number of at least {low}; got {value!r}; use {low} or more"
+        )
+    return value

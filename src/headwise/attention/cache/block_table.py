@@ -285,7 +285,11 @@ class BlockTables:
         (from, to).
         """
         for row in rows:
-            self._free_unreadable_pages(row)
+            for group, table in zip(self.groups, row.tables, strict=True):
+                if group.last is not None:
+                    visible = set(group.visible_pages(row.length))
+                    for number in [number for number in table if number not in visible]:
+                        self.pages.release(table.pop(number))
         fresh: list[tuple[PagedSequence, int, int, int]] = []
         shared: list[tuple[PagedSequence, int, int]] = []
         for row, count in zip(rows, counts, strict=True):
@@ -412,13 +416,6 @@ class BlockTables:
             else:
                 total += sum(count > 1 for count in references.values())
         return total
-
-    def _free_unreadable_pages(self, row: PagedSequence) -> None:
-        for group, table in zip(self.groups, row.tables, strict=True):
-            if group.last is not None:
-                visible = set(group.visible_pages(row.length))
-                for number in [number for number in table if number not in visible]:
-                    self.pages.release(table.pop(number))
 
     def _prefix_pages(
         self, row: PagedSequence, length: int

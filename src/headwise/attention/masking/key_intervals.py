@@ -57,6 +57,16 @@ def largest_retention(*retentions: KeyRetention) -> KeyRetention:
     return KeyRetention(max(retention.first for retention in retentions), max(lasts))
 
 
+def longest_prefix(*prefixes: int | None) -> int | None:
+    """The longest of several prefix lengths; None if any of them is None.
+
+    >>> longest_prefix(0, 3), longest_prefix(3, None)
+    (3, None)
+    """
+    lengths = [prefix for prefix in prefixes if prefix is not None]
+    return max(lengths) if len(lengths) == len(prefixes) else None
+
+
 class BoundaryLines(NamedTuple):
     """Boundaries of key spans as row, column and diagonal lines.
 

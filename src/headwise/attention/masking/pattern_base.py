@@ -8,7 +8,7 @@ import ast
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import reduce
 from itertools import chain, pairwise, starmap
@@ -24,6 +24,7 @@ from .key_intervals import (
     count_pairs,
     intersect,
     largest_retention,
+    longest_prefix,
     smallest_retention,
     spans_covered,
     union_of_spans,
@@ -121,34 +122,21 @@ def draw_pattern(pattern: Pattern, queries: int, keys: int) -> str:
     ruler = "".join(str(left).ljust(8) for left in lefts[::8]).rstrip()
     rows: list[str] = []
     for top in tops:
-        row_queries = _cell_ranges(top, side, queries)
-        marks = "".join(
-            _cell_mark(pattern, row_queries, _cell_ranges(left, side, keys)) for left in lefts
-        )
+        row_queries = range(top, min(top + side, queries))
+        marks = ""
+        for left in lefts:
+            row_keys = range(left, min(left + side, keys))
+            pairs = pattern.pairs(row_queries, row_keys)
+            is_full = pairs == len(row_queries) * len(row_keys)
+            marks += FULL if is_full else PART if pairs else NONE
         rows.append(f"{top:>{margin}} {marks}")
-    return "\n".join(
-        [title, " " * (margin + 1) + ruler, *rows, _legend(pattern, queries, keys, side)]
-    )
-
-
-def _cell_ranges(start: int, size: int, end: int) -> range:
-    return range(start, min(start + size, end))
-
-
-def _cell_mark(pattern: Pattern, queries: range, keys: range) -> str:
-    pairs = pattern.pairs(queries, keys)
-    return NONE if not pairs else FULL if pairs == len(queries) * len(keys) else PART
-
-
-def _legend(pattern: Pattern, queries: int, keys: int, side: int) -> str:
     pairs = pattern.pairs(range(queries), range(keys))
     counts = f"{pairs} of {queries * keys} pairs ({pairs / (queries * keys):.1%})"
-    if side == 1:
-        return f"rows are queries, columns are keys ({FULL} allowed); {counts}"
-    return (
-        f"each character is {side} x {side} pairs: {FULL} all, {PART} some, {NONE} none "
-        f"allowed\n{counts}"
-    )
+    legend = f"rows are queries, columns are keys ({FULL} allowed); {counts}"
+    if side > 1:
+        marked = f"{side} x {side} pairs: {FULL} all, {PART} some, {NONE} none allowed"
+        legend = f"each character is {marked}\n{counts}"
+    return "\n".join([title, " " * (margin + 1) + ruler, *rows, legend])
 
 
 def describe_heads(heads: tuple[int, ...]) -> str:
@@ -252,13 +240,13 @@ class Pattern(ABC):
         >>> (Window(5, after=2) & (Causal() | First(2))).text
         'window(5, after=2) & (causal() | first(2))'
         """
-        return _format(self, _short_text)
+        return _format(self, is_code=False)
 
     def __str__(self) -> str:
         return self.text
 
     def __repr__(self) -> str:
-        return _format(self, _code_text)
+        return _format(self, is_code=True)
 
     def _count(self, queries: range, keys: range) -> int:
         """The number of pairs, given ranges that are not empty."""
@@ -572,63 +560,29 @@ def _count_cells(pattern: Pattern, queries: range, stretches: Sequence[range]) -
     return int((pattern.allows(i, j) * lengths).sum()) if stretches else 0
 
 
-def longest_prefix(*prefixes: int | None) -> int | None:
-    """The longest of several prefix lengths; None if any of them is None.
-
-    >>> longest_prefix(0, 3), longest_prefix(3, None)
-    (3, None)
-    """
-    lengths = [prefix for prefix in prefixes if prefix is not None]
-    return max(lengths) if len(lengths) == len(prefixes) else None
-
-
-def check_whole_number(name: str, value: object, low: int) -> int:
-    """`value`, if it is an integer of at least `low`; True and 2.0 are not. Raises SpecError
-    otherwise.
-
-    >>> check_whole_number("keys", 4, 1)
-    4
-    """
-    if type(value) is not int or value < low:
-        raise SpecError(
-            f"{name} must be a whole number of at least {low}; got {value!r}; use {low} or more"
-        )
-    return value
-
-
 def _check_pattern(side: object) -> None:
     if not isinstance(side, Pattern):
         raise SpecError(f"& and | need patterns, got {side!r}; use parse_pattern() for text")
 
 
-def _format(pattern: Pattern, leaf: Callable[[Pattern], str]) -> str:
-    if not isinstance(pattern, And | Or):
-        return leaf(pattern)
-    sign = " & " if isinstance(pattern, And) else " | "
-    sides = ((side, _format(side, leaf)) for side in (pattern.left, pattern.right))
-    # & binds tighter than |, so only an Or inside an And needs brackets.
-    return sign.join(
-        f"({text})" if isinstance(pattern, And) and isinstance(side, Or) else text
-        for side, text in sides
-    )
-
-
-def _non_default_fields(pattern: Pattern) -> dict[str, tuple[object, object]]:
-    """The arguments that differ from their defaults: name -> (value, default)."""
-    args = {
-        field.name: (getattr(pattern, field.name), field.default)
-        for field in fields(pattern)
-        if field.init
-    }
-    return {name: (value, default) for name, (value, default) in args.items() if value != default}
-
-
-def _short_text(pattern: Pattern) -> str:
-    args = (
-        _value_text(value) if default is MISSING else f"{name}={value!r}"
-        for name, (value, default) in _non_default_fields(pattern).items()
-    )
-    return f"{type(pattern).__name__.lower()}({', '.join(args)})"
+def _format(pattern: Pattern, is_code: bool) -> str:
+    """The pattern as Python code, or as `parse_pattern` reads it; default arguments are left out."""
+    if isinstance(pattern, And | Or):
+        sides: list[str] = []
+        for side in (pattern.left, pattern.right):
+            text = _format(side, is_code)
+            # & binds tighter than |, so only an Or inside an And needs brackets.
+            needs_brackets = isinstance(pattern, And) and isinstance(side, Or)
+            sides.append(f"({text})" if needs_brackets else text)
+        return (" & " if isinstance(pattern, And) else " | ").join(sides)
+    args: list[str] = []
+    for field in fields(pattern):
+        value: object = getattr(pattern, field.name)
+        if field.init and value != field.default:
+            is_named = is_code or field.default is not MISSING
+            args.append(f"{field.name}={value!r}" if is_named else _value_text(value))
+    name = type(pattern).__name__
+    return f"{name if is_code else name.lower()}({', '.join(args)})"
 
 
 def _value_text(value: Any) -> str:
@@ -637,8 +591,3 @@ def _value_text(value: Any) -> str:
         texts = [pattern.text for pattern in cast("tuple[Pattern, ...]", value)]
         text = f"({', '.join(texts)}{',' * (len(texts) == 1)})"
     return text
-
-
-def _code_text(pattern: Pattern) -> str:
-    args = (f"{name}={value!r}" for name, (value, _) in _non_default_fields(pattern).items())
-    return f"{type(pattern).__name__}({', '.join(args)})"

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, cast
 
 from ...util.errors import SpecError
+from ...util.size_limits import check_whole_number
 from .key_intervals import (
     BoundaryLines,
     KeyBand,
@@ -28,7 +29,6 @@ from .pattern_base import (
     Or,
     Pattern,
     PerHead,
-    check_whole_number,
     count_pairs_by_head,
     draw_pattern,
     head_pattern,

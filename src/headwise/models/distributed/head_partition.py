@@ -247,23 +247,6 @@ def _kept_indices(
     return {axis: indices for axis, indices in by_axis.items() if axis in w.layout.axes}
 
 
-def count_replicas(spec: ModelSpec, shards: Sequence[ModelShard]) -> dict[str, Tensor]:
-    """Return the tensors with elements on several ranks, and the number of ranks that hold each
-    element.
-    """
-    divided = [
-        name
-        for name, weight in spec.params().items()
-        if weight.role in DIVIDED_ROLES and weight.trainable
-    ]
-    replicas = dict[str, Tensor]()
-    for name in divided:
-        count = count_holders([shard.pieces[name] for shard in shards])
-        if int(count.max()) > 1:
-            replicas[name] = count
-    return replicas
-
-
 def count_holders(shards: Sequence[TensorShard]) -> Tensor:
     """Count the ranks that hold each element of a tensor; axes that are not cut_axes have size 1 in
     the result.

@@ -17,7 +17,7 @@ from ...util.errors import SpecError
 from .. import Transformer, build
 from ..batch import Batch
 from ..model_spec import ModelSpec
-from .head_partition import count_holders, count_replicas, partition_model
+from .head_partition import DIVIDED_ROLES, count_holders, partition_model
 from .parallel_attention import (
     CollectiveGroup,
     GradientBuckets,
@@ -231,7 +231,17 @@ class TensorParallelModel:
         shards = partition_model(spec, group.size)
         self.own = shards[group.rank].spec
         self.pieces = {name: [shard.pieces[name] for shard in shards] for name in shards[0].pieces}
-        self.copied = count_replicas(spec, shards)
+        divided = [
+            name
+            for name, weight in spec.params().items()
+            if weight.role in DIVIDED_ROLES and weight.trainable
+        ]
+        replicas = dict[str, Tensor]()
+        for name in divided:
+            count = count_holders([shard.pieces[name] for shard in shards])
+            if int(count.max()) > 1:
+                replicas[name] = count
+        self.copied = replicas
         for name, pieces in self.pieces.items():
             if not bool(count_holders(pieces).all()):
                 problem = f"{name} ({pieces[0].layout}) joins heads of several ranks"

@@ -72,7 +72,21 @@ class DecodingConfig:
                 f"cannot return best={self.best} of beams={self.beams} beams; give "
                 f"beams={self.best}"
             )
-        object.__setattr__(self, "stop", _parse_stops(self.stop))
+        value = self.stop
+        stops = (value,) if isinstance(value, (str, int)) else tuple(value)
+        if len(stops) > MAX_STOPS:
+            raise SpecError(f"stop has {len(stops)} texts and ids; give at most {MAX_STOPS}")
+        for stop in stops:
+            if isinstance(stop, str) and len(stop) > MAX_STOP_CHARS:
+                raise SpecError(
+                    f"stop holds a text of {len(stop)} characters; give at most {MAX_STOP_CHARS}"
+                )
+            if not (stop if isinstance(stop, str) else _is_whole_number(stop) and stop >= 0):
+                raise SpecError(
+                    f"stop must be a non-empty text or a token id, got {stop!r}; give stop='.', "
+                    "for example"
+                )
+        object.__setattr__(self, "stop", stops)
         if self.end is not None:
             object.__setattr__(self, "end", _parse_ids("end", self.end))
 
@@ -143,24 +157,6 @@ def _is_whole_number(value: Any) -> bool:
 def _check_count(name: str, value: Any, remedy: str) -> None:
     if value is not None and not (_is_whole_number(value) and value >= 1):
         raise SpecError(f"{name} must be an integer of at least 1, got {value!r}; or {remedy}")
-
-
-def _parse_stops(value: Any) -> tuple[str | int, ...]:
-    """Return one stop, or several, as a tuple of texts and ids."""
-    stops = (value,) if isinstance(value, (str, int)) else tuple(value)
-    if len(stops) > MAX_STOPS:
-        raise SpecError(f"stop has {len(stops)} texts and ids; give at most {MAX_STOPS}")
-    for stop in stops:
-        if isinstance(stop, str) and len(stop) > MAX_STOP_CHARS:
-            raise SpecError(
-                f"stop holds a text of {len(stop)} characters; give at most {MAX_STOP_CHARS}"
-            )
-        if not (stop if isinstance(stop, str) else _is_whole_number(stop) and stop >= 0):
-            raise SpecError(
-                f"stop must be a non-empty text or a token id, got {stop!r}; give stop='.', for "
-                "example"
-            )
-    return stops
 
 
 def _parse_ids(name: str, value: Any) -> tuple[int, ...]:

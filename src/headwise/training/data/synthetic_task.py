@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...attention.interfaces.part import CheckedDataclass, find_class
-from ...attention.masking.pattern_base import check_whole_number
 from ...attention.masking.patterns import Pattern
 from ...attention.masking.sequence_info import SequenceInfo
 from ...attention.presets import design
@@ -32,7 +31,7 @@ from ...models.model_spec import (
     StackSpec,
 )
 from ...util.errors import SpecError
-from ...util.size_limits import MAX_HEADS, MAX_WIDTH
+from ...util.size_limits import MAX_HEADS, MAX_WIDTH, check_whole_number
 from .task import SPLITS, MetricSums, Task, check_split
 
 # Arrays with one row per example. "content" [B, n] identifies an example, padded with -1; the
