@@ -3,9 +3,8 @@ torch.
 
 In reading order:
 
-- `components`: embeddings, norms, feed-forwards, experts and output heads, each with its weights;
-  processing of inputs
-- `mixers`: recurrences and convolutions
+- `components`: embeddings, norms and output heads, each with its weights; processing of inputs
+- `sublayers`: feed-forwards, experts, recurrences and convolutions
 - `quantization`: the number formats of quantised checkpoints, and which matrices have them
 - `model`: `BlockSpec`, `StackSpec` and `ModelSpec` combine attention specs and components
 - `serialization`: specs as dictionaries, TOML and JSON; the manifest of a saved model and the
@@ -14,8 +13,6 @@ In reading order:
 
 from .components import (
     EmbeddingSpec,
-    ExpertsSpec,
-    FeedForwardSpec,
     HeadTransformSpec,
     NormSpec,
     OutputHeadSpec,
@@ -24,7 +21,6 @@ from .components import (
     ProcessorSpec,
     WeightSpec,
 )
-from .mixers import ConvolutionSpec, RecurrentSpec, SequenceMixerSpec
 from .model import (
     MODEL_KINDS,
     ApproximateAttention,
@@ -44,6 +40,13 @@ from .serialization import (
     to_dict,
     to_json,
     to_toml,
+)
+from .sublayers import (
+    ConvolutionSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    RecurrentSpec,
+    SequenceMixerSpec,
 )
 
 __all__ = [

@@ -15,8 +15,6 @@ from ...attention.spec.serialization import dump_toml
 from ...util.errors import SpecError
 from .components import (
     EmbeddingSpec,
-    ExpertsSpec,
-    FeedForwardSpec,
     NormSpec,
     OutputHeadSpec,
     SpecNode,
@@ -25,8 +23,8 @@ from .components import (
     make_weight,
     to_plain,
 )
-from .mixers import ConvolutionSpec, RecurrentSpec
 from .quantization import QuantizationSpec
+from .sublayers import ConvolutionSpec, ExpertsSpec, FeedForwardSpec, RecurrentSpec
 
 # more than any model has; a larger number is a typing error, and every layer would be listed
 MAX_LAYERS = 10_000
