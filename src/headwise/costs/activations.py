@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,30 +44,24 @@ NamedBytes = Iterator[tuple[str, int]]
 INT64_BYTES = 8
 
 
-class SavedByActivation(NamedTuple):
-    """Tensors that an activation function saves besides its output, and whether it saves that."""
-
-    num_tensors: int
-    saves_output: bool = False
-
-
-SAVED_BY_ACTIVATION = {
-    **dict.fromkeys(("gelu", "gelu_tanh", "silu", "mish", "relu6"), SavedByActivation(1)),
-    **dict.fromkeys(("relu", "tanh", "sigmoid"), SavedByActivation(0, saves_output=True)),
-    "relu2": SavedByActivation(1),  # the output of relu, which is also the input of the square
-    "quick_gelu": SavedByActivation(2),  # x sigmoid(1.7 x): both factors
-    "linear": SavedByActivation(0),
+# Number of tensors that an activation function saves besides its output.
+NUM_SAVED_BY_ACTIVATION = {
+    **dict.fromkeys(("gelu", "gelu_tanh", "silu", "mish", "relu6"), 1),
+    **dict.fromkeys(("relu", "tanh", "sigmoid", "linear"), 0),
+    "relu2": 1,  # the output of relu, which is also the input of the square
+    "quick_gelu": 2,  # x sigmoid(1.7 x): both factors
 }
+ACTIVATIONS_SAVING_OUTPUT = ("relu", "tanh", "sigmoid")
 # Gate and up before and after clamping, the sigmoid, and the two products.
 NUM_BOUNDED_ACTIVATION_TENSORS = 7
 
 
-def lookup_activation(name: str) -> SavedByActivation:
-    """Return what the activation function with this name saves."""
-    if name not in SAVED_BY_ACTIVATION:
+def num_saved_by_activation(name: str) -> int:
+    """Return how many tensors the activation function with this name saves besides its output."""
+    if name not in NUM_SAVED_BY_ACTIVATION:
         fact = f"cannot tell what activation {name!r} saves for the backward pass"
-        raise SpecError(f"{fact}; {suggest(name, SAVED_BY_ACTIVATION)}")
-    return SAVED_BY_ACTIVATION[name]
+        raise SpecError(f"{fact}; {suggest(name, NUM_SAVED_BY_ACTIVATION)}")
+    return NUM_SAVED_BY_ACTIVATION[name]
 
 
 @dataclass(frozen=True)
@@ -135,15 +129,15 @@ def feed_forward_bytes(feed: FeedForwardSpec, count: int, context: ActivationCon
     if feed.activation.startswith("bounded_silu("):
         num_tensors = NUM_BOUNDED_ACTIVATION_TENSORS
     else:
-        saved = lookup_activation(feed.activation)
-        num_tensors = saved.num_tensors
+        num_tensors = num_saved_by_activation(feed.activation)
         if feed.form == "gated":
             # Both factors, and their product, which is the input of the down projection.
             num_tensors += 3
         else:
             # With dropout, the input of the down projection is another tensor than the output of
             # the activation.
-            num_tensors += 1 + (saved.saves_output and context.has_dropout)
+            saves_output = feed.activation in ACTIVATIONS_SAVING_OUTPUT
+            num_tensors += 1 + (saves_output and context.has_dropout)
     yield "hidden", num_tensors * context.tensor_bytes(count, feed.hidden)
     yield "mask", context.mask_bytes(count, feed.hidden)
 
@@ -203,12 +197,10 @@ def head_bytes(head: OutputHeadSpec, width: int, context: ActivationContext) -> 
     yield "input", context.tensor_bytes(context.rows if is_copy else context.num_tokens, width)
     transform = head.transform
     if transform:
-        saved = lookup_activation(transform.activation)
+        num_tensors = num_saved_by_activation(transform.activation) + bool(head.outputs)
         # The output of the activation is usually the input of the next operation, and saved once.
-        saves_extra_output = (
-            saved.saves_output and not transform.norm and (head.scale != 1 or not head.outputs)
-        )
-        num_tensors = saved.num_tensors + saves_extra_output + bool(head.outputs)
+        has_own_output = not transform.norm and (head.scale != 1 or not head.outputs)
+        num_tensors += has_own_output and transform.activation in ACTIVATIONS_SAVING_OUTPUT
         yield "transform", num_tensors * context.tensor_bytes(count, transform.hidden)
         if transform.norm:
             for name, size in norm_bytes(transform.norm, transform.hidden, count, context):
@@ -274,13 +266,13 @@ def layer_activation_memory(
         raise SpecError(
             f"cannot set source={source!r}: this spec reads no source sequence; leave source out"
         )
-    sizes = CallSizes(workload.batch, workload.context, source or workload.context)
+    source_tokens = source or workload.context
     if checkpoint == "block":
         each = workload.batch * dtype_bytes(workload.dtype)
-        inputs = [("input", each * sizes.tokens * spec.model)]
-        inputs += [("source", each * sizes.source * spec.source)] if spec.source else []
+        inputs = [("input", each * workload.context * spec.model)]
+        inputs += [("source", each * source_tokens * spec.source)] if spec.source else []
         return CostBreakdown.from_items(inputs)
-    run = _record_saved_tensors(spec, sizes, *BACKEND_PROFILES[profile], workload.dtype)
+    run = record_meta_run(spec, workload, source_tokens, profile)
     recomputes_core = profile == "chunked" and workload.context > QUERY_BLOCK_SIZE
     saved = run.tensors_outside_core() if recomputes_core else run.tensors_by_step()
     return CostBreakdown.from_sums((tensor.step, tensor.nbytes) for tensor in saved)
@@ -322,24 +314,6 @@ def check_checkpoint_mode(checkpoint: str) -> None:
         )
 
 
-def _record_saved_tensors(
-    spec: AttentionSpec, sizes: CallSizes, backend: str, device: str, dtype: str
-) -> SavedTensorRecorder:
-    """Run a layer on meta tensors and record what it saves; refusals are `SpecError`."""
-    try:
-        return record_meta_run(spec, sizes, backend, dtype, device)
-    except NoBackend as error:
-        raise SpecError(f"{error}; use profile='dense'") from None
-    except (RuntimeError, OverflowError, TypeError) as error:
-        words = ("overflow", "too large", "int64", "convert to")
-        if not any(word in str(error) for word in words):
-            raise
-        raise SpecError(
-            f"{sizes.batch} rows of {sizes.tokens} tokens of width {spec.model} make tensors "
-            "larger than torch supports; use fewer"
-        ) from None
-
-
 BACKENDS_PREFIX = f"{backends.__name__}."
 
 
@@ -372,16 +346,14 @@ class SavedTensorRecorder:
 
     def __init__(self, owned: Iterable[Tensor], steps: Mapping[int, str]) -> None:
         self.saved: dict[int, SavedTensor] = {}  # by address of the storage
-        self._labels: dict[
-            int, str
-        ] = {}  # storages with a name that is better than the step that saved them
+        # Storages with a name that is better than the step that saved them.
+        self._labels: dict[int, str] = {}
         self._owned = {storage_address(tensor): tensor for tensor in owned}
         self._core_inputs: Sequence[Tensor] = ()
         self._steps = steps
-        self._alive: list[
-            Tensor
-        ] = []  # referenced, so that no address is reused during the recording
-        self._hooks = saved_tensors_hooks(self._record, _identity)
+        # Referenced, so that no address is reused during the recording.
+        self._alive: list[Tensor] = []
+        self._hooks = saved_tensors_hooks(self._record, lambda tensor: tensor)
 
     @staticmethod
     def for_module(net: nn.Module, spec: AttentionSpec | None = None) -> SavedTensorRecorder:
@@ -481,52 +453,49 @@ def iter_tensors(value: Any) -> list[Tensor]:
     return list(chain.from_iterable(map(iter_tensors, items)))
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 # --- Running a layer on meta tensors --------------------------------------------------------------
 
 CPU_FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-class CallSizes(NamedTuple):
-    """Batch size, tokens per row, and tokens of the source (the same number in self-attention)."""
-
-    batch: int
-    tokens: int
-    source: int
-
-
 def record_meta_run(
-    spec: AttentionSpec, sizes: CallSizes, backend: str, dtype: str, device: str = "cpu"
+    spec: AttentionSpec, workload: Workload, source_tokens: int, profile: str
 ) -> SavedTensorRecorder:
-    """Run a layer of this spec on meta tensors of these sizes, and record what it saves in
-    training.
+    """Run a layer of this spec on meta tensors, and record what it saves in training; refusals are
+    `SpecError`.
 
     >>> import headwise as hw
     >>> run = record_meta_run(
-    ...     hw.design(model=4096, heads=32), CallSizes(16, 32768, 32768), "sdpa", "bf16"
+    ...     hw.design(model=4096, heads=32), hw.Workload(16, 32768, "bf16"), 32768, "sdpa"
     ... )
     >>> [saved.step for saved in run.tensors_by_step()]
     ['input', 'keys', 'queries', 'values', 'logsumexp', 'outputs']
     """
-    with torch.device("meta"):
-        layer = Attention(spec, backend=backend).to(TORCH_DTYPES[dtype])
-    options = {"dtype": TORCH_DTYPES[dtype], "device": "meta", "requires_grad": True}
-    x = torch.empty(sizes.batch, sizes.tokens, spec.model, **options)
-    source = (
-        None
-        if spec.source is None
-        else torch.empty(sizes.batch, sizes.source, spec.source, **options)
-    )
-    recorder = SavedTensorRecorder.for_module(layer, spec)
-    recorder.label_storage(x, "input")
-    if source is not None:
-        recorder.label_storage(source, "source")
-    kernels = DeviceKernelMode(recorder, device)
-    with recorder, kernels:
-        layer(x, source=source)
+    backend, device = BACKEND_PROFILES[profile]
+    dtype = TORCH_DTYPES[workload.dtype]
+    options = {"dtype": dtype, "device": "meta", "requires_grad": True}
+    try:
+        with torch.device("meta"):
+            layer = Attention(spec, backend=backend).to(dtype)
+        x = torch.empty(workload.batch, workload.context, spec.model, **options)
+        recorder = SavedTensorRecorder.for_module(layer, spec)
+        recorder.label_storage(x, "input")
+        source = None
+        if spec.source is not None:
+            source = torch.empty(workload.batch, source_tokens, spec.source, **options)
+            recorder.label_storage(source, "source")
+        with recorder, DeviceKernelMode(recorder, device):
+            layer(x, source=source)
+    except NoBackend as error:
+        raise SpecError(f"{error}; use profile='dense'") from None
+    except (RuntimeError, OverflowError, TypeError) as error:
+        words = ("overflow", "too large", "int64", "convert to")
+        if not any(word in str(error) for word in words):
+            raise
+        raise SpecError(
+            f"{workload.batch} rows of {workload.context} tokens of width {spec.model} make "
+            "tensors larger than torch supports; use fewer"
+        ) from None
     return recorder
 
 
@@ -620,15 +589,10 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
 
-def _rms_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    return cast(Tensor, _FusedRMSNorm.apply(x, weight, len(shape)))
-
-
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """CUDA's dropout, with a mask of one byte per element; the CPU's mask has the input's dtype."""
-    return torch.native_dropout(x, p, True)[0] if training and p else x
-
-
-_CUDA_REPLACEMENTS: dict[Any, Callable[..., Any]] = {F.rms_norm: _rms_norm, F.dropout: _dropout}
+# CUDA's dropout has a mask of one byte per element; the CPU's mask has the input's dtype.
+_CUDA_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    F.rms_norm: lambda x, shape, weight=None, eps=None: _FusedRMSNorm.apply(x, weight, len(shape)),
+    F.dropout: lambda x, p=0.5, training=True, inplace=False: (
+        torch.native_dropout(x, p, True)[0] if training and p else x
+    ),
+}
