@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.costs.cost_report import CostEstimate, estimate_cost
+from headwise.costs.cost_estimate import CostEstimate, estimate_cost
 from headwise.models import families
 
 BATCH, TOKENS, SOURCE, WRITTEN = 2, 7, 9, 5

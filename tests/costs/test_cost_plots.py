@@ -8,7 +8,8 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.costs.cost_report import estimate_cost, make_figure, save_plot
+from headwise.costs.cost_estimate import estimate_cost
+from headwise.costs.cost_report import make_figure, save_plot
 
 LOAD = hw.Workload(batch=2, context=300)
 NAMES = ("gqa", "mla", "linear")

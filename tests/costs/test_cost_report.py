@@ -8,7 +8,7 @@ import pytest
 
 import headwise as hw
 from headwise import cli, costs
-from headwise.costs.cost_report import estimate_cost
+from headwise.costs.cost_estimate import estimate_cost
 from headwise.costs.roofline import Device
 
 # One layer of a released model: its attention, learned numbers, and bytes of a token in bfloat16.

@@ -10,7 +10,8 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.costs.cost_report import cost, estimate_cost
+from headwise.costs.cost_estimate import estimate_cost
+from headwise.costs.cost_report import cost
 from headwise.costs.roofline import Device
 from headwise.models.families import read_model_spec
 

@@ -19,7 +19,7 @@ from headwise.attention import backends
 from headwise.attention.backends.query_blocks import split_queries, sum_block_pairs
 from headwise.attention.cache import make_cache
 from headwise.costs.components import list_components
-from headwise.costs.cost_report import CostEstimate, estimate_cost
+from headwise.costs.cost_estimate import CostEstimate, estimate_cost
 from headwise.costs.flops import SymbolicInt
 from headwise.costs.training_memory import OPTIMISERS
 from headwise.costs.weight_storage import parameter_terms

@@ -14,7 +14,7 @@ import transformers as tf
 
 import headwise as hw
 from headwise import cli
-from headwise.costs.cost_report import estimate_cost
+from headwise.costs.cost_estimate import estimate_cost
 from headwise.costs.roofline import Device
 from headwise.costs.weight_storage import WeightStorage, total_weight_bytes
 from headwise.costs.workload import select_layer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import headwise as hw
-from headwise.costs.cost_report import estimate_cost
+from headwise.costs.cost_estimate import estimate_cost
 from headwise.costs.size_matching import MATCH_QUANTITIES, SizeSearch, list_sizes, with_size
 from support import layer_cases as cases
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwise as hw
 from headwise import cli, costs
 from headwise.attention.cache import HiddenStateCache
-from headwise.costs.cost_report import estimate_cost
+from headwise.costs.cost_estimate import estimate_cost
 from headwise.costs.training_memory import recompute_flops
 from headwise.models import model_spec as bp
 from headwise.models.block import CausalConvolution, GatedRecurrence

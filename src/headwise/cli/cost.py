@@ -13,7 +13,8 @@ from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
     from ..costs.components import SpecOrModel
-    from ..costs.cost_report import CostEstimate, CostReport
+    from ..costs.cost_estimate import CostEstimate
+    from ..costs.cost_report import CostReport
     from ..report.data import Item
 
 
@@ -162,7 +163,8 @@ def estimate_costs(args: CostOptions) -> CostReport:
         raise UsageError(
             "name at least one spec or model: a file, a model's folder, or a preset such as gqa"
         )
-    from ..costs.cost_report import CostReport, estimate_cost
+    from ..costs.cost_estimate import estimate_cost
+    from ..costs.cost_report import CostReport
     from ..costs.weight_storage import STORED
     from ..costs.workload import Workload
 
@@ -213,7 +215,8 @@ def with_unique_names(costs: CostReport) -> dict[str, CostEstimate]:
 def _match_sizes(args: CostOptions, by: str, costs: CostReport) -> tuple[CostReport, View]:
     """Resize every spec to match the first; return the new estimates and a report."""
     from ..attention.spec.attention_spec import AttentionSpec
-    from ..costs.cost_report import CostReport, estimate_cost
+    from ..costs.cost_estimate import estimate_cost
+    from ..costs.cost_report import CostReport
     from ..costs.size_matching import match_size
 
     estimates = with_unique_names(costs)

@@ -5,8 +5,9 @@ In reading order:
 - `flops` counts term by term and keeps the formula of every number, `weight_storage`
   gives parameters and the bytes of weights, `roofline` lower bounds of times on a device;
 - `components` is the one walk over a spec or model, and gives all costs of a component;
-- `workload` describes forward calls; `cost_report` makes the estimates of `hw.cost` and
-  `headwise cost` and their figures, `size_matching` sizes of equal cost;
+- `workload` describes forward calls; `cost_estimate` gives the costs of one layer or model,
+  `cost_report` the tables and figures of `hw.cost` and `headwise cost`, `size_matching` sizes of
+  equal cost;
 - `activations` and `training_memory` give the memory of training;
 - `published_article` and `complexity` compare with the literature;
 - `part_checks` compares what a part declares with what it does.

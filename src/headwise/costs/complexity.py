@@ -26,7 +26,7 @@ from ..report.data import Column, Table
 from ..report.text import format_count
 from ..util.errors import SpecError
 from . import count_parameters
-from .cost_report import estimate_cost
+from .cost_estimate import estimate_cost
 from .flops import SymbolicInt, formula
 from .roofline import accelerator_type, time_run
 from .workload import Workload

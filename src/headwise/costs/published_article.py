@@ -11,7 +11,7 @@ from ..models.families import read_model_spec
 from ..models.model_spec import ModelSpec
 from ..report.data import Column, Table
 from ..util.errors import SpecError, suggest
-from .cost_report import CostEstimate, estimate_cost
+from .cost_estimate import CostEstimate, estimate_cost
 from .roofline import Device
 from .training_memory import ActivationSettings, OptimiserMemory, recompute_flops
 from .workload import Workload

@@ -16,7 +16,7 @@ from ..attention.spec.attention_spec import SLOTS, AttentionSpec
 from ..attention.spec.heads import HEAD_MAPS
 from ..util.errors import SpecError, suggest
 from . import count_parameters
-from .cost_report import estimate_cost
+from .cost_estimate import estimate_cost
 from .workload import Workload
 
 EXHAUSTIVE_SIZES = 192  # all sizes up to this are tried; above it a monotonic count is bisected

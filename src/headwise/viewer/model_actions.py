@@ -213,7 +213,8 @@ def compute_cost(
     `context` defaults to 2,048 or the model's maximum, `source` to the context, and `dtype` to the
     model's dtype.
     """
-    from ..costs.cost_report import CostEstimate, cost
+    from ..costs.cost_estimate import CostEstimate
+    from ..costs.cost_report import cost
     from ..costs.flops import TORCH_DTYPES
     from ..costs.roofline import Device
     from ..costs.workload import Workload

@@ -15,7 +15,7 @@ from headwise import costs
 from headwise.attention import backends
 from headwise.attention.backends.backend_report import BackendReport, why
 from headwise.attention.cache import PagePool
-from headwise.costs.cost_report import estimate_cost
+from headwise.costs.cost_estimate import estimate_cost
 from support import crossover, layer_cases as cases
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.costs.cost_report import estimate_cost
+from headwise.costs.cost_estimate import estimate_cost
 from headwise.models import families
 from headwise.models.families import WEIGHT_NAMES
 from headwise.observe.inspect.attention_sites import find_attention

@@ -566,7 +566,7 @@ def _check_pattern(side: object) -> None:
 
 
 def _format(pattern: Pattern, is_code: bool) -> str:
-    """The pattern as Python code, or as `parse_pattern` reads it; default arguments are left out."""
+    """The pattern as Python code or as `parse_pattern` reads it, without default arguments."""
     if isinstance(pattern, And | Or):
         sides: list[str] = []
         for side in (pattern.left, pattern.right):
