@@ -4,7 +4,7 @@
 
 - `launch`, `jit`, `compilation`: argument records, the interface between an operation and its
   kernel; sets of kernels, threads and work items; compilation, and when it happens
-- `simd`: vectors of 16 numbers, loads and stores
+- `simd`, `vector_math`: vectors of 16 numbers, loads and stores; their exp and log
 - `operand_checks`: the axes and dtypes of an operation's tensors, checked before their addresses
   are taken, and whether autograd, torch.func or torch.compile watch the call
 
@@ -13,8 +13,7 @@ The operations and their kernels:
 - `flash_attention`, `flash_attention_kernel`: attention with gradients; each query
   reads one range of keys
 - `paged_decode`, `paged_decode_kernel`, `kv_block_attention`, `split_kv_schedule`: one query per
-  row over a
-  paged KV cache, with shared prefixes read once
+  row over a paged KV cache, with shared prefixes read once
 - `row_normalisers`, `row_normaliser_kernels`: masked softmax and entmax over rows of scores
 - `head_mixing`, `head_mixing_kernel`: dynamically composed attention heads (2405.08553)
 - `linear`, `small_batch_kernels`: products of a few tokens with matrices, or torch's

@@ -49,9 +49,9 @@ from .simd import (
     select_below,
     splat,
     vec,
-    vec_exp,
     vec_max,
 )
+from .vector_math import vec_exp
 
 # Vectors of 64 numbers at the start of a scratch buffer, one number per row: the first keys, ends
 # of the keys, maxima, sums, and factors. The backward pass stores lse, row terms and the scale.

@@ -41,9 +41,9 @@ from .simd import (
     store_quarter,
     stored,
     vec,
-    vec_exp,
     vec_max,
 )
+from .vector_math import vec_exp
 
 # --- Scores and weighted values of a block --------------------------------------------------------
 

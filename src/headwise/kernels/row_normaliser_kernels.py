@@ -25,19 +25,26 @@ one work item is all rows that read one value head, so that only one thread adds
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from numba import extending, njit
+from llvmlite import ir
+from numba import extending, njit, types
+from numba.core import cgutils
 
 from .launch import SIMD_WIDTH
 from .row_normalisers import ROW_STATE_SIZE, ROWS_PER_ITEM
 from .simd import (
+    INT8,
+    INT32,
+    INT64,
+    SIMD_FLOAT64,
     address_of,
-    compress_store,
+    as_vector,
     floats,
     fma,
+    intrinsic,
     ints,
-    is_byte_set,
-    load_masked,
+    memory_pointer,
     number,
     reduce_max,
     reduce_sum,
@@ -46,10 +53,66 @@ from .simd import (
     short_ints,
     splat,
     vec,
-    vec_exp,
-    vec_log,
     vec_max,
 )
+from .vector_math import vec_exp, vec_log
+
+# --- Masks and stream compaction ------------------------------------------------------------------
+
+
+@intrinsic
+def load_masked(typing: Any, address: Any, x: Any, low: Any) -> Any:
+    """Return x where the mask byte at `address` is set, else the number `low`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(INT8, SIMD_WIDTH)
+        mask = builder.load(memory_pointer(builder, args[0], kind), align=1)
+        is_set = builder.icmp_unsigned("!=", mask, ir.Constant(kind, [0] * SIMD_WIDTH))
+        return builder.select(is_set, args[1], as_vector(builder, args[2], x))
+
+    return x(types.int64, x, x.scalar_type), code
+
+
+@intrinsic
+def is_byte_set(typing: Any, address: Any) -> Any:
+    """Return 1 if the byte at an address is set, else 0."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(memory_pointer(builder, args[0], INT8), align=1), INT64)
+
+    return types.int64(types.int64), code
+
+
+@intrinsic
+def compress_store(
+    typing: Any, x: Any, bound: Any, source_indices: Any, target: Any, target_indices: Any
+) -> Any:
+    """Store the elements of x that are above `bound`, or NaN, adjacently; return how many they are.
+
+    The int32 at `source_indices` that belong to these elements are stored adjacently to
+    `target_indices`.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        index_vector = ir.VectorType(INT32, SIMD_WIDTH)
+        selected = builder.fcmp_unordered(">", args[0], as_vector(builder, args[1], x))
+        suffix = "f64" if x == SIMD_FLOAT64 else "f32"
+        num_stored = builder.zext(
+            builder.ctpop(builder.bitcast(selected, ir.IntType(SIMD_WIDTH))), INT64
+        )
+        indices = builder.load(memory_pointer(builder, args[2], index_vector), align=4)
+        for vector, kind, address in ((args[0], suffix, args[3]), (indices, "i32", args[4])):
+            target = memory_pointer(builder, address, vector.type.element)
+            store_type = ir.FunctionType(ir.VoidType(), [vector.type, target.type, selected.type])
+            name = f"llvm.masked.compressstore.v{SIMD_WIDTH}{kind}"
+            store = cgutils.get_or_insert_function(builder.module, store_type, name)
+            builder.call(store, [vector, target, selected])
+        return num_stored
+
+    return types.int64(x, x.scalar_type, source_indices, target, target_indices), code
+
+
+# --- Rows ---------------------------------------------------------------------------------------
 
 
 @njit

@@ -1,4 +1,4 @@
-"""16-wide vectors for Numba kernels: arithmetic, exp and log, and loads and stores by address.
+"""16-wide vectors for Numba kernels: arithmetic, and loads and stores by address.
 
 LLVM vectorises a loop over scalars only if it can prove that memory does not overlap and that sums
 may be reordered. With explicit vectors nothing has to be proved, `fastmath` is not needed, and
@@ -19,15 +19,13 @@ float64 if they are stored in float64, else in float32.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
-from numba import extending, njit, types
+from numba import extending, types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.core.imputils import lower_builtin
@@ -88,7 +86,8 @@ def _build_splat(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) ->
     )
 
 
-def _as_vector(builder: ir.IRBuilder, value: Any, kind: SimdVector) -> Any:
+def as_vector(builder: ir.IRBuilder, value: Any, kind: SimdVector) -> Any:
+    """Return the value itself if it is a vector, or the number 16 times."""
     is_vector = isinstance(value.type, ir.VectorType)
     return value if is_vector else _build_splat(builder, value, kind.llvm_type)
 
@@ -102,12 +101,12 @@ def _elementwise_signature(args: Any) -> Any:
     return kind(*(a if isinstance(a, SimdVector) else kind.scalar_type for a in args))
 
 
-def _llvm_elementwise(name: str) -> Any:
+def llvm_elementwise(name: str) -> Any:
     """Return the code generator of the LLVM intrinsic `name` on vectors."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type
-        vectors = [_as_vector(builder, value, kind) for value in args]
+        vectors = [as_vector(builder, value, kind) for value in args]
         suffix = "f64" if kind == SIMD_FLOAT64 else "f32"
         function_type = ir.FunctionType(kind.llvm_type, [kind.llvm_type] * len(vectors))
         name_of_type = f"llvm.{name}.v{SIMD_WIDTH}{suffix}"
@@ -137,13 +136,13 @@ def _llvm_reduction(name: str, start: bool) -> Any:
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c."""
-    return _elementwise_signature((a, b, c)), _llvm_elementwise("fma")
+    return _elementwise_signature((a, b, c)), llvm_elementwise("fma")
 
 
 @intrinsic
 def vec_max(typing: Any, a: Any, b: Any) -> Any:
     """Return the elementwise maximum; where one number is NaN, the other one."""
-    return _elementwise_signature((a, b)), _llvm_elementwise("maxnum")
+    return _elementwise_signature((a, b)), llvm_elementwise("maxnum")
 
 
 @intrinsic
@@ -218,7 +217,7 @@ def _register_operator(function: Any) -> None:
             return _elementwise_signature(args)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vectors = (_as_vector(builder, value, signature.return_type) for value in args)
+        vectors = (as_vector(builder, value, signature.return_type) for value in args)
         return _OPERATIONS[function](builder, *vectors)
 
     for kinds in ((SimdVector, SimdVector), (SimdVector, types.Float), (types.Float, SimdVector)):
@@ -234,132 +233,10 @@ def select_below(typing: Any, a: Any, bound: Any, low: Any, high: Any) -> Any:
     """Return `low` where a < bound, else `high`, also where a is NaN."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a, b, c, d = (_as_vector(builder, value, signature.return_type) for value in args)
+        a, b, c, d = (as_vector(builder, value, signature.return_type) for value in args)
         return builder.select(builder.fcmp_ordered("<", a, b), c, d)
 
     return _elementwise_signature((a, bound, low, high)), code
-
-
-@intrinsic
-def exp2_from_shifted(typing: Any, shifted: Any) -> Any:
-    """Return 2^n for n + 1.5 x 2^23, which has n in its last bits."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(INT32, SIMD_WIDTH)
-        bits = builder.shl(builder.bitcast(args[0], kind), ir.Constant(kind, [23] * SIMD_WIDTH))
-        return builder.bitcast(
-            builder.add(bits, ir.Constant(kind, [127 << 23] * SIMD_WIDTH)), SIMD_FLOAT32.llvm_type
-        )
-
-    return SIMD_FLOAT32(SIMD_FLOAT32), code
-
-
-def _split_float(mantissa: bool) -> Any:
-    """Return an intrinsic that splits positive numbers into m 2^n, sqrt(1/2) <= m < sqrt(2), and
-    returns m or n.
-    """
-
-    @intrinsic
-    def split_float(typing: Any, a: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kind = ir.VectorType(INT32, SIMD_WIDTH)
-            bits = builder.bitcast(args[0], kind)
-            shift = ir.Constant(kind, [23] * SIMD_WIDTH)
-            n = builder.ashr(builder.sub(bits, ir.Constant(kind, [_ROOT_BITS] * SIMD_WIDTH)), shift)
-            if mantissa:
-                return builder.bitcast(
-                    builder.sub(bits, builder.shl(n, shift)), SIMD_FLOAT32.llvm_type
-                )
-            return builder.sitofp(n, SIMD_FLOAT32.llvm_type)
-
-        return SIMD_FLOAT32(SIMD_FLOAT32), code
-
-    return split_float
-
-
-_ROOT_BITS = int(np.float32(math.sqrt(0.5)).view(np.int32))
-_mantissa = _split_float(mantissa=True)
-_exponent = _split_float(mantissa=False)
-
-
-@intrinsic
-def _exp_elementwise(typing: Any, a: Any) -> Any:
-    return a(a), _llvm_elementwise("exp")
-
-
-@intrinsic
-def _log_elementwise(typing: Any, a: Any) -> Any:
-    return a(a), _llvm_elementwise("log")
-
-
-_LOG2E = np.float32(1 / math.log(2))
-_SHIFT = np.float32(1.5 * 2**23)
-_EXP_UNDERFLOW = np.float32(-87.33)
-# ln 2 in two parts; the first has few bits, so that n times it is exact.
-_LN2_HIGH = np.float32(-0.693359375)
-_LN2_LOW = np.float32(2.12194440e-4)
-_EXP_COEFFICIENTS = tuple(map(np.float32, [1 / math.factorial(n) for n in range(7, -1, -1)]))
-
-
-@njit
-def _exp_float32(x):
-    """Return e^x for x <= 88, to 2 units in the last place; 0 below -87.33, where normal numbers
-    end.
-
-    x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7 / 7!; the remainder
-    is below 1e-8.
-    """
-    shifted = fma(x, _LOG2E, _SHIFT)
-    n = shifted - _SHIFT
-    r = fma(n, _LN2_LOW, fma(n, _LN2_HIGH, x))
-    e = fma(r, _EXP_COEFFICIENTS[0], _EXP_COEFFICIENTS[1])
-    for term in _EXP_COEFFICIENTS[2:]:
-        e = fma(e, r, term)
-    return select_below(x, _EXP_UNDERFLOW, 0.0, e * exp2_from_shifted(shifted))
-
-
-def vec_exp(x):
-    """Return e^x of 16 numbers, each at most 88."""
-    raise NotImplementedError("only compiled code calls it")
-
-
-@extending.overload(vec_exp)
-def _overload_exp(x):
-    if x == SIMD_FLOAT32:
-        return lambda x: _exp_float32(x)
-    return lambda x: _exp_elementwise(x)
-
-
-_LOG_COEFFICIENTS = tuple(map(np.float32, (2 / 9, 2 / 7, 2 / 5, 2 / 3, 2)))
-
-
-@njit
-def _log_float32(x):
-    """Return the natural logarithm of positive numbers, to 2 units in the last place.
-
-    x = m 2^n, and log m = 2 artanh z with z = (m - 1) / (m + 1), |z| < 0.172, by its series up to
-    z^9 / 9; the remainder is below 4e-10.
-    """
-    m = _mantissa(x)
-    n = _exponent(x)
-    z = (m - np.float32(1.0)) / (m + np.float32(1.0))
-    square = z * z
-    sums = fma(square, _LOG_COEFFICIENTS[0], _LOG_COEFFICIENTS[1])
-    for term in _LOG_COEFFICIENTS[2:]:
-        sums = fma(sums, square, term)
-    return fma(n, -_LN2_HIGH, fma(n, -_LN2_LOW, sums * z))
-
-
-def vec_log(x):
-    """Return the natural logarithm of 16 positive numbers."""
-    raise NotImplementedError("only compiled code calls it")
-
-
-@extending.overload(vec_log)
-def _overload_log(x):
-    if x == SIMD_FLOAT32:
-        return lambda x: _log_float32(x)
-    return lambda x: _log_elementwise(x)
 
 
 # --- Pointers -------------------------------------------------------------------------------------
@@ -696,58 +573,3 @@ def _make_prefetch(level: int) -> Any:
 prefetch_l2 = _make_prefetch(2)
 prefetch_l1 = _make_prefetch(3)
 prefetch_nontemporal = _make_prefetch(0)
-
-
-# --- Masks and stream compaction ------------------------------------------------------------------
-
-
-@intrinsic
-def load_masked(typing: Any, address: Any, x: Any, low: Any) -> Any:
-    """Return x where the mask byte at `address` is set, else the number `low`."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(INT8, SIMD_WIDTH)
-        mask = builder.load(memory_pointer(builder, args[0], kind), align=1)
-        is_set = builder.icmp_unsigned("!=", mask, ir.Constant(kind, [0] * SIMD_WIDTH))
-        return builder.select(is_set, args[1], _as_vector(builder, args[2], x))
-
-    return x(types.int64, x, x.scalar_type), code
-
-
-@intrinsic
-def is_byte_set(typing: Any, address: Any) -> Any:
-    """Return 1 if the byte at an address is set, else 0."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.load(memory_pointer(builder, args[0], INT8), align=1), INT64)
-
-    return types.int64(types.int64), code
-
-
-@intrinsic
-def compress_store(
-    typing: Any, x: Any, bound: Any, source_indices: Any, target: Any, target_indices: Any
-) -> Any:
-    """Store the elements of x that are above `bound`, or NaN, adjacently; return how many they are.
-
-    The int32 at `source_indices` that belong to these elements are stored adjacently to
-    `target_indices`.
-    """
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        index_vector = ir.VectorType(INT32, SIMD_WIDTH)
-        selected = builder.fcmp_unordered(">", args[0], _as_vector(builder, args[1], x))
-        suffix = "f64" if x == SIMD_FLOAT64 else "f32"
-        num_stored = builder.zext(
-            builder.ctpop(builder.bitcast(selected, ir.IntType(SIMD_WIDTH))), INT64
-        )
-        indices = builder.load(memory_pointer(builder, args[2], index_vector), align=4)
-        for vector, kind, address in ((args[0], suffix, args[3]), (indices, "i32", args[4])):
-            target = memory_pointer(builder, address, vector.type.element)
-            store_type = ir.FunctionType(ir.VoidType(), [vector.type, target.type, selected.type])
-            name = f"llvm.masked.compressstore.v{SIMD_WIDTH}{kind}"
-            store = cgutils.get_or_insert_function(builder.module, store_type, name)
-            builder.call(store, [vector, target, selected])
-        return num_stored
-
-    return types.int64(x, x.scalar_type, source_indices, target, target_indices), code

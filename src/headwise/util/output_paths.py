@@ -138,16 +138,20 @@ def _existing_problem(target: Path, mode: int, kind: OutputKind) -> str:
     if isinstance(kind, FileKind):
         if stat.S_ISDIR(mode):
             return "it is a folder"
-        with target.open("rb") as file:
-            start = file.read(MARKER_BYTES)
-            file.seek(max(0, target.stat().st_size - MARKER_BYTES))
-            end = file.read()
         return (
             ""
-            if any(marker in start or marker in end for marker in kind.markers)
+            if _has_marker(target, kind.markers)
             else f"it is a file, but not a {kind.name} of headwise"
         )
     return _folder_problem(target, kind) if stat.S_ISDIR(mode) else "it is a file"
+
+
+def _has_marker(path: Path, markers: tuple[bytes, ...]) -> bool:
+    with path.open("rb") as file:
+        start = file.read(MARKER_BYTES)
+        file.seek(max(0, path.stat().st_size - MARKER_BYTES))
+        end = file.read()
+    return any(marker in start or marker in end for marker in markers)
 
 
 def _folder_problem(folder: Path, kind: FolderKind) -> str:
@@ -229,10 +233,7 @@ def stage_folder(
             yield staged
             check_output(target, kind, existing)
             with explain_os_error(target):
-                for place, _, names in os.walk(staged):
-                    for name in names:
-                        sync_folder(Path(place, name))
-                    sync_folder(Path(place))
+                _sync_tree(staged)
                 _publish(staged, target)
                 sync_folder(target.parent)
         finally:
@@ -247,6 +248,14 @@ def stage_folder(
         except BaseException:  # Ctrl-C while it is deleted: delete the rest
             shutil.rmtree(hidden, ignore_errors=True)
             raise
+
+
+def _sync_tree(folder: Path) -> None:
+    """Wait until all files and folders are on disk."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            sync_folder(Path(place, name))
+        sync_folder(Path(place))
 
 
 def _publish(staged: Path, target: Path) -> None:
