@@ -96,7 +96,7 @@ def test_deepseek_v3_has_the_published_bytes():
 
 
 def _published(name: str) -> dict[str, Any]:
-    return dict(hw.families.PUBLISHED_MODELS[name].config)
+    return dict(hw.families.PUBLISHED_MODELS[name])
 
 
 # --- formats, tensor by tensor --------------------------------------------------------------------

@@ -218,7 +218,7 @@ def _read_text(name: str) -> str:
     except UnicodeDecodeError:
         raise UsageError(f"{name!r} is not a text file; give a .toml or .json file") from None
     except FileNotFoundError:
-        from ..models.families.published_models import PUBLISHED_MODELS
+        from ..models.families import PUBLISHED_MODELS
 
         if Path(name).suffix or len(Path(name).parts) > 1:
             fact = f"there is no file {name!r}; give a .toml or .json file, a preset, or a Hub id"
@@ -258,7 +258,7 @@ def is_published_model(path: Path) -> bool:
     """True if a name refers to a published model, not to a preset, file or folder."""
     if path.exists() or path.name != str(path) or path.name in PRESETS:
         return False
-    from ..models.families.published_models import PUBLISHED_MODELS
+    from ..models.families import PUBLISHED_MODELS
 
     return path.name in PUBLISHED_MODELS
 

@@ -20,8 +20,7 @@ from ..attention import head_axis_ops
 from ..attention.attention import Attention
 from ..attention.presets import design, from_toml
 from ..costs.roofline import Device
-from ..models.families import read_model_spec
-from ..models.families.published_models import PUBLISHED_MODELS
+from ..models.families import PUBLISHED_MODELS, read_model_spec
 from ..observe.bundled_sample import load_sample_model, load_sample_table, load_sample_trace
 from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from .attention_mechanism import multi_head_formula

@@ -9,7 +9,7 @@ In reading order:
 - `decoders` reads families of decoders from their tables in families.toml;
   `decoder_families` has functions for what the tables cannot express.
 - `encoders` (also of images) and `encoder_decoders` do so for other architectures.
-- `published_models` names a few models of the literature, with the keys of their config.json.
+- published_models.toml names a few models of the literature, with the keys of their config.json.
 - `quantization_config` reads the number format of quantised weights, and which weights have it.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files, by the tables of
   weight_names.toml.
@@ -19,6 +19,7 @@ This package reads no weights; `headwise.hub` does that.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +36,6 @@ from . import decoder_families, encoder_decoders
 from .config_reader import FAMILIES, TransformersConfig, read_config
 from .config_writer import WRITERS, write_config
 from .encoders import with_collaborative_heads
-from .published_models import PUBLISHED_MODELS
 from .quantization_config import with_quantization
 from .weight_names import WeightNames, read_weight_names
 
@@ -43,6 +43,12 @@ from .weight_names import WeightNames, read_weight_names
 READERS = (decoder_families, encoder_decoders)
 WEIGHT_NAMES = read_weight_names()
 CONFIG_REMEDY = "give a config.json written by transformers"
+_PUBLISHED = (Path(__file__).parent / "published_models.toml").read_text(encoding="utf-8")
+# The keys of config.json, by name. A name can be given where a model folder is expected, as in
+# ``headwise cost gpt3``; weights are not part of it.
+PUBLISHED_MODELS: dict[str, Mapping[str, Any]] = {
+    name: table["config"] for name, table in tomllib.loads(_PUBLISHED).items()
+}
 
 __all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_config"]
 
@@ -68,7 +74,7 @@ def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
     path = Path(source)
     if str(source) in PUBLISHED_MODELS and not path.exists():
         return _read_with_quantization(
-            TransformersConfig(PUBLISHED_MODELS[str(source)].config, str(source))
+            TransformersConfig(PUBLISHED_MODELS[str(source)], str(source))
         )
     hub_id = parse_hub_id(path)
     if hub_id is not None:
