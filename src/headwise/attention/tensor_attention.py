@@ -18,7 +18,9 @@ from .backends import CallSignature, CoreDispatch, CoreInputs, CoreSteps
 from .bound_parts import PartWeights
 from .interfaces.core_types import Probe, QueryContext
 from .masking.sequence_info import AttentionMask, SequenceInfo
-from .presets import design_core
+from .parts.dot_product import DotProduct
+from .parts.softmax import WeightDropout
+from .presets import design
 from .spec.attention_spec import AttentionSpec
 
 MAX_PLANS = 1024
@@ -64,9 +66,7 @@ def attend(
     dims = query.dim()
     causal = options.get("causal", False)
     need_weights = options.get("need_weights", False)
-    choices = CoreChoices(
-        causal, options.get("scale"), _dropout_probability(options.get("dropout"))
-    )
+    dropout = _dropout_probability(options.get("dropout"))
     q, k, v = (_with_heads(tensor) for tensor in (query, key, value))
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if causal and shape[2] > shape[3]:
@@ -79,30 +79,14 @@ def attend(
     probe = _make_probe(
         None if bias is None else _broadcastable("bias", bias, dims, shape), need_weights
     )
-    core = CoreSizes(q.shape[1], k.shape[1], q.shape[3], v.shape[3])
-    plan = _find_plan(core, choices, _signature(q, allowed, probe, choices))
+    sizes = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    choices = (causal, options.get("scale"), dropout)
+    plan = _find_plan(sizes, choices, _signature(q, allowed, probe, training=dropout > 0))
     o = _run_core(plan, (q, k, v), allowed, probe)
     weights = None if probe is None else probe.tensors.get("weights")
     return _without_heads(o.transpose(1, 2), dims), None if weights is None else _without_heads(
         weights, dims
     )
-
-
-class CoreChoices(NamedTuple):
-    """Call arguments that its spec depends on."""
-
-    causal: bool
-    scale: float | None
-    dropout: float
-
-
-class CoreSizes(NamedTuple):
-    """Query heads, key-value heads, and their channels."""
-
-    heads: int
-    kv: int
-    dim: int
-    vdim: int
 
 
 class CorePlan(NamedTuple):
@@ -117,20 +101,38 @@ class CorePlan(NamedTuple):
 _plans: dict[tuple[object, ...], CorePlan] = {}
 
 
-def _find_plan(sizes: CoreSizes, choices: CoreChoices, signature: dict[str, object]) -> CorePlan:
+def _find_plan(
+    sizes: tuple[int, int, int, int],
+    choices: tuple[bool, float | None, float],
+    signature: dict[str, object],
+) -> CorePlan:
+    """Return how calls of this kind run.
+
+    `sizes` are the query heads, key-value heads, and channels of queries and of values; `choices`
+    the arguments causal, scale and dropout.
+    """
     key = (sizes, choices, *signature.values())
     if key in _plans:
         return _plans[key]
-    spec = design_core(sizes, **choices._asdict())
+    heads, kv, dim, vdim = sizes
+    causal, scale, dropout = choices
+    spec = design(
+        model=heads * dim,
+        heads=heads,
+        kv=kv,
+        dim=dim,
+        vdim=vdim,
+        pattern="causal()" if causal else "full()",
+        similarity=DotProduct(scale),
+        modifiers=(WeightDropout(dropout),) if dropout else (),
+    )
     core = spec.core_of(spec.projection_form(False))
     call = CallSignature(spec, core, **signature)  # pyright: ignore[reportArgumentType] - a dict
     parts = {name: part for name, part in spec.parts() if name not in ("project", "output")}
-    weights = {
-        name: PartWeights(spec, part).train(choices.dropout > 0) for name, part in parts.items()
-    }
+    weights = {name: PartWeights(spec, part).train(dropout > 0) for name, part in parts.items()}
     steps = CoreSteps.from_spec(spec, weights)
-    scale = spec.similarity.score_scale(call.core)
-    plan = CorePlan(spec, backends.make_dispatch(call), steps, scale)
+    dispatch = backends.make_dispatch(call)
+    plan = CorePlan(spec, dispatch, steps, spec.similarity.score_scale(call.core))
     if not call.is_compiling:  # a plan made in a graph would be a new constant, and recompile it
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
@@ -139,7 +141,7 @@ def _find_plan(sizes: CoreSizes, choices: CoreChoices, signature: dict[str, obje
 
 
 def _signature(
-    q_BHTK: Tensor, mask: Tensor | None, probe: Probe | None, choices: CoreChoices
+    q_BHTK: Tensor, mask: Tensor | None, probe: Probe | None, training: bool
 ) -> dict[str, object]:
     """The properties besides the spec that decide the backend."""
     return {
@@ -148,7 +150,7 @@ def _signature(
         "grad_enabled": torch.is_grad_enabled(),
         "single_query": q_BHTK.shape[2] == 1,
         "has_caller_mask": mask is not None,
-        "training": choices.dropout > 0,
+        "training": training,
         "probed_tensors": frozenset[str]() if probe is None else probe.points,
         "is_compiling": torch.compiler.is_compiling(),
         "is_transformed": is_under_functorch(),

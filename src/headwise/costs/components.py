@@ -208,7 +208,7 @@ class AttentionComponent:
     def executed_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
         """FLOPs that the backend executes which the layer would choose on this target."""
         cores = self._executed_cores(self._call_signature(call, on), call)
-        core = sum(part.flops for part in cores)
+        core = sum(flops for *_, flops in cores)
         return core + sum(product.flops for product in self._products_outside_core(call, core))
 
     def executed_backward_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
@@ -216,20 +216,18 @@ class AttentionComponent:
         there.
         """
         signature = replace(self._call_signature(call, on), grad_enabled=True, training=True)
-        parts = list(self._executed_cores(signature, call))
-        core = sum(part.flops for part in parts)
+        cores = list(self._executed_cores(signature, call))
+        core = sum(flops for *_, flops in cores)
         total = core * value_grad_factors(self.spec, signature.core)
         for product in self._products_outside_core(call, core):
             total += product.num_grad_factors * product.flops
-        for part in parts:
-            total += recomputed_flops(part.backend, part.call, part.work, part.flops)
-        return total
+        return total + sum(recomputed_flops(*executed) for executed in cores)
 
     def _executed_cores(
         self, signature: CallSignature, call: ForwardCall
-    ) -> Iterator[ExecutedCore]:
-        """Yield each call of a backend that computes the core: one for each pattern of the
-        heads.
+    ) -> Iterator[tuple[ModuleType, CallSignature, CallSize, int]]:
+        """Yield each call of a backend that computes the core, one for each pattern of the heads,
+        and the FLOPs that it executes.
         """
         for part in split_by_pattern(signature):
             work = self.work(call)
@@ -241,7 +239,7 @@ class AttentionComponent:
                 if cached.retention.last is not None:
                     work = replace(work, keys=_cached_tokens_read(cached, call.past, call.tokens))
             backend = choose_backend(part, work)
-            yield ExecutedCore(backend, part, work, _executed_core_flops(backend, part, work, call))
+            yield backend, part, work, _executed_core_flops(backend, part, work, call)
 
     def _cached_pattern(self, heads: HeadGroup) -> Pattern:
         """Return the pattern of all heads that share a key cache with a group of heads."""
@@ -325,15 +323,6 @@ class AttentionComponent:
         pairs = core // flops_per_pair if flops_per_pair else self._all_pairs(call)
         products = self._products(call, pairs)
         return (product for product in products if not product.name.startswith("core"))
-
-
-class ExecutedCore(NamedTuple):
-    """One call of a backend within a layer's core, and the FLOPs that it executes."""
-
-    backend: ModuleType
-    call: CallSignature
-    work: CallSize
-    flops: int
 
 
 def _cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:

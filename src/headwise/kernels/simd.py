@@ -20,10 +20,9 @@ float64 if they are stored in float64, else in float32.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
@@ -159,16 +158,13 @@ def _add_shuffled(builder: Any, a: Any, b: Any, low: list[int], high: list[int])
     return builder.fadd(first, second)
 
 
-def _spread(starts: Sequence[int], offsets: Sequence[int]) -> list[int]:
-    """Return every start plus every offset, start by start."""
-    return [start + offset for start, offset in product(starts, offsets)]
-
-
-_QUARTERS = range(0, 16, 4)
-_HALVES = [[*range(n, n + 8), *range(n + 16, n + 24)] for n in (0, 8)]
-_EIGHTHS = [_spread(range(0, 32, 8), range(n, n + 4)) for n in (0, 4)]
-_PAIRS = [_spread(_QUARTERS, (n, n + 1, n + 16, n + 17)) for n in (0, 2)]
-_SINGLES = [_spread(_QUARTERS, (n, n + 2, n + 16, n + 18)) for n in (0, 1)]
+# Elements of two vectors that each shuffle takes: every start plus every offset, start by start.
+_HALVES = [np.add.outer((0, 16), range(n, n + 8)).ravel().tolist() for n in (0, 8)]
+_EIGHTHS = [np.add.outer((0, 8, 16, 24), range(n, n + 4)).ravel().tolist() for n in (0, 4)]
+_PAIRS = [np.add.outer((0, 4, 8, 12), (n, n + 1, n + 16, n + 17)).ravel().tolist() for n in (0, 2)]
+_SINGLES = [
+    np.add.outer((0, 4, 8, 12), (n, n + 2, n + 16, n + 18)).ravel().tolist() for n in (0, 1)
+]
 
 
 @intrinsic
