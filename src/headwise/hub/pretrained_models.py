@@ -17,11 +17,11 @@ from ..kernels.devices import AS_SAVED, ModuleT, Placement
 from ..models import Transformer
 from ..models.families import (
     FAMILIES,
-    describe_checkpoint,
     get_weight_names,
     read_model_spec as described_by,
     write_config,
 )
+from ..models.families.encoders import with_collaborative_heads
 from ..models.families.weight_names import CheckpointPlan
 from ..models.hub_files import INDEX_FILE, PICKLE_SUFFIXES
 from ..models.model_spec import ProcessorSpec
@@ -92,11 +92,11 @@ def load_transformers_folder(
     names = get_weight_names(model_spec.name)
     constants = {}
     source = open_folder(folder)
-    if resized is None:
-        model_spec = describe_checkpoint(
-            model_spec, {name: info.shape for name, info in source.infos.items()}
-        )
-    else:
+    if resized is None and model_spec.name == "bert":
+        # Only the shapes of the tensors tell whether heads are collaborative.
+        shapes = {name: info.shape for name, info in source.infos.items()}
+        model_spec = with_collaborative_heads(model_spec, shapes)
+    if resized is not None:
         # files with code are hashed, never run
         for name, checksum in resized.files.items():
             path = folder / name

@@ -51,8 +51,10 @@ class Placement(NamedTuple):
                 resolve_dtype(dtype, self.device)
 
     def __str__(self) -> str:
+        is_gpu = self.device.type == "cuda"  # one of CUDA or ROCm
+        gpu = f" ({torch.cuda.get_device_name(self.device)})" if is_gpu else ""
         dtype = "" if self.dtype is None else f" in {dtype_name(self.dtype)}"
-        return f"{describe_device(self.device)}{dtype}"
+        return f"{self.device}{gpu}{dtype}"
 
 
 AS_SAVED = Placement()
@@ -158,14 +160,3 @@ def free_memory(device: torch.device) -> int | None:
         return torch.accelerator.get_memory_info(device)[0]
     except (RuntimeError, AttributeError):  # of devices without a count
         return None
-
-
-def describe_device(device: torch.device) -> str:
-    """Return the name of a device, with that of the GPU if it is one of CUDA or ROCm.
-
-    >>> describe_device(torch.device("cpu"))
-    'cpu'
-    """
-    if device.type != "cuda":
-        return str(device)
-    return f"{device} ({torch.cuda.get_device_name(device)})"

@@ -61,7 +61,8 @@ def fetch_model(
     check(folder)
     if not weights:
         return folder
-    files = list_weight_files(folder)
+    index = folder / INDEX_FILE
+    files = sorted(set(read_shard_index(index).values())) if index.is_file() else [WEIGHTS_FILE]
     if sizes is not None:
         absent = [file for file in files if file not in sizes]
         if absent:
@@ -141,14 +142,6 @@ def _is_settings_file(path: str) -> bool:
         is_module = SENTENCE_TRANSFORMERS_MODULE.fullmatch(folder)
         return bool(is_module and (COMPANION_FILES.fullmatch(name) or name == WEIGHTS_FILE))
     return bool(COMPANION_FILES.fullmatch(name)) or name in NATIVE_FILES
-
-
-def list_weight_files(folder: Path) -> list[str]:
-    """Return the names of the files with weights of a model folder: one, or those of its index."""
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        return [WEIGHTS_FILE]
-    return sorted(set(read_shard_index(index).values()))
 
 
 def read_shard_index(index: Path) -> dict[str, str]:

@@ -79,9 +79,12 @@ class CallReport:
     def backends_text(self) -> str:
         """The backends that run the call, by length where no length is given."""
         if self.groups:
-            return "; ".join(
-                f"{_group_text(group)}: {group.backends_text}" for group in self.groups
-            )
+            texts: list[str] = []
+            for group in self.groups:
+                heads = describe_heads(group.signature.score_heads)
+                pattern = group.signature.pattern.text
+                texts.append(f"{heads} ({pattern}): {group.backends_text}")
+            return "; ".join(texts)
         text = self.backend or "no backend supports it"
         if self.size is None and len(self.length_ranges) > 1:
             text = "; ".join(
@@ -345,10 +348,6 @@ def _length_range(least: int, end: int | None) -> str:
     if end is None:
         return f"{least:,} or more"
     return f"{least:,} to {end - 1:,}" if least else f"up to {end - 1:,}"
-
-
-def _group_text(group: CallReport) -> str:
-    return f"{describe_heads(group.signature.score_heads)} ({group.signature.pattern.text})"
 
 
 def _summary(report: CallReport) -> list[str]:

@@ -32,15 +32,14 @@ from ...util.size_limits import parse_json
 from ..hub_files import fetch_model
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
-from . import decoder_families, encoder_decoders
+from . import decoder_families, encoder_decoders, encoders
 from .config_reader import FAMILIES, TransformersConfig, read_config
 from .config_writer import WRITERS, write_config
-from .encoders import with_collaborative_heads
 from .quantization_config import with_quantization
 from .weight_names import WeightNames, read_weight_names
 
 # Importing these modules registers their families.
-READERS = (decoder_families, encoder_decoders)
+READERS = (decoder_families, encoder_decoders, encoders)
 WEIGHT_NAMES = read_weight_names()
 CONFIG_REMEDY = "give a config.json written by transformers"
 _PUBLISHED = (Path(__file__).parent / "published_models.toml").read_text(encoding="utf-8")
@@ -107,13 +106,6 @@ def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
 def _read_with_quantization(config: TransformersConfig) -> ModelSpec:
     model = read_config(config)
     return with_quantization(config, model, WEIGHT_NAMES.get(model.name))
-
-
-def describe_checkpoint(model: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
-    """Return the model in a checkpoint: from its config, and from tensor shapes if the config is
-    ambiguous.
-    """
-    return with_collaborative_heads(model, shapes) if model.name == "bert" else model
 
 
 def get_weight_names(family: str) -> WeightNames:
