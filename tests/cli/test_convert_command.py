@@ -6,17 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import headwise as hw
-from headwise.models.vocabulary import ByteVocabulary
-from support import command_help
 from support.command_errors import run_refused
 from support.command_help import run_json, run_ok
 from support.pruning_examples import TEXTS
 from support.refusals import refused_cases
-from support.saved_models import save_byte_model
-from support.transformers_models import ZOO
+from support.saved_models import save_byte_model, save_transformers_model
 
 FAST = ("--seconds", "0.05", "--length", "8")
 
@@ -31,23 +27,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "vocab_size": 300, "max_position_embeddings": 64,
     }  # fmt: skip
     save_byte_model(config, base / "ours")
-    foreign = ZOO["llama"]
-    torch.manual_seed(0)
-    keys = {
-        **foreign.keys,
-        "vocab_size": 300,
-        "eos_token_id": None,
-        "num_key_value_heads": 4,
-        "num_attention_heads": 4,
-    }
-    foreign._replace(keys=keys).build("sdpa").save_pretrained(base / "llama")
-    (base / "llama" / "tokenizer.json").write_text(ByteVocabulary().document)
+    save_transformers_model("llama", base / "llama", num_key_value_heads=4, num_attention_heads=4)
     (base / "texts").write_text(TEXTS)
     return {path.name: path for path in base.iterdir()}
-
-
-def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    return command_help.run_command(capsys, "convert", *argv)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ours", "ours"), ("llama", "transformers")])

@@ -10,16 +10,13 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.models.vocabulary import ByteVocabulary
 from headwise.training.data import make_task
-from support import command_help
 from support.command_errors import run_refused
 from support.command_help import run_json, run_ok
 from support.pruning_examples import TEXTS
 from support.refusals import refused_cases
-from support.saved_models import save_byte_model
+from support.saved_models import save_byte_model, save_transformers_model
 from support.tiny_configs import model_config
-from support.transformers_models import ZOO
 
 KINDS = {
     "gpt2": "resized", "llama": "transformers", "bert": "resized", "t5": "transformers",
@@ -30,20 +27,12 @@ SLOW = ("gpt2", "bert", "t5")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models of ours and of transformers that read bytes, texts for them, and a model of images."""
+    """Models of ours that read bytes, texts for them, and a model of images."""
     base = tmp_path_factory.mktemp("models")
     config = model_config("gpt2", n_embd=24, n_head=4, n_layer=2, vocab_size=300, n_positions=64)
     net = save_byte_model(config, base / "ours")
     net.usage = hw.ProcessorSpec()
     hw.save(net, base / "wordless")
-    for name in KINDS:
-        foreign = ZOO[name]
-        torch.manual_seed(0)
-        model = foreign._replace(
-            keys={**foreign.keys, "vocab_size": 300, "eos_token_id": None}
-        ).build("sdpa")
-        model.save_pretrained(base / name)
-        (base / name / "tokenizer.json").write_text(ByteVocabulary().document)
     draw = np.random.default_rng(0)
     images = {
         "images": draw.integers(0, 255, (40, 8, 8), dtype=np.uint8),
@@ -60,10 +49,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in base.iterdir()}
 
 
-def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    return command_help.run_command(capsys, "prune", *argv)
-
-
 def heads(folder: Path) -> list[int]:
     return [spec.heads.q for _, spec in hw.load(folder).spec.attention_specs()]
 
@@ -78,12 +63,15 @@ FAST = ("--seconds", "0.05", "--length", "8")
 def test_one_command_prunes_and_verifies_a_model(name, folders, tmp_path, capsys, request):
     if name != "gpt2":  # the one that is loaded in a process of its own
         request.getfixturevalue("here")
+    source = folders.get(name, tmp_path / name)
+    if name in KINDS:
+        save_transformers_model(name, source)
     texts, out = folders["pairs" if name in ("t5", "bart") else "texts"], tmp_path / "out"
     per = "stack" if name == "t5" else "layer"
     verification = run_json(
         capsys,
         "prune",
-        folders[name],
+        source,
         f"--keep 0.5 --per {per} --by random --data {texts} --out {out}",
         *FAST,
     )
@@ -95,12 +83,12 @@ def test_one_command_prunes_and_verifies_a_model(name, folders, tmp_path, capsys
     assert verification["folder"]["kind"] == KINDS.get(name, "ours"), verification["folder"][
         "sentence"
     ]
-    before, after = heads(folders[name]), heads(out)
+    before, after = heads(source), heads(out)
     assert [round(q / 2) for q in before] == after
     assert json.loads((out / "verification.json").read_text())["quality"] == verification["quality"]
     assert "heads kept" in (out / "VERIFICATION.md").read_text()
     assert json.loads((out / "heads.json").read_text())["change"]["head_counts"] == verified_heads(
-        folders[name]
+        source
     )
 
 

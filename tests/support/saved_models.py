@@ -23,15 +23,21 @@ def save_byte_model(config: dict[str, Any], folder: Path) -> hw.Transformer:
     return net
 
 
+def save_transformers_model(name: str, folder: Path, **keys: Any) -> None:
+    """Save a model of transformers with random weights and a byte tokenizer."""
+    foreign = ZOO[name]
+    keys = {**foreign.keys, "vocab_size": 300, "eos_token_id": None, **keys}
+    torch.manual_seed(0)
+    model = foreign._replace(keys=keys).build("sdpa")
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(ByteVocabulary().document)
+
+
 def save_models(base: Path) -> dict[str, Path]:
     """Save a model of ours and two of transformers, all with a byte tokenizer."""
     save_byte_model(GPT, base / "ours")
     for name in ("gpt2", "t5"):
-        foreign = ZOO[name]
-        keys = {**foreign.keys, "vocab_size": 300, "eos_token_id": None}
-        torch.manual_seed(0)
-        model = foreign._replace(keys=keys).build("sdpa")
-        model.generation_config.eos_token_id = None
-        model.save_pretrained(base / name)
-        (base / name / "tokenizer.json").write_text(ByteVocabulary().document)
+        save_transformers_model(name, base / name)
     return {path.name: path for path in base.iterdir()}
