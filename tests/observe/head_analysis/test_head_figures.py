@@ -100,7 +100,7 @@ FIGURES: dict[str, tuple[Figure, tuple[str, ...]]] = {
         ("importance by leave-one-out", "heads by decreasing importance"),
     ),
     "map": (plot_similar_heads(table(1, 3, "a"), embedding(3)), ("0.2", "P positional")),
-    "gallery": (head_gallery([picture("a")] * 4, f"{MODEL}: heads", "pairs"), ("query", "key")),
+    "gallery": (head_gallery([picture("a")] * 2, f"{MODEL}: heads", "pairs"), ("query", "key")),
     "head": (head_figure(picture("", 40, 90), f"{MODEL}: a 3"), ("query", "key", SCALE_LABEL)),
 }
 
@@ -225,6 +225,7 @@ def test_wrong_names_of_heads(name: str, why: str):
         locate_head(name, LAYERS)
 
 
+@pytest.mark.usefixtures("unrendered_figure")
 def test_chosen_heads_are_drawn_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     net, text = small_gpt2(), make_examples(1)[0]
     path = tmp_path / "a.trace"

@@ -295,14 +295,13 @@ def added(names: tuple[str, ...], whole: WeightBand, step: int, by: str = "token
     return {key: value[0] for key, value in adding.sums_by_example.items()}
 
 
-@pytest.mark.parametrize("by", ["tokens", "words"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "by"), [*zip(KINDS, ["tokens", "words"] * 2, strict=True)])
 def test_bands_of_any_size_add_up_to_one(kind: str, by: str):
     block = maps.weight_map(kind, 7, count=23)
     once = added(tuple(ALL_METRICS), block, 23, by)
     expected = {("site", name, which) for name in ALL_METRICS for which in ("own", CHANCE)}
     assert expected <= set(once)
-    for step in (1, 3, 5):
+    for step in (1, 5):
         again = added(tuple(ALL_METRICS), block, step, by)
         for key, (sums, numbers) in once.items():
             assert np.allclose(again[key][0], sums, rtol=1e-12, atol=1e-12), key

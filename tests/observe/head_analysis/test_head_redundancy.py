@@ -433,7 +433,7 @@ def test_untrained_heads_that_read_all_alike_are_not_called_redundant():
 def test_independent_heads_are_called_redundant_at_the_nominal_rate():
     found = [
         only(measure_redundancy(small_gpt2(seed=seed), make_examples(6), options=LIGHT))
-        for seed in range(12)
+        for seed in range(8)
     ]
     assert sum(one.similar_pair_test.p < 0.05 for one in found) <= 2
     assert sum(one.similar_pair_test.value for one in found) <= 4 + 3 * sum(
@@ -480,7 +480,9 @@ def test_a_source_and_a_text_are_compared_apart():
                 streams={"text": text.streams["text"], "source": source.streams["text"]},
             )
         )
-    found = measure_redundancy(ZOO["bart"].build(), texts, options=LIGHT, name="bart")
+    found = measure_redundancy(
+        ZOO["bart"].build(), texts, options=RedundancyOptions(num_permutations=3), name="bart"
+    )
     assert {one.streams for one in found.readers} == {
         ("source", "source"),
         ("text", "text"),
