@@ -27,7 +27,7 @@ from headwise.viewer.view import open_target
 from support.pretended_device import NAME, pretended_device
 from support.saved_models import save_models
 
-TEXTS = ["ab, cab", "two to", "two x ab", "is it", "no one in", "nine", "ab ab", "on a, b", "x"]
+TEXTS = ["ab, cab", "two to", "two x ab", "is it", "no one in"]
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,8 @@ def check_equal(found: Any, expected: Any) -> None:
     assert count > 0
 
 
-@pytest.mark.parametrize("name", ["ours", "gpt2"])
-def test_heads_on_the_device_are_those_of_the_cpu(capsys, models, texts, name: str):
-    argv = ("heads", models[name], "--data", texts, "--device")
+def test_heads_on_the_device_are_those_of_the_cpu(capsys, models, texts):
+    argv = ("heads", models["gpt2"], "--data", texts, "--device")
     expected = read_json(capsys, *argv, "cpu")
     with pretended_device():
         check_equal(read_json(capsys, *argv, NAME), expected)
