@@ -28,7 +28,7 @@ from .parts.overlapping_heads import Overlapping
 from .parts.relative_position_bias import ContinuousBias
 from .parts.rms_norms import QKNorm
 from .parts.rotary_embedding import Rotary
-from .parts.softmax import Softmax
+from .parts.softmax import Softmax, WeightDropout
 from .parts.synthesizer import AverageNormaliser
 from .parts.talking_heads import KnockingHeads, TalkingHeads
 from .spec.attention_spec import AttentionSpec, from_json as _from_json, from_toml as _from_toml
@@ -114,6 +114,29 @@ def design(*, preset: str | None = None, **options: Any) -> AttentionSpec:
         "modifiers": options["modifiers"],
     }
     return AttentionSpec(heads=heads, pattern=pattern, **slots, **others)
+
+
+def design_core(
+    sizes: tuple[int, int, int, int], *, causal: bool, scale: float | None, dropout: float
+) -> AttentionSpec:
+    """The spec of softmax attention over queries, keys and values in hand.
+
+    `sizes` are query heads, key-value heads, and the channels of queries and of values.
+
+    >>> design_core((8, 2, 16, 32), causal=True, scale=None, dropout=0.0).heads
+    Heads.grouped(q=8, kv=2, dim=16, vdim=32)
+    """
+    heads, kv, dim, vdim = sizes
+    return design(
+        model=heads * dim,
+        heads=heads,
+        kv=kv,
+        dim=dim,
+        vdim=vdim,
+        pattern="causal()" if causal else "full()",
+        similarity=DotProduct(scale),
+        modifiers=(WeightDropout(dropout),) if dropout else (),
+    )
 
 
 LARGEST_SIZES = {"model": MAX_WIDTH, "heads": MAX_HEADS, "dim": MAX_HEAD_DIM}

@@ -18,9 +18,7 @@ from .backends import CallSignature, CoreDispatch, CoreInputs, CoreSteps
 from .bound_parts import PartWeights
 from .interfaces.core_types import Probe, QueryContext
 from .masking.sequence_info import AttentionMask, SequenceInfo
-from .parts.dot_product import DotProduct
-from .parts.softmax import WeightDropout
-from .presets import design
+from .presets import design_core
 from .spec.attention_spec import AttentionSpec
 
 MAX_PLANS = 1024
@@ -114,18 +112,8 @@ def _find_plan(
     key = (sizes, choices, *signature.values())
     if key in _plans:
         return _plans[key]
-    heads, kv, dim, vdim = sizes
     causal, scale, dropout = choices
-    spec = design(
-        model=heads * dim,
-        heads=heads,
-        kv=kv,
-        dim=dim,
-        vdim=vdim,
-        pattern="causal()" if causal else "full()",
-        similarity=DotProduct(scale),
-        modifiers=(WeightDropout(dropout),) if dropout else (),
-    )
+    spec = design_core(sizes, causal=causal, scale=scale, dropout=dropout)
     core = spec.core_of(spec.projection_form(False))
     call = CallSignature(spec, core, **signature)  # pyright: ignore[reportArgumentType] - a dict
     parts = {name: part for name, part in spec.parts() if name not in ("project", "output")}
