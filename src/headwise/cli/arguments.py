@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -36,13 +35,6 @@ DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
 MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page of text
 LOCALE_NAMES = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
-
-
-def prepare_output() -> None:
-    """Make stdout and stderr replace characters that they cannot encode, instead of raising."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def print_page(text: str) -> None:
@@ -141,16 +133,6 @@ class SpecOptions(Options):
     def resolve(self) -> AttentionSpec | ModelSpec:
         """Return the spec or model named by SPEC, with its sizes and changes."""
         return resolve_target(self.spec, {"model": self.model, "heads": self.heads}, self.changes)
-
-    def resolve_spec(self) -> AttentionSpec:
-        """Return the spec of one layer; refuse a model."""
-        from ..attention.spec.attention_spec import AttentionSpec
-
-        target = self.resolve()
-        if not isinstance(target, AttentionSpec):
-            fact = f"{self.spec} is a whole model, and one layer is needed"
-            raise UsageError(f"{fact}; give a .toml or .json file, or a preset")
-        return target
 
 
 def resolve_target(

@@ -283,7 +283,12 @@ class WhyOptions(SpecOptions, LoadingOptions):
 def why_main(argv: list[str]) -> int:
     """Print the chosen backend, and why each other backend refuses."""
     args = WhyOptions.parse(argv)
-    spec = args.resolve_spec()
+    from ..attention.spec.attention_spec import AttentionSpec
+
+    spec = args.resolve()
+    if not isinstance(spec, AttentionSpec):
+        fact = f"{args.spec} is a whole model, and one layer is needed"
+        raise UsageError(f"{fact}; give a .toml or .json file, or a preset")
     from ..attention.backends.backend_report import why
     from ..kernels.devices import resolve_device
 

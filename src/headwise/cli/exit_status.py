@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import platform
@@ -20,7 +21,7 @@ from typing import Any
 from .. import __version__
 from ..util.errors import NoBackend
 from ..util.escaping import escape_page, shorten_message
-from .arguments import BAD_INPUT, prepare_output
+from .arguments import BAD_INPUT
 
 INTERNAL_ERROR = 3
 INTERRUPTED = 130
@@ -52,7 +53,9 @@ def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int
     """
     signals = _SignalRecord()
     try:
-        prepare_output()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
         with signals, _notices_in_one_line(), _sigterm_as_exception():
             code = command(list(argv))
             sys.stdout.flush()

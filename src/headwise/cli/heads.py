@@ -168,7 +168,13 @@ class HeadsOptions(TextOptions):
             raise UsageError(f"{fact}; leave it out with --images")
         is_annotated = any(self.text_sources[name] for name in ANNOTATED_TEXTS)
         if self.sort is not None and self.images is None and not is_annotated:
-            check_choice("--sort", self.sort, self._list_measures())
+            from ..observe.head_analysis.head_metrics import HEAD_METRICS, LITERATURE_METRICS
+
+            published = [
+                name for name in LITERATURE_METRICS if name.startswith(f"{self.criteria} ")
+            ]
+            measures = [*HEAD_METRICS, *published, *(["importance"] if self.importance else [])]
+            check_choice("--sort", self.sort, measures)
         if self.engine == "ray" and is_annotated:
             fact = "--engine ray measures texts and images without dependencies and alignments"
             raise UsageError(f"{fact}; leave it out")
@@ -177,13 +183,6 @@ class HeadsOptions(TextOptions):
         for name, flag in self.options_set.items():
             if name not in names.split():
                 raise UsageError(f"{flag} {fact}; leave it out")
-
-    def _list_measures(self) -> list[str]:
-        """Return the measures that need no annotations."""
-        from ..observe.head_analysis.head_metrics import HEAD_METRICS, LITERATURE_METRICS
-
-        published = [name for name in LITERATURE_METRICS if name.startswith(f"{self.criteria} ")]
-        return [*HEAD_METRICS, *published, *(["importance"] if self.importance else [])]
 
 
 @dataclass
@@ -216,9 +215,26 @@ def run_extras(
 
     extras = ExtraAnalyses()
     if args.importance is not None:
-        result = extras.importance = _measure_importance(model, examples, args, report)
+        from ..observe.head_analysis.head_importance import ImportanceOptions, estimate_importance
+
+        options = ImportanceOptions(
+            max_seconds=args.budget,
+            normalisation="layer" if args.normalise_layers else "",
+            seed=args.seed,
+        )
+        progress = report.counter(
+            f"importance of heads ({args.importance})", len(examples), "texts"
+        )
+        result = extras.importance = estimate_importance(
+            model, examples, method=args.importance, options=options, progress=progress, log=report
+        )
         extras.add("importance", result.data, replace(result, notes=()).table)
-        table = _add_importance(table, result)
+        by_head = {(one.site, one.head): {"importance": one.measure} for one in result.heads}
+        heads = tuple(
+            replace(one, measures={**one.measures, **by_head.get((one.site, one.head), {})})
+            for one in table.heads
+        )
+        table = replace(table, heads=heads, notes=(*table.notes, *result.notes))
     baseline = None
     if args.random_baseline:
         from ..observe.head_analysis.head_circuits import make_random_baseline
@@ -236,8 +252,8 @@ def run_extras(
             redundancy = measure_redundancy(baseline, examples, name="random baseline")
             extras.items.append(redundancy.table)
     if args.circuits:
-        heads = head_circuits.measure_head_circuits(model)
-        extras.add("circuits", to_plain(heads), head_circuits.circuit_table(heads))
+        circuits = head_circuits.measure_head_circuits(model)
+        extras.add("circuits", to_plain(circuits), head_circuits.circuit_table(circuits))
     if args.spectra:
         spectra = rank_analysis.measure_qk_spectra(model, seed=args.seed)
         extras.add("spectra", to_plain(spectra), rank_analysis.spectra_table(spectra))
@@ -245,32 +261,6 @@ def run_extras(
         depths = rank_analysis.measure_rank_collapse(model, examples)
         extras.add("collapse", to_plain(depths), rank_analysis.collapse_table(depths))
     return table, extras
-
-
-def _measure_importance(
-    model: Any, examples: Sequence[Example], args: Any, report: ProgressReporter
-) -> ImportanceResult:
-    from ..observe.head_analysis.head_importance import ImportanceOptions, estimate_importance
-
-    options = ImportanceOptions(
-        max_seconds=args.budget,
-        normalisation="layer" if args.normalise_layers else "",
-        seed=args.seed,
-    )
-    progress = report.counter(f"importance of heads ({args.importance})", len(examples), "texts")
-    return estimate_importance(
-        model, examples, method=args.importance, options=options, progress=progress, log=report
-    )
-
-
-def _add_importance(table: HeadTable, result: ImportanceResult) -> HeadTable:
-    """Return the table with the importance of every head as a measure."""
-    by_head = {(one.site, one.head): {"importance": one.measure} for one in result.heads}
-    heads = tuple(
-        replace(one, measures={**one.measures, **by_head.get((one.site, one.head), {})})
-        for one in table.heads
-    )
-    return replace(table, heads=heads, notes=(*table.notes, *result.notes))
 
 
 def _count_classes(table: HeadTable, baseline: HeadTable) -> Table:
@@ -309,10 +299,19 @@ def main(argv: list[str]) -> int:
     table = replace(table, notes=(*table.notes, *notes))
     report("")
     if args.out is not None:
-        from ..observe.head_analysis.head_report import ReportOptions, write_head_report
+        from ..observe.head_analysis.head_report import write_head_report
 
-        options = ReportOptions(extras.importance, extras.redundancy, drawn_heads, args.existing)
-        for name in write_head_report(model, table, examples, Path(args.out), options):
+        written = write_head_report(
+            model,
+            table,
+            examples,
+            Path(args.out),
+            importance=extras.importance,
+            redundancy=extras.redundancy,
+            drawn_heads=drawn_heads,
+            existing=args.existing,
+        )
+        for name in written:
             print_note(name)
     shown = to_text(table.ranking(args.sort)) if args.sort else table.to_text(supports_style())
     text = "\n\n".join([shown, *map(to_text, extras.items)])
@@ -343,8 +342,8 @@ def _read_examples(
     from ..observe.head_analysis.head_metrics import NOT_FOR_IMAGES
     from ..observe.head_analysis.image_examples import examples_from_images
 
-    images = examples_from_images(model, args.images, args.limit)
-    return images.examples, (*images.notes, NOT_FOR_IMAGES), images.sites
+    examples, sites, notes = examples_from_images(model, args.images, args.limit)
+    return examples, (*notes, NOT_FOR_IMAGES), sites
 
 
 def _locate_heads(names: Sequence[str], layers: Sequence[Any]) -> list[tuple[str, int]]:

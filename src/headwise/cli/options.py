@@ -88,7 +88,14 @@ class Options:
         set_options = self.options_set
         for each in fields(self):
             if each.name in set_options:
-                self._check_values(each, set_options[each.name])
+                flag = set_options[each.name]
+                value = getattr(self, each.name)
+                choices = _collect(type(self), "choices").get(each.name, "").split()
+                for item in value if isinstance(value, tuple) else (value,):
+                    if item is not None:
+                        check_value(_kind(each), flag, item)
+                    if item is not None and choices:
+                        check_choice(flag, item, choices)
         for name, needed in _collect(type(self), "needs").items():
             for other in needed.split() if name in set_options else ():
                 self.require(name, other)
@@ -100,15 +107,6 @@ class Options:
         for name, kind in _collect(type(self), "outputs").items():
             if getattr(self, name) is not None:
                 check_output(getattr(self, name), look_up(kind), self.existing)
-
-    def _check_values(self, each: Field[Any], flag: str) -> None:
-        value = getattr(self, each.name)
-        choices = _collect(type(self), "choices").get(each.name, "").split()
-        for item in value if isinstance(value, tuple) else (value,):
-            if item is not None:
-                check_value(_kind(each), flag, item)
-            if item is not None and choices:
-                check_choice(flag, item, choices)
 
     def check(self) -> None:
         """Refuse incompatible options."""
@@ -320,16 +318,13 @@ class CommandParser(argparse.ArgumentParser):
                 metavar=entry.metavar,
                 help=entry.text,
             )
-        self.usage = " ".join([self.prog, *self._required_words(), "[OPTIONS]"])
-
-    def _required_words(self) -> list[str]:
-        """Return the positional and required arguments as shown in the usage line."""
         forms = {None: "{}", "?": "[{}]", "*": "[{} ...]"}
         words = [
             forms[action.nargs].format(action.metavar) for action in self._get_positional_actions()
         ]
         required = [action for action in self._get_optional_actions() if action.required]
-        return words + [self._with_metavar(action.option_strings[-1]) for action in required]
+        words += [self._with_metavar(action.option_strings[-1]) for action in required]
+        self.usage = " ".join([self.prog, *words, "[OPTIONS]"])
 
     def format_everyday_help(self) -> str:
         """Return the help with everyday options; its last line names `--help-all`."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,8 @@ from .options import AtLeastTwo, Count, Natural, Positive, UsageError, Words, ch
 from .text_arguments import CompressionOptions, CompressionRun, SurgeryOptions
 
 if TYPE_CHECKING:
-    from ..models import Transformer
     from ..surgery import AttentionConversion, HeadSelection, PruningBudget
     from ..surgery.l0_gates import GateTrainingOptions
-    from ..surgery.pruning_curves import SweepOptions
 
 
 @options
@@ -130,11 +127,17 @@ def main(argv: list[str]) -> int:
         return sweep_main(argv)
     args = PruneOptions.parse(argv)
     run = CompressionRun.from_options(args)
+    from ..observe.inspect.attention_sites import sites
     from ..surgery import DropHeads
     from ..surgery.pruning import list_text_uses, prune
 
-    heads = tuple(_parse_heads(run.net, args.heads))
-    selection = DropHeads(heads) if heads else args.selection()
+    known_sites = sites(run.net)
+    heads: list[tuple[str, int]] = []
+    for name in args.heads:
+        layer, numbers = _split_heads(name)
+        site = known_sites.find(int(layer) if layer.isdecimal() else layer).name
+        heads += [(site, head) for head in numbers]
+    selection = DropHeads(tuple(heads)) if heads else args.selection()
     run.split_texts(list_text_uses(selection, args.fold))
     result = prune(
         run.net, selection, run.selection_examples, fold=args.fold, log=run.report_progress
@@ -167,19 +170,6 @@ def _parse_budget(text: str) -> PruningBudget:
         fact = f"--budget {text} is no share and no number of {unit}"
         raise UsageError(f"{fact}; give a share below 1, or a number")
     return PruningBudget(kind, number)
-
-
-def _parse_heads(net: Transformer, names: Sequence[str]) -> list[tuple[str, int]]:
-    """Parse --heads, each LAYER:HEADS; return (site, head) pairs."""
-    from ..observe.inspect.attention_sites import sites
-
-    known_sites = sites(net)
-    heads = list[tuple[str, int]]()
-    for name in names:
-        layer, numbers = _split_heads(name)
-        site = known_sites.find(int(layer) if layer.isdecimal() else layer).name
-        heads += [(site, head) for head in numbers]
-    return heads
 
 
 def _split_heads(name: str) -> tuple[str, list[int]]:
@@ -260,17 +250,34 @@ def sweep_main(argv: list[str]) -> int:
     run = CompressionRun.from_options(args)
     run.split_texts(("heads were chosen",))
     from ..surgery.pruning_curves import (
+        DEFAULT_SHARES,
+        SweepOptions,
         render_terminal,
         run_sweep,
         to_report_data,
         write_report,
     )
 
+    options = SweepOptions(
+        orders=tuple(args.by),
+        shares=_parse_shares(args.points) or DEFAULT_SHARES,
+        parts=tuple(args.parts),
+        objective=args.objective,
+        num_examples=args.sample,
+        gate_options=None if args.gates is None else _gate_training(args, run),
+        seed=args.seed,
+        seeds=args.random_orders,
+        generation_orders=tuple(args.answers),
+        unit=args.unit,
+        least=args.min_heads,
+        max_loss_increase=args.max_loss_rise,
+        task=run.task,
+    )
     curves = run_sweep(
         run.net,
         run.selection_examples,
         run.verification_examples,
-        _sweep_config(args, run),
+        options,
         run.report_progress,
     )
     command = shlex.join(["headwise", "prune", *argv])
@@ -292,27 +299,6 @@ def _parse_shares(text: str) -> tuple[float, ...]:
     for share in shares:
         check_value("Share", "--points", share)
     return shares
-
-
-def _sweep_config(args: SweepCommandOptions, run: CompressionRun) -> SweepOptions:
-    """Return the library objects described by the options."""
-    from ..surgery.pruning_curves import DEFAULT_SHARES, SweepOptions
-
-    return SweepOptions(
-        orders=tuple(args.by),
-        shares=_parse_shares(args.points) or DEFAULT_SHARES,
-        parts=tuple(args.parts),
-        objective=args.objective,
-        num_examples=args.sample,
-        gate_options=None if args.gates is None else _gate_training(args, run),
-        seed=args.seed,
-        seeds=args.random_orders,
-        generation_orders=tuple(args.answers),
-        unit=args.unit,
-        least=args.min_heads,
-        max_loss_increase=args.max_loss_rise,
-        task=run.task,
-    )
 
 
 def _gate_training(args: Any, run: CompressionRun) -> GateTrainingOptions:

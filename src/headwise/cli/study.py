@@ -18,7 +18,6 @@ from .options import InputFile, Natural, Positive, UsageError, options
 
 if TYPE_CHECKING:
     from ..studies.cells import Cell
-    from ..studies.process_engine import CellEngine
 
 
 @options
@@ -75,7 +74,7 @@ def main(argv: list[str]) -> int:
     args = StudyOptions.parse(argv)
     from ..kernels.devices import resolve_device
     from ..report.render import to_text
-    from ..studies.process_engine import ProcessEngine
+    from ..studies.process_engine import ProcessEngine, RayEngine
     from ..studies.study_file import read_study
     from ..studies.study_report import REPORT_FOLDER, STUDY_REPORT, write_report
     from ..studies.study_runner import STUDY_FOLDER, plan_study, run_study, tabulate_plan
@@ -98,8 +97,10 @@ def main(argv: list[str]) -> int:
             print_result(args, to_text(tabulate_plan(plan)), sizes | {"cells": plan.data})
             return 0
     out = Path(out)
+    local = args.engine == "local"
+    engine = ProcessEngine(args.jobs) if local else RayEngine(args.address, args.jobs)
     try:
-        results = run_study(study, out, _make_engine(args), _make_filter(args.only), print_note)
+        results = run_study(study, out, engine, _make_filter(args.only), print_note)
     except KeyboardInterrupt:
         print_note(f"headwise: interrupted; run the same command to go on in {out}")
         raise
@@ -111,16 +112,6 @@ def main(argv: list[str]) -> int:
         page = out / REPORT_FOLDER / "report.html"
         print_page(f"\n{page}\n  The report, with figures; report.md and results.csv beside it.")
     return 0
-
-
-def _make_engine(args: StudyOptions) -> CellEngine:
-    if args.engine == "ray":
-        from ..studies.process_engine import RayEngine
-
-        return RayEngine(args.address, args.jobs)
-    from ..studies.process_engine import ProcessEngine
-
-    return ProcessEngine(args.jobs)
 
 
 def _make_filter(patterns: Sequence[str]) -> Callable[[Cell], bool]:

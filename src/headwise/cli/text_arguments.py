@@ -91,13 +91,6 @@ def attach_named_tokenizer(model: Any, args: Any) -> None:
         attach_tokenizer(model, args.tokenizer)
 
 
-def parse_task(args: Any, changes: Sequence[str]) -> Task:
-    """Return the task named by --task, with its fields set by `changes`, each as KEY=VALUE."""
-    from ..training.data import make_task
-
-    return make_task(args.task, **parse_assignments(changes, "--set digits=3"))
-
-
 def read_examples(
     model: Any, args: Any, task: Task | None = None
 ) -> tuple[list[Example], tuple[str, ...]]:
@@ -236,8 +229,11 @@ class CompressionRun:
     @staticmethod
     def from_options(args: SurgeryOptions) -> CompressionRun:
         """Read the model and the texts. Writes nothing."""
-        task = None if args.task is None else parse_task(args, args.changes)
         from ..hub.pretrained_models import find_model, load
+        from ..training.data import make_task
+
+        fields = parse_assignments(args.changes, "--set digits=3")
+        task = None if args.task is None else make_task(args.task, **fields)
 
         announce_placement(args.model, args)
         folder = find_model(args.model)

@@ -99,12 +99,6 @@ class TrainOptions(DeviceOptions):
     parallelism: str | None = None
     loggers: tuple[str, ...] = ()
 
-    @property
-    def recipe_fields(self) -> dict[str, Any]:
-        """Recipe fields set by options."""
-        values = {name: getattr(self, name) for name in RECIPE_FIELDS}
-        return {name: value for name, value in values.items() if value is not None}
-
     def check(self) -> None:
         """Refuse impossible options before data or a model is loaded."""
         _check_data(self.what, self.data)
@@ -154,7 +148,9 @@ def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
 
     base = read_run_recipe(args.out) if args.resume else None
     base = from_toml(read_text_file(args.recipe), base) if args.recipe else base
-    recipe = from_dict({**changes["recipe"], **args.recipe_fields}, base)
+    values = {name: getattr(args, name) for name in RECIPE_FIELDS}
+    fields = {name: value for name, value in values.items() if value is not None}
+    recipe = from_dict({**changes["recipe"], **fields}, base)
     task = _make_task(args.what, args.data, changes["task"])
     if args.model is not None and "tokens" not in changes["task"]:
         task = _with_model_tokenizer(task, args.model)

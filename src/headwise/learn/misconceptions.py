@@ -5,7 +5,6 @@ mechanisms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -241,19 +240,13 @@ def not_an_ensemble(*, independent: bool = False) -> Outcome:
             ).sum()
         return ((layer.merge_heads(o) - target) ** 2).sum()
 
-    coupling = _coupling(loss, o)
-    return judge(coupling > 1e-9 and difference < 1e-12, difference=difference, coupling=coupling)
-
-
-def _coupling(loss: Callable[[Tensor], Tensor], o: Tensor) -> float:
-    """Largest second derivative of the loss by the outputs of two different heads."""
-
     def of_first_token(first: Tensor) -> Tensor:
         return loss(torch.cat([first[None, None], o[:, 1:]], 1))
 
     second = torch.autograd.functional.hessian(of_first_token, o[0, 0])
     assert isinstance(second, Tensor)
-    return float(second[0, :, 1].abs().max())
+    coupling = float(second[0, :, 1].abs().max())
+    return judge(coupling > 1e-9 and difference < 1e-12, difference=difference, coupling=coupling)
 
 
 def unequal_lengths(*, queries: int = 7, keys: int = 13, modifiers: str = "") -> Outcome:

@@ -70,14 +70,6 @@ class HarvardAttention(nn.Module):
         return self.linears[3](z)
 
 
-def _same_weights(listing: HarvardAttention, heads: int) -> MultiHeadAttention:
-    ours = MultiHeadAttention(12, heads).double()
-    for number, linear in enumerate((ours.query, ours.key, ours.value, ours.output)):
-        source = listing.linears[number]
-        linear.load_state_dict(source.state_dict())
-    return ours
-
-
 def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
     """The listing against hw.attention.MultiHeadAttention with its weights: rows with a visible
     key, and a row without.
@@ -85,7 +77,10 @@ def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         listing = HarvardAttention(heads, 12)
-    layer = _same_weights(listing, ours)
+    layer = MultiHeadAttention(12, ours).double()
+    for number, linear in enumerate((layer.query, layer.key, layer.value, layer.output)):
+        source = listing.linears[number]
+        linear.load_state_dict(source.state_dict())
     x = sample(1, 2, 7, 12)
     mask = sample(2, 2, 7, 7) > 0
     mask[:, :, 0] = True

@@ -35,12 +35,6 @@ def softmax_jacobian_norm(scores: Tensor) -> float:
     return float(jacobian.square().sum((1, 2)).sqrt().mean())
 
 
-def _mean_entropy(scores: Tensor) -> float:
-    """Mean entropy of the softmax of the rows, in nats."""
-    log_p = scores.log_softmax(-1)
-    return float(-(log_p.exp() * log_p).sum(-1).mean())
-
-
 def score_variance(*, repeated: bool = False) -> Outcome:
     """Variance of q.k over d_k; with `repeated`, all components of a query and
     of a key are equal.
@@ -59,7 +53,8 @@ def gradient_of_softmax(*, exponent: float = 0.5) -> Outcome:
         scores = sample_scores(width)
         numbers[f"raw_{width}"] = softmax_jacobian_norm(scores)
         numbers[f"scaled_{width}"] = softmax_jacobian_norm(scores / width**exponent)
-        numbers[f"entropy_{width}"] = _mean_entropy(scores)
+        log_p = scores.log_softmax(-1)
+        numbers[f"entropy_{width}"] = float(-(log_p.exp() * log_p).sum(-1).mean())
     vanishes = numbers["raw_1024"] < numbers["raw_4"] / 3
     steady = abs(numbers["scaled_1024"] / numbers["scaled_4"] - 1) < 0.1
     return judge(vanishes and steady, **numbers)

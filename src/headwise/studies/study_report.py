@@ -8,7 +8,7 @@ import json
 import math
 import platform
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -255,7 +255,10 @@ def tabulate_heads(task: StudyTask, cells: CellsByVariant) -> Table:
     for variant, of_variant in cells.items():
         places = set[str]().union(*(one.result.get("heads_at", {}) for one in of_variant))
         summaries = {"trained": [one.result["heads"] for one in of_variant]}
-        for place in sort_places(places):
+        ordered = sorted(
+            places, key=lambda place: (not place.startswith("step "), len(place), place)
+        )
+        for place in ordered:
             summaries[place] = [one.result["heads_at"].get(place, {}) for one in of_variant]
         for place, of_place in summaries.items():
             measured = [one for one in of_place if "measures" in one]
@@ -316,15 +319,6 @@ def tabulate_decoding(decoding: Mapping[str, Any]) -> Table:
 def format_difference(difference: Estimate) -> str:
     """Format a difference with its sign and its interval."""
     return format_interval(*difference[:3], sign="+")
-
-
-def sort_places(places: Collection[str]) -> list[str]:
-    """Sort training steps by number, then further tests by name.
-
-    >>> sort_places(["test longer", "step 100", "step 20"])
-    ['step 20', 'step 100', 'test longer']
-    """
-    return sorted(places, key=lambda place: (not place.startswith("step "), len(place), place))
 
 
 def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:

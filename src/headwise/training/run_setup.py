@@ -426,22 +426,18 @@ def build_config(task: Task, model_spec: ModelSpec, recipe: Recipe, first: Batch
     entries = to_dict(recipe)
     for name in FIELDS_WITHOUT_EFFECT:  # a run may be resumed on another number of ranks
         del entries[name]
+    # the first batch reveals data that was changed between a run and its resumption
+    digest = hashlib.sha256()
+    for tensor in (first.x, first.labels, first.source):
+        if tensor is not None:
+            digest.update(tensor.contiguous().numpy().tobytes())
     config = {
         "task": {"name": task.name, **options},
         "recipe": entries,
         "model": spec_to_dict(model_spec),
-        "first batch": hash_batch(first),
+        "first batch": digest.hexdigest(),
     }
     return json.loads(json.dumps(config, default=str))
-
-
-def hash_batch(batch: Batch) -> str:
-    """Checksum of a batch, which reveals data that was changed between a run and its resumption."""
-    digest = hashlib.sha256()
-    for tensor in (batch.x, batch.labels, batch.source):
-        if tensor is not None:
-            digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def hash_weights(net: Transformer) -> str:

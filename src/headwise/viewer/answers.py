@@ -440,15 +440,10 @@ def _steps_of_model(
     block = slice(place.query, place.query + 1)
     trace_weights = trace.head_weights(place.site, place.head, block, row=place.row)[0]
     last = [step for step in steps.steps if step.name in ("normalise", "weight_step")][-1]
-    _check_weights(
-        last.arrays["out"],
-        trace_weights[keys] if len(trace_weights) == len(ids[layer.key_stream]) else trace_weights,
+    actual = last.arrays["out"]
+    expected = (
+        trace_weights[keys] if len(trace_weights) == len(ids[layer.key_stream]) else trace_weights
     )
-    return replace(steps, place=place, positions=keys.astype(np.int32))
-
-
-def _check_weights(actual: NDArray[Any], expected: NDArray[Any]) -> None:
-    """Raise ValueError if the steps do not match the recorded run."""
     if actual.shape != expected.shape:
         raise ValueError(
             f"the open model has {len(actual)} keys here, and the trace {len(expected)}; capture "
@@ -460,6 +455,7 @@ def _check_weights(actual: NDArray[Any], expected: NDArray[Any]) -> None:
             f"the open model gives other weights than the trace (by {error:.2g}); capture the "
             "text again"
         )
+    return replace(steps, place=place, positions=keys.astype(np.int32))
 
 
 def encode_steps(steps: HeadSteps, note: str = "") -> bytes:

@@ -169,7 +169,7 @@ def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None =
     assets = load_assets() if assets is None else assets
     return PAGE.format(
         policy=escape_html(content_policy(assets)),
-        title=escape_html(make_title(title)),
+        title=escape_html(make_visible(title) + TITLE_END),
         style=assets.style,
         data=escape_json(data),
         script=assets.script,
@@ -179,15 +179,6 @@ def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None =
 def render_export(opened: OpenModel) -> str:
     """Return the page with everything that is open as one HTML file."""
     return render_html(collect_answers(opened), opened.name)
-
-
-def make_title(name: str) -> str:
-    """Return the page title; unprintable characters become their codes.
-
-    >>> make_title("dates"), make_title("a\\u202eb")
-    ('dates · headwise', 'a\\\\u202eb · headwise')
-    """
-    return make_visible(name) + TITLE_END
 
 
 # --- All files ------------------------------------------------------------------------------------

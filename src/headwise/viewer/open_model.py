@@ -193,6 +193,11 @@ class OpenModel:
         """Describe the open model for the page."""
         trace = self.trace if self.trace is not None else Trace({}, {}, ())
         site_names = [layer.name for layer in trace.layers]
+        reasons = dict.fromkeys(("text", "measure", "ablate", "write"), "")
+        if not self.has_model:
+            reasons = dict.fromkeys(reasons, ONLY_TRACE)
+        elif self.output_folder is None or self.read_only:
+            reasons["write"] = "started without --out, or with --read-only"
         return describe_trace(
             trace, self.sites, is_loadable=self.load_model is not None, pruned=self.pruned
         ) | {
@@ -216,17 +221,11 @@ class OpenModel:
                 for head in self.ablated
                 if head.site in site_names
             ],
-            "capabilities": self._capabilities(),
+            "capabilities": {
+                name: {"possible": not why, "reason": why} for name, why in reasons.items()
+            },
             "memory": estimate_memory(trace, self.model, self.max_tokens),
         }
-
-    def _capabilities(self) -> dict[str, dict[str, Any]]:
-        reasons = dict.fromkeys(("text", "measure", "ablate", "write"), "")
-        if not self.has_model:
-            reasons = dict.fromkeys(reasons, ONLY_TRACE)
-        elif self.output_folder is None or self.read_only:
-            reasons["write"] = "started without --out, or with --read-only"
-        return {name: {"possible": not why, "reason": why} for name, why in reasons.items()}
 
     @property
     def heads(self) -> list[tuple[str, int]]:
@@ -329,18 +328,14 @@ class OpenModel:
         if not trace.thumbnails:
             with_thumbnails = trace.with_thumbnails(THUMBNAIL_SIZE)
             for holder in (self,) if self._origin is None else (self, self._origin):
-                holder._keep_thumbnails(trace, with_thumbnails)
+                with holder._changing:
+                    if holder.trace is trace:
+                        holder.trace = with_thumbnails
             trace = with_thumbnails
         atlas = np.zeros((len(self.heads), THUMBNAIL_SIZE, THUMBNAIL_SIZE), np.uint8)
         for number, (site, head) in enumerate(self.heads):
             atlas[number] = enlarge_picture(trace.thumbnail(site, head))
         return atlas
-
-    def _keep_thumbnails(self, trace: Trace, with_thumbnails: Trace) -> None:
-        """Show the trace with thumbnails, unless another trace was opened meanwhile."""
-        with self._changing:
-            if self.trace is trace:
-                self.trace = with_thumbnails
 
     def marginals(self, site: str, head: int, lens: str = "weight") -> Marginals:
         """Compute the weight on each key, the entropy and maximum of each query, and the mean

@@ -462,10 +462,6 @@ class SecurityMiddleware:
             return 0 if scope["method"] in ("GET", "HEAD") else 405
         if not hmac.compare_digest(single(TOKEN_HEADER) or b"", self.token):
             return 401
-        return self._body_refusal(scope, single)
-
-    @staticmethod
-    def _body_refusal(scope: Message, single: Callable[[bytes], bytes | None]) -> int:
         if scope["method"] != "POST":
             return 0
         content_type = (

@@ -145,7 +145,8 @@ def compute_marginals(head: HeadReader, factor: FloatArray | None = None) -> Mar
     for start, stop in query_blocks(num_queries):
         weights = head.weights(slice(start, stop))
         allowed = head.mask(slice(start, stop))
-        entropy[start:stop] = _row_entropy(weights)
+        logs = np.log(weights, out=np.zeros_like(weights), where=weights > 0)
+        entropy[start:stop] = -np.einsum("qk,qk->q", weights, logs)
         maximum[start:stop] = (weights if factor is None else weights * factor).max(1, initial=0.0)
         received += weights.sum(0, dtype=np.float64)
         possible += np.count_nonzero(allowed, axis=0)
@@ -161,12 +162,6 @@ def compute_marginals(head: HeadReader, factor: FloatArray | None = None) -> Mar
         np.float32
     )
     return Marginals(means if factor is None else means * factor, entropy, maximum, by_offset)
-
-
-def _row_entropy(weights: FloatArray) -> FloatArray:
-    """Return the entropy of every row in nats; 0 log 0 is 0."""
-    logs = np.log(weights, out=np.zeros_like(weights), where=weights > 0)
-    return -np.einsum("qk,qk->q", weights, logs)
 
 
 def find_peak(weights: WeightReader, queries: slice, keys: slice) -> Peak:

@@ -83,10 +83,10 @@ def test_the_weight_on_the_first_token_is_a_mean_over_rows_with_a_choice():
 
 def sink_flags(net: torch.nn.Module, texts: list[Example]) -> tuple[list[bool], tuple[str, ...]]:
     sites = require_ability(net, "observe")
-    marked = mark_first_token_sinks(
+    marked, notes = mark_first_token_sinks(
         net, sites, {one.site.name: ("text", "text") for one in sites}, texts
     )
-    return [bool(find_sink_tokens(one.streams["text"])[0]) for one in marked.examples], marked.notes
+    return [bool(find_sink_tokens(one.streams["text"])[0]) for one in marked], notes
 
 
 def test_a_first_token_that_a_head_reads_is_a_sink():
@@ -120,7 +120,7 @@ def test_a_first_token_that_no_head_prefers_is_a_word_like_others():
 def test_measures_run_each_text_once_and_equal_those_of_marked_texts(net, texts):
     sites = require_ability(net, "observe")
     streams = {one.site.name: ("text", "text") for one in sites}
-    marked = list(mark_first_token_sinks(net, sites, streams, texts).examples)
+    marked = list(mark_first_token_sinks(net, sites, streams, texts)[0])
     ran = list[int]()
     handle = net.register_forward_pre_hook(lambda *_: ran.append(1))
     found = measure_heads(net, texts)

@@ -47,13 +47,6 @@ class FirstTokenWeight(NamedTuple):
         return (self.value - self.chance) / (1 - self.chance) if self.chance < 1 else 0.0
 
 
-class MarkedExamples(NamedTuple):
-    """Mark in each example if the first token is a sink; `notes` describe what was measured."""
-
-    examples: Iterator[Example]
-    notes: tuple[str, ...]
-
-
 def measure_first_token(
     model: nn.Module,
     sites: Sequence[SiteModule],
@@ -96,13 +89,6 @@ def rate_first_tokens(sums_by_site: Mapping[str, Array]) -> list[FirstTokenWeigh
     return [one._replace(p=p) for one, p in zip(first_token_weights, corrected, strict=True)]
 
 
-class SinkStreams(NamedTuple):
-    """Streams whose first token is a sink, and notes on what was measured."""
-
-    names: frozenset[str]
-    notes: tuple[str, ...]
-
-
 def streams_of_words(
     sample: Sequence[Example], streams: Mapping[str, tuple[str, str]]
 ) -> dict[str, str]:
@@ -116,9 +102,10 @@ def streams_of_words(
 
 def find_sink_streams(
     stream_of_site: Mapping[str, str], weights: Sequence[FirstTokenWeight]
-) -> SinkStreams:
+) -> tuple[set[str], tuple[str, ...]]:
     """Find the streams in which some head reads the first token: its weight is significantly above
-    chance, corrected for the number of heads, and its score is at least `MIN_SINK_SCORE`.
+    chance, corrected for the number of heads, and its score is at least `MIN_SINK_SCORE`. Return
+    them with notes on what was measured.
     """
     notes: list[str] = []
     sink_streams: set[str] = set()
@@ -132,7 +119,7 @@ def find_sink_streams(
             fact = f"{len(sinks)} of {len(readers)} heads put clearly more weight on it than chance"
             note = f"is a sink: {fact}, {top.site} {top.head} {top.value:.2f} of its weight"
         notes.append(f"the first token of the {stream} {note}")
-    return SinkStreams(frozenset(sink_streams), tuple(notes))
+    return sink_streams, tuple(notes)
 
 
 def mark_first_token_sinks(
@@ -140,9 +127,9 @@ def mark_first_token_sinks(
     sites: Sequence[SiteModule],
     streams: Mapping[str, tuple[str, str]],
     examples: Iterable[Example],
-) -> MarkedExamples:
-    """Measure on the first texts whether the first token of each key stream is a sink, and annotate
-    all examples.
+) -> tuple[Iterator[Example], tuple[str, ...]]:
+    """Measure on the first texts whether the first token of each key stream is a sink; return all
+    examples, annotated, and notes on what was measured.
 
     Streams that begin with a special token are not measured.
     """
@@ -150,18 +137,18 @@ def mark_first_token_sinks(
     sample = list(islice(texts, MAX_SINK_TEXTS))
     stream_of_site = streams_of_words(sample, streams)
     if not stream_of_site:
-        return MarkedExamples(chain(sample, texts), ())
+        return chain(sample, texts), ()
     measured = [module for module in sites if module.site.name in stream_of_site]
     weights = measure_first_token(model, measured, streams, sample)
-    sinks = find_sink_streams(stream_of_site, weights)
+    sink_streams, notes = find_sink_streams(stream_of_site, weights)
 
     def mark(example: Example) -> Example:
         marked = dict(example.streams)
-        for name in sinks.names & marked.keys():
+        for name in sink_streams & marked.keys():
             marked[name] = replace(marked[name], first_is_sink=True)
-        return replace(example, streams=marked) if sinks.names else example
+        return replace(example, streams=marked) if sink_streams else example
 
-    return MarkedExamples(map(mark, chain(sample, texts)), sinks.notes)
+    return map(mark, chain(sample, texts)), notes
 
 
 class DistinctExamples:

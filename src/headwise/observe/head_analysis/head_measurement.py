@@ -26,7 +26,6 @@ from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 from .attention_sinks import (
     MAX_SINK_TEXTS,
     DistinctExamples,
-    SinkStreams,
     find_sink_streams,
     mark_first_token_sinks,
     rate_first_tokens,
@@ -47,7 +46,6 @@ from .streamed_statistics import (
     STREAMED_METRICS,
     StatisticsStream,
     read_statistics,
-    sum_chance,
     sum_metrics,
 )
 from .weight_bands import WeightBand, join_heads, move_annotations, stream_weight_bands
@@ -202,7 +200,9 @@ class MetricSums:
                     added = (total[0] + sums[heads], total[1] + counts[heads])
                     totals[site, metric, source] = added
         for call, own, uniform in read_statistics(self.stream.calls):
-            streamed = {OBSERVED: sum_metrics(own), CHANCE: sum_chance(uniform)}
+            means = dict(sum_metrics(uniform))
+            means["breadth"] = (uniform[:, -1], means["breadth"][1])
+            streamed = {OBSERVED: sum_metrics(own), CHANCE: means}
             for metric in self.metrics:
                 if call.is_self_attention or not metric.self_attention_only:
                     for source, sums_of_call in streamed.items():
@@ -223,10 +223,12 @@ class MetricSums:
             self.sums_by_example.setdefault(key, []).extend(sums)
         self.num_examples += num_examples
 
-    def find_sink_streams(self, stream_of_site: Mapping[str, str]) -> SinkStreams:
+    def find_sink_streams(
+        self, stream_of_site: Mapping[str, str]
+    ) -> tuple[set[str], tuple[str, ...]]:
         """Find the streams whose first token is a sink, from the first texts."""
         if not stream_of_site:
-            return SinkStreams(frozenset(), ())
+            return set(), ()
         sums: dict[str, Array] = {}
         for site in stream_of_site:
             by_text = self.sums_by_example.get((site, FIRST_TOKEN, OBSERVED), [])
@@ -314,19 +316,20 @@ def measure_heads(
             yield example
 
     examples = read_examples()
-    sinks: SinkStreams | None = None
-    if _is_streamed(model, options, collectors):  # the kernel must know which tokens are sinks
-        marked = mark_first_token_sinks(model, sites, streams, examples)
-        examples = marked.examples
-        sinks = SinkStreams(frozenset(), marked.notes)
+    sink_streams: set[str] = set()
+    sink_notes: tuple[str, ...] = ()
+    is_streamed = _is_streamed(model, options, collectors)
+    if is_streamed:  # the kernel must know which tokens are sinks
+        examples, sink_notes = mark_first_token_sinks(model, sites, streams, examples)
     if options.engine is not None:
         metric_sums = options.engine(model, examples, options, progress)
     else:
         metric_sums = sum_examples(model, examples, options, collectors, progress)
     count = metric_sums.num_examples
     distinct.check_min_count(options.min_texts)
-    if sinks is None:
-        sinks = metric_sums.find_sink_streams(streams_of_words(sample, streams))
+    if not is_streamed:
+        word_streams = streams_of_words(sample, streams)
+        sink_streams, sink_notes = metric_sums.find_sink_streams(word_streams)
     collected = [collector.measures() for collector in collectors]
     num_texts = {site: len(sums) for (site, _, _), sums in metric_sums.sums_by_example.items()}
     missed: dict[str, str] = {}
@@ -345,14 +348,14 @@ def measure_heads(
     if len(missed) == len(sites):
         first, reason = next(iter(missed.items()))
         raise ValueError(f"cannot measure heads: {first}: {reason}; give inputs that reach it")
-    notes = [*distinct.notes, *sinks.notes]
+    notes = [*distinct.notes, *sink_notes]
     if num_mixed:
         layers = pluralise(len(sites) - len(missed), "layer")
         fact = f"heads are mixed after the softmax in {num_mixed} of {layers}"
         effect = "entropy, confidence, sink and other measures may then leave their usual ranges"
         notes.append(f"{fact}, so that weights may be negative; {effect}")
     notes += [] if options.sites else left_out_notes(model, "observe", missed)
-    with_sink = {site for site, (_, stream) in streams.items() if stream in sinks.names}
+    with_sink = {site for site, (_, stream) in streams.items() if stream in sink_streams}
     heads = _measure_sites([one.site for one in measured], metric_sums, with_sink, collected)
     texts = pluralise(count, "text")
     return HeadTable(name or type(model).__name__, texts, tuple(heads), tuple(notes))

@@ -142,12 +142,6 @@ class RedundancyOptions(NamedTuple):
     seed: int = 0
     max_distance: float | None = None
 
-    def validate(self) -> None:
-        """Raise ValueError if an option is invalid."""
-        for name, minimum in (("rows_per_text", 1), ("num_tokens", 4), ("num_permutations", 1)):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name} must be >= {minimum}, got {getattr(self, name)}")
-
 
 @dataclass(frozen=True, eq=False)
 class ComparableHeads:
@@ -340,18 +334,6 @@ class _RedundancySums:
         self.sink_weight += rows.sink_weight * row_weight
         self.num_rows += rest.counted.numel() * row_weight
 
-    def comparable_heads(self) -> list[int]:
-        """Return indices of heads such that every pair of them has rows.
-
-        Heads with the fewest rows are left out first.
-        """
-        counts = self.observed.count.copy()
-        np.fill_diagonal(counts, 1)
-        indices = list(range(len(counts)))
-        while len(indices) > 1 and not (counts[np.ix_(indices, indices)] > 0).all():
-            indices.remove(min(indices, key=lambda n: (counts[n, indices].sum(), -n)))
-        return indices
-
 
 DEFAULT_OPTIONS = RedundancyOptions()
 
@@ -371,16 +353,18 @@ def measure_redundancy(
     texts read so far.
     """
     sites = require_ability(model, "observe")
-    options.validate()
+    for option, minimum in (("rows_per_text", 1), ("num_tokens", 4), ("num_permutations", 1)):
+        if getattr(options, option) < minimum:
+            raise ValueError(f"{option} must be >= {minimum}, got {getattr(options, option)}")
     has_source = is_encoder_decoder(model)
     streams = {one.site.name: get_streams(one.site, has_source) for one in sites}
     sums: dict[StreamPair, _RedundancySums] = {}
     reservoirs: dict[str, OutputReservoir] = {}
     distinct = DistinctExamples(examples)
-    marked = mark_first_token_sinks(model, sites, streams, distinct)
+    marked, sink_notes = mark_first_token_sinks(model, sites, streams, distinct)
     left_out: dict[str, str] = {}
     count = 0
-    for index, example in enumerate(marked.examples):
+    for index, example in enumerate(marked):
         count = index + 1
         groups, unsupported = sample_rows(
             model, sites, example, streams, options.rows_per_text, options.seed, index
@@ -411,7 +395,7 @@ def measure_redundancy(
     for group in comparisons:
         reason = "sinks leave less than 1 % of its weight in almost every row"
         left_out |= dict.fromkeys(map(str, group.without_rest), reason)
-    notes = [*distinct.notes, *marked.notes]
+    notes = [*distinct.notes, *sink_notes]
     notes += [f"{one} is left out: {reason}" for one, reason in left_out.items()]
     notes += left_out_notes(model, "observe")
     return RedundancyResult(name or type(model).__name__, count, comparisons, tuple(notes))
@@ -433,7 +417,12 @@ def _compare_heads(
     Return None if fewer than two heads have rows.
     """
     options = sums.options
-    indices = sums.comparable_heads()
+    # every pair of heads that are compared has rows; heads with the fewest rows are left out
+    counts = sums.observed.count.copy()
+    np.fill_diagonal(counts, 1)
+    indices = list(range(len(counts)))
+    while len(indices) > 1 and not (counts[np.ix_(indices, indices)] > 0).all():
+        indices.remove(min(indices, key=lambda n: (counts[n, indices].sum(), -n)))
     if len(indices) < 2:
         return None
     heads = tuple(sums.heads[n] for n in indices)

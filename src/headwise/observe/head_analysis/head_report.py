@@ -117,42 +117,38 @@ HEAD_REPORT = FolderKind(
 HeadSelection = Sequence[tuple[str, int]]
 
 
-class ReportOptions(NamedTuple):
-    """Figures of a report besides the table.
-
-    - `importance`, `redundancy`: results that get a figure.
-    - `drawn_heads`: heads with a separate figure on the first text.
-    - `existing`: "overwrite" replaces a folder with an earlier report.
-    """
-
-    importance: ImportanceResult | None = None
-    redundancy: RedundancyResult | None = None
-    drawn_heads: HeadSelection = ()
-    existing: Existing = "refuse"
-
-
-DEFAULT_OPTIONS = ReportOptions()
-
-
 def write_head_report(
     model: nn.Module,
     table: HeadTable,
     examples: Sequence[Example],
     folder: Path,
-    options: ReportOptions = DEFAULT_OPTIONS,
+    *,
+    importance: ImportanceResult | None = None,
+    redundancy: RedundancyResult | None = None,
+    drawn_heads: HeadSelection = (),
+    existing: Existing = "refuse",
 ) -> list[str]:
     """Write the table as JSON, and every figure for light and dark
     backgrounds as SVG and PNG.
 
-    The folder appears complete or not at all. Returns the paths of the main files.
+    `importance` and `redundancy` get a figure, `drawn_heads` one each on the first text. The folder
+    appears complete or not at all; "overwrite" replaces an earlier report. Returns the paths of the
+    main files.
     """
-    for site, head in options.drawn_heads:
+    for site, head in drawn_heads:
         table.head(site, head)  # refuse an unknown head before anything is written
-    with stage_folder(folder, HEAD_REPORT, options.existing) as staged:
+    with stage_folder(folder, HEAD_REPORT, existing) as staged:
         write_atomically(staged / "heads.json", json.dumps(table.data, indent=1).encode())
         suiting = [one for one in examples if one.is_within(EXAMPLE_LENGTHS)]
         maker = PictureMaker(model, suiting or examples[:1])
-        names = list(write_figures(_list_figures(table, maker, options), staged))
+        figures = _list_figures(table, maker, drawn_heads)
+        if importance is not None:
+            figures["importance"] = plot_importance(importance)
+        for number, group in enumerate(redundancy.readers if redundancy else ()):
+            heads = tuple(table.head(location.site, location.head) for location in group.heads)
+            name = "map" if not number else f"map-{'-'.join(dict.fromkeys(group.streams))}"
+            figures[name] = plot_similar_heads(replace(table, heads=heads), group.embedding)
+        names = list(write_figures(figures, staged))
         relative = [Path(name).relative_to(staged) for name in names]
         return [str(folder / "heads.json"), *(str(folder / name) for name in relative)]
 
@@ -169,7 +165,7 @@ def write_figures(figures: Mapping[str, Figure], folder: Path) -> Iterator[str]:
 
 
 def _list_figures(
-    table: HeadTable, maker: PictureMaker, options: ReportOptions
+    table: HeadTable, maker: PictureMaker, drawn_heads: HeadSelection
 ) -> dict[str, Figure]:
     model = table.model
     figures = {
@@ -186,19 +182,13 @@ def _list_figures(
         marks = "the pairs of tokens that the class is about"
         title = f"{model}: the top head of each class, each on the text that shows it best"
         figures["gallery"] = head_gallery(pictures, title, marks)
-    for location in options.drawn_heads:
+    for location in drawn_heads:
         head = table.head(*location)
         classes = [one for one in head.classes if one.name != UNCLEAR]
         names = ", ".join(f"{one.name} {one.score:.2f}" for one in classes[:3]) or "no class"
         picture = maker.first_picture(head, classes[0].name if classes else "", names)
         title = f"{model}: {head.site} {head.head}"
         figures[head_file_name(*location)] = head_figure(picture, title)
-    if options.importance is not None:
-        figures["importance"] = plot_importance(options.importance)
-    for number, group in enumerate(options.redundancy.readers if options.redundancy else ()):
-        heads = tuple(table.head(location.site, location.head) for location in group.heads)
-        name = "map" if not number else f"map-{'-'.join(dict.fromkeys(group.streams))}"
-        figures[name] = plot_similar_heads(replace(table, heads=heads), group.embedding)
     return figures
 
 

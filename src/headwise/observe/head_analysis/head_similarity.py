@@ -36,11 +36,6 @@ def entropy(weights: Tensor) -> Tensor:
     return -weights.clamp(min=torch.finfo(weights.dtype).tiny).log_().mul_(weights).sum(-1).double()
 
 
-def append_sink_column(weights: Tensor) -> Tensor:
-    """Append a key that holds the weight of a learned sink, so that every row sums to one."""
-    return torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1)
-
-
 def jensen_shannon_divergence(
     weights: Tensor, others: Tensor | None = None, counted: Tensor | None = None
 ) -> Tensor:
@@ -302,7 +297,10 @@ def sample_rows(
         if heads:
             all_allowed = torch.cat(allowed)
             has_keys = all_allowed.any(-1).all(0)
-            rows = append_sink_column(torch.cat(weights)[:, has_keys].float())
+            rows = torch.cat(weights)[:, has_keys].float()
+            # one more key holds the weight of a learned sink, so that every row sums to one
+            learned_sink = (1 - rows.sum(-1, keepdim=True)).clamp(min=0)
+            rows = torch.cat([rows, learned_sink], -1)
             is_sink = find_sink_tokens(example.streams[pair[1]]).to(device)
             row_weight = example.streams[pair[0]].count / count
             allowed_rows = all_allowed[:, has_keys]

@@ -189,11 +189,6 @@ class RepeatedForward:
                     return "its layers mix the rows of a batch"
         return ""
 
-    def run_with_gradients(self, hooks: Mapping[str, AttentionHook]) -> Any:
-        """Outputs of the model with these hooks, with the graph for gradients."""
-        with hook_sites(self.model, self.sites, hooks), torch.enable_grad():
-            return run_prepared(self.model, self.inputs)
-
 
 BLOCK_PATH = re.compile(r"(?:(.*?)\.)?\d+(?=\.|$)")
 
@@ -420,8 +415,11 @@ def compute_mask_gradients(text: ImportanceInput) -> dict[str, Array]:
     """z_h . dL/dz_h at each token, [tokens, heads], by site that the text reaches."""
     captures = {module.site.name: HeadOutputCapture() for module in text.run.sites}
     outputs: list[Tensor] = []
+    run = text.run
     with torch.enable_grad():
-        value = text.value(text.run.run_with_gradients(captures))
+        with hook_sites(run.model, run.sites, captures):
+            result = run_prepared(run.model, run.inputs)
+        value = text.value(result)
         for capture in captures.values():
             outputs += capture.outputs
         grads = iter(torch.autograd.grad(value, outputs, materialize_grads=True))

@@ -71,8 +71,28 @@ class StatisticsStream:
         """
         if inputs.q_BTHK.dtype not in INPUT_DTYPES:
             return False
-        tokens = make_token_inputs(query, key)
-        scores = make_score_inputs(inputs)
+        tokens = TokenInputs(
+            query.ids,
+            key.ids,
+            find_sink_tokens(key),
+            key.is_separator,
+            key.is_punctuation,
+            find_rarest_tokens(key),
+            sample_rows(query.count, key.ids.device),
+        )
+        biases = [one[0] for one in inputs.additive_masks()]
+        masks = [one[0] for one in inputs.boolean_masks()]
+        scores = ScoreInputs(
+            inputs.q_BTHK[0],
+            inputs.k_BSGK[0],
+            [inputs.kv_head_of(head) for head in range(inputs.q_BTHK.shape[2])],
+            inputs.scale,
+            inputs.softcap,
+            inputs.causal,
+            sum(biases[1:], biases[0]) if biases else None,
+            masks[0] if masks else None,
+            None if inputs.sinks is None else inputs.sinks.flatten(),
+        )
         source = (inputs.mask, inputs.bias, inputs.causal, query, key, tokens.key_ids.device)
         uniform = next((one for other, one in self._uniform if _is_same(source, other)), None)
         if uniform is None:
@@ -87,36 +107,6 @@ def _is_same(source: tuple[object, ...], other: tuple[object, ...]) -> bool:
     """True if both calls have the same masks; tensors are compared by identity, not by value."""
     same = [a is b for a, b in zip(source[:5], other[:5], strict=True)]
     return all(same) and source[5] == other[5]
-
-
-def make_score_inputs(inputs: AttentionInputs) -> ScoreInputs:
-    """Return what the scores of the first text of a call are computed from."""
-    biases = [one[0] for one in inputs.additive_masks()]
-    masks = [one[0] for one in inputs.boolean_masks()]
-    return ScoreInputs(
-        inputs.q_BTHK[0],
-        inputs.k_BSGK[0],
-        [inputs.kv_head_of(head) for head in range(inputs.q_BTHK.shape[2])],
-        inputs.scale,
-        inputs.softcap,
-        inputs.causal,
-        sum(biases[1:], biases[0]) if biases else None,
-        masks[0] if masks else None,
-        None if inputs.sinks is None else inputs.sinks.flatten(),
-    )
-
-
-def make_token_inputs(query: TokenAnnotations, key: TokenAnnotations) -> TokenInputs:
-    """Return what the kernel reads of the tokens."""
-    return TokenInputs(
-        query.ids,
-        key.ids,
-        find_sink_tokens(key),
-        key.is_separator,
-        key.is_punctuation,
-        find_rarest_tokens(key),
-        sample_rows(query.count, key.ids.device),
-    )
 
 
 def _flatten(statistics: HeadStatistics, tokens: TokenInputs) -> Tensor:
@@ -169,11 +159,4 @@ def sum_metrics(values: Array) -> Mapping[str, TextSums]:
     num = len(SUPPORT_FRACTIONS)
     for fraction in SUPPORT_FRACTIONS:
         means[f"support{round(100 * fraction)}"] = (rest[:, :num], rest[:, num : 2 * num])
-    return means
-
-
-def sum_chance(values: Array) -> Mapping[str, TextSums]:
-    """Sums and counts of the chance level of every metric."""
-    means = dict(sum_metrics(values))
-    means["breadth"] = (values[:, -1], means["breadth"][1])
     return means

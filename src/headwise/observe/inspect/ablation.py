@@ -404,7 +404,16 @@ def edit_heads(
     model: nn.Module, patches: Mapping[HeadRef, HeadPatch], tokens: TokenSelection
 ) -> Iterator[None]:
     """Context in which these heads are patched; raises at its end if an edited site never ran."""
-    _check_tokens(tokens)
+    if isinstance(tokens, Tensor):
+        is_valid = tokens.dim() == 2 and tokens.dtype == torch.bool
+    else:
+        is_list = isinstance(tokens, Sequence) and all(type(index) is int for index in tokens)
+        is_valid = tokens is None or is_list
+    if not is_valid:
+        raise ValueError(
+            f"tokens is of type {type(tokens).__name__}; give a tensor [B, T] of torch.bool, or "
+            "column indices"
+        )
     site_modules = find_attention(model)
     editors: dict[str, OutputEditor] = {}
     for name, heads in group_by_site(model, site_modules, patches).items():
@@ -484,16 +493,3 @@ def _make_patch(head: HeadRef, value: object) -> HeadPatch:
     if value.is_meta or not value.isfinite().all():
         raise ValueError(f"{head} is given values that are NaN or infinite; give finite values")
     return ConstantOutput(value)
-
-
-def _check_tokens(tokens: Any) -> None:
-    if isinstance(tokens, Tensor):
-        is_valid = tokens.dim() == 2 and tokens.dtype == torch.bool
-    else:
-        is_list = isinstance(tokens, Sequence) and all(type(index) is int for index in tokens)
-        is_valid = tokens is None or is_list
-    if not is_valid:
-        raise ValueError(
-            f"tokens is of type {type(tokens).__name__}; give a tensor [B, T] of torch.bool, or "
-            "column indices"
-        )

@@ -297,7 +297,14 @@ class AttentionInputs(ObservedCall):
                 f"cannot recompute weights: {self.unsupported}; read the weights that the model "
                 "itself returns"
             )
-        s_BHTS = self._scaled_products(queries, keys)
+        q_BHTK = to_at_least_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
+        k_BGSK = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2))
+        heads = q_BHTK.shape[1]
+        if self.kv_head_of_query is not None or heads % k_BGSK.shape[1]:
+            k_BGSK = k_BGSK[:, [self.kv_head_of(head) for head in range(heads)]]
+        # heads of a KV group share one matrix product
+        rows = q_BHTK.unflatten(1, (k_BGSK.shape[1], -1)).flatten(2, 3)
+        s_BHTS = (rows @ k_BGSK.transpose(2, 3)).unflatten(2, (-1, q_BHTK.shape[2])).flatten(1, 2)
         if self.softcap is not None:
             s_BHTS = self.softcap * torch.tanh(s_BHTS / self.softcap)
         for bias in self.additive_masks(queries, keys):
@@ -325,16 +332,6 @@ class AttentionInputs(ObservedCall):
         for excluded in self._masked_pairs(queries, ALL):
             allowed = allowed & ~excluded
         return allowed
-
-    def _scaled_products(self, queries: slice, keys: slice) -> Tensor:
-        """Compute scaled products q k^T; heads of a KV group share one matrix product."""
-        q_BHTK = to_at_least_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
-        k_BGSK = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2))
-        heads = q_BHTK.shape[1]
-        if self.kv_head_of_query is not None or heads % k_BGSK.shape[1]:
-            k_BGSK = k_BGSK[:, [self.kv_head_of(head) for head in range(heads)]]
-        rows = q_BHTK.unflatten(1, (k_BGSK.shape[1], -1)).flatten(2, 3)
-        return (rows @ k_BGSK.transpose(2, 3)).unflatten(2, (-1, q_BHTK.shape[2])).flatten(1, 2)
 
     def additive_masks(self, queries: slice = ALL, keys: slice = ALL) -> list[Tensor]:
         """List biases and additive masks to add to scores, [B or 1, heads or 1, T or 1, S or 1]."""

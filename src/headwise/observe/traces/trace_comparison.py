@@ -214,7 +214,11 @@ def compare_traces(
     )
     places: list[tuple[AttentionRecord, int]] = []
     for layer in first.layers:
-        other = _find_partner(second, layer)
+        # the partner has the same name, or else the same place
+        place = (layer.stack, layer.layer, layer.kind)
+        by_place = [one for one in second.layers if (one.stack, one.layer, one.kind) == place]
+        matches = [one for one in second.layers if one.name == layer.name] or by_place
+        other = matches[-1] if matches else None
         reason = _mismatch_reason(comparison, layer, other)
         if other is None or reason:
             comparison.left_out[layer.name] = reason
@@ -228,14 +232,6 @@ def compare_traces(
             progress(len(differences), len(places))
         differences.append(_compare_head(comparison, layer, head))
     return replace(comparison, heads=tuple(differences))
-
-
-def _find_partner(second: Trace, layer: AttentionRecord) -> AttentionRecord | None:
-    """Return the layer of the second trace with the same name, else with the same place."""
-    place = (layer.stack, layer.layer, layer.kind)
-    by_place = [one for one in second.layers if (one.stack, one.layer, one.kind) == place]
-    matches = [one for one in second.layers if one.name == layer.name] or by_place
-    return matches[-1] if matches else None
 
 
 def _mismatch_reason(

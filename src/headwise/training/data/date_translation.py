@@ -341,7 +341,7 @@ class DateTranslation(SyntheticTask):
         sources: list[list[int]] = []
         targets: list[list[int]] = []
         for subject, number, currency, direction in examples["meaning"].tolist():
-            value = date_of_day_number(number)
+            value = Date(*map(int, str(np.datetime64(number, "D")).split("-")))
             if subject:
                 value = Amount(number, list(CURRENCIES)[currency])
             source_language, target_language = self.directions[direction]
@@ -418,15 +418,6 @@ class DateTranslation(SyntheticTask):
         """Text of ids with language tags, without padding, start and end tokens."""
         hidden = (PAD_ID, BEGIN_ID, END_ID, IGNORE_INDEX)
         return "".join(VOCABULARY[token_id] for token_id in ids if token_id not in hidden)
-
-
-def date_of_day_number(number: int) -> Date:
-    """Return the date `number` days after 1 January 1970.
-
-    >>> date_of_day_number(0), date_of_day_number(-1)
-    (Date(year=1970, month=1, day=1), Date(year=1969, month=12, day=31))
-    """
-    return Date(*map(int, str(np.datetime64(number, "D")).split("-")))
 
 
 def align_tokens(source: TokenizedPhrase, target: TokenizedPhrase) -> tuple[tuple[int, int], ...]:

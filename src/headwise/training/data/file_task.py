@@ -318,17 +318,13 @@ class EpochOrder:
         self.count = num_examples
         self._cache = EpochCache(lambda rng: rng.permutation(num_examples))
 
-    def of_epoch(self, seed: int, epoch: int) -> IndexArray:
-        """Permutation of all examples in this epoch."""
-        return self._cache.get(seed, epoch)
-
     def take(self, index: int, size: int, seed: int) -> IndexArray:
         """Indices of the examples in batch `index`, which may span the end of one epoch and the
         start of the next.
         """
         epochs, positions = np.divmod(np.arange(index * size, (index + 1) * size), self.count)
         parts = [
-            self.of_epoch(seed, int(epoch))[positions[epochs == epoch]]
+            self._cache.get(seed, int(epoch))[positions[epochs == epoch]]
             for epoch in np.unique(epochs)
         ]
         return np.concatenate(parts)

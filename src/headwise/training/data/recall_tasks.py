@@ -73,26 +73,23 @@ class AssociativeRecall(SyntheticTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         for length, pairs in self.settings:
-            self._check_setting(length, pairs)
+            if length % 2:
+                raise SpecError(
+                    f"length={length} must be even, for key-value pairs; use length={length + 1}"
+                )
+            if 4 * pairs > length:
+                raise SpecError(
+                    f"pairs={pairs} need {4 * pairs} tokens, but length={length}; use "
+                    f"pairs={length // 4} or less, or length={4 * pairs}"
+                )
+            if pairs > self._num_keys:
+                raise SpecError(
+                    f"vocabulary={self.vocabulary} has {self._num_keys} keys, too few for "
+                    f"pairs={pairs}; use vocabulary={2 * pairs + 2} or more"
+                )
         min_pairs = np.arange(min(pairs for _, pairs in self.settings), dtype=float)
         count = np.prod((self._num_keys - min_pairs) * (self.num_answers - min_pairs))
         self.check_extent(self._max_length, float(count), "use more pairs")
-
-    def _check_setting(self, length: int, pairs: int) -> None:
-        if length % 2:
-            raise SpecError(
-                f"length={length} must be even, for key-value pairs; use length={length + 1}"
-            )
-        if 4 * pairs > length:
-            raise SpecError(
-                f"pairs={pairs} need {4 * pairs} tokens, but length={length}; use "
-                f"pairs={length // 4} or less, or length={4 * pairs}"
-            )
-        if pairs > self._num_keys:
-            raise SpecError(
-                f"vocabulary={self.vocabulary} has {self._num_keys} keys, too few for "
-                f"pairs={pairs}; use vocabulary={2 * pairs + 2} or more"
-            )
 
     @property
     def settings(self) -> tuple[tuple[int, int], ...]:

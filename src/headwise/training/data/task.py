@@ -57,7 +57,9 @@ class Task(ABC):
         """Metrics of `logits`, [B, T, vocabulary] or [B, classes], where `batch.labels` has a
         target.
         """
-        return measure_accuracy(logits, batch)
+        has_label = batch.labels != IGNORE_INDEX
+        correct = (logits.argmax(-1) == batch.labels) & has_label
+        return {"accuracy": (float(correct.sum()), int(has_label.sum()))}
 
     @property
     def answers(self) -> int:
@@ -114,13 +116,6 @@ class Task(ABC):
     def text(self, ids: Sequence[int]) -> str:
         """Human-readable form of a sequence of ids."""
         return " ".join(map(str, ids))
-
-
-def measure_accuracy(logits: Tensor, batch: Batch) -> MetricSums:
-    """Count correct positions (argmax equals the label) and labels, without ignored positions."""
-    has_label = batch.labels != IGNORE_INDEX
-    correct = (logits.argmax(-1) == batch.labels) & has_label
-    return {"accuracy": (float(correct.sum()), int(has_label.sum()))}
 
 
 def check_split(split: str) -> None:

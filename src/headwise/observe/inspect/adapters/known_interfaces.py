@@ -28,7 +28,6 @@ from ....attention.interfaces.core_types import Probe
 from ....attention.masking.sequence_info import AttentionMask, SequenceInfo
 from ....models import Transformer
 from ..hooks import (
-    AttentionHook,
     Function,
     SharedPatch,
     SiteModule,
@@ -82,7 +81,9 @@ def find_interface_attention(model: nn.Module) -> Iterator[SiteModule]:
     for path, module in model.named_modules(remove_duplicate=False):
         declaration = get_declaration(module)
         has_declared_heads = declaration is not None and declaration.projections is None
-        if uses_interface(type(module)) and not has_declared_heads:
+        code = getattr(unwrap(type(module).forward), "__code__", None)
+        uses_interface = code is not None and INTERFACE_GETTER in code.co_names
+        if uses_interface and not has_declared_heads:
             sizes = read_head_sizes(module)
             reason = edit_place(module).reason
             site = make_site(path, module, sizes, observe=Ability(not reason, reason))
@@ -90,12 +91,6 @@ def find_interface_attention(model: nn.Module) -> Iterator[SiteModule]:
             yield SiteModule(
                 site, module, "transformers", patches=(_interface_patch(),), overrides=overrides
             )
-
-
-def uses_interface(kind: type[nn.Module]) -> bool:
-    """True if the forward of this class uses the attention interface."""
-    code = getattr(unwrap(kind.forward), "__code__", None)
-    return code is not None and INTERFACE_GETTER in code.co_names
 
 
 @cache
@@ -399,7 +394,14 @@ def _wrap_head_outputs(original: Function) -> Function:
     def head_outputs_and_gates(self: Attention, arguments: AttentionArguments) -> Any:
         hooks = get_hooks(self)
         if hooks:
-            arguments = arguments._replace(probe=_join_probe(hooks, arguments.probe))
+            own = Probe() if arguments.probe is None else arguments.probe
+
+            def callback(point: str, tensor: Tensor) -> Tensor | None:
+                return own(point, run_output_hooks(hooks, tensor) if point == "heads" else tensor)
+
+            arguments = arguments._replace(
+                probe=Probe(*own.points, "heads", callback=callback, aux_losses=own.aux_losses)
+            )
         return original(self, arguments)
 
     return head_outputs_and_gates
@@ -421,13 +423,3 @@ ATTENTION_PATCHES = (
     patch_method(Attention, "head_outputs_and_gates", _wrap_head_outputs),
     patch_method(Attention, "attend", _wrap_attend),
 )
-
-
-def _join_probe(hooks: tuple[AttentionHook, ...], probe: Probe | None) -> Probe:
-    """Make a probe that runs the hooks on head outputs, then the caller's own probe."""
-    own = Probe() if probe is None else probe
-
-    def callback(point: str, tensor: Tensor) -> Tensor | None:
-        return own(point, run_output_hooks(hooks, tensor) if point == "heads" else tensor)
-
-    return Probe(*own.points, "heads", callback=callback, aux_losses=own.aux_losses)

@@ -237,11 +237,6 @@ def read_positive_int(source: Any, names: tuple[str, ...]) -> int:
 WINDOW_ATTRIBUTE = "one_sided_attn_window_size"
 
 
-def is_banded(module: nn.Module) -> bool:
-    """Return True if a module returns its weights as a band."""
-    return isinstance(getattr(module, WINDOW_ATTRIBUTE, None), int)
-
-
 def run_banded(
     module: nn.Module, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, WeightsOnlyCall]:
@@ -415,7 +410,7 @@ def run_attention(
     hooks = get_hooks(module)
     if not any(hook.needs_call for hook in hooks):
         return run(*args, **kwargs)
-    if is_banded(module):
+    if isinstance(getattr(module, WINDOW_ATTRIBUTE, None), int):  # it returns weights as a band
         result, call = run_banded(module, run, args, kwargs)
         run_call_hooks(hooks, lambda: call)
         return result
