@@ -85,24 +85,26 @@ def test_pictures_hold_the_largest_weights_and_changes_of_their_cells() -> None:
     comparison, (site, head) = opened.get_comparison(), opened.heads[4]
     one, other = comparison.weights(site, head)
     tile = pool_difference(comparison, site, head, 5)
-    assert tile.queries.tolist() == tile.keys.tolist() == [0, 4, 9, 13, 18]
+    assert tile["queries"].tolist() == tile["keys"].tolist() == [0, 4, 9, 13, 18]
     edges = [0, 4, 9, 13, 18, 23]
     for row in range(5):
         for column in range(5):
             cell = np.s_[edges[row] : edges[row + 1], edges[column] : edges[column + 1]]
-            assert tile.first[row, column] / 255 == pytest.approx(one[cell].max(), abs=1 / 255)
-            assert tile.second[row, column] / 255 == pytest.approx(other[cell].max(), abs=1 / 255)
+            assert tile["first"][row, column] / 255 == pytest.approx(one[cell].max(), abs=1 / 255)
+            assert tile["second"][row, column] / 255 == pytest.approx(
+                other[cell].max(), abs=1 / 255
+            )
             changes = (other - one)[cell].ravel()
             expected = changes[np.abs(changes).argmax()]
-            assert (int(tile.change[row, column]) - 128) / 127 == pytest.approx(
+            assert (int(tile["change"][row, column]) - 128) / 127 == pytest.approx(
                 expected, abs=0.5 / 127
             )
     assert exact_pair(comparison, site, head, 20, 7).tolist() == [one[20, 7], other[20, 7]]
     whole = pool_difference(comparison, site, head, 512)
-    assert whole.change.shape == (23, 23)
+    assert whole["change"].shape == (23, 23)
     changes = np.sort(np.abs(other - one)[one != other])[::-1]
-    assert len(tile.places) == len(changes) > 200
-    for (query, key), pair, change in zip(tile.places, tile.weights, changes, strict=True):
+    assert len(tile["places"]) == len(changes) > 200
+    for (query, key), pair, change in zip(tile["places"], tile["weights"], changes, strict=True):
         assert pair.tolist() == pytest.approx([one[query, key], other[query, key]], abs=1e-6)
         assert abs(pair[1] - pair[0]) == pytest.approx(change, abs=1e-7)
 

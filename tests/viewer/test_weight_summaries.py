@@ -66,23 +66,23 @@ def test_marginals_of_a_long_text(lens: str):
     plain = opened.get_trace().head_weights(SITE, 0)
     weights = opened.weights(SITE, 0, slice(None), lens=lens)
     found = opened.marginals(SITE, 0, lens=lens)
-    assert np.allclose(found.received, weights.sum(0) / window.sum(0), rtol=1e-4)
-    assert np.allclose(found.maximum, weights.max(1), rtol=1e-5)
+    assert np.allclose(found["received"], weights.sum(0) / window.sum(0), rtol=1e-4)
+    assert np.allclose(found["maximum"], weights.max(1), rtol=1e-5)
     assert np.allclose(
-        found.entropy, -(plain * np.log(np.where(plain > 0, plain, 1))).sum(1), rtol=1e-4
+        found["entropy"], -(plain * np.log(np.where(plain > 0, plain, 1))).sum(1), rtol=1e-4
     )
     for offset in (-39, -1, 0, 7, 40, 1299):
         pairs = window.diagonal(-offset)
         expected = plain.diagonal(-offset)[pairs].mean() if pairs.any() else 0.0
-        assert found.by_offset[offset + 1299] == pytest.approx(expected, rel=1e-4)
+        assert found["by_offset"][offset + 1299] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_peak_is_the_first_largest_weight():
     opened = OpenModel(record(None, causal=True))
     weights = opened.get_trace().head_weights(SITE, 1)[100:1200, 50:90]
-    peak = opened.peak(SITE, 1, TileRange(slice(100, 1200), slice(50, 90)))
-    assert (peak.query - 100, peak.key - 50) == np.unravel_index(weights.argmax(), weights.shape)
-    assert peak.weight == pytest.approx(weights.max(), rel=1e-6)
+    query, key, weight = opened.peak(SITE, 1, TileRange(slice(100, 1200), slice(50, 90)))
+    assert (query - 100, key - 50) == np.unravel_index(weights.argmax(), weights.shape)
+    assert weight == pytest.approx(weights.max(), rel=1e-6)
 
 
 def test_heads_with_masks_of_their_own_have_their_own_pictures():

@@ -129,7 +129,12 @@ def main(argv: list[str]) -> int:
         print_note(
             f"headwise: anyone who can reach {args.host} and has the address can see this model"
         )
-    server = view.ServerOptions(args.host, args.port, not args.no_browser)
     with suppress(KeyboardInterrupt):  # the usual end of a server
-        view.serve_page(opened, server, announce=print_page)
+        view.serve_page(
+            opened,
+            announce=print_page,
+            host=args.host,
+            port=args.port,
+            open_browser=not args.no_browser,
+        )
     return 0

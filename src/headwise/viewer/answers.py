@@ -251,15 +251,15 @@ def answer_marginals(view: OpenModel, query: Query) -> bytes:
     """Return the marginals of a head; `first` is the distance query - key of `by_offset[0]`."""
     marginals = view.marginals(query.site, query.head, lens=query.lens)
     first = 1 - query.layer.num_keys
-    return encode_arrays(marginals._asdict(), first=first, revision=view.revision)
+    return encode_arrays(marginals, first=first, revision=view.revision)
 
 
 @answer("peak")
 def answer_peak(view: OpenModel, query: Query) -> bytes:
     """Find the exact largest weight in a range, for a cell that covers several pairs."""
-    peak = view.peak(query.site, query.head, query.part, lens=query.lens)
-    place = np.array([peak.query, peak.key], np.int32)
-    return encode_arrays({"weight": np.array([peak.weight], np.float32), "place": place})
+    *place, weight = view.peak(query.site, query.head, query.part, lens=query.lens)
+    arrays = {"weight": np.array([weight], np.float32), "place": np.array(place, np.int32)}
+    return encode_arrays(arrays)
 
 
 @answer("aggregate")
@@ -359,7 +359,7 @@ def answer_difference(view: OpenModel, query: Query) -> bytes:
     site = query.site
     head = query.head
     cells = query.integer("cells", 1, MAX_TILE_CELLS, 256)
-    return encode_arrays(pool_difference(view.get_comparison(), site, head, cells)._asdict())
+    return encode_arrays(pool_difference(view.get_comparison(), site, head, cells))
 
 
 @answer("difference/pair")

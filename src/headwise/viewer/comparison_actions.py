@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,24 +32,6 @@ if TYPE_CHECKING:
 LISTED_PAIRS = 500  # those that differ most
 SIGNED_ZERO = 128
 SIGNED_ONE = 127  # 8-bit codes of a difference of 0, and of 1 above it
-
-
-class DifferenceTile(NamedTuple):
-    """Pooled weights of one head in both traces over the aligned tokens, and their difference.
-
-    `first` and `second` hold the largest weight of each cell in 8 bits. `change` is second minus
-    first, the largest magnitude in each cell; 128 means unchanged. `queries` and `keys` are the
-    first aligned pair of each cell. `places` [pairs, 2] are the query and key of the pairs that
-    differ most, and `weights` [pairs, 2] their exact weights in both traces.
-    """
-
-    first: Array
-    second: Array
-    change: Array
-    queries: Array
-    keys: Array
-    places: Array
-    weights: Array
 
 
 @action(
@@ -197,8 +179,15 @@ def encode_comparison(comparison: TraceComparison, kind: str, name: str) -> byte
 
 def pool_difference(
     comparison: TraceComparison, site: str, head: int, cells: int
-) -> DifferenceTile:
-    """Pool the difference of one head to at most `cells` cells per side."""
+) -> dict[str, Array]:
+    """Pool the weights of one head in both traces, and their difference, to at most `cells` cells
+    per side.
+
+    `first` and `second` hold the largest weight of each cell in 8 bits. `change` is second minus
+    first, the largest magnitude in each cell; 128 means unchanged. `queries` and `keys` are the
+    first aligned pair of each cell. `places` [pairs, 2] are the query and key of the pairs that
+    differ most, and `weights` [pairs, 2] their exact weights in both traces.
+    """
     layer = comparison.first.get_layer(site)
     counts = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
     queries, keys = (make_edges(0, count, min(cells, MAX_TILE_CELLS)) for count in counts)
@@ -213,15 +202,16 @@ def pool_difference(
         pooled[3, row] = _pool_keys(other - one, keys, np.minimum)
     first, second = np.ceil(pooled[:2] * 255 - 1e-4).clip(0, 255).astype(np.uint8)
     change = np.where(pooled[2] >= -pooled[3], pooled[2], pooled[3])
-    return DifferenceTile(
-        first,
-        second,
-        (np.round(change * SIGNED_ONE) + SIGNED_ZERO).clip(1, 255).astype(np.uint8),
-        queries[:-1].astype(np.int32),
-        keys[:-1].astype(np.int32),
-        pairs[:, :2].astype(np.int32),
-        pairs[:, 2:].astype(np.float32),
-    )
+    signed = (np.round(change * SIGNED_ONE) + SIGNED_ZERO).clip(1, 255)
+    return {
+        "first": first,
+        "second": second,
+        "change": signed.astype(np.uint8),
+        "queries": queries[:-1].astype(np.int32),
+        "keys": keys[:-1].astype(np.int32),
+        "places": pairs[:, :2].astype(np.int32),
+        "weights": pairs[:, 2:].astype(np.float32),
+    }
 
 
 def _keep_most_different(pairs: Array, start: int, one: Array, other: Array) -> Array:

@@ -19,8 +19,6 @@ from ..util.errors import SpecError
 from .weight_summaries import (
     Cells,
     HeadReader,
-    Marginals,
-    Peak,
     compute_marginals,
     describe_measures,
     describe_trace,
@@ -337,7 +335,7 @@ class OpenModel:
             atlas[number] = enlarge_picture(trace.thumbnail(site, head))
         return atlas
 
-    def marginals(self, site: str, head: int, lens: str = "weight") -> Marginals:
+    def marginals(self, site: str, head: int, lens: str = "weight") -> dict[str, FloatArray]:
         """Compute the weight on each key, the entropy and maximum of each query, and the mean
         weight at each distance.
 
@@ -345,7 +343,9 @@ class OpenModel:
         """
         return compute_marginals(self.head_reader(site, head), self._value_norms(site, head, lens))
 
-    def peak(self, site: str, head: int, part: TileRange, lens: str = "weight") -> Peak:
+    def peak(
+        self, site: str, head: int, part: TileRange, lens: str = "weight"
+    ) -> tuple[int, int, float]:
         """Find the largest weight in a range of queries and keys."""
         return find_peak(self.head_reader(site, head, lens).weights, part.queries, part.keys)
 

@@ -186,17 +186,6 @@ CONVERSION_CHANGE = Field(_read_conversion, key="*")
 # --- The model, its texts and the new folder ------------------------------------------------------
 
 
-class SurgeryTexts(NamedTuple):
-    """The lines of a job, the examples for choosing heads, the examples for the verification, and
-    notes on both.
-    """
-
-    lines: Sequence[str]
-    selection: list[Example]
-    verification: list[Example]
-    notes: tuple[str, ...]
-
-
 def read_native_model(model: OpenModel) -> Transformer:
     """Return the open model as a headwise model: itself, reloaded from its folder, or a converted
     copy.
@@ -213,10 +202,11 @@ def read_native_model(model: OpenModel) -> Transformer:
 
 def read_texts(
     net: Transformer, model: OpenModel, lines: Sequence[str], uses: Sequence[str]
-) -> SurgeryTexts:
+) -> tuple[Sequence[str], list[Example], list[Example], tuple[str, ...]]:
     """Read the texts of a job, one per line, as `--data` does. Without any, use the open text.
 
-    `uses` names the purposes for which the change uses texts.
+    `uses` names the purposes for which the change uses texts. Returns the lines, the examples for
+    choosing heads, the examples for the verification, and notes on both.
     """
     from ..observe.head_analysis.annotated_examples import examples_from_lines
     from ..surgery.model_and_texts import split_examples
@@ -231,7 +221,7 @@ def read_texts(
             f"over texts, and {len(examples)} can be read{reasons}; give more texts, one a line"
         )
     selection, verification, notes = split_examples(examples, uses)
-    return SurgeryTexts(lines, selection, verification, (*notes, *reader.notes))
+    return lines, selection, verification, (*notes, *reader.notes)
 
 
 def new_folder(model: OpenModel, name: str) -> Path:
@@ -365,7 +355,7 @@ def plan_pruning(
 
     net = read_native_model(model)
     uses = change.text_uses
-    examples = read_texts(net, model, texts, uses).selection if uses else []
+    examples = read_texts(net, model, texts, uses)[1] if uses else []
     result = change.make(net, change.strategy, examples, StepLog(progress, change.steps))
     plan = result.plan
     sites = {layer.name: number for number, layer in enumerate(model.get_trace().layers)}
@@ -433,21 +423,21 @@ def write_new_model(
     from ..surgery.verification.verify import VerificationOptions, summary_table
 
     net = read_native_model(model)
-    texts = read_texts(net, model, lines, change.text_uses)
+    lines, selection, verified, notes = read_texts(net, model, lines, change.text_uses)
     log = StepLog(progress, change.steps + VERIFICATION_STEPS)
-    result = change.make(net, change.strategy, texts.selection, log)
+    result = change.make(net, change.strategy, selection, log)
     record = result.record
     options = VerificationOptions(
         result.summary,
-        notes=(*texts.notes, *record["notes"]),
+        notes=(*notes, *record["notes"]),
         command=format_command(model, change.command, change.options, folder),
         timing=TimingOptions(seconds=TIMING_SECONDS),
     )
     source = Path(model.target) if model.target else None
-    extra_files = {TEXTS_FILE: ("\n".join(texts.lines) + "\n").encode()}
+    extra_files = {TEXTS_FILE: ("\n".join(lines) + "\n").encode()}
     output = OutputFolder(folder, source=source, extra_files=extra_files)
     written, verification = write_and_verify(
-        result, result.after, texts.verification, options, output, record, log
+        result, result.after, verified, options, output, record, log
     )
     model.other = str(folder)
     described = {

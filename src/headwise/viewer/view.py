@@ -64,14 +64,6 @@ class Target(NamedTuple):
     loading: LoadingPlace = ON_CPU
 
 
-class ServerOptions(NamedTuple):
-    """Address and port to listen on (0: a free port), and whether to open the browser."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    open_browser: bool = True
-
-
 # --- Opening --------------------------------------------------------------------------------------
 
 
@@ -176,9 +168,16 @@ def measure_heads_once(opened: OpenModel) -> None:
 
 
 def serve_page(
-    opened: OpenModel, options: ServerOptions, announce: Callable[[str], object]
+    opened: OpenModel,
+    announce: Callable[[str], object],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    open_browser: bool = True,
 ) -> None:
-    """Serve the page until interrupted. Calls `announce` with one line, the address."""
+    """Serve the page until interrupted; port 0 is a free one. Calls `announce` with one line, the
+    address.
+    """
     from .export_files import load_assets
     from .server import ServerAddress, serve
 
@@ -186,10 +185,10 @@ def serve_page(
 
     def on_start(address: ServerAddress) -> None:
         announce(f"{opened.name}: {address.url}  (Ctrl+C stops it)")
-        if options.open_browser and has_browser():  # the socket listens already
+        if open_browser and has_browser():  # the socket listens already
             threading.Thread(target=webbrowser.open, args=(address.url,), daemon=True).start()
 
-    serve(opened, host=options.host, port=options.port, allow_remote=True, on_start=on_start)
+    serve(opened, host=host, port=port, allow_remote=True, on_start=on_start)
 
 
 def has_browser() -> bool:
@@ -239,7 +238,7 @@ class View:
 
     def serve(self, *, port: int = 0, open_browser: bool = True) -> None:
         """Serve the live page on this computer until interrupted (Ctrl+C)."""
-        serve_page(self.opened, ServerOptions(port=port, open_browser=open_browser), print_address)
+        serve_page(self.opened, print_address, port=port, open_browser=open_browser)
 
     def _repr_html_(self) -> str:
         return frame_html(self.html, self.opened.name)

@@ -49,28 +49,6 @@ class Cells(NamedTuple):
     keys: NDArray[np.int64]
 
 
-class Marginals(NamedTuple):
-    """Summary of one head: weight received by each key, spread of each query, and mean by distance.
-
-    `received` is the mean over the queries that may attend to a key, [keys]. `entropy` (nats) and
-    `maximum` are per query, [queries]. `by_offset` is the mean weight at each distance query - key
-    over the allowed pairs, from -(keys - 1) to queries - 1.
-    """
-
-    received: FloatArray
-    entropy: FloatArray
-    maximum: FloatArray
-    by_offset: FloatArray
-
-
-class Peak(NamedTuple):
-    """The largest weight in a range, and its position."""
-
-    query: int
-    key: int
-    weight: float
-
-
 def make_edges(start: int, stop: int, cells: int) -> NDArray[np.int64]:
     """Return edges of at most `cells` nearly equal cells over the positions from `start` to `stop`.
 
@@ -129,9 +107,14 @@ def _group_cells(edges: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def compute_marginals(head: HeadReader, factor: FloatArray | None = None) -> Marginals:
-    """Compute the marginals of one head. `factor` (per key) scales `received` and `maximum`, not
-    the entropy.
+def compute_marginals(head: HeadReader, factor: FloatArray | None = None) -> dict[str, FloatArray]:
+    """Compute the weight received by each key of one head, the spread of each query, and the mean
+    weight by distance.
+
+    `received` is the mean over the queries that may attend to a key, [keys]. `entropy` (nats) and
+    `maximum` are per query, [queries]. `by_offset` is the mean weight at each distance query - key
+    over the allowed pairs, from -(keys - 1) to queries - 1. `factor` (per key) scales `received`
+    and `maximum`, not the entropy.
     """
     num_queries = head.num_queries
     num_keys = head.num_keys
@@ -161,17 +144,22 @@ def compute_marginals(head: HeadReader, factor: FloatArray | None = None) -> Mar
     by_offset = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0).astype(
         np.float32
     )
-    return Marginals(means if factor is None else means * factor, entropy, maximum, by_offset)
+    return {
+        "received": means if factor is None else means * factor,
+        "entropy": entropy,
+        "maximum": maximum,
+        "by_offset": by_offset,
+    }
 
 
-def find_peak(weights: WeightReader, queries: slice, keys: slice) -> Peak:
-    """Find the largest weight in a range of queries and keys; the first of ties."""
-    peak = Peak(queries.start, keys.start, -1.0)
+def find_peak(weights: WeightReader, queries: slice, keys: slice) -> tuple[int, int, float]:
+    """Find the query, the key and the value of the largest weight in a range; the first of ties."""
+    peak = (queries.start, keys.start, -1.0)
     for start, stop in query_blocks(queries.stop - queries.start):
         part = weights(slice(queries.start + start, queries.start + stop))[:, keys]
         row, column = divmod(int(part.argmax()), part.shape[1])
-        if part[row, column] > peak.weight:
-            peak = Peak(queries.start + start + row, keys.start + column, float(part[row, column]))
+        if part[row, column] > peak[2]:
+            peak = (queries.start + start + row, keys.start + column, float(part[row, column]))
     return peak
 
 
