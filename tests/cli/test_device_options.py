@@ -16,7 +16,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.cli import COMMANDS, MODULES, heads, main, prune, run, trace, view
-from headwise.cli.device_options import LoadingOptions
+from headwise.cli.arguments import LoadingOptions
 from headwise.cli.options import Options
 from headwise.cli.text_arguments import CompressionRun
 from headwise.hub import checkpoint_weights

@@ -29,7 +29,7 @@ from headwise.training.data.synthetic_task import (
     make_small_decoder,
     make_small_translator,
 )
-from headwise.training.training_run import count_step_flops
+from headwise.training.train_step import count_step_flops
 from support.saved_bytes import BATCH, SOURCE, TOKENS, backend_profile, model_saved_bytes
 
 WIDTH, HEADS, VOCAB, T, S = 12, 3, 23, 5, 7

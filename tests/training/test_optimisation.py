@@ -18,8 +18,7 @@ from headwise.attention.interfaces.core_types import AuxLosses, AxisLayout
 from headwise.models.model_spec import WeightSpec
 from headwise.training import Recipe, recipe as recipes, train_step, training_run
 from headwise.training.data import IGNORE_INDEX, Batch
-from headwise.training.train_step import StepOptions
-from headwise.training.training_run import count_batch_tokens, count_step_flops
+from headwise.training.train_step import StepOptions, count_batch_tokens, count_step_flops
 from headwise.util.errors import SpecError
 from headwise.util.files import read_lines
 from support.refusals import refused_cases

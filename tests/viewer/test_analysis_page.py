@@ -13,7 +13,7 @@ import torch
 
 from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.viewer.answers import ask
-from headwise.viewer.lab_actions import find_token_decoder, id_inputs
+from headwise.viewer.open_model import find_token_decoder, id_inputs
 from viewer.binary_messages import decode_arrays
 from viewer.page_browser import sample_model, served, settled_box, wait_until
 

@@ -6,9 +6,9 @@ with the same names, and `run` is a package. `prune` also contains `convert`, `l
 
 The options of a command are a frozen dataclass, from which `options` generates the command line and
 its help. `exit_status` turns every error into one line and an exit code. `arguments` parses shared
-arguments: specs, presets, model folders and `--set KEY=VALUE`. It refuses bad files before a model
-is loaded. `device_options` has the device and the dtype of models, `text_arguments` the options for
-texts and for writing models to a folder.
+arguments: specs, presets, model folders, `--set KEY=VALUE`, and the device and dtype of models. It
+refuses bad files before a model is loaded. `text_arguments` has the options for texts and for
+writing models to a folder.
 
 Commands import heavy modules such as torch inside `main`, so that `headwise --help` is fast.
 """

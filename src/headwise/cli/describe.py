@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..util.model_names import parse_factory, parse_hub_id
-from .arguments import DESCRIPTION_SUFFIXES, SpecOptions, print_page, print_result, resolve_target
-from .device_options import LoadingOptions
+from .arguments import (
+    DESCRIPTION_SUFFIXES,
+    LoadingOptions,
+    SpecOptions,
+    print_page,
+    print_result,
+    resolve_target,
+)
 from .options import Options, UsageError, options
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from .arguments import (
     check_input_file,
     check_model_path,
     check_text_model,
+    load_on_device,
     print_note,
     print_page,
     print_result,
     supports_style,
 )
-from .device_options import load_on_device
 from .options import (
     InputFiles,
     Positive,

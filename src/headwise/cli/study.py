@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..util.output_paths import check_output
-from .arguments import parse_assignments, print_note, print_page, print_result
-from .device_options import DeviceOptions
+from .arguments import DeviceOptions, parse_assignments, print_note, print_page, print_result
 from .options import InputFile, Natural, Positive, UsageError, options
 
 if TYPE_CHECKING:

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..report.progress import ProgressReporter
 from ..report.text import wrap
-from .arguments import check_model_path, check_text_model, parse_assignments, print_result
-from .device_options import LoadingOptions, announce_placement
+from .arguments import (
+    LoadingOptions,
+    announce_placement,
+    check_model_path,
+    check_text_model,
+    parse_assignments,
+    print_result,
+)
 from .options import (
     AtLeastTwo,
     Count,

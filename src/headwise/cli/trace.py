@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..util.files import read_text_file
-from .arguments import check_input_file, check_model_path, parse_bytes, print_result
-from .device_options import LoadingOptions, load_on_device
+from .arguments import (
+    LoadingOptions,
+    check_input_file,
+    check_model_path,
+    load_on_device,
+    parse_bytes,
+    print_result,
+)
 from .options import (
     Count,
     InputFile,

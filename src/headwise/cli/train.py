@@ -16,6 +16,7 @@ from .arguments import (
     BAD_INPUT,
     DESCRIPTION_SUFFIXES,
     PRESETS,
+    DeviceOptions,
     check_model_path,
     is_published_model,
     parse_assignments,
@@ -24,7 +25,6 @@ from .arguments import (
     resolve_target,
     to_json,
 )
-from .device_options import DeviceOptions
 from .exit_status import Terminated
 from .options import Count, InputFile, Positive, UsageError, options
 

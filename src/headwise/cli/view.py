@@ -6,8 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..util.output_paths import check_output
-from .arguments import check_input_file, check_model_path, print_note, print_page
-from .device_options import LoadingOptions, announce_placement
+from .arguments import (
+    LoadingOptions,
+    announce_placement,
+    check_input_file,
+    check_model_path,
+    print_note,
+    print_page,
+)
 from .options import UsageError, options
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")

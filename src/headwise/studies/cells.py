@@ -36,8 +36,7 @@ from ..training.data.synthetic_task import (
 from ..training.evaluation import sum_batch_metrics
 from ..training.recipe import Recipe, from_dict, to_dict
 from ..training.run_setup import TrainingSetup, replace_self_attention
-from ..training.train_step import StepOptions, TrainStep, check_model
-from ..training.training_run import count_step_flops
+from ..training.train_step import StepOptions, TrainStep, check_model, count_step_flops
 from ..util.errors import SpecError
 from .study_file import CELL_EXECUTION, Readout, Study, StudyTask, Variant
 

@@ -25,8 +25,7 @@ from ..training.data import IGNORE_INDEX
 from ..training.data.file_task import EpochOrder, make_rng
 from ..training.loop import InterruptGuard
 from ..training.recipe import SCHEDULES, Recipe
-from ..training.train_step import AdamWOptimiser, group_parameters
-from ..training.training_run import count_stack_tokens
+from ..training.train_step import AdamWOptimiser, count_stack_tokens, group_parameters
 from ..util.errors import SpecError, TrainingDiverged, pluralise
 from .attention_replacement import replace_attentions
 from .verification.model_comparison import is_float_tensor

@@ -39,16 +39,22 @@ from ..models.model_spec import (
 from ..util.errors import SpecError, pluralise
 from .data import Batch, Task
 from .recipe import CHANGEABLE_FIELDS, FIELDS_WITHOUT_EFFECT, Recipe, from_dict, to_dict
-from .train_step import StepOptions, TrainStep, check_batch, check_model, has_same_vocabulary
+from .train_step import (
+    StepOptions,
+    TrainStep,
+    check_batch,
+    check_model,
+    count_step_flops,
+    has_same_vocabulary,
+    measure_peak_flops,
+)
 from .training_run import (
     CHECKPOINT_FOLDER,
     CheckpointFolder,
     TrainingCheckpoint,
     TrainingRun,
-    count_step_flops,
     derive_worker_seed,
     describe_first_difference,
-    measure_peak_flops,
     read_checkpoint_state,
 )
 

@@ -1,9 +1,10 @@
-"""One optimisation step: its batch, which a thread prepares ahead, the loss, the gradients, and
-AdamW.
+"""One optimisation step: its batch, which a thread prepares ahead, the loss, the gradients, AdamW,
+and its FLOPs.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from ..attention.attention import Attention
 from ..attention.interfaces.core_types import AuxLosses, Probe
+from ..costs.components import ForwardCall, list_components
 from ..models import Transformer
 from ..models.distributed.sharded_model import ShardedModel
 from ..models.model_spec import ModelSpec, StackSpec, WeightSpec
@@ -441,3 +443,106 @@ class AdamWOptimiser:
             states.setdefault(self._names.index(name), {})[kind] = value
         groups = self._optimiser.state_dict()["param_groups"]
         self._optimiser.load_state_dict({"state": states, "param_groups": groups})
+
+
+# --- FLOPs of a step ------------------------------------------------------------------------------
+
+TRAINING_FLOP_FACTOR = (
+    3  # the backward pass has two matrix products for each one of the forward pass
+)
+
+
+def count_step_flops(model_spec: ModelSpec, batch: Batch) -> int:
+    """FLOPs that one training step on this batch requires; padding counts, recomputed activations
+    do not.
+
+    A matrix of n parameters applied to t tokens takes 6 n t FLOPs:
+
+    >>> import torch
+    >>> from headwise.models.model_spec import (
+    ...     BlockSpec,
+    ...     EmbeddingSpec,
+    ...     FeedForwardSpec,
+    ...     OutputHeadSpec,
+    ...     StackSpec,
+    ... )
+    >>> stack = StackSpec.from_blocks(
+    ...     "encoder", 3, [BlockSpec(feed=FeedForwardSpec(7))], embedding=EmbeddingSpec(tokens=11)
+    ... )
+    >>> batch = Batch(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64))
+    >>> count_step_flops(
+    ...     ModelSpec("model", "encoder", (stack,), (OutputHeadSpec("tokens", 11),)), batch
+    ... ) == 6 * (2 * 3 * 7 + 3 * 11) * 10
+    True
+    """
+    first = model_spec.stacks[0]
+    last = model_spec.stacks[-1]
+    source = 0
+    if batch.source is not None and first is not last:
+        source = count_stack_tokens(first, batch.source.shape)
+    tokens = count_stack_tokens(last, batch.x.shape)
+    call = ForwardCall(len(batch.labels), tokens, source=source)
+    other_heads = {f"head.{head.name}" for head in model_spec.heads[1:]}
+    forward = 0
+    for component in list_components(model_spec):
+        if component.name not in other_heads:
+            products = component.required_products(call)
+            forward += component.times * sum(int(product.flops) for product in products)
+    return TRAINING_FLOP_FACTOR * forward
+
+
+def count_stack_tokens(stack: StackSpec, shape: tuple[int, ...]) -> int:
+    """Count tokens per row in a stack, for an input of this shape."""
+    embedding = stack.embedding
+    if embedding is None or not embedding.patches:
+        return shape[1]
+    patches = embedding.patches
+    return embedding.first + shape[-2] // patches.patch_height * (shape[-1] // patches.patch_width)
+
+
+def count_batch_tokens(model_spec: ModelSpec, batch: Batch) -> int:
+    """Count tokens in the inputs of a model, padding left out."""
+    rows = len(batch.labels)
+    count = 0
+    for stack, x, tokens in (
+        (model_spec.stacks[-1], batch.x, batch.tokens),
+        (model_spec.stacks[0], batch.source, batch.source_tokens),
+    ):
+        if x is not None and tokens is None:
+            count += rows * count_stack_tokens(stack, x.shape)
+        elif tokens is not None:
+            count += int(tokens.is_real.sum()) * (rows if len(tokens.is_real) == 1 else 1)
+    return count
+
+
+PEAK_SECONDS = 0.1  # time of the products of one size
+# By device, precision and number of threads.
+_PEAK_FLOPS: dict[tuple[torch.device, torch.dtype, int], float] = {}
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs per second of the fastest of several matrix products: the reference for the MFU of a
+    training step.
+
+    It is measured once per process. Other processes on the machine may still disturb it, so a run
+    that reaches more raises its own reference.
+    """
+    key = (device, dtype, torch.get_num_threads())
+    if key not in _PEAK_FLOPS:
+        rates = list[float]()
+        seconds = 0.0
+        for size in (4096, 8192) if device.type == "cuda" else (384, 768, 1536):
+            # Without drawing random numbers.
+            left, right = torch.ones(2, size, size, device=device, dtype=dtype)
+            torch.mm(left, right)
+            end = time.perf_counter() + PEAK_SECONDS
+            while (start := time.perf_counter()) < end:
+                torch.mm(left, right)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                seconds = time.perf_counter() - start
+                rates.append(2 * size**3 / seconds)
+            if seconds > PEAK_SECONDS:  # larger ones would take seconds
+                break
+        _PEAK_FLOPS[key] = max(rates)
+    return _PEAK_FLOPS[key]

@@ -22,9 +22,17 @@ from ..observe.traces.attention_record import AttentionRecord
 from ..observe.traces.attention_trace import AGGREGATES, aggregate_heads, roll_out_attention
 from ..observe.traces.head_steps import HeadPlace, HeadSteps, multiply_channels, recorded_steps
 from .comparison_actions import exact_pair, pool_difference
-from .lab_actions import find_token_decoder, get_native_copy, id_inputs
 from .model_worker import REQUIRED, Field, choice, integer, number
-from .open_model import LENSES, MAX_TILE_CELLS, ONLY_TRACE, OpenModel, TileRange
+from .open_model import (
+    LENSES,
+    MAX_TILE_CELLS,
+    ONLY_TRACE,
+    OpenModel,
+    TileRange,
+    find_token_decoder,
+    get_native_copy,
+    id_inputs,
+)
 from .weight_summaries import encode_arrays, list_classes, stack_measures, thumbnail_masks
 
 if TYPE_CHECKING:

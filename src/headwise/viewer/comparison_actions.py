@@ -12,7 +12,7 @@ import numpy as np
 
 from ..observe.traces import Trace, TraceComparison, compare_traces, load_trace
 from ..util.model_names import label_model
-from .lab_actions import Ablation, LabRuns, id_inputs
+from .lab_actions import Ablation, LabRuns
 from .model_actions import capture_trace, check_text_length
 from .model_worker import HEADS, JobProgress, action, choice, text
 from .open_model import (
@@ -20,6 +20,7 @@ from .open_model import (
     MAX_TILE_CELLS,
     AblatedHead,
     OpenModel,
+    id_inputs,
     is_trace,
     load_target,
     read_pruned_heads,

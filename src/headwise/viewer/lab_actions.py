@@ -5,29 +5,34 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..util.errors import pluralise
 from .model_actions import check_token_counts, make_examples
 from .model_worker import HEADS, LINES, SEED, TOKENS, JobProgress, Pair, action, integer, text
-from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel
+from .open_model import (
+    CAPTURE_BUDGET,
+    MAX_COPIED_PARAMS,
+    AblatedHead,
+    OpenModel,
+    find_token_decoder,
+    get_native_copy,
+    id_inputs,
+    id_rows,
+    open_inputs,
+)
 from .surgery_actions import UNKNOWN_MODEL, list_heads
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from ..models import Transformer
     from ..observe.inspect.ablation import HeadPatch, HeadRef
     from ..observe.inspect.hooks import AttentionHook, SiteModule
     from ..observe.inspect.model_inputs import ModelInputs
-    from ..observe.traces import Trace
 
-MAX_COPIED_PARAMS = 300_000_000
-# headwise copies of transformers models
-_copies: WeakKeyDictionary[nn.Module, Transformer] = WeakKeyDictionary()
 LASTING_MODES = ("zero", "mean", "noise")  # replacements that need no other tokens
 
 
@@ -72,80 +77,6 @@ class Outputs(NamedTuple):
 
     values: Tensor
     are_logits: bool
-
-
-def id_arguments(net: nn.Module) -> dict[str, str]:
-    """Map each stream to the model argument that takes its token ids."""
-    from ..models import Transformer
-    from ..observe.inspect.model_inputs import is_encoder_decoder
-
-    if isinstance(net, Transformer):
-        return {"text": "x", "source": "source"}
-    if is_encoder_decoder(net):
-        return {"text": "decoder_input_ids", "source": "input_ids"}
-    return {"text": "input_ids"}
-
-
-def id_rows(net: nn.Module, trace: Trace) -> dict[str, list[int]]:
-    """Return the recorded token ids of a trace by model argument."""
-    names = id_arguments(net)
-    streams = trace.streams.items()
-    return {names[name]: list(rows[0].ids) for name, rows in streams if rows and name in names}
-
-
-def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
-    """Return the recorded token ids of a trace as model arguments, [1, T]."""
-    import torch
-
-    from ..observe.inspect.model_inputs import get_device
-
-    ids = id_rows(net, trace)
-    if not ids:
-        raise ValueError("the open text has no token ids; capture a text on the page first")
-    return {name: torch.tensor([row], device=get_device(net)) for name, row in ids.items()}
-
-
-def get_native_copy(model: nn.Module) -> Transformer:
-    """Return the model as a headwise model; a transformers model is copied once."""
-    from ..models import Transformer
-    from ..observe.head_analysis.head_circuits import as_native_model
-
-    if isinstance(model, Transformer):
-        return model
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if count > MAX_COPIED_PARAMS:
-        fact = f"{type(model).__name__} has {count / 1e6:,.0f} M parameters, and only models up to"
-        remedy = "open it as a headwise model: hw.view(hw.load(FOLDER), TEXT)"
-        raise ValueError(
-            f"{fact} {MAX_COPIED_PARAMS / 1e6:,.0f} M are copied for their steps; {remedy}"
-        )
-    if model not in _copies:
-        _copies[model] = as_native_model(model).eval()
-    return _copies[model]
-
-
-def find_token_decoder(net: nn.Module) -> Callable[[int], str]:
-    """Return a function from ids to texts; without a tokenizer it shows the ids."""
-    from ..models import Transformer
-    from ..observe.head_analysis.annotated_examples import ExampleReader
-    from ..observe.inspect.model_inputs import make_token_decoder
-    from ..observe.inspect.model_tokenizer import find_tokenizer
-
-    try:
-        if isinstance(net, Transformer):
-            return ExampleReader(net).token_decoders()["text"]
-        tokenizer = find_tokenizer(net)
-    except (ValueError, KeyError, OSError):
-        return str
-    return str if tokenizer is None else make_token_decoder(tokenizer)
-
-
-def open_inputs(model: OpenModel) -> ModelInputs:
-    """Return the inputs of the open text, from its recorded token ids."""
-    from ..observe.inspect.model_inputs import prepare_inputs
-
-    net = model.get_model()
-    return prepare_inputs(net, id_inputs(net, model.get_recorded()), 0)
 
 
 class LabRuns:
@@ -419,15 +350,13 @@ def _next_tokens(
     most = torch.maximum(old, new).topk(min(TOP_TOKENS, old.shape[-1]), dim=-1).indices
     tables: list[list[dict[str, Any]]] = []
     for position, tokens in enumerate(most):
-        shares = zip(
-            tokens.tolist(),
-            old[position, tokens].tolist(),
-            new[position, tokens].tolist(),
-            strict=True,
-        )
         rows = [
-            {"token": decode(token), "before": share, "after": changed}
-            for token, share, changed in shares
+            {
+                "token": decode(token),
+                "before": old[position, token].item(),
+                "after": new[position, token].item(),
+            }
+            for token in tokens.tolist()
         ]
         tables.append(sorted(rows, key=lambda row: -row["before"]))
     return tables
@@ -507,12 +436,22 @@ def check_by_removal(model: OpenModel, ablation: Ablation, after: Outputs) -> di
         return unchecked(
             "removing weights equals zero ablation at all tokens, and no other ablation"
         )
+    import torch
+
+    from ..observe.head_analysis.objectives import get_output_tensor
+    from ..surgery.attention_replacement import remove_heads
+
     try:
-        native, smaller = _copy_without_weights(model, ablation.heads)
-        import torch
-
-        from ..observe.head_analysis.objectives import get_output_tensor
-
+        native = get_native_copy(model.get_model())
+        if sum(parameter.numel() for parameter in native.parameters()) > MAX_COPIED_PARAMS:
+            limit = f"{MAX_COPIED_PARAMS / 1e6:,.0f} M parameters"
+            return unchecked(f"only models up to {limit} are copied; use the screen Prune")
+        specs = dict(native.spec.attention_specs())
+        chosen = dict.fromkeys(head.site for head in ablation.heads)
+        keep = {site: list(range(len(specs[site].score_head_of_output))) for site in chosen}
+        for head in ablation.heads:
+            keep[head.site].remove(head.head)
+        smaller = remove_heads(native, keep).eval()
         with torch.inference_mode():
             values = get_output_tensor(smaller(**id_inputs(smaller, model.get_recorded())))
         values = (values[0] if values.dim() == 3 else values[:1]).cpu().double()
@@ -557,26 +496,6 @@ def _compare(
             compare.ABLATION, (native, smaller), [example], patches
         )
     return dict(difference_found.data)
-
-
-def _copy_without_weights(
-    model: OpenModel, heads: Sequence[AblatedHead]
-) -> tuple[Transformer, Transformer]:
-    """Return the model as a headwise model, and a copy without these heads."""
-    from ..surgery.attention_replacement import remove_heads
-
-    native = get_native_copy(model.get_model())
-    if sum(parameter.numel() for parameter in native.parameters()) > MAX_COPIED_PARAMS:
-        raise ValueError(
-            f"only models up to {MAX_COPIED_PARAMS / 1e6:,.0f} M parameters are copied; use the "
-            "screen Prune"
-        )
-    specs = dict(native.spec.attention_specs())
-    chosen = dict.fromkeys(head.site for head in heads)
-    keep = {site: list(range(len(specs[site].score_head_of_output))) for site in chosen}
-    for head in heads:
-        keep[head.site].remove(head.head)
-    return native, remove_heads(native, keep).eval()
 
 
 # --- How the text goes on -------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +33,11 @@ from .weight_summaries import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
+    from ..models import Transformer
     from ..observe.head_analysis.head_table import HeadTable
+    from ..observe.inspect.model_inputs import ModelInputs
     from ..observe.inspect.site import Site
 
 ONLY_TRACE = "only a trace is open; start `headwise view` with the model"
@@ -480,3 +483,84 @@ def read_pruned_heads(folder: str) -> dict[str, list[int]]:
         site: sorted(set(range(count)) - set(change["keep"][site]))
         for site, count in change["head_counts"].items()
     }
+
+
+# --- The recorded token ids, as inputs of a model -------------------------------------------------
+
+MAX_COPIED_PARAMS = 300_000_000
+# headwise copies of transformers models
+_copies: WeakKeyDictionary[nn.Module, Transformer] = WeakKeyDictionary()
+
+
+def id_arguments(net: nn.Module) -> dict[str, str]:
+    """Map each stream to the model argument that takes its token ids."""
+    from ..models import Transformer
+    from ..observe.inspect.model_inputs import is_encoder_decoder
+
+    if isinstance(net, Transformer):
+        return {"text": "x", "source": "source"}
+    if is_encoder_decoder(net):
+        return {"text": "decoder_input_ids", "source": "input_ids"}
+    return {"text": "input_ids"}
+
+
+def id_rows(net: nn.Module, trace: Trace) -> dict[str, list[int]]:
+    """Return the recorded token ids of a trace by model argument."""
+    names = id_arguments(net)
+    streams = trace.streams.items()
+    return {names[name]: list(rows[0].ids) for name, rows in streams if rows and name in names}
+
+
+def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
+    """Return the recorded token ids of a trace as model arguments, [1, T]."""
+    import torch
+
+    from ..observe.inspect.model_inputs import get_device
+
+    ids = id_rows(net, trace)
+    if not ids:
+        raise ValueError("the open text has no token ids; capture a text on the page first")
+    return {name: torch.tensor([row], device=get_device(net)) for name, row in ids.items()}
+
+
+def get_native_copy(model: nn.Module) -> Transformer:
+    """Return the model as a headwise model; a transformers model is copied once."""
+    from ..models import Transformer
+    from ..observe.head_analysis.head_circuits import as_native_model
+
+    if isinstance(model, Transformer):
+        return model
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > MAX_COPIED_PARAMS:
+        fact = f"{type(model).__name__} has {count / 1e6:,.0f} M parameters, and only models up to"
+        remedy = "open it as a headwise model: hw.view(hw.load(FOLDER), TEXT)"
+        raise ValueError(
+            f"{fact} {MAX_COPIED_PARAMS / 1e6:,.0f} M are copied for their steps; {remedy}"
+        )
+    if model not in _copies:
+        _copies[model] = as_native_model(model).eval()
+    return _copies[model]
+
+
+def find_token_decoder(net: nn.Module) -> Callable[[int], str]:
+    """Return a function from ids to texts; without a tokenizer it shows the ids."""
+    from ..models import Transformer
+    from ..observe.head_analysis.annotated_examples import ExampleReader
+    from ..observe.inspect.model_inputs import make_token_decoder
+    from ..observe.inspect.model_tokenizer import find_tokenizer
+
+    try:
+        if isinstance(net, Transformer):
+            return ExampleReader(net).token_decoders()["text"]
+        tokenizer = find_tokenizer(net)
+    except (ValueError, KeyError, OSError):
+        return str
+    return str if tokenizer is None else make_token_decoder(tokenizer)
+
+
+def open_inputs(model: OpenModel) -> ModelInputs:
+    """Return the inputs of the open text, from its recorded token ids."""
+    from ..observe.inspect.model_inputs import prepare_inputs
+
+    net = model.get_model()
+    return prepare_inputs(net, id_inputs(net, model.get_recorded()), 0)

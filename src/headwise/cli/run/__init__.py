@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..device_options import LoadingOptions, load_on_device
+from ..arguments import LoadingOptions, load_on_device
 from ..options import (
     Count,
     ModelFolder,
