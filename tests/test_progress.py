@@ -144,8 +144,6 @@ def test_a_study_prints_the_time_left(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(study_runner, "TimeLeft", lambda: progress.TimeLeft(clock))
     cells = [Cell("gqa", "recall", 1e-3, seed, {"seed": seed}) for seed in range(14)]
     engine: Any = SlowEngine(clock)
-    study_runner.StageRunner(tmp_path, engine, lambda cell: True, lines.append).run_stage(
-        cells, "tune"
-    )
+    study_runner.run_stage("tune", cells, tmp_path, engine, lines.append)
     assert lines[1].endswith("seed 1  done in 5.0 s, 1:00 left")
     assert lines[-1].endswith("seed 13  done in 5.0 s, 0:00 left")

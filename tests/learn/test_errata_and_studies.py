@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from headwise.learn import catalogue
-from headwise.learn.entry_text import (
-    Words,
-    describe_study,
-    find_study_runs,
-    study_command,
-)
+from headwise.learn.entry_text import Words, describe_study, find_reports
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = catalogue.load_entries()
@@ -67,12 +62,10 @@ def test_a_stored_run_is_read_with_its_claims(tmp_path: Path, monkeypatch: pytes
         folder.mkdir(parents=True)
         (folder / "report.md").write_text(REPORT.format(title))
     monkeypatch.chdir(tmp_path)
-    (run,) = find_study_runs("depth")
-    assert run.folder == Path("runs/studies/depth-small")
-    assert run.claims == ("recall: qkv reaches accuracy 0.9.", "a second claim")
+    assert find_reports("depth") == [Path("runs/studies/depth-small/report/report.md")]
     lines = describe_study("depth", Words("en"))
     assert "stored run runs/studies/depth-small" in lines[0]
-    assert study_command("depth") in lines[0]
+    assert "headwise study studies/depth.toml" in lines[0]
     assert lines[1:] == ["- recall: qkv reaches accuracy 0.9.", "- a second claim"]
 
 

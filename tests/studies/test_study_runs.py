@@ -96,7 +96,7 @@ def test_metrics_are_those_of_the_trained_model(finished: tuple[StudyResults, St
     cell = results.report_cells("mha", "recall")[0]
     record = json.loads((folder / "cells" / cell.cell.id / "run" / "final.json").read_text())
     assert cell.result["metrics"] == record["metrics"]
-    assert cell.result["parameters"] == results.grid.models["mha", "recall"].size.parameters
+    assert cell.result["parameters"] == results.grid.models["mha", "recall"].parameters
     assert [point["step"] for point in cell.result["curve"]] == [3, 6]
     assert 0 <= cell.result["tests"]["longer"]["accuracy"] <= 1
     assert not (folder / "cells" / cell.cell.id / "run" / "checkpoint").exists()
@@ -231,7 +231,7 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     value = cell.result["metrics"]["accuracy"]
     assert f"{cell.cell.id},report,recall,gqa,0.003,1,done,accuracy,{value!r}" in rows
     for model in results.grid.models.values():  # formulas and built models agree
-        assert f"| {model.size.parameters:,} | {model.size.parameters:,} |" in text
+        assert f"| {model.parameters:,} | {model.parameters:,} |" in text
 
 
 def test_plan_and_budget(study: Study):
@@ -240,7 +240,7 @@ def test_plan_and_budget(study: Study):
     assert [line.split()[0] for line in lines] == ["starting", *["timing"] * len(plan.prices)]
     assert plan.num_cells == 13
     assert all(price.seconds and price.seconds > 0 for price in plan.prices)
-    assert plan.prices[0].flops == 6 * plan.prices[0].size.step_flops
+    assert plan.prices[0].flops == 6 * plan.prices[0].model.step_flops
     with pytest.raises(SpecError, match="more than the budget of 1e-06 h"):
         plan.check_budget(1e-6)
 

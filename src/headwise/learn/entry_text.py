@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -196,17 +195,20 @@ def describe_study(study: str, words: Words) -> list[str]:
     command.
     """
     title = words.label("study")
-    command = study_command(study)
-    runs = find_study_runs(study)
-    if not runs:
+    command = f"headwise study studies/{study}.toml"
+    reports = find_reports(study)
+    if not reports:
         return [f"{title}{words.phrase('no_run')} {command}"]
+    _, _, text = reports[0].read_text(encoding="utf-8").partition(CLAIMS)
+    lines = text.partition("\n## ")[0].splitlines()
+    claims = [line.replace("\\", "") for line in lines if line.startswith("- ")]
     with use_language(words.language):
         stored = [
-            f"{title}{words.phrase('stored')} {runs[0].folder}",
+            f"{title}{words.phrase('stored')} {reports[0].parent.parent}",
             f"{words.phrase('again')} {command}",
         ]
         head = join_clauses(stored, "; ")
-    return [head, *(f"- {claim}" for claim in runs[0].claims)]
+    return [head, *claims]
 
 
 def format_list(documents: Sequence[Document], language: str) -> str:
@@ -215,14 +217,11 @@ def format_list(documents: Sequence[Document], language: str) -> str:
     lines = []
     for document in documents:
         lines += ["", f"{document.id}  {document.title.fill(language, {})}", ""]
-        lines += [_list_line(entry, words) for entry in document.entries]
+        for entry in document.entries:
+            rows = f" ({words.items(entry.rows)})" if entry.rows else ""
+            head = f"{pad(entry.id, 12)}{pad(words.verdict(entry.verdict), 11)}"
+            lines.append(f"{head}{pad(entry.topic, 20)} {entry.line.fill(language, {})}{rows}")
     return "\n".join(lines[1:])
-
-
-def _list_line(entry: Entry, words: Words) -> str:
-    head = f"{pad(entry.id, 12)}{pad(words.verdict(entry.verdict), 11)}"
-    rows = f" ({words.items(entry.rows)})" if entry.rows else ""
-    return f"{head}{pad(entry.topic, 20)} {entry.line.fill(words.language, {})}{rows}"
 
 
 def format_overview(documents: Sequence[Document], language: str) -> str:
@@ -261,43 +260,12 @@ STUDIES = Path("runs/studies")  # where headwise study writes, under the current
 CLAIMS = "## What can be claimed"
 
 
-@dataclass(frozen=True)
-class StudyRun:
-    """The report of one finished run of a study: its folder and its claims."""
-
-    folder: Path
-    claims: tuple[str, ...]
-
-
-def study_command(study: str) -> str:
-    """The command that runs a study.
-
-    >>> study_command("heads-count")
-    'headwise study studies/heads-count.toml'
-    """
-    return f"headwise study studies/{study}.toml"
-
-
-def find_study_runs(study: str, folder: Path = STUDIES) -> Sequence[StudyRun]:
-    """The stored runs of a study at any scale, the most recent first."""
-    reports = [
-        path for path in folder.glob(f"{study}-*/report/report.md") if _names_study(path, study)
-    ]
-    reports.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    return [StudyRun(path.parent.parent, _read_claims(path)) for path in reports]
-
-
-def _names_study(report: Path, study: str) -> bool:
-    """True if the first line names this study, and not another with the same prefix."""
-    lines = report.read_text(encoding="utf-8").splitlines()
-    return lines[:1] == [f"# Study: {study}"]
-
-
-def _read_claims(report: Path) -> tuple[str, ...]:
-    _, _, text = report.read_text(encoding="utf-8").partition(CLAIMS)
-    section = text.partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("- ")]
-    return tuple(line.removeprefix("- ").replace("\\", "") for line in lines)
+def find_reports(study: str) -> list[Path]:
+    """The reports of stored runs of a study at any scale, the most recent first."""
+    reports = STUDIES.glob(f"{study}-*/report/report.md")
+    title = f"# Study: {study}"  # another study may begin with the same name
+    named = [path for path in reports if path.read_text("utf-8").splitlines()[:1] == [title]]
+    return sorted(named, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 TEMPLATE = Path(__file__).with_name("document_page.html")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +19,6 @@ QUERY = 57.0
 KERNEL_WIDTHS = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 WeightFunction = Callable[[float, Sequence[float]], list[float]]
-
-
-@dataclass(frozen=True)
-class LookupAnswer:
-    """A weighting method, its weights for a query, and the weighted mean of the values."""
-
-    method: str
-    query: float
-    weights: tuple[float, ...]
-    value: float
 
 
 def normalise(values: Sequence[float]) -> list[float]:
@@ -92,18 +81,16 @@ def gaussian_weights(width: float) -> WeightFunction:
 
 
 def look_up(
-    method: str, weight_function: WeightFunction, query: float = QUERY, keys: Sequence[float] = KEYS
-) -> LookupAnswer:
-    """Look up `query` with one method; stored keys that are not in `keys` get weight 0.
+    weight_function: WeightFunction, query: float = QUERY, keys: Sequence[float] = KEYS
+) -> float:
+    """The weighted mean of the values of these stored keys, for one method of weighting.
 
-    >>> look_up("distance", distance_weights).value
+    >>> look_up(distance_weights)
     41.375
     """
-    weight_of_key = dict(zip(keys, weight_function(query, keys), strict=True))
-    weights = tuple(weight_of_key.get(key, 0.0) for key in KEYS)
-    return LookupAnswer(
-        method, query, weights, sum(w * value for w, value in zip(weights, VALUES, strict=True))
-    )
+    weights = zip(keys, weight_function(query, keys), strict=True)
+    value_of_key = dict(zip(KEYS, VALUES, strict=True))
+    return sum(weight * value_of_key[key] for key, weight in weights)
 
 
 # --- Runs ---------------------------------------------------------------------------------------
@@ -113,10 +100,10 @@ def between_neighbours(*, query: float = QUERY) -> Outcome:
     """The value between the two neighbours: their mean, and linear interpolation at this query and
     at 56.5.
     """
-    line = look_up("line", linear_interpolation_weights, query)
-    other = look_up("line", linear_interpolation_weights, 56.5)
+    line = look_up(linear_interpolation_weights, query)
+    other = look_up(linear_interpolation_weights, 56.5)
     mean = (VALUES[1] + VALUES[2]) / 2
-    return judge(line.value == mean, value=line.value, mean=mean, other=other.value)
+    return judge(line == mean, value=line, mean=mean, other=other)
 
 
 def indices_of_neighbours(*, query: float = QUERY) -> Outcome:
@@ -140,11 +127,11 @@ def distance_as_weight(*, power: float = 1.0) -> Outcome:
     numbers["unequal"] = _mean(weights(56.5, KEYS[1:]), VALUES[1:])
     if power > 0:
         numbers["at_key"] = _mean(weights(KEYS[0], KEYS), VALUES)
-    numbers["line"] = look_up("line", linear_interpolation_weights, 56.5).value
-    numbers["inverse"] = look_up("inverse", inverse_distance_weights).value
+    numbers["line"] = look_up(linear_interpolation_weights, 56.5)
+    numbers["inverse"] = look_up(inverse_distance_weights)
     for width in KERNEL_WIDTHS:
-        answer = look_up("kernel", gaussian_weights(width))
-        numbers[f"kernel_{width:g}".replace(".", "_")] = answer.value
+        name = f"kernel_{width:g}".replace(".", "_")
+        numbers[name] = look_up(gaussian_weights(width))
     return judge(numbers["near"] > numbers["far"], **numbers)
 
 
@@ -167,10 +154,9 @@ def query_at_every_key(*, keys: tuple[float, ...] = (51.0,), query: float = 51.0
 
 def far_key_counts(*, width: float = 5.0) -> Outcome:
     """Weight of the key 51 and the estimate, with a Gaussian kernel of this width."""
-    answer = look_up("kernel", gaussian_weights(width))
-    return judge(
-        answer.weights[0] > 0.01, weight=answer.weights[0], value=answer.value, width=width
-    )
+    weigh = gaussian_weights(width)
+    weight = weigh(QUERY, KEYS)[0]
+    return judge(weight > 0.01, weight=weight, value=look_up(weigh), width=width)
 
 
 def kernel_is_attention(*, width: float = 2.0, unit: bool = True) -> Outcome:
@@ -183,7 +169,7 @@ def kernel_is_attention(*, width: float = 2.0, unit: bool = True) -> Outcome:
     query = torch.tensor([[QUERY]], dtype=torch.float64)
     bias = -((query - store[0].T) ** 2) / (2 * width**2)
     value = float(attend(torch.zeros_like(query), store[0], store[1], bias=bias)[0])
-    kernel = look_up("kernel", gaussian_weights(width)).value
+    kernel = look_up(gaussian_weights(width))
     q, k, v = samples((5, 4), (7, 4), (7, 3))
     k = F.normalize(k, dim=-1) if unit else k
     weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
@@ -213,7 +199,7 @@ def kernel_widths(*, narrow: float = 0.01, wide: float = 1e4) -> Outcome:
     """Estimates at 56.9 for a very narrow and a very wide kernel: the nearest value, and the mean
     of all.
     """
-    near, far = (look_up("kernel", gaussian_weights(w), 56.9).value for w in (narrow, wide))
+    near, far = (look_up(gaussian_weights(w), 56.9) for w in (narrow, wide))
     mean = sum(VALUES) / len(VALUES)
     return judge(
         abs(near - VALUES[1]) < 1e-6 and abs(far - mean) < 1e-6, near=near, far=far, mean=mean

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..attention.interfaces.part_types import Modifier
 from ..attention.presets import design, from_json, from_toml
@@ -253,25 +253,19 @@ BYTES_PER_VALUE = 4  # cells are trained in fp32
 FIXED_SIZES = ("model", "q")  # matching changes other sizes of a layer
 
 
-class ModelSize(NamedTuple):
-    """Hold size and cost of a model on a task.
+@dataclass(frozen=True)
+class VariantModel:
+    """Hold the model spec of a variant on a task, how it was matched, and its size and cost.
 
     Parameters, FLOPs of one training step, and KV bytes of a row in fp32.
     """
 
+    spec: ModelSpec
+    match: str
     parameters: int
     attention_parameters: int
     step_flops: int
     kv_bytes: int | None
-
-
-@dataclass(frozen=True)
-class VariantModel:
-    """Hold the model spec of a variant on a task, its size, and how it was matched."""
-
-    spec: ModelSpec
-    size: ModelSize
-    match: str = ""
 
 
 def make_variant_model(
@@ -292,19 +286,13 @@ def make_variant_model(
                 f"the variant {variant.name!r} cannot be matched on {task.name!r} by "
                 f"{study.match}: {error}"
             ) from None
-    return VariantModel(spec, measure_size(spec, batch), match)
-
-
-def measure_size(spec: ModelSpec, batch: Batch) -> ModelSize:
-    """Count the parameters of a model, the FLOPs of a step on this batch, and the KV bytes of one
-    of its rows.
-    """
     attention = sum(count_parameters(layer) for _, layer in spec.attention_specs())
     kv_bytes = None
     if batch.x.dim() == 2:
         with suppress(SpecError):  # a layer is not causal, as in encoders
             kv_bytes = count_cache_bytes(spec, batch.x.shape[1])
-    return ModelSize(count_parameters(spec), attention, count_step_flops(spec, batch), kv_bytes)
+    flops = count_step_flops(spec, batch)
+    return VariantModel(spec, match, count_parameters(spec), attention, flops, kv_bytes)
 
 
 def count_cache_bytes(spec: ModelSpec, length: int) -> int:

@@ -270,7 +270,7 @@ def _draw_costs(
     for label, field in costs.items():
         points: dict[str, tuple[float, float]] = {}
         for name, score in scores.items():
-            cost = getattr(results.grid.models[name, task.name].size, field)
+            cost = getattr(results.grid.models[name, task.name], field)
             if cost and math.isfinite(score.mean.value):
                 points[name] = (float(cost), score.mean.value)
         if points:
@@ -314,7 +314,7 @@ def _loss_curves(results: StudyResults, task: StudyTask) -> dict[str, dict[str, 
         steps = np.array([point["step"] for point in median.result["curve"]], np.float64)
         losses = [point["metrics"]["loss"] for point in median.result["curve"]]
         seconds = median.result["timing"].get("step", math.nan)
-        flops = float(results.grid.models[name, task.name].size.step_flops)
+        flops = float(results.grid.models[name, task.name].step_flops)
         for label, factor in zip(curves, (1.0, seconds, flops), strict=True):
             curves[label][name] = ((steps * factor).tolist(), losses)
     return curves

@@ -149,14 +149,14 @@ class StudyReport:
         for variant in cells:
             key = (variant, task.name)
             score = self.scores[key]
-            size = results.grid.models[key].size
+            model = results.grid.models[key]
             compared = score.comparison
             times = sorted(one.result["timing"].get("step", math.nan) for one in cells[variant])
             row: list[Value] = [
                 variant,
-                size.parameters,
-                float(size.step_flops),
-                size.kv_bytes,
+                model.parameters,
+                float(model.step_flops),
+                model.kv_bytes,
                 results.rates.get(key, math.nan),
                 score.mean,
                 "; ".join([str(len(score.values)), *score.failures]),
@@ -241,7 +241,7 @@ class StudyReport:
         for (variant, task), model in self.results.grid.models.items():
             cells = self.results.done_cells(variant, task)
             built = cells[0].result.get("parameters") if cells else None
-            rows.append([task, variant, model.size.parameters, built, model.match])
+            rows.append([task, variant, model.parameters, built, model.match])
         columns = ["task", "variant", "parameters by formula", "of the built model", "matching"]
         return Table("", columns, rows).without_empty_columns()
 

@@ -27,7 +27,7 @@ from ..report.text import format_count, format_seconds
 from ..util.errors import SpecError, pluralise
 from ..util.files import FolderLock, read_json_file, write_atomically, write_together
 from ..util.output_paths import FolderKind, check_output
-from .cells import Cell, CellGrid, ModelSize, PairKey, count_cache_bytes
+from .cells import Cell, CellGrid, PairKey, VariantModel, count_cache_bytes
 from .process_engine import CellEngine, ProcessEngine, make_progress_line
 from .run_cell import read_result
 from .study_file import Study
@@ -119,10 +119,12 @@ def run_study(
         for variant, task in grid.pairs:
             if len(grid.rates(variant)) == 1:
                 rates[variant.name, task.name] = grid.rates(variant)[0]
-        stage = StageRunner(folder / CELLS_FOLDER, engine, only, progress)
-        tuned = stage.run_stage(grid.tuning_cells(), TUNE)
+        cells = folder / CELLS_FOLDER
+        chosen = list(filter(only, grid.tuning_cells()))
+        tuned = run_stage(TUNE, chosen, cells, engine, progress)
         rates |= choose_rates(study, tuned)
-        reported = stage.run_stage(grid.report_cells(rates), REPORT)
+        chosen = list(filter(only, grid.report_cells(rates)))
+        reported = run_stage(REPORT, chosen, cells, engine, progress)
         results = StudyResults(grid, rates, [*tuned, *reported])
         write_results(results, folder)
     return results
@@ -158,37 +160,33 @@ def write_results(results: StudyResults, folder: Path) -> None:
     write_together(folder, contents)
 
 
-@dataclass(frozen=True)
-class StageRunner:
-    """Run the chosen cells of a stage by an engine, and report each."""
-
-    folder: Path
-    engine: CellEngine
-    only: Callable[[Cell], bool]
-    progress: Callable[[str], object]
-
-    def run_stage(self, cells: list[Cell], stage: str) -> list[CellResult]:
-        """Return results of the chosen cells in order; finished ones are not run again."""
-        chosen = [cell for cell in cells if self.only(cell)]
-        done: dict[str, Mapping[str, Any]] = {}
-        for cell in chosen:
-            stored = read_result(self.folder / cell.id)
-            if stored is not None:
-                done[cell.id] = stored
-        if done:
-            self.progress(f"{stage:<6}  {len(done)}/{len(chosen)}  finished before")
-        pending = [cell for cell in chosen if cell.id not in done]
-        time_left = TimeLeft()
-        time_left.seconds(CountedMessage(stage, len(done), len(chosen), "cells"))
-        for cell, result in self.engine.run_cells(pending, self.folder):
-            done[cell.id] = result
-            message = CountedMessage(stage, len(done), len(chosen), "cells")
-            line = f"{stage:<6}  {make_progress_line(len(done), len(chosen), cell, result)}"
-            seconds = time_left.seconds(message)
-            if seconds is not None:
-                line += f", {format_duration(seconds)} left"
-            self.progress(line)
-        return [CellResult(cell, stage, done[cell.id]) for cell in chosen]
+def run_stage(
+    stage: str,
+    cells: Sequence[Cell],
+    folder: Path,
+    engine: CellEngine,
+    progress: Callable[[str], object],
+) -> list[CellResult]:
+    """Run the cells of a stage by an engine, and report each; finished ones are not run again."""
+    done: dict[str, Mapping[str, Any]] = {}
+    for cell in cells:
+        stored = read_result(folder / cell.id)
+        if stored is not None:
+            done[cell.id] = stored
+    if done:
+        progress(f"{stage:<6}  {len(done)}/{len(cells)}  finished before")
+    pending = [cell for cell in cells if cell.id not in done]
+    time_left = TimeLeft()
+    time_left.seconds(CountedMessage(stage, len(done), len(cells), "cells"))
+    for cell, result in engine.run_cells(pending, folder):
+        done[cell.id] = result
+        message = CountedMessage(stage, len(done), len(cells), "cells")
+        line = f"{stage:<6}  {make_progress_line(len(done), len(cells), cell, result)}"
+        seconds = time_left.seconds(message)
+        if seconds is not None:
+            line += f", {format_duration(seconds)} left"
+        progress(line)
+    return [CellResult(cell, stage, done[cell.id]) for cell in cells]
 
 
 # --- The price of a study before it runs ----------------------------------------------------------
@@ -209,15 +207,14 @@ class CellPrice:
     task: str
     count: int
     steps: int
-    size: ModelSize
-    match: str
+    model: VariantModel
     seconds: float | None
     problem: str = ""
 
     @property
     def flops(self) -> int:
         """Count FLOPs of the training of one cell."""
-        return self.steps * self.size.step_flops
+        return self.steps * self.model.step_flops
 
 
 @dataclass(frozen=True)
@@ -248,8 +245,9 @@ class StudyPlan:
         """Return the prices as plain values."""
         records: list[dict[str, Any]] = []
         for price in self.prices:
-            record = {**vars(price), **price.size._asdict()}
-            del record["size"]
+            size = {name: value for name, value in vars(price.model).items() if name != "spec"}
+            record = {**vars(price), **size}
+            del record["model"]
             records.append(record)
         return records
 
@@ -309,8 +307,7 @@ def plan_study(
                 *key,
                 count=len(study.seeds) + (num_rates if num_rates > 1 else 0),
                 steps=recipe.steps,
-                size=grid.models[key].size,
-                match=grid.models[key].match,
+                model=grid.models[key],
                 seconds=seconds,
                 problem="" if is_done else f"{result['status']}: {result.get('message', '')}",
             )
@@ -339,12 +336,12 @@ def tabulate_plan(plan: StudyPlan) -> Table:
     rows: list[list[Value]] = []
     notes: list[str] = []
     for price in plan.prices:
-        size = price.size
-        row: list[Value] = [price.task, price.variant, price.count, price.steps, size.parameters]
-        rows.append([*row, float(price.flops), size.kv_bytes, price.seconds])
+        model = price.model
+        row: list[Value] = [price.task, price.variant, price.count, price.steps, model.parameters]
+        rows.append([*row, float(price.flops), model.kv_bytes, price.seconds])
         if price.problem:
             notes.append(f"{price.variant} on {price.task} cannot run: {price.problem}")
-    matches = {f"{price.variant}: {price.match}" for price in plan.prices if price.match}
+    matches = {f"{one.variant}: {one.model.match}" for one in plan.prices if one.model.match}
     where = f"with {plan.jobs} processes" if plan.jobs else "in this process"
     total = "unknown time" if plan.seconds is None else format_seconds(plan.seconds)
     about = (

@@ -45,19 +45,12 @@ class OriginalModel(NamedTuple):
     tokenizer: object = None
 
 
-class SurgeryInputs(NamedTuple):
-    """The original model, a headwise model equal to it, the texts as examples, and notes on skipped
-    texts.
+def read_model_and_texts(
+    model: Any, texts: Any, tokenizer: object = None
+) -> tuple[OriginalModel, Transformer, list[Example], tuple[str, ...]]:
+    """Return a headwise or transformers model, a headwise model equal to it, the texts as examples,
+    and notes on skipped texts.
     """
-
-    original: OriginalModel
-    net: Transformer
-    examples: list[Example]
-    notes: tuple[str, ...]
-
-
-def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> SurgeryInputs:
-    """Return a headwise or transformers model and texts in the form that surgery needs."""
     model = open_model(model)
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) is None and not isinstance(model, Transformer):
@@ -72,13 +65,13 @@ def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> Su
     if net is model:
         with text_reader(net, tokenizer) as reader:
             assert isinstance(reader, Transformer)
-            return SurgeryInputs(original, reader, *read_texts(reader, texts))
+            return original, reader, *read_texts(reader, texts)
     has_strings = isinstance(texts, str) or (
         isinstance(texts, (list, tuple)) and any(not isinstance(item, Example) for item in texts)
     )
     needed = "required" if tokenizer is not None or has_strings else "if it fits"
     net.usage = read_live_processor(model, net.spec, tokenizer, needed)
-    return SurgeryInputs(original, net, *read_texts(net, texts))
+    return original, net, *read_texts(net, texts)
 
 
 @dataclass(frozen=True, eq=False)
