@@ -357,13 +357,18 @@ def parse_study(
     recipe = dict(_read_table(merged.get("recipe", {}), "recipe").values)
     rates = _parse_rates(recipe.pop("lr", Recipe().lr), "recipe.lr")
     baseline = record.read_text("baseline", next(iter(variants)))
+    given_seeds = merged.get("seeds", (1, 2, 3))
+    seeds = given_seeds if isinstance(given_seeds, (list, tuple)) else (given_seeds,)
+    are_whole = all(type(seed) is int and seed >= 0 for seed in seeds)
+    if not seeds or not are_whole or len(set(seeds)) < len(seeds):
+        raise SpecError(f"seeds = {given_seeds!r} must be different integers >= 0; write [1, 2, 3]")
     study = Study(
         name=name,
         hypothesis=record.read_text("hypothesis", "").strip(),
         baseline=baseline,
         variants=variants,
         tasks=tasks,
-        seeds=_parse_seeds(merged.get("seeds", (1, 2, 3))),
+        seeds=tuple(seeds),
         rates=rates,
         recipe=_read_table(recipe, "recipe", RECIPE_KEYS).values,
         model=_read_table(merged.get("model", {}), "model", MODEL_KEYS).values,
@@ -485,14 +490,6 @@ def _parse_rates(value: Any, key: str) -> tuple[float, ...]:
             f"{key} = {value!r} must be learning rates above 0 and at most 1; write [0.001, 0.003]"
         )
     return tuple(float(rate) for rate in rates)
-
-
-def _parse_seeds(value: Any) -> tuple[int, ...]:
-    seeds = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    are_whole = all(type(seed) is int and seed >= 0 for seed in seeds)
-    if not seeds or not are_whole or len(set(seeds)) < len(seeds):
-        raise SpecError(f"seeds = {value!r} must be different integers >= 0; write [1, 2, 3]")
-    return seeds
 
 
 def _read_table(value: object, where: str, names: Sequence[str] | set[str] = ()) -> Record:

@@ -193,10 +193,14 @@ def pool_difference(
     counts = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
     queries, keys = (make_edges(0, count, min(cells, MAX_TILE_CELLS)) for count in counts)
     pooled = np.zeros((4, len(queries) - 1, len(keys) - 1), np.float32)
-    pairs = np.zeros((0, 4))
+    pairs = np.zeros((0, 4))  # query, key and the weights, largest differences first
     for row, (start, stop) in enumerate(pairwise(queries.tolist())):
         one, other = comparison.weights(site, head, slice(start, stop))
-        pairs = _keep_most_different(pairs, start, one, other)
+        differing, of_keys = np.nonzero(one != other)
+        found = (start + differing, of_keys, one[differing, of_keys], other[differing, of_keys])
+        pairs = np.concatenate([pairs, np.column_stack(found)])
+        order = np.argsort(-np.abs(pairs[:, 3] - pairs[:, 2]), kind="stable")
+        pairs = pairs[order[:LISTED_PAIRS]]
         pooled[0, row] = _pool_keys(one, keys, np.maximum)
         pooled[1, row] = _pool_keys(other, keys, np.maximum)
         pooled[2, row] = _pool_keys(other - one, keys, np.maximum)
@@ -213,16 +217,6 @@ def pool_difference(
         "places": pairs[:, :2].astype(np.int32),
         "weights": pairs[:, 2:].astype(np.float32),
     }
-
-
-def _keep_most_different(pairs: Array, start: int, one: Array, other: Array) -> Array:
-    """Add the pairs [query, key, weight in one, weight in other] of more queries and keep the
-    largest differences.
-    """
-    queries, keys = np.nonzero(one != other)
-    candidates = np.column_stack([start + queries, keys, one[queries, keys], other[queries, keys]])
-    pairs = np.concatenate([pairs, candidates])
-    return pairs[np.argsort(-np.abs(pairs[:, 3] - pairs[:, 2]), kind="stable")[:LISTED_PAIRS]]
 
 
 def _pool_keys(weights: Array, edges: Sequence[int] | Array, pool: np.ufunc) -> Array:

@@ -49,20 +49,14 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
     addresses += [f"/api/image?stream={stream}" for stream in trace.images]
     answers |= {address: ask(model, address) for address in addresses}
     weights: dict[str, Any] = {}
-    for site, head, name in _number_heads(trace):
-        address = f"/api/tile?site={site}&head={head}"
-        answers[address] = ask(model, f"{address}&rows={TILE_SIDE}&cols={TILE_SIDE}")
-        if count_bytes(trace) <= EXACT_BYTES:
-            exact = trace.head_weights(name, head).astype(np.dtype("<f4"))
-            weights[f"{site}/{head}"] = {"shape": list(exact.shape), "base64": _base64(exact)}
-    return {"version": 1, "answers": encode_answers(answers), "weights": weights}
-
-
-def _number_heads(trace: Trace) -> Iterator[tuple[int, int, str]]:
-    """List the site number, head number and site name of every head."""
     for site, layer in enumerate(trace.layers):
         for head in range(layer.heads):
-            yield site, head, layer.name
+            address = f"/api/tile?site={site}&head={head}"
+            answers[address] = ask(model, f"{address}&rows={TILE_SIDE}&cols={TILE_SIDE}")
+            if count_bytes(trace) <= EXACT_BYTES:
+                exact = trace.head_weights(layer.name, head).astype(np.dtype("<f4"))
+                weights[f"{site}/{head}"] = {"shape": list(exact.shape), "base64": _base64(exact)}
+    return {"version": 1, "answers": encode_answers(answers), "weights": weights}
 
 
 def count_bytes(trace: Trace) -> int:

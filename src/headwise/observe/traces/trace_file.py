@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
@@ -64,7 +64,13 @@ def save_trace(trace: Trace, path: Path | str, *, overwrite: bool = False) -> No
 
 def encode_trace(trace: Trace) -> list[bytes | memoryview]:
     """Return the contents of a trace file in pieces; tensors are not copied."""
-    arrays = dict(_list_arrays(trace))
+    parts: dict[str, Array] = {}
+    for n, layer in enumerate(trace.layers):
+        parts |= {f"{n}.{name}": array for name, array in layer.arrays.items()}
+    parts |= {f"grid.{n}": grid.values for n, grid in enumerate(trace.grids)}
+    parts |= {f"thumbnail.{name}": array for name, array in trace.thumbnails.items()}
+    parts |= {f"image.{name}": array for name, array in trace.images.items()}
+    arrays = {name: np.ascontiguousarray(array) for name, array in parts.items()}
     document = json.dumps(_trace_to_dict(trace), allow_nan=False)
     header: dict[str, Any] = {
         "__metadata__": {DOCUMENT_KEY: document, CHECKSUM_KEY: _compute_checksum(document, arrays)}
@@ -171,17 +177,6 @@ def _compute_checksum(document: str, arrays: Mapping[str, Array]) -> str:
     return sha256.hexdigest()
 
 
-def _list_arrays(trace: Trace) -> Iterator[tuple[str, Array]]:
-    arrays: dict[str, Array] = {}
-    for n, layer in enumerate(trace.layers):
-        arrays |= {f"{n}.{name}": array for name, array in layer.arrays.items()}
-    arrays |= {f"grid.{n}": grid.values for n, grid in enumerate(trace.grids)}
-    arrays |= {f"thumbnail.{name}": array for name, array in trace.thumbnails.items()}
-    arrays |= {f"image.{name}": array for name, array in trace.images.items()}
-    for name, array in arrays.items():
-        yield name, np.ascontiguousarray(array)
-
-
 def _trace_to_dict(trace: Trace) -> dict[str, Any]:
     layers: list[dict[str, Any]] = []
     for layer in trace.layers:
@@ -252,10 +247,13 @@ def _trace_from_record(record: Record, arrays: Mapping[str, Array]) -> Trace:
     thumbnails = _pictures(record, arrays, "thumbnail")
     images = _pictures(record, arrays, "image")
     _check_pictures(record, layers, thumbnails, images)
-    rows = record.read_list("classes", None, ())
-    classes = dict(
-        _class_from_row(Record(f"classes[{n}]", {"row": row}, REMEDY)) for n, row in enumerate(rows)
-    )
+    classes: dict[tuple[str, int], str] = {}
+    for n, row in enumerate(record.read_list("classes", None, ())):
+        where = f"classes[{n}]"
+        site, head, name = Record(where, {"row": row}, REMEDY).read_list("row", 3)
+        cells = Record(where, {"site": site, "head": head, "name": name}, REMEDY)
+        place = (cells.read_text("site"), cells.read_int("head", 0, MAX_HEADS))
+        classes[place] = cells.read_text("name")
     skipped = record.read_record("skipped")
     return Trace(
         record.read_record("model").values,
@@ -316,12 +314,6 @@ def _check_pictures(
                 f"image.{name}",
                 f"has shape {list(image.shape)}, not an image for each row of a stream",
             )
-
-
-def _class_from_row(record: Record) -> tuple[tuple[str, int], str]:
-    site, head, name = record.read_list("row", 3)
-    cells = Record(record.where, {"site": site, "head": head, "name": name}, REMEDY)
-    return (cells.read_text("site"), cells.read_int("head", 0, MAX_HEADS)), cells.read_text("name")
 
 
 def _token_row_from_record(record: Record) -> TokenRow:

@@ -167,13 +167,18 @@ class TextTask(FileTask):
         raw = read_files(self._text_files())
         if not len(raw):
             raise SpecError(f"{self.path} is empty; give a file with text")
-        shares = (self.valid, self.test)
-        first, second = (_end_of_character(raw, at) for at in split_points(len(raw), shares))
+        # rounded down as in nanoGPT
+        first = int(len(raw) * (1 - self.valid - self.test) + ROUNDING_SLACK)
+        second = int(len(raw) * (1 - self.test) + ROUNDING_SLACK)
+        first = _end_of_character(raw, first)
+        second = _end_of_character(raw, second)
         vocabulary = self._make_vocabulary(raw, first)
         encoded: list[NDArray[Any]] = [raw[:first], raw[first:second], raw[second:]]
         ids: NDArray[Any] = raw
         if not isinstance(vocabulary, ByteVocabulary):
-            encoded = [_encode_text(vocabulary, text) for text in encoded]
+            for n, text in enumerate(encoded):
+                parts = vocabulary.encode(iter_text_blocks(text))
+                encoded[n] = np.concatenate([*parts, np.empty(0, vocabulary.dtype)])
             ids = np.concatenate(encoded)
         spans: dict[str, TokenSpan] = {}
         start = 0
@@ -249,13 +254,6 @@ class TextTask(FileTask):
 # --- Bytes and text ---
 
 
-def split_points(count: int, shares: tuple[float, float]) -> tuple[int, int]:
-    """Indices where the validation and test splits begin, rounded down as in nanoGPT."""
-    valid, test = shares
-    first = int(count * (1 - valid - test) + ROUNDING_SLACK)
-    return first, int(count * (1 - test) + ROUNDING_SLACK)
-
-
 def read_files(paths: Sequence[Path]) -> ByteArray:
     """Concatenate the bytes of text files, all checked to be UTF-8; a single uncompressed file is
     memory-mapped.
@@ -287,8 +285,3 @@ def _end_of_character(raw: ByteArray, at: int) -> int:
     while at < len(raw) and raw[at] & 0xC0 == 0x80:
         at += 1
     return at
-
-
-def _encode_text(vocabulary: Vocabulary, text: ByteArray) -> NDArray[Any]:
-    parts = vocabulary.encode(iter_text_blocks(text))
-    return np.concatenate([*parts, np.empty(0, vocabulary.dtype)])

@@ -126,7 +126,12 @@ class AssociativeRecall(SyntheticTask):
         max_pairs = int(settings[:, 1].max())
         keys = random.distinct(self._num_keys, max_pairs) + 1
         values = random.distinct(self.num_answers, max_pairs) + self.vocabulary // 2
-        slot = self._draw_slots(random, length // 2 - pairs)[:, :max_pairs]
+        # Slots without replacement: sorted by exponential arrival times of rate p(i).
+        most = max(length // 2 - pairs for length, pairs in self.settings)
+        slot = np.arange(1, most + 1)
+        arrival = -np.log(random.uniform(most)) / slot ** (SLOT_POWER - 1)
+        arrival[slot > (length // 2 - pairs)[:, None]] = np.inf
+        slot = arrival.argsort(1, kind="stable")[:, :max_pairs]
         queries = 2 * pairs[:, None] + 2 * slot
         x = random.integers(self.vocabulary, self._max_length)
         row, pair = np.nonzero(np.arange(max_pairs) < pairs[:, None])
@@ -138,16 +143,6 @@ class AssociativeRecall(SyntheticTask):
         labels[row, queries[row, pair]] = values[row, pair]
         arrays = {"content": x, "x": x, "labels": labels, "queries": queries}
         return arrays | {"pairs": pairs, "length": length}
-
-    def _draw_slots(self, random: RandomStreams, num_slots: np.ndarray) -> np.ndarray:
-        """Sample slots without replacement: draw exponential arrival times of rate p(i) and sort
-        the slots by them.
-        """
-        most = max(length // 2 - pairs for length, pairs in self.settings)
-        slot = np.arange(1, most + 1)
-        arrival = -np.log(random.uniform(most)) / slot ** (SLOT_POWER - 1)
-        arrival[slot > num_slots[:, None]] = np.inf
-        return arrival.argsort(1, kind="stable")
 
     def annotate(self, example: Mapping[str, np.ndarray]) -> RecallAnnotation:
         pairs = int(example["pairs"])
