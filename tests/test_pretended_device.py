@@ -433,7 +433,7 @@ CALLS |= {
     ),
     "all logits": (
         small_model,
-        lambda m: attribute_all_logits(m, IDS[:1], "decoder.1.attention", 1, 3).values,
+        lambda m: attribute_all_logits(m, IDS[:1], "decoder.1.attention", 1, 3)[0],
     ),
     "rank collapse": (byte_model, lambda m: measure_rank_collapse(m, byte_examples(m))),
     "attention probe": (conllu_examples.build_encoder, probed),

@@ -342,18 +342,18 @@ def answer_written(view: OpenModel, query: Query) -> bytes:
     try:
         native = get_native_copy(net)
         inputs = id_inputs(native, view.get_recorded())
-        effects = attribute_all_logits(native, inputs, query.site, head, number)
+        effects, note = attribute_all_logits(native, inputs, query.site, head, number)
     except (ValueError, KeyError) as error:
         return encode_arrays({}, reason=str(error))
-    count = min(LISTED_TOKENS, effects.values.numel() // 2)
-    order = effects.values.argsort(descending=True)
+    count = min(LISTED_TOKENS, effects.numel() // 2)
+    order = effects.argsort(descending=True)
     tokens = [*order[:count].tolist(), *order.flip(0)[:count].tolist()]
     decode = find_token_decoder(net)
-    values = effects.values[tokens].float().cpu().numpy().astype(np.float32)
+    values = effects[tokens].float().cpu().numpy().astype(np.float32)
     return encode_arrays(
         {"effects": values, "ids": np.array(tokens, np.int32)},
         words=[decode(token) for token in tokens],
-        note=effects.note,
+        note=note,
         reason="",
     )
 

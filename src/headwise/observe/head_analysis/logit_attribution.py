@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -190,23 +190,12 @@ def _output_table(net: Transformer) -> Tensor:
 # --- What one head adds to every logit ------------------------------------------------------------
 
 
-class LogitEffects(NamedTuple):
-    """Hold direct effects of a head on every logit at one position, minus their mean over tokens.
-
-    Also names what is not included. A number that is added to all logits changes no probability, so
-    only differences from the mean count.
-    """
-
-    values: Tensor
-    note: str
-
-
 @torch.inference_mode()
 def attribute_all_logits(
     model: nn.Module, inputs: Any, site: str, head: int, position: int
-) -> LogitEffects:
+) -> tuple[Tensor, str]:
     """Compute the effect of a head on every logit through the residual stream, [tokens], in
-    float64.
+    float64, minus its mean over tokens, which changes no probability. Also names what is left out.
 
     The scale of the final norm is held at the value of the text. Effects through later layers are
     not part of it. Norms between the head and the end of its stack are left out, with a note.
@@ -214,8 +203,9 @@ def attribute_all_logits(
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    >>> effects = attribute_all_logits(net, torch.tensor([[3, 1, 4]]), "decoder.1.attention", 0, 2)
-    >>> effects.values.shape, bool(effects.values.mean().abs() < 1e-9), effects.note
+    >>> ids = torch.tensor([[3, 1, 4]])
+    >>> effects, note = attribute_all_logits(net, ids, "decoder.1.attention", 0, 2)
+    >>> effects.shape, bool(effects.mean().abs() < 1e-9), note
     (torch.Size([11]), True, '')
     """
     net = as_native_model(model).eval()
@@ -249,7 +239,7 @@ def attribute_all_logits(
     if output_head.cap is not None:
         left_out.append("the soft-cap of the logits")
     note = f"left out: {' and '.join(left_out)}" if left_out else ""
-    return LogitEffects(values - values.mean(), note)
+    return values - values.mean(), note
 
 
 def _apply_frozen_norm(norm: NormLayer | None, h: Tensor, written: Tensor) -> Tensor:

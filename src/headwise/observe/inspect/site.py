@@ -170,13 +170,6 @@ MASK_THRESHOLD = -1e4  # a bias of this or less is treated as a mask
 ALL = slice(None)
 
 
-class HeadValues(NamedTuple):
-    """Hold inputs of an output head: its row of weights, and its values."""
-
-    row: int
-    v_BSV: Tensor
-
-
 class ObservedCall(ABC):
     """Base class of attention calls, which `AttentionHook.on_call` receives.
 
@@ -197,8 +190,10 @@ class ObservedCall(ABC):
         """Return a mask of the keys that a range of queries may attend to, [B, H or 1, T, S]."""
 
     @abstractmethod
-    def head_values(self, head: int) -> HeadValues:
-        """Return the score head and values of an output head; raise if they are unknown."""
+    def head_values(self, head: int) -> tuple[int, Tensor]:
+        """Return the row of weights of an output head, and its values [B, S, V]; raise if they are
+        unknown.
+        """
 
     @property
     def attention_inputs(self) -> AttentionInputs | None:
@@ -228,7 +223,7 @@ class WeightsOnlyCall(ObservedCall):
         """Return the pairs where any head has a nonzero weight, because the mask is unknown."""
         return (self.weights[:, :, queries] != 0).any(1, keepdim=True)
 
-    def head_values(self, head: int) -> HeadValues:
+    def head_values(self, head: int) -> tuple[int, Tensor]:
         raise ValueError(
             "only the weights of this layer can be observed, not its values; give this head a "
             "mean instead"
@@ -365,10 +360,10 @@ class AttentionInputs(ObservedCall):
         mask = mask[:, :, queries] if mask.shape[2] > 1 else mask
         return mask[..., : self.k_BSGK.shape[1]][..., keys] if mask.shape[3] > 1 else mask
 
-    def head_values(self, head: int) -> HeadValues:
+    def head_values(self, head: int) -> tuple[int, Tensor]:
         if self.unsupported:
             raise ValueError(
                 f"values of this layer are unknown: {self.unsupported}; give this head a mean "
                 "instead"
             )
-        return HeadValues(head, self.v_BSGV[:, :, self.kv_head_of(head)])
+        return head, self.v_BSGV[:, :, self.kv_head_of(head)]

@@ -36,7 +36,7 @@ from ..hooks import (
     run_call_hooks,
     run_output_hooks,
 )
-from ..site import ALL, POSSIBLE, Ability, AttentionInputs, HeadValues, ObservedCall, Site
+from ..site import ALL, POSSIBLE, Ability, AttentionInputs, ObservedCall, Site
 from .declarations import get_declaration
 from .output_path import INTERFACE_GETTER, edit_behind_function, edit_place, projection_overrides
 from .output_projection import make_site, read_head_sizes
@@ -295,10 +295,10 @@ class HeadwiseCall(ObservedCall):
     def allowed_pairs(self, queries: slice = ALL) -> Tensor:
         return _slice_call(self.mask, self.inputs, queries)[0].allowed
 
-    def head_values(self, head: int) -> HeadValues:
+    def head_values(self, head: int) -> tuple[int, Tensor]:
         spec = self.signature.spec
         row = spec.score_head_of_row.index(spec.score_head_of_output[head])
-        return HeadValues(row, self.inputs.v[:, :, self.signature.core.value_head_of_row[row]])
+        return row, self.inputs.v[:, :, self.signature.core.value_head_of_row[row]]
 
     @property
     def attention_inputs(self) -> AttentionInputs | None:
