@@ -3,11 +3,12 @@
 Pruning: `head_selection` chooses the heads to keep, by importance, redundancy or budget; `l0_gates`
 learns the choice with a gate per head; `pruning_plan` records it; `pruning` removes the other
 heads. `module_surgery` removes heads of any nn.Module with declared or conventionally named
-projections, and shares its keys and values. Conversion: `conversion` turns MHA into GQA, MQA, MLA
-and others. `head_grouping` groups key-value heads that are similar over data, and `head_alignment`
-aligns them before they are averaged. Retraining: `distillation` trains the changed model on batches
-of texts. Model editing: `attention_replacement` builds the new model, and removes biases that have
-no effect. Inputs:
+projections, and shares its keys and values; `split_multihead` is a changed torch MultiheadAttention
+with a projection of its own for each of q, k and v. Conversion: `conversion` turns MHA into GQA,
+MQA, MLA and others. `head_grouping` groups key-value heads that are similar over data, and
+`head_alignment` aligns them before they are averaged. Retraining: `distillation` trains the changed
+model on batches of texts. Model editing: `attention_replacement` builds the new model, and removes
+biases that have no effect. Inputs:
 `model_and_texts` reads any model and plain texts, and writes the result as a folder of the same
 kind. Results: `hf_export` writes model folders, `verification` compares the model before and after,
 `pruning_curves` measures quality against the number of heads removed.

@@ -197,8 +197,13 @@ def pool_difference(
     for row, (start, stop) in enumerate(pairwise(queries.tolist())):
         one, other = comparison.weights(site, head, slice(start, stop))
         differing, of_keys = np.nonzero(one != other)
-        found = (start + differing, of_keys, one[differing, of_keys], other[differing, of_keys])
-        pairs = np.concatenate([pairs, np.column_stack(found)])
+        candidates = (
+            start + differing,
+            of_keys,
+            one[differing, of_keys],
+            other[differing, of_keys],
+        )
+        pairs = np.concatenate([pairs, np.column_stack(candidates)])
         order = np.argsort(-np.abs(pairs[:, 3] - pairs[:, 2]), kind="stable")
         pairs = pairs[order[:LISTED_PAIRS]]
         pooled[0, row] = _pool_keys(one, keys, np.maximum)
