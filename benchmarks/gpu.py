@@ -1,30 +1,46 @@
-"""Run every backend that supports a call on CUDA, compare it with `dense`, and write docs/gpu.json
-for docs/gpu.md.
+"""What a GPU is asked, in one command that installs nothing: `make gpu`.
 
-Each call runs once with torch's `set_sync_debug_mode("error")`, which raises if the host waits for
-the device.
+1. The tests that are marked `gpu`: the contract of the layers on CUDA.
+2. Every backend that supports a call, compared with `dense`, and with the same layer as a plain
+   module on torch's fused attention. Each call runs once with torch's
+   `set_sync_debug_mode("error")`, which raises if the host waits for the device.
+3. Tokens per second of a decoder with the shape of GPT-2, and of the same model in transformers if
+   it is installed.
+
+It needs torch, numpy and pytest alone. docs/gpu.json, from which docs/gpu.md is made, is written
+after every row, so that it is there even if a row hangs or a test fails.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import headwise as hw
 from headwise.attention import backends
 from headwise.attention.backends import CallSignature
 from headwise.costs.roofline import time_run
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "gpu.json"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "gpu.json"
+TEST_FILES = ("tests/contract/test_gpu.py", "tests/contract/test_device.py")
+TEST_SECONDS = 240
 TOKENS = 2048
 WIDTH = 512
 HEADS = 8
 SECONDS = 0.3
+NEW_TOKENS = 128
+PROMPT_TOKENS = 64
+DECODER = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 4e-2}  # of the largest number
 SPECS: dict[str, dict[str, Any]] = {
     "plain heads, causal": {"pattern": "causal()"},
@@ -37,6 +53,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "entmax": {"preset": "entmax", "pattern": "causal()"},
     "linear attention": {"preset": "linear"},
 }
+WITH_PEER = ("plain heads, causal", "grouped heads, causal")
+PEER = "plain module on torch's SDPA"
 
 
 def measure_spec(
@@ -57,7 +75,31 @@ def measure_spec(
     x = torch.randn(1, tokens, WIDTH, device=device, dtype=dtype)
     with torch.no_grad():
         expected = judge(x).float()
-        return [_measure_backend(backend, judge, x, expected) for backend in supported]
+        rows = [_measure_backend(backend, judge, x, expected) for backend in supported]
+        if name in WITH_PEER:
+            rows.append(_measure_peer(judge, x, expected))
+    return rows
+
+
+def plain_layer(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
+    """Causal attention with the weights of a layer, as one writes it by hand on torch alone."""
+    heads = layer.spec.heads
+    weights = layer.state_dict()
+    batch, tokens, _ = x.shape
+    q, k, v = (
+        F.linear(x, weights[f"project.{name}"]).view(batch, tokens, count, -1).transpose(1, 2)
+        for name, count in (("q", heads.q), ("k", heads.kv), ("v", heads.kv))
+    )
+    is_grouped = heads.kv != heads.q
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+    return F.linear(o.transpose(1, 2).flatten(2), weights["output.o"])
+
+
+def _measure_peer(judge: hw.Attention, x: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+    error = float((plain_layer(judge, x).float() - expected).abs().max() / expected.abs().max())
+    seconds = time_run(lambda: plain_layer(judge, x), SECONDS)
+    is_right = error <= TOLERANCE[x.dtype]
+    return {"backend": PEER, "seconds": seconds, "error": error, "is_right": is_right, "waits": 0}
 
 
 def _measure_backend(
@@ -97,25 +139,82 @@ def _waits_for_device(run: Callable[[], Any]) -> bool:
     return False
 
 
-def main() -> int:
-    """Measure all kinds of layers in float32 and bfloat16."""
-    if not torch.cuda.is_available():
+def decode_greedily(net: hw.Transformer, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """Continue ids [1, tokens], one token a step; `hw.generate` would need a package more."""
+    cache = net.cache(batch=1, capacity=ids.shape[1] + new_tokens)
+    generated = [ids]
+    for _ in range(new_tokens):
+        logits = net(generated[-1], cache=cache)
+        generated.append(logits[:, -1:].argmax(-1))
+    return torch.cat(generated, 1)
+
+
+def measure_decoding(device: str, new_tokens: int = NEW_TOKENS, **sizes: int) -> dict[str, float]:
+    """Tokens per second of one sequence in bfloat16, ours and that of transformers if it is there;
+    the weights are random.
+    """
+    config = DECODER | sizes
+    net = hw.build(hw.families.read_model_spec(config), seed=0).to(device, torch.bfloat16).eval()
+    ids = torch.ones(1, PROMPT_TOKENS, dtype=torch.long, device=device)
+    run: dict[str, Callable[[], Any]] = {"headwise": lambda: decode_greedily(net, ids, new_tokens)}
+    if find_spec("transformers") is not None:
+        import transformers
+
+        more = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config | more))
+        model = model.to(device, torch.bfloat16).eval()
+        lengths = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+        run["transformers"] = lambda: model.generate(ids, do_sample=False, **lengths)
+    with torch.no_grad():
+        return {name: new_tokens / time_run(call, SECONDS) for name, call in run.items()}
+
+
+def run_tests() -> dict[str, Any]:
+    """Run the tests marked `gpu` in a process; return the last line that pytest prints."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    try:
+        done = subprocess.run(
+            [*command, *TEST_FILES], cwd=ROOT, timeout=TEST_SECONDS, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return {"result": f"not finished after {TEST_SECONDS} s", "passed": False, "failed": []}
+    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-160:]]
+    failed = [line[:160] for line in lines if re.match("FAILED|ERROR", line)]
+    print(*failed, lines[-1], sep="\n", file=sys.stderr)
+    return {"result": lines[-1], "passed": done.returncode == 0, "failed": failed[:20]}
+
+
+def main(device: str = "cuda", results: Path = RESULTS) -> int:
+    """Run all three steps on a GPU; the exit code is 1 if a test or a row failed."""
+    if device == "cuda" and not torch.cuda.is_available():
         print(
             "cannot run on a GPU: torch finds no CUDA device. Install a build of torch with CUDA.",
             file=sys.stderr,
         )
         return 1
-    rows = []
-    for name in SPECS:
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {
+        "device": name,
+        "torch": torch.__version__,
+        "tokens": TOKENS,
+        "tests": run_tests(),
+        "rows": rows,
+    }
+    for layer in SPECS:
         for dtype in TOLERANCE:
             label = str(dtype).removeprefix("torch.")
-            rows += [
-                {"layer": name, "dtype": label, **one} for one in measure_spec(name, dtype, "cuda")
-            ]
-            print(f"{name}, {label}", file=sys.stderr)
-    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": TOKENS}
-    RESULTS.write_text(json.dumps(device | {"rows": rows}, indent=1) + "\n")
-    return 0 if all(row.get("is_right") for row in rows) else 1
+            found = measure_spec(layer, dtype, device, TOKENS)
+            rows += [{"layer": layer, "dtype": label, **one} for one in found]
+            results.write_text(json.dumps(report, indent=1) + "\n")
+            print(f"{layer}, {label}", file=sys.stderr)
+    try:
+        report["decoding"] = measure_decoding(device)
+    except Exception as failure:  # what does not run is reported
+        report["decoding"] = {"failed": " ".join(str(failure).split())[:160]}
+    results.write_text(json.dumps(report, indent=1) + "\n")
+    is_right = all(row.get("is_right") for row in rows) and "failed" not in report["decoding"]
+    return 0 if is_right and report["tests"]["passed"] else 1
 
 
 if __name__ == "__main__":

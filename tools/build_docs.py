@@ -295,11 +295,12 @@ def benched() -> str:
 
 @generates
 def gpu_runs() -> str:
-    """What `make gpu-bench` measured, if it has run on a GPU."""
+    """What `make gpu` measured, if it has run on a GPU."""
     path = ROOT / "docs" / "gpu.json"
     if not path.exists():
         return "No GPU has run these calls yet: there is no docs/gpu.json."
-    data, rows = json.loads(path.read_text()), []
+    data = json.loads(path.read_text())
+    rows = []
     for row in data["rows"]:
         cells = [row["layer"], row["dtype"], f"`{row['backend']}`"]
         if "failed" in row:
@@ -317,7 +318,15 @@ def gpu_runs() -> str:
         "error",
         "waits for the GPU",
     ]
-    return f"{data['device']}, torch {data['torch']}\n\n{table(head, rows)}"
+    lines = [f"{data['device']}, torch {data['torch']}", table(head, rows)]
+    lines.append(f"Tests marked `gpu`: {data['tests']['result'].strip('= ')}.")
+    lines += [f"- {failed}" for failed in data["tests"]["failed"]]
+    for name, speed in data.get("decoding", {}).items():
+        number = speed if name == "failed" else f"{speed:,.0f} tokens/s"
+        lines.append(
+            f"- decoding with the shape of GPT-2, bfloat16, one sequence, {name}: {number}"
+        )
+    return "\n\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:])
 
 
 @generates
@@ -548,9 +557,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 if a page is stale"
     )
-    check = parser.parse_args(argv).check
+    parser.add_argument("pages", nargs="*", type=Path, help="pages to write (default: all)")
+    args = parser.parse_args(argv)
+    check = args.check
     stale = 0
-    for path in pages():
+    for path in [page.resolve() for page in args.pages] or pages():
         old, new, name = path.read_text(), generate(path), path.relative_to(ROOT).as_posix()
         if old == new:
             continue

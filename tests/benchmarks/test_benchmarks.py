@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from benchmarks.harness import LIMIT, BenchmarkCase, CaseKind, RequiredWork, SpeedTarget
 from benchmarks.reference_models import CTranslate2Stepper
 
+import headwise as hw
 from benchmarks import __main__ as command, gpu, harness, report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +141,32 @@ def test_a_backend_that_is_wrong_or_fails_is_reported(monkeypatch: pytest.Monkey
     rows = {row["backend"]: row for row in found}
     assert rows["sdpa"]["is_right"] is False
     assert rows["flash_cpu"] == {"backend": "flash_cpu", "failed": "RuntimeError: no such kernel"}
+
+
+def test_all_steps_run_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On the CPU, with few tokens; the file is there although a test failed."""
+    outcome = {"result": "1 failed", "passed": False, "failed": ["FAILED tests/a.py"]}
+    small = {"SECONDS": 0, "TOKENS": 20, "NEW_TOKENS": 3, "run_tests": lambda: outcome}
+    small["SPECS"] = {name: gpu.SPECS[name] for name in ("plain heads, causal", "ALiBi")}
+    small["DECODER"] = gpu.DECODER | {"n_embd": 24, "n_layer": 1, "vocab_size": 11}
+    for name, value in small.items():
+        monkeypatch.setattr(gpu, name, value)
+    path = tmp_path / "gpu.json"
+    assert gpu.main("cpu", path) == 1
+    report = json.loads(path.read_text())
+    assert report["tests"] == outcome
+    assert {row["layer"] for row in report["rows"]} == set(small["SPECS"])
+    assert all(row["is_right"] for row in report["rows"])
+    assert gpu.PEER in {row["backend"] for row in report["rows"]}
+    assert set(report["decoding"]) == {"headwise", "transformers"}
+
+
+def test_decoding_continues_with_the_likeliest_token():
+    net = hw.build(hw.families.read_model_spec(gpu.DECODER | {"n_embd": 24, "n_layer": 1}), seed=0)
+    ids = torch.ones(1, 7, dtype=torch.long)
+    with torch.no_grad():
+        continued = gpu.decode_greedily(net.eval(), ids, 5)
+        assert torch.equal(continued[:, 7:], net(continued[:, :-1]).argmax(-1)[:, 6:])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
-from .. import costs
+from .. import costs, models
 from ..attention import head_axis_ops
 from ..attention.attention import Attention
 from ..attention.backends import BACKENDS, CallSignature, split_by_pattern, unsupported_reasons
@@ -30,7 +30,6 @@ from ..attention.presets import design, from_json, from_toml
 from ..attention.reference import reference_attention
 from ..attention.spec.attention_spec import SLOTS, AttentionSpec
 from ..attention.spec.serialization import to_json, to_toml
-from ..models import build, load, save
 from ..models.model_spec import BlockSpec, EmbeddingSpec, ModelSpec, StackSpec
 from ..report.data import Column, Table
 from ..report.render import to_text
@@ -511,14 +510,14 @@ def compare_saved(spec: AttentionSpec) -> Iterator[Comparison]:
     stack = StackSpec.from_blocks(
         kind, spec.model, [BlockSpec(spec), BlockSpec(spec)], embedding=embedding
     )
-    net = build(ModelSpec("checked", kind, (stack,)), seed=0).double().eval()
+    net = models.build(ModelSpec("checked", kind, (stack,)), seed=0).double().eval()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.5)
     ids = torch.randint(NUM_TOKEN_IDS, (BATCH, TOKENS))
     with tempfile.TemporaryDirectory() as folder:
-        save(net, folder)
-        loaded = load(folder)
+        models.save(net, folder)
+        loaded = models.load(folder)
     yield ("spec of a saved model", loaded.spec, net.spec)
     expected: dict[str, Tensor] = net.state_dict()
     yield ("names of saved tensors", sorted(loaded.state_dict()), sorted(expected))
