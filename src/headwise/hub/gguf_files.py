@@ -111,7 +111,7 @@ def _write_folder(path: Path, folder: Path) -> None:
     import transformers
     from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
-    setattr(gguf_reader, "tqdm", lambda tensors, **_: tensors)  # noqa: B010, no bar of its own
+    vars(gguf_reader)["tqdm"] = lambda tensors, **_: tensors  # no second progress bar
     config = _load_config(path)
     model_class: Any = transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
