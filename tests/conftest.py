@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import io
 import os
 import random
@@ -117,6 +118,8 @@ def nan_filled():
     """torch.empty, torch.empty_like and Tensor.new_empty return NaN during the whole session,
     fixtures included.
     """
+    # `with torch.device(...)` looks functions up in a list that torch makes once.
+    importlib.import_module("torch.utils._device")._device_constructors()
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, make in ORIGINALS:
             patch.setattr(owner, name, nan_initialised(make))

@@ -34,10 +34,11 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .attention.spec.heads import Heads
     from .attention.spec.serialization import to_json, to_toml
     from .attention.tensor_attention import attend
-    from .costs.cost_report import Workload, cost
+    from .costs.cost_report import Workload
     from .costs.part_checks import check_part
     from .costs.size_matching import match_size
     from .hub import export, load
+    from .hub.cost_targets import cost
     from .models import Transformer, build, families, generation, model_spec, save
     from .models.distributed import Parallelism
     from .models.generation import Engine
@@ -135,7 +136,7 @@ _MODULE_OF_NAME = {
     "Transformer": "models",
     "Engine": "models.generation",
     "Workload": "costs.cost_report",
-    "cost": "costs.cost_report",
+    "cost": "hub.cost_targets",
     "match_size": "costs.size_matching",
     "check_part": "costs.part_checks",
     "fold_bias": "surgery.attention_replacement",

@@ -21,8 +21,11 @@ from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
     from ..attention.spec.attention_spec import AttentionSpec
+    from ..costs.components import SpecOrModel
+    from ..costs.counted_model import CountedModel
     from ..models.model_spec import ModelSpec
 
+TargetT = TypeVar("TargetT")
 BAD_INPUT = 2  # exit code for invalid arguments or input
 # The names are repeated here so that --help need not import torch; a test compares them with
 # headwise.attention.presets.
@@ -142,14 +145,44 @@ def resolve_target(
 
     `sizes` apply to presets only. `changes` apply to the spec or model as plain values.
     """
+    from ..models import families
+
+    return _resolve(name, sizes, changes, families.read_model_spec)
+
+
+def resolve_cost_target(
+    name: str, sizes: Mapping[str, int | None], changes: Sequence[str]
+) -> SpecOrModel:
+    """Return what `resolve_target` does, or a model that headwise has no reader for."""
+
+    def read_model(source: Any) -> ModelSpec | CountedModel:
+        from ..hub.cost_targets import describe_model
+
+        return describe_model(source)
+
+    return _resolve(name, sizes, changes, read_model)
+
+
+def _resolve(
+    name: str,
+    sizes: Mapping[str, int | None],
+    changes: Sequence[str],
+    read_model: Callable[[Any], TargetT],
+) -> AttentionSpec | ModelSpec | TargetT:
     from ..attention.spec import attention_spec, serialization
     from ..attention.spec.attention_spec import AttentionSpec
     from ..models import model_spec
+    from ..models.model_spec import ModelSpec
 
     chosen_sizes = {size: number for size, number in sizes.items() if number is not None}
-    target = _load_target(name, chosen_sizes)
+    target = _load_target(name, chosen_sizes, read_model)
     if not changes:
         return target
+    if not isinstance(target, AttentionSpec | ModelSpec):
+        raise UsageError(
+            f"--set {changes[0]} changes a spec, and {name} is counted from its modules; change "
+            "its config.json"
+        )
     is_layer = isinstance(target, AttentionSpec)
     table = serialization.to_dict(target) if is_layer else model_spec.to_dict(target)
     for change in changes:
@@ -157,9 +190,11 @@ def resolve_target(
     return attention_spec.from_dict(table) if is_layer else model_spec.from_dict(table)
 
 
-def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSpec:
+def _load_target(
+    name: str, sizes: Mapping[str, int], read_model: Callable[[Any], TargetT]
+) -> AttentionSpec | ModelSpec | TargetT:
     from ..attention.presets import DEFAULT_CHOICES, design, from_json, from_toml
-    from ..models import families, model_spec
+    from ..models import model_spec
 
     if name in PRESETS:
         return design(preset=name, **sizes)
@@ -167,7 +202,7 @@ def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSp
     if is_gguf_file(path) and not sizes:
         from ..hub.gguf_files import read_gguf_config
 
-        return families.read_model_spec(read_gguf_config(path))
+        return read_model(read_gguf_config(path))
     is_folder = is_published_model(path) or path.is_dir() or parse_hub_id(name) is not None
     is_model = is_folder or path.name == "config.json"
     text = "" if is_model and path.name != "config.json" else _read_text(name)
@@ -183,7 +218,7 @@ def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSp
     if "stacks" in table:
         return model_spec.from_dict(table, DEFAULT_CHOICES)
     if is_model:
-        return families.read_model_spec(table if name == "-" else name)
+        return read_model(table if name == "-" else name)
     return (from_json if is_json or name.endswith(".json") else from_toml)(text)
 
 

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..util.errors import SpecError, suggest
-from .arguments import print_page, print_result, resolve_target, short_name, to_json
+from .arguments import print_page, print_result, resolve_cost_target, short_name, to_json
 from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
@@ -183,16 +183,19 @@ def estimate_costs(args: CostOptions) -> CostReport:
 
 def load_target(name: str, args: CostOptions, changes: Sequence[str]) -> SpecOrModel:
     """Load the spec or model with this name, or the layer of it that --layer selects."""
+    from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.workload import select_layer
     from ..models.model_spec import ModelSpec
 
-    target = resolve_target(name, {"model": args.model, "heads": args.heads}, changes)
+    target = resolve_cost_target(name, {"model": args.model, "heads": args.heads}, changes)
     if args.layer is None:
         return target
     if isinstance(target, ModelSpec):
         return select_layer(target, args.layer)
+    kind = "one layer" if isinstance(target, AttentionSpec) else "counted from its modules"
     raise UsageError(
-        f"--layer {args.layer} is for models, and {name} is one layer; leave --layer out"
+        f"--layer {args.layer} is for models that headwise reads, and {name} is {kind}; leave "
+        "--layer out"
     )
 
 
@@ -281,6 +284,7 @@ def _optimiser_view(args: CostOptions, costs: CostReport) -> View:
 def _activations_view(args: CostOptions, costs: CostReport) -> View:
     """Show activation memory of training: saved and peak bytes, and recomputed FLOPs."""
     from ..costs import training_memory
+    from ..costs.counted_model import CountedModel
     from ..report.data import Table
 
     checkpoint = "none" if args.checkpoint is None else args.checkpoint
@@ -291,7 +295,13 @@ def _activations_view(args: CostOptions, costs: CostReport) -> View:
     data: dict[str, Any] = {}
     items: list[Item] = []
     for estimate in costs:
-        of = (estimate.spec_or_model, estimate.workload, settings)
+        model = estimate.spec_or_model
+        if isinstance(model, CountedModel):
+            raise UsageError(
+                f"--activations and --profile are for models that headwise reads, and "
+                f"{estimate.name} is counted from its modules; leave them out"
+            )
+        of = (model, estimate.workload, settings)
         saved = training_memory.activation_memory(*of)
         peak = training_memory.peak_activation_memory(*of)
         recomputed = training_memory.recompute_flops(*of).total

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import overload
 
 from ..attention.backends import (
     CallSignature,
@@ -35,6 +35,8 @@ from ..models.model_spec import (
     WeightSpec,
 )
 from ..models.model_spec.components import add_prefix
+from . import cache_bytes, cached_numbers_per_token
+from .counted_model import CountedComponent, CountedModel
 from .flops import (
     TORCH_DTYPES,
     MatrixProduct,
@@ -45,9 +47,16 @@ from .flops import (
     patterns_of_kv_heads,
     value_grad_factors,
 )
-from .roofline import Device, RooflineOperation, merge_operations
+from .forward_call import (
+    CPU_FP32,
+    ExecutionFormats,
+    ExecutionTarget,
+    ForwardCall,
+    LayerOperation,
+    cached_tokens_read,
+)
+from .roofline import RooflineOperation, merge_operations
 from .weight_storage import (
-    FP8,
     SINGLE_LAYER,
     WeightStorage,
     dtype_bytes,
@@ -55,64 +64,7 @@ from .weight_storage import (
     is_routed,
 )
 
-SpecOrModel = AttentionSpec | ModelSpec
-
-
-class ForwardCall(NamedTuple):
-    """One forward call: `tokens` new tokens per row after `past` cached ones, and the length of the
-    source sequence.
-
-    mode="whole": all tokens in one call and logits for each, as in training; "prompt": all tokens
-    in one call, logits for the last only; "steps": `tokens` decode steps of one token each, with
-    the source cached before.
-    """
-
-    batch: int
-    tokens: int
-    past: int = 0
-    source: int = 0
-    mode: str = "whole"
-
-    @property
-    def encoder_call(self) -> ForwardCall:
-        """The call that this makes to the encoder, or to any stack before the last one."""
-        return self._replace(tokens=0 if self.mode == "steps" else self.source, past=0)
-
-
-class ExecutionTarget(NamedTuple):
-    """Where a call runs: the torch device type, and the precision."""
-
-    device: str = "cpu"
-    dtype: str = "fp32"
-
-
-CPU_FP32 = ExecutionTarget()
-
-
-class ExecutionFormats(NamedTuple):
-    """The device of a call, and the formats of its products and weights."""
-
-    device: Device
-    dtype: str
-    storage: WeightStorage
-
-    def product_dtype(self, weights: Iterable[WeightSpec]) -> str:
-        """Format of products with these weights: fp8 if a matrix has it and the device multiplies
-        it. Matrices in other formats are converted first.
-        """
-        quantization = self.storage.quantization
-        if quantization is None or quantization.format.name != FP8 or FP8 not in self.device.flops:
-            return self.dtype
-        return FP8 if any(map(quantization.covers, weights)) else self.dtype
-
-
-class LayerOperation(NamedTuple):
-    """One operation of one layer: FLOPs, bytes moved, and the format of its products."""
-
-    name: str
-    flops: int
-    bytes_moved: int
-    dtype: str
+SpecOrModel = AttentionSpec | ModelSpec | CountedModel
 
 
 # --- Attention layers -----------------------------------------------------------------------------
@@ -143,6 +95,32 @@ class AttentionComponent:
         prefix = self.spec.pattern.tokens_before_decode
         return self.role == "cross" or (prefix is not None and prefix <= max(past, 1))
 
+    @property
+    def num_slots(self) -> int | None:
+        """Tokens that the cache keeps; None if it keeps all."""
+        first, last = self.spec.pattern.retention
+        return None if last is None else first + last
+
+    def cached_terms(self) -> list[tuple[str, int]]:
+        """Return the values cached per token, or those of a recurrent state, by name."""
+        named: list[tuple[str, int]] = []
+        for name, text, value in cached_numbers(self.spec).terms:
+            full_name = f"{self.name}.{name}" if self.name else name
+            named.append((full_name, SymbolicInt.with_formula(value, text)))
+        return named
+
+    def cached_bytes(self, tokens: int, number_bytes: int) -> int:
+        """Count the bytes that the cache of one row keeps of some tokens."""
+        return cache_bytes(self.spec, batch=1, capacity=tokens, bytes_per_number=number_bytes)
+
+    def state_bytes(self, number_bytes: int) -> int:
+        """Count the bytes of the recurrent state of one row, if the layer keeps one."""
+        return self.cached_bytes(1, number_bytes) if self.spec.is_recurrent else 0
+
+    def growing_values(self) -> int:
+        """Count the values that one more token adds to the cache while no window is full."""
+        return cached_numbers_per_token(self.spec)
+
     def work(self, call: ForwardCall) -> CallSize:
         """Return the size of a call; for decode steps, summed over the steps."""
         batch, new, past, source, mode = call.encoder_call if self.before_last_stack else call
@@ -153,7 +131,7 @@ class AttentionComponent:
             if mode == "steps":
                 return CallSize(batch, new, 0, new * source, *pairs)
             return CallSize(batch, new, source, source, *pairs)
-        keys = _cached_tokens_read(pattern, past, new) if mode == "steps" else past + new
+        keys = cached_tokens_read(pattern, past, new) if mode == "steps" else past + new
         pairs = count_pairs_by_head(pattern, queries, range(past + new))
         return CallSize(batch, new, new, keys, *pairs)
 
@@ -237,7 +215,7 @@ class AttentionComponent:
                 work = self._with_pattern(part.pattern).work(call)
                 cached = self._cached_pattern(part.head_group)
                 if cached.retention.last is not None:
-                    work = replace(work, keys=_cached_tokens_read(cached, call.past, call.tokens))
+                    work = replace(work, keys=cached_tokens_read(cached, call.past, call.tokens))
             backend = choose_backend(part, work)
             yield backend, part, work, _executed_core_flops(backend, part, work, call)
 
@@ -323,16 +301,6 @@ class AttentionComponent:
         pairs = core // flops_per_pair if flops_per_pair else self._all_pairs(call)
         products = self._products(call, pairs)
         return (product for product in products if not product.name.startswith("core"))
-
-
-def _cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:
-    """Total number of cached tokens that `steps` decode steps read; a ring buffer holds only tokens
-    in the window.
-    """
-    first, last = pattern.retention
-    capacity = past + steps if last is None else min(past + steps, first + last)
-    growing = max(capacity - past, 0)  # steps that read one token more than the step before
-    return growing * past + growing * (growing + 1) // 2 + (steps - growing) * capacity
 
 
 def _executed_core_flops(
@@ -451,10 +419,19 @@ def _input_output_sizes(matrix: WeightSpec) -> int:
 
 # --- The walk -------------------------------------------------------------------------------------
 
-ModelComponent = AttentionComponent | LinearComponent
+SpecComponent = AttentionComponent | LinearComponent
+ModelComponent = SpecComponent | CountedComponent
 
 
-def list_components(spec_or_model: SpecOrModel) -> list[ModelComponent]:
+@overload
+def list_components(spec_or_model: AttentionSpec | ModelSpec) -> list[SpecComponent]: ...
+@overload
+def list_components(spec_or_model: SpecOrModel) -> list[ModelComponent]: ...
+
+
+def list_components(
+    spec_or_model: SpecOrModel,
+) -> list[SpecComponent] | list[ModelComponent]:
     """List the components of a spec or model in the order in which they run; equal blocks of a
     stack are merged.
 
@@ -469,7 +446,9 @@ def list_components(spec_or_model: SpecOrModel) -> list[ModelComponent]:
     if isinstance(spec_or_model, AttentionSpec):
         role = "attention" if spec_or_model.source is None else "cross"
         return [AttentionComponent("", spec_or_model, role)]
-    components: list[ModelComponent] = []
+    if isinstance(spec_or_model, CountedModel):
+        return [*spec_or_model.components]
+    components: list[SpecComponent] = []
     for stack in spec_or_model.stacks:
         early = stack is not spec_or_model.stacks[-1]
         if stack.embedding:
@@ -487,7 +466,7 @@ def list_attentions(spec_or_model: SpecOrModel) -> list[AttentionComponent]:
 
 def list_block_components(
     stack: StackSpec, block: BlockSpec, depth: int = 0, times: int = 1, early: bool = False
-) -> Iterator[ModelComponent]:
+) -> Iterator[SpecComponent]:
     """Yield the components of `times` equal layers, starting at `depth`."""
     place = f"{stack.name}.{depth}"
     mixer = block.mixer

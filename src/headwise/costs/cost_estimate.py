@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ..attention.spec.attention_spec import AttentionSpec
 from ..util.errors import SpecError
-from . import cache_bytes
 from .components import (
     AttentionComponent,
-    ExecutionFormats,
-    ExecutionTarget,
-    ForwardCall,
     ModelComponent,
     SpecOrModel,
     list_attentions,
     list_components,
     list_operations,
 )
-from .flops import CostBreakdown, SymbolicInt, cached_numbers
+from .counted_model import CountedCore, CountedModel
+from .flops import CostBreakdown
+from .forward_call import ExecutionFormats, ExecutionTarget, ForwardCall
 from .roofline import Device, MemoryShortfall, RooflineOperation, merge_operations
 from .training_memory import ActivationSettings, activation_memory
 from .weight_storage import active_parameters, dtype_bytes, parameter_terms, total_weight_bytes
@@ -32,6 +30,7 @@ from .workload import (
     list_calls,
 )
 
+PAGE_TOKENS = 16  # tokens of a page of the KV cache, as in vLLM and SGLang by default
 CALL_LABELS = {
     "prefill": "prefill",
     "backward": "backward",
@@ -68,24 +67,34 @@ class CostEstimate:
     @cached_property
     def parameters(self) -> CostBreakdown:
         """Trainable parameters, one term per tensor."""
-        return parameter_terms(self.spec_or_model)
+        model = self.spec_or_model
+        return model.parameters if isinstance(model, CountedModel) else parameter_terms(model)
 
     @cached_property
     def active_parameters(self) -> int:
         """Parameters that are active for one token."""
-        return active_parameters(self.spec_or_model)
+        model = self.spec_or_model
+        is_counted = isinstance(model, CountedModel)
+        return model.active_parameters() if is_counted else active_parameters(model)
 
     @cached_property
     def active_parameters_without_embeddings(self) -> int:
         """`active_parameters` without the embedding tables that are only looked up."""
-        return active_parameters(self.spec_or_model, embeddings=False)
+        model = self.spec_or_model
+        if isinstance(model, CountedModel):
+            return model.active_parameters(embeddings=False)
+        return active_parameters(model, embeddings=False)
 
     @cached_property
     def weights_bytes(self) -> int:
         """Bytes of the parameters as they are stored: quantised, or in the precision of the
         workload.
         """
-        return total_weight_bytes(self.spec_or_model, self.workload.storage(self.spec_or_model))
+        model = self.spec_or_model
+        storage = self.workload.storage(model)
+        if isinstance(model, CountedModel):
+            return model.weight_bytes(storage)
+        return total_weight_bytes(model, storage)
 
     @cached_property
     def flops_by_call(self) -> Mapping[str, CostBreakdown]:
@@ -110,10 +119,17 @@ class CostEstimate:
 
     @property
     def required_flops(self) -> Totals:
-        """Required FLOPs of every call."""
-        return _add_generation(
-            {call: breakdown.total for call, breakdown in self.flops_by_call.items()}
-        )
+        """Required FLOPs of every call; None for a model that could not be run."""
+        totals: Totals = {}
+        for call, breakdown in self.flops_by_call.items():
+            totals[call] = breakdown.total if self.has_flops else None
+        return _add_generation(totals)
+
+    @property
+    def has_flops(self) -> bool:
+        """True if FLOPs and times are known."""
+        model = self.spec_or_model
+        return not isinstance(model, CountedModel) or bool(model.components)
 
     @cached_property
     def executed_flops(self) -> Totals:
@@ -150,7 +166,7 @@ class CostEstimate:
         totals: Totals = {}
         for phase in dict.fromkeys(("prefill", "backward", *self.calls)):
             components, call = self.calls["prefill" if phase == "backward" else phase]
-            total: int | None = 0
+            total: int | None = 0 if self.has_flops else None
             for component in components:
                 number = count(component, call, phase == "backward")
                 if number is None or total is None:
@@ -184,11 +200,11 @@ class CostEstimate:
         """True if tokens are decoded with a cache."""
         return "decode" in self.calls or "steps" in self.calls
 
-    def _cached_layers(self, role: str) -> list[AttentionComponent]:
-        attentions: list[AttentionComponent] = []
+    def _cached_layers(self, role: str) -> list[AttentionComponent | CountedCore]:
+        attentions: list[AttentionComponent | CountedCore] = []
         for component in self.calls["prefill"][0] if self.has_cache else ():
-            is_decoder = not component.before_last_stack
-            if isinstance(component, AttentionComponent) and is_decoder and component.role == role:
+            is_attention = isinstance(component, AttentionComponent | CountedCore)
+            if is_attention and not component.before_last_stack and component.role == role:
                 attentions.append(component)
         return attentions
 
@@ -205,8 +221,9 @@ class CostEstimate:
     @property
     def cache_bytes_per_token(self) -> int | None:
         """Bytes that one more token adds while no window is full; None if it adds nothing."""
-        growing = [one for one in self._cached_layers("attention") if not one.spec.is_recurrent]
-        return _cached_values(growing).total * dtype_bytes(self.workload.dtype) or None
+        layers = self._cached_layers("attention")
+        growing = sum(one.times * one.growing_values() for one in layers)
+        return growing * dtype_bytes(self.workload.dtype) or None
 
     @property
     def source_cache_bytes_per_token(self) -> int | None:
@@ -216,17 +233,36 @@ class CostEstimate:
     @cached_property
     def cache_bytes(self) -> int:
         """Bytes of the cache for all tokens; windowed patterns have ring buffers."""
-        lengths = {"attention": self.workload.cached_tokens, "cross": self.full_call.source}
+        number_bytes = dtype_bytes(self.workload.dtype)
         total = 0
+        for component, tokens in self._tokens_cached():
+            total += component.times * component.cached_bytes(tokens, number_bytes)
+        return self.workload.batch * total
+
+    @cached_property
+    def reserved_cache_bytes(self) -> int:
+        """Bytes that serving engines reserve: pages of 16 tokens; for windows as for all tokens, if
+        other layers have none, because layers share pages of one size.
+        """
+        number_bytes = dtype_bytes(self.workload.dtype)
+        layers = list(self._tokens_cached())
+        is_mixed = any(one.growing_values() and one.num_slots is None for one, _ in layers)
+        total = 0
+        for component, tokens in layers:
+            slots = component.num_slots
+            tokens = tokens if is_mixed or slots is None else min(tokens, slots)
+            growing = component.growing_values() * number_bytes
+            pages = -(-tokens // PAGE_TOKENS)
+            reserved = component.state_bytes(number_bytes) + growing * PAGE_TOKENS * pages
+            total += component.times * reserved
+        return self.workload.batch * total
+
+    def _tokens_cached(self) -> Iterator[tuple[AttentionComponent | CountedCore, int]]:
+        """Yield the layers with a cache, and how many tokens it holds at the end."""
+        lengths = {"attention": self.workload.cached_tokens, "cross": self.full_call.source}
         for role, tokens in lengths.items():
             for component in self._cached_layers(role):
-                total += component.times * cache_bytes(
-                    component.spec,
-                    batch=self.workload.batch,
-                    capacity=tokens,
-                    bytes_per_number=dtype_bytes(self.workload.dtype),
-                )
-        return total
+                yield component, tokens
 
     @property
     def activation_bytes(self) -> int | None:
@@ -234,8 +270,11 @@ class CostEstimate:
         the workload.
         """
         settings = ActivationSettings(source=self.workload.source)
+        model = self.spec_or_model
+        if isinstance(model, CountedModel):
+            return None
         try:
-            return activation_memory(self.spec_or_model, self.workload, settings).total
+            return activation_memory(model, self.workload, settings).total
         except SpecError:
             return None
 
@@ -262,6 +301,7 @@ class CostEstimate:
         storage = self.workload.storage(self.spec_or_model)
         formats = ExecutionFormats(self.device, self.workload.dtype, storage)
         phases = [phase for phase in ("prefill", "decode") if phase in self.calls]
+        phases = phases if self.has_flops else []
         return {phase: list_operations(*self.calls[phase], formats) for phase in phases}
 
     def seconds(self, phase: str) -> float | None:
@@ -279,7 +319,7 @@ class CostEstimate:
         """Attention cores of a decode step, or of prefill without one; all operations without
         attention.
         """
-        operations = self.operations["decode" if "decode" in self.calls else "prefill"]
+        operations = self.operations.get("decode", self.operations.get("prefill", ()))
         cores = [operation for operation in operations if operation.name.endswith("core")]
         return merge_operations("core", cores or operations)
 
@@ -334,6 +374,7 @@ class CostEstimate:
             "kv_bytes_per_token": self.cache_bytes_per_token,
             "kv_bytes_per_source_token": self.source_cache_bytes_per_token,
             "kv_bytes": self.cache_bytes,
+            "kv_reserved_bytes": self.reserved_cache_bytes,
             "activation_bytes": self.activation_bytes,
             "seconds": seconds,
             "missing_bytes": missing,
@@ -377,11 +418,9 @@ def _qualify(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
 
 
-def _cached_values(components: Iterable[AttentionComponent]) -> CostBreakdown:
+def _cached_values(components: Iterable[AttentionComponent | CountedCore]) -> CostBreakdown:
     """Values that attention layers cache per token."""
     items: list[tuple[str, int, int]] = []
     for component in components:
-        for term in cached_numbers(component.spec).terms:
-            value = SymbolicInt.with_formula(term.value, term.formula)
-            items.append((_qualify(component.name, term.name), value, component.times))
+        items += [(name, value, component.times) for name, value in component.cached_terms()]
     return CostBreakdown.from_repeated_items(items)

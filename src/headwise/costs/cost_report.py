@@ -21,6 +21,7 @@ from .components import (
     list_attentions,
 )
 from .cost_estimate import CALL_LABELS, CostEstimate, estimate_cost
+from .counted_model import CountedModel
 from .roofline import RooflineOperation
 from .workload import (
     Workload,
@@ -162,12 +163,12 @@ def cost(
     {'gqa': 4096, 'mla': 1152}
     """
     named: Any = spec_or_model
-    if isinstance(spec_or_model, ModelSpec):
+    if isinstance(spec_or_model, ModelSpec | CountedModel):
         named = {spec_or_model.name: spec_or_model}
     elif isinstance(spec_or_model, AttentionSpec):
         named = {"spec": spec_or_model}
     is_valid = isinstance(named, Mapping) and all(
-        isinstance(spec, AttentionSpec | ModelSpec) for spec in named.values()
+        isinstance(spec, AttentionSpec | ModelSpec | CountedModel) for spec in named.values()
     )
     if not is_valid or not named:
         remedy = "give a spec or a model, or specs by name as in {'gqa': hw.design(...)}"
@@ -192,6 +193,8 @@ def _describe_target(estimate: CostEstimate) -> str:
     model = estimate.spec_or_model
     if isinstance(model, AttentionSpec):
         return "one layer"
+    if isinstance(model, CountedModel):
+        return model.kind
     call = estimate.full_call
     layers = " + ".join(str(len(stack.layers)) for stack in model.stacks)
     tokens = f", {call.tokens:,} tokens per image" if image_tokens(model)[-1] else ""
@@ -248,6 +251,11 @@ def _cache_cell(estimate: CostEstimate) -> str:
     return format_count(estimate.cache_bytes) if estimate.has_cache else "-"
 
 
+def _reserved_cell(estimate: CostEstimate) -> str:
+    is_other = estimate.has_cache and estimate.reserved_cache_bytes != estimate.cache_bytes
+    return format_count(estimate.reserved_cache_bytes) if is_other else "-"
+
+
 def _active_cell(estimate: CostEstimate, number: int) -> str:
     return "-" if estimate.active_parameters == estimate.parameters.total else format_count(number)
 
@@ -278,6 +286,7 @@ TABLE_ROWS: list[Row] = [
     ("cache, bytes per token", _cache_per_token_cell, False),
     ("  per source token", lambda one: _count(one.source_cache_bytes_per_token), True),
     ("cache, total bytes", _cache_cell, False),
+    ("  in pages of engines", _reserved_cell, True),
     *_time_rows("prefill"),
     *_time_rows("decode"),
     (

@@ -15,7 +15,9 @@ from ..attention.spec.attention_spec import AttentionSpec
 from ..attention.spec.heads import Heads
 from ..models.model_spec import WEIGHT_FORMATS, ApproximateAttention, LayerRun, ModelSpec, StackSpec
 from ..util.errors import SpecError, suggest
-from .components import AttentionComponent, ForwardCall, ModelComponent, SpecOrModel
+from .components import AttentionComponent, ModelComponent, SpecOrModel
+from .counted_model import CountedModel
+from .forward_call import ForwardCall
 from .roofline import Device
 from .weight_storage import (
     DTYPE_BYTES,
@@ -43,6 +45,8 @@ def max_lengths(spec_or_model: SpecOrModel) -> MaxLengths:
     """
     if isinstance(spec_or_model, AttentionSpec):
         return MaxLengths(_smallest(_max_positions_of_parts(spec_or_model)), None)
+    if isinstance(spec_or_model, CountedModel):
+        return MaxLengths(None, None)
     stacks = zip(spec_or_model.stacks, image_tokens(spec_or_model), strict=True)
     *earlier, last = [
         None if image else _smallest(_max_positions(stack)) for stack, image in stacks
@@ -136,6 +140,8 @@ def list_assumptions(spec_or_model: SpecOrModel) -> Iterator[str]:
         yield from sorted(by_depth)
         return
     yield from spec_or_model.notes
+    if isinstance(spec_or_model, CountedModel):
+        return
     for part in spec_or_model.beyond:
         included = (
             "its parameters are counted, its FLOPs are not"
@@ -253,7 +259,8 @@ class Workload:
 
     def storage(self, spec_or_model: SpecOrModel) -> WeightStorage:
         """Return the formats of the weights of a spec or model."""
-        return WeightStorage.from_name(self.weights, self.dtype, spec_or_model)
+        described = None if isinstance(spec_or_model, CountedModel) else spec_or_model
+        return WeightStorage.from_name(self.weights, self.dtype, described)
 
     def fitted_to(self, targets: Iterable[SpecOrModel]) -> Workload:
         """Return the workload with a default context that none of these specs and models exceeds.
@@ -294,7 +301,12 @@ def list_calls(
     decoder = [component for component in components if not component.before_last_stack]
     attentions = [component for component in decoder if isinstance(component, AttentionComponent)]
     # Nothing can be generated if the last stack reads images.
-    reads_tokens = isinstance(spec_or_model, AttentionSpec) or not image_tokens(spec_or_model)[-1]
+    if isinstance(spec_or_model, CountedModel):
+        reads_tokens = spec_or_model.can_decode
+    elif isinstance(spec_or_model, ModelSpec):
+        reads_tokens = not image_tokens(spec_or_model)[-1]
+    else:
+        reads_tokens = True
     calls: CallsByPhase = {"prefill": (components, full_call)}
     past = workload.context - 1
     if reads_tokens and all(one.can_decode(past) for one in attentions):
@@ -333,6 +345,8 @@ def _full_call(spec_or_model: SpecOrModel, workload: Workload) -> ForwardCall:
             )
             raise SpecError(f"{fact}; set Workload(source=512) or --source 512, for example")
         images: list[int | None] = [None, None]
+    elif isinstance(spec_or_model, CountedModel):
+        images = [None, None]
     else:
         images = [None, *image_tokens(spec_or_model)][-2:]
         source = min(source, limits.source or source) if workload.source is None else source

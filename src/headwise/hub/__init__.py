@@ -8,6 +8,8 @@ In reading order:
 - `transformers_loading`: load folders with transformers without running code that they name; read
   their tokenizers and special ids, and attach a tokenizer to a model.
 - `checkpoint_weights`: read safetensors into headwise tensors, with all checks before reading.
+- `cost_targets`: `cost` of a spec, a name or the keys of a config; `module_counting` describes
+  models that headwise has no reader for, by the short runs in `counting_runs`.
 - `transformers_backend`: "headwise" as an attention implementation of transformers.
 
 Importing this package registers that implementation once.

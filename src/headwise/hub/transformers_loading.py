@@ -8,6 +8,7 @@ tokenizers, special ids and class names of a folder.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -145,9 +146,26 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 def load_config(folder: Path) -> Any:
     """Load the transformers config of a folder, without settings that name code."""
+    settings = remove_code_settings(read_json(folder / CONFIG_FILE), f"{CONFIG_FILE} of {folder}")
+    return _config_of(settings)
+
+
+def config_of_settings(settings: Mapping[str, Any], name: str) -> Any:
+    """Return the transformers config of these settings, which name no code; an error of theirs
+    becomes one line that begins with `name`.
+    """
+    try:
+        return _config_of(settings)
+    except Exception as error:  # settings may have any values
+        message = " ".join(str(error).split())[:160] or type(error).__name__
+        raise SpecError(
+            f"{name}: transformers refuses it: {message}; correct config.json"
+        ) from None
+
+
+def _config_of(settings: Mapping[str, Any]) -> Any:
     import transformers
 
-    settings = remove_code_settings(read_json(folder / CONFIG_FILE), f"{CONFIG_FILE} of {folder}")
     with tempfile.TemporaryDirectory() as clean:
         Path(clean, CONFIG_FILE).write_text(json.dumps(settings), encoding="utf-8")
         return transformers.AutoConfig.from_pretrained(clean, trust_remote_code=False)
@@ -213,6 +231,43 @@ def find_model_class(config: Any) -> Any:
         model_class, transformers.PreTrainedModel
     )
     return model_class if is_model else transformers.AutoModel
+
+
+TASKS = (
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "MULTIMODAL_LM",
+    "MASKED_LM",
+)
+
+
+def find_class_of_task(config: Any) -> Any:
+    """Return the model class named by a config, else that of a language model, else the bare model;
+    for a part of another model, the first class of its module that takes this config.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    model_class = find_model_class(config)
+    if model_class is not transformers.AutoModel:
+        return model_class
+    is_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    tasks = [f"MODEL_FOR_{task}_MAPPING" for task in TASKS[0 if is_decoder else 1 :]]
+    for name in (*tasks, "MODEL_MAPPING"):
+        names = getattr(modeling_auto, f"{name}_NAMES", {})
+        if config.model_type in names:
+            classes = names[config.model_type]
+            return getattr(transformers, classes if isinstance(classes, str) else classes[0])
+    module = importlib.import_module(
+        type(config).__module__.replace(".configuration_", ".modeling_")
+    )
+    for one in vars(module).values():
+        is_model = isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)
+        if is_model and one.config_class is type(config) and one.forward is not nn.Module.forward:
+            return one
+    raise SpecError(f"transformers has no model for the model_type {config.model_type!r}")
 
 
 def check_config_values(keys: Mapping[str, Any]) -> None:

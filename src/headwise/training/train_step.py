@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..attention.attention import Attention
 from ..attention.interfaces.core_types import AuxLosses, Probe
-from ..costs.components import ForwardCall, list_components
+from ..costs.components import list_components
+from ..costs.forward_call import ForwardCall
 from ..models import Transformer
 from ..models.distributed.sharded_model import ShardedModel
 from ..models.model_spec import ModelSpec, StackSpec, WeightSpec

@@ -1,0 +1,129 @@
+"""Find what a cost estimate is of: a spec, a model that headwise reads, or any other model of
+transformers, whose modules are counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+from ..costs.components import SpecOrModel
+from ..costs.cost_report import CostReport, Workload, cost as estimate_costs
+from ..costs.counted_model import CountedModel
+from ..models.families import CONFIG_REMEDY, FAMILIES, PUBLISHED_MODELS, read_model_spec
+from ..models.hub_files import CONFIG_FILE, MANIFEST_FILE, fetch_model
+from ..models.model_spec import ModelSpec
+from ..models.model_spec.serialization import find_record
+from ..util.errors import SpecError
+from ..util.files import read_text_file
+from ..util.model_names import parse_hub_id
+from ..util.size_limits import MAX_CONFIG_BYTES, MAX_WIDTH, parse_json, show_int
+from .transformers_loading import config_of_settings, remove_code_settings
+
+# Numbers of modules that a config may ask for; building more takes minutes.
+MAX_MODULES = 1024
+NUMBER_OF_MODULES = re.compile(
+    r"(num|n|encoder|decoder)_\w*(layers?|blocks?|stages|levels|codebooks)"
+    r"|\w*depths?|n_layer|layers"
+)
+Source = str | Path | Mapping[str, Any]
+
+
+def describe_model(source: Source) -> ModelSpec | CountedModel:
+    """Return the model that `source` names, as `read_model_spec` does; a model of transformers that
+    headwise has no reader for is described by its modules.
+
+    >>> describe_model({"model_type": "gpt2"}).name
+    'gpt2'
+    """
+    if isinstance(source, Mapping):
+        settings: Any = source
+        name = "config"
+    else:
+        source, settings = _read_settings(Path(source))
+        name = str(source)
+    model_type = settings.get("model_type") if isinstance(settings, Mapping) else None
+    if model_type in FAMILIES or not _is_known_to_transformers(model_type):
+        return read_model_spec(source)
+    clean = remove_code_settings(settings, name)
+    for key, value in _iter_sizes(clean):
+        limit = MAX_MODULES if NUMBER_OF_MODULES.fullmatch(key) else MAX_WIDTH
+        if value > limit:
+            fact = f"{name}: {key} = {show_int(value)} is out of range"
+            raise SpecError(f"{fact}; give {limit:,} or less")
+    from .module_counting import count_model
+
+    return count_model(config_of_settings(clean, name), str(model_type))
+
+
+def _read_settings(path: Path) -> tuple[Path | str, Any]:
+    """Return where a named model is, and its settings; {} unless it has those of transformers."""
+    if str(path) in PUBLISHED_MODELS and not path.exists():
+        return str(path), {}
+    hub_id = parse_hub_id(path)
+    if hub_id is not None:
+        path = fetch_model(hub_id, weights=False)
+    file = path / CONFIG_FILE if path.is_dir() else path
+    is_own = path.is_dir() and ((path / MANIFEST_FILE).is_file() or find_record(path) is not None)
+    if is_own or file.suffix != ".json" or not file.is_file():
+        return path, {}
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise SpecError(f"{file} is larger than {MAX_CONFIG_BYTES:,} bytes; {CONFIG_REMEDY}")
+    return path, parse_json(str(file), read_text_file(file), CONFIG_REMEDY)
+
+
+def _is_known_to_transformers(model_type: object) -> bool:
+    if not isinstance(model_type, str) or find_spec("transformers") is None:
+        return False
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def _iter_sizes(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """Yield every whole number of a JSON document with the key that it is below."""
+    if isinstance(value, Mapping):
+        for inner_key, inner in cast("Mapping[str, Any]", value).items():
+            yield from _iter_sizes(inner, inner_key)
+    elif isinstance(value, list):
+        yield key, len(cast("list[Any]", value)) if NUMBER_OF_MODULES.fullmatch(key) else 0
+        for inner in cast("list[Any]", value):
+            yield from _iter_sizes(inner, key)
+    elif isinstance(value, int):
+        yield key, value
+
+
+def cost(
+    target: SpecOrModel | Source | Mapping[str, SpecOrModel | Source],
+    workload: Workload | None = None,
+) -> CostReport:
+    """Estimate the cost of layers and models before they run; no tensor is allocated.
+
+    Pass one spec or model, or several by name, and a workload (default: one row of 2,048 tokens in
+    bf16, or of the maximum length that all of them support if that is less). A model may be given
+    by the name of its file or folder, its Hub id, or the keys of its config.json.
+
+    >>> import headwise as hw
+    >>> specs = {name: hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla")}
+    >>> {
+    ...     estimate.name: estimate.data["kv_bytes_per_token"]
+    ...     for estimate in cost(specs, hw.Workload(context=8192))
+    ... }
+    {'gqa': 4096, 'mla': 1152}
+    """
+    if isinstance(target, str | Path) or (isinstance(target, Mapping) and _is_config(target)):
+        return estimate_costs(describe_model(target), workload)
+    if isinstance(target, Mapping):
+        described: dict[str, Any] = {}
+        for name, one in target.items():
+            is_source = isinstance(one, str | Path | Mapping)
+            described[name] = describe_model(cast("Any", one)) if is_source else one
+        return estimate_costs(described, workload)
+    return estimate_costs(target, workload)
+
+
+def _is_config(target: Mapping[str, Any]) -> bool:
+    return isinstance(target.get("model_type"), str)
