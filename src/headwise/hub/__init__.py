@@ -5,6 +5,7 @@ In reading order:
 - `model_names`: turn a name into a folder or a module: the one place that does.
 - `pretrained_models`: `load` a model from any folder, or copy a live transformers model; `export`
   one.
+- `gguf_files`: unpack a GGUF file into a folder of transformers; read its settings.
 - `transformers_loading`: load folders with transformers without running code that they name; read
   their tokenizers and special ids, and attach a tokenizer to a model.
 - `checkpoint_weights`: read safetensors into headwise tensors, with all checks before reading.

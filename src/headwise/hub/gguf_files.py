@@ -8,6 +8,7 @@ and reorders the rows of queries and keys.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import re
@@ -88,7 +89,8 @@ def _load_config(path: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(path.absolute().parent, gguf_file=path.name)
     fields = GGUFReader(path).fields
     width = fields.get(f"{fields['general.architecture'].contents()}.attention.key_length")
-    if width is not None and hasattr(config, "head_dim") and not hasattr(config, "global_head_dim"):
+    settings = config.to_dict()
+    if width is not None and "head_dim" in settings and "global_head_dim" not in settings:
         config.head_dim = int(width.contents())  # transformers leaves it out for some models
     return config
 
@@ -109,9 +111,9 @@ def _cached_folder(path: Path) -> Path:
 def _write_folder(path: Path, folder: Path) -> None:
     """Write the settings, the weights and, if transformers can convert it, the tokenizer."""
     import transformers
-    from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
-    vars(gguf_reader)["tqdm"] = lambda tensors, **_: tensors  # no second progress bar
+    gguf_reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    gguf_reader.tqdm = lambda tensors, **_: tensors  # no second progress bar
     config = _load_config(path)
     model_class: Any = transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
