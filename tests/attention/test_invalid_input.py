@@ -147,6 +147,12 @@ def test_an_unsupported_call_has_its_reason(does: str, words: str):
     assert has_words(words, "; ".join(eval(does)))
 
 
+def test_a_shared_query_key_space_allows_transforms_of_values():
+    knocking = hw.parts.KnockingHeads(sides="v")
+    spec = base(project=hw.parts.Collaborative(width=9), modifiers=(knocking,))
+    assert spec.modifiers == (knocking,)
+
+
 def test_supported_calls_have_no_reason():
     paged = {"single_query": True, "has_paged_cache": True}
     assert reasons("routed", modifiers=(hw.parts.Rotary(), *HALF), training=True) == []
