@@ -487,7 +487,7 @@ def test_names_with_other_parts_are_no_hub_ids(
     message = refuse(capfd, data, name)
     assert message == (
         f"there is no folder or file {name!r}; give a folder with a model, a Hub id (org/name or "
-        "org/name@revision), or FILE.py:FACTORY, a function that returns a model"
+        "org/name@revision), a .gguf file, or FILE.py:FACTORY, a function that returns a model"
     )
     assert hub.requests == []
 

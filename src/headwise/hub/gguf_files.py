@@ -28,7 +28,7 @@ from ..report.text import format_bytes
 from ..util.errors import SpecError
 from ..util.model_names import is_gguf_file
 from ..util.output_paths import FolderKind, stage_folder
-from .transformers_loading import build_without_weights
+from .transformers_loading import build_without_weights, load_from_gguf
 
 MAGIC = b"GGUF"
 PART_OF_SEVERAL = re.compile(r".*-\d{5}-of-\d{5}", re.IGNORECASE)
@@ -86,7 +86,7 @@ def _load_config(path: Path) -> Any:
     import transformers
     from gguf import GGUFReader
 
-    config = transformers.AutoConfig.from_pretrained(path.absolute().parent, gguf_file=path.name)
+    config = load_from_gguf(transformers.AutoConfig, path)
     fields = GGUFReader(path).fields
     width = fields.get(f"{fields['general.architecture'].contents()}.attention.key_length")
     settings = config.to_dict()
@@ -129,8 +129,7 @@ def _write_folder(path: Path, folder: Path) -> None:
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        tokenizer.save_pretrained(folder)
+        load_from_gguf(transformers.AutoTokenizer, path).save_pretrained(folder)
     except Exception as error:  # transformers converts the tokenizers of some architectures only
         reason = " ".join(str(error).split())[:200]
         logger.warning("headwise: the tokenizer of %s was not read: %s", path.name, reason)

@@ -16,7 +16,6 @@ from fractions import Fraction
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..attention.interfaces.core_types import AxisLayout
@@ -37,7 +36,7 @@ from .counting_runs import (
     run_lengths,
     without_warnings,
 )
-from .transformers_loading import find_class_of_task, without_hub_kernels
+from .transformers_loading import build_without_weights, find_class_of_task
 
 AXES = ("out", "in", "height", "width", "depth")
 
@@ -233,8 +232,7 @@ def _build(config: Any, name: str) -> nn.Module:
     message = ""
     for attention in (COUNTING, "eager", None):
         try:
-            with torch.device("meta"), without_hub_kernels():
-                model = model_class._from_config(config, attn_implementation=attention).eval()
+            model: Any = build_without_weights(model_class, config, attention)
             break
         except Exception as error:  # a config may have any values
             message = one_line(error)

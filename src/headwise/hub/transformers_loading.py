@@ -215,11 +215,19 @@ def without_hub_kernels() -> Iterator[None]:
         module.is_kernels_available = before
 
 
-def build_without_weights(model_class: Any, config: Any) -> nn.Module:
-    """Build a model of transformers on the meta device, in eval mode."""
+def load_from_gguf(auto_class: Any, path: Path) -> Any:
+    """Load the config or the tokenizer that the header of a GGUF file describes."""
+    options = {"gguf_file": path.name, "trust_remote_code": False, "local_files_only": True}
+    return auto_class.from_pretrained(path.absolute().parent, **options)
+
+
+def build_without_weights(model_class: Any, config: Any, attention: str | None = None) -> nn.Module:
+    """Build a model of transformers on the meta device, in eval mode, with this implementation of
+    attention, or the one that transformers chooses.
+    """
     with torch.device("meta"), without_hub_kernels():
         from_config = getattr(model_class, "from_config", None) or model_class._from_config
-        return from_config(config, attn_implementation=None).eval()
+        return from_config(config, attn_implementation=attention).eval()
 
 
 def find_model_class(config: Any) -> Any:
