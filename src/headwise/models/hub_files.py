@@ -11,6 +11,7 @@ import errno
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -189,7 +190,23 @@ def _download(name: HubId, files: Sequence[str], sizes: Mapping[str, int]) -> Pa
         logger.warning("headwise: downloading %s (%s)", name, format_bytes(num_bytes))
     # Names are patterns of fnmatch, in which a bracket begins a set of letters.
     patterns = [file.replace("[", "[[]") for file in files]
-    return Path(snapshot_download(name.repo, revision=revision, allow_patterns=patterns))
+    with _bars_on_terminals():
+        return Path(snapshot_download(name.repo, revision=revision, allow_patterns=patterns))
+
+
+@contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Show the Hub's progress bars on a terminal only; in a file they are many broken lines."""
+    from huggingface_hub import utils
+
+    if sys.stderr.isatty() or utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
 
 
 def _find_cached(name: HubId) -> Path:
