@@ -195,6 +195,10 @@ def test_cost_reads_the_header_alone(
     assert cli.main(["cost", str(llama), "--json"]) == 0
     from_file = capsys.readouterr().out
     assert f": {sum(p.numel() for p in model.parameters())}" in from_file
+    estimate = hw.cost(llama)[model.config.model_type]
+    assert estimate.parameters.total == sum(p.numel() for p in model.parameters())
+    assert cli.main(["cost", str(llama), "--heads", "4"]) == 2
+    assert "--heads is for presets" in capsys.readouterr().err
     config = read_gguf_config(llama)
     same = ("hidden_size", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
     assert [config[key] for key in same] == [getattr(model.config, key) for key in same]

@@ -199,11 +199,10 @@ def _load_target(
     if name in PRESETS:
         return design(preset=name, **sizes)
     path = Path(name)
-    if is_gguf_file(path) and not sizes:
-        from ..hub.gguf_files import read_gguf_config
-
-        return read_model(read_gguf_config(path))
-    is_folder = is_published_model(path) or path.is_dir() or parse_hub_id(name) is not None
+    is_gguf = is_gguf_file(path)
+    is_folder = (
+        is_gguf or is_published_model(path) or path.is_dir() or parse_hub_id(name) is not None
+    )
     is_model = is_folder or path.name == "config.json"
     text = "" if is_model and path.name != "config.json" else _read_text(name)
     table = _parse_table(text)
@@ -215,6 +214,10 @@ def _load_target(
         key = {"heads": "heads.q"}.get(size, size)
         remedy = "leave it out" if is_model else f"change it with --set, as in --set {key}={value}"
         raise UsageError(f"--{size} is for presets, and {name} has its own {size}; {remedy}")
+    if is_gguf:
+        from ..hub.gguf_files import read_gguf_config
+
+        return read_model(read_gguf_config(path))
     if "stacks" in table:
         return model_spec.from_dict(table, DEFAULT_CHOICES)
     if is_model:

@@ -149,18 +149,8 @@ class CostReport:
 def cost(
     spec_or_model: SpecOrModel | Mapping[str, SpecOrModel], workload: Workload | None = None
 ) -> CostReport:
-    """Estimate the cost of layers and models before they run; no module is built.
-
-    Pass one spec or model, or several by name, and a workload (default: one row of 2,048 tokens in
-    bf16, or of the maximum length that all of them support if that is less).
-
-    >>> import headwise as hw
-    >>> specs = {name: hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla")}
-    >>> {
-    ...     estimate.name: estimate.data["kv_bytes_per_token"]
-    ...     for estimate in cost(specs, hw.Workload(context=8192))
-    ... }
-    {'gqa': 4096, 'mla': 1152}
+    """Estimate the cost of specs and described models, one or several by name; `hw.cost` also takes
+    names of models.
     """
     named: Any = spec_or_model
     if isinstance(spec_or_model, ModelSpec | CountedModel):

@@ -19,8 +19,9 @@ from ..models.model_spec import ModelSpec
 from ..models.model_spec.serialization import find_record
 from ..util.errors import SpecError
 from ..util.files import read_text_file
-from ..util.model_names import parse_hub_id
+from ..util.model_names import is_gguf_file, parse_hub_id
 from ..util.size_limits import MAX_CONFIG_BYTES, MAX_WIDTH, parse_json, show_int
+from .gguf_files import read_gguf_config
 from .transformers_loading import config_of_settings, remove_code_settings
 
 # Numbers of modules that a config may ask for; building more takes minutes.
@@ -43,8 +44,8 @@ def describe_model(source: Source) -> ModelSpec | CountedModel:
         settings: Any = source
         name = "config"
     else:
-        source, settings = _read_settings(Path(source))
         name = str(source)
+        source, settings = _read_settings(Path(source))
     model_type = settings.get("model_type") if isinstance(settings, Mapping) else None
     if model_type in FAMILIES or not _is_known_to_transformers(model_type):
         return read_model_spec(source)
@@ -59,13 +60,18 @@ def describe_model(source: Source) -> ModelSpec | CountedModel:
     return count_model(config_of_settings(clean, name), str(model_type))
 
 
-def _read_settings(path: Path) -> tuple[Path | str, Any]:
-    """Return where a named model is, and its settings; {} unless it has those of transformers."""
+def _read_settings(path: Path) -> tuple[Source, Any]:
+    """Return where a named model is, or its keys, and its settings; {} unless it has those of
+    transformers.
+    """
     if str(path) in PUBLISHED_MODELS and not path.exists():
         return str(path), {}
     hub_id = parse_hub_id(path)
     if hub_id is not None:
         path = fetch_model(hub_id, weights=False)
+    if is_gguf_file(path):
+        settings = read_gguf_config(path)
+        return settings, settings
     file = path / CONFIG_FILE if path.is_dir() else path
     is_own = path.is_dir() and ((path / MANIFEST_FILE).is_file() or find_record(path) is not None)
     if is_own or file.suffix != ".json" or not file.is_file():

@@ -26,7 +26,6 @@ from ..kernels.capabilities import available_memory, user_cache_folder
 from ..models.hub_files import CONFIG_FILE, WEIGHTS_FILE
 from ..report.text import format_bytes
 from ..util.errors import SpecError
-from ..util.model_names import is_gguf_file
 from ..util.output_paths import FolderKind, stage_folder
 from .transformers_loading import build_without_weights, load_from_gguf
 
@@ -154,8 +153,6 @@ def _check_names(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
 @contextmanager
 def _explained_errors(path: Path) -> Iterator[None]:
     """Check a GGUF file and what reads it; raise SpecError with a remedy for what fails inside."""
-    if not is_gguf_file(path):
-        raise SpecError(f"{path} is not a GGUF file; give a file whose name ends in .gguf")
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise SpecError(f"{path} does not start with {MAGIC.decode()}; copy the file again")
