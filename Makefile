@@ -68,7 +68,7 @@ slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each
 triton: $(STAMP) $(TRITON)/.installed  ## the kernels for GPUs, interpreted and compiled without a GPU
 	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) -m triton $$(grep -rl 'mark\.triton' tests --include='test_*.py')
 
-gpu:  ## tests and the table of docs/gpu.md on a GPU, in 8 minutes; needs torch, numpy and pytest alone
+gpu:  ## tests and the table of docs/gpu.md on a GPU; needs torch, numpy and pytest alone
 	@code=0; PYTHONPATH=src:tests:. $(GPU_PYTHON) -m benchmarks.gpu || code=$$?; \
 	    PYTHONPATH=src $(GPU_PYTHON) tools/build_docs.py docs/gpu.md || code=$$?; exit $$code
 

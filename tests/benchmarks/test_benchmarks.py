@@ -161,6 +161,20 @@ def test_all_steps_run_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(report["decoding"]) == {"headwise", "transformers"}
 
 
+def test_a_layer_that_dense_cannot_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    passed = {"result": "1 passed", "passed": True, "failed": []}
+    for name, value in {"run_tests": lambda: passed, "measure_spec": fail}.items():
+        monkeypatch.setattr(gpu, name, value)
+    monkeypatch.setattr(gpu, "measure_decoding", lambda _: {"headwise": 1.0})
+    assert gpu.main("cpu", tmp_path / "gpu.json") == 1
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert len(rows) == len(gpu.SPECS) * len(gpu.TOLERANCE)
+    assert {row["failed"] for row in rows} == {"RuntimeError: out of memory"}
+
+
 def test_decoding_continues_with_the_likeliest_token():
     net = hw.build(hw.families.read_model_spec(gpu.DECODER | {"n_embd": 24, "n_layer": 1}), seed=0)
     ids = torch.ones(1, 7, dtype=torch.long)
