@@ -111,9 +111,13 @@ def test_the_page_is_fresh_and_linked(monkeypatch: pytest.MonkeyPatch):
 
 
 ROW = {
-    "number": 1, "feature": "a", "ours": "yes", "evidence": ["headwise view"], "yes": ["A"],
+    "number": 1,
+    "feature": "a",
+    "ours": "yes",
+    "evidence": ["headwise view"],
+    "yes": ["A"],
     "partial": ["B"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

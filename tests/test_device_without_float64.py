@@ -93,21 +93,29 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "sampled": (build_rotary, lambda m: hw.generate(m, [[1, 2, 3], [4, 5]], **SAMPLED)),
     "head means": (build_small, lambda m: list(hw.head_means(m, [IDS]).values())),
     "heads": (build_bytes, lambda m: hw.heads(m, TEXTS, tokenizer="bytes").data),
-    "importance": (build_bytes,
-        lambda m: hw.importance(m, TEXTS, "taylor", tokenizer="bytes").data),
+    "importance": (
+        build_bytes,
+        lambda m: hw.importance(m, TEXTS, "taylor", tokenizer="bytes").data,
+    ),
     "redundancy": (build_bytes, redundancy),
     "maps": (build_small, lambda m: hw.compute_attention_maps(m, IDS).rollout()),
-    "logit": (build_small,
-        lambda m: [share.value for share in hw.attribute_logit(m, IDS[:1]).heads]),
+    "logit": (
+        build_small,
+        lambda m: [share.value for share in hw.attribute_logit(m, IDS[:1]).heads],
+    ),
     "circuits": (build_small, lambda m: to_plain(measure_head_circuits(m))),
     "spectra": (build_small, lambda m: to_plain(measure_qk_spectra(m))),
     "evaluate": (build_of_task, lambda m: hw.evaluate(m, TASK, batches=1).metrics),
     "prune": (build_bytes, lambda m: logits(hw.prune(m, 0.5, TEXTS, tokenizer="bytes").after)),
-    "prune folded": (build_bytes,
-        lambda m: logits(hw.prune(m, 0.5, TEXTS, fold="mean", tokenizer="bytes").after)),
-    "convert": (build_bytes,
-        lambda m: logits(hw.convert(m, ALIGNED, TEXTS, tokenizer="bytes").after)),
-}  # fmt: skip
+    "prune folded": (
+        build_bytes,
+        lambda m: logits(hw.prune(m, 0.5, TEXTS, fold="mean", tokenizer="bytes").after),
+    ),
+    "convert": (
+        build_bytes,
+        lambda m: logits(hw.convert(m, ALIGNED, TEXTS, tokenizer="bytes").after),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -30,12 +30,24 @@ from support.syntax_trees import syntax_nodes
 SOURCE = Path(hw.__file__).parent
 TARGETS = (escape_terminal, escape_html, escape_svg, escape_markdown, escape_page)
 HOSTILE = {
-    "clear screen": "\x1b[2J", "title": "\x1b]0;x\x07", "eight-bit control": "\x9b2J",
-    "backspace": "\b", "null": "\0", "carriage return": "\r", "right to left": "\u202e",
-    "isolate": "\u2066", "zero width": "\u200b", "joiner": "\u200d", "byte order mark": "\ufeff",
-    "soft hyphen": "\xad", "tag": "\U000e0041", "hangul filler": "\u3164",
-    "variation selector": "\ufe0f", "line separator": "\u2028", "surrogate": "\ud800",
-}  # fmt: skip
+    "clear screen": "\x1b[2J",
+    "title": "\x1b]0;x\x07",
+    "eight-bit control": "\x9b2J",
+    "backspace": "\b",
+    "null": "\0",
+    "carriage return": "\r",
+    "right to left": "\u202e",
+    "isolate": "\u2066",
+    "zero width": "\u200b",
+    "joiner": "\u200d",
+    "byte order mark": "\ufeff",
+    "soft hyphen": "\xad",
+    "tag": "\U000e0041",
+    "hangul filler": "\u3164",
+    "variation selector": "\ufe0f",
+    "line separator": "\u2028",
+    "surrogate": "\ud800",
+}
 
 
 @pytest.mark.parametrize("escape", TARGETS)
@@ -129,9 +141,15 @@ def test_pages_on_a_terminal(is_terminal, capsys, monkeypatch):
 # and so does what is printed elsewhere: a drawing of a mask, lines of progress, parts of a text,
 # JSON, help texts, a script, and answers to a process.
 PRINTS = {
-    "cli/__init__.py": 5, "cli/arguments.py": 2, "cli/exit_status.py": 1, "cli/options.py": 2,
-    "cli/run/answers.py": 1, "report/progress.py": 2, "training/loggers.py": 1, "viewer/view.py": 1,
-}  # fmt: skip
+    "cli/__init__.py": 5,
+    "cli/arguments.py": 2,
+    "cli/exit_status.py": 1,
+    "cli/options.py": 2,
+    "cli/run/answers.py": 1,
+    "report/progress.py": 2,
+    "training/loggers.py": 1,
+    "viewer/view.py": 1,
+}
 
 
 def is_print(node: ast.AST) -> bool:

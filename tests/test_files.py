@@ -98,10 +98,13 @@ def test_leftovers_are_swept(tmp_path: Path):
     assert {*contents(tmp_path)} == own
 
 
-@pytest.mark.parametrize("write", [
-    files.write_atomically,
-    lambda path, data: files.write_together(path.parent, {path.name: data}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        files.write_atomically,
+        lambda path, data: files.write_together(path.parent, {path.name: data}),
+    ],
+)
 def test_what_killed_writers_left_is_deleted_and_what_others_write_stays(tmp_path: Path, write):
     left, written, other = (
         tmp_path / f".{name}.tmp" for name in ("a.0123abcd", "a.89abcdef", "a.b.0123abcd")

@@ -78,28 +78,38 @@ PAGE = render_html({}, "dates", PageAssets("", ""))
 RECORD = json.dumps({"format": 1, "kind": "ours", "change": {}, "source": {}, "files": {}})
 TEXTS = ("--data", "TEXTS")
 COMMANDS = {
-    "trace --out": Command(("trace", "MODEL", "--text", "a", "--out", "OUT"), save_trace_of_one,
-        is_folder=False),
+    "trace --out": Command(
+        ("trace", "MODEL", "--text", "a", "--out", "OUT"), save_trace_of_one, is_folder=False
+    ),
     "trace --export": Command(("trace", "TRACE", "--export", "OUT"), save_weights, is_folder=False),
-    "view --export": Command(("view", "MODEL", "--export", "OUT"),
-        lambda path: path.write_text(PAGE), is_folder=False),
+    "view --export": Command(
+        ("view", "MODEL", "--export", "OUT"), lambda path: path.write_text(PAGE), is_folder=False
+    ),
     "cost --plot": Command(("cost", "nowhere", "--plot", "OUT"), save_figure, is_folder=False),
     "heads": Command(("heads", "MODEL", *TEXTS, "--out", "OUT"), file("heads.json", "{}")),
-    "heads of a trace": Command(("heads", "TRACE", "--draw", "L0H0", "--out", "OUT"),
-        file("head-a-0-light.svg", "")),
-    "prune": Command(("prune", "MODEL", *TEXTS, "--keep", "0.5", "--out", "OUT"),
-        file("heads.json", RECORD)),
-    "prune --sweep": Command(("prune", "MODEL", *TEXTS, "--sweep", "--out", "OUT"),
-        file("curves.json", "{}")),
-    "convert": Command(("convert", "MODEL", *TEXTS, "--kv", "1", "--out", "OUT"),
-        file("heads.json", RECORD)),
-    "train": Command(("train", "TEXTS", "--model", "MODEL", "--out", "OUT"),
-        file("metrics.jsonl", ""), continues=True),
-    "study": Command(("study", "STUDY", "--out", "OUT"), file("study.json", '{"study": "a"}'),
-        continues=True),
+    "heads of a trace": Command(
+        ("heads", "TRACE", "--draw", "L0H0", "--out", "OUT"), file("head-a-0-light.svg", "")
+    ),
+    "prune": Command(
+        ("prune", "MODEL", *TEXTS, "--keep", "0.5", "--out", "OUT"), file("heads.json", RECORD)
+    ),
+    "prune --sweep": Command(
+        ("prune", "MODEL", *TEXTS, "--sweep", "--out", "OUT"), file("curves.json", "{}")
+    ),
+    "convert": Command(
+        ("convert", "MODEL", *TEXTS, "--kv", "1", "--out", "OUT"), file("heads.json", RECORD)
+    ),
+    "train": Command(
+        ("train", "TEXTS", "--model", "MODEL", "--out", "OUT"),
+        file("metrics.jsonl", ""),
+        continues=True,
+    ),
+    "study": Command(
+        ("study", "STUDY", "--out", "OUT"), file("study.json", '{"study": "a"}'), continues=True
+    ),
     "learn": Command(("learn", "003-2.1", "--html", "OUT"), file("003.html", "")),
     "demo": Command(("demo", "--out", "OUT"), file("headwise.toml", ""), continues=True),
-}  # fmt: skip
+}
 SUFFIXES = {"view --export": ".html", "cost --plot": ".svg", "trace --export": ".csv"}
 STUDY = Path(__file__).parents[1] / "studies" / "variants.toml"
 
@@ -329,10 +339,13 @@ def test_every_command_with_an_output_is_in_the_table():
 # --- Python functions -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("suffix", "save", "kind"), [
-    *((s, save_weights, "file of attention weights") for s in (".csv", ".json", ".npz")),
-    *((s, save_figure, "figure") for s in (".svg", ".png", ".pdf")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("suffix", "save", "kind"),
+    [
+        *((s, save_weights, "file of attention weights") for s in (".csv", ".json", ".npz")),
+        *((s, save_figure, "figure") for s in (".svg", ".png", ".pdf")),
+    ],
+)
 def test_a_file_is_replaced_by_its_kind_only(suffix, save, kind, tmp_path):
     path = tmp_path / f"a{suffix}"
     save(path)

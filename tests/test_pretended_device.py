@@ -205,16 +205,24 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "ablate to noise": (small_model, lambda m: ablated(m, "noise")),
     "head means": (small_model, lambda m: hw.head_means(m, [IDS])),
     "attention maps": (small_model, lambda m: hw.compute_attention_maps(m, IDS).rollout()),
-    "logit": (small_model,
-        lambda m: [share.value for share in hw.attribute_logit(m, IDS[:1]).heads]),
+    "logit": (
+        small_model,
+        lambda m: [share.value for share in hw.attribute_logit(m, IDS[:1]).heads],
+    ),
     "heads": (byte_model, lambda m: measures(hw.heads(m, TEXTS, tokenizer="bytes"))),
-    "heads of Clark et al.": (byte_model,
-        lambda m: measures(hw.heads(m, TEXTS, criteria="clark", tokenizer="bytes"))),
+    "heads of Clark et al.": (
+        byte_model,
+        lambda m: measures(hw.heads(m, TEXTS, criteria="clark", tokenizer="bytes")),
+    ),
     "parses": (conllu_examples.build_encoder, parses),
-    "padded task": (task_model,
-        lambda m: measures(hw.measure_heads(m, list_examples(m), options=FEW))),
-    "importance in a padded task": (task_model,
-        lambda m: ratings(hw.importance(m, list_examples(m)))),
+    "padded task": (
+        task_model,
+        lambda m: measures(hw.measure_heads(m, list_examples(m), options=FEW)),
+    ),
+    "importance in a padded task": (
+        task_model,
+        lambda m: ratings(hw.importance(m, list_examples(m))),
+    ),
     "evaluate": (task_model, lambda m: hw.evaluate(m, TASK, batches=1).metrics),
     "redundancy": (byte_model, lambda m: hw.measure_redundancy(m, byte_examples(m)).data),
     "prune": (byte_model, prune_by(0.5)),
@@ -225,10 +233,12 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "encoder-decoder": (translator, lambda m: hw.run_model(m, {"x": IDS, "source": IDS})),
     "tuple of ids": (small_model, lambda m: hw.run_model(m, (IDS,))),
     "tuple": (attention_of_torch, lambda m: trace_weights(m, (ROWS, ROWS, ROWS))),
-    "transformers": (lambda: ZOO["llama"].build().double(),
-        lambda m: trace_weights(m, {"input_ids": IDS})),
+    "transformers": (
+        lambda: ZOO["llama"].build().double(),
+        lambda m: trace_weights(m, {"input_ids": IDS}),
+    ),
     "texts of transformers": (ZOO["bert"].build, lambda m: ablated(m)),
-}  # fmt: skip
+}
 
 
 # --- The page -------------------------------------------------------------------------------------

@@ -174,10 +174,13 @@ def test_the_site_builds_without_warnings(tmp_path: Path):
     assert not re.search(r"(src|href)=\"https?://[^\"]*(googleapis|cdn|unpkg)", front)
 
 
-@pytest.mark.parametrize("name", [
-    "README.zh-CN.md",
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.zh.md")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.zh-CN.md",
+        *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.zh.md")),
+    ],
+)
 def test_no_line_ends_between_two_chinese_characters(name: str):
     """Browsers show a line break as a space, which Chinese does not have."""
     text = re.sub(

@@ -27,15 +27,22 @@ from headwise.viewer import open_model, view
 # The files that the arguments name; `model` looks like a folder of a model, so that only loading it
 # would show that it is not one.
 FILES = {
-    "model/headwise.toml": "format = 1\n", "texts.txt": "one\ntwo\nthree\n", "empty.txt": "",
-    "full/file": "here", "no_model/notes.txt": "here", "requests.jsonl": '{"prompt": "one"}\n',
-    "run/checkpoint/step": "here", "done/headwise.toml": "format = 1\n",
+    "model/headwise.toml": "format = 1\n",
+    "texts.txt": "one\ntwo\nthree\n",
+    "empty.txt": "",
+    "full/file": "here",
+    "no_model/notes.txt": "here",
+    "requests.jsonl": '{"prompt": "one"}\n',
+    "run/checkpoint/step": "here",
+    "done/headwise.toml": "format = 1\n",
     "study.toml": 'hypothesis = "h"\n[variants.mha]\n[tasks.recall]\n',
     "config.json": '{"model_type": "gpt2"}',
     "gpt2/config.json": '{"model_type": "gpt2", "n_layer": 2, "n_head": 4}',
     "vit/config.json": '{"model_type": "vit", "patch_size": 8, "image_size": 32}',
-    "part.py": "", "curves/curves.json": "{}", "pruned/heads.json": "{}",
-}  # fmt: skip
+    "part.py": "",
+    "curves/curves.json": "{}",
+    "pruned/heads.json": "{}",
+}
 TEXTS = "--data texts.txt"
 # Lines of "command line => what the error says".
 TABLE = Path(__file__).with_name("refusals.txt").read_text().splitlines()
@@ -118,14 +125,17 @@ def test_every_command_is_in_the_table():
     assert {line.split()[0] for line, _ in CASES} >= set(cli.COMMANDS)
 
 
-@pytest.mark.parametrize("line", [
-    "run model one",
-    f"heads model {TEXTS}",
-    f"prune model {TEXTS} --keep 0.5 --out new",
-    f"prune model --sweep {TEXTS} --out new",
-    f"convert model {TEXTS} --kv 1 --out new",
-    "trace model --text one --out a.trace",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run model one",
+        f"heads model {TEXTS}",
+        f"prune model {TEXTS} --keep 0.5 --out new",
+        f"prune model --sweep {TEXTS} --out new",
+        f"convert model {TEXTS} --kv 1 --out new",
+        "trace model --text one --out a.trace",
+    ],
+)
 @pytest.mark.usefixtures("no_loading")
 def test_good_arguments_reach_the_loading_that_is_patched(capsys, folder: Path, line: str):
     assert cli.main(line.split()) == 3
@@ -145,10 +155,13 @@ def test_mistakes_are_found_without_torch(folder: Path):
     assert len(lines) == len(LIGHT)
 
 
-@pytest.mark.parametrize(("command", "option", "names"), [
-    ("cost", "--profile", BACKEND_PROFILES),
-    ("why", "--when", backend_report.STATES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "option", "names"),
+    [
+        ("cost", "--profile", BACKEND_PROFILES),
+        ("why", "--when", backend_report.STATES),
+    ],
+)
 def test_help_lists_every_name(capsys, monkeypatch, command, option, names):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):

@@ -45,11 +45,14 @@ def test_version(capsys):
     assert run(capsys, "--version") == (0, f"headwise {hw.__version__}\n", "")
 
 
-@pytest.mark.parametrize("argv", [
-    ("spec", "gqa"),
-    ("walk", "mha", "--batch", "2", "--tokens", "3"),
-    ("why", "mla"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("spec", "gqa"),
+        ("walk", "mha", "--batch", "2", "--tokens", "3"),
+        ("why", "mla"),
+    ],
+)
 def test_json_is_one_document(capsys, argv: tuple[str, ...]):
     code, out, err = run(capsys, *argv, "--json")
     assert (code, err) == (0, "")
@@ -90,11 +93,14 @@ def test_pages_fit_a_terminal(capsys, name: str):
         assert max(map(len, lines)) <= 80, verb
 
 
-@pytest.mark.parametrize(("argv", "place"), [
-    (("transformer-base",), "encoder.0.attention"),
-    (("transformer-base", "--layer", "decoder.3.cross"), "decoder.3.cross"),
-    (("vit-base",), "encoder.0.attention"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "place"),
+    [
+        (("transformer-base",), "encoder.0.attention"),
+        (("transformer-base", "--layer", "decoder.3.cross"), "decoder.3.cross"),
+        (("vit-base",), "encoder.0.attention"),
+    ],
+)
 def test_walk_follows_an_attention_of_a_named_model(capsys, argv: tuple[str, ...], place: str):
     code, out, _ = run(capsys, "walk", *argv, "--batch 2 --tokens 3")
     assert code == 0
@@ -117,9 +123,15 @@ def test_a_spec_travels_through_a_file(capsys, tmp_path: Path):
 
 def test_set_changes_one_thing(capsys):
     argv = (
-        "spec", "gqa", "--set", "heads.kv=4", "--set", "modifiers.0.base=500000.0", "--set",
+        "spec",
+        "gqa",
+        "--set",
+        "heads.kv=4",
+        "--set",
+        "modifiers.0.base=500000.0",
+        "--set",
         "project.bias=qv",
-    )  # fmt: skip
+    )
     data = json.loads(run(capsys, *argv, "--json")[1])
     expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.parts.Rotary(base=500000.0),))
     assert hw.from_json(json.dumps(data["spec"])) == expected

@@ -22,10 +22,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of ours and of transformers that read bytes, and texts for them."""
     base = tmp_path_factory.mktemp("models")
     config = {
-        "model_type": "llama", "hidden_size": 24, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "head_dim": 6, "num_hidden_layers": 2, "intermediate_size": 20,
-        "vocab_size": 300, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "num_hidden_layers": 2,
+        "intermediate_size": 20,
+        "vocab_size": 300,
+        "max_position_embeddings": 64,
+    }
     save_byte_model(config, base / "ours")
     save_transformers_model("llama", base / "llama", num_key_value_heads=4, num_attention_heads=4)
     (base / "texts").write_text(TEXTS)
@@ -55,12 +61,18 @@ def test_one_command_converts_and_verifies_a_model(name, kind, folders, tmp_path
     assert any(note.startswith("pooling values loses") for note in done["notes"])
 
 
-@pytest.mark.parametrize(("options", "uses"), [
-    ((), []),
-    (("--align",), ["heads were aligned"]),
-    (("--uptrain", "2"), ["the model was retrained"]),
-    (("--grouping", "similar", "--align", "keys"), ["heads were grouped", "heads were aligned"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "uses"),
+    [
+        ((), []),
+        (("--align",), ["heads were aligned"]),
+        (("--uptrain", "2"), ["the model was retrained"]),
+        (
+            ("--grouping", "similar", "--align", "keys"),
+            ["heads were grouped", "heads were aligned"],
+        ),
+    ],
+)
 def test_notes_name_what_texts_were_used_for(options, uses, folders, tmp_path, capsys):
     verification = run_json(
         capsys,
@@ -82,9 +94,13 @@ def test_other_forms(form, folders, tmp_path, capsys):
     name, out = "gpt" if form.startswith("coll") else "ours", tmp_path / "out"
     if name == "gpt":
         config = {
-            "model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 1, "vocab_size": 300,
+            "model_type": "gpt2",
+            "n_embd": 24,
+            "n_head": 4,
+            "n_layer": 1,
+            "vocab_size": 300,
             "n_positions": 64,
-        }  # fmt: skip
+        }
         save_byte_model(config, tmp_path / "gpt")
     model = folders.get(name, tmp_path / "gpt")
     stdout = run_ok(

@@ -57,13 +57,16 @@ class Panic(BaseException):
     """As the panics of libraries written in Rust: no Exception."""
 
 
-@pytest.mark.parametrize("error", [
-    TypeError("a\nb"),
-    KeyError("x"),
-    RecursionError("deep"),
-    AssertionError(),
-    Panic("index out of bounds"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("a\nb"),
+        KeyError("x"),
+        RecursionError("deep"),
+        AssertionError(),
+        Panic("index out of bounds"),
+    ],
+)
 def test_an_internal_error_is_one_line_and_a_file(error, capsys, monkeypatch, tmp_path):
     def fail(argv: list[str]) -> int:
         raise error
@@ -97,15 +100,24 @@ def test_an_exception_without_a_text_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("headwise: error of headwise itself: Unprintable:")
 
 
-@pytest.mark.parametrize(("error", "line"), [
-    (OSError(errno.ENAMETOOLONG, "File name too long", "n" * 400),
-        f"cannot use '{'n' * 300}…': file name too long; give a shorter name"),
-    (PermissionError(errno.EACCES, "Permission denied", b"a"),
-        "cannot use 'a': permission denied; give a path that you may use"),
-    (OSError(errno.EMFILE, "Too many open files"),
-        "cannot go on: too many open files; allow more open files with ulimit -n"),
-    (OSError("a cannot be written: no; try b"), "a cannot be written: no; try b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "n" * 400),
+            f"cannot use '{'n' * 300}…': file name too long; give a shorter name",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", b"a"),
+            "cannot use 'a': permission denied; give a path that you may use",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            "cannot go on: too many open files; allow more open files with ulimit -n",
+        ),
+        (OSError("a cannot be written: no; try b"), "a cannot be written: no; try b"),
+    ],
+)
 def test_errors_of_the_system_have_a_path_and_a_remedy(error, line, capsys, monkeypatch):
     def fail(argv: list[str]) -> int:
         raise error
@@ -311,9 +323,13 @@ def test_training_ends_with_the_code_of_its_signal(number: int, code: int, tmp_p
     """Training handles both signals in the same way: it writes a checkpoint first."""
     argv = ["train", "copy", "--out", str(tmp_path / "run"), "--steps", "100000"]
     quick = (
-        "precision=fp32", "attention=plain", "rows=padded", "compile=off", "evaluate_batches=1",
+        "precision=fp32",
+        "attention=plain",
+        "rows=padded",
+        "compile=off",
+        "evaluate_batches=1",
         "batch=4",
-    )  # fmt: skip
+    )
     for setting in ("checkpoint_every=1", *quick):
         argv += ["--set", f"recipe.{setting}"]
     with subprocess.Popen(

@@ -50,12 +50,15 @@ def test_every_command_lists_its_options(command: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(("words", "expected"), [
-    (["he"], {"heads"}),
-    (["heads", "--js"], {"--json"}),
-    (["cost", "--cont"], {"--context"}),
-    (["heads", "RE"], set()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["he"], {"heads"}),
+        (["heads", "--js"], {"--json"}),
+        (["cost", "--cont"], {"--context"}),
+        (["heads", "RE"], set()),
+    ],
+)
 def test_bash_completes_commands_and_options(words: list[str], expected: set[str], tmp_path: Path):
     program = tmp_path / "headwise"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m headwise "$@"\n')

@@ -31,16 +31,20 @@ TEXTS = "The sea is wide.\nA head is small.\nSome heads are warm.\nNo head is co
 # The least arguments that each command needs; MODEL is a folder whose model has the part.
 MINIMAL = {
     "view": ["MODEL", "--export", "page.html", "--text", "The sea"],
-    "spec": ["mha"], "cost": ["mha"], "walk": ["mha"],
+    "spec": ["mha"],
+    "cost": ["mha"],
+    "walk": ["mha"],
     "train": ["recall", "--model", "MODEL", "--out", "out"],
-    "study": ["study.toml"], "run": ["MODEL", "The sea"], "sites": ["MODEL"],
+    "study": ["study.toml"],
+    "run": ["MODEL", "The sea"],
+    "sites": ["MODEL"],
     "heads": ["MODEL", "--data", "texts.txt"],
     "prune": ["MODEL", "--data", "texts.txt", "--out", "out", "--keep", "1"],
     "prune --sweep": ["MODEL", "--data", "texts.txt", "--out", "out"],
     "convert": ["MODEL", "--data", "texts.txt", "--out", "out", "--kv", "1"],
     "trace": ["MODEL", "--text", "The sea", "--out", "sea.trace"],
     "why": ["mha"],
-}  # fmt: skip
+}
 STUDY = """
 hypothesis = "Warm heads recall as much."
 baseline = "mha"
@@ -192,9 +196,17 @@ def test_a_model_with_the_part_runs_and_is_traced(capsys):
 
 def test_a_trained_model_records_the_part(capsys, tmp_path: Path):
     small = [
-        "--steps", "1", "--batch", "2", "--precision", "fp32", "--compile", "off", "--device",
+        "--steps",
+        "1",
+        "--batch",
+        "2",
+        "--precision",
+        "fp32",
+        "--compile",
+        "off",
+        "--device",
         "cpu",
-    ]  # fmt: skip
+    ]
     Path("long.txt").write_text(TEXTS * 40)
     argv = ["train", "long.txt", "--model", "model.toml", "--out", str(tmp_path), *small]
     code, _, err = run(capsys, *argv, "--import", "temperature.py", "--set", "task.tokens=bytes")

@@ -89,10 +89,13 @@ def test_json_has_numbers(capsys: pytest.CaptureFixture[str]):
     assert all("numbers" not in row for row in listed)
 
 
-@pytest.mark.parametrize(("word", "hint"), [
-    ("softmaxscale", "did you mean 'softmax-scale'?"),
-    ("qqq", "headwise learn --list names all entries and topics"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("softmaxscale", "did you mean 'softmax-scale'?"),
+        ("qqq", "headwise learn --list names all entries and topics"),
+    ],
+)
 def test_unknown_topic_is_one_line(word: str, hint: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["learn", word]) == 2
     error = capsys.readouterr().err

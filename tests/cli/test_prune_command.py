@@ -19,9 +19,12 @@ from support.saved_models import save_byte_model, save_transformers_model
 from support.tiny_configs import model_config
 
 KINDS = {
-    "gpt2": "resized", "llama": "transformers", "bert": "resized", "t5": "transformers",
+    "gpt2": "resized",
+    "llama": "transformers",
+    "bert": "resized",
+    "t5": "transformers",
     "bart": "resized",
-}  # fmt: skip
+}
 SLOW = ("gpt2", "bert", "t5")
 
 
@@ -157,10 +160,15 @@ def test_the_terminal_shows_progress_and_result(folders, tmp_path, capsys):
 
 def test_a_share_that_is_no_number_of_groups_is_reported(folders, tmp_path, capsys):
     config = {
-        "model_type": "llama", "hidden_size": 36, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "vocab_size": 300, "num_hidden_layers": 2,
-        "intermediate_size": 20, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 36,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 300,
+        "num_hidden_layers": 2,
+        "intermediate_size": 20,
+        "max_position_embeddings": 64,
+    }
     save_byte_model(config, tmp_path / "groups")
     stdout = run_ok(
         capsys,

@@ -30,9 +30,12 @@ from support.saved_models import save_byte_model
 from support.tiny_configs import model_config
 
 LINES = [
-    "<zh>20 November 2026", "<iso>3 May 1999", "<en>1999-05-03", "<en>2026-11-20",
+    "<zh>20 November 2026",
+    "<iso>3 May 1999",
+    "<en>1999-05-03",
+    "<en>2026-11-20",
     "<iso>7 June 1985",
-]  # fmt: skip
+]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -103,8 +106,17 @@ def test_a_text_is_answered_as_the_library_answers(run: Run, translator: Path):
         config=hw.DecodingConfig(top_p=0.9, top_k=20, repetition=1.3),
     )
     options = [
-        "--temperature", 0.9, "--seed", 7, "--top-p", 0.9, "--top-k", 20, "--repetition", 1.3,
-    ]  # fmt: skip
+        "--temperature",
+        0.9,
+        "--seed",
+        7,
+        "--top-p",
+        0.9,
+        "--top-k",
+        20,
+        "--repetition",
+        1.3,
+    ]
     assert run(translator, LINES[0], *short, *options)[1] == sample + "\n"
     best = generate(
         translator, LINES[0], config=hw.DecodingConfig(beams=4, best=3, length_penalty=0.5)

@@ -29,8 +29,17 @@ from headwise.util.files import read_lines
 from support import command_help
 
 SMALL = [
-    "--steps", "2", "--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu",
-]  # fmt: skip
+    "--steps",
+    "2",
+    "--batch",
+    "4",
+    "--precision",
+    "fp32",
+    "--compile",
+    "off",
+    "--device",
+    "cpu",
+]
 SMALL += ["--set", "recipe.evaluate_batches=1"]
 
 
@@ -214,8 +223,11 @@ def test_sites_lists_the_layers_of_a_description(capsys, monkeypatch, tmp_path, 
     assert main(["sites", name, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["sites"]
     counts = {
-        "layer.toml": (1, 4, 2), "model.toml": (6, 4, 4), "gqa": (1, 8, 2), "gpt3": (96, 96, 96),
-    }  # fmt: skip
+        "layer.toml": (1, 4, 2),
+        "model.toml": (6, 4, 4),
+        "gqa": (1, 8, 2),
+        "gpt3": (96, 96, 96),
+    }
     assert (len(rows), rows[0]["q"], rows[0]["kv"]) == counts[name]
 
 
@@ -320,12 +332,19 @@ def test_a_model_with_the_vocabulary_of_the_task_is_trained(tmp_path: Path):
     assert own.heads[0].table == "decoder"
 
 
-@pytest.mark.parametrize(("changes", "bytes_per_parameter", "tensors"), [
-    ({}, 16, "weights, gradients, first moments and second moments"),
-    ({"parallelism": "data=2,shards=2"}, 8, "weights, gradients, first moments and second moments"),
-    ({"parallelism": "shards=8"}, 4, "the whole weights"),
-    ({"device": "cuda"}, 16, "weights, gradients, first moments and second moments"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "bytes_per_parameter", "tensors"),
+    [
+        ({}, 16, "weights, gradients, first moments and second moments"),
+        (
+            {"parallelism": "data=2,shards=2"},
+            8,
+            "weights, gradients, first moments and second moments",
+        ),
+        ({"parallelism": "shards=8"}, 4, "the whole weights"),
+        ({"device": "cuda"}, 16, "weights, gradients, first moments and second moments"),
+    ],
+)
 def test_the_memory_of_training_is_that_of_ranks_and_device(
     changes, bytes_per_parameter, tensors, monkeypatch
 ):

@@ -21,9 +21,15 @@ TIME_LIMIT = 240.0  # seconds, after which a run counts as hanging
 # Operations of Python that change a folder, as `sys.audit` names them, before which a process may
 # be ended. Those with "ctypes" are the exchange of two folders.
 CHANGES = (
-    "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate", "os.symlink",
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.link",
+    "os.truncate",
+    "os.symlink",
     "ctypes.dlopen",
-)  # fmt: skip
+)
 WRITING = os.O_WRONLY | os.O_RDWR
 
 

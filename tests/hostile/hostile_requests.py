@@ -137,9 +137,17 @@ def check_job(view: ViewServer, client: TestClient, body: bytes) -> str:
 
 # A command gets one of these, so that no run begins: what it reads is not there, or is no model.
 NOTHING = (
-    "no-such-thing", "/dev/null", "", "\x00", "a" * 300, "../..", "-", "no\nmodel", "{}",
+    "no-such-thing",
+    "/dev/null",
+    "",
+    "\x00",
+    "a" * 300,
+    "../..",
+    "-",
+    "no\nmodel",
+    "{}",
     "gqa.toml",
-)  # fmt: skip
+)
 QUICK = (
     *("spec", "cost", "walk", "why", "sites"),
 )  # they answer at once, so that presets in hostile sizes are tried too

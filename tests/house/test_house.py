@@ -208,13 +208,19 @@ def test_control_flow_is_flat():
     check_none(deep)
 
 
-@pytest.mark.parametrize(("code", "expected"), [
-    ("def f():\n  return 1", 0),
-    ("def f(x):\n  if x:\n    pass\n  elif 1:\n    pass\n  elif 2:\n    pass\n  else:\n    " "pass",
-        1),
-    ("def f(x):\n  for y in x:\n    if y:\n      while 1:\n        with y:\n          pass", 4),
-    ("def f(x):\n  if x:\n    def g():\n      if x:\n        pass", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def f():\n  return 1", 0),
+        (
+            "def f(x):\n  if x:\n    pass\n  elif 1:\n    pass\n  elif 2:\n    pass\n  else:\n    "
+            "pass",
+            1,
+        ),
+        ("def f(x):\n  for y in x:\n    if y:\n      while 1:\n        with y:\n          pass", 4),
+        ("def f(x):\n  if x:\n    def g():\n      if x:\n        pass", 1),
+    ],
+)
 def test_depth_counts_nested_control_flow(code: str, expected: int):
     assert depth(ast.parse(code).body[0]) == expected
 
@@ -531,8 +537,15 @@ def judges(node: ast.AST) -> bool:
 def test_folders_of_tests_mirror_the_packages():
     """Tests of src/headwise/attention/cache are in tests/attention/cache; eight folders concern more than one."""
     whole = {
-        "anchors", "benchmarks", "contract", "crashes", "hostile", "house", "mutation", "support",
-    }  # fmt: skip
+        "anchors",
+        "benchmarks",
+        "contract",
+        "crashes",
+        "hostile",
+        "house",
+        "mutation",
+        "support",
+    }
     folders = {path.relative_to(ROOT / "tests").parent.as_posix() for path in TESTS} - whole - {"."}
     check_none(
         sorted(folder for folder in folders if not (SOURCE / folder / "__init__.py").is_file())
@@ -569,12 +582,15 @@ def test_letters_are_read_off_names():
     assert [letters(n) for n in ("q_BTHK", "o_B1HV", "rows", "kv_down")] == ["BTHK", "B1HV", "", ""]
 
 
-@pytest.mark.parametrize(("shapes", "fault"), [
-    (((3, 7, 5), (3, 11, 5), (1, 7)), ""),
-    (((3, 7, 5), (3, 11, 4), (1, 7)), "K=4"),
-    (((3, 7, 5), (3, 11, 5), (3, 6)), "T=6"),
-    (((3, 7), (3, 11, 5), (3, 7)), "not one axis for each"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shapes", "fault"),
+    [
+        (((3, 7, 5), (3, 11, 5), (1, 7)), ""),
+        (((3, 7, 5), (3, 11, 4), (1, 7)), "K=4"),
+        (((3, 7, 5), (3, 11, 5), (3, 6)), "T=6"),
+        (((3, 7), (3, 11, 5), (3, 7)), "not one axis for each"),
+    ],
+)
 def test_a_wrong_shape_is_caught(shapes, fault):
     tensors = [torch.zeros(shape) for shape in shapes]
     if not fault:

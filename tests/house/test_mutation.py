@@ -43,28 +43,31 @@ def after(operator: str, source: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("operator", "source", "expected"), [
-    ("comparison", "a < b == c", ["a <= b == c", "a < b != c"]),
-    ("comparison", "a in b", ["a not in b"]),
-    ("arithmetic", "a + b // c", ["a - b // c", "a + b * c"]),
-    ("arithmetic", "a *= b", ["a //= b"]),
-    ("arithmetic", "a / b & c", ["a / b | c", "a * b & c"]),
-    ("constant", "f(1, 0.5, True, 'x')", ["f(2, 0.5, True, 'x')", "f(1, 1.5, True, 'x')"]),
-    ("constant-down", "f(0, 2)", ["f(0, 1)"]),
-    ("and-or", "a and b", ["a or b"]),
-    ("not", "not a", ["a"]),
-    ("not", "-a", ["a"]),
-    ("extreme", "min(a, b.amax())", ["max(a, b.amax())", "min(a, b.amin())"]),
-    ("slice", "a[b:c]", ["a[b + 1:c]", "a[b:c + 1]"]),
-    ("negate", "a if b else c", ["a if not b else c"]),
-    ("negate", "if a:\n    b()", ["if not a:\n    b()"]),
-    ("boolean", "f(True)", ["f(False)"]),
-    ("operand", "a * b", ["a", "b"]),
-    ("operand", "a and b and c", ["b and c", "a and c", "a and b"]),
-    ("condition", "a if b else c", ["a", "c"]),
-    ("condition", "if a:\n    b()", ["if True:\n    b()", "if False:\n    b()"]),
-    ("statement", "'text'\na = 1\nb()", ["'text'\npass\nb()", "'text'\na = 1\npass"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("operator", "source", "expected"),
+    [
+        ("comparison", "a < b == c", ["a <= b == c", "a < b != c"]),
+        ("comparison", "a in b", ["a not in b"]),
+        ("arithmetic", "a + b // c", ["a - b // c", "a + b * c"]),
+        ("arithmetic", "a *= b", ["a //= b"]),
+        ("arithmetic", "a / b & c", ["a / b | c", "a * b & c"]),
+        ("constant", "f(1, 0.5, True, 'x')", ["f(2, 0.5, True, 'x')", "f(1, 1.5, True, 'x')"]),
+        ("constant-down", "f(0, 2)", ["f(0, 1)"]),
+        ("and-or", "a and b", ["a or b"]),
+        ("not", "not a", ["a"]),
+        ("not", "-a", ["a"]),
+        ("extreme", "min(a, b.amax())", ["max(a, b.amax())", "min(a, b.amin())"]),
+        ("slice", "a[b:c]", ["a[b + 1:c]", "a[b:c + 1]"]),
+        ("negate", "a if b else c", ["a if not b else c"]),
+        ("negate", "if a:\n    b()", ["if not a:\n    b()"]),
+        ("boolean", "f(True)", ["f(False)"]),
+        ("operand", "a * b", ["a", "b"]),
+        ("operand", "a and b and c", ["b and c", "a and c", "a and b"]),
+        ("condition", "a if b else c", ["a", "c"]),
+        ("condition", "if a:\n    b()", ["if True:\n    b()", "if False:\n    b()"]),
+        ("statement", "'text'\na = 1\nb()", ["'text'\npass\nb()", "'text'\na = 1\npass"]),
+    ],
+)
 def test_operators_make_their_described_change(operator: str, source: str, expected: list[str]):
     assert [text.replace('"""', "'") for text in after(operator, source)] == expected
 
@@ -190,14 +193,20 @@ def trial(function: str, operator: str, nth: int = 1, test: str = "test_small.py
     return Trial(function, Address("__init__.py", function, operator, nth), (test,))
 
 
-@pytest.mark.parametrize(("mutant", "verdict", "reason"), [
-    (trial("add", "constant"), "survived", "every test passes"),
-    (trial("add", "arithmetic"), "killed", ""),
-    (trial("<module>", "constant", 3), "broken", "the mutated module cannot be imported"),
-    (trial("add", "arithmetic", test="test_small.py::test_absent"), "broken",
-        "pytest cannot collect the tests, or a named test does not exist"),
-    (trial("loop", "arithmetic"), "timeout", "after 1 s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mutant", "verdict", "reason"),
+    [
+        (trial("add", "constant"), "survived", "every test passes"),
+        (trial("add", "arithmetic"), "killed", ""),
+        (trial("<module>", "constant", 3), "broken", "the mutated module cannot be imported"),
+        (
+            trial("add", "arithmetic", test="test_small.py::test_absent"),
+            "broken",
+            "pytest cannot collect the tests, or a named test does not exist",
+        ),
+        (trial("loop", "arithmetic"), "timeout", "after 1 s"),
+    ],
+)
 def test_verdicts(small: Path, mutant: Trial, verdict: str, reason: str):
     time_limit = (
         1.0 if verdict == "timeout" else 120.0

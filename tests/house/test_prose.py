@@ -21,13 +21,32 @@ IDIOMS = [
     *("says?", "said", "saying", "tells?", "told", "speaks?", "spoken", "hears?", "heard"),
     *("whoever", "whomever", "somebody", "anybody", "nobody", "everybody", "whom", "of whom"),
     *("who reads?", "who may", "who takes?", "who has", "who have", "who runs?", "who is"),
-    *("anew", "the same, ", "all that", "all of it", "so many", "as many as", "of which",
-        "makes? of it"),
-    *("lies where", "where they lie", "as they lie", "stands? in the place", "in the place of",
-        "by itself is"),
-    *("behind one another", "beside each other", "what is left", "the way back",
-        "on the way there"),
-]  # fmt: skip
+    *(
+        "anew",
+        "the same, ",
+        "all that",
+        "all of it",
+        "so many",
+        "as many as",
+        "of which",
+        "makes? of it",
+    ),
+    *(
+        "lies where",
+        "where they lie",
+        "as they lie",
+        "stands? in the place",
+        "in the place of",
+        "by itself is",
+    ),
+    *(
+        "behind one another",
+        "beside each other",
+        "what is left",
+        "the way back",
+        "on the way there",
+    ),
+]
 IDIOM = re.compile(rf"\b(?:{'|'.join(IDIOMS)})\b", re.IGNORECASE)
 # A docstring starts with what is returned or done, not with a clause that refers to something else.
 RIDDLE = re.compile(r"(What|Who|The same|Same|Those|It)\b")

@@ -301,14 +301,28 @@ REFUSED = (
 
 
 COMPUTED = {
-    "003-1.2": unit_keys, "003-2.1b": saturation, "003-2.2": steps_by_hand, "003-2.2b": variances,
-    "003-2.2c": learn.masked_change, "003-2.3b": four_matrices, "003-3.1b": ranks,
-    "003-3.1d": parameters_of_the_transformer, "003-3.1e": best_sources,
-    "003-4.3e": growth_by_length, "003-4.3f": kept_numbers, "003-3.2": gradients,
-    "003-4.1": table_of_layers, "003-4.1b": reversed_gru, "003-4.2b": permuted_convolution,
-    "003-4.2c": influence_of_others, "003-4.3": other_functions, "003-4.3b": window_pairs,
-    "003-4.3d": performers, "003-5.2": checkpointed_ratio, "003-5.2b": shifted_encoding,
-}  # fmt: skip
+    "003-1.2": unit_keys,
+    "003-2.1b": saturation,
+    "003-2.2": steps_by_hand,
+    "003-2.2b": variances,
+    "003-2.2c": learn.masked_change,
+    "003-2.3b": four_matrices,
+    "003-3.1b": ranks,
+    "003-3.1d": parameters_of_the_transformer,
+    "003-3.1e": best_sources,
+    "003-4.3e": growth_by_length,
+    "003-4.3f": kept_numbers,
+    "003-3.2": gradients,
+    "003-4.1": table_of_layers,
+    "003-4.1b": reversed_gru,
+    "003-4.2b": permuted_convolution,
+    "003-4.2c": influence_of_others,
+    "003-4.3": other_functions,
+    "003-4.3b": window_pairs,
+    "003-4.3d": performers,
+    "003-5.2": checkpointed_ratio,
+    "003-5.2b": shifted_encoding,
+}
 
 
 @pytest.mark.parametrize("id", learn.runnable("003", "12345"))

@@ -98,10 +98,13 @@ def test_topics_are_found(name: str):
     )
 
 
-@pytest.mark.parametrize(("name", "hint"), [
-    ("softmax-scael", "did you mean 'softmax-scale'?"),
-    ("nothing", "headwise learn --list names all"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("softmax-scael", "did you mean 'softmax-scale'?"),
+        ("nothing", "headwise learn --list names all"),
+    ],
+)
 def test_unknown_topics_name_the_nearest(name: str, hint: str):
     with pytest.raises(catalogue.UnknownTopic, match=re.escape(hint)):
         catalogue.find_entries(name)
@@ -122,12 +125,17 @@ def test_lines_fit_the_terminal():
         assert max(map(text_width, lines)) <= 82  # closing marks may stand beyond the margin
 
 
-@pytest.mark.parametrize(("quote", "text"), [
-    (r"\text{softmax}\left(\frac{QK^T}{\sqrt{d_k}}\right)V", "softmax(QK^T / √d_k)V"),
-    (r"\sum_{j=1}^n (|q - k_j|)", "Σ_(j=1)^n (|q - k_j|)"),
-    (r"PE_{(pos, 2i)} = \sin(pos/10000^{2i/d_{\text{model}}})",
-        "PE_(pos, 2i) = sin(pos/10000^(2i/d_model))"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("quote", "text"),
+    [
+        (r"\text{softmax}\left(\frac{QK^T}{\sqrt{d_k}}\right)V", "softmax(QK^T / √d_k)V"),
+        (r"\sum_{j=1}^n (|q - k_j|)", "Σ_(j=1)^n (|q - k_j|)"),
+        (
+            r"PE_{(pos, 2i)} = \sin(pos/10000^{2i/d_{\text{model}}})",
+            "PE_(pos, 2i) = sin(pos/10000^(2i/d_model))",
+        ),
+    ],
+)
 def test_formulas_are_plain_text(quote: str, text: str):
     assert plain_formula(quote) == text
 

@@ -276,10 +276,16 @@ def removals() -> dict:
 
 
 COMPUTED = {
-    "002-FF.1": collapse, "002-FF.1b": ranks, "002-FF.2": collaborative, "002-FF.3": pooling,
-    "002-FF.4": alignment, "002-FF.5": channels, "002-FF.6": gradients, "002-FF.7": densities,
+    "002-FF.1": collapse,
+    "002-FF.1b": ranks,
+    "002-FF.2": collaborative,
+    "002-FF.3": pooling,
+    "002-FF.4": alignment,
+    "002-FF.5": channels,
+    "002-FF.6": gradients,
+    "002-FF.7": densities,
     "002-FF.8": removals,
-}  # fmt: skip
+}
 
 
 @pytest.mark.lengthy

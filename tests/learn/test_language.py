@@ -30,14 +30,17 @@ def run(*argv: str, encoding: str, locale: str = "") -> tuple[int, bytes, bytes]
         return code, out.getvalue(), err.getvalue()
 
 
-@pytest.mark.parametrize(("option", "environment", "language"), [
-    (None, {}, "en"),
-    (None, {"LANG": "zh_CN.UTF-8"}, "zh"),
-    (None, {"LC_MESSAGES": "zh_TW", "LANG": "en_GB.UTF-8"}, "zh"),
-    (None, {"LC_ALL": "C", "LANG": "zh_CN.UTF-8"}, "en"),
-    ("en", {"LC_ALL": "zh_CN"}, "en"),
-    ("zh", {"LC_ALL": "de_DE.UTF-8"}, "zh"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "environment", "language"),
+    [
+        (None, {}, "en"),
+        (None, {"LANG": "zh_CN.UTF-8"}, "zh"),
+        (None, {"LC_MESSAGES": "zh_TW", "LANG": "en_GB.UTF-8"}, "zh"),
+        (None, {"LC_ALL": "C", "LANG": "zh_CN.UTF-8"}, "en"),
+        ("en", {"LC_ALL": "zh_CN"}, "en"),
+        ("zh", {"LC_ALL": "de_DE.UTF-8"}, "zh"),
+    ],
+)
 def test_the_option_decides_before_the_locale(option, environment, language, monkeypatch):
     for name in LOCALE_NAMES:
         monkeypatch.delenv(name, raising=False)

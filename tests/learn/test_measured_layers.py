@@ -154,8 +154,11 @@ def flops(name: str, n: int, d: int = 64) -> int:
 FIELDS = {"attention": TOKENS, "gru": TOKENS, "lstm": TOKENS, "convolution": 3}
 LAYERS_TO_REACH = {"attention": 1, "gru": 1, "lstm": 1, "convolution": TOKENS - 1}
 NUMBERS_KEPT = {
-    "attention": 2 * TOKENS * WIDTH, "gru": WIDTH, "lstm": 2 * WIDTH, "convolution": 2 * WIDTH,
-}  # fmt: skip
+    "attention": 2 * TOKENS * WIDTH,
+    "gru": WIDTH,
+    "lstm": 2 * WIDTH,
+    "convolution": 2 * WIDTH,
+}
 PARAMETERS = {
     "attention": 4 * WIDTH**2,
     "gru": 3 * (2 * WIDTH**2 + 2 * WIDTH),

@@ -131,10 +131,16 @@ def bigbird_share() -> float:
 
 
 COMPUTED = {
-    "003-6.1": entropies, "003-6.2": deviations, "003-6.4": periods,
-    "003-6.6": learn.heads_of_the_translator, "003-6.7": flipped_bit, "003-7.1": changed_queries,
-    "003-7.2": coupled_heads, "003-7.4": two_sentences, "003-8.3": pattern_shares,
-}  # fmt: skip
+    "003-6.1": entropies,
+    "003-6.2": deviations,
+    "003-6.4": periods,
+    "003-6.6": learn.heads_of_the_translator,
+    "003-6.7": flipped_bit,
+    "003-7.1": changed_queries,
+    "003-7.2": coupled_heads,
+    "003-7.4": two_sentences,
+    "003-8.3": pattern_shares,
+}
 
 
 @pytest.mark.parametrize("id", learn.runnable("003", "678"))

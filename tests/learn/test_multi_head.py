@@ -278,8 +278,15 @@ def ratios_of_weights() -> dict:
 # Width and heads as printed: 1706.03762, GPT-2, GPT-3, BERT, LLaMA, Llama 3, DeepSeek-V3, gpt-oss,
 # ViT.
 PUBLISHED = [
-    (512, 8), (1024, 16), (768, 12), (12288, 96), (768, 12), (8192, 64), (4096, 32), (7168, 128),
-]  # fmt: skip
+    (512, 8),
+    (1024, 16),
+    (768, 12),
+    (12288, 96),
+    (768, 12),
+    (8192, 64),
+    (4096, 32),
+    (7168, 128),
+]
 PUBLISHED += [(2880, 64), (2880, 64), (768, 12)]
 
 
@@ -297,14 +304,30 @@ SIZES = "queries and keys need equal channels, keys and values equal other sizes
 
 
 COMPUTED = {
-    "002-0d": chains, "002-2.1j": roles, "002-2.2e": far_keys, "002-2.6m": own_tokens,
-    "002-2.6n": ratios_of_weights, "002-1.1": diagonals, "002-2.1g": contributions,
-    "002-2.2b": coupling, "002-2.2c": support, "002-2.3b": intensities, "002-2.3c": roofline,
-    "002-2.4": two_heads_of_minilm, "002-2.5": shared_space, "002-2.5b": energy_share,
-    "002-2.6": own_weight, "002-2.6c": positional, "002-2.6j": learn.heads_of_the_translator,
-    "002-2.6k": published_heads, "002-2.6d": by_depth, "002-2.6e": spreads, "002-2.6h": heads_left,
-    "002-2.6l": gallery, "002-2.7b": learn.noisy_heads,
-}  # fmt: skip
+    "002-0d": chains,
+    "002-2.1j": roles,
+    "002-2.2e": far_keys,
+    "002-2.6m": own_tokens,
+    "002-2.6n": ratios_of_weights,
+    "002-1.1": diagonals,
+    "002-2.1g": contributions,
+    "002-2.2b": coupling,
+    "002-2.2c": support,
+    "002-2.3b": intensities,
+    "002-2.3c": roofline,
+    "002-2.4": two_heads_of_minilm,
+    "002-2.5": shared_space,
+    "002-2.5b": energy_share,
+    "002-2.6": own_weight,
+    "002-2.6c": positional,
+    "002-2.6j": learn.heads_of_the_translator,
+    "002-2.6k": published_heads,
+    "002-2.6d": by_depth,
+    "002-2.6e": spreads,
+    "002-2.6h": heads_left,
+    "002-2.6l": gallery,
+    "002-2.7b": learn.noisy_heads,
+}
 
 
 @pytest.mark.parametrize("id", learn.runnable("002", "012"))

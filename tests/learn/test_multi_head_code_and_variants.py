@@ -82,10 +82,14 @@ REFUSED = "mask [2, 5, 12] does not broadcast to [2, 3, 5, 5]; give it one of th
 
 
 COMPUTED = {
-    "002-4.2d": gates_of_two_stages, "002-3.1": hidden_row, "002-3.3b": learn.masked_change,
-    "002-3.3c": learn.changed_source, "002-3.3d": cross_alignment, "002-4.2c": balance,
+    "002-4.2d": gates_of_two_stages,
+    "002-3.1": hidden_row,
+    "002-3.3b": learn.masked_change,
+    "002-3.3c": learn.changed_source,
+    "002-3.3d": cross_alignment,
+    "002-4.2c": balance,
     "002-4.3": composed_cost,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("id", learn.runnable("002", "34"))

@@ -126,10 +126,17 @@ TOO_LONG = (
     "give shorter input"
 )
 COMPUTED = {
-    "000-0b": dilution, "000-0c": read_outs, "000-1": gru_range, "000-1c": alibi,
-    "000-1.1b": nearest_keys, "000-1i": similarities, "000-1.2.1c": nonlinearity,
-    "000-1.2.2": biases, "000-1.2.2c": weights_by_content, "000-1.2.3": cat_and_dog,
-}  # fmt: skip
+    "000-0b": dilution,
+    "000-0c": read_outs,
+    "000-1": gru_range,
+    "000-1c": alibi,
+    "000-1.1b": nearest_keys,
+    "000-1i": similarities,
+    "000-1.2.1c": nonlinearity,
+    "000-1.2.2": biases,
+    "000-1.2.2c": weights_by_content,
+    "000-1.2.3": cat_and_dog,
+}
 
 
 @pytest.mark.parametrize("id", learn.runnable("000"))

@@ -95,8 +95,12 @@ def look_ups() -> dict:
     }
     numbers["inverse"] = (40 / 6 + 43 + 48) / (1 / 6 + 2)
     names = {
-        "kernel_0_5": 0.5, "kernel_1": 1.0, "kernel_2": 2.0, "kernel_5": 5.0, "kernel_10": 10.0,
-    }  # fmt: skip
+        "kernel_0_5": 0.5,
+        "kernel_1": 1.0,
+        "kernel_2": 2.0,
+        "kernel_5": 5.0,
+        "kernel_10": 10.0,
+    }
     return numbers | {name: kernel(width) for name, width in names.items()}
 
 
@@ -129,10 +133,17 @@ SIZES = "queries and keys need equal channels, keys and values equal other sizes
 
 
 COMPUTED = {
-    "001-3": diversity, "001-3b": learn.noisy_heads, "001-3e": distances,
-    "001-4e": largest_singular_values, "001-4": saturation, "001-4b": variance_ratios,
-    "001-4c": moments, "004-1c": look_ups, "004-4": learn.changed_source, "004-5": training,
-}  # fmt: skip
+    "001-3": diversity,
+    "001-3b": learn.noisy_heads,
+    "001-3e": distances,
+    "001-4e": largest_singular_values,
+    "001-4": saturation,
+    "001-4b": variance_ratios,
+    "001-4c": moments,
+    "004-1c": look_ups,
+    "004-4": learn.changed_source,
+    "004-5": training,
+}
 
 
 @pytest.mark.parametrize("id", learn.runnable("001") + learn.runnable("004"))

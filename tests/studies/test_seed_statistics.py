@@ -166,11 +166,18 @@ def test_readouts():
         },
     }
     expected = {
-        "a": 0.9, "a on longer": 0.3, "a after half": 0.7, "change of a on longer": -0.6,
-        "change of a after half": -0.2, "learning of a": 0.3, "entropy of a": 1.5,
-        "entropy of a at step 0": 2.0, "entropy of a on longer": 2.5, "diversity of a": 0.25,
+        "a": 0.9,
+        "a on longer": 0.3,
+        "a after half": 0.7,
+        "change of a on longer": -0.6,
+        "change of a after half": -0.2,
+        "learning of a": 0.3,
+        "entropy of a": 1.5,
+        "entropy of a at step 0": 2.0,
+        "entropy of a on longer": 2.5,
+        "diversity of a": 0.25,
         "residual of a": 0.625,
-    }  # fmt: skip
+    }
     assert {text: Readout.parse(text).read(cell, "accuracy") for text in expected} == pytest.approx(
         expected
     )

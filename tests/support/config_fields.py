@@ -150,8 +150,14 @@ def tiny_config(family: str, architecture: str) -> dict[str, Any]:
 
 
 EXPERT_FAMILIES = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe",
-)  # fmt: skip
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "olmoe",
+)
 
 # --- Values of fields -----------------------------------------------------------------------------
 

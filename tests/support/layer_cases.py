@@ -33,9 +33,16 @@ from headwise.costs.part_checks import (
 )
 
 __all__ = [
-    "BATCH", "SOURCE", "TOKENS", "WIDTH", "as_causal", "as_cross_attention", "base", "layer",
+    "BATCH",
+    "SOURCE",
+    "TOKENS",
+    "WIDTH",
+    "as_causal",
+    "as_cross_attention",
+    "base",
+    "layer",
     "sequence_infos",
-]  # fmt: skip
+]
 __all__ += ["core_flops", "supporting_backends", "tensors"]
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
 

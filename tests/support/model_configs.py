@@ -42,15 +42,22 @@ def gemma_3_1b() -> ModelSpec:
 
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
 
 
 YARN = {
-    "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
     "mscale_all_dim": 1.0,
-}  # fmt: skip
+}
 YARN |= {"original_max_position_embeddings": 4096}
 
 

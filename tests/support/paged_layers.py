@@ -28,11 +28,15 @@ SPECS = {
     "gaps": {"heads": 4, "kv": 2, "pattern": "dilated(7, 3)"},
     "prefix": {"heads": 4, "kv": 2, "pattern": "prefix(3)"},
     "alibi": {"heads": 6, "kv": 3, "modifiers": MODIFIERS["alibi"]},
-    "t5 in a window": {"heads": 4, "kv": 2, "modifiers": MODIFIERS["t5"],
-        "pattern": "window(13) | first(2)"},
+    "t5 in a window": {
+        "heads": 4,
+        "kv": 2,
+        "modifiers": MODIFIERS["t5"],
+        "pattern": "window(13) | first(2)",
+    },
     "cap": {"heads": 4, "kv": 2, "modifiers": (hw.parts.Softcap(0.7), hw.parts.Alibi())},
     "sink": {"heads": 4, "kv": 2, "normaliser": hw.parts.SinkSoftmax()},
-}  # fmt: skip
+}
 
 
 def build_layer(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:

@@ -40,10 +40,17 @@ DEVICE_KERNELS = (
     "CUDA:",
 )  # of a custom operator that runs on devices
 WAITING = (
-    "aten::_local_scalar_dense", "aten::bincount", "aten::equal", "aten::is_nonzero", "aten::item",
-    "aten::masked_select", "aten::nonzero", "aten::repeat_interleave", "aten::_unique2",
+    "aten::_local_scalar_dense",
+    "aten::bincount",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::item",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::repeat_interleave",
+    "aten::_unique2",
     "aten::unique_consecutive",
-)  # fmt: skip
+)
 WAITS: Counter[str] = Counter()
 REGISTERED: list[Any] = []
 MISSING: set[torch.dtype] = set()

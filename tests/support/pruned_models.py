@@ -41,9 +41,14 @@ def make_model_spec(
         else (bp.OutputHeadSpec("tokens", words),)
     )
     stacks = (
-        bp.StackSpec.from_blocks("encoder" if kind != "decoder" else kind, 24, [own] * blocks,
-            embedding=embedding, norm=bp.NormSpec()),
-    )  # fmt: skip
+        bp.StackSpec.from_blocks(
+            "encoder" if kind != "decoder" else kind,
+            24,
+            [own] * blocks,
+            embedding=embedding,
+            norm=bp.NormSpec(),
+        ),
+    )
     if kind == "encoder-decoder":
         both = bp.BlockSpec(make_attention(), cross=make_attention("full"), feed=feed)
         stacks += (
@@ -105,8 +110,11 @@ def _tokens(ids: torch.Tensor) -> TokenAnnotations:
 KEEP = {
     "decoder": {"decoder.0.attention": [1, 2], "decoder.1.attention": [3]},
     "encoder": {"encoder.0.attention": [0, 1, 2], "encoder.1.attention": [2]},
-    "encoder-decoder": {"encoder.1.attention": [2, 3], "decoder.0.cross": [0],
-        "decoder.1.attention": [1, 3]},
+    "encoder-decoder": {
+        "encoder.1.attention": [2, 3],
+        "decoder.0.cross": [0],
+        "decoder.1.attention": [1, 3],
+    },
     "vision": {"encoder.0.attention": [0, 3], "encoder.1.attention": [1]},
-}  # fmt: skip
+}
 KINDS = tuple(KEEP)

@@ -32,9 +32,13 @@ from headwise.util.files import write_atomically
 
 IDS, LONGEST = 11, 7
 QUICK = {
-    "precision": "fp32", "compile": "off", "attention": "fused", "rows": "padded", "device": "cpu",
+    "precision": "fp32",
+    "compile": "off",
+    "attention": "fused",
+    "rows": "padded",
+    "device": "cpu",
     "evaluate_batches": 1,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

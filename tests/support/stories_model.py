@@ -19,10 +19,16 @@ from support.tiny_configs import model_config
 
 SPECIALS = ("<unk>", "<s>", "</s>")
 LAYER_NAMES = {
-    "attention_norm": "input_layernorm", "wq": "self_attn.q_proj", "wk": "self_attn.k_proj",
-    "wv": "self_attn.v_proj", "wo": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-    "w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj",
-}  # fmt: skip
+    "attention_norm": "input_layernorm",
+    "wq": "self_attn.q_proj",
+    "wk": "self_attn.k_proj",
+    "wv": "self_attn.v_proj",
+    "wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "w1": "mlp.gate_proj",
+    "w2": "mlp.down_proj",
+    "w3": "mlp.up_proj",
+}
 
 
 def read_pieces(file: Path) -> list[tuple[str, float]]:

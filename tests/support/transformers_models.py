@@ -94,32 +94,42 @@ ZOO = {
     "qwen3": _causal("Qwen3"),
     "mistral": _causal("Mistral", sliding_window=5),
     "gemma2": _causal("Gemma2", sliding_window=5, query_pre_attn_scalar=8),
-    "gemma3": _causal("Gemma3", sliding_window=5,
-        layer_types=LOCAL)._replace(config="Gemma3TextConfig"),
+    "gemma3": _causal("Gemma3", sliding_window=5, layer_types=LOCAL)._replace(
+        config="Gemma3TextConfig"
+    ),
     "gpt-oss": _causal("GptOss", sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
     "t5": TransformersModel("T5ForConditionalGeneration", "T5Config", T5, ".o", "both"),
-    "bart": TransformersModel("BartForConditionalGeneration", "BartConfig", BART, "out_proj",
-        "both"),
+    "bart": TransformersModel(
+        "BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both"
+    ),
     "marian": TransformersModel("MarianMTModel", "MarianConfig", BART, "out_proj", "both"),
-    "whisper": TransformersModel("WhisperForConditionalGeneration", "WhisperConfig", WHISPER,
-        "out_proj", "sound"),
+    "whisper": TransformersModel(
+        "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "out_proj", "sound"
+    ),
     "vit": TransformersModel("ViTModel", "ViTConfig", VIT, "o_proj|output.dense", "pixels"),
-    "deepseek": _causal("DeepseekV3", num_key_value_heads=HEADS, **EXPERTS,
-        **(MLA | {"head_dim": 4})),
+    "deepseek": _causal(
+        "DeepseekV3", num_key_value_heads=HEADS, **EXPERTS, **(MLA | {"head_dim": 4})
+    ),
     "olmo2": _causal("Olmo2"),
     "phi3": _causal("Phi3"),
-}  # fmt: skip
+}
 # Those that ask no interface.
 FALLBACK = {
-    "gptj": TransformersModel("GPTJForCausalLM", "GPTJConfig", _with(GPT, rotary_dim=4),
-        "out_proj"),
-    "bloom": TransformersModel("BloomForCausalLM", "BloomConfig",
-        {"hidden_size": WIDE, "vocab_size": WORDS} | GPT, "dense"),
+    "gptj": TransformersModel(
+        "GPTJForCausalLM", "GPTJConfig", _with(GPT, rotary_dim=4), "out_proj"
+    ),
+    "bloom": TransformersModel(
+        "BloomForCausalLM", "BloomConfig", {"hidden_size": WIDE, "vocab_size": WORDS} | GPT, "dense"
+    ),
     "falcon": TransformersModel("FalconForCausalLM", "FalconConfig", FALCON, "dense"),
     "deberta-v2": TransformersModel("DebertaV2Model", "DebertaV2Config", BERT, "output.dense"),
-    "longformer": TransformersModel("LongformerModel", "LongformerConfig",
-        _with(BERT, attention_window=4, pad_token_id=0), "output.dense"),
-}  # fmt: skip
+    "longformer": TransformersModel(
+        "LongformerModel",
+        "LongformerConfig",
+        _with(BERT, attention_window=4, pad_token_id=0),
+        "output.dense",
+    ),
+}
 
 
 def run_model(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:

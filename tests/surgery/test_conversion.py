@@ -25,9 +25,15 @@ from support.importance_examples import (
 from support.refusals import refused_cases
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6,
-    "head_dim": 4, "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": WORDS,
+}
 ALIGNED = Pool(2, align="both", grouping="similar")
 
 
@@ -59,11 +65,14 @@ def test_pooling_takes_means_of_neighbours():
     assert done.after.cache(batch=1, capacity=5).nbytes * 2 == net.cache(batch=1, capacity=5).nbytes
 
 
-@pytest.mark.parametrize("build", [
-    lambda: build_model(LLAMA),
-    lambda: build_model(BERT | {"num_attention_heads": 4}),
-    translator,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: build_model(LLAMA),
+        lambda: build_model(BERT | {"num_attention_heads": 4}),
+        translator,
+    ],
+)
 def test_alignment_keeps_the_outputs_before_pooling(build):
     net = with_random_biases(build())
     kv = {spec.heads.kv for _, spec in net.spec.attention_specs()}

@@ -101,14 +101,17 @@ def texts_of(net: Transformer, examples: list[Example], objective: Any = None) -
 MODELS: dict[str, Any] = {
     "gpt2": lambda: (build_model(GPT2), make_examples(build_model(GPT2)), None),
     "llama": lambda: (build_model(LLAMA), placed(build_model(LLAMA)), None),
-    "bert": lambda: (build_model(BERT), make_examples(build_model(BERT)),
-        MaskedTokenLoss(mask_id=3, mask_fraction=0.4)),
+    "bert": lambda: (
+        build_model(BERT),
+        make_examples(build_model(BERT)),
+        MaskedTokenLoss(mask_id=3, mask_fraction=0.4),
+    ),
     "t5": lambda: (build_model(T5), make_examples(build_model(T5)), None),
     "translator": lambda: (translator(), make_examples(translator()), None),
     "label of the first": lambda: (classifier("first"), labelled(classifier("first")), None),
     "label of the mean": lambda: (classifier("mean"), labelled(classifier("mean")), None),
     "frames": lambda: (listener(), audio_examples(), None),
-}  # fmt: skip
+}
 
 
 # --- lessons --------------------------------------------------------------------------------------

@@ -65,8 +65,11 @@ RESULTS = {
     "mixtral": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
 }
 NEOX = {
-    "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-}  # fmt: skip
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
     **ZOO,

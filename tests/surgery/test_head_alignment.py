@@ -30,10 +30,19 @@ from support.refusals import refused_cases
 
 # Whose heads lie in a way that something sees, by side.
 UNSUPPORTED_BY_SIDE = {
-    "k": {"Additive", "Collaborative", "FeatureMap", "KnockingHeads", "MLAProjection",
-        "Overlapping", "Shaw", "SumNormaliser", "ValueProjection"},
+    "k": {
+        "Additive",
+        "Collaborative",
+        "FeatureMap",
+        "KnockingHeads",
+        "MLAProjection",
+        "Overlapping",
+        "Shaw",
+        "SumNormaliser",
+        "ValueProjection",
+    },
     "v": {"KnockingHeads", "Overlapping", "OutputGate", "Shaw", "SumMerge"},
-}  # fmt: skip
+}
 MIXING_PARTS = {"Differential0", "Differential1", "TalkingHeads2", "TalkingHeads3"}
 
 

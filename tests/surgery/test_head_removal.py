@@ -33,9 +33,16 @@ from support.importance_examples import (
 from support.refusals import refused_cases
 
 T5 = {
-    "model_type": "t5", "d_model": 12, "d_kv": 5, "num_heads": 3, "num_layers": 3, "d_ff": 20,
-    "vocab_size": WORDS, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
-}  # fmt: skip
+    "model_type": "t5",
+    "d_model": 12,
+    "d_kv": 5,
+    "num_heads": 3,
+    "num_layers": 3,
+    "d_ff": 20,
+    "vocab_size": WORDS,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
 PLACEMENTS = ("pre", "post", "post_sublayer", "sandwich", "parallel", "parallel_two_norms")
 
 

@@ -222,9 +222,12 @@ def besides(folder: Path) -> None:
     """
     (folder / "1_Pooling").mkdir()
     expected = (
-        "1_Pooling/config.json", "modules.json", "vocab.json", "merges.txt",
+        "1_Pooling/config.json",
+        "modules.json",
+        "vocab.json",
+        "merges.txt",
         "tokenizer_config.json",
-    )  # fmt: skip
+    )
     for name in (
         *expected,
         *("training_args.bin", "modeling_own.py", "optimizer.pt", "1_Pooling/own.py"),
@@ -555,15 +558,19 @@ LOADER = "load_model.py"
 HARM: list[tuple[Harm, str]] = [
     (edit(LOADER, lambda text: text + "\n"), "load_model.py does not match its checksum"),
     (lambda f: (f / LOADER).unlink(), "load_model.py is missing, but heads.json lists it"),
-    (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]),
-        f"{WEIGHTS} is truncated"),
+    (
+        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]),
+        f"{WEIGHTS} is truncated",
+    ),
     (edit(RECORD_FILE, lambda text: text[:40]), "heads.json is not JSON"),
     (swap('"format": 1', '"format": 2'), "format = 2; this version"),
     (swap('"kind": "resized"', '"kind": "own"'), "kind = 'own', not one of"),
     (swap('"model":', '"modell":'), "lacks fields of a folder of kind"),
-    (lambda f: (f / RECORD_FILE).write_text(json.dumps(record(f) | {"files": []})),
-        "files = \\[\\] is not a table"),
-]  # fmt: skip
+    (
+        lambda f: (f / RECORD_FILE).write_text(json.dumps(record(f) | {"files": []})),
+        "files = \\[\\] is not a table",
+    ),
+]
 
 
 def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path, here: None):
@@ -604,9 +611,12 @@ def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(place, name, fails)
 
 
-@pytest.mark.parametrize(("call", "after"), [
-    *(("os.fsync", 0), ("os.fsync", 3), ("os.rename", 0), ("folders_shards.save_file", 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [
+        *(("os.fsync", 0), ("os.fsync", 3), ("os.rename", 0), ("folders_shards.save_file", 0)),
+    ],
+)
 def test_a_failing_disk_leaves_no_folder(call, after, tmp_path, here, monkeypatch):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     with monkeypatch.context() as patch:

@@ -13,14 +13,28 @@ from headwise.surgery.head_alignment import CrossProducts
 from headwise.surgery.head_grouping import collect_kv_statistics
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3,
-    "num_hidden_layers": 2, "vocab_size": 17, "intermediate_size": 8, "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 12,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 17,
+    "intermediate_size": 8,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 T5 = {
-    "model_type": "t5", "d_model": 10, "d_kv": 4, "num_heads": 3, "num_layers": 1, "d_ff": 8,
-    "vocab_size": 17, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 9,
-}  # fmt: skip
+    "model_type": "t5",
+    "d_model": 10,
+    "d_kv": 4,
+    "num_heads": 3,
+    "num_layers": 1,
+    "d_ff": 8,
+    "vocab_size": 17,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 9,
+}
 
 
 def net(config) -> hw.models.Transformer:

@@ -46,8 +46,13 @@ NEEDLESS = {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 3)}
 GROUPED = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}
 BRIEF: dict[str, Any] = {"steps": 4, "batch": 4, "every": 2}
 LONG: dict[str, Any] = {
-    "steps": 80, "batch": 8, "every": 40, "freeze": "model", "alpha": 1.0, "gates_rate": 0.15,
-}  # fmt: skip
+    "steps": 80,
+    "batch": 8,
+    "every": 40,
+    "freeze": "model",
+    "alpha": 1.0,
+    "gates_rate": 0.15,
+}
 
 
 def needy(needless: dict[str, tuple[int, ...]], seed: int = 0, **config: Any) -> Transformer:
@@ -55,9 +60,13 @@ def needy(needless: dict[str, tuple[int, ...]], seed: int = 0, **config: Any) ->
     anybody.
     """
     options = {
-        "model_type": "gpt2", "n_embd": 20, "n_head": 4, "n_layer": 2, "vocab_size": WORDS,
+        "model_type": "gpt2",
+        "n_embd": 20,
+        "n_head": 4,
+        "n_layer": 2,
+        "vocab_size": WORDS,
         "n_positions": 32,
-    }  # fmt: skip
+    }
     net = with_uneven_attention(
         hw.build(hw.families.read_model_spec(config or options), seed=seed), 3.0
     ).float()

@@ -93,12 +93,20 @@ FUSED_HEAD = 3 * DIM * (WIDE + 1) + DIM * WIDE
 CASES = {
     "one of each group": (Grouped, GROUPED, [(0, 1), (0, 2), (0, 5)], 3 * QUERY_HEAD),
     "a whole group": (Grouped, GROUPED, [(1, 2), (1, 3)], 2 * QUERY_HEAD + KV_HEAD),
-    "groups of two layers": (Grouped, GROUPED, [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)],
-        6 * QUERY_HEAD + 3 * KV_HEAD),
+    "groups of two layers": (
+        Grouped,
+        GROUPED,
+        [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)],
+        6 * QUERY_HEAD + 3 * KV_HEAD,
+    ),
     "by projection": (lambda: Fused(False), FUSED, [(0, 0), (0, 4), (1, 5)], 3 * FUSED_HEAD),
-    "by head": (lambda: Fused(True), replace(FUSED, fused="by head"), [(0, 0), (0, 4), (1, 5)],
-        3 * FUSED_HEAD),
-}  # fmt: skip
+    "by head": (
+        lambda: Fused(True),
+        replace(FUSED, fused="by head"),
+        [(0, 0), (0, 4), (1, 5)],
+        3 * FUSED_HEAD,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -221,12 +229,15 @@ def test_a_declaration_that_does_not_fit_the_module_is_refused(site: Any, reason
 VISION_HEAD = 3 * VISION_DIM * (VISION_WIDE + 1) + VISION_DIM * VISION_WIDE
 
 
-@pytest.mark.parametrize(("name", "removed"), [
-    ("timm vit", VISION_HEAD),
-    ("timm deit", VISION_HEAD),
-    ("timm maxvit", VISION_HEAD),
-    ("vit-pytorch", VISION_HEAD - 3 * VISION_DIM),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "removed"),
+    [
+        ("timm vit", VISION_HEAD),
+        ("timm deit", VISION_HEAD),
+        ("timm maxvit", VISION_HEAD),
+        ("vit-pytorch", VISION_HEAD - 3 * VISION_DIM),
+    ],
+)
 @torch.no_grad()
 def test_modules_of_vision_libraries_are_pruned_without_a_declaration(name: str, removed: int):
     """Rows of the fused projection lie by projection, or by head in MaxViT; vit-pytorch's has no

@@ -57,17 +57,29 @@ def test_groups_go_whole_and_the_cache_with_them():
     assert 3 * now == 2 * was
 
 
-@pytest.mark.parametrize(("amount", "scope", "note"), [
-    (0.5, "layer",
-        "keep=0.5 was rounded to whole key-value groups: 4 of 6 heads (0.667) in each layer"),
-    (0.5, "stack",
-        "keep=0.5 was rounded to whole key-value groups: 4 of 6 heads (0.667) in each layer"),
-    (7, "model",
-        "keep=7 was rounded to whole key-value groups: 6 of 12 heads (0.500) in the model"),
-    (2 / 3, "layer", None),
-    (0.5, "model", None),
-    (4, "layer", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("amount", "scope", "note"),
+    [
+        (
+            0.5,
+            "layer",
+            "keep=0.5 was rounded to whole key-value groups: 4 of 6 heads (0.667) in each layer",
+        ),
+        (
+            0.5,
+            "stack",
+            "keep=0.5 was rounded to whole key-value groups: 4 of 6 heads (0.667) in each layer",
+        ),
+        (
+            7,
+            "model",
+            "keep=7 was rounded to whole key-value groups: 6 of 12 heads (0.500) in the model",
+        ),
+        (2 / 3, "layer", None),
+        (0.5, "model", None),
+        (4, "layer", None),
+    ],
+)
 def test_rounding_to_whole_groups_is_noted(amount: float, scope: str, note: str | None):
     done = prune(build_model(LLAMA), KeepTop(amount, HeadRanking("random"), scope=scope))
     notes = [line for line in done.plan.notes if "rounded" in line]

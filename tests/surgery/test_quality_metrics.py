@@ -106,12 +106,15 @@ def test_a_difference_is_that_of_the_same_texts():
     assert describe_change(row._replace(change=None)) == "not compared"
 
 
-@pytest.mark.parametrize(("shift", "count", "verdict"), [
-    (0.5, 5, "undecided, too few texts"),
-    (0.5, 6, "worse"),
-    (1e-8, 5, "no difference shown"),
-    (1e-8, 9, "no difference shown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shift", "count", "verdict"),
+    [
+        (0.5, 5, "undecided, too few texts"),
+        (0.5, 6, "worse"),
+        (1e-8, 5, "no difference shown"),
+        (1e-8, 9, "no difference shown"),
+    ],
+)
 def test_equal_changes_of_few_texts_decide_nothing(shift: float, count: int, verdict: str):
     before = [TextCounts({"loss": 2.0 + n}, 1) for n in range(count)]
     after = [TextCounts({"loss": 2.0 + n + shift}, 1) for n in range(count)]
@@ -122,15 +125,18 @@ def estimate(value: float) -> IntervalEstimate:
     return IntervalEstimate(value, value, value)
 
 
-@pytest.mark.parametrize(("before", "after", "change", "verdict"), [
-    (69.0, 0.0, (-69.0, -100.0, 0.0), "undecided, too few texts"),
-    (69.0, 0.0, (-69.0, -90.0, -40.0), "worse"),
-    (69.0, 68.0, (-1.0, -4.0, 2.0), "no difference shown"),
-    (69.0, 68.0, (-1.0, -9.0, 2.0), "undecided, too few texts"),
-    (0.0, 0.0, (0.0, 0.0, 0.0), "no difference shown"),
-    (0.0, 0.4, (0.4, 0.0, 0.8), "undecided, too few texts"),
-    (math.nan, 0.4, (math.nan,) * 3, "not compared"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after", "change", "verdict"),
+    [
+        (69.0, 0.0, (-69.0, -100.0, 0.0), "undecided, too few texts"),
+        (69.0, 0.0, (-69.0, -90.0, -40.0), "worse"),
+        (69.0, 68.0, (-1.0, -4.0, 2.0), "no difference shown"),
+        (69.0, 68.0, (-1.0, -9.0, 2.0), "undecided, too few texts"),
+        (0.0, 0.0, (0.0, 0.0, 0.0), "no difference shown"),
+        (0.0, 0.4, (0.4, 0.0, 0.8), "undecided, too few texts"),
+        (math.nan, 0.4, (math.nan,) * 3, "not compared"),
+    ],
+)
 def test_no_difference_is_shown_by_narrow_intervals_alone(before, after, change, verdict):
     row = MetricRow("BLEU", "higher", estimate(after), estimate(before), IntervalEstimate(*change))
     assert describe_change(row) == verdict

@@ -31,9 +31,14 @@ CONFIG = {
     "device": "cpu",
 }
 STEP = {
-    "event": "step", "step": 3, "loss": 0.5, "rate": 0.1, "tokens_per_second": 1e4, "mfu": 0.25,
+    "event": "step",
+    "step": 3,
+    "loss": 0.5,
+    "rate": 0.1,
+    "tokens_per_second": 1e4,
+    "mfu": 0.25,
     "left": 61.0,
-}  # fmt: skip
+}
 EVALUATION_RECORD = {
     "event": "evaluation",
     "step": 3,

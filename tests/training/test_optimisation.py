@@ -134,14 +134,17 @@ def test_decay_reaches_matrices_alone():
     assert {name for group in matrices.values() for name in group} == set(named)
 
 
-@pytest.mark.parametrize(("name", "layout", "role"), [
-    ("feed.expert.up_bias", "expert hidden", "feed"),
-    ("feed.expert.shift", "expert hidden", "feed"),
-    ("attention.qk_norm.q", "(q dim)", "attention"),
-    ("attention.head_norm.scale", "out vdim", "attention"),
-    ("attention.project.q_bias", "(q dim)", "attention"),
-    ("attention_norm.weight", "model", "norm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "layout", "role"),
+    [
+        ("feed.expert.up_bias", "expert hidden", "feed"),
+        ("feed.expert.shift", "expert hidden", "feed"),
+        ("attention.qk_norm.q", "(q dim)", "attention"),
+        ("attention.head_norm.scale", "out vdim", "attention"),
+        ("attention.project.q_bias", "(q dim)", "attention"),
+        ("attention_norm.weight", "model", "norm"),
+    ],
+)
 def test_vectors_do_not_decay_however_many_axes_name_them(name: str, layout: str, role: str):
     sizes = {"expert": 3, "hidden": 5, "q": 7, "dim": 11, "out": 13, "vdim": 17, "model": 19}
     assert not train_step.has_weight_decay(

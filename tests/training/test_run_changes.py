@@ -63,9 +63,13 @@ def test_an_extended_run_has_the_bits_of_one_that_was_long_from_the_start(tmp_pa
 def test_another_rate_and_schedule_apply_from_the_next_step_on(tmp_path: Path):
     train(Echo(), recipe=short_recipe(steps=6, lr=0.01, **CONSTANT), out=tmp_path)
     changes = {
-        "steps": 16, "lr": 0.004, "schedule": "cosine", "warmup": 0.2, "schedule_start": 6,
+        "steps": 16,
+        "lr": 0.004,
+        "schedule": "cosine",
+        "warmup": 0.2,
+        "schedule_start": 6,
         "dropout": 0.1,
-    }  # fmt: skip
+    }
     retuned = short_recipe(**changes)
     train(Echo(), recipe=retuned, out=tmp_path, resume="with-changes")
     rates = [record["rate"] for record in step_records(tmp_path)]
@@ -119,9 +123,17 @@ def test_changes_that_a_run_cannot_take_are_refused(tmp_path, options, resume, m
 
 def test_the_command_extends_a_run_without_repeating_its_options(capsys, tmp_path):
     plain = [
-        "--precision", "fp32", "--compile", "off", "--device", "cpu", "--batch", "4", "--lr",
+        "--precision",
+        "fp32",
+        "--compile",
+        "off",
+        "--device",
+        "cpu",
+        "--batch",
+        "4",
+        "--lr",
         "0.01",
-    ]  # fmt: skip
+    ]
     first = [
         "train",
         "recall",

@@ -350,14 +350,26 @@ def poisoned(step: int, name: str, value: float):
     return Poison(step)
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("decoder.0.feed.up", float("nan"),
-        r"the weight decoder.0.feed.up \(feed, decayed\) is the first with NaN or inf"),
-    ("decoder.0.feed.up", 3e38,
-        r"the output of decoder.0.feed \(feed, decayed\) is the first with NaN or inf"),
-    ("decoder.0.feed_norm.weight", 3e38,
-        r"the output of decoder.0.feed_norm \(norm, kept\) is the first"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "decoder.0.feed.up",
+            float("nan"),
+            r"the weight decoder.0.feed.up \(feed, decayed\) is the first with NaN or inf",
+        ),
+        (
+            "decoder.0.feed.up",
+            3e38,
+            r"the output of decoder.0.feed \(feed, decayed\) is the first with NaN or inf",
+        ),
+        (
+            "decoder.0.feed_norm.weight",
+            3e38,
+            r"the output of decoder.0.feed_norm \(norm, kept\) is the first",
+        ),
+    ],
+)
 def test_a_non_finite_loss_ends_a_run_and_names_its_origin(tmp_path, name, value, message):
     net, sink = hw.build(Echo().model(), seed=0), poisoned(5, name, value)
     sink.net = net

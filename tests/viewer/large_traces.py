@@ -12,9 +12,15 @@ from headwise.observe.traces.attention_trace import Trace, make_token_rows
 
 WAVES = 16  # channel pairs of a head that hold its positions
 CLASSES = (
-    "previous", "sink", "broad", "rare-token", "induction", "duplicate", "obj -> governor",
+    "previous",
+    "sink",
+    "broad",
+    "rare-token",
+    "induction",
+    "duplicate",
+    "obj -> governor",
     "punctuation",
-)  # fmt: skip
+)
 MEASURES = ("entropy", "sink", "confidence", "distance", "importance")
 
 

@@ -154,10 +154,21 @@ def test_hostile_tokens_stay_text_in_a_figure():
         assert "\u202e" not in text
 
 
-@pytest.mark.parametrize("name", [
-    "../../etc/passwd", "a/b\\c", 'x"\r\nSet-Cookie: a=b', "日期", "", ".", "con", "a" * 500,
-    "a\u202egnp.exe", "\ud800",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "a/b\\c",
+        'x"\r\nSet-Cookie: a=b',
+        "日期",
+        "",
+        ".",
+        "con",
+        "a" * 500,
+        "a\u202egnp.exe",
+        "\ud800",
+    ],
+)
 def test_names_of_files_are_safe(name: str):
     assert re.fullmatch(
         r"headwise-[A-Za-z0-9]([A-Za-z0-9.-]{0,58}[A-Za-z0-9])?", make_file_stem(name)

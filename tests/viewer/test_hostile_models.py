@@ -37,13 +37,16 @@ def make_folder(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("settings", [
-    {"_attn_implementation": "owner/kernel"},
-    {"_attn_implementation_internal": "owner/kernel"},
-    {"attn_implementation": "owner/kernel:function"},
-    {"attn_implementation": {"": "sdpa", "text": "owner/kernel"}},
-    {"text_config": {"layers": [{"_attn_implementation_internal": "owner/kernel"}]}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"_attn_implementation": "owner/kernel"},
+        {"_attn_implementation_internal": "owner/kernel"},
+        {"attn_implementation": "owner/kernel:function"},
+        {"attn_implementation": {"": "sdpa", "text": "owner/kernel"}},
+        {"text_config": {"layers": [{"_attn_implementation_internal": "owner/kernel"}]}},
+    ],
+)
 def test_attention_code_of_the_hub_is_refused(tmp_path, settings, monkeypatch):
     folder = make_folder(tmp_path / "model", **settings)
     monkeypatch.setattr(

@@ -18,9 +18,16 @@ from headwise.viewer.export_files import PageAssets, escape_json, load_assets, r
 
 ASSETS = PageAssets('console.log("a < b");', "body{color:red}")
 HOSTILE = [
-    "</script><script>alert(1)</script>", "<!--<script>", "\u2028\u2029", "\u202egnp.exe\u202c",
-    "\u200b\ufeff", "&lt;b&gt;", "]]>", "\ud800", "'\"><img src=x onerror=alert(1)>",
-]  # fmt: skip
+    "</script><script>alert(1)</script>",
+    "<!--<script>",
+    "\u2028\u2029",
+    "\u202egnp.exe\u202c",
+    "\u200b\ufeff",
+    "&lt;b&gt;",
+    "]]>",
+    "\ud800",
+    "'\"><img src=x onerror=alert(1)>",
+]
 
 
 class Elements(HTMLParser):

@@ -21,10 +21,15 @@ from support.refusals import refused_cases
 from viewer.page_models import GPT, progress
 
 BERT = {
-    "model_type": "bert", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2,
-    "vocab_size": 40, "intermediate_size": 20, "max_position_embeddings": 64,
+    "model_type": "bert",
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 40,
+    "intermediate_size": 20,
+    "max_position_embeddings": 64,
     "architectures": ["BertModel"],
-}  # fmt: skip
+}
 
 
 def open_model(config: dict[str, Any]) -> tuple[OpenModel, Any, torch.Tensor]:
@@ -91,10 +96,17 @@ def test_heads_that_are_not_there_are_refused(heads: Any, message: str):
 # --- modes, tokens, and what a job leaves behind --------------------------------------------------
 
 PAIR = {
-    "model_type": "bart", "d_model": 12, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 20,
-    "decoder_ffn_dim": 20, "vocab_size": 40, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "bart",
+    "d_model": 12,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 20,
+    "decoder_ffn_dim": 20,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+}
 
 
 def repeat(net: Any, ids: dict[str, torch.Tensor], patches: list[tuple[Any, Any]]) -> torch.Tensor:

@@ -25,9 +25,13 @@ from viewer.page_browser import sample_model, served, settled_box, wait_until
 from viewer.page_models import GPT
 
 HOSTILE = [
-    "<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "a\u202eb", "\u200b",
-    "\x00", "&lt;",
-]  # fmt: skip
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(2)</script>",
+    "a\u202eb",
+    "\u200b",
+    "\x00",
+    "&lt;",
+]
 
 
 @pytest.fixture

@@ -12,8 +12,11 @@ SOURCES = Path(__file__).resolve().parents[2] / "src" / "headwise" / "viewer" / 
 ENTRY = re.compile(r'^  "?(?P<key>[\w .\-]+?)"?: \[(?P<texts>".*")\],$')
 CHINESE = re.compile("[\u4e00-\u9fff]")
 SAME_IN_BOTH = {
-    "inspector.size", "written.logit", "step.normalise", "stepShort.normalise",
-}  # fmt: skip
+    "inspector.size",
+    "written.logit",
+    "step.normalise",
+    "stepShort.normalise",
+}
 
 
 def read_texts() -> dict[str, list[str]]:

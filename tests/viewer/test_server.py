@@ -205,22 +205,25 @@ def test_a_job_is_cancelled(client: TestClient, server: ViewServer):
 # --- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("headers", "status"), [
-    ({"Host": "evil.example:8000"}, 421),
-    ({"Host": "127.0.0.1:9000"}, 421),
-    ({"Host": "127.0.0.1"}, 421),
-    ({"Host": "localhost:8000"}, 200),
-    ({"Host": "[::1]:8000"}, 200),
-    ({"Origin": "http://evil.example"}, 403),
-    ({"Origin": "null"}, 403),
-    ({"Origin": f"https://{HOST}"}, 403),
-    ({"Origin": f"http://{HOST}"}, 200),
-    ({"Sec-Fetch-Site": "cross-site"}, 403),
-    ({"Sec-Fetch-Site": "same-site"}, 403),
-    ({"Sec-Fetch-Site": "same-origin"}, 200),
-    ({"X-Session-Token": ""}, 401),
-    ({"X-Session-Token": TOKEN + "x"}, 401),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example:8000"}, 421),
+        ({"Host": "127.0.0.1:9000"}, 421),
+        ({"Host": "127.0.0.1"}, 421),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": f"https://{HOST}"}, 403),
+        ({"Origin": f"http://{HOST}"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"X-Session-Token": ""}, 401),
+        ({"X-Session-Token": TOKEN + "x"}, 401),
+    ],
+)
 def test_requests_of_others_are_refused(client: TestClient, headers: dict[str, str], status: int):
     answer = client.get("/api/document", headers=headers)
     assert answer.status_code == status
@@ -276,20 +279,23 @@ def test_bad_bodies_are_refused(client: TestClient, body: str):
     assert set(answer.json()["error"]) == {"fact", "remedy"}
 
 
-@pytest.mark.parametrize("path", [
-    "row?site=0&head=3&query=0",
-    "row?site=2&head=0&query=0",
-    "row?site=0&head=-1&query=0",
-    "row?site=0&head=0&query=37",
-    "row?site=0&head=0",
-    "row?site=0&head=1e3&query=0",
-    f"row?site=0&head={10**30}&query=0",
-    "row?site=0&head=0&query=0&lens=x-ray",
-    "tile?site=0&head=0&rows=1025",
-    "tile?site=0&head=0&q0=5&q1=5",
-    "marginals?site=0&head=9",
-    "column?site=0&head=0&key=99",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "row?site=0&head=3&query=0",
+        "row?site=2&head=0&query=0",
+        "row?site=0&head=-1&query=0",
+        "row?site=0&head=0&query=37",
+        "row?site=0&head=0",
+        "row?site=0&head=1e3&query=0",
+        f"row?site=0&head={10**30}&query=0",
+        "row?site=0&head=0&query=0&lens=x-ray",
+        "tile?site=0&head=0&rows=1025",
+        "tile?site=0&head=0&q0=5&q1=5",
+        "marginals?site=0&head=9",
+        "column?site=0&head=0&key=99",
+    ],
+)
 def test_numbers_out_of_range_are_refused(client: TestClient, path: str):
     answer = client.get(f"/api/{path}")
     assert answer.status_code == 400

@@ -179,14 +179,19 @@ def run_failing(opened: OpenModel, failure: BaseException) -> dict[str, Any]:
         worker.close()
 
 
-@pytest.mark.parametrize(("failure", "fact"), [
-    (SystemExit(3), "SystemExit: 3"),
-    (RecursionError("too deep"), "RecursionError: too deep"),
-    (MemoryError(), "the memory of this machine does not suffice"),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-        "the memory of this machine"),
-    (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "the memory of this machine"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("failure", "fact"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (RecursionError("too deep"), "RecursionError: too deep"),
+        (MemoryError(), "the memory of this machine does not suffice"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            "the memory of this machine",
+        ),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "the memory of this machine"),
+    ],
+)
 def test_a_worker_survives_any_failure(opened: OpenModel, failure: BaseException, fact: str):
     event = run_failing(opened, failure)
     assert event["state"] == "failed"

@@ -37,9 +37,14 @@ HEADS = [[0, 1], [4, 3], [4, 5]]  # numbers of sites, as the page names heads
 NAMED_HEADS = (("encoder.0.attention", 1), ("decoder.0.cross", 3), ("decoder.0.cross", 5))
 TEXTS = list(bundled_sample.TEXTS[:4])
 LLAMA = {
-    "model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 40,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": 40,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -153,11 +158,17 @@ def test_a_transformers_folder_becomes_one_again(tmp_path: Path):
     assert found["command"].split()[2] == str(source)
 
 
-@pytest.mark.parametrize(("arguments", "options", "pool"), [
-    ({"kv": 2}, "--kv 2", Pool(2)),
-    ({"kv": 3, "align": "both", "grouping": "similar"}, "--kv 3 --align both --grouping similar",
-        Pool(3, "both", "similar")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "options", "pool"),
+    [
+        ({"kv": 2}, "--kv 2", Pool(2)),
+        (
+            {"kv": 3, "align": "both", "grouping": "similar"},
+            "--kv 3 --align both --grouping similar",
+            Pool(3, "both", "similar"),
+        ),
+    ],
+)
 def test_heads_are_pooled_as_the_library_does(sample, tmp_path, arguments, options, pool):
     arguments |= {"form": "kv", "texts": TEXTS, "name": "gqa"}
     found = surgery_actions.convert_heads(sample, arguments, progress())

@@ -131,10 +131,16 @@ def test_weights_are_drawn_over_the_patches_of_the_image(page: Any):
     image.
     """
     config = {
-        "model_type": "vit", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1,
-        "intermediate_size": 20, "image_size": 28, "patch_size": 7, "num_channels": 3,
+        "model_type": "vit",
+        "hidden_size": 12,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 1,
+        "intermediate_size": 20,
+        "image_size": 28,
+        "patch_size": 7,
+        "num_channels": 3,
         "architectures": ["ViTModel"],
-    }  # fmt: skip
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     pixels = torch.zeros(1, 3, 28, 28)
     pixels[:, 0, :14], pixels[:, 1, 14:] = 1, 1  # red above green

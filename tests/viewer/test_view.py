@@ -287,8 +287,12 @@ def test_a_browser_keeps_hostile_tokens_as_text_and_runs_nothing_else(tmp_path: 
     page = render_html({"words": HOSTILE}, "probe", PageAssets(PROBE_SCRIPT, "p{margin:0}"))
     (tmp_path / "a.html").write_text(page, encoding="utf-8")
     switches = [
-        "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom",
-    ]  # fmt: skip
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=3000",
+        "--dump-dom",
+    ]
     result = subprocess.run(
         [
             browser_path,

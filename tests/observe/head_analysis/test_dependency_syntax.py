@@ -125,12 +125,15 @@ def gone_through(
 
 
 @pytest.mark.parametrize("step", [19, 4])
-@pytest.mark.parametrize(("convention", "kind", "by_hand"), [
-    ("ours", "full", counted),
-    ("ours", "causal", counted),
-    ("ours", "each", counted),
-    ("clark", "full", clark),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("convention", "kind", "by_hand"),
+    [
+        ("ours", "full", counted),
+        ("ours", "causal", counted),
+        ("ours", "each", counted),
+        ("clark", "full", clark),
+    ],
+)
 def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: int):
     texts = [text(seed, kind) for seed in range(6)]
     syntax = gone_through(DependencyScores(convention=convention, min_arcs=1), texts, step)

@@ -54,14 +54,17 @@ def random_map(rank: int = 2, wide: int = 7, seed: int = 0) -> LowRankMap:
 # --- the maps -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [
-    {},
-    {"kv": 2},
-    {"kv": 1, "vdim": 3},
-    {"source": 6},
-    {"merge": hw.parts.SumMerge()},
-    {"merge": hw.parts.SumMerge(of="mean"), "bias": "o"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv": 2},
+        {"kv": 1, "vdim": 3},
+        {"source": 6},
+        {"merge": hw.parts.SumMerge()},
+        {"merge": hw.parts.SumMerge(of="mean"), "bias": "o"},
+    ],
+)
 def test_scores_and_outputs_are_those_of_the_layer(options: dict[str, Any]):
     outputs = layer(**options)
     x, z = (

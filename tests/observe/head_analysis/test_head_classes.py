@@ -28,8 +28,11 @@ from support.refusals import refused_cases
 
 FIRST, SECOND, CROSS = "decoder.0.attention", "decoder.1.attention", "decoder.0.cross"
 PLANTED = {
-    (FIRST, 0): "previous", (FIRST, 1): "sink", (SECOND, 0): "induction", (SECOND, 2): "rare-token",
-}  # fmt: skip
+    (FIRST, 0): "previous",
+    (FIRST, 1): "sink",
+    (SECOND, 0): "induction",
+    (SECOND, 2): "rare-token",
+}
 
 
 @pytest.fixture(scope="module")

@@ -45,9 +45,15 @@ from support.refusals import refused_cases
 
 MODEL = "organisation/a-model-with-a-rather-long-name-finetuned-v2"
 CLASSES = (
-    "previous", "sink", "broad", "unclear", "syntactic nsubj to governor", "induction", "duplicate",
+    "previous",
+    "sink",
+    "broad",
+    "unclear",
+    "syntactic nsubj to governor",
+    "induction",
+    "duplicate",
     "rare-token",
-)  # fmt: skip
+)
 
 
 def table(
@@ -208,13 +214,16 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "site"), [
-    ("E1H3", "encoder.1.attention"),
-    ("D1 H3", "decoder.1.attention"),
-    ("X1H3", "decoder.1.cross"),
-    ("L2H3", "decoder.2.attention"),
-    ("decoder.1.cross:3", "decoder.1.cross"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        ("E1H3", "encoder.1.attention"),
+        ("D1 H3", "decoder.1.attention"),
+        ("X1H3", "decoder.1.cross"),
+        ("L2H3", "decoder.2.attention"),
+        ("decoder.1.cross:3", "decoder.1.cross"),
+    ],
+)
 def test_heads_have_short_names(name: str, site: str):
     assert locate_head(name, LAYERS) == (site, 3)
 

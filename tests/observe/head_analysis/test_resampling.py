@@ -75,14 +75,17 @@ def test_ratios_are_jackknifed_over_the_texts_that_count():
     assert np.isnan(Jackknife.of_ratio(sums[:1], counts[:1]).interval()).all()
 
 
-@pytest.mark.parametrize(("value", "baseline", "count", "expected"), [
-    (0.5, 0.1, 1, math.nan),
-    (0.5, 0.1, 2, 0.2**2),
-    (1.0, 0.1, 20, 0.1**20),
-    (0.1, 0.1, 5, 1.0),
-    (0.05, 0.1, 5, 1.0),
-    (-0.5, -0.6, 5, math.nan),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "baseline", "count", "expected"),
+    [
+        (0.5, 0.1, 1, math.nan),
+        (0.5, 0.1, 2, 0.2**2),
+        (1.0, 0.1, 20, 0.1**20),
+        (0.1, 0.1, 5, 1.0),
+        (0.05, 0.1, 5, 1.0),
+        (-0.5, -0.6, 5, math.nan),
+    ],
+)
 def test_equal_texts_have_the_p_value_of_markovs_inequality(value, baseline, count, expected):
     """Values >= 0 with a mean of at most b reach v in all of n texts with a probability of at most
     (b / v)^n.

@@ -151,11 +151,15 @@ def compile_second_layer() -> nn.Module:
 
 
 SKIPPED = {
-    "compiled": (compile_second_layer,
-        "decoder.1.attention: transformer.h.1 (OptimizedModule) is compiled, and"),
-    "unreached": (UnreachedTower,
-        "encoder.0.attention, encoder.1.attention: 4 of 4 texts do not reach it"),
-}  # fmt: skip
+    "compiled": (
+        compile_second_layer,
+        "decoder.1.attention: transformer.h.1 (OptimizedModule) is compiled, and",
+    ),
+    "unreached": (
+        UnreachedTower,
+        "encoder.0.attention, encoder.1.attention: 4 of 4 texts do not reach it",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SKIPPED)

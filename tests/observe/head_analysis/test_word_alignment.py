@@ -150,11 +150,14 @@ def test_a_head_that_draws_the_gold_links_has_no_error():
     assert measures[SITE, 0]["alignment target"].value < 0.5
 
 
-@pytest.mark.parametrize(("link", "message"), [
-    ((99, 0, True), "names word 99 of the source, which has"),
-    ((0, 99, True), "names word 99 of the text, which has"),
-    ((-1, 0, True), "names word -1 of the source"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("link", "message"),
+    [
+        ((99, 0, True), "names word 99 of the source, which has"),
+        ((0, 99, True), "names word 99 of the text, which has"),
+        ((-1, 0, True), "names word -1 of the source"),
+    ],
+)
 def test_links_out_of_range_are_refused(link: tuple[int, int, bool], message: str):
     block, _ = pair(0)
     with pytest.raises(ValueError, match=message):

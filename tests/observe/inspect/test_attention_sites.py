@@ -337,12 +337,19 @@ def test_layers_without_attention_are_reported():
 
 
 HYBRID = {
-    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "intermediate_size": 48, "vocab_size": 67,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 67,
     "layer_types": ["linear_attention", "full_attention"],
-    "num_experts": 4, "moe_intermediate_size": 16,
-}  # fmt: skip
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+}
 
 
 def test_the_command_lists_layers_without_attention(capsys, tmp_path):
@@ -385,9 +392,13 @@ def test_tokens_on_two_axes():
 
 def test_sites_of_stages_have_names_of_their_own():
     stage = {
-        "depths": [2, 1], "num_heads": [2, 4], "embed_dim": 8, "window_size": 2, "image_size": 16,
+        "depths": [2, 1],
+        "num_heads": [2, 4],
+        "embed_dim": 8,
+        "window_size": 2,
+        "image_size": 16,
         "patch_size": 2,
-    }  # fmt: skip
+    }
     model = transformers.SwinModel(transformers.SwinConfig(**stage)).eval()
     names = [site.name for site in hw.sites(model)]
     assert len(names) == len(set(names)) == 3
@@ -415,9 +426,12 @@ PATTERNS = {
     "vit": ["full()", "full()"],
 }
 LAYERS = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
     "vocab_size": 67,
-}  # fmt: skip
+}
 LOCAL = {
     "gpt-neo": (
         lambda: transformers.GPTNeoConfig(

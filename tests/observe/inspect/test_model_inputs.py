@@ -117,9 +117,12 @@ def sentence_case(_: Path) -> Case:
 
 
 MODELS = {
-    "transformers": transformers_case, "idx": plain_case, "x": x_transformers_case,
-    "headwise": headwise_case, "sentences": sentence_case,
-}  # fmt: skip
+    "transformers": transformers_case,
+    "idx": plain_case,
+    "x": x_transformers_case,
+    "headwise": headwise_case,
+    "sentences": sentence_case,
+}
 KINDS: dict[str, Callable[[Case], Any]] = {
     "tensor": lambda case: IDS,
     "tuple": lambda case: (IDS,),

@@ -15,13 +15,21 @@ import headwise as hw
 from support.transformers_models import WIDE, WORDS, run_model, transformers
 
 ALBERT = {
-    "hidden_size": WIDE, "embedding_size": 16, "num_attention_heads": 4, "intermediate_size": 48,
-    "vocab_size": WORDS, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": WIDE,
+    "embedding_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 64,
+}
 # layers, groups, layers in a group: of five layers, one group has three.
 SHAPES = {
-    "one": (3, 1, 1), "groups": (4, 2, 1), "inner": (2, 1, 2), "odd": (5, 2, 1), "all": (3, 3, 2),
-}  # fmt: skip
+    "one": (3, 1, 1),
+    "groups": (4, 2, 1),
+    "inner": (2, 1, 2),
+    "odd": (5, 2, 1),
+    "all": (3, 3, 2),
+}
 IDS = {"input_ids": torch.randint(3, WORDS, (2, 7), generator=torch.Generator().manual_seed(1))}
 
 

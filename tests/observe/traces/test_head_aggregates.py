@@ -15,19 +15,32 @@ from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_at
 from headwise.observe.traces.head_steps import multiply_channels
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "num_hidden_layers": 3, "vocab_size": 37,
+    "model_type": "llama",
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 37,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 SINKS = {
-    "model_type": "gpt_oss", "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 4, "vocab_size": 37,
-    "num_local_experts": 2, "num_experts_per_tok": 1, "max_position_embeddings": 64,
+    "model_type": "gpt_oss",
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 4,
+    "vocab_size": 37,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "max_position_embeddings": 64,
     "sliding_window": 8,
     "layer_types": ["full_attention", "full_attention"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -90,17 +90,23 @@ def set_layer(**values: Any) -> Callable[[Any], None]:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "far keys": (set_call(first=2**24),
-        r"the end of the keys of layers\[0\]\.calls\[0\] = \d+ is too large; give 16777216"),
-    "negative queries": (set_call(queries=[-1, 2]),
-        r"layers\[0\].calls\[0\].queries = -1 is too small; give 0 or more"),
+    "far keys": (
+        set_call(first=2**24),
+        r"the end of the keys of layers\[0\]\.calls\[0\] = \d+ is too large; give 16777216",
+    ),
+    "negative queries": (
+        set_call(queries=[-1, 2]),
+        r"layers\[0\].calls\[0\].queries = -1 is too small; give 0 or more",
+    ),
     "queries backwards": (set_call(queries=[2, 1]), "has queries 2 to 1"),
     "no call": (set_layer(calls=3), r"layers\[0\].calls = 3 is not a list"),
     "scale": (set_call(scale="a"), "scale = 'a' is not a finite number"),
     "causal": (set_call(causal=1), "causal = 1 is neither true nor false"),
     "grid": (set_call(grids=[99]), r"calls\[0\] refers to data that is not in the file"),
-    "heads": (set_layer(heads=65537),
-        r"layers\[0\].heads = 65537 is too large; give 65536 or less"),
+    "heads": (
+        set_layer(heads=65537),
+        r"layers\[0\].heads = 65537 is too large; give 65536 or less",
+    ),
     "more heads": (set_layer(heads=60), "has shape .*, of 60 heads"),
     "head map": (set_layer(kv_head_of_query=[77]), "does not give one of"),
     "name": (set_layer(name=[]), r"name = \[\] is not a text"),
@@ -109,9 +115,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "skipped": (lambda document: document.update(skipped={"a": 1}), "skipped.a = 1 is not a text"),
     "classes": (lambda document: document.update(classes=[["a", "b", "c"]]), "head holds 'b'"),
     "pictures": (lambda document: document.update(thumbnails=["a"]), "has no tensor 'thumbnail.a'"),
-    "depth": (lambda document: document.update(model={"a": json.loads("[" * 70 + "]" * 70)}),
-        "nested too deeply"),
-}  # fmt: skip
+    "depth": (
+        lambda document: document.update(model={"a": json.loads("[" * 70 + "]" * 70)}),
+        "nested too deeply",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -28,12 +28,15 @@ def membership(groups: list[list[int]], count: int) -> np.ndarray:
     return matrix
 
 
-@pytest.mark.parametrize(("grouping", "groups"), [
-    (TokenGrouping(words=True), [[0], [1, 2], [3, 4], [5], [6]]),
-    (TokenGrouping(special=True), [[1], [2], [3], [4], [5]]),
-    (TokenGrouping(first=True), [[1], [2], [3], [4], [5], [6]]),
-    (TokenGrouping(words=True, special=True), [[1, 2], [3, 4], [5]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("grouping", "groups"),
+    [
+        (TokenGrouping(words=True), [[0], [1, 2], [3, 4], [5], [6]]),
+        (TokenGrouping(special=True), [[1], [2], [3], [4], [5]]),
+        (TokenGrouping(first=True), [[1], [2], [3], [4], [5], [6]]),
+        (TokenGrouping(words=True, special=True), [[1, 2], [3, 4], [5]]),
+    ],
+)
 def test_weights_are_sums_over_keys_and_means_over_queries(grouping, groups) -> None:
     trace = make_trace(WORDS)
     view = group_tokens(trace, grouping)

@@ -51,15 +51,18 @@ def union_divergence(one: Array, other: Array, pairs: list[tuple[int, int]]) -> 
     return float(jensenshannon(p, q)) ** 2
 
 
-@pytest.mark.parametrize(("first", "second", "pairs"), [
-    ("the cat sat", "the cat sat", [(0, 0), (1, 1), (2, 2)]),
-    ("the cat sat", "the dog sat", [(0, 0), (1, 1), (2, 2)]),
-    ("the cat sat", "the black cat sat", [(0, 0), (1, 2), (2, 3)]),
-    ("the cat sat down", "the cat sat", [(0, 0), (1, 1), (2, 2)]),
-    ("a a a", "a a", [(0, 0), (1, 1)]),
-    ("one two", "three four five", []),
-    ("", "a", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second", "pairs"),
+    [
+        ("the cat sat", "the cat sat", [(0, 0), (1, 1), (2, 2)]),
+        ("the cat sat", "the dog sat", [(0, 0), (1, 1), (2, 2)]),
+        ("the cat sat", "the black cat sat", [(0, 0), (1, 2), (2, 3)]),
+        ("the cat sat down", "the cat sat", [(0, 0), (1, 1), (2, 2)]),
+        ("a a a", "a a", [(0, 0), (1, 1)]),
+        ("one two", "three four five", []),
+        ("", "a", []),
+    ],
+)
 def test_tokens_are_aligned_in_order(first: str, second: str, pairs: list[tuple[int, int]]) -> None:
     one, other = align_tokens(first.split(), second.split())
     assert list(zip(one.tolist(), other.tolist(), strict=True)) == pairs

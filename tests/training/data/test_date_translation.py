@@ -93,31 +93,34 @@ def test_numerals_are_as_written_otherwise_and_read_back():
         assert not re.search("零零|零[万十百千]|零$|^一十", text)
 
 
-@pytest.mark.parametrize(("cents", "currency", "text"), [
-    (123_450, "yuan", "一千二百三十四元五角"),
-    (123_450, "dollars", "一千二百三十四美元五十美分"),
-    (200, "yuan", "两元"),
-    (220, "yuan", "两元二角"),
-    (202, "yuan", "两元零二分"),
-    (222, "yuan", "两元二角二分"),
-    (20, "yuan", "两角"),
-    (2, "yuan", "两分"),
-    (22, "yuan", "两角二分"),
-    (2, "euros", "两欧分"),
-    (202, "euros", "两欧元两欧分"),
-    (20, "dollars", "二十美分"),
-    (1000, "yuan", "十元"),
-    (1200, "yuan", "十二元"),
-    (2000, "yuan", "二十元"),
-    (20_000, "yuan", "二百元"),
-    (220_000, "yuan", "两千二百元"),
-    (2_200_000, "yuan", "两万二千元"),
-    (1_200_000, "yuan", "一万二千元"),
-    (12_000_000, "yuan", "十二万元"),
-    (2_000_000_000, "yuan", "两千万元"),
-    (1005, "yuan", "十元零五分"),
-    (1050, "yuan", "十元五角"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cents", "currency", "text"),
+    [
+        (123_450, "yuan", "一千二百三十四元五角"),
+        (123_450, "dollars", "一千二百三十四美元五十美分"),
+        (200, "yuan", "两元"),
+        (220, "yuan", "两元二角"),
+        (202, "yuan", "两元零二分"),
+        (222, "yuan", "两元二角二分"),
+        (20, "yuan", "两角"),
+        (2, "yuan", "两分"),
+        (22, "yuan", "两角二分"),
+        (2, "euros", "两欧分"),
+        (202, "euros", "两欧元两欧分"),
+        (20, "dollars", "二十美分"),
+        (1000, "yuan", "十元"),
+        (1200, "yuan", "十二元"),
+        (2000, "yuan", "二十元"),
+        (20_000, "yuan", "二百元"),
+        (220_000, "yuan", "两千二百元"),
+        (2_200_000, "yuan", "两万二千元"),
+        (1_200_000, "yuan", "一万二千元"),
+        (12_000_000, "yuan", "十二万元"),
+        (2_000_000_000, "yuan", "两千万元"),
+        (1005, "yuan", "十元零五分"),
+        (1050, "yuan", "十元五角"),
+    ],
+)
 def test_amounts_in_chinese(cents: int, currency: str, text: str):
     assert spell("zh", Amount(cents, currency)) == text
 

@@ -187,8 +187,11 @@ def test_a_tokenizer_from_elsewhere_is_used_as_it_is(path: str, tmp_path: Path):
     data = json.loads(text_task.tokenizer or "")
     data["normalizer"] = {"type": "Replace", "pattern": {"String": "low"}, "content": ""}
     data["truncation"] = {
-        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
-    }  # fmt: skip
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (tmp_path / "other.json").write_text(json.dumps(data))
     other = TextTask(path, tokens=str(tmp_path / "other.json"))
     assert (

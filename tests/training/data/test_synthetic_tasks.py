@@ -31,11 +31,15 @@ SMALL: dict[str, Task] = {
 # They change with the data and with nothing else: whoever trained before then trained on something
 # else.
 PINNED = {
-    "recall": ("b8e92baf", "c9c32117"), "copy": ("4ad7afd6", "1389f7a8"),
-    "copy-source": ("3e5f8f11", "ad768c79"), "markov": ("1d14d693", "70cad9d3"),
-    "group": ("52f90e12", "6b37e0e4"), "lookup2": ("76488bce", "962106ef"),
-    "graph": ("9b561ad5", "4edc46bf"), "dates": ("6e89939b", "5806e80a"),
-}  # fmt: skip
+    "recall": ("b8e92baf", "c9c32117"),
+    "copy": ("4ad7afd6", "1389f7a8"),
+    "copy-source": ("3e5f8f11", "ad768c79"),
+    "markov": ("1d14d693", "70cad9d3"),
+    "group": ("52f90e12", "6b37e0e4"),
+    "lookup2": ("76488bce", "962106ef"),
+    "graph": ("9b561ad5", "4edc46bf"),
+    "dates": ("6e89939b", "5806e80a"),
+}
 
 
 @pytest.fixture(params=SMALL)
@@ -82,14 +86,26 @@ def rows(batch: Batch) -> list[tuple]:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("counter", "key", "answer"), [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000",
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
-        "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [
+        (
+            "00000000 00000000 00000000 00000000",
+            "00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            "ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
 def test_random_words_are_those_that_their_authors_publish(counter: str, key: str, answer: str):
     """The known answers of Random123 1.14, tests/kat_vectors, "philox4x32 10"."""
     words = [np.array([int(word, 16)], np.uint64) for word in counter.split()]

@@ -20,10 +20,13 @@ from headwise.util.files import read_json_file, read_text_file
 @pytest.mark.parametrize(
     "read", [read_text_file, read_json_file, read_tokenizer_file, read_vocabulary, read_lines]
 )
-@pytest.mark.parametrize(("data", "fact", "encoding"), [
-    ("{}\n\né".encode("latin1"), "line 3: byte 0xe9", "latin1"),
-    ("{}".encode("utf-16"), "line 1: byte 0xff", "utf-16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "fact", "encoding"),
+    [
+        ("{}\n\né".encode("latin1"), "line 3: byte 0xe9", "latin1"),
+        ("{}".encode("utf-16"), "line 1: byte 0xff", "utf-16"),
+    ],
+)
 def test_another_encoding_is_named_with_its_line(read, data, fact, encoding, tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(data)
