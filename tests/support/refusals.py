@@ -11,8 +11,15 @@ import pytest
 
 def refused_calls(path: Path) -> list[Any]:
     """The lines of a table as parameters: an expression, and words of its error."""
-    split = (line.split(" -> ") for line in path.read_text("utf-8").splitlines() if " -> " in line)
-    return [pytest.param(does, words, id=does) for does, words in split]
+    lines = [line for line in path.read_text("utf-8").splitlines() if line and line[0] != "#"]
+    assert lines, f"{path.name} is empty"
+    cases = []
+    for line in lines:
+        does, _, words = line.rpartition(" -> ")
+        assert does, f"{path.name}: {line!r} is not: expression -> words"
+        assert words.strip(), f"{path.name}: {line!r} names no words"
+        cases.append(pytest.param(does, words, id=does))
+    return cases
 
 
 def refused_cases(test_file: str, section: str, names: dict[str, Any], count: int = 1) -> list[Any]:
