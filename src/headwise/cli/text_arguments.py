@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ..observe.head_analysis.annotated_examples import Example
     from ..surgery.model_and_texts import SurgeryResult
     from ..surgery.verification.efficiency import TimingOptions
+    from ..surgery.verification.evaluation_tasks import EvaluationTasks
+    from ..surgery.verification.perplexity import PerplexityOptions
     from ..training.data import Task
 
 DEFAULT_EXAMPLES = 200  # task examples without --limit
@@ -206,17 +208,50 @@ class CompressionOptions(SurgeryOptions):
     --lr NUMBER  peak learning rate (default: 0.001)
 
     measurements in the verification:
+    --eval TASKS  tasks of lm-evaluation-harness before and after: names or .yaml files,
+        separated by commas (default: none)
+    --eval-limit COUNT  use at most this many documents of each task (default: all)
+    --perplexity FILE  perplexity of a text file before and after (default: none)
+    --context COUNT  tokens per window of --perplexity (default: 1024, or what the model
+        takes)
+    --stride COUNT  tokens between windows of --perplexity (default: half of --context)
     --length COUNT  tokens per text in the tables of speed and of cost (default: at most 256 and
         512)
     --seconds NUMBER  time limit for measuring speed
     """
 
+    needs = {"eval_limit": "eval", "context": "perplexity", "stride": "perplexity"}
     uptrain: Count | None = None
     distill_data: InputFile | None = None
     distill_examples: AtLeastTwo = 2000
     lr: Positive | None = None
+    eval: str | None = None
+    eval_limit: AtLeastTwo | None = None
+    perplexity: InputFile | None = None
+    context: AtLeastTwo | None = None
+    stride: Count | None = None
     length: Count | None = None
     seconds: Positive = 10.0
+
+    def check(self) -> None:
+        """Refuse a missing package or task file before the model is loaded."""
+        super().check()
+        if self.evaluation is not None:
+            from ..surgery.verification.evaluation_tasks import check_evaluation_tasks
+
+            check_evaluation_tasks(self.evaluation)
+
+    @property
+    def evaluation(self) -> EvaluationTasks | None:
+        """The tasks of --eval."""
+        if self.eval is None:
+            return None
+        from ..surgery.verification.evaluation_tasks import EvaluationTasks
+
+        names = tuple(name.strip() for name in self.eval.split(",") if name.strip())
+        if not names:
+            raise UsageError("--eval names no task; give --eval arc_easy,my_task.yaml, for example")
+        return EvaluationTasks(names, self.eval_limit)
 
 
 @dataclass
@@ -253,6 +288,7 @@ class CompressionRun:
         choose_objective(model, args.objective, examples[0])
         if "seconds" in vars(args):
             fit_lengths(model, _timing_pace(args))
+            _check_judges(model, args)
         source = folder if isinstance(folder, Path) else None
         return CompressionRun(args, model, source, examples, examples, task, [*reading_notes])
 
@@ -343,6 +379,8 @@ class CompressionRun:
             timing=_timing_pace(args),
             length=args.length,
             task=self.task,
+            evaluation=args.evaluation,
+            perplexity=_perplexity(args),
             notes=(*self.notes, *record["notes"]),
             command=shlex.join(["headwise", *sys.argv[1:]]),
         )
@@ -356,6 +394,25 @@ class CompressionRun:
         data = verification.data | {"folder": {"kind": written.kind, "sentence": written.summary}}
         print_result(args, f"{render_summary(verification)}\n\n{more}", data)
         return 0 if verification.holds else 1
+
+
+def _perplexity(args: Any) -> PerplexityOptions | None:
+    from ..surgery.verification.perplexity import PerplexityOptions
+
+    if args.perplexity is None:
+        return None
+    return PerplexityOptions(args.perplexity, args.context, args.stride)
+
+
+def _check_judges(model: Transformer, args: Any) -> None:
+    """Refuse --eval and --perplexity for models that they do not fit."""
+    from ..surgery.verification.perplexity import check_decoder, check_perplexity
+
+    perplexity = _perplexity(args)
+    if perplexity is not None:
+        check_perplexity(model, perplexity)
+    if args.evaluation is not None:
+        check_decoder(model)
 
 
 def _timing_pace(args: Any) -> TimingOptions:

@@ -40,6 +40,7 @@ from .efficiency import (
     compare_cost,
     compare_speed,
 )
+from .evaluation_tasks import EvaluationTasks, compare_on_tasks
 from .model_comparison import (
     DOUBLE_TOLERANCE,
     OUTPUT_TOLERANCE,
@@ -54,6 +55,7 @@ from .model_comparison import (
     full_precision,
     parameter_dtype,
 )
+from .perplexity import PerplexityOptions, compare_perplexity
 from .quality_metrics import (
     DEFAULT_NUM_EXAMPLES,
     MAX_EQUAL_CHANGE,
@@ -131,8 +133,9 @@ class VerificationOptions:
     they are called like the model. `surgery_pair` is the model before and after the change of its
     heads, if that is not the pair that is compared. `exact_change` makes the same change to a copy
     in float32, for changes that round new weights to the dtype of the model. `length` is the number
-    of tokens for FLOPs and cache. `task` scores generated answers. `command` is shown as the
-    command that reproduces the verification.
+    of tokens for FLOPs and cache. `task` scores generated answers, `evaluation` runs tasks of
+    lm-evaluation-harness, and `perplexity` reads a text file. `command` is shown as the command
+    that reproduces the verification.
     """
 
     change: str
@@ -147,6 +150,8 @@ class VerificationOptions:
     length: int | None = None
     task: Task | None = None
     num_examples: int = DEFAULT_NUM_EXAMPLES
+    evaluation: EvaluationTasks | None = None
+    perplexity: PerplexityOptions | None = None
     command: str = ""
     notes: tuple[str, ...] = ()
 
@@ -268,6 +273,13 @@ def _add_generation_scores(
         row, note = compare_translated_texts(answers[0], answers[1], pairs)
         rows.setdefault(row.name, row)
         notes += [note] if note else []
+    if options.perplexity is not None:
+        row = compare_perplexity(*nets, options.perplexity)
+        rows.setdefault(row.name, row)
+    if options.evaluation is not None:
+        task_rows, task_notes = compare_on_tasks(*nets, options.evaluation)
+        rows |= {row.name: row for row in task_rows}
+        notes += task_notes
     return replace(report, rows=tuple(rows.values())), notes
 
 

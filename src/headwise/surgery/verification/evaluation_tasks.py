@@ -1,0 +1,278 @@
+"""Scores of both models on tasks of lm-evaluation-harness, paired by document."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...models import Transformer
+from ...models.generation import load_tokenizers, max_positions
+from ...models.generation.decoding_config import DecodingConfig
+from ...models.generation.generate import generate
+from ...util.errors import SpecError
+from .perplexity import check_decoder, score_targets
+from .quality_metrics import (
+    LOSS,
+    Array,
+    MetricRow,
+    TextCounts,
+    build_metric_row,
+    check_min_count,
+)
+
+TASK_FILES = (".yaml", ".yml")
+DEFAULT_LENGTH = 2048  # tokens of a prompt and its answer, for models without a limit
+# Defaults of the harness: tokens of an answer, and the seed that examples for prompts are drawn by.
+DEFAULT_ANSWER_TOKENS = 256
+FEWSHOT_SEED = 1234
+
+
+@dataclass(frozen=True)
+class EvaluationTasks:
+    """Tasks by name (`arc_easy`) or file (`my_task.yaml`), and how many documents of each to use.
+
+    A task file is a program: it may name functions in Python files beside it.
+    """
+
+    names: tuple[str, ...]
+    limit: int | None = None
+
+
+# metrics that the harness aggregates from (log-likelihood, weight) of each document
+LIKELIHOOD_METRICS: Mapping[str, Callable[[Array], Array]] = {
+    "perplexity": np.exp,
+    "weighted_perplexity": np.exp,
+    "bits_per_byte": lambda loss: loss / math.log(2),
+}
+
+
+def check_evaluation_tasks(tasks: EvaluationTasks) -> None:
+    """Refuse a missing package or task file, before anything is computed."""
+    if find_spec("lm_eval") is None:
+        raise SpecError(
+            f"{tasks.names[0]} is a task of lm-evaluation-harness, which is not installed; "
+            "pip install 'headwise[eval]'"
+        )
+    for name in tasks.names:
+        if Path(name).suffix in TASK_FILES and not Path(name).is_file():
+            raise SpecError(
+                f"there is no task file {name}; give an existing file, or a task's name"
+            )
+
+
+def compare_on_tasks(
+    before: Transformer, after: Transformer, tasks: EvaluationTasks
+) -> tuple[list[MetricRow], list[str]]:
+    """Return a row for each metric of each task, with intervals over documents, and notes."""
+    check_evaluation_tasks(tasks)
+    check_decoder(before)
+    loaded = _load_tasks(tasks.names)
+    samples = [_evaluate(net, loaded, tasks.limit) for net in (after, before)]
+    rows = list[MetricRow]()
+    notes = [f"tasks were run by lm_eval {version('lm_eval')}"]
+    for task, documents in samples[0].items():
+        aggregations = loaded["tasks"][task].aggregation()
+        higher = loaded["tasks"][task].higher_is_better()
+        check_min_count(len({document["doc_id"] for document in documents}), f"documents of {task}")
+        for label, metric, filter_name in _list_metrics(documents):
+            pair = [
+                [
+                    document[metric]
+                    for document in of_model[task]
+                    if document["filter"] == filter_name
+                ]
+                for of_model in samples
+            ]
+            row = _compare_metric(f"{task} {label}", aggregations[metric].__name__, pair)
+            if row is None:
+                notes.append(f"{task}: {label} has no value per document, so it is not compared")
+                continue
+            rows.append(row._replace(better="higher" if higher[metric] else "lower"))
+    return rows, notes
+
+
+def _load_tasks(names: Sequence[str]) -> dict[str, Any]:
+    """Return tasks as the harness runs them; groups and tags give all of their tasks."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    only_files = all(Path(name).suffix in TASK_FILES for name in names)
+    manager: Any = import_module("lm_eval.tasks").TaskManager(include_defaults=not only_files)
+    unknown = [
+        name
+        for name in names
+        if Path(name).suffix not in TASK_FILES and name not in manager.all_tasks
+    ]
+    if unknown:
+        raise SpecError(
+            f"{unknown[0]} is not a task of lm_eval {version('lm_eval')}; lm-eval ls tasks lists "
+            "them, or give a file that ends in .yaml"
+        )
+    try:
+        return manager.load(list(names))
+    except Exception as error:
+        raise _describe_failure("load", names, error) from error
+
+
+def _evaluate(
+    net: Transformer, loaded: Mapping[str, Any], limit: int | None
+) -> dict[str, list[dict[str, Any]]]:
+    """Run the tasks; return the metrics of each document, in the order of the documents."""
+    harness: Any = import_module("lm_eval.evaluator")
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    try:
+        with redirect_stderr(io.StringIO()):  # progress bars, which no option turns off
+            results = harness.evaluate(
+                lm=make_harness_model(net),
+                task_dict=loaded,
+                limit=limit,
+                bootstrap_iters=0,
+                log_samples=True,
+            )
+    except SpecError:
+        raise
+    except Exception as error:
+        raise _describe_failure("run", loaded["tasks"], error) from error
+    return {
+        name: sorted(documents, key=lambda document: document["doc_id"])
+        for name, documents in results["samples"].items()
+    }
+
+
+def _describe_failure(verb: str, names: Iterable[str], error: Exception) -> SpecError:
+    """Return the error of a task: its file and the Python code that it names are a program."""
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return SpecError(
+        f"cannot {verb} {', '.join(names)}: {reason}. Check the task file, or that its data can be "
+        "downloaded"
+    )
+
+
+def _list_metrics(documents: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return the label, name and filter of each metric; labels name the filter if there are more."""
+    pairs = dict.fromkeys(
+        (metric, document["filter"]) for document in documents for metric in document["metrics"]
+    )
+    has_filters = len({filter_name for _, filter_name in pairs}) > 1
+    return [
+        (f"{metric} ({filter_name})" if has_filters else metric, metric, filter_name)
+        for metric, filter_name in pairs
+    ]
+
+
+def _compare_metric(name: str, aggregation: str, pair: Sequence[Sequence[Any]]) -> MetricRow | None:
+    """Return the row of a metric from its values of each document; None if they are no numbers."""
+    transform = LIKELIHOOD_METRICS.get(aggregation)
+    counts = list[list[TextCounts]]()
+    for values in pair:
+        if transform is not None:
+            # one log-likelihood, or it and the number of words or bytes
+            items = [value if isinstance(value, tuple) else (value, 1) for value in values]
+            counts.append([TextCounts({LOSS: -total}, weight) for total, weight in items])
+        elif aggregation == "mean" and all(isinstance(value, (int, float)) for value in values):
+            counts.append([TextCounts({name: float(value)}, 1) for value in values])
+        else:
+            return None
+    paired = (counts[0], counts[1])
+    if transform is None:
+        return build_metric_row(name, name, paired)
+    return build_metric_row(name, LOSS, paired, transform)
+
+
+# --- The model as the harness calls it ------------------------------------------------------------
+
+
+def make_harness_model(net: Transformer) -> Any:
+    """Return a `lm_eval.api.model.LM` that runs a headwise decoder with its tokenizer."""
+    template: Any = import_module("lm_eval.api.model").TemplateLM
+    utils: Any = import_module("lm_eval.utils")
+    tokenizer = load_tokenizers(net)[1]
+    max_length = max_positions(net.spec.stacks[-1]) or DEFAULT_LENGTH
+    prefix_ids = net.usage.prefix_ids
+    starts = (*prefix_ids, *net.usage.bos, *net.usage.eos)
+
+    class HeadwiseModel(template):
+        @property
+        def eot_token_id(self) -> int:
+            if not starts:
+                raise SpecError(
+                    f"{net.spec.name} has no begin or end token, which tasks with empty prompts "
+                    "need; name one in net.usage, or choose other tasks"
+                )
+            return starts[0]
+
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **_: Any
+        ) -> list[int]:
+            ids = tokenizer.ids(string)
+            is_prefixed = prefix_ids and tuple(ids[: len(prefix_ids)]) == prefix_ids
+            return ids if add_special_tokens is False or is_prefixed else [*prefix_ids, *ids]
+
+        def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+        def _loglikelihood_tokens(
+            self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+        ) -> list[tuple[float, bool]]:
+            rows = list[list[int]]()
+            firsts = list[int]()
+            for _, context, continuation in requests:
+                row = [*context, *continuation][-(max_length + 1) :]
+                rows.append(row)
+                firsts.append(max(1, len(row) - len(continuation)))
+            scores = score_targets(net, rows, firsts)
+            return [(score.total, score.is_greedy) for score in scores]
+
+        def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
+            totals = list[float]()
+            for request in requests:
+                windows = utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.eot_token_id,
+                    max_seq_len=max_length,
+                    context_len=1,
+                )
+                pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
+                totals.append(sum(total for total, _ in self._loglikelihood_tokens(pairs)))
+            return totals
+
+        def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+            answers = list[str]()
+            for request in requests:
+                prompt, options = request.args
+                new = options.get("max_gen_toks", DEFAULT_ANSWER_TOKENS)
+                new = min(new, max_length - 1)
+                until = options.get("until") or ()
+                stops = (until,) if isinstance(until, str) else tuple(until)
+                sampled = options.get("do_sample", False)
+                ids = generate(
+                    net,
+                    self.tok_encode(prompt)[-(max_length - new) :],
+                    max_new_tokens=new,
+                    temperature=options.get("temperature", 0.0) if sampled else 0.0,
+                    config=DecodingConfig(stop=stops),
+                    seed=0,
+                )
+                answers.append(_cut(tokenizer.text(ids), stops))
+            return answers
+
+    return HeadwiseModel()
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop text."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text

@@ -1,0 +1,184 @@
+"""Perplexity of a long text at a stated context and stride."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...models import Transformer
+from ...models.generation import load_tokenizers, max_positions
+from ...models.generation.decoding_state import require_language_model
+from ...util.errors import SpecError
+from ...util.files import read_text_file
+from .quality_metrics import LOSS, PERPLEXITY, MetricRow, TextCounts, build_metric_row
+
+DEFAULT_CONTEXT = 1024  # tokens, if the model takes as many
+BATCH_TOKENS = 4096  # in one forward call
+
+
+class ScoredWindow(NamedTuple):
+    """A forward call over tokens start..end of a text, which scores the tokens first..end."""
+
+    start: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class PerplexityOptions:
+    """A text file, the tokens per window (`context`), and those between the starts of windows.
+
+    By default the context is 1,024 tokens or all that the model can take, and `stride` half of it.
+    """
+
+    file: Path | str
+    context: int | None = None
+    stride: int | None = None
+
+
+def cut_windows(num_tokens: int, context: int, stride: int) -> list[ScoredWindow]:
+    """Return the windows of a text; every token but the first is scored at most once.
+
+    A token that is scored has all tokens before it in its window, at least `context - stride` of
+    them after the first window. With `stride=context` the first token of a window has none, so it
+    is not scored.
+
+    >>> cut_windows(10, context=4, stride=3)[:2]
+    [ScoredWindow(start=0, first=1, end=4), ScoredWindow(start=3, first=4, end=7)]
+    """
+    windows = list[ScoredWindow]()
+    scored = 0
+    for start in range(0, num_tokens, stride):
+        end = min(start + context, num_tokens)
+        first = max(scored, start + 1)
+        if first < end:
+            windows.append(ScoredWindow(start, first, end))
+        scored = end
+        if end == num_tokens:
+            break
+    return windows
+
+
+def compare_perplexity(
+    before: Transformer, after: Transformer, options: PerplexityOptions
+) -> MetricRow:
+    """Return the perplexity of a text file under both models, with intervals over windows."""
+    file = Path(options.file)
+    context = options.context or default_context(before)
+    stride = options.stride or max(1, context // 2)
+    check_perplexity(before, options)
+    ids = [*before.usage.prefix_ids, *load_tokenizers(before)[1].ids(read_text_file(file))]
+    windows = cut_windows(len(ids), context, stride)
+    if len(windows) < 2:
+        raise SpecError(
+            f"cannot compute the interval of a perplexity: {file} has {len(ids)} tokens, one "
+            f"window of {context}. Give a longer text, or a smaller context"
+        )
+    counts = list[list[TextCounts]]()
+    for net in (after, before):
+        rows = [ids[window.start : window.end] for window in windows]
+        firsts = [window.first - window.start for window in windows]
+        scores = score_targets(net, rows, firsts)
+        counts.append([TextCounts({LOSS: -score.total}, score.num_targets) for score in scores])
+    row = build_metric_row(PERPLEXITY, LOSS, (counts[0], counts[1]), np.exp)
+    return row._replace(name=f"perplexity of {file.name}, context {context}, stride {stride}")
+
+
+def default_context(net: Transformer) -> int:
+    """Return the default number of tokens per window."""
+    return min(DEFAULT_CONTEXT, max_positions(net.spec.stacks[-1]) or DEFAULT_CONTEXT)
+
+
+def check_perplexity(net: Transformer, options: PerplexityOptions) -> None:
+    """Refuse windows that the model cannot take, before anything is computed."""
+    check_decoder(net)
+    context = options.context or default_context(net)
+    limit = max_positions(net.spec.stacks[-1])
+    if limit is not None and context > limit:
+        raise SpecError(
+            f"a context of {context} tokens is longer than the {limit} positions of "
+            f"{net.spec.name}; give at most {limit}"
+        )
+    if context < 2:
+        raise SpecError(f"a context of {context} predicts no token; give 2 or more")
+    if options.stride is not None and not 1 <= options.stride <= context:
+        raise SpecError(
+            f"a stride of {options.stride} tokens leaves out tokens between windows of {context}; "
+            f"give 1 to {context}"
+        )
+
+
+def check_decoder(net: Transformer) -> None:
+    """Refuse models that do not predict the next token from the tokens before it."""
+    require_language_model(net.spec)
+    if net.spec.kind != "decoder":
+        raise SpecError(
+            f"{net.spec.name} is an {net.spec.kind}, and next tokens are scored under decoders; "
+            "leave out its perplexity and evaluation tasks"
+        )
+
+
+# --- Log-probabilities of targets -----------------------------------------------------------------
+
+
+class TargetScore(NamedTuple):
+    """Sum of the log-probabilities of the targets of one text, and if each is the likeliest."""
+
+    total: float
+    num_targets: int
+    is_greedy: bool
+
+
+def score_targets(
+    net: Transformer, rows: Sequence[Sequence[int]], firsts: Sequence[int]
+) -> list[TargetScore]:
+    """Score the tokens of each row from the index `first` on, given all tokens before them.
+
+    Rows are batched by length and padded at their ends, which no earlier token attends to.
+    """
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True)
+    scores: dict[int, TargetScore] = {}
+    for batch in _batches(order, rows):
+        batch_scores = _score_batch(net, [rows[n] for n in batch], [firsts[n] for n in batch])
+        scores |= zip(batch, batch_scores, strict=True)
+    return [scores[index] for index in range(len(rows))]
+
+
+def _batches(order: Sequence[int], rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield indices of rows, longest first, so that a padded batch has about `BATCH_TOKENS`."""
+    start = 0
+    while start < len(order):
+        size = max(1, BATCH_TOKENS // max(1, len(rows[order[start]])))
+        yield list(order[start : start + size])
+        start += size
+
+
+@torch.inference_mode()
+def _score_batch(
+    net: Transformer, rows: Sequence[Sequence[int]], firsts: Sequence[int]
+) -> list[TargetScore]:
+    device = next(net.parameters()).device
+    length = max(len(row) for row in rows) - 1
+    inputs = [[*row[:-1], *[0] * (length + 1 - len(row))] for row in rows]
+    h = net.hidden(torch.tensor(inputs, device=device))
+    totals = list[Tensor]()
+    greedy = list[Tensor]()
+    for index, row in enumerate(rows):
+        first = firsts[index]
+        logits = net.apply_head(h[index : index + 1, first - 1 : len(row) - 1])[0].float()
+        targets = torch.tensor(list(row[first:]), device=device)
+        log_probs = logits.log_softmax(-1).gather(-1, targets[:, None])
+        totals.append(log_probs.double().sum() if device.type == "cpu" else log_probs.sum())
+        greedy.append((logits.argmax(-1) == targets).all())
+    sums = torch.stack(totals).tolist()
+    hits = torch.stack(greedy).tolist()
+    return [
+        TargetScore(sums[index], len(row) - firsts[index], hits[index])
+        for index, row in enumerate(rows)
+    ]
