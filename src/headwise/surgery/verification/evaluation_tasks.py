@@ -161,7 +161,7 @@ def _describe_failure(verb: str, names: Iterable[str], error: Exception) -> Spec
 
 
 def _list_metrics(documents: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return the label, name and filter of each metric; labels name the filter if there are more."""
+    """Return label, name and filter of each metric; labels name the filter if there are several."""
     pairs = dict.fromkeys(
         (metric, document["filter"]) for document in documents for metric in document["metrics"]
     )
