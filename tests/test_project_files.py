@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -39,6 +40,30 @@ def test_contributing_is_one_page_and_names_real_targets():
     targets = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert named
     assert named <= targets
+
+
+def test_workflows_run_what_exists():
+    """Workflows parse; their make targets, scripts and versions of Python are those of the project."""
+    folder = ROOT / ".github"
+    targets = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = list[str]()
+    versions = set[str]()
+    for path in sorted(folder.rglob("*.yml")):
+        document = yaml.safe_load(path.read_text())
+        assert isinstance(document, dict), path
+        for job in document.get("jobs", {}).values():
+            assert job["timeout-minutes" if "steps" in job and len(job["steps"]) > 2 else "steps"]
+            matrix = job.get("strategy", {}).get("matrix", {})
+            versions |= set(matrix.get("python-version", ()))
+            commands += [step["run"] for step in job["steps"] if "run" in step]
+            setups = [step.get("with", {}).get("python-version", "") for step in job["steps"]]
+            versions |= {version for version in setups if version[:1].isdigit()}
+    assert any(command == "bash .ci/run" for command in commands)
+    used = {word for line in commands for word in re.findall(r"^make (?:\S+=\S+ )?(\w+)$", line)}
+    assert used == {"fast", "gpu"}
+    assert used <= targets
+    assert {"3.11"} < versions
+    assert all(tuple(map(int, version.split("."))) >= (3, 11) for version in versions)
 
 
 def test_every_dependency_is_pinned_exactly():
