@@ -13,7 +13,7 @@ COPY constraints.txt /tmp/constraints.txt
 COPY --from=wheel /dist /dist
 # The index of CPU builds has torch without CUDA, which is five times smaller.
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-        -c /tmp/constraints.txt "$(ls /dist/*.whl)[hf]" \
+        -c /tmp/constraints.txt "$(ls /dist/*.whl)" \
     && rm -r /dist /tmp/constraints.txt \
     && useradd --create-home headwise && mkdir /data && chown headwise /data
 USER headwise

@@ -107,7 +107,6 @@ def test_commands_work_in_an_empty_environment(commands: Path, tmp_path: Path):
     headwise = commands / "headwise"
     report = json.loads(run(headwise, "--version", "--json", cwd=tmp_path))
     assert PROJECT["version"] in str(report)
-    assert "transformers" not in run(commands / "pip", "list", cwd=tmp_path)
     assert re.search(
         r"cache, bytes per token +4,096 +1,152",
         run(headwise, "cost", "gqa", "mla", "--model", "4096", "--heads", "32", cwd=tmp_path),
@@ -115,6 +114,35 @@ def test_commands_work_in_an_empty_environment(commands: Path, tmp_path: Path):
     run(headwise, "view", "--export", "page.html", cwd=tmp_path)
     assert "<html" in (tmp_path / "page.html").read_text("utf-8")[:500]
     assert "pruned" in run(headwise, "demo", cwd=tmp_path)
+
+
+MAKE_MODEL = """
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+torch.manual_seed(0)
+config = Qwen3Config(vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+AutoModelForCausalLM.from_config(config).save_pretrained("qwen3")
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_needs_no_extra(commands: Path, tmp_path: Path):
+    """Its heads are measured, drawn and pruned; the result opens in plain transformers."""
+    headwise = commands / "headwise"
+    texts = tmp_path / "texts.txt"
+    texts.write_text(
+        "".join(f"the {n} heads of layer {n} read what comes before\n" for n in range(8))
+    )
+    run(commands / "python", "-c", MAKE_MODEL, cwd=tmp_path)
+    words = ("--data", texts, "--tokenizer", "bytes")
+    assert "0.0" in run(headwise, "heads", "qwen3", *words, cwd=tmp_path)
+    run(headwise, "prune", "qwen3", "--keep", "0.5", *words, "--out", "smaller", cwd=tmp_path)
+    assert (tmp_path / "smaller" / "VERIFICATION.md").is_file()
+    load = "from transformers import AutoModel; print(AutoModel.from_pretrained('smaller').config)"
+    assert '"num_attention_heads": 2' in run(commands / "python", "-c", load, cwd=tmp_path)
+    run(headwise, "view", "smaller", "--export", "page.html", cwd=tmp_path)
+    assert "<html" in (tmp_path / "page.html").read_text("utf-8")[:500]
 
 
 @pytest.mark.slow

@@ -340,21 +340,6 @@ def test_scripts_without_headwise_have_the_same_arguments():
     assert importlib.util.find_spec("headwise.hub.transformers_loading") is not None
 
 
-def test_without_transformers_unknown_families_name_the_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setattr(pretrained_models, "find_spec", lambda _: None)
-    (tmp_path / "config.json").write_text('{"model_type": "deberta", "hidden_size": 8}')
-    with pytest.raises(
-        SpecError,
-        match=r"'deberta', for which transformers is needed; pip install 'headwise\[hf\]'",
-    ):
-        load_original(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(SpecError, match=r"neither model\.safetensors nor"):
-        load_original(tmp_path)
-
-
 # --- Files that were copied in part ---------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,7 +81,7 @@ def _read_settings(path: Path) -> tuple[Source, Any]:
 
 
 def _is_known_to_transformers(model_type: object) -> bool:
-    if not isinstance(model_type, str) or find_spec("transformers") is None:
+    if not isinstance(model_type, str):
         return False
     from transformers import CONFIG_MAPPING
 

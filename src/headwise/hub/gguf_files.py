@@ -161,11 +161,8 @@ def _explained_errors(path: Path) -> Iterator[None]:
             f"{path} is one file of several; merge them with llama-gguf-split --merge, and give "
             "the merged file"
         )
-    missing = [name for name in ("gguf", "transformers") if find_spec(name) is None]
-    if missing:
-        raise SpecError(
-            f"cannot read {path} without {' and '.join(missing)}; pip install 'headwise[gguf]'"
-        )
+    if find_spec("gguf") is None:
+        raise SpecError(f"cannot read {path} without gguf; pip install 'headwise[gguf]'")
     try:
         yield
     except (SpecError, OSError, KeyboardInterrupt):

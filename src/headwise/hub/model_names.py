@@ -79,8 +79,6 @@ def check_settings(folder: Path) -> None:
 
 
 def _is_known_to_transformers(model_type: str) -> bool:
-    if importlib.util.find_spec("transformers") is None:
-        return False
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING

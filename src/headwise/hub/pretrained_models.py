@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ from .. import models
 from ..kernels.devices import AS_SAVED, ModuleT, Placement
 from ..models import Transformer
 from ..models.families import (
-    FAMILIES,
     get_weight_names,
     read_model_spec as described_by,
     write_config,
@@ -57,7 +55,6 @@ from .transformers_loading import (
     TOKENIZER_CONFIG_FILES,
     check_folder,
     load_model,
-    read_json,
     read_processor,
 )
 
@@ -200,34 +197,21 @@ def load_original(
         raise SpecError(
             f"{str(folder)!r} is not a model folder; give one with {MANIFEST_FILE} or {CONFIG_FILE}"
         )
-    if find_spec("transformers") is not None:
-        check_folder(folder)
-        check_memory(folder, placement)
-        try:
-            model = load_model(folder, placement.dtype)
-        except Exception as error:  # transformers may raise anything
-            raise SpecError(
-                f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}"
-            ) from None
-        # Quantised models refuse to be moved, even to where they are; a model without weights has
-        # nothing to move.
-        has_weights = not any(tensor.is_meta for tensor in model.parameters())
-        is_moved = has_weights and placement.device.type != "cpu"
-        if not is_moved:
-            return model
-        placement.check(model)
-        return model.to(placement.device)
+    check_folder(folder)
+    check_memory(folder, placement)
     try:
-        return load(folder, device=device, dtype=dtype)
-    except SpecError:
-        model_type = read_json(folder / CONFIG_FILE).get("model_type")
-        if model_type is None or str(model_type) in FAMILIES:
-            raise
-        fact = (
-            f"{folder} has the model_type {str(model_type)[:60]!r}, for which transformers is "
-            "needed"
-        )
-        raise SpecError(f"{fact}; pip install 'headwise[hf]'") from None
+        model = load_model(folder, placement.dtype)
+    except Exception as error:  # transformers may raise anything
+        raise SpecError(
+            f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}"
+        ) from None
+    # Quantised models refuse to be moved, even to where they are; a model without weights has
+    # nothing to move.
+    has_weights = not any(tensor.is_meta for tensor in model.parameters())
+    if not has_weights or placement.device.type == "cpu":
+        return model
+    placement.check(model)
+    return model.to(placement.device)
 
 
 def open_model(model: Any) -> nn.Module:

@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +85,7 @@ def find_config_keys(
                 "config.json cannot describe the model "
                 f"({str(error).removeprefix('config: ').partition(';')[0]})"
             )
-        if not reason and find_spec("transformers") is not None:
+        if not reason:
             try:
                 check_config_values(keys)
             except Exception as error:  # its checks raise many types
@@ -331,18 +330,12 @@ def _write_first_kind(
         "constants": {name: tensor.tolist() for name, tensor in extra_constants.items()},
         "unused_tensors": rewrite.unused_tensors,
     }
-    end = (
-        " (no loader script was written: it cannot be tested, because transformers is not "
-        "installed)"
-    )
-    if find_spec("transformers") is not None:
-        failure = _add_loader(fresh, rewrite, net, additions)
-        if failure:
-            shutil.rmtree(fresh)
-            return write_native(f"because {reason}, and {failure}")
-        end = f" or {LOADER_NAME}"
+    failure = _add_loader(fresh, rewrite, net, additions)
+    if failure:
+        shutil.rmtree(fresh)
+        return write_native(f"because {reason}, and {failure}")
     not_plain = f"Not a plain transformers checkpoint, because {reason}; load it with headwise.load"
-    return "resized", f"{not_plain}{end}.", additions
+    return "resized", f"{not_plain} or {LOADER_NAME}.", additions
 
 
 LOADER_NAME = "load_model.py"
@@ -505,8 +498,6 @@ def check_load(
         cast_model(on_cpu, torch.float32, stored=parameter_dtype(reloaded))
     )
     del reloaded, read_back
-    if find_spec("transformers") is None:
-        return LoadCheck(None, 0, "transformers is not installed, so the folder was not tested")
     with tempfile.TemporaryDirectory() as temporary:
         data = f"{temporary}/data.safetensors"
         options = Path(temporary, "options.json")
