@@ -30,8 +30,8 @@ DATA = (
         for name in ("index.html", "app.js", "app.css", "report.js", "licences.txt")
     ),
     *(
-        "viewer/sample/sample.trace",
-        "viewer/sample/model/model.safetensors",
+        "observe/sample/sample.trace",
+        "observe/sample/model/model.safetensors",
         "py.typed",
     ),
 )
@@ -136,7 +136,7 @@ def test_a_model_of_transformers_needs_no_extra(commands: Path, tmp_path: Path):
     )
     run(commands / "python", "-c", MAKE_MODEL, cwd=tmp_path)
     words = ("--data", texts, "--tokenizer", "bytes")
-    assert "0.0" in run(headwise, "heads", "qwen3", *words, cwd=tmp_path)
+    assert "previous" in run(headwise, "heads", "qwen3", *words, cwd=tmp_path)
     run(headwise, "prune", "qwen3", "--keep", "0.5", *words, "--out", "smaller", cwd=tmp_path)
     assert (tmp_path / "smaller" / "VERIFICATION.md").is_file()
     load = "from transformers import AutoModel; print(AutoModel.from_pretrained('smaller').config)"
