@@ -16,7 +16,6 @@ import headwise as hw
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.surgery import AttentionConversion, HeadRanking, Pool
 from headwise.surgery.conversion import ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
-from headwise.surgery.hf_export import model_folder
 from headwise.surgery.hf_export.model_folder import write_model_folder
 from headwise.util.errors import SpecError
 from support.transformers_models import FALLBACK, LLAMA, WIDE, WORDS, ZOO, TransformersModel
@@ -172,9 +171,8 @@ def random_examples(net: Any) -> list[Example]:
     ("family", "form"), dict.fromkeys(FORM_OF_FAMILY + KINDS), indirect=["family"]
 )
 def test_every_other_form_is_a_folder_or_a_refusal(
-    monkeypatch: pytest.MonkeyPatch, family: str, form: str, source: Path, net: Any, tmp_path: Path
+    family: str, form: str, source: Path, net: Any, tmp_path: Path, here: None
 ):
-    monkeypatch.setattr(model_folder, "find_spec", lambda _: None)
     if refusal := OTHER_REFUSALS.get(family):
         with pytest.raises(SpecError, match=refusal):
             hw.convert(net, OTHER_FORMS[form], random_examples(net))

@@ -495,29 +495,6 @@ def test_a_loader_with_other_outputs_is_not_written(tmp_path, here, monkeypatch)
     assert "outputs differ by" in notes.summary
 
 
-def test_without_transformers_loading_is_not_claimed(tmp_path, monkeypatch):
-    net = source("llama", tmp_path / "source", **ALONE)
-    monkeypatch.setattr(model_folder, "find_spec", lambda _: None)
-    plainly = model_folder.write_model_folder(
-        remove_heads(net, everywhere(net, A)), tmp_path / "source", tmp_path / "a", {}
-    )
-    assert (
-        plainly.kind,
-        "not tested with transformers, which is not installed" in plainly.summary,
-    ) == ("transformers", True)
-    other = model_folder.write_model_folder(
-        remove_heads(net, {OWN: A}), tmp_path / "source", tmp_path / "b", {}
-    )
-    assert (other.kind, "load_model.py" in other.files) == ("resized", False)
-    assert "because layer 1 keeps 4 heads and layer 0 2; " in other.summary
-    assert "no loader script was written" in other.summary
-    assert torch.allclose(
-        inputs_and_outputs(hw.load(tmp_path / "b"))[1],
-        inputs_and_outputs(remove_heads(net, {OWN: A}))[1],
-        atol=1e-6,
-    )
-
-
 # --- heads.json -----------------------------------------------------------------------------------
 
 

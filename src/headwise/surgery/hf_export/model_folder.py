@@ -312,13 +312,11 @@ def _write_first_kind(
             check = check_load(fresh, net, form)
         except SpecError as error:
             check = LoadCheck(False, 0, str(error))
-        end = {
-            True: ": config.json describes every layer, and AutoModel.from_pretrained loads it.",
-            None: ", not tested with transformers, which is not installed: config.json describes "
-            "every layer.",
-        }.get(check.agrees)
-        if end:
-            sentence = f"A transformers checkpoint{end}"
+        if check.agrees:
+            sentence = (
+                "A transformers checkpoint: config.json describes every layer, and "
+                "AutoModel.from_pretrained loads it."
+            )
             return "transformers", sentence, {"checked": check.message}
         reason = check.message
         shutil.rmtree(fresh)
@@ -467,11 +465,9 @@ print("RESULT", json.dumps({"match": match, "errors": errors}))
 
 
 class LoadCheck(NamedTuple):
-    """Result of a check: whether outputs agree (None: it could not be tested), with which
-    candidate, and a message for the user.
-    """
+    """Result of a check: whether outputs agree, with which candidate, and a message for the user."""
 
-    agrees: bool | None
+    agrees: bool
     candidate: int
     message: str
 
