@@ -74,7 +74,7 @@ class ByteVocabulary(Vocabulary):
     """
 
     def __init__(self) -> None:
-        super().__init__(_byte_level_tokenizer(BPE(_byte_alphabet(), []), splitting="none"))
+        super().__init__(_byte_level_tokenizer(BPE(byte_alphabet(), []), splitting="none"))
 
     def encode(self, texts: Iterable[str]) -> list[IdArray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -215,7 +215,7 @@ def _byte_level_tokenizer(model: Any, splitting: str) -> Tokenizer:
     return tokenizer
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Character for each byte, as in GPT-2: printable bytes stand for themselves, others use code
     points from 256.
     """

@@ -24,7 +24,7 @@ from ...models.generation import (
     load_tokenizers,
     max_positions,
 )
-from ...models.vocabulary import decode_tokens, encode_tokens
+from ...models.vocabulary import byte_alphabet, decode_tokens, encode_tokens
 from ...util.errors import SequenceTooLong, SpecError
 from ..traces import TokenRow
 from .model_tokenizer import TOKENIZER_REMEDY, find_tokenizer, use_tokenizer
@@ -560,13 +560,29 @@ def get_tokenizer_documents(model: nn.Module) -> list[str]:
 
 def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
     encoding = encode_tokens(tokenizer, text)
-    words = tuple(
-        token if special else text[start:stop] or token
-        for token, special, (start, stop) in zip(
-            encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True
-        )
-    )
-    return TokenRow(tuple(encoding.ids), words, tuple(encoding.offsets), text)
+    spans = encoding.offsets
+    words: list[str] = []
+    for place, (token, (start, stop)) in enumerate(zip(encoding.tokens, spans, strict=True)):
+        neighbours = [*spans[max(place - 1, 0) : place], *spans[place + 1 : place + 2]]
+        if start < stop and any(left < stop and start < right for left, right in neighbours):
+            words.append(show_bytes(token))  # a part of a character
+        elif encoding.special_tokens_mask[place]:
+            words.append(token)
+        else:
+            words.append(text[start:stop] or token)
+    return TokenRow(tuple(encoding.ids), tuple(words), tuple(spans), text)
+
+
+def show_bytes(token: str) -> str:
+    """Return a token of a byte-level vocabulary with its bytes as SentencePiece writes them.
+
+    >>> show_bytes("çĽ"), show_bytes("<0xE7>")
+    ('<0xE7><0x9B>', '<0xE7>')
+    """
+    alphabet = byte_alphabet()
+    if not set(token) <= set(alphabet) or token.startswith("<0x"):
+        return token
+    return "".join(f"<0x{alphabet[letter]:02X}>" for letter in token)
 
 
 def make_token_decoder(tokenizer: Tokenizer) -> TokenDecoder:
@@ -574,6 +590,8 @@ def make_token_decoder(tokenizer: Tokenizer) -> TokenDecoder:
 
     def decode_token(token_id: int) -> str:
         text = decode_tokens(tokenizer, [token_id])
+        if "\ufffd" in text:
+            return show_bytes(tokenizer.id_to_token(token_id) or text)
         return text or tokenizer.id_to_token(token_id) or str(token_id)
 
     return decode_token
