@@ -31,7 +31,7 @@ CLASS_STYLES: Mapping[str, tuple[str, str]] = {
     "neighbour": ("N", "#44AA99"),
     "row": ("H", "#882255"),
     "column": ("V", "#117733"),
-    "unclear": ("U", ""),
+    "unclear": ("·", ""),
 }
 CLASS_GROUPS = {
     "offset": "positional",
@@ -87,8 +87,6 @@ class HeadMeasures:
     @property
     def letter(self) -> str:
         """Letter of the first class, in lower case if its score is below 0.5."""
-        if self.group == "unclear":
-            return "·"
         letter = CLASS_STYLES.get(self.group, ("?", ""))[0]
         return letter if not self.classes or self.classes[0].score >= 0.5 else letter.lower()
 
@@ -169,8 +167,7 @@ class HeadTable:
         legend: dict[str, str] = {}
         for name, (letter, colour) in CLASS_STYLES.items():
             if name in groups:
-                is_unclear = name == "unclear"
-                legend["· unclear" if is_unclear else f"{letter} {name}"] = colour or "empty"
+                legend[f"{letter} {name}"] = colour or "empty"
         return legend
 
     def class_members(self, group: str) -> list[tuple[HeadClass, HeadMeasures]]:
