@@ -133,17 +133,15 @@ SHOTS = (
     Shot("lines", "head?site=6&head=1&form=lines"),
     Shot("text", "text?site=6&head=1&position=9", ready=".chip"),
     Shot("class", "classify?site=1&head=2"),
-    Shot("similar", "similarity?site=6&head=1", ready="svg.plot"),
-    Shot(
-        "lab", "lab?site=6&head=1", ("Ablate", "Compute the effect"), ready="[data-testid=effect]"
-    ),
+    Shot("similar", "similarity?site=6&head=1", ("Compare the heads",), ready="svg.plot"),
+    Shot("lab", "lab?site=6&head=1", ("Ablate",), ready="[data-testid=check]"),
     Shot(
         "diff", "diff?site=7&head=1&with=ablated", ("Compare",), ready="[data-testid=diff-change]"
     ),
     Shot("points", "head?site=1&head=3&form=points&position=4", ready=".query-point"),
     Shot("prune", "prune?site=6&head=1", ready=".switch"),
     Shot("steps", "steps?site=3&head=4&position=9&key=2", ready=".step"),
-    Shot("cost", "cost", ("Compute the cost",), ready="main table"),
+    Shot("cost", "cost", ready="main table"),
     Shot("open", "open", ready="main table"),
     Shot("export", "head?site=6&head=1", key="e", ready=".drawer"),
 )

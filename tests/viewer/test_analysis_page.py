@@ -128,7 +128,6 @@ def test_the_tokens_that_a_head_writes_are_those_of_its_vector(page: Any):
     assert fields["words"][0] == find_token_decoder(net)(int(wanted.argmax()))
     with served(model) as url:
         open_screen(page, url, f"head?site={site}&head=1&position=9")
-        page.get_by_role("button", name="Show", exact=True).click()
         rows = page.get_by_test_id("written").locator("tbody tr")
         rows.first.wait_for(timeout=60_000)
         assert rows.first.locator("td").nth(1).inner_text() == f"+{wanted.max():.2f}"

@@ -58,7 +58,7 @@ def test_the_pictures_have_a_table_with_the_exact_weights(page: Any):
 def test_another_text_is_aligned_and_the_map_shows_the_divergence(page: Any):
     with served(sample_model()) as url:
         open_diff(page, url, "text")
-        page.get_by_role("textbox").first.fill("<zh>12,345,678.95 dollars")
+        page.get_by_role("main").get_by_role("textbox").first.fill("<zh>12,345,678.95 dollars")
         compare(page)
         page.get_by_text("16 aligned tokens, of 16 in the open text and 16 in the other").wait_for()
         replaced = page.locator(".pair-row .replaced")

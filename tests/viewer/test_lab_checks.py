@@ -120,7 +120,7 @@ def test_the_text_goes_on_as_in_a_model_with_edited_weights(gpt):
     assert found["after"] == greedy(without_heads(net, SITE, [0, 1, 2]), ids, len(found["after"]))
     assert found["before"] != found["after"]
     assert len(found["before"]) > 8
-    assert model.ablated == ()
+    assert model.revision == 0
 
 
 def test_a_translation_is_written_again_without_a_head():
@@ -167,7 +167,7 @@ def test_losses_are_those_of_a_model_with_edited_weights(model_of_lines):
                 else:
                     assert actual == pytest.approx(number, rel=1e-5, abs=1e-7, nan_ok=True)
     assert rows_by_name(found)["loss"]["change"]["value"] != 0
-    assert model.ablated == ()
+    assert model.revision == 0
 
 
 def test_means_are_those_of_the_open_text(model_of_lines: tuple[OpenModel, Any, list[Example]]):

@@ -16,7 +16,7 @@ import pytest
 from headwise.observe import bundled_sample
 from headwise.viewer.lab_actions import sweep_heads
 from headwise.viewer.model_worker import Job, JobProgress
-from headwise.viewer.open_model import AblatedHead, OpenModel
+from headwise.viewer.open_model import OpenModel
 from viewer.large_traces import make_large_trace, make_table
 from viewer.page_browser import served, settled_box, wait_until
 
@@ -190,9 +190,8 @@ def test_pruned_ablated_and_grouped_heads_are_marked(page: Any):
         bracket = page.evaluate(f"({READ_PIXELS})({canvas}, [0, 2, {canvas}.width, 1])")[4::4]
         runs = np.flatnonzero(np.diff(np.array([0, *(np.array(bracket) > 0), 0]))).reshape(-1, 2)
         assert len(runs) == 2
-    opened.ablated = (AblatedHead("layers.0.attention", 4),)
     with served(opened) as url:
-        open_map(page, url, "theme=light")
+        open_map(page, url, "theme=light&off=0.4")
         struck = cell_pixels(page, "L0 H4")
         assert "ablated" in page.get_by_role("gridcell").nth(4).get_attribute("aria-label")
         height, width = struck.shape[:2]

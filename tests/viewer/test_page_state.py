@@ -90,10 +90,10 @@ def test_every_chart_has_a_table_in_its_place(page: Any):
             assert any(caption in text for text in captions), (address, captions)
             assert page.evaluate(CHARTS) == [], address
         open_address(page, "#/similarity?table=1")
+        page.get_by_role("button", name="Compare the heads").click()
         page.get_by_role("table", name="Distances of all pairs").wait_for(timeout=90_000)
         page.get_by_role("table", name="Tree of clusters").wait_for()
         assert page.evaluate(CHARTS) == []
         open_address(page, "#/lab?table=1&off=2.1")
-        page.get_by_role("button", name="Compute the effect").click()
-        page.get_by_role("table", name="KL by position").wait_for(timeout=60_000)
+        page.get_by_role("table", name="Change by position").wait_for(timeout=60_000)
         assert page.evaluate(CHARTS) == []

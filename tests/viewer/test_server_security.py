@@ -140,7 +140,18 @@ def test_no_job_loads_what_a_request_names(server, opened, kind, tmp_path, monke
     ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a request has named a model"))
     name = f"{tmp_path / 'evil.py'}:make"
-    names = ("model", "target", "path", "other", "factory", "folder", "source", "with", "form")
+    names = (
+        "model",
+        "target",
+        "path",
+        "other",
+        "factory",
+        "folder",
+        "source",
+        "with",
+        "form",
+        "name",
+    )
     arguments: dict[str, Any] = dict.fromkeys(names, name)
     job = Job(kind, arguments)
     with suppress(ValueError):  # most kinds refuse such fields; those that run do without them

@@ -109,6 +109,7 @@ def test_the_page_compares_heads_in_three_ways(page: Any):
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         page.get_by_role("link", name="Similar").click()
+        page.get_by_role("button", name="Compare the heads").click()
         page.locator(".dendrogram").wait_for(timeout=90_000)
         assert "nats" in page.locator(".dendrogram").get_attribute("aria-label")
         page.get_by_role("button", name="OV circuits").click()

@@ -73,7 +73,7 @@ def test_a_threshold_leaves_only_strong_pairs(page: Any):
     weights = model.get_trace().head_weights("encoder.0.attention", 2)
     with served(model) as url:
         open_head(page, url, "head=2&form=arcs&least=0.5")
-        expected = int((np.ceil(weights * 255 - 1e-4) / 255 >= 0.5).sum())
+        expected = int((np.round(weights * 255) / 255 >= 0.5).sum())
         wait_until(page, f"document.querySelectorAll('.lines path').length === {expected}")
         assert page.get_by_text("pairs from 50 % of the largest").is_visible()
 

@@ -106,13 +106,13 @@ def test_an_export_of_a_model_has_measured_heads(tmp_path: Path):
     a warning.
     """
     opened = view.open_target(view.Target(None, "2026-11-20", "<iso>20 November 2026"))
-    assert opened.table is None
+    assert opened.own_table is None
     view.write_export(opened, tmp_path / "a.html")
-    assert opened.table is not None
-    assert len(opened.table.heads) == 54
+    assert opened.own_table is not None
+    assert len(opened.own_table.heads) == 54
     head, weights = (
-        opened.table.heads[0],
-        opened.get_trace().head_weights(opened.table.heads[0].site, 0),
+        opened.own_table.heads[0],
+        opened.get_trace().head_weights(opened.own_table.heads[0].site, 0),
     )
     entropy = float(-(weights * np.log(np.maximum(weights, 1e-30))).sum(1).mean())
     assert head.measures["entropy"].value == pytest.approx(entropy, abs=1e-4)

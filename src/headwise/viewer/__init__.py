@@ -4,7 +4,7 @@ HTML file.
 In reading order:
 
 - `open_model`: `OpenModel`, the content of the page: a trace, its measures, and the model if there
-  is one; and loading by name: a trace, a folder, FILE.py:FACTORY, or a Hub model.
+  is one; and the other models and traces that it may open.
 - `weight_summaries`: data for the page: a description of the open model, pooled tiles, marginals,
   masks of thumbnails, and messages of arrays behind a JSON header.
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and
@@ -12,6 +12,8 @@ In reading order:
 - `model_actions`, `lab_actions`, `comparison_actions`, `surgery_actions`: the jobs: capture a text,
   measure and compare heads, ablate them and continue the text, compare two runs, compute the cost,
   prune and convert.
+- `targets`: what is shown first, by name, and the job that shows another model or trace of the same
+  folders.
 - `answers`: requests answered immediately, by address: pictures, exact rows, marginals, and the
   computation of one head for one query, step by step.
 - `export_files`: weights, measures and the trace as files, and a single HTML file of what is open.

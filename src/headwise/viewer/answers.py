@@ -13,6 +13,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,10 @@ from .open_model import (
 from .weight_summaries import encode_arrays, list_classes, stack_measures, thumbnail_masks
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..models import Transformer
+    from ..observe.head_analysis.head_report import PictureMaker
 
 NUMBER = re.compile(r"-?\d{1,12}(\.\d{1,9})?", re.ASCII)  # in a parameter
 MAX_KEYS = 512  # keys with products by channel; those with the largest scores
@@ -163,16 +167,19 @@ def answer_thumbnails(view: OpenModel, query: Query) -> bytes:
 
 @answer("measures")
 def answer_measures(view: OpenModel, query: Query) -> bytes:
-    """Return the measures of all heads, [heads, measures, 4], with names and classes. Without
-    measurements, the names are empty.
+    """Return the measures of all heads, [heads, measures, 4], with names and classes; and those of
+    the open text, if they are not the same. Without measurements, the names are empty.
     """
-    table = view.table
+    table = view.shown_table
     if table is None:
         return encode_arrays({}, names=[], classes=[], texts="", notes=[], revision=view.revision)
     names, stacked = stack_measures(table, view.heads)
+    own_names, own = stack_measures(view.own_table or table, view.heads)
     return encode_arrays(
-        {"measures": stacked},
+        {"measures": stacked, "own": own},
         names=names,
+        ownNames=own_names if view.own_table else [],
+        severalTexts=view.table is not None,
         classes=list_classes(table, [layer.name for layer in view.get_trace().layers]),
         texts=table.texts,
         notes=list(table.notes),
@@ -356,6 +363,42 @@ def answer_written(view: OpenModel, query: Query) -> bytes:
         note=note,
         reason="",
     )
+
+
+@answer("examples")
+def answer_examples(view: OpenModel, query: Query) -> bytes:
+    """Return the texts that show the class of a head best, with the largest weight on each key of
+    the pairs that the class is about, and its query.
+    """
+    table = view.table
+    if table is None or not view.texts:
+        return encode_arrays({}, texts=[], name="")
+    net = view.get_model()
+    from ..observe.head_analysis.head_report import MAX_TEXTS, PictureMaker
+    from .model_actions import make_examples
+
+    if net not in _pictures:
+        _pictures[net] = PictureMaker(net, make_examples(view, view.texts[:MAX_TEXTS]))
+    place = (query.site, query.head)
+    head = next(one for one in table.heads if (one.site, one.head) == place)
+    name = head.classes[0].name
+    texts: list[list[list[str]]] = []
+    arrays: dict[str, NDArray[Any]] = {}
+    for chosen, cells in _pictures[net].rank_texts(head, name)[:SHOWN_TEXTS]:
+        picture = _pictures[net].first_picture(head, name, "", chosen)
+        weights = picture.weights
+        if cells is not None:
+            pairs = tuple(zip(*cells, strict=True))
+            weights = np.zeros_like(picture.weights)
+            weights[pairs] = picture.weights[pairs]
+        arrays[f"{len(texts)}.weights"] = weights.max(0).astype(np.float32)
+        arrays[f"{len(texts)}.queries"] = weights.argmax(0).astype(np.int32)
+        texts.append([list(picture.query_tokens), list(picture.key_tokens)])
+    return encode_arrays(arrays, texts=texts, name=name)
+
+
+SHOWN_TEXTS = 3  # that show a head
+_pictures: WeakKeyDictionary[nn.Module, PictureMaker] = WeakKeyDictionary()
 
 
 # --- The last comparison --------------------------------------------------------------------------

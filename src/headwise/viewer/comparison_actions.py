@@ -210,7 +210,7 @@ def pool_difference(
         pooled[1, row] = _pool_keys(other, keys, np.maximum)
         pooled[2, row] = _pool_keys(other - one, keys, np.maximum)
         pooled[3, row] = _pool_keys(other - one, keys, np.minimum)
-    first, second = np.ceil(pooled[:2] * 255 - 1e-4).clip(0, 255).astype(np.uint8)
+    first, second = np.round(pooled[:2] * 255).clip(0, 255).astype(np.uint8)
     change = np.where(pooled[2] >= -pooled[3], pooled[2], pooled[3])
     signed = (np.round(change * SIGNED_ONE) + SIGNED_ZERO).clip(1, 255)
     return {

@@ -264,12 +264,12 @@ def _encode(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
         yield render_export(view).encode()
     elif kind in FIGURE_KINDS and scope.site:
         yield to_bytes(draw_head(view, scope), f".{kind}", scope.theme, "none")
-    elif view.table is None:
+    elif view.shown_table is None:
         raise ValueError("the heads have not been measured; measure them first")
     elif kind == "measures":
-        yield view.table.to_csv().encode(errors="backslashreplace")
+        yield view.shown_table.to_csv().encode(errors="backslashreplace")
     else:
-        yield to_bytes(view.table.class_grid(), f".{kind}", scope.theme, "none")
+        yield to_bytes(view.shown_table.class_grid(), f".{kind}", scope.theme, "none")
 
 
 def draw_head(view: OpenModel, scope: ExportScope) -> Figure:

@@ -246,8 +246,7 @@ def compute_effect(
 ) -> dict[str, Any]:
     """Compare the model with and without ablated heads on the open text.
 
-    With `random` = N, also compare N random sets with the same number of other heads. The model's
-    ablated heads change only if the job succeeds.
+    With `random` = N, also compare N random sets with the same number of other heads.
     """
     ablation = Ablation(**fields)
     heads = ablation.heads
@@ -266,9 +265,7 @@ def compute_effect(
         after = runs.without(ablation._replace(heads=chosen))
         change = position_changes(before, after).mean().item()
         result["random"].append({"change": change, "loss": _loss(model, after)})
-    progress.check()
-    model.set_ablated(heads)
-    return result | {"revision": model.revision}
+    return result
 
 
 def sample_heads(
@@ -458,7 +455,7 @@ def check_by_removal(model: OpenModel, ablation: Ablation, after: Outputs) -> di
     except (ValueError, KeyError, IndexError, NotImplementedError) as error:
         return unchecked(str(error))
     if values.shape != after.values.shape:
-        return unchecked("the copy without these heads has outputs of another shape")
+        return unchecked("the copy without these heads ends in a token head, this model does not")
     return {"possible": True, "reason": "", "areLogits": after.are_logits} | _compare(
         model, native, smaller, ablation.heads, float((values - after.values).abs().max()), after
     )

@@ -171,9 +171,14 @@ def make_examples(model: OpenModel, texts: Sequence[str] = ()) -> list[Example]:
 
 @action("measure", texts=LINES)
 def measure(model: OpenModel, progress: JobProgress, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure and classify all heads on texts. A single text gives no confidence intervals."""
+    """Measure and classify all heads, on the open text or on several texts."""
+    from ..observe.head_analysis.annotated_examples import GENERAL_TEXTS, read_lines
+
     examples = make_examples(model, texts)
-    model.set_table(measure_table(model.get_model(), examples, progress))
+    table = measure_table(model.get_model(), examples, progress)
+    if [*texts] == read_lines(GENERAL_TEXTS):
+        table = replace(table, texts=table.texts.replace(" ", " general "))
+    model.set_tables(table) if texts else model.set_tables(own=table)
     return {"revision": model.revision, "texts": len(examples)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -108,20 +108,23 @@ class OpenModel:
     """A trace with its measures and, if available, its model.
 
     `load_model` loads the model when it is first needed, so that the trace shows immediately.
-    `revision` grows whenever the trace or the ablated heads change, so that the page can detect
-    stale answers. `output_folder` is where pruned and converted models may be written; None forbids
+    `revision` grows whenever the trace or the measures change, so that the page can detect stale
+    answers. `table` holds the measures over several texts, `own_table` over the open text alone.
+    `output_folder` is where pruned and converted models may be written; None forbids
     writing. `target` is the model folder as named on the command line, "" for other models. `texts`
     are the initial lines of screens that need several texts. `pruned` lists the heads removed
     earlier from each site, by their original numbers. `other` is the model or trace to compare with
     ("" for none), and `comparison` the last comparison; `loading` is where models are loaded. If
-    `grouping` merges or leaves out tokens, `trace` is that view of `recorded`.
+    `grouping` merges or leaves out tokens, `trace` is that view of `recorded`. `folders` hold the
+    other models and traces that the page may open; `opened_name` is the one that is open ("" is
+    the first, which `first` keeps), and `first_trace` the run that it was opened with.
     """
 
     trace: Trace | None = None
     model: nn.Module | None = None
     load_model: Callable[[], nn.Module] | None = None
     table: HeadTable | None = None
-    ablated: tuple[AblatedHead, ...] = ()
+    own_table: HeadTable | None = None
     read_only: bool = False
     output_folder: Path | None = None
     target: str = ""
@@ -135,6 +138,10 @@ class OpenModel:
     comparison: TraceComparison | None = None
     grouping: TokenGrouping = field(default_factory=TokenGrouping)
     recorded: Trace | None = None
+    folders: tuple[Path, ...] = ()
+    opened_name: str = ""
+    first: OpenModel | None = None
+    first_trace: Trace | None = None
     _changing: threading.Lock = field(
         default_factory=threading.Lock, init=False, repr=False, compare=False
     )
@@ -145,8 +152,11 @@ class OpenModel:
 
     # --- what is open -----------------------------------------------------------------------------
 
+    def __post_init__(self) -> None:
+        self.first_trace = self.trace
+
     def snapshot(self) -> OpenModel:
-        """Return a copy with a fixed trace, measures, ablated heads and revision.
+        """Return a copy with a fixed trace, measures and revision.
 
         Requests answer from a snapshot, so that a new text cannot mix two traces.
         """
@@ -193,7 +203,6 @@ class OpenModel:
     def describe(self) -> dict[str, Any]:
         """Describe the open model for the page."""
         trace = self.trace if self.trace is not None else Trace({}, {}, ())
-        site_names = [layer.name for layer in trace.layers]
         reasons = dict.fromkeys(("text", "measure", "ablate", "write"), "")
         if not self.has_model:
             reasons = dict.fromkeys(reasons, ONLY_TRACE)
@@ -206,27 +215,25 @@ class OpenModel:
             "revision": self.revision,
             "readOnly": self.read_only,
             "warnings": list(self.warnings),
-            "measures": describe_measures(self.table),
+            "measures": describe_measures(self.shown_table),
             "maxTokens": self.max_tokens,
             "fileStem": make_file_stem(self.name),
             "texts": list(self.texts),
             "other": Path(self.other).name,
+            "openable": list(list_openable(self.folders)),
+            "opened": self.opened_name,
+            "isFirstText": (self.recorded or trace).streams is (self.first_trace or trace).streams,
             "grouping": asdict(self.grouping),
-            "ablated": [
-                {
-                    "site": site_names.index(head.site),
-                    "head": head.head,
-                    "mode": head.mode,
-                    "scale": head.scale,
-                }
-                for head in self.ablated
-                if head.site in site_names
-            ],
             "capabilities": {
                 name: {"possible": not why, "reason": why} for name, why in reasons.items()
             },
             "memory": estimate_memory(trace, self.model, self.max_tokens),
         }
+
+    @property
+    def shown_table(self) -> HeadTable | None:
+        """The measures over several texts, or over the open text if there are no others."""
+        return self.table or self.own_table
 
     @property
     def heads(self) -> list[tuple[str, int]]:
@@ -320,7 +327,7 @@ class OpenModel:
         cells = Cells(make_edges(start, stop, sides[0]), make_edges(left, right, sides[1]))
         values, masked = pool_weights(self.head_reader(site, head, lens), cells)
         scale = 1.0 if lens == "weight" else float(values.max(initial=0.0)) or 1.0
-        pixels = np.ceil(values * (255 / scale) - 1e-4).clip(0, 255).astype(np.uint8)
+        pixels = np.round(values * (255 / scale)).clip(0, 255).astype(np.uint8)
         return Tile(pixels, masked, scale)
 
     def thumbnails(self) -> NDArray[np.uint8]:
@@ -365,19 +372,20 @@ class OpenModel:
             if not site.ablate.possible:
                 raise ValueError(f"cannot ablate heads of {ablated.site}: {site.ablate.reason}")
 
-    def set_ablated(self, heads: Sequence[AblatedHead]) -> None:
-        """Replace the ablated heads; raises ValueError for heads that do not exist or cannot be
-        ablated.
-        """
-        self.check_ablated(heads)
+    def show(self, other: OpenModel) -> None:
+        """Show another model or trace in place of this one, which a running server keeps."""
         with self._changing:
-            self.ablated = tuple(heads)
-            self.revision += 1
+            if not self.opened_name:
+                self.first = copy.copy(self)
+            own = {"first": self.first, "folders": self.folders, "revision": self.revision + 1}
+            for item in fields(self):
+                if item.init:
+                    setattr(self, item.name, own.get(item.name, getattr(other, item.name)))
 
     def set_trace(self, trace: Trace) -> None:
-        """Show another trace and drop the old measures and comparison.
+        """Show another trace and drop its own measures and the comparison.
 
-        Head classes set by the user belong to the model and stay.
+        Head classes set by the user and measures over several texts belong to the model and stay.
         """
         with self._changing:
             if self.trace is not None and self.trace.classes and not trace.classes:
@@ -385,7 +393,7 @@ class OpenModel:
                 classes = {head: name for head, name in self.trace.classes.items() if head in heads}
                 trace = replace(trace, classes=classes)
             self.trace = trace
-            self.table = None
+            self.own_table = None
             self.comparison = None
             self.grouping = TokenGrouping()
             self.recorded = None
@@ -438,11 +446,28 @@ class OpenModel:
             )
         return self.comparison
 
-    def set_table(self, table: HeadTable) -> None:
-        """Show these measures."""
+    def set_tables(self, table: HeadTable | None = None, own: HeadTable | None = None) -> None:
+        """Show these measures over several texts, or over the open text alone."""
         with self._changing:
-            self.table = replace(table)
+            self.table = table or self.table
+            self.own_table = own or self.own_table
             self.revision += 1
+
+
+MAX_OPENABLE = 200  # models and traces that the page lists
+
+
+def list_openable(folders: Sequence[Path]) -> dict[str, Path]:
+    """Map a name to each model folder and trace in some folders; links may lead elsewhere, so they
+    are left out.
+    """
+    openable: dict[str, Path] = {}
+    for folder in folders:
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            is_model = any((path / name).is_file() for name in ("headwise.toml", "config.json"))
+            if (is_model or is_trace(path.name)) and path.name[0] != "." and not path.is_symlink():
+                openable[f"{folder.name}/{path.name}"] = path
+    return dict(list(openable.items())[:MAX_OPENABLE])
 
 
 TRACE_SUFFIX = ".trace"

@@ -10,28 +10,18 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..observe import bundled_sample
-from ..observe.traces import Trace, load_trace, trace_from_weights
-from ..util.errors import SpecError
+from ..observe.traces import Trace, trace_from_weights
 from ..util.escaping import escape_html, make_visible
 from ..util.files import write_atomically
 from ..util.output_paths import Existing, FileKind, FolderKind, check_output
 from .export_files import TITLE_END, render_export
-from .open_model import (
-    ON_CPU,
-    LoadingPlace,
-    OpenModel,
-    is_trace,
-    load_target,
-    read_pruned_heads,
-)
+from .open_model import OpenModel
+from .targets import Target, open_model, open_target
 
-DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is asleep."
 FRAME_HEIGHT = 720  # pixels of the frame in a notebook
 # The view of the widget: notebooks that remove frames from HTML keep those that a script adds.
 FRAME_SCRIPT = """
@@ -49,92 +39,6 @@ export default { render };
 """
 
 
-class Target(NamedTuple):
-    """A target to open: a name (None is the bundled sample), texts, the folder for new models
-    (None: read-only), a model or trace to compare with, an image path for a vision model, and where
-    the model is loaded.
-    """
-
-    name: str | None = None
-    text: str | None = None
-    source: str | None = None
-    out: Path | None = None
-    other: str = ""
-    image: str = ""
-    loading: LoadingPlace = ON_CPU
-
-
-# --- Opening --------------------------------------------------------------------------------------
-
-
-def open_target(target: Target) -> OpenModel:
-    """Open a target by name. Traces, including the bundled sample's, open without torch."""
-    opened = _open_name(target)
-    opened.other = target.other
-    opened.loading = target.loading
-    return opened
-
-
-def _open_name(target: Target) -> OpenModel:
-    if target.name is None and target.text is None and target.source is None:
-        return _open_sample(target.out, target.loading)
-    if target.name is not None and is_trace(target.name):
-        return OpenModel(load_trace(target.name))
-    from ..hub.model_names import find_model
-
-    source = find_model(bundled_sample.MODEL if target.name is None else target.name)
-    folder = str(source) if isinstance(source, Path) else ""
-    opened = open_model(load_target(source, target.loading), target)
-    opened.target = folder
-    opened.pruned = read_pruned_heads(folder)
-    return opened
-
-
-def open_model(model: Any, target: Target) -> OpenModel:
-    """Run a model on the texts of a target and record its attention."""
-    from .model_actions import capture_image, capture_trace
-    from .open_model import MAX_TOKENS
-
-    text = target.text or ""
-    source = target.source or ""
-    if not text and not source:
-        text = DEFAULT_TEXT
-    _check_inputs(model, target)
-    trace = (
-        capture_image(model, target.image)
-        if target.image
-        else capture_trace(model, text, source, MAX_TOKENS)
-    )
-    return OpenModel(trace, model, output_folder=target.out, read_only=target.out is None)
-
-
-def _check_inputs(model: Any, target: Target) -> None:
-    """Refuse to open a vision model without an image, and any other model with one."""
-    from ..observe.head_analysis.image_examples import PatchLayout
-
-    try:
-        PatchLayout.from_model(model)
-    except SpecError as error:
-        if target.image:
-            raise SpecError(f"cannot read --image {target.image}: {error}") from None
-        return
-    if not target.image:
-        raise SpecError(f"cannot view {type(model).__name__} without an image; give --image FILE")
-
-
-def _open_sample(out: Path | None, loading: LoadingPlace) -> OpenModel:
-    """Open the bundled sample: trace and measures immediately, the model when first needed."""
-    trace = bundled_sample.load_sample_trace()
-    table = bundled_sample.load_sample_table()
-    load_model = partial(load_target, str(bundled_sample.MODEL), loading=loading)
-    opened = OpenModel(
-        trace, load_model=load_model, table=table, output_folder=out, read_only=out is None
-    )
-    opened.target = str(bundled_sample.MODEL)
-    opened.texts = bundled_sample.TEXTS
-    return opened
-
-
 # --- One HTML file --------------------------------------------------------------------------------
 
 
@@ -150,16 +54,18 @@ def write_export(opened: OpenModel, path: Path | str, existing: Existing = "refu
 
 
 def measure_heads_once(opened: OpenModel) -> None:
-    """Measure and classify the heads of a model over the open text. If that fails, the page shows
-    the reason as a warning.
+    """Measure and classify the heads of a model over the open text and its other texts. If that
+    fails, the page shows the reason as a warning.
     """
-    if opened.table is not None or not opened.has_model:
+    if opened.shown_table is not None or not opened.has_model:
         return
     from .model_actions import measure
     from .model_worker import Job, JobProgress
 
     try:
         measure(opened, {}, JobProgress(Job("measure", {})))
+        if opened.texts:
+            measure(opened, {"texts": [*opened.texts]}, JobProgress(Job("measure", {})))
     except ValueError as error:
         opened.warnings.append(f"the heads are not measured: {error}")
 

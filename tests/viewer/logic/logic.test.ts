@@ -3,19 +3,23 @@
 import "./stub";
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { redoAblation, showMeasure, toggleAblated, togglePin, undoAblation } from "../../../src/headwise/viewer/web/src/actions";
+import { isRunOf, redoAblation, setAblated, showMeasure, toggleAblated, togglePin, undoAblation } from "../../../src/headwise/viewer/web/src/actions";
 import { rampPosition, signedStepTable, stepTable } from "../../../src/headwise/viewer/web/src/canvas/colors";
 import { poolValues } from "../../../src/headwise/viewer/web/src/canvas/heatmap";
+import { groupByReason } from "../../../src/headwise/viewer/web/src/components/basics";
 import { makeTree } from "../../../src/headwise/viewer/web/src/components/dendrogram";
-import { cellSpan, isPooled, shownView, type TileState } from "../../../src/headwise/viewer/web/src/components/head_data";
+import { cellSpan, isPooled, shownView, strongestQuery, type TileState } from "../../../src/headwise/viewer/web/src/components/head_data";
 import { bandContent, isShownLayer } from "../../../src/headwise/viewer/web/src/components/head_grid";
 import { roundTicks } from "../../../src/headwise/viewer/web/src/components/head_scatter";
 import { moveView, zoomView } from "../../../src/headwise/viewer/web/src/components/matrix";
+import { findCommands, listCommands } from "../../../src/headwise/viewer/web/src/components/overlays";
 import { patchGrid } from "../../../src/headwise/viewer/web/src/components/patch_panel";
-import { tilePairs } from "../../../src/headwise/viewer/web/src/components/token_lines";
+import { chooseTarget } from "../../../src/headwise/viewer/web/src/components/text_box";
+import { arcPath, tilePairs } from "../../../src/headwise/viewer/web/src/components/token_lines";
 import { isSpecial, visibleToken } from "../../../src/headwise/viewer/web/src/components/tokens";
-import { largest, leaveOut, strongestQuery } from "../../../src/headwise/viewer/web/src/components/voice_lines";
-import { chosenTokens, labRequest, toggleToken } from "../../../src/headwise/viewer/web/src/lab_state";
+import { largest, leaveOut } from "../../../src/headwise/viewer/web/src/components/voice_lines";
+import { textCount } from "../../../src/headwise/viewer/web/src/i18n";
+import { chosenTokens, labRequest, mostChanged, toggleToken } from "../../../src/headwise/viewer/web/src/lab_state";
 import { decodeMessage, type Site, type ViewDocument } from "../../../src/headwise/viewer/web/src/source";
 import * as state from "../../../src/headwise/viewer/web/src/state";
 import { between, oneOf, readRanges, toNumber, writeRanges } from "../../../src/headwise/viewer/web/src/url_state";
@@ -107,6 +111,8 @@ test("weights of a query: the largest, without some keys, and the strongest pair
 test("tokens are shown with their invisible characters", () => {
   assert.equal(visibleToken("Ġa\u202eb\n"), "␣a⟨202e⟩b⏎");
   assert.equal(visibleToken(""), "∅");
+  assert.equal(visibleToken("<0xE7><0x9B>"), "⟨e7⟩⟨9b⟩");
+  assert.equal(isSpecial("<0xE7>"), false);
   assert.deepEqual(["[CLS]", "<s>", "<|end|>", "a<b"].map(isSpecial), [true, true, true, false]);
 });
 
@@ -159,4 +165,65 @@ test("what the Lab asks for follows the switches and the chosen tokens", () => {
   assert.deepEqual(labRequest(), { heads: [[1, 0, "noise", 0]], tokens: { text: [2] }, resampleText: "", random: 5 });
   toggleToken("text", 2);
   assert.deepEqual(chosenTokens.value, { text: [] });
+});
+
+test("while no head is off, the Lab asks what the selected one would change", () => {
+  open();
+  state.selectHead(1, 2);
+  assert.deepEqual(labRequest()["heads"], [[1, 2, "zero", 0]]);
+  setAblated([{ site: 0, head: 1, mode: "mean", scale: 0 }]);
+  assert.deepEqual(labRequest()["heads"], [[0, 1, "mean", 0]]);
+});
+
+test("the Lab starts where the outputs change most, of the positions with next tokens", () => {
+  const klByPosition = [9, 0.1, 3, null, 2];
+  assert.equal(mostChanged({ klByPosition, nextFrom: 0, nextAt: [] }), 0);
+  assert.equal(mostChanged({ klByPosition, nextFrom: 1, nextAt: [[], [], [], []] }), 2);
+});
+
+test("the address tells the run that is open from another, and from the first", () => {
+  open();
+  const row = { ids: [], words: [], text: "hi", offsets: [] };
+  const found = { ...state.doc.value!, isFirstText: true, streams: { text: [row] } };
+  assert.ok(isRunOf(found, { text: "", source: "" }) && isRunOf(found, { text: "hi", source: "" }));
+  assert.ok(!isRunOf({ ...found, isFirstText: false }, { text: "", source: "" }) && !isRunOf(found, { text: "ho", source: "" }));
+  const translated = { ...found, streams: { source: [{ ...row, text: "salut" }], text: [row] } };
+  assert.deepEqual(["salut", "bye"].map((source) => isRunOf(translated, { text: "", source })), [true, false]);
+});
+
+test("another source gets a target of its own, unless one is typed", () => {
+  const shown = { source: "a", text: "x" };
+  assert.equal(chooseTarget(shown, { source: "b", text: "x" }), "");
+  assert.equal(chooseTarget(shown, { source: "b", text: "y" }), "y");
+  assert.equal(chooseTarget(shown, shown), "x");
+});
+
+test("the palette finds actions, screens, and heads by each of their names", () => {
+  open();
+  state.selectHead(1, 2);
+  const texts = (query: string) => findCommands(query, listCommands()).map(({ text }) => text);
+  assert.equal(texts("ablate")[0], "Ablate: L1 H2");
+  assert.ok(texts("prune this head").includes("Prune: L1 H2") && texts("loss").includes("Measure the loss"));
+  for (const query of ["L1 H3", "l1h3", "1.3", "decoder.1.attention:3"]) assert.deepEqual(texts(query), ["L1 H3"], query);
+  assert.deepEqual(texts("L0"), ["L0 H0", "L0 H1"]);
+  findCommands("1.3", listCommands())[0]!.run();
+  assert.equal(state.selectedHead.value, 3);
+});
+
+test("measures of the open text stand beside those over several texts", () => {
+  const own = { names: ["sink"], values: Float32Array.of(0.5, NaN, NaN, 0.1) };
+  state.measures.value = { names: ["entropy", "sink"], values: Float32Array.of(1, 0, 2, 3, 0.25, 0.2, 0.3, 0.05), classes: new Map(), texts: "22 general texts", notes: [], severalTexts: true, own };
+  assert.deepEqual([state.measureOf(0, "sink"), state.measureOf(0, "sink", 0, own), state.measureOf(0, "entropy", 0, own)], [0.25, 0.5, NaN]);
+  assert.deepEqual(["22 general texts", "1 text", "9 texts", "MNIST"].map(textCount), ["22 general texts", "1 text", "9 texts", "MNIST"]);
+  assert.equal(state.hasClasses.value, false);
+});
+
+test("arcs end at their tokens, and the longest alone reaches the top", () => {
+  const heights = [1, 5, 10].map((key) => Number(arcPath({ query: 0, key, weight: 1 }, 20, 10).split(" ")[2]));
+  assert.deepEqual(heights, [...heights].sort((a, b) => b - a));
+  assert.match(arcPath({ query: 0, key: 10, weight: 1 }, 20, 10), /^M10 .* 210 240$/);
+});
+
+test("one reason is given once, with all that it holds for", () => {
+  assert.deepEqual(groupByReason([["a", "x"], ["b", "y"], ["c", "x"]]), [["x", "a, c"], ["y", "b"]]);
 });

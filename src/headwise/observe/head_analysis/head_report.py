@@ -297,15 +297,19 @@ class PictureMaker:
         """The picture of a head on the text that shows its class `name` best; None if no text can
         show it.
         """
+        for number, cells in self.rank_texts(head, name)[:1]:
+            picture = self.first_picture(head, name, title, number)
+            return picture._replace(marked_cells=cells or ())
+        return None
+
+    def rank_texts(self, head: HeadMeasures, name: str) -> list[tuple[int, Cells | None]]:
+        """The numbers of the texts that show a class of a head, the best first, with its cells."""
         layer = self.trace(0).get_layer(head.site)
         cells_of_text = [find_cells(name, example, layer, head) for example in self.examples]
         numbers = [n for n, cells in enumerate(cells_of_text) if cells is None or cells]
         scores = {n: self._score(n, head, name, cells_of_text[n]) for n in numbers[:MAX_TEXTS]}
-        best = max(scores, key=lambda number: scores[number], default=None)
-        if best is None or not scores[best] > 0:
-            return None
-        picture = self.first_picture(head, name, title, best)
-        return picture._replace(marked_cells=cells_of_text[best] or ())
+        ranked = sorted(scores, key=lambda number: -scores[number])
+        return [(number, cells_of_text[number]) for number in ranked if scores[number] > 0]
 
     def _score(self, number: int, head: HeadMeasures, name: str, cells: Cells | None) -> float:
         """How well an example shows a class of a head, which is about these cells."""

@@ -1,13 +1,17 @@
 // What the page can do to the model and the selection; used by buttons, keys and commands alike.
 
 import { batch, computed, signal, type Signal } from "@preact/signals";
-import { doc, firstHeads, generation, headCount, headName, isAblated, lens, loadDocument, matrixView, measures, pinned, runJob, selectedHead, selectedSite, selectedToken, sites, type MeasureTable } from "./state";
-import { announcement } from "./state";
-import type { AblatedHead, Grouping } from "./source";
+import { announcement, doc, firstHeads, generation, groupingNames, headCount, headName, isAblated, isMeasuring, lens, loadDocument, matrixView, measures, openName, openSource, openText, pinned, runJob, selectedHead, selectedSite, selectedToken, sites, source, type MeasureTable } from "./state";
+import type { AblatedHead, Grouping, ViewDocument } from "./source";
 import { say, t } from "./i18n";
 
+/** Measure the heads on the open text, and once for a model on its other texts, which can name classes. */
 export async function measureHeads(): Promise<void> {
+  isMeasuring.value = true;
   if (await runJob("measure")) await loadDocument();
+  const texts = doc.value?.texts ?? [];
+  if (texts.length > 1 && !measures.value?.severalTexts && (await runJob("measure", { texts }))) await loadDocument();
+  isMeasuring.value = false;
 }
 
 /** Ablate every head alone, and add how much that changes the output to the measures as "importance". */
@@ -22,7 +26,7 @@ export function showMeasure(name: string, values: Map<number, number>): void {
   if (!current) return;
   const high = [...values.values()].filter(Number.isFinite).reduce((most, value) => Math.max(most, value), 1e-12);
   batch(() => {
-    measures.value = addMeasure(measures.value ?? { names: [], values: new Float32Array(0), classes: new Map(), texts: "", notes: [] }, name, values);
+    measures.value = addMeasure(measures.value ?? { names: [], values: new Float32Array(0), classes: new Map(), texts: "", notes: [], severalTexts: false, own: { names: [], values: new Float32Array(0) } }, name, values);
     doc.value = { ...current, measures: [...current.measures.filter((item) => item.name !== name), { name, low: 0, high }] };
   });
 }
@@ -44,19 +48,58 @@ function addMeasure(table: MeasureTable, name: string, values: Map<number, numbe
   return { ...table, names: [...table.names, name], values: stacked };
 }
 
-export async function runText(text: string, source: string): Promise<boolean> {
-  const result = await runJob("text", source ? { text, source } : { text });
-  if (result) {
-    await loadDocument();
-    await measureHeads();
-  }
-  return result !== null;
+/** The texts of the open run: of the source, if there is one, and of the text. */
+export function shownTexts(): { source: string; text: string } {
+  const read = (stream: string) => doc.value?.streams[stream]?.[0]?.text ?? "";
+  return { source: read("source"), text: read("text") };
 }
+
+/** Read a text; an encoder-decoder model writes the target of a source that has none. */
+export async function runText(text: string, source = ""): Promise<void> {
+  const before = [openText.value, openSource.value];
+  if (!(await runJob("text", source ? { text, source } : { text }))) return;
+  await loadDocument();
+  batch(() => {
+    [openText.value, openSource.value, groupingNames.value] = [text, source, []];
+    if (before[0] !== text || before[1] !== source) selectedToken.value = null;
+  });
+  await measureHeads();
+}
+
+/** Open another model or trace of the list of the server; everything that belongs to this one is left behind. */
+export function openOther(name: string): void {
+  location.hash = `#/map${name ? `?${new URLSearchParams({ open: name })}` : ""}`;
+  location.reload();
+}
+
+/** Whether the run that the server has open is that of the texts of an address; without texts, the one that it started with. */
+export function isRunOf(found: ViewDocument, { text, source: from }: { text: string; source: string }): boolean {
+  if (!text && !from) return found.isFirstText;
+  const read = (stream: string) => found.streams[stream]?.[0]?.text ?? "";
+  return (!text || read("text") === text) && read("source") === from;
+}
+
+/** Let the server show what the address names: another window, or an earlier visit, may have opened something else. */
+export async function openAddress(): Promise<void> {
+  const found = source.isLive ? await source.document().catch(() => null) : null;
+  if (!found) return;
+  const texts = { text: openText.value, source: openSource.value };
+  const isModel = found.opened === openName.value;
+  const isOpen = isModel && isRunOf(found, texts);
+  if (!isModel || (!isOpen && !texts.text && !texts.source)) await runJob("open", { name: openName.value });
+  if (!isOpen && (texts.text || texts.source)) await runJob("text", texts.source ? texts : { text: texts.text });
+  const grouping = Object.fromEntries(GROUPINGS.map((name) => [name, groupingNames.value.includes(name)])) as unknown as Grouping;
+  if (GROUPINGS.some((name) => grouping[name] !== (isOpen && found.grouping[name]))) await runJob("group", { ...grouping });
+}
+
+/** Switches that merge tokens or leave some out. */
+export const GROUPINGS = ["words", "special", "first"] as const;
 
 /** Merge subwords into words, or leave special tokens or the first token out, in everything that is shown. */
 export async function groupTokens(grouping: Grouping): Promise<void> {
   if (!(await runJob("group", { ...grouping }))) return;
   batch(() => {
+    groupingNames.value = Object.entries(grouping).flatMap(([name, isOn]) => (isOn ? [name] : []));
     selectedToken.value = null;
     matrixView.value = null;
     lens.value = "weight";

@@ -1,9 +1,9 @@
 // What the Lab is about to compute: modes and tokens; and the jobs that compute it.
 
 import { batch, computed, signal } from "@preact/signals";
-import { setAblated } from "./actions";
+import { ablateReason, setAblated } from "./actions";
 import type { Quality } from "./screens/prune_result";
-import { doc, runJob, source } from "./state";
+import { doc, runJob, selectedHead, selectedSite, sites } from "./state";
 import { between, keepInUrl, oneOf, readRanges, toList, toText, urlSignal, writeRanges } from "./url_state";
 
 export const MODES = ["zero", "mean", "resample", "noise"] as const;
@@ -71,9 +71,16 @@ export interface Evaluation extends Quality {
 export const continued = signal<Continued | null>(null);
 
 export const effect = signal<Effect | null>(null);
+/** The heads that are off; while none is, the selected one, to show what it would change. */
+function labHeads(): [number, number, string, number][] {
+  const off = doc.value?.ablated ?? [];
+  if (off.length) return off.map((item) => [item.site, item.head, item.mode, item.scale]);
+  return sites.value.length && !ablateReason() ? [[selectedSite.value, selectedHead.value, modeFields().mode, modeFields().scale]] : [];
+}
+
 /** The arguments of the job for what is chosen now. */
 export function labRequest(): Record<string, unknown> {
-  const heads = (doc.value?.ablated ?? []).map((item) => [item.site, item.head, item.mode, item.scale]);
+  const heads = labHeads();
   return { heads, tokens: openTokens(), resampleText: resampleText.value, random: randomSets.value };
 }
 
@@ -104,15 +111,19 @@ export function openTokens(): Record<string, number[]> {
   return Object.fromEntries(entries.filter(([, positions]) => positions.length));
 }
 
-/** Compute the effect; if that fails or is cancelled, the heads that the server has ablated are shown again. */
+/** Compute the effect, unless other heads were chosen before the job could start. */
 export async function computeEffect(): Promise<void> {
   const request = requestKey.value;
-  const result = await runJob("ablate", labRequest());
+  const result = await runJob("ablate", () => (request === requestKey.value ? labRequest() : null));
   if (result) effect.value = { ...result, request };
-  else if (source.isLive) {
-    const served = await source.document().catch(() => null);
-    if (served && JSON.stringify(served.ablated) !== JSON.stringify(doc.value?.ablated)) setAblated(served.ablated);
-  }
+}
+
+/** The position where the outputs change most, of those with next tokens if there are some. */
+export function mostChanged({ klByPosition, nextFrom, nextAt }: Pick<Effect, "klByPosition" | "nextFrom" | "nextAt">): number {
+  const change = (position: number) => klByPosition[position] ?? -1;
+  let best = nextAt.length ? nextFrom : 0;
+  klByPosition.forEach((_, position) => position >= best && change(position) > change(best) && (best = position));
+  return best;
 }
 
 /** Continue the open text with all heads and without the chosen ones. */

@@ -1,13 +1,14 @@
 // The page: loads what is open, shows the screen that the URL names, and listens to the keyboard.
 
+import { Button } from "./components/basics";
 import { batch, signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
-import { groupTokens, isGrouped, measureHeads, toggleAblated, togglePin } from "./actions";
-import { addedTokens, announcement, doc, excludedTokens, isLoaded, loadDocument, loadError, lockedCell, measures, moveHead, overlay, screen, type ScreenId, selectedToken, showsTable, source, startClassNames, startHash } from "./state";
+import { groupTokens, isGrouped, measureHeads, openAddress, toggleAblated, togglePin } from "./actions";
+import { addedTokens, announcement, doc, excludedTokens, isLoaded, job, loadDocument, loadError, lockedCell, measures, moveHead, overlay, screen, SCREENS, type ScreenId, selectedToken, showsTable, source, startClassNames, startHash } from "./state";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
 import { brushedHeads, classFilter } from "./components/head_grid";
-import { CommandBox, KeySheet, TextDialog } from "./components/overlays";
+import { CommandBox, KeySheet } from "./components/overlays";
 import { Shell } from "./components/shell";
 import { t, type TextKey } from "./i18n";
 import { MapScreen } from "./screens/map";
@@ -28,7 +29,6 @@ const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
   similarity: async () => (await views()).SimilarityScreen,
 };
 const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen });
-const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "diff", "cost"];
 
 /** Screens that work with the tokens of the model. */
 const NEED_TOKENS: ScreenId[] = ["lab", "steps", "diff"];
@@ -40,9 +40,7 @@ function CurrentScreen(): JSX.Element {
       <div class="note">
         <h1>{t(`screen.${id}` as TextKey)}</h1>
         <p class="grow">{t("tokens.needed")}</p>
-        <button class="btn primary" type="button" onClick={() => void groupTokens({ words: false, special: false, first: false })}>
-          {t("tokens.showAll")}
-        </button>
+        <Button kind="primary" onClick={() => void groupTokens({ words: false, special: false, first: false })}>{t("tokens.showAll")}</Button>
       </div>
     );
   }
@@ -65,7 +63,7 @@ function Export(): JSX.Element | null {
 function App(): JSX.Element {
   return (
     <>
-      <Shell screens={AVAILABLE}>
+      <Shell>
         {loadError.value ? (
           <ErrorNote {...loadError.value} onRetry={() => void loadDocument()} />
         ) : doc.value ? (
@@ -74,13 +72,10 @@ function App(): JSX.Element {
           <p class="t3">{t("state.loading")}</p>
         )}
       </Shell>
-      {overlay.value === "commands" && <CommandBox screens={AVAILABLE} />}
+      {overlay.value === "commands" && <CommandBox />}
       {overlay.value === "keys" && <KeySheet />}
-      {overlay.value === "text" && <TextDialog />}
       {overlay.value === "export" && <Export />}
-      <div class="vh" role="status" aria-live="polite">
-        {announcement.value}
-      </div>
+      <div class="vh" role="status" aria-live="polite">{announcement.value}</div>
     </>
   );
 }
@@ -101,6 +96,7 @@ const KEYS: Record<string, () => void> = {
   ArrowRight: () => moveHead(0, 1),
   ArrowUp: () => moveHead(-1, 0),
   ArrowDown: () => moveHead(1, 0),
+  Enter: () => (screen.value = "head"),
   k: () => toggleAblated(),
   p: () => togglePin(),
   e: () => (overlay.value = doc.value?.sites.length ? "export" : ""),
@@ -120,12 +116,10 @@ function onKey(event: KeyboardEvent): void {
   const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
   if (event.ctrlKey || event.metaKey || event.altKey || (isTyping && event.key !== "Escape")) return;
   if (overlay.value && event.key !== "Escape") return;
-  const chosen = AVAILABLE["1234567890-".indexOf(event.key)];
-  const action = chosen ? () => (screen.value = chosen) : KEYS[event.key];
-  if (event.key === "Enter" && screen.value === "map" && target.closest(".grid")) {
-    event.preventDefault();
-    screen.value = "head";
-  } else if (action) {
+  const chosen = SCREENS["1234567890-".indexOf(event.key)];
+  const isControl = event.key === "Enter" && target.closest("button,a,summary,[role=option]") !== null;
+  const action = chosen ? () => (screen.value = chosen) : isControl ? undefined : KEYS[event.key];
+  if (action) {
     event.preventDefault();
     action();
   }
@@ -135,7 +129,14 @@ startHash();
 watchTheme();
 addEventListener("keydown", onKey);
 render(<App />, document.getElementById("app")!);
-void loadDocument().then(() => {
+void openAddress().then(loadDocument).then(() => {
   startClassNames();
   if (source.isLive && isLoaded.value && !measures.value && doc.value?.capabilities.measure.possible) void measureHeads();
+});
+/** Another window may have opened another text meanwhile. */
+addEventListener("focus", async () => {
+  const found = source.isLive && doc.value && !job.value ? await source.document().catch(() => null) : null;
+  if (!found || found.revision === doc.value?.revision || job.value) return;
+  await openAddress();
+  await loadDocument();
 });

@@ -65,8 +65,13 @@ export interface ViewDocument {
   texts: string[];
   /** The name of the model or trace to compare with; "" for none. */
   other: string;
+  /** Names of models and traces that the page may open, the open one ("" is the first), and whether its first text is open. */
+  openable: string[];
+  opened: string;
+  isFirstText: boolean;
   /** Which tokens are merged or left out in everything that is shown. */
   grouping: Grouping;
+  /** The heads that are off on this page; the server does not keep them. */
   ablated: AblatedHead[];
   /** Height, width and channels of the image of each stream of a vision model. */
   images: Record<string, [number, number, number]>;

@@ -1,10 +1,11 @@
 // All state of the page as signals. What a link must restore is mirrored in the URL hash.
 
-import { batch, computed, effect, signal } from "@preact/signals";
+import { batch, computed, effect, signal, type Signal, useSignal, useSignalEffect } from "@preact/signals";
 import { type AblatedHead, type JobEvent, makeSource, type Message, type PageError, RequestError, type Site, type ViewDocument } from "./source";
 import { between, keepInUrl, keepUrl, oneOf, toFlag, toList, toNumber, toNumberOrNull, toText, urlSignal } from "./url_state";
 
 export const source = makeSource();
+const CHEAP = { tokens: 256, parameters: 5e7 };
 export const SCREENS = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "diff", "cost"] as const;
 export type ScreenId = (typeof SCREENS)[number];
 /** A range of queries and of keys. */
@@ -53,8 +54,6 @@ export const AGGREGATES = ["mean.layer", "max.layer", "mean.all", "max.all", "ro
 export const aggregate = urlSignal("all", "mean.layer", oneOf(AGGREGATES));
 /** Keys that the Text screen leaves out; the weights on the others are divided by their sum. */
 export const excludedTokens = urlSignal<number[]>("leave", [], (text) => toList(text).map(toNumber));
-/** Whether the Head screen lists the tokens that the head writes. */
-export const showsWritten = urlSignal("written", false, toFlag);
 export const secondHead = urlSignal("second", "", toText); // "site.head", the other of two heads
 /** Lines, arcs and lists leave out pairs below this share of the largest weight. */
 export const leastShare = urlSignal("least", 0.02, between(0, 1));
@@ -65,6 +64,12 @@ export const DIFF_KINDS = ["text", "ablated", "other"] as const;
 export type DiffKind = (typeof DIFF_KINDS)[number];
 export const diffKind = urlSignal<DiffKind>("with", "text", oneOf(DIFF_KINDS));
 export const showsTable = urlSignal("table", false, toFlag);
+/** The text that the model reads, its source, and the model or trace; "" is what the server was started with. */
+export const openText = urlSignal("text", "", toText, "work");
+export const openSource = urlSignal("source", "", toText, "work");
+export const openName = urlSignal("open", "", toText, "work");
+/** The switches that merge tokens or leave some out. */
+export const groupingNames = urlSignal<string[]>("group", [], toList, "work");
 export const theme = urlSignal("theme", "", oneOf(["", "light", "dark"]), "work");
 export const pinned = urlSignal<string[]>("pins", [], toList, "work"); // "site.head"
 /** Classes that the user gave to heads, as "site.head=name". */
@@ -77,10 +82,13 @@ export const doc = signal<ViewDocument | null>(null);
 export const loadError = signal<PageError | null>(null);
 export const thumbnails = signal<ThumbnailAtlas | null>(null);
 export const measures = signal<MeasureTable | null>(null);
-export const job = signal<{ kind: string; event: JobEvent; abort: AbortController } | null>(null);
+/** The running job and the screen that started it. */
+export const job = signal<{ kind: string; event: JobEvent; abort: AbortController; screen: ScreenId } | null>(null);
+/** Whether the heads are being measured, which can be two jobs. */
+export const isMeasuring = signal(false);
 export const jobError = signal<PageError | null>(null);
 export const isLoaded = signal(false);
-export const overlay = signal<"" | "commands" | "keys" | "text" | "export">("");
+export const overlay = signal<"" | "commands" | "keys" | "export">("");
 export const announcement = signal("");
 /** The new tokens of the last generation: position of the first, and their number. */
 export const generation = signal<{ first: number; count: number; revision: number } | null>(null);
@@ -107,6 +115,9 @@ export interface MeasureTable {
   classes: Map<number, HeadClass[]>;
   texts: string;
   notes: string[];
+  /** Whether they are over several texts; those of the open text alone are then in `own`. */
+  severalTexts: boolean;
+  own: { names: string[]; values: Float32Array };
 }
 
 export const sites = computed<Site[]>(() => doc.value?.sites ?? []);
@@ -124,6 +135,11 @@ const ownClassNames = computed(() => {
 });
 /** The kinds of attention of the model, such as "encoder self" and "decoder cross". */
 export const stacks = computed(() => [...new Set(sites.value.map((site) => `${site.stack} ${site.kind}`))]);
+/** Whether a run of the open text takes little, so that screens compute without being asked. */
+export const isCheap = computed(() => {
+  const isSmall = Object.values(doc.value?.streams ?? {}).every(([row]) => (row?.ids.length ?? 0) <= CHEAP.tokens);
+  return source.isLive && isSmall && (doc.value?.memory?.parameters ?? 0) <= CHEAP.parameters;
+});
 export const headCount = computed(() => sites.value.reduce((sum, site) => sum + site.heads, 0));
 export const site = computed<Site | undefined>(() => sites.value[selectedSite.value]);
 export const headIndex = computed(() => (firstHeads.value[selectedSite.value] ?? 0) + selectedHead.value);
@@ -142,11 +158,13 @@ export function headName(siteNumber: number, head: number): string {
   return `${several ? letter : "L"}${item.layer} H${head}`;
 }
 
-export function measureOf(index: number, name: string, part = 0): number {
-  const table = measures.value;
+export function measureOf(index: number, name: string, part = 0, table: { names: string[]; values: Float32Array } | null = measures.value): number {
   const column = table?.names.indexOf(name) ?? -1;
   return !table || column < 0 ? NaN : table.values[(index * table.names.length + column) * 4 + part]!;
 }
+
+/** Whether heads have classes, which one text alone does not give. */
+export const hasClasses = computed(() => (measures.value?.classes.size ?? 0) > 0);
 
 /** The classes of a head by its measures, the likeliest first. */
 export function measuredClasses(index: number): HeadClass[] {
@@ -197,8 +215,8 @@ export async function loadDocument(): Promise<void> {
     const table = found.sites.length ? await source.fetchArrays("measures") : null;
     const isSameModel = before?.sites.length === found.sites.length && before.sites.every((item, number) => item.name === found.sites[number]!.name);
     batch(() => {
-      doc.value = isSameModel ? { ...found, ablated: before!.ablated } : found; // heads are switched off on the page
-      if (waitingAblated && source.isLive && found.capabilities.ablate.possible) doc.value = { ...doc.value, ablated: parseAblated(waitingAblated) };
+      doc.value = { ...found, ablated: isSameModel ? before!.ablated : [] };
+      if (waitingAblated && found.capabilities.ablate.possible) doc.value = { ...doc.value, ablated: parseAblated(waitingAblated) };
       waitingAblated = null;
       loadError.value = null;
       if (!found.sites[selectedSite.value]) selectedSite.value = 0;
@@ -224,7 +242,8 @@ function readMeasures(message: Message): MeasureTable | null {
   const names: string[] = message.fields["names"];
   if (!names.length) return null;
   const classes = new Map<number, HeadClass[]>();
-  for (const item of message.fields["classes"]) {
+  const isWaiting = !message.fields["severalTexts"] && (doc.value?.texts.length ?? 0) > 1; // one text names no class
+  for (const item of isWaiting ? [] : message.fields["classes"]) {
     classes.set((firstHeads.value[item.site] ?? 0) + item.head, item.classes);
   }
   return {
@@ -233,6 +252,8 @@ function readMeasures(message: Message): MeasureTable | null {
     classes,
     texts: message.fields["texts"],
     notes: message.fields["notes"],
+    severalTexts: message.fields["severalTexts"],
+    own: { names: message.fields["ownNames"], values: message.arrays["own"]!.data as Float32Array },
   };
 }
 
@@ -241,22 +262,61 @@ export function toPageError(error: unknown): PageError {
   return { fact: error instanceof Error ? error.message : String(error), remedy: "" };
 }
 
-/** Run a job with its progress on the page; returns its result, or null if it failed or was cancelled. */
-export async function runJob(kind: string, body: Record<string, unknown> = {}): Promise<any> {
-  if (job.value) return null;
+let lastJob: Promise<unknown> = Promise.resolve();
+
+/**
+ * Run a job after those before it, with its progress on the page; returns its result, or null if it failed or was
+ * cancelled. `makeBody` is called when the job starts; it returns null if the job is not wanted any more.
+ */
+export function runJob(kind: string, makeBody: Record<string, unknown> | (() => Record<string, unknown> | null) = {}): Promise<any> {
+  const asked = screen.value;
+  const next = lastJob.then(() => {
+    const body = typeof makeBody === "function" ? makeBody() : makeBody;
+    return body && startJob(kind, body, asked);
+  });
+  lastJob = next;
+  return next;
+}
+
+async function startJob(kind: string, body: Record<string, unknown>, asked: ScreenId): Promise<any> {
   const abort = new AbortController();
   batch(() => {
     jobError.value = null;
-    job.value = { kind, event: { state: "queued" }, abort };
+    job.value = { kind, event: { state: "queued" }, abort, screen: asked };
   });
   try {
-    return await source.runJob({ kind, ...body }, (event) => (job.value = { kind, event, abort }), abort.signal);
+    return await source.runJob({ kind, ...body }, (event) => (job.value = { kind, event, abort, screen: asked }), abort.signal);
   } catch (error) {
-    if (!abort.signal.aborted) jobError.value = toPageError(error);
+    if (!abort.signal.aborted && screen.value === asked) jobError.value = toPageError(error); // an error belongs to its screen
     return null;
   } finally {
     job.value = null;
   }
+}
+
+/** The answer of the source to a path, which follows the signals that make the path; null without one. */
+export function useAnswer<T>(makePath: () => string | null, read: (message: Message) => T): { found: Signal<T | null>; error: Signal<PageError | null> } {
+  const found = useSignal<T | null>(null);
+  const error = useSignal<PageError | null>(null);
+  useSignalEffect(() => {
+    void doc.value?.revision;
+    const path = makePath();
+    const abort = new AbortController();
+    const show = (value: T | null, problem: PageError | null) => !abort.signal.aborted && batch(() => ([found.value, error.value] = [value, problem]));
+    if (path === null) show(null, null);
+    else
+      source.fetchArrays(path, abort.signal).then(
+        (message) => (message.fields["reason"] ? show(null, { fact: message.fields["reason"], remedy: "" }) : show(read(message), null)),
+        (reason) => show(null, toPageError(reason)),
+      );
+    return () => abort.abort();
+  });
+  return { found, error };
+}
+
+/** The path of an answer about the selected head. */
+export function headPath(name: string, fields: Record<string, string | number> = {}): string {
+  return [`${name}?site=${selectedSite.value}&head=${selectedHead.value}`, ...Object.entries(fields).map(([key, value]) => `${key}=${value}`)].join("&");
 }
 
 // --- the URL -------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // Draws the heads of some rows of the Map on one canvas: thumbnails, measures or classes, with captions and marks.
 
 import type { Scale, ThumbnailAtlas } from "../state";
-import { BADGE_PATHS, badgeBaseline, classLetter, type Letter } from "../components/class_badge";
+import { BADGE_PATHS, badgeBaseline, badgeSign, classLetter, type Letter } from "../components/class_badge";
 import { cssRamp, cssValue, packedColor, rampColors, stepTable, themeVersion } from "./colors";
 import { THUMBNAIL_SIDE, thumbnailImage } from "./heatmap";
 
@@ -230,7 +230,7 @@ function makeSprite(letter: Letter, size: number): HTMLCanvasElement {
     context.font = `600 9.5px ${cssValue("--font-ui")}`;
     context.textAlign = "center";
     context.fillStyle = cssValue(`--c-${letter}-ink`);
-    context.fillText(letter.toUpperCase(), 8, badgeBaseline(letter));
+    context.fillText(badgeSign(letter), 8, badgeBaseline(letter));
   }
   return sprite;
 }

@@ -1,8 +1,8 @@
 // Small parts that all screens are made of.
 
-import { effect, useSignal } from "@preact/signals";
+import { effect, type Signal, useSignal } from "@preact/signals";
 import type { ComponentChildren, JSX } from "preact";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { themeVersion } from "../canvas/colors";
 import { drawHeatmap, type HeatmapImage } from "../canvas/heatmap";
 import { say, t, type TextKey } from "../i18n";
@@ -10,10 +10,27 @@ import { announcement, type Scale, showsTable } from "../state";
 
 export function Icon({ path, size = 16 }: { path: string; size?: number }): JSX.Element {
   return (
-    <svg class="ic" viewBox={`0 0 ${size} ${size}`} aria-hidden="true">
-      <path d={path} />
-    </svg>
+    <svg class="ic" viewBox={`0 0 ${size} ${size}`} aria-hidden="true"><path d={path} /></svg>
   );
+}
+
+/** An element and its width, which is known before the first picture, so that nothing moves. */
+export function useWidth<Box extends HTMLElement>(): [{ current: Box | null }, Signal<number>] {
+  const box = useRef<Box>(null);
+  const width = useSignal(0);
+  useLayoutEffect(() => {
+    const measure = () => (width.value = box.current?.clientWidth ?? 0);
+    measure();
+    const watch = new ResizeObserver(measure);
+    watch.observe(box.current!);
+    return () => watch.disconnect();
+  }, []);
+  return [box, width];
+}
+
+/** A button of the page; `kind` is "primary", "quiet", "icon", or nothing. */
+export function Button({ kind = "", ...rest }: { kind?: string } & Omit<JSX.IntrinsicElements["button"], "class" | "type">): JSX.Element {
+  return <button class={`btn ${kind}`} type="button" {...rest} />;
 }
 
 interface ChoiceProps<T extends string> {
@@ -37,23 +54,19 @@ export function Segmented<T extends string>(props: ChoiceProps<T>): JSX.Element 
   return (
     <span class="seg" role="group" aria-label={props.label}>
       {props.options.map(([value, text]) => (
-        <button key={value} type="button" aria-pressed={props.value === value} onClick={() => props.onChange(value)}>
-          {text}
-        </button>
+        <button key={value} type="button" aria-pressed={props.value === value} onClick={() => props.onChange(value)}>{text}</button>
       ))}
     </span>
   );
 }
 
-export function Select<T extends string>(props: ChoiceProps<T>): JSX.Element {
+export function Select<T extends string>(props: ChoiceProps<T> & { hidesLabel?: boolean }): JSX.Element {
   return (
     <label class="picker">
-      <span>{props.label}</span>
+      <span class={props.hidesLabel ? "vh" : ""}>{props.label}</span>
       <select value={props.value} onChange={(event) => props.onChange(event.currentTarget.value as T)}>
         {props.options.map(([value, text]) => (
-          <option key={value} value={value}>
-            {text}
-          </option>
+          <option key={value} value={value}>{text}</option>
         ))}
       </select>
     </label>
@@ -119,11 +132,16 @@ export function Meter({ value, chance }: { value: number; chance?: number }): JS
   );
 }
 
+/** The names of each reason. */
+export function groupByReason(entries: [name: string, reason: string][]): [reason: string, names: string][] {
+  const found = new Map<string, string[]>();
+  for (const [name, reason] of entries) found.set(reason, [...(found.get(reason) ?? []), name]);
+  return [...found].map(([reason, names]) => [reason, names.join(", ")]);
+}
+
 export function TableButton(): JSX.Element {
   return (
-    <button class="btn quiet" type="button" aria-pressed={showsTable.value} onClick={() => (showsTable.value = !showsTable.value)}>
-      {showsTable.value ? t("table.hide") : t("table.show")} <kbd class="hide-s">T</kbd>
-    </button>
+    <Button kind="quiet" aria-pressed={showsTable.value} onClick={() => (showsTable.value = !showsTable.value)}>{showsTable.value ? t("table.hide") : t("table.show")} <kbd class="hide-s">T</kbd></Button>
   );
 }
 
@@ -132,13 +150,60 @@ export function ErrorNote({ fact, remedy, onRetry }: { fact: string; remedy: str
     <div class="note bad" role="alert">
       <p class="b">{say(fact)}</p>
       {remedy && <p>{say(remedy)}</p>}
-      {onRetry && (
-        <button class="btn" type="button" onClick={onRetry}>
-          {t("state.retry")}
-        </button>
-      )}
+      {onRetry && <Button onClick={onRetry}>{t("state.retry")}</Button>}
     </div>
   );
+}
+
+/** A small table that is not sorted. Columns of numbers have titles that begin with #. */
+export function PlainTable({ titles, rows, kind = "finder" }: { titles: string[]; rows: ComponentChildren[][]; kind?: string }): JSX.Element {
+  const align = titles.map((title) => (title.startsWith("#") ? "num" : ""));
+  return (
+    <table class={kind}>
+      <thead>
+        <tr>
+          {titles.map((title, column) => (
+            <th key={column} scope="col" class={align[column]}>{title.replace(/^#/, "")}</th>
+          ))}
+        </tr>
+      </thead>
+      <tbody>
+        {rows.map((cells, row) => (
+          <tr key={row}>
+            {cells.map((cell, column) => (
+              <td key={column} class={align[column]}>{cell}</td>
+            ))}
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+/** The title of a screen, what it is about, and its controls. */
+export function Toolbar({ title, hint, children }: { title: ComponentChildren; hint?: ComponentChildren; children?: ComponentChildren }): JSX.Element {
+  return (
+    <div class="toolbar">
+      <h1>{title}</h1>
+      {hint && <span class="sm t3 hide-s">{hint}</span>}
+      <span class="grow" />
+      {children}
+    </div>
+  );
+}
+
+/** A form of the page, which is sent by Enter or by its button. */
+export function Form({ onSend, ...rest }: { onSend: () => void; class?: string; children: ComponentChildren }): JSX.Element {
+  const onSubmit = (event: Event) => {
+    event.preventDefault();
+    onSend();
+  };
+  return <form onSubmit={onSubmit} {...rest} />;
+}
+
+/** Notes of the server below what they are about. */
+export function Notes({ notes }: { notes: readonly string[] }): JSX.Element {
+  return <>{notes.map((note) => <p key={note} class="t3 sm">{say(note)}</p>)}</>;
 }
 
 export interface Column<Row> {
@@ -152,9 +217,7 @@ export interface Column<Row> {
 export function CopyCode({ text, testId }: { text: string; testId: string }): JSX.Element {
   return (
     <div class="command">
-      <code data-testid={testId} tabIndex={0}>
-        {text}
-      </code>
+      <code data-testid={testId} tabIndex={0}>{text}</code>
       <CopyButton text={text} />
     </div>
   );
@@ -173,9 +236,7 @@ export function CopyButton({ text, label }: { text: string; label?: string }): J
     setTimeout(() => (isCopied.value = false), 2000);
   };
   return (
-    <button class="btn" type="button" onClick={() => void copy()}>
-      {isCopied.value ? t("prune.copied") : (label ?? t("prune.copy"))}
-    </button>
+    <Button onClick={() => void copy()}>{isCopied.value ? t("prune.copied") : (label ?? t("prune.copy"))}</Button>
   );
 }
 

@@ -1,13 +1,13 @@
 // The products of one query with its keys, channel by channel: each row is a key, each column a channel, and the sum of a
 // row times the scale is the score.
 
-import { useSignal, useSignalEffect } from "@preact/signals";
+import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import { format, say, t } from "../i18n";
-import type { PageError, Site } from "../source";
-import { doc, scale, selectedHead, selectedSite, selectedToken, showsTable, showsWritten, source, toPageError } from "../state";
-import { ErrorNote, Heatmap, Panel } from "./basics";
+import type { Site } from "../source";
+import { doc, headPath, isCheap, scale, selectedToken, showsTable, source, useAnswer } from "../state";
+import { Button, ErrorNote, Heatmap, Panel, PlainTable } from "./basics";
 import { DataTable } from "./data_table";
 import { streamWords, visibleToken } from "./tokens";
 
@@ -28,27 +28,17 @@ function shownQuery(item: Site): number {
 }
 
 export function ChannelProducts({ item }: { item: Site }): JSX.Element {
-  const found = useSignal<Products | null>(null);
-  const error = useSignal<PageError | null>(null);
   const cell = useSignal<[number, number] | null>(null);
-  useSignalEffect(() => {
-    void doc.value?.revision;
-    const query = shownQuery(item);
-    const abort = new AbortController();
-    source
-      .fetchArrays(`products?site=${selectedSite.value}&head=${selectedHead.value}&query=${query}`, abort.signal)
-      .then(({ arrays, fields }) => {
-        error.value = fields["reason"] ? { fact: fields["reason"], remedy: "" } : null;
-        if (error.value) return;
-        const { data, shape } = arrays["products"]!;
-        cell.value = null;
-        found.value = { values: data as Float32Array, positions: arrays["positions"]!.data as Int32Array, channels: shape[1] ?? 1, scale: fields["scale"], query };
-      })
-      .catch((reason) => !abort.signal.aborted && (error.value = source.isLive ? toPageError(reason) : { fact: t("channels.live"), remedy: "" }));
-    return () => abort.abort();
-  });
+  const { found, error } = useAnswer(
+    () => headPath("products", { query: shownQuery(item) }),
+    ({ arrays, fields }): Products => {
+      const { data, shape } = arrays["products"]!;
+      cell.value = null;
+      return { values: data as Float32Array, positions: arrays["positions"]!.data as Int32Array, channels: shape[1] ?? 1, scale: fields["scale"], query: fields["query"] };
+    },
+  );
   const shown = found.value;
-  if (error.value) return <ErrorNote {...error.value} />;
+  if (error.value) return <ErrorNote {...(source.isLive ? error.value : { fact: t("channels.live"), remedy: "" })} />;
   if (!shown) return <p class="t3">{t("state.loading")}</p>;
   return showsTable.value ? <ChannelTable shown={shown} item={item} /> : <ChannelPicture shown={shown} item={item} cell={cell.value} onCell={(value) => (cell.value = value)} />;
 }
@@ -145,39 +135,20 @@ interface Written {
 }
 
 export function WrittenTokens({ item }: { item: Site }): JSX.Element | null {
-  const found = useSignal<Written | null>(null);
-  const error = useSignal<PageError | null>(null);
   const canRun = source.isLive && doc.value?.capabilities.measure.possible === true;
-  useSignalEffect(() => {
-    void doc.value?.revision;
-    const query = Math.min(selectedToken.value ?? item.numQueries - 1, item.numQueries - 1);
-    found.value = null;
-    if (!showsWritten.value || !canRun) return;
-    const abort = new AbortController();
-    source
-      .fetchArrays(`written?site=${selectedSite.value}&head=${selectedHead.value}&query=${query}`, abort.signal)
-      .then(({ arrays, fields }) => {
-        error.value = fields["reason"] ? { fact: fields["reason"], remedy: "" } : null;
-        if (error.value) return;
-        found.value = { words: fields["words"], effects: arrays["effects"]!.data as Float32Array, note: fields["note"], query };
-      })
-      .catch((reason) => !abort.signal.aborted && (error.value = toPageError(reason)));
-    return () => abort.abort();
-  });
-  if (!streamWords(item.queryStream).length) return null;
-  const button = (
-    <button class="btn quiet" type="button" aria-pressed={showsWritten.value} aria-disabled={!canRun} onClick={() => canRun && (showsWritten.value = !showsWritten.value)}>
-      {t(showsWritten.value ? "written.hide" : "written.show")}
-    </button>
+  const isAsked = useSignal(false); // of a large model
+  const { found, error } = useAnswer(
+    () => ((isCheap.value || isAsked.value) && canRun ? headPath("written", { query: shownQuery(item) }) : null),
+    ({ arrays, fields }): Written => ({ words: fields["words"], effects: arrays["effects"]!.data as Float32Array, note: fields["note"], query: shownQuery(item) }),
   );
+  if (!streamWords(item.queryStream).length) return null;
+  if (!canRun) return null;
   return (
-    <Panel title={t("written.title")} side={button}>
-      {!showsWritten.value ? (
-        <p class="t3 sm">{canRun ? t("written.hint") : t("state.needsModel")}</p>
+    <Panel title={t("written.title")}>
+      {!isCheap.value && !isAsked.value ? (
+        <Button title={t("written.hint")} onClick={() => (isAsked.value = true)}>{t("written.show")}</Button>
       ) : error.value ? (
-        <p class="t3 sm">
-          {say(error.value.fact)} {say(error.value.remedy)}
-        </p>
+        <p class="t3 sm">{say(error.value.fact)} {say(error.value.remedy)}</p>
       ) : found.value ? (
         <WrittenTable found={found.value} item={item} />
       ) : (
@@ -194,29 +165,11 @@ function WrittenTable({ found, item }: { found: Written; item: Site }): JSX.Elem
   return (
     <div class="stack" data-testid="written">
       <p class="sm t2">{t("written.at", { token: visibleToken(streamWords(item.queryStream)[found.query] ?? ""), query: found.query })}</p>
-      <table class="finder">
-        <thead>
-          <tr>
-            <th scope="col">{t("written.raises")}</th>
-            <th scope="col" class="num">{t("written.logit")}</th>
-            <th scope="col">{t("written.lowers")}</th>
-            <th scope="col" class="num">{t("written.logit")}</th>
-          </tr>
-        </thead>
-        <tbody>
-          {Array.from({ length: count }, (_, index) => (
-            <tr key={index}>
-              <td>{name(index)}</td>
-              <td class="num">{size(index)}</td>
-              <td>{name(count + index)}</td>
-              <td class="num">{size(count + index)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-      <p class="t3 xs">
-        {t("written.explain")} {say(found.note)}
-      </p>
+      <PlainTable
+        titles={[t("written.raises"), `#${t("written.logit")}`, t("written.lowers"), `#${t("written.logit")}`]}
+        rows={Array.from({ length: count }, (_, index) => [name(index), size(index), name(count + index), size(count + index)])}
+      />
+      <p class="t3 xs">{t("written.explain")} {say(found.note)}</p>
     </div>
   );
 }

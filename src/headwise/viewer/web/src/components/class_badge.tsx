@@ -1,7 +1,7 @@
 // Head classes: hue, letter and shape, never hue alone.
 
 import type { JSX } from "preact";
-import { t, type TextKey } from "../i18n";
+import { t } from "../i18n";
 
 export type Letter = "p" | "s" | "r" | "b" | "k" | "d" | "i" | "t" | "a" | "u";
 
@@ -18,22 +18,13 @@ export const BADGE_PATHS: Record<Letter, string> = {
   a: "M4 .9h8l4 7.1-4 7.1H4L0 8z",
   u: "M1.5 8a6.5 6.5 0 1013 0 6.5 6.5 0 10-13 0z",
 };
+/** The letter that a badge shows; a point for no class, as in the tables of the command line. */
+export const badgeSign = (letter: Letter): string => (letter === "u" ? "·" : letter.toUpperCase());
+
 /** Where the letter of a badge stands, so that it lies inside triangles too. */
 export function badgeBaseline(letter: Letter): number {
   return letter === "k" ? 9.4 : letter === "i" ? 13 : 11.4;
 }
-const NAMES: Record<Letter, TextKey> = {
-  p: "class.positional",
-  s: "class.syntactic",
-  r: "class.rare",
-  b: "class.broad",
-  k: "class.sink",
-  d: "class.duplicate",
-  i: "class.induction",
-  t: "class.punctuation",
-  a: "class.alignment",
-  u: "class.unclear",
-};
 export const LETTERS = Object.keys(BADGE_PATHS) as Letter[];
 
 /** The letter of a class by the library's name of it, such as "previous" or "obj -> governor". */
@@ -51,17 +42,18 @@ export function classLetter(name: string | undefined): Letter {
 }
 
 export function className(letter: Letter): string {
-  return t(NAMES[letter]);
+  return t(`class.${letter}`);
 }
 
 export function Badge({ name, size = 16 }: { name: string | undefined; size?: number }): JSX.Element {
-  const letter = classLetter(name);
+  return <LetterBadge letter={classLetter(name)} size={size} label={name} />;
+}
+
+export function LetterBadge({ letter, size = 16, label }: { letter: Letter; size?: number; label?: string | undefined }): JSX.Element {
   return (
-    <svg class={`badge badge-${letter}`} width={size} height={size} viewBox="-1 -1 18 18" role="img" aria-label={name || className(letter)}>
+    <svg class={`badge badge-${letter}`} width={size} height={size} viewBox="-1 -1 18 18" role="img" aria-label={label || className(letter)}>
       <path d={BADGE_PATHS[letter]} />
-      <text x="8" y={badgeBaseline(letter)} aria-hidden="true">
-        {letter.toUpperCase()}
-      </text>
+      <text x="8" y={badgeBaseline(letter)} aria-hidden="true">{badgeSign(letter)}</text>
     </svg>
   );
 }

@@ -24,11 +24,7 @@ export function ClassEvidence({ measure }: { measure: (index: number, name: stri
         <p class="mono sm">
           {t("score")} = ({t("value")} − {t("chance")}) / (1 − {t("chance")}) = ({format(value(0))} − {format(value(3))}) / (1 − {format(value(3))})
         </p>
-        {Number.isFinite(value(1)) && (
-          <p class="sm t2">
-            {t("interval")}: {formatInterval(value(1), value(2))}
-          </p>
-        )}
+        {Number.isFinite(value(1)) && <p class="sm t2">{t("interval")}: {formatInterval(value(1), value(2))}</p>}
       </div>
     </Panel>
   );

@@ -4,7 +4,7 @@ import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import { t } from "../i18n";
-import type { Column } from "./basics";
+import { Button, type Column } from "./basics";
 import { language } from "../state";
 
 const MOST_ROWS = 500; // rows that are drawn at once; sorting always takes all of them
@@ -70,9 +70,7 @@ export function DataTable<Row>(props: {
       {props.limit === undefined && rows.length > limit && (
         <p class="row table-more">
           <span class="t3">{t("table.part", { shown: limit, count: rows.length })}</span>
-          <button class="btn" type="button" onClick={() => (showsAll.value = true)}>
-            {t("table.all")}
-          </button>
+          <Button onClick={() => (showsAll.value = true)}>{t("table.all")}</Button>
         </p>
       )}
     </div>
@@ -89,9 +87,7 @@ function DataRow<Row>(props: { row: Row; columns: Column<Row>[]; isSelected: boo
         {columns.map((item, number) => (
           <td key={item.key} class={item.numeric ? "num" : ""}>
             {number === 0 && onSelect ? (
-              <button class="pick" type="button">
-                {content(item)}
-              </button>
+              <button class="pick" type="button">{content(item)}</button>
             ) : (
               content(item)
             )}

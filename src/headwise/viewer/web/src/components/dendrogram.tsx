@@ -79,9 +79,7 @@ export function Dendrogram(props: { heads: [number, number][]; merges: Float32Ar
       {[0, most / 2, most].map((height) => (
         <g key={height}>
           <line class="gridline" x1={LEFT} x2={WIDTH} y1={y(height)} y2={y(height)} />
-          <text x={LEFT - 6} y={y(height) + 3} text-anchor="end">
-            {format(height)}
-          </text>
+          <text x={LEFT - 6} y={y(height) + 3} text-anchor="end">{format(height)}</text>
         </g>
       ))}
       {branches.map(({ from, to, height }, index) => (

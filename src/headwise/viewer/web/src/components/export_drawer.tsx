@@ -6,7 +6,7 @@ import { say, t } from "../i18n";
 import type { PageError } from "../source";
 import { announcement, headForm, headName, isDark, lens, overlay, screen, selectedHead, selectedSite, site, source, toPageError } from "../state";
 import { currentAddress } from "../url_state";
-import { bind, CopyCode, ErrorNote, Icon, Panel, saveBlob, Segmented, Select } from "./basics";
+import { bind, Button, CopyCode, ErrorNote, Icon, Panel, saveBlob, Segmented, Select } from "./basics";
 import { shownView, viewQuery } from "./head_data";
 import { Dialog } from "./overlays";
 
@@ -37,9 +37,7 @@ export function ExportDrawer(): JSX.Element {
   const buttons = (kinds: readonly (readonly [string, string])[]) => (
     <div class="row wrap">
       {kinds.map(([kind, label]) => (
-        <button key={kind} class="btn" type="button" aria-busy={busy.value === kind} aria-disabled={busy.value !== ""} onClick={() => void save(kind, label)}>
-          {label}
-        </button>
+        <Button key={kind} aria-busy={busy.value === kind} aria-disabled={busy.value !== ""} onClick={() => void save(kind, label)}>{label}</Button>
       ))}
     </div>
   );
@@ -47,9 +45,7 @@ export function ExportDrawer(): JSX.Element {
     <Dialog label={t("bar.export")} kind="drawer">
       <header class="row">
         <h2 class="grow">{t("bar.export")}</h2>
-        <button class="btn quiet icon" type="button" aria-label={t("keys.close")} onClick={() => (overlay.value = "")}>
-          <Icon path="M4 4l8 8M12 4l-8 8" />
-        </button>
+        <Button kind="quiet icon" aria-label={t("keys.close")} onClick={() => (overlay.value = "")}><Icon path="M4 4l8 8M12 4l-8 8" /></Button>
       </header>
       {error.value && <ErrorNote {...error.value} />}
       {source.isLive ? (

@@ -101,7 +101,7 @@ export function useHeadData(pointed: ReadonlySignal<Pointed | null>): HeadData {
   useSignalEffect(() => {
     const cell = pointed.value;
     const isSingle = cell && cell.q1 - cell.q0 === 1;
-    const query = isSingle ? cell.q0 : cell ? data.peak.value?.query : selectedToken.value;
+    const query = isSingle ? cell.q0 : cell ? data.peak.value?.query : (selectedToken.value ?? (data.tile.value && strongestQuery(data.tile.value)));
     if (query === null || query === undefined || query >= (site.value?.numQueries ?? 0)) {
       if (!cell) data.row.value = null;
       return;
@@ -186,6 +186,19 @@ function readTile(message: Message, view: View): TileState {
   const [rows = 0, columns = 0] = message.arrays["weights"]!.shape;
   const bytes = (name: string) => message.arrays[name]!.data as Uint8Array;
   return { view, weights: bytes("weights"), masked: bytes("masked"), rows, columns, scale: message.fields["scale"], isDraft: false };
+}
+
+/** The cell with the largest weight that is not on the token itself or on the first one, if there is another. */
+export function strongestQuery(tile: TileState): number | null {
+  let best = -1;
+  let query: number | null = null;
+  for (let row = 0; row < tile.rows; row++) {
+    for (let column = 1; column < tile.columns; column++) {
+      const weight = tile.weights[row * tile.columns + column]!;
+      if (row !== column && weight > best) [best, query] = [weight, Math.floor((row * tile.view.q1) / tile.rows)];
+    }
+  }
+  return query;
 }
 
 /** Ask the source; returns how to take the question back. */

@@ -8,9 +8,9 @@ import { togglePin } from "../actions";
 import { themeVersion } from "../canvas/colors";
 import { type BandContent, type Bracket, type CellContent, type CellSizes, drawBand, rowPitch } from "../canvas/head_cells";
 import { classWord, format, measureName, say, t } from "../i18n";
-import { cellMode, classesOf, doc, firstHeads, headCount, headName, isAblated, layerRange, measureOf, measures, scale, screen, selectedHead, selectedSite, selectHead, sites, sortHeads, stacks, thumbnails, topCount } from "../state";
+import { cellMode, classesOf, doc, firstHeads, hasClasses, headCount, headName, isAblated, layerRange, measureOf, measures, scale, screen, selectedHead, selectedSite, selectHead, sites, sortHeads, stacks, thumbnails, topCount } from "../state";
 import { keepInUrl, readRanges, toList, toText, urlSignal, writeRanges } from "../url_state";
-import { Meter, Select, TableButton } from "./basics";
+import { Button, Meter, Select, TableButton, useWidth } from "./basics";
 import { Badge, classLetter } from "./class_badge";
 
 export interface HeadItem {
@@ -73,19 +73,11 @@ export function stackColumns(numbers: number[]): number {
 }
 
 export function HeadGrid({ stack }: { stack: string }): JSX.Element {
-  const box = useRef<HTMLDivElement>(null);
-  const width = useSignal(0);
+  const [box, width] = useWidth<HTMLDivElement>();
   const hovered = useSignal<Hovered | null>(null);
   const numbers = stackNumbers(stack);
   const columns = stackColumns(numbers);
   const sizes = useComputed(() => chooseSizes(width.value, columns, numbers));
-  useLayoutEffect(() => {
-    const measure = () => (width.value = box.current?.clientWidth ?? 0);
-    measure(); // before the first picture of the page, so that nothing moves
-    const watch = new ResizeObserver(measure);
-    watch.observe(box.current!);
-    return () => watch.disconnect();
-  }, []);
   const shown = sizes.value;
   useLayoutEffect(() => {
     const { cell, caption, gap, rowGap } = shown;
@@ -123,7 +115,7 @@ export function HeadGrid({ stack }: { stack: string }): JSX.Element {
 function chooseSizes(width: number, columns: number, numbers: number[]): CellSizes {
   const isWide = innerWidth >= WIDE_PAGE;
   const most = isWide ? CELL_RANGE.mostWide : CELL_RANGE.most;
-  const margins = LABEL_WIDTH + (innerWidth >= 900 ? MEAN_WIDTH : 0) + 8;
+  const margins = LABEL_WIDTH + (innerWidth >= 900 && screen.value === "map" ? MEAN_WIDTH : 0) + 8;
   const gap = (width - margins) / columns < 40 ? 2 : 4;
   const cell = Math.floor(Math.min(Math.max((width - margins) / columns - gap, CELL_RANGE.least), most));
   const caption = cell >= CAPTION_FROM && cellMode.value !== "class" ? 19 : 0;
@@ -169,6 +161,7 @@ function HeadNumbers({ count, sizes }: { count: number; sizes: ReadonlySignal<Ce
       {Array.from({ length: count }, (_, head) => (
         <span key={head}>{head % every === 0 ? `H${head}` : ""}</span>
       ))}
+      {measures.value && <span class="mean-head hide-s">{t("map.rowMean", { name: measureName(meanName(measures.value.names)) })}</span>}
     </div>
   );
 }
@@ -217,15 +210,15 @@ export function bandContent(band: number[], columns: number): BandContent {
 function cellContent(item: HeadItem | null, row: number, column: number, mode: string, range: { low: number; high: number } | undefined): CellContent {
   if (!item) return { row, column, head: null, className: undefined, shade: NaN, caption: "", sink: NaN, isAblated: false, isDimmed: false };
   const top = classesOf(item.index)[0];
-  const isMeasured = measures.value !== null;
+  const isMeasured = measures.value?.names.includes(mode) || hasClasses.value;
   const value = shownValue(item.index);
   return {
     row,
     column,
     head: item.index,
-    className: isMeasured ? (top?.name ?? "unclear") : undefined,
+    className: hasClasses.value ? (top?.name ?? "unclear") : undefined,
     shade: range ? (measureOf(item.index, mode) - range.low) / (range.high - range.low || 1) : NaN,
-    caption: isMeasured ? shortNumber(value) : `H${item.head}`,
+    caption: isMeasured && value !== 0 ? shortNumber(value) : `H${item.head}`,
     sink: measureOf(item.index, "sink"),
     isAblated: isAblated(item.site, item.head),
     isDimmed: isDimmed(item.index),
@@ -271,9 +264,7 @@ function GridRow({ site }: { site: number }): JSX.Element {
   const heads = rowHeads(site);
   return (
     <div class="grid-row" role="row" ref={row}>
-      <span class="ly" role="rowheader" title={item.name}>
-        {headName(site, 0).split(" ")[0]}
-      </span>
+      <span class="ly" role="rowheader" title={item.name}>{headName(site, 0).split(" ")[0]}</span>
       {heads.map((cell, column) =>
         cell ? (
           <div
@@ -302,7 +293,7 @@ function numberBefore(site: number, head: number): number {
 function describeHead({ site, head, index }: HeadItem): string {
   const top = classesOf(index)[0];
   const parts = [headName(site, head)];
-  if (measures.value) parts.push(`${classWord(top?.name)} ${format(shownValue(index))}`);
+  if (hasClasses.value) parts.push(`${classWord(top?.name)} ${format(shownValue(index))}`);
   if (isAblated(site, head)) parts.push(t("map.ablated"));
   if (sites.value[site]!.prunedHeads.length) parts.push(t("map.before", { head: numberBefore(site, head) }));
   const { kvHeads, heads, kvHeadOfQuery } = sites.value[site]!;
@@ -353,16 +344,8 @@ function HeadTip({ site, head, cell, box }: Hovered & { box: HTMLElement }): JSX
     <div class="tip" ref={tip} aria-hidden="true">
       <b class="b mono">{headName(site, head)}</b>
       {isAblated(site, head) && <span class="t3"> · {t("map.ablated")}</span>}
-      {measures.value && (
-        <p class="row tight">
-          <Badge name={top?.name} /> {classWord(top?.name)} {top && <span class="num">{format(top.score)}</span>}
-        </p>
-      )}
-      {measures.value?.names.includes(mode) && (
-        <p>
-          {measureName(mode)} <span class="num">{format(measureOf(index, mode))}</span>
-        </p>
-      )}
+      {hasClasses.value && <p class="row tight"><Badge name={top?.name} /> {classWord(top?.name)} {top && <span class="num">{format(top.score)}</span>}</p>}
+      {measures.value?.names.includes(mode) && <p>{measureName(mode)} <span class="num">{format(measureOf(index, mode))}</span></p>}
       {prunedHeads.length > 0 && <p class="t3">{t("map.before", { head: numberBefore(site, head) })}</p>}
       {kvHeads < heads && <p class="t3">{t("map.kvGroup", { kv: kvHeadOfQuery[head] ?? 0 })}</p>}
     </div>
@@ -446,8 +429,6 @@ function FoldedNote(): JSX.Element | null {
   const folded = sites.value.filter((_, number) => !isShownLayer(number)).length;
   if (!folded) return null;
   return (
-    <button class="btn quiet" type="button" data-testid="folded" onClick={() => ([topCount.value, layerRange.value] = [0, []])}>
-      {t("map.collapsed", { count: folded })}
-    </button>
+    <Button kind="quiet" data-testid="folded" onClick={() => ([topCount.value, layerRange.value] = [0, []])}>{t("map.collapsed", { count: folded })}</Button>
   );
 }

@@ -6,7 +6,7 @@ import { thumbnailImage } from "../canvas/heatmap";
 import { format, say, t } from "../i18n";
 import type { Site } from "../source";
 import { headIndex, lens, scale, showsTable, thumbnails } from "../state";
-import { type Column, Heatmap, Panel } from "./basics";
+import { type Column, Heatmap, Panel, PlainTable } from "./basics";
 import { DataTable } from "./data_table";
 import { type ExactRow, type HeadData, type Marginals, shownView, wholeView } from "./head_data";
 import { roundTicks } from "./head_scatter";
@@ -64,32 +64,13 @@ export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | nul
   return (
     <Panel class="row-panel" title={row ? [`${t("query")} ${row.query}`, ...(word === undefined ? [] : [visibleToken(word)])].join(" · ") : t("query")}>
       {row ? (
-        <table class="finder">
-          <thead>
-            <tr>
-              <th scope="col">{t("key")}</th>
-              <th scope="col" class="num">
-                {t("weight")}
-              </th>
-            </tr>
-          </thead>
-          <tbody>
-            {top.map(({ index: key, weight }) => (
-              <tr key={key}>
-                <td class="mono">
-                  {key} {keyWords[key] !== undefined && visibleToken(keyWords[key])}
-                </td>
-                <td class="num">{weight.toPrecision(4)}</td>
-              </tr>
-            ))}
-            {lens.value === "weight" && marginals && (
-              <tr>
-                <td class="t3">{t("head.entropyNats")}</td>
-                <td class="num t3">{format(marginals.entropy[row.query] ?? NaN)}</td>
-              </tr>
-            )}
-          </tbody>
-        </table>
+        <PlainTable
+          titles={[t("key"), `#${t("weight")}`]}
+          rows={[
+            ...top.map(({ index: key, weight }) => [<span class="mono">{`${key} ${keyWords[key] === undefined ? "" : visibleToken(keyWords[key])}`}</span>, weight.toPrecision(4)]),
+            ...(lens.value === "weight" && marginals ? [[<span class="t3">{t("head.entropyNats")}</span>, format(marginals.entropy[row.query] ?? NaN)]] : []),
+          ]}
+        />
       ) : (
         <p class="t3">{t("head.hint")}</p>
       )}
@@ -125,9 +106,7 @@ function ProfileBars({ item, marginals }: { item: Site; marginals: Marginals }):
       {roundTicks(0, most, 2).map((tick) => (
         <g key={tick}>
           <line class="gridline" x1={left - 2} x2={width} y1={base - (tick / most) * tall} y2={base - (tick / most) * tall} />
-          <text class="tick" x={left - 6} y={base + 3 - (tick / most) * tall} text-anchor="end">
-            {format(tick)}
-          </text>
+          <text class="tick" x={left - 6} y={base + 3 - (tick / most) * tall} text-anchor="end">{format(tick)}</text>
         </g>
       ))}
       {shown.map(({ offset, mean }, index) => (
@@ -142,9 +121,7 @@ function ProfileBars({ item, marginals }: { item: Site; marginals: Marginals }):
             {offset}
           </text>
         ))}
-      <text class="axis" x={width} y="109" text-anchor="end">
-        {t("head.offsetAxis")}
-      </text>
+      <text class="axis" x={width} y="109" text-anchor="end">{t("head.offsetAxis")}</text>
     </svg>
   );
 }

@@ -2,12 +2,12 @@
 
 import { useSignal, useSignalEffect, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect, useMemo, useRef } from "preact/hooks";
+import { useMemo, useRef } from "preact/hooks";
 import { cssRamp, cssValue, themeVersion } from "../canvas/colors";
 import { drawBadge } from "../canvas/head_cells";
 import { format, measureName, t } from "../i18n";
 import { classesOf, headIndex, headName, measureOf, measures, scatterColor, scatterX, scatterY, selectHead } from "../state";
-import { Panel, Select } from "./basics";
+import { Button, Panel, Select, useWidth } from "./basics";
 import { brushedHeads, isDimmed, type HeadItem } from "./head_grid";
 
 const HEIGHT = 260;
@@ -71,11 +71,7 @@ export function HeadScatter({ heads }: { heads: HeadItem[] }): JSX.Element {
       footer={
         <div class="row between">
           <span>{brushed ? t("map.brushed", { count: brushed.size }) : t("map.brush")}</span>
-          {brushed && (
-            <button class="btn" type="button" onClick={() => (brushedHeads.value = null)}>
-              {t("map.unbrush")}
-            </button>
-          )}
+          {brushed && <Button onClick={() => (brushedHeads.value = null)}>{t("map.unbrush")}</Button>}
         </div>
       }
     >
@@ -102,18 +98,12 @@ function placePoint({ width, x, y }: Axes, point: { x: number; y: number }): [nu
 
 /** Two canvases: the marks, and above them what follows the pointer and the selection. */
 function Plot({ points, color, names }: { points: Point[]; color: string; names: [string, string] }): JSX.Element {
-  const frame = useRef<HTMLDivElement>(null);
+  const [frame, width] = useWidth<HTMLDivElement>();
   const marks = useRef<HTMLCanvasElement>(null);
   const cursor = useRef<HTMLCanvasElement>(null);
-  const width = useSignal(0);
   const hovered = useSignal<Point | null>(null);
   const drag = useSignal<Box | null>(null);
   const axes = useMemo(() => ({ x: extent(points.map((point) => point.x)), y: extent(points.map((point) => point.y)) }), [points]);
-  useEffect(() => {
-    const watch = new ResizeObserver(() => (width.value = frame.current?.clientWidth ?? 0));
-    watch.observe(frame.current!);
-    return () => watch.disconnect();
-  }, []);
   const shown = useSignal({ points, axes, color, names });
   shown.value = { points, axes, color, names };
   useSignalEffect(() => {

@@ -3,9 +3,9 @@
 import type { JSX } from "preact";
 import { ablateReason, toggleAblated, togglePin } from "../actions";
 import { thumbnailImage } from "../canvas/heatmap";
-import { classWord, format, formatInterval, measureMeaning, measureName, say, t } from "../i18n";
-import { classesOf, firstHeads, headIndex, headName, isAblated, measureOf, measures, moveHead, pinned, scale, screen, selectHead, selectedHead, selectedSite, site, thumbnails } from "../state";
-import { Heatmap, Icon } from "./basics";
+import { classWord, format, formatInterval, measureMeaning, measureName, say, t, textCount } from "../i18n";
+import { classesOf, firstHeads, headIndex, headName, isAblated, isMeasuring, measureOf, measures, moveHead, pinned, scale, screen, selectHead, selectedHead, selectedSite, site, thumbnails } from "../state";
+import { Button, Heatmap, Icon, PlainTable } from "./basics";
 import { Badge } from "./class_badge";
 
 const SHOWN_MEASURES = ["entropy", "confidence", "distance", "sink", "previous", "self", "next", "duplicate", "induction", "rare", "importance"];
@@ -25,19 +25,15 @@ export function Inspector(): JSX.Element {
         <div class="row between">
           <h2 class="mono head-name">{name}</h2>
           <span class="row tight">
-            <button class="btn quiet icon" type="button" aria-label={t("inspector.previous")} onClick={() => moveHead(0, -1)}>
-              <Icon path="M10 3L5 8l5 5" />
-            </button>
-            <button class="btn quiet icon" type="button" aria-label={t("inspector.next")} onClick={() => moveHead(0, 1)}>
-              <Icon path="M6 3l5 5-5 5" />
-            </button>
+            <Button kind="quiet icon" aria-label={t("inspector.previous")} onClick={() => moveHead(0, -1)}><Icon path="M10 3L5 8l5 5" /></Button>
+            <Button kind="quiet icon" aria-label={t("inspector.next")} onClick={() => moveHead(0, 1)}><Icon path="M6 3l5 5-5 5" /></Button>
           </span>
         </div>
         <p class="t3 sm">
           {item.name}
           {item.kvHeads < item.heads && ` · ${t("map.kvGroup", { kv: item.kvHeadOfQuery[selectedHead.value] ?? 0 })}`}
         </p>
-        {measures.value && (
+        {measures.value?.severalTexts && (
           <p class="row top">
             <Badge name={classes[0]?.name} size={20} />
             <span>
@@ -47,29 +43,30 @@ export function Inspector(): JSX.Element {
             </span>
           </p>
         )}
-        <Heatmap
-          class="bigthumb"
-          image={thumbnails.value && thumbnailImage(thumbnails.value, index)}
-          scale={scale.value}
-          label={`${name}: ${t("inspector.size", { queries: item.numQueries, keys: item.numKeys })}`}
-        />
-        <div class="row between xs t3">
-          <span>{t("inspector.axes")}</span>
-          <span>{t("inspector.size", { queries: item.numQueries, keys: item.numKeys })}</span>
-        </div>
-        <div class="row">
-          <button class="btn primary grow" type="button" onClick={() => (screen.value = "head")}>
-            {t("inspector.open")}
+        {screen.value !== "head" && (
+          <button class="pick" type="button" onClick={() => (screen.value = "head")}>
+            <Heatmap
+              class="bigthumb"
+              image={thumbnails.value && thumbnailImage(thumbnails.value, index)}
+              scale={scale.value}
+              label={`${name}: ${t("inspector.size", { queries: item.numQueries, keys: item.numKeys })}`}
+            />
+            <span class="row between xs t3">
+              <span>{t("inspector.axes")}</span>
+              <span>{t("inspector.size", { queries: item.numQueries, keys: item.numKeys })}</span>
+            </span>
           </button>
-          <button class="btn grow" type="button" aria-disabled={reason !== ""} title={reason} onClick={() => toggleAblated()}>
-            {off ? t("inspector.restore") : t("inspector.ablate")} <kbd>K</kbd>
-          </button>
-          <button class="btn" type="button" aria-pressed={isPinned} onClick={() => togglePin()}>
-            {isPinned ? t("inspector.unpin") : t("inspector.pin")}
-          </button>
+        )}
+        <div class="row wrap">
+          {screen.value !== "head" && <Button kind="primary grow" onClick={() => (screen.value = "head")}>{t("inspector.open")}</Button>}
+          <Button kind="grow" aria-disabled={reason !== ""} title={reason} onClick={() => toggleAblated()}>{off ? t("inspector.restore") : t("inspector.ablate")} <kbd>K</kbd></Button>
+          <Button aria-pressed={isPinned} onClick={() => togglePin()}>{isPinned ? t("inspector.unpin") : t("inspector.pin")}</Button>
         </div>
         {reason && <p class="t3 sm">{reason}</p>}
       </section>
+      {measures.value && !measures.value.severalTexts && screen.value !== "map" && (
+        <section><p class="t2 sm">{t(isMeasuring.value ? "inspector.measuring" : "inspector.oneText")}</p></section>
+      )}
       {measures.value && <MeasureTable index={index} />}
       {pinned.value.length > 0 && (
         <section class="stack">
@@ -78,9 +75,7 @@ export function Inspector(): JSX.Element {
             {pinned.value.map((pin) => {
               const [siteNumber = 0, head = 0] = pin.split(".").map(Number);
               return (
-                <button key={pin} class="tag mono" type="button" onClick={() => selectHead(siteNumber, head)}>
-                  {headName(siteNumber, head)}
-                </button>
+                <button key={pin} class="tag mono" type="button" onClick={() => selectHead(siteNumber, head)}>{headName(siteNumber, head)}</button>
               );
             })}
           </p>
@@ -90,37 +85,26 @@ export function Inspector(): JSX.Element {
   );
 }
 
+/** The measures of the open text with their chance levels, and over several texts with their intervals. */
 function MeasureTable({ index }: { index: number }): JSX.Element {
-  const names = measures.value!.names;
+  const { names, own, severalTexts, texts } = measures.value!;
+  const hasOwn = severalTexts && own.names.length > 0;
+  const table = hasOwn || !severalTexts ? own : undefined;
   const shown = [...SHOWN_MEASURES.filter((name) => names.includes(name)), ...names.filter((name) => !SHOWN_MEASURES.includes(name))];
   const known = shown.filter((name) => Number.isFinite(measureOf(index, name)));
   void firstHeads.value;
   return (
     <section class="scroll" tabIndex={0} role="region" aria-label={t("measure")}>
-      <table class="sm meas">
-        <thead>
-          <tr>
-            <th scope="col">{t("measure")}</th>
-            <th scope="col" class="num">{t("value")}</th>
-            <th scope="col" class="num">{t("interval")}</th>
-            <th scope="col" class="num">{t("chance")}</th>
-          </tr>
-        </thead>
-        <tbody>
-          {known.map((name) => {
-            const low = measureOf(index, name, 1);
-            const high = measureOf(index, name, 2);
-            return (
-              <tr key={name}>
-                <td title={measureMeaning(name)}>{measureName(name)}</td>
-                <td class="num">{format(measureOf(index, name))}</td>
-                <td class="num t3">{formatInterval(low, high)}</td>
-                <td class="num t3">{format(measureOf(index, name, 3))}</td>
-              </tr>
-            );
-          })}
-        </tbody>
-      </table>
+      <PlainTable
+        kind="sm meas"
+        titles={[t("measure"), ...(table ? [`#${t("measure.own")}`] : []), `#${t("chance")}`, ...(severalTexts ? [`#${textCount(texts)}, ${t("interval")}`] : [])]}
+        rows={known.map((name) => [
+          <span title={measureMeaning(name)}>{measureName(name)}</span>,
+          ...(table ? [format(measureOf(index, name, 0, table))] : []),
+          <span class="t3">{format(measureOf(index, name, 3, table ?? measures.value))}</span>,
+          ...(severalTexts ? [<span>{format(measureOf(index, name))}<br /><span class="t3 xs">{formatInterval(measureOf(index, name, 1), measureOf(index, name, 2))}</span></span>] : []),
+        ])}
+      />
     </section>
   );
 }

@@ -8,12 +8,13 @@ import { themeVersion } from "../canvas/colors";
 import { format, t } from "../i18n";
 import type { Site } from "../source";
 import { headName, matrixView, rowMarginal, scale, selectedHead, selectedSite, selectedToken, type View } from "../state";
-import { Heatmap } from "./basics";
+import { Button, Heatmap } from "./basics";
 import { cellSpan, isPooled, MAX_CELLS, shownView, wholeView, type Marginals, type Pointed, type TileState } from "./head_data";
 import { streamWords, visibleToken } from "./tokens";
 
 const MAX_LABELS = 64; // tokens on each side that are written out
 const LABEL_LINE = 14; // CSS pixels that a label needs
+const SIGN_WIDTH = 9; // of a label of one character
 const UPRIGHT_SIGNS = 1; // characters of a label that needs no turning
 const LEAST_SPAN = 8; // queries or keys that a view shows at least
 const DRAG_CELLS = 2; // cells that a drag crosses at least to choose a part
@@ -69,15 +70,9 @@ function ViewBar({ item, tile }: { item: Site; tile: TileState | null }): JSX.El
         {isWhole ? t("head.all", { queries: whole.q1, keys: whole.k1 }) : t("head.window", view as unknown as Record<string, number>)}
         {pooled && <span class="t3"> · {t("head.pooled", { queries: Math.ceil((view.q1 - view.q0) / tile.rows), keys: Math.ceil((view.k1 - view.k0) / tile.columns) })}</span>}
       </span>
-      <button class="btn icon" type="button" aria-label={t("head.zoomOut")} aria-disabled={isWhole} onClick={() => zoomView(item, 1 / ZOOM)}>
-        −
-      </button>
-      <button class="btn icon" type="button" aria-label={t("head.zoomIn")} onClick={() => zoomView(item, ZOOM)}>
-        +
-      </button>
-      <button class="btn" type="button" aria-disabled={isWhole} onClick={() => (matrixView.value = null)}>
-        {t("head.whole")}
-      </button>
+      <Button kind="icon" aria-label={t("head.zoomOut")} aria-disabled={isWhole} onClick={() => zoomView(item, 1 / ZOOM)}>−</Button>
+      <Button kind="icon" aria-label={t("head.zoomIn")} onClick={() => zoomView(item, ZOOM)}>+</Button>
+      <Button aria-disabled={isWhole} onClick={() => (matrixView.value = null)}>{t("head.whole")}</Button>
     </p>
   );
 }
@@ -239,7 +234,8 @@ function TokenLabels({ words, kind }: { words: string[]; kind: "rows" | "columns
   const box = useRef<HTMLDivElement>(null);
   const every = useSignal(1);
   useEffect(() => {
-    const measure = () => (every.value = Math.ceil((words.length * LABEL_LINE) / Math.max((kind === "rows" ? box.current?.clientHeight : box.current?.clientWidth) ?? 0, 1)));
+    const isShort = kind === "columns" && words.every((word) => [...visibleToken(word)].length <= UPRIGHT_SIGNS);
+    const measure = () => (every.value = Math.ceil((words.length * (isShort ? SIGN_WIDTH : LABEL_LINE)) / Math.max((kind === "rows" ? box.current?.clientHeight : box.current?.clientWidth) ?? 0, 1)));
     const watch = new ResizeObserver(measure);
     watch.observe(box.current!);
     return () => watch.disconnect();
@@ -248,7 +244,8 @@ function TokenLabels({ words, kind }: { words: string[]; kind: "rows" | "columns
     <div class={`token-labels ${kind}`} aria-hidden="true" ref={box}>
       {words.map((word, index) => {
         const text = visibleToken(word);
-        return <span key={index}>{index % every.value === 0 && <span class={[...text].length <= UPRIGHT_SIGNS ? "upright" : ""}>{text}</span>}</span>;
+        const isShown = index % every.value === 0; // a dot stands for the others
+        return <span key={index}>{<span class={!isShown || [...text].length <= UPRIGHT_SIGNS ? "upright" : ""}>{isShown ? text : "·"}</span>}</span>;
       })}
     </div>
   );

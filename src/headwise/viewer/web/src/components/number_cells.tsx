@@ -84,9 +84,7 @@ export function VectorBar(props: { values: Numbers; limit: number; role: string;
   };
   return (
     <div class={`vec ${props.role}`}>
-      <span class="l" title={props.label}>
-        {props.label}
-      </span>
+      <span class="l" title={props.label}>{props.label}</span>
       {isShort ? (
         <div class="cells" {...slider}>
           {Array.from(values, (value, channel) => (

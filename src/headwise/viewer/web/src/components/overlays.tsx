@@ -1,12 +1,15 @@
 // What lies over the screens: the command box, the sheet of keys, and the dialog for a new text.
 
+import { Button } from "./basics";
 import { useSignal } from "@preact/signals";
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { measureHeads, runText } from "../actions";
-import { measureName, say, t, type TextKey } from "../i18n";
-import { cellMode, doc, headName, language, measures, overlay, screen, selectHead, sites, theme, type ScreenId } from "../state";
+import { GROUPINGS, groupTokens, measureHeads, openOther, setAblated, toggleAblated, togglePin } from "../actions";
+import { measureName, t, type TextKey } from "../i18n";
+import { computeEffect, evaluate } from "../lab_state";
+import { cellMode, doc, headName, isAblated, language, measures, overlay, screen, SCREENS, selectedHead, selectedSite, selectHead, showsTable, sites, source, theme, type ScreenId } from "../state";
 import { className, LETTERS } from "./class_badge";
+import { classFilter } from "./head_grid";
 
 export function Dialog({ label, kind, children }: { label: string; kind?: string; children: ComponentChildren }): JSX.Element {
   const dialog = useRef<HTMLDialogElement>(null);
@@ -47,16 +50,12 @@ export function KeySheet(): JSX.Element {
       <dl class="keys">
         {KEY_ROWS.map(([key, text]) => (
           <div key={key}>
-            <dt>
-              <kbd>{key}</kbd>
-            </dt>
+            <dt><kbd>{key}</kbd></dt>
             <dd>{t(text)}</dd>
           </div>
         ))}
       </dl>
-      <button class="btn" type="button" onClick={() => (overlay.value = "")}>
-        {t("keys.close")}
-      </button>
+      <Button onClick={() => (overlay.value = "")}>{t("keys.close")}</Button>
     </Dialog>
   );
 }
@@ -64,34 +63,62 @@ export function KeySheet(): JSX.Element {
 interface Command {
   text: string;
   run: () => void;
+  /** Other names by which it is found. */
+  words?: string;
 }
 
-function listCommands(screens: readonly ScreenId[]): Command[] {
-  const commands: Command[] = screens.map((id) => ({ text: t(`screen.${id}` as TextKey), run: () => (screen.value = id) }));
+/** What the palette can do: actions on the selected head, the numbers of a screen, screens, measures, classes, and heads. */
+export function listCommands(): Command[] {
+  const head = headName(selectedSite.value, selectedHead.value);
+  const go = (id: ScreenId, run: () => unknown = () => null) => () => {
+    screen.value = id;
+    void run();
+  };
+  const off = isAblated(selectedSite.value, selectedHead.value);
+  const commands: Command[] = SCREENS.map((id) => ({ text: t(`screen.${id}` as TextKey), run: go(id), words: id }));
   commands.push(
-    { text: t("bar.change"), run: () => (overlay.value = "text") },
-    { text: t("bar.export"), run: () => (overlay.value = "export") },
-    { text: t("map.measure"), run: () => void measureHeads() },
+    { text: `${t(off ? "inspector.restore" : "inspector.ablate")}: ${head}`, run: () => toggleAblated(), words: "ablate restore switch off on k" },
+    { text: `${t("inspector.pin")}: ${head}`, run: () => togglePin(), words: "pin p" },
+    { text: `${t("commands.prune")}: ${head}`, run: go("prune", () => !off && toggleAblated()), words: "prune remove this head" },
+    { text: t("lab.run"), run: go("lab", computeEffect), words: "ablate loss effect" },
+    { text: t("lab.evaluate"), run: go("lab", evaluate), words: "loss perplexity accuracy texts" },
+    { text: t("lab.clear"), run: () => setAblated([]), words: "restore all heads" },
+    { text: t("similar.run"), run: go("similarity"), words: "similar clusters" },
+    { text: t("bar.change"), run: () => document.querySelector<HTMLElement>(".text-box textarea")?.focus(), words: "text" },
+    { text: t("bar.export"), run: () => (overlay.value = "export"), words: "save svg csv trace" },
+    { text: t("map.measure"), run: () => void measureHeads(), words: "measure" },
+    { text: t(showsTable.value ? "table.hide" : "table.show"), run: () => (showsTable.value = !showsTable.value), words: "table chart t" },
     { text: t("bar.dark"), run: () => (theme.value = "dark") },
     { text: t("bar.light"), run: () => (theme.value = "light") },
     { text: "English", run: () => (language.value = "en") },
     { text: "中文", run: () => (language.value = "zh") },
   );
-  for (const name of measures.value?.names ?? []) commands.push({ text: `${t("measure")}: ${measureName(name)}`, run: () => (cellMode.value = name) });
-  for (const letter of LETTERS) commands.push({ text: `${t("class")}: ${className(letter)}`, run: () => (cellMode.value = "class") });
+  const grouping = doc.value?.grouping;
+  if (source.isLive && grouping) for (const name of GROUPINGS) commands.push({ text: `${t(`tokens.${name}` as TextKey)}${grouping[name] ? " ✓" : ""}`, run: () => void groupTokens({ ...grouping, [name]: !grouping[name] }), words: "tokens" });
+  for (const name of doc.value?.openable ?? []) commands.push({ text: `${t("open.other")}: ${name}`, run: () => openOther(name), words: "open model trace" });
+  for (const name of measures.value?.names ?? []) commands.push({ text: `${t("measure")}: ${measureName(name)}`, run: go("map", () => (cellMode.value = name)), words: name });
+  for (const letter of LETTERS) commands.push({ text: `${t("class")}: ${className(letter)}`, run: go("map", () => ([cellMode.value, classFilter.value] = ["class", letter])) });
   sites.value.forEach((site, number) => {
-    for (let head = 0; head < site.heads; head++) commands.push({ text: headName(number, head), run: () => selectHead(number, head) });
+    for (let place = 0; place < site.heads; place++) {
+      commands.push({ text: headName(number, place), run: () => selectHead(number, place), words: `L${site.layer}H${place} ${site.layer}.${place} L${site.layer} H${place} ${site.name}:${place}` });
+    }
   });
   return commands;
 }
 
-export function CommandBox({ screens }: { screens: readonly ScreenId[] }): JSX.Element {
+/** The commands that have every word of a query in their texts or other names; texts that begin with it come first. */
+export function findCommands(query: string, commands: Command[]): Command[] {
+  const wanted = query.toLowerCase().trim();
+  const words = wanted.split(/\s+/).filter(Boolean);
+  const found = commands.filter(({ text, words: others = "" }) => words.every((word) => `${text} ${others}`.toLowerCase().includes(word)));
+  const rank = ({ text }: Command) => (text.toLowerCase().startsWith(wanted) ? 0 : text.toLowerCase().includes(wanted) ? 1 : 2);
+  return found.sort((a, b) => rank(a) - rank(b)).slice(0, 12);
+}
+
+export function CommandBox(): JSX.Element {
   const query = useSignal("");
   const chosen = useSignal(0);
-  const words = query.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const matches = listCommands(screens)
-    .filter(({ text }) => words.every((word) => text.toLowerCase().includes(word)))
-    .slice(0, 12);
+  const matches = findCommands(query.value, listCommands());
   const run = (command: Command | undefined) => {
     if (!command) return;
     overlay.value = "";
@@ -133,42 +160,6 @@ export function CommandBox({ screens }: { screens: readonly ScreenId[] }): JSX.E
         ))}
       </ul>
       {!matches.length && <p class="t3">{t("commands.none")}</p>}
-    </Dialog>
-  );
-}
-
-export function TextDialog(): JSX.Element {
-  const streams = doc.value?.streams ?? {};
-  const text = useSignal(streams["text"]?.[0]?.text ?? "");
-  const sourceText = useSignal(streams["source"]?.[0]?.text ?? "");
-  const hasSource = "source" in streams;
-  const capability = doc.value?.capabilities.text;
-  const submit = (event: Event) => {
-    event.preventDefault();
-    overlay.value = "";
-    void runText(text.value, hasSource ? sourceText.value : "");
-  };
-  return (
-    <Dialog label={t("open.newText")}>
-      <form class="stack" onSubmit={submit}>
-        {hasSource && (
-          <label class="stack">
-            <span>{t("open.newSource")}</span>
-            <textarea rows={3} value={sourceText.value} onInput={(event) => (sourceText.value = event.currentTarget.value)} />
-          </label>
-        )}
-        <label class="stack">
-          <span>{t("open.newText")}</span>
-          <textarea rows={4} autofocus value={text.value} onInput={(event) => (text.value = event.currentTarget.value)} />
-        </label>
-        {capability?.possible ? (
-          <button class="btn primary" type="submit">
-            {t("open.run")}
-          </button>
-        ) : (
-          <p class="t3">{capability ? say(capability.reason) : t("state.needsModel")}</p>
-        )}
-      </form>
     </Dialog>
   );
 }

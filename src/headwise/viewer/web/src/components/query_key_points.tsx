@@ -1,10 +1,10 @@
 // The queries and keys of the selected head as points on a plane, with lines from the chosen query to its strongest keys.
 
-import { useSignal, useSignalEffect } from "@preact/signals";
+import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { format, t } from "../i18n";
 import type { Site } from "../source";
-import { doc, selectedHead, selectedSite, selectedToken, showsTable, source } from "../state";
+import { headPath, selectedToken, showsTable, useAnswer } from "../state";
 import type { Column } from "./basics";
 import { DataTable } from "./data_table";
 import { streamWords, visibleToken } from "./tokens";
@@ -21,36 +21,21 @@ interface Points {
 }
 
 export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
-  const points = useSignal<Points | null>(null);
-  const isMissing = useSignal(false);
   const hovered = useSignal<number | null>(null);
-  const weights = useSignal<Float32Array | null>(null);
   const chosen = hovered.value ?? (selectedToken.value !== null && selectedToken.value < item.numQueries ? selectedToken.value : null);
-  useSignalEffect(() => {
-    void doc.value?.revision;
-    const abort = new AbortController();
-    source
-      .fetchArrays(`points?site=${selectedSite.value}&head=${selectedHead.value}`, abort.signal)
-      .then(({ arrays, fields }) => {
-        isMissing.value = false;
-        points.value = { queries: arrays["queries"]!.data as Float32Array, keys: arrays["keys"]!.data as Float32Array, share: fields["share"] };
-      })
-      .catch(() => !abort.signal.aborted && (isMissing.value = true));
-    return () => abort.abort();
-  });
-  useSignalEffect(() => {
-    const query = hovered.value ?? selectedToken.value;
-    weights.value = null;
-    if (query === null || query >= item.numQueries) return;
-    const abort = new AbortController();
-    source.fetchArrays(`row?site=${selectedSite.value}&head=${selectedHead.value}&query=${query}&lens=weight`, abort.signal).then(
-      ({ arrays }) => (weights.value = arrays["weights"]!.data as Float32Array),
-      () => null,
-    );
-    return () => abort.abort();
-  });
+  const { found: points, error } = useAnswer(
+    () => headPath("points"),
+    ({ arrays, fields }): Points => ({ queries: arrays["queries"]!.data as Float32Array, keys: arrays["keys"]!.data as Float32Array, share: fields["share"] }),
+  );
+  const { found: weights } = useAnswer(
+    () => {
+      const query = hovered.value ?? selectedToken.value;
+      return query === null || query >= item.numQueries ? null : headPath("row", { query, lens: "weight" });
+    },
+    ({ arrays }) => arrays["weights"]!.data as Float32Array,
+  );
   const shown = points.value;
-  if (isMissing.value) return <p class="note">{t("points.none")}</p>;
+  if (error.value) return <p class="note">{t("points.none")}</p>;
   if (!shown) return <p class="t3">{t("state.loading")}</p>;
   if (showsTable.value) return <PointTable points={shown} item={item} />;
   const place = makePlace(shown);
@@ -61,9 +46,7 @@ export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
   const label = (kind: "query" | "key", word: string, index: number) => `${t(`points.${kind}`)} ${index} ${visibleToken(word)}`;
   return (
     <div class="points">
-      <p class="sm t3">
-        {t("points.hint")} {t("points.share", { share: Math.round(shown.share * 100) })}
-      </p>
+      <p class="sm t3">{t("points.hint")} {t("points.share", { share: Math.round(shown.share * 100) })}</p>
       <svg viewBox={`0 0 ${SIDE} ${SIDE}`} role="img" aria-label={t("points.label")}>
         {strongest.map(({ key, weight }) => {
           const [from, to] = [at(shown.queries, chosen!), at(shown.keys, key)];
@@ -75,11 +58,7 @@ export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
             <g key={`k${key}`}>
               <title>{label("key", word, key)}</title>
               <rect class="key-point" x={x - 4} y={y - 4} width="8" height="8" />
-              {(isLabelled || strongest.some((pair) => pair.key === key)) && (
-                <text class="key-word" x={x + 7} y={y + 4}>
-                  {visibleToken(word)}
-                </text>
-              )}
+              {(isLabelled || strongest.some((pair) => pair.key === key)) && <text class="key-word" x={x + 7} y={y + 4}>{visibleToken(word)}</text>}
             </g>
           );
         })}
@@ -89,11 +68,7 @@ export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
             <g key={`q${query}`} onMouseEnter={() => (hovered.value = query)} onMouseLeave={() => (hovered.value = null)} onClick={() => (selectedToken.value = selectedToken.value === query ? null : query)}>
               <title>{label("query", word, query)}</title>
               <circle class={`query-point ${chosen === query ? "chosen" : ""}`} cx={x} cy={y} r={chosen === query ? 7 : 5} />
-              {(isLabelled || chosen === query) && (
-                <text class="query-word" x={x - 8} y={y + 4} text-anchor="end">
-                  {visibleToken(word)}
-                </text>
-              )}
+              {(isLabelled || chosen === query) && <text class="query-word" x={x - 8} y={y + 4} text-anchor="end">{visibleToken(word)}</text>}
             </g>
           );
         })}

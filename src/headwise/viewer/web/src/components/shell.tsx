@@ -1,11 +1,13 @@
 // The frame of all screens: bar, rail, main panel, inspector, token strip.
 
 import type { ComponentChildren, JSX } from "preact";
-import { measureHeads } from "../actions";
+import { useEffect, useRef } from "preact/hooks";
+import { measureHeads, setAblated } from "../actions";
 import { isTextKey, say, t, type TextKey } from "../i18n";
-import { doc, headCount, isDark, job, jobError, language, overlay, screen, sites, source, theme, type ScreenId } from "../state";
-import { ErrorNote, Icon } from "./basics";
+import { doc, headCount, headName, isDark, isMeasuring, job, jobError, language, measures, overlay, screen, SCREENS, sites, source, theme, type ScreenId } from "../state";
+import { Button, ErrorNote, Icon } from "./basics";
 import { Inspector } from "./inspector";
+import { TextBox } from "./text_box";
 import { TokenStrip } from "./tokens";
 
 const ICONS: Record<ScreenId, string> = {
@@ -22,13 +24,14 @@ const ICONS: Record<ScreenId, string> = {
   cost: "M3 15V9M7.5 15V3M12 15V6M16 15H2",
 };
 
-export function Shell({ screens, children }: { screens: readonly ScreenId[]; children: ComponentChildren }): JSX.Element {
+export function Shell({ children }: { children: ComponentChildren }): JSX.Element {
   return (
     <div class="shell">
       <Bar />
-      <Rail screens={screens} />
+      <Rail />
       <main class="main" id="main" tabIndex={-1}>
         <JobNotes />
+        <AblatedNote />
         {children}
       </main>
       <Inspector />
@@ -39,9 +42,6 @@ export function Shell({ screens, children }: { screens: readonly ScreenId[]; chi
 
 function Bar(): JSX.Element {
   const layers = new Set(sites.value.map((site) => `${site.stack}.${site.layer}`)).size;
-  const text = Object.values(doc.value?.streams ?? {})
-    .map((rows) => rows[0]?.text || rows[0]?.words.join("") || "")
-    .join(" → ");
   const dark = isDark();
   return (
     <header class="bar">
@@ -54,15 +54,13 @@ function Bar(): JSX.Element {
           )}
         </svg>
       </a>
-      <b class="b nw clip">{String(doc.value?.model["name"] ?? "headwise")}</b>
+      <a class="b nw clip name" href="#/open" title={t("open.title")} onClick={(event) => openScreen(event, "open")}>
+        {String(doc.value?.model["name"] ?? "headwise")}
+      </a>
       <span class="sm t3 nw hide-s">{t("bar.summary", { layers, heads: headCount.value })}</span>
       {doc.value?.kind === "trace" && <span class="tag hide-s">{t("bar.trace")}</span>}
-      <span class="sep hide-s" />
-      <button class="btn quiet clip hide-s text-button" type="button" onClick={() => (overlay.value = "text")} title={t("bar.change")}>
-        <span class="t3">{t("bar.text")}</span>
-        <span class="clip">{text}</span>
-      </button>
-      <span class="grow" />
+      <TextBox />
+      <JobElsewhere />
       <button class="btn quiet" type="button" aria-label={t("bar.commands")} onClick={() => (overlay.value = "commands")}>
         <Icon path="M2.5 7a4.5 4.5 0 109 0 4.5 4.5 0 10-9 0M10.5 10.5L14 14" />
         <kbd class="hide-s">/</kbd>
@@ -72,9 +70,7 @@ function Bar(): JSX.Element {
         <span class="vh-s">{t("bar.export")}</span>
         <kbd class="hide-s">E</kbd>
       </button>
-      <button class="btn quiet" type="button" lang={language.value === "en" ? "zh" : "en"} onClick={() => (language.value = language.value === "en" ? "zh" : "en")}>
-        {t("bar.language")}
-      </button>
+      <Button kind="quiet" lang={language.value === "en" ? "zh" : "en"} onClick={() => (language.value = language.value === "en" ? "zh" : "en")}>{t("bar.language")}</Button>
       <button class="btn quiet icon" type="button" aria-label={dark ? t("bar.light") : t("bar.dark")} onClick={() => (theme.value = dark ? "light" : "dark")}>
         <svg class="ic" viewBox="0 0 16 16" aria-hidden="true">
           <circle cx="8" cy="8" r="5.5" />
@@ -91,20 +87,24 @@ function openScreen(event: Event, id: ScreenId): void {
   screen.value = id;
 }
 
-function Rail({ screens }: { screens: readonly ScreenId[] }): JSX.Element {
+function Rail(): JSX.Element {
+  const list = useRef<HTMLUListElement>(null);
+  useEffect(() => {
+    const box = list.current!;
+    const link = box.querySelector<HTMLElement>("[aria-current]"); // on narrow pages the list scrolls
+    if (link) box.scrollLeft = link.offsetLeft - (box.clientWidth - link.offsetWidth) / 2;
+  }, [screen.value]);
   return (
     <nav class="rail" aria-label={t("nav.screens")}>
-      <ul>
-        {screens.map((id) => (
+      <ul ref={list}>
+        {SCREENS.map((id) => (
           <li key={id}>
             <a
               href={`#/${id}`}
               aria-current={screen.value === id ? "page" : undefined}
               onClick={(event) => openScreen(event, id)}
             >
-              <svg viewBox="0 0 18 18" aria-hidden="true">
-                <path d={ICONS[id]} />
-              </svg>
+              <svg viewBox="0 0 18 18" aria-hidden="true"><path d={ICONS[id]} /></svg>
               {t(`screen.${id}` as TextKey)}
             </a>
           </li>
@@ -114,12 +114,51 @@ function Rail({ screens }: { screens: readonly ScreenId[] }): JSX.Element {
   );
 }
 
+function jobName(): string {
+  const key = `job.${job.value?.kind}`;
+  return t(isTextKey(key) ? key : "job.other");
+}
+
+/** Jobs that need no attention: measuring, and what another screen asked for. */
+const isElsewhere = () => job.value?.kind === "measure" || job.value?.screen !== screen.value;
+
+/** The running job of another screen, with the way there. */
+function JobElsewhere(): JSX.Element | null {
+  if (!job.value || !isElsewhere()) return null;
+  const { event, abort } = job.value;
+  return (
+    <span class="tag job-tag" role="status">
+      <a class="link" href={`#/${job.value.screen}`} onClick={(click) => openScreen(click, job.value!.screen)}>
+        {jobName()} {event.total ? `${event.done} / ${event.total}` : "…"}
+      </a>
+      <button class="link" type="button" aria-label={t("job.cancel")} onClick={() => abort.abort()}>
+        ×
+      </button>
+    </span>
+  );
+}
+
+/** The heads that are off, on every screen but the one that shows what that changes. */
+function AblatedNote(): JSX.Element | null {
+  const off = doc.value?.ablated ?? [];
+  if (!off.length || screen.value === "lab") return null;
+  const names = off.slice(0, 6).map((item) => headName(item.site, item.head)).join(", ");
+  return (
+    <p class="note off-note" role="status">
+      <b class="b">{t(off.length === 1 ? "off.one" : "off.many", { count: off.length })}</b>
+      <span class="mono sm clip grow">{off.length > 6 ? `${names}, …` : names}</span>
+      <span class="t3 sm hide-s">{t("off.hint")}</span>
+      <a class="btn" href="#/lab" onClick={(event) => openScreen(event, "lab")}>{t("off.lab")}</a>
+      <Button onClick={() => setAblated([])}>{t("off.restore")}</Button>
+    </p>
+  );
+}
+
 /** Progress of the running job with its cancel button, and the error of the last one. */
 function JobNotes(): JSX.Element {
-  const running = job.value;
+  const running = isElsewhere() ? null : job.value;
   const { done = 0, total = 0, note = "" } = running?.event ?? {};
-  const key = `job.${running?.kind}`;
-  const name = t(isTextKey(key) ? key : "job.other");
+  const name = jobName();
   return (
     <div class="jobs" aria-live="polite">
       {running && (
@@ -128,9 +167,7 @@ function JobNotes(): JSX.Element {
           <progress max={total || undefined} value={total ? done : undefined} aria-label={name} />
           <span class="t2 clip">{running.event.state === "queued" ? t("job.queued") : total ? `${done} / ${total} ${say(note)}` : say(note)}</span>
           <span class="grow" />
-          <button class="btn" type="button" onClick={() => running.abort.abort()}>
-            {t("job.cancel")}
-          </button>
+          {(!total || done < total) && <Button onClick={() => running.abort.abort()}>{t("job.cancel")}</Button>}
         </div>
       )}
       {jobError.value && <ErrorNote {...jobError.value} />}
@@ -143,11 +180,9 @@ export function MeasurePrompt(): JSX.Element {
   const possible = source.isLive && doc.value?.capabilities.measure.possible;
   return (
     <div class="note">
-      <p class="grow">{t("map.noMeasures")}</p>
-      {possible ? (
-        <button class="btn primary" type="button" onClick={() => void measureHeads()}>
-          {t("map.measure")}
-        </button>
+      <p class="grow">{t(isMeasuring.value ? "inspector.measuring" : measures.value ? "inspector.oneText" : "map.noMeasures")}</p>
+      {isMeasuring.value ? null : possible ? (
+        <Button kind="primary" onClick={() => void measureHeads()}>{t("map.measure")}</Button>
       ) : (
         <span class="t3">{t("state.needsModel")}</span>
       )}

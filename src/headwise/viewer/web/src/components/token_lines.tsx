@@ -6,15 +6,15 @@ import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
 import { format, t } from "../i18n";
 import type { Site } from "../source";
 import { language, leastShare, scale, selectedToken } from "../state";
+import { useWidth } from "./basics";
 import { DataTable } from "./data_table";
 import { cellSpan, type TileState } from "./head_data";
 import { streamWords, visibleToken } from "./tokens";
 
 const LISTED_PAIRS = 200;
 
-/** Sizes of the drawings, which figures share. */
-export const LINES = { left: 180, right: 380, width: 560, line: 22 };
-export const ARCS = { step: 64, height: (tokens: number) => Math.min(40 + tokens * 7, 320) };
+const LINES = { left: 180, right: 380, width: 560, line: 22 };
+const ARCS = { least: 13, most: 64, height: 240, letter: 8, turned: 88 }; // CSS pixels
 
 export interface Pair {
   query: number;
@@ -64,20 +64,20 @@ export function StrongestPairs({ item, tile }: { item: Site; tile: TileState | n
   }, [item, tile, language.value]);
 }
 
-export function linePath({ query, key }: Pair): string {
+function linePath({ query, key }: Pair): string {
   const [from, to] = [query * LINES.line + 14, key * LINES.line + 14];
   return `M${LINES.left} ${from}C${LINES.left + 80} ${from} ${LINES.right - 80} ${to} ${LINES.right} ${to}`;
 }
 
-export function arcPath({ query, key }: Pair, tokens: number): string {
-  const height = ARCS.height(tokens);
-  const [from, to] = [(query + 0.5) * ARCS.step, (key + 0.5) * ARCS.step];
-  const reach = Math.min(Math.abs(from - to) * 0.55 + 8, height);
-  return `M${from} ${height}C${from} ${height - reach} ${to} ${height - reach} ${to} ${height}`;
+/** An arc whose height grows with its distance, so that the longest alone reaches the top. */
+export function arcPath({ query, key }: Pair, step: number, longest: number): string {
+  const [from, to] = [(query + 0.5) * step, (key + 0.5) * step];
+  const top = ARCS.height - (ARCS.height * 1.3 * (Math.abs(query - key) + 0.3)) / (longest + 0.3);
+  return `M${from} ${ARCS.height}C${from} ${top} ${to} ${top} ${to} ${ARCS.height}`;
 }
 
 /** Strong pairs are opaque; those of other queries than the selected one are faint. */
-export function pairOpacity(pair: Pair, tile: TileState): number {
+function pairOpacity(pair: Pair, tile: TileState): number {
   const focus = selectedToken.value;
   return rampPosition(pair.weight / tile.scale, scale.value) * (focus === null || pair.query === focus ? 0.9 : 0.08);
 }
@@ -89,24 +89,7 @@ export function TokenLines({ item, tile, arcs }: { item: Site; tile: TileState |
   void themeVersion.value;
   const pairs = tile ? tilePairs(tile, Math.max(leastShare.value, 1 / 255) * tile.scale) : [];
   const focus = selectedToken.value;
-  if (arcs) {
-    const width = queryWords.length * ARCS.step;
-    const height = ARCS.height(queryWords.length);
-    return (
-      <div class="scroll" tabIndex={0} role="region" aria-label={t("head.arcs")}>
-        <svg class="lines" width={width} height={height + 28} role="img" aria-label={t("head.arcs")}>
-          {pairs.map((pair, index) => (
-            <path key={index} d={arcPath(pair, queryWords.length)} stroke={cssRamp(0.85)} stroke-opacity={pairOpacity(pair, tile!)} />
-          ))}
-          {queryWords.map((word, index) => (
-            <text key={index} class={`token-text ${focus === index ? "chosen" : ""}`} x={(index + 0.5) * ARCS.step} y={height + 18} text-anchor="middle" onClick={() => (selectedToken.value = focus === index ? null : index)}>
-              {visibleToken(word)}
-            </text>
-          ))}
-        </svg>
-      </div>
-    );
-  }
+  if (arcs) return <TokenArcs words={queryWords.map(visibleToken)} pairs={pairs} tile={tile} />;
   const height = Math.max(queryWords.length, keyWords.length) * LINES.line + 8;
   return (
     <svg class="lines" viewBox={`0 0 ${LINES.width} ${height}`} role="img" aria-label={t("head.lines")}>
@@ -119,10 +102,32 @@ export function TokenLines({ item, tile, arcs }: { item: Site; tile: TileState |
         </text>
       ))}
       {keyWords.map((word, index) => (
-        <text key={`k${index}`} class="token-text" x={LINES.right + 8} y={index * LINES.line + 18}>
-          {visibleToken(word)}
-        </text>
+        <text key={`k${index}`} class="token-text" x={LINES.right + 8} y={index * LINES.line + 18}>{visibleToken(word)}</text>
       ))}
     </svg>
+  );
+}
+
+/** Tokens in one row, as wide as there is room, joined by arcs. */
+function TokenArcs({ words, pairs, tile }: { words: string[]; pairs: Pair[]; tile: TileState | null }): JSX.Element {
+  const [box, width] = useWidth<HTMLDivElement>();
+  const focus = selectedToken.value;
+  const step = Math.min(Math.max(width.value / Math.max(words.length, 1), ARCS.least), ARCS.most);
+  const isTurned = (word: string) => word.length * ARCS.letter > step;
+  const longest = pairs.reduce((most, { query, key }) => Math.max(most, Math.abs(query - key)), 1);
+  const place = (word: string, index: number) => (isTurned(word) ? `translate(${(index + 0.5) * step + 4} ${ARCS.height + 10}) rotate(-90)` : `translate(${(index + 0.5) * step} ${ARCS.height + 18})`);
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label={t("head.arcs")} ref={box}>
+      <svg class="lines" width={words.length * step} height={ARCS.height + (words.some(isTurned) ? ARCS.turned : 28)} role="img" aria-label={t("head.arcs")}>
+        {pairs.map((pair, index) => (
+          <path key={index} d={arcPath(pair, step, longest)} stroke={cssRamp(0.85)} stroke-opacity={pairOpacity(pair, tile!)} />
+        ))}
+        {words.map((word, index) => (
+          <text key={index} class={`token-text ${focus === index ? "chosen" : ""}`} transform={place(word, index)} text-anchor={isTurned(word) ? "end" : "middle"} onClick={() => (selectedToken.value = focus === index ? null : index)}>
+            {word}
+          </text>
+        ))}
+      </svg>
+    </div>
   );
 }

@@ -2,15 +2,18 @@
 
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { groupTokens } from "../actions";
+import { GROUPINGS, groupTokens } from "../actions";
 import { t, type TextKey } from "../i18n";
 import { doc, selectedToken, site, source } from "../state";
 
 const VISIBLE: Record<string, string> = { " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍", "Ġ": "␣", "▁": "␣", "Ċ": "⏎" };
 
+const BYTES = /^(<0x[0-9A-F]{2}>)+$/;
+
 /** A token with its invisible characters made visible; a leading space stays a thin mark. */
 export function visibleToken(word: string): string {
   if (word === "") return "∅";
+  if (BYTES.test(word)) return word.toLowerCase().replace(/<0x(..)>/g, "⟨$1⟩"); // a part of a character
   return word.replace(
     /[\u0000-\u0020\u007f-\u00a0\u00ad\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff\ufff0-\uffff\u0120\u010a\u2581]/g,
     (sign) => VISIBLE[sign] ?? `⟨${sign.codePointAt(0)!.toString(16)}⟩`,
@@ -18,14 +21,12 @@ export function visibleToken(word: string): string {
 }
 
 export function isSpecial(word: string): boolean {
-  return /^(\[[A-Z]+\]|<[^<>\s]{1,24}>|<\|.*\|>)$/.test(word);
+  return /^(\[[A-Z]+\]|<[^<>\s]{1,24}>|<\|.*\|>)$/.test(word) && !BYTES.test(word);
 }
 
 export function streamWords(stream: string, row = 0): string[] {
   return doc.value?.streams[stream]?.[row]?.words ?? [];
 }
-
-const SWITCHES = ["words", "special", "first"] as const;
 
 /** Switches that merge tokens or leave some out; a file shows the tokens that were shown when it was written. */
 function GroupingSwitches(): JSX.Element | null {
@@ -33,7 +34,7 @@ function GroupingSwitches(): JSX.Element | null {
   if (!source.isLive || !grouping || !doc.value?.sites.length) return null;
   return (
     <span class="row nw grouping" role="group" aria-label={t("tokens.grouping")}>
-      {SWITCHES.map((name) => (
+      {GROUPINGS.map((name) => (
         <button
           key={name}
           type="button"
@@ -73,7 +74,7 @@ export function TokenStrip(): JSX.Element {
   return (
     <footer class="strip">
       <span class="sm t3 nw token-count">
-        {Object.keys(doc.value?.streams ?? {}).length > 1 && <b class="t2">{stream} · </b>}
+        {Object.keys(doc.value?.streams ?? {}).length > 1 && <b class="t2">{t(stream === "source" ? "source" : "text")} · </b>}
         {last - first < words.length ? t("tokens.part", { first, last: last - 1, count: words.length }) : t("tokens.count", { count: words.length })}
       </span>
       <div class="toks" role="listbox" aria-label={t("tokens.label")} tabIndex={0} onKeyDown={move} ref={list}>

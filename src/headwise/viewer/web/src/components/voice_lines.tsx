@@ -110,19 +110,6 @@ export function largest(values: Float32Array, count: number): { index: number; w
   return top;
 }
 
-/** The cell with the largest weight that is not on the token itself or on the first one, if there is another. */
-export function strongestQuery(tile: TileState): number | null {
-  let best = -1;
-  let query: number | null = null;
-  for (let row = 0; row < tile.rows; row++) {
-    for (let column = 1; column < tile.columns; column++) {
-      const weight = tile.weights[row * tile.columns + column]!;
-      if (row !== column && weight > best) [best, query] = [weight, Math.floor((row * tile.view.q1) / tile.rows)];
-    }
-  }
-  return query;
-}
-
 // --- all heads together --------------------------------------------------------------------------------
 
 let kept: { key: string; matrix: Promise<AggregateMatrix> } | null = null;
@@ -219,9 +206,7 @@ export function VoiceLines(props: { item: Site; groups: Weights[]; query: number
           {groups.map(({ to }, number) => (
             <rect key={number} class={hue(number)} x={RIGHT + 4 + number * (SQUARE + 2)} y={y(index) - SQUARE / 2} width={SQUARE} height={SQUARE} fill-opacity={strength(to?.[index] ?? 0)} />
           ))}
-          <text class="token-text key" x={RIGHT + 12 + groups.length * (SQUARE + 2)} y={y(index) + 4}>
-            {visibleToken(word)}
-          </text>
+          <text class="token-text key" x={RIGHT + 12 + groups.length * (SQUARE + 2)} y={y(index) + 4}>{visibleToken(word)}</text>
         </g>
       ))}
     </svg>

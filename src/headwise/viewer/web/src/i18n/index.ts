@@ -16,15 +16,25 @@ export function isTextKey(key: string): key is TextKey {
   return key in texts;
 }
 
-/** The text of a key with {names} replaced by values. */
+const isTouch = matchMedia("(hover: none)").matches;
+const TOUCH_WORDS: Record<string, string> = { "Point at": "Tap", "point at": "tap", Hover: "Tap", 指向: "点按", 悬停: "点按" };
+
+/** The text of a key with {names} replaced by values; without a pointer, one taps. */
 export function t(key: TextKey, values: Record<string, string | number> = {}): string {
-  const text: string = texts[key][LANGUAGES.indexOf(language.value)]!;
+  const found: string = texts[key][LANGUAGES.indexOf(language.value)]!;
+  const text = isTouch ? found.replace(/[Pp]oint at|Hover|指向|悬停/g, (word) => TOUCH_WORDS[word]!) : found;
   return text.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
 }
 
 /** A sentence of the server as it is; sentences of the page itself are given by their key. */
 export function say(sentence: string): string {
   return sentence.startsWith("error.") ? t(sentence as TextKey) : sentence;
+}
+
+/** How many texts were measured, from the words of the server such as "1 text" or "22 general texts". */
+export function textCount(texts: string): string {
+  const [, count, general] = /^(\d+) (general )?texts?$/.exec(texts) ?? [];
+  return count === undefined ? texts : count === "1" ? t("texts.one") : t(general ? "texts.general" : "texts.many", { count });
 }
 
 /** A number with three significant digits, without an exponent where it is readable. */

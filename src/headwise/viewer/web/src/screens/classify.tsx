@@ -2,13 +2,13 @@
 
 import { computed, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { type Column, Meter, Panel, saveBlob } from "../components/basics";
+import { Button, type Column, Meter, Panel, saveBlob, Toolbar } from "../components/basics";
 import { Badge, classLetter, className, LETTERS, type Letter } from "../components/class_badge";
 import { ClassEvidence } from "../components/class_evidence";
 import { DataTable } from "../components/data_table";
 import { MeasurePrompt } from "../components/shell";
-import { classWord, format, formatInterval, say, t } from "../i18n";
-import { firstHeads, headIndex, headName, measuredClasses, measureOf, measures, ownClass, ownClasses, selectHead, setOwnClass, sites, type HeadClass } from "../state";
+import { classWord, format, formatInterval, say, t, textCount } from "../i18n";
+import { firstHeads, hasClasses, headIndex, headName, measuredClasses, measureOf, measures, ownClass, ownClasses, selectHead, setOwnClass, sites, type HeadClass } from "../state";
 import { between, toFlag, toList, urlSignal } from "../url_state";
 
 /** The measure that decides a class, where its name differs. Mirrors `head_classes.CLASS_RULES`. */
@@ -83,24 +83,15 @@ function evidence(row: Row, translate: (sentence: string) => string = say): stri
 }
 
 export function ClassifyScreen(): JSX.Element {
-  if (!measures.value) return <MeasurePrompt />;
+  if (!measures.value || !hasClasses.value) return <MeasurePrompt />;
   const rows = allRows.value;
   return (
     <>
-      <div class="toolbar">
-        <h1>{t("screen.classify")}</h1>
-        <span class="sm t3 hide-s">{say(measures.value.texts)}</span>
+      <Toolbar title={t("screen.classify")} hint={t("classify.from", { texts: textCount(measures.value.texts) })}>
         {ownClasses.value.length > 0 && <span class="tag acc">{t("classify.ownCount", { count: ownClasses.value.length })}</span>}
-        <span class="grow" />
-        {ownClasses.value.length > 0 && (
-          <button class="btn" type="button" onClick={() => (ownClasses.value = [])}>
-            {t("classify.forget")}
-          </button>
-        )}
-        <button class="btn" type="button" onClick={() => saveBlob("classes.csv", new Blob([csvOf(rows)], { type: "text/csv" }))}>
-          {t("classify.csv")}
-        </button>
-      </div>
+        {ownClasses.value.length > 0 && <Button onClick={() => (ownClasses.value = [])}>{t("classify.forget")}</Button>}
+        <Button onClick={() => saveBlob("classes.csv", new Blob([csvOf(rows)], { type: "text/csv" }))}>{t("classify.csv")}</Button>
+      </Toolbar>
       <div class="classify">
         <ThresholdPanel rows={rows} />
         <ClassEvidence measure={measureName} />
@@ -131,9 +122,7 @@ function ThresholdPanel({ rows }: { rows: Row[] }): JSX.Element {
             <button type="button" aria-pressed={shownLetter.value === letter} onClick={() => (shownLetter.value = shownLetter.value === letter ? null : letter)}>
               {className(letter)}
             </button>
-            <span class="num" data-testid={`count-${letter}`}>
-              {counts.get(letter) ?? 0}
-            </span>
+            <span class="num" data-testid={`count-${letter}`}>{counts.get(letter) ?? 0}</span>
             {letter !== "u" && (
               <label class="xs t3">
                 ≥ {(thresholds.value[letter] ?? 0).toFixed(2)}
@@ -197,9 +186,7 @@ function OwnClass({ row, names }: { row: Row; names: string[] }): JSX.Element {
     >
       <option value="">{t("classify.byMeasures")}</option>
       {offered.map((name) => (
-        <option key={name} value={name}>
-          {classWord(name)}
-        </option>
+        <option key={name} value={name}>{classWord(name)}</option>
       ))}
     </select>
   );

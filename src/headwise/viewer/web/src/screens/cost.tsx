@@ -1,12 +1,11 @@
 // Cost: parameters, FLOPs and KV cache of the open model, whole and by attention layer.
 
-import { effect, useSignal } from "@preact/signals";
+import { useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect } from "preact/hooks";
-import { Panel } from "../components/basics";
+import { Notes, Panel, Toolbar } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { say, t } from "../i18n";
-import { doc, job, runJob, source } from "../state";
+import { doc, runJob, source } from "../state";
 
 interface CostRow {
   name: string;
@@ -34,6 +33,7 @@ interface CostResult {
 
 const DTYPES = ["fp32", "bf16", "fp16"];
 const MAX_TOKENS = 2 ** 20;
+const WAIT_MS = 400; // after the last change of a number
 
 const UNITS = ["", " k", " M", " G", " T", " P", " E"];
 
@@ -50,18 +50,16 @@ export function CostScreen(): JSX.Element {
   const asked = useSignal<Partial<Workload>>({});
   const result = useSignal<CostResult | null>(null);
   const isPossible = source.isLive && doc.value?.capabilities.measure.possible === true;
-  const compute = async () => {
-    const found = (await runJob("cost", asked.value)) as CostResult | null;
-    if (found) result.value = found;
-  };
-  useEffect(() => {
-    let isAsked = false;
-    return effect(() => {
-      if (isAsked || job.value || !isPossible) return;
-      isAsked = true;
-      void compute();
-    });
-  }, [isPossible]);
+  useSignalEffect(() => {
+    const wanted = asked.value;
+    if (!doc.value?.capabilities.measure.possible || !source.isLive) return;
+    const compute = async () => {
+      const found: CostResult | null = await runJob("cost", () => (wanted === asked.value ? wanted : null));
+      if (found) result.value = found;
+    };
+    const timer = setTimeout(() => void compute(), result.peek() ? WAIT_MS : 0);
+    return () => clearTimeout(timer);
+  });
   const workload = result.value?.workload;
   const lengthInput = (key: "context" | "source" | "batch", most: number) => (
     <label class="picker">
@@ -84,15 +82,7 @@ export function CostScreen(): JSX.Element {
   });
   return (
     <>
-      <form
-        class="toolbar"
-        onSubmit={(event) => {
-          event.preventDefault();
-          void compute();
-        }}
-      >
-        <h1>{t("screen.cost")}</h1>
-        <span class="grow" />
+      <Toolbar title={t("screen.cost")}>
         {lengthInput("context", MAX_TOKENS)}
         {workload?.source && lengthInput("source", MAX_TOKENS)}
         {lengthInput("batch", 2 ** 12)}
@@ -104,10 +94,7 @@ export function CostScreen(): JSX.Element {
             ))}
           </select>
         </label>
-        <button class="btn primary" type="submit" aria-disabled={!isPossible}>
-          {t("cost.run")}
-        </button>
-      </form>
+      </Toolbar>
       <Panel>
         {workload && (
           <p class="t3 sm workload" data-testid="workload">
@@ -129,14 +116,10 @@ export function CostScreen(): JSX.Element {
             ]}
           />
         ) : (
-          <p class="t3">{doc.value?.capabilities.measure.possible ? t("cost.hint") : t("state.needsModel")}</p>
+          <p class="t3">{isPossible ? `${t("cost.hint")} ${t("state.computing")}…` : t("state.needsModel")}</p>
         )}
       </Panel>
-      {result.value?.notes.map((note) => (
-        <p key={note} class="t3 sm">
-          {say(note)}
-        </p>
-      ))}
+      <Notes notes={result.value?.notes ?? []} />
     </>
   );
 }

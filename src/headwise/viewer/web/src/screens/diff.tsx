@@ -1,15 +1,17 @@
 // Diff: the open text beside another text, the same text without some heads, or the same text in another model.
 
-import { signal, useComputed, useSignal, useSignalEffect, type Signal } from "@preact/signals";
+import { computed, signal, useSignal, useSignalEffect, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
+import { useEffect } from "preact/hooks";
 import { showMeasure } from "../actions";
-import { bind, choices, type Column, ErrorNote, Heatmap, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
+import { bind, choices, type Column, ErrorNote, Form, groupByReason, Heatmap, Panel, Ramp, Segmented, Select, TableButton, Toolbar } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { HeadGrid, stackNumbers } from "../components/head_grid";
 import { streamWords, visibleToken } from "../components/tokens";
 import { format, say, t, type TextKey } from "../i18n";
-import type { Message, PageError } from "../source";
-import { cellMode, diffKind, doc, firstHeads, headName, runJob, scale, SCALES, selectedHead, selectedSite, selectHead, showsTable, site, sites, source, stacks, toPageError, type DiffKind } from "../state";
+import { textKey } from "../lab_state";
+import type { Message } from "../source";
+import { cellMode, diffKind, doc, firstHeads, headName, headPath, isCheap, runJob, scale, SCALES, selectedHead, selectedSite, selectHead, showsTable, site, sites, source, stacks, useAnswer, type DiffKind } from "../state";
 
 interface HeadChange {
   site: number;
@@ -27,8 +29,8 @@ type Pairs = Int32Array;
 interface Comparison {
   kind: DiffKind;
   name: string;
-  /** Of the document that was compared; another text makes the comparison old. */
-  revision: number;
+  /** What was compared; another text, or other heads, make the comparison old. */
+  request: string;
   heads: HeadChange[];
   pairs: Record<string, Pairs>;
   words: Record<string, string[]>;
@@ -36,17 +38,18 @@ interface Comparison {
 }
 
 const MAX_CELLS = 256;
+const WAIT_MS = 600; // after the last change of a text
 const MAX_SHOWN_TOKENS = 512;
 const MODES = ["divergence", "largest change", "thumbnail"] as const;
 const comparison = signal<Comparison | null>(null);
 const otherText = signal<Record<string, string>>({});
 
-function readComparison({ fields, arrays }: Message): Comparison {
+function readComparison({ fields, arrays }: Message, request: string): Comparison {
   const differences = arrays["differences"]!.data;
   return {
     kind: fields["kind"],
     name: fields["name"],
-    revision: doc.value!.revision,
+    request,
     heads: fields["heads"].map(([siteNumber, head]: [number, number], row: number) => ({
       site: siteNumber,
       head,
@@ -61,40 +64,70 @@ function readComparison({ fields, arrays }: Message): Comparison {
   };
 }
 
-async function compare(): Promise<void> {
+/** The arguments of the job for what is chosen now. */
+function diffRequest(): Record<string, unknown> {
   const kind = diffKind.value;
   const heads = (doc.value?.ablated ?? []).map((item) => [item.site, item.head, item.mode, item.scale]);
-  const result = await runJob("compare", { with: kind, ...(kind === "text" ? written() : {}), ...(kind === "ablated" ? { heads } : {}) });
-  if (!result) return;
-  const found = readComparison(result);
+  return { with: kind, ...(kind === "text" ? written() : {}), ...(kind === "ablated" ? { heads } : {}) };
+}
+const requestKey = computed(() => JSON.stringify([diffRequest(), textKey.value]));
+let isAsked = false; // by the button, so that the Map shows the divergence too
+
+async function compare(): Promise<void> {
+  const request = requestKey.value;
+  const isWanted = () => request === requestKey.value && comparison.value?.request !== request;
+  const result = await runJob("compare", () => (isWanted() ? diffRequest() : null));
+  const found = result ? readComparison(result, request) : comparison.value;
+  if (!found || found.request !== request) return;
   comparison.value = found;
   const index = ({ site: number, head }: HeadChange) => (firstHeads.value[number] ?? 0) + head;
   showMeasure("divergence", new Map(found.heads.map((head) => [index(head), head.divergence])));
   showMeasure("largest change", new Map(found.heads.map((head) => [index(head), head.largest])));
   cellMode.value = "divergence";
   const most = found.heads.reduce<HeadChange | null>((best, head) => (head.divergence > (best?.divergence ?? 0) ? head : best), null);
-  if (most) selectHead(most.site, most.head);
+  if (most && isAsked) selectHead(most.site, most.head);
 }
 
-/** The texts to compare with: those of the open text, until they are edited. A target that is not written is generated. */
+/** The texts to compare with: another example until they are edited. A target that is not written is generated. */
 function written(): Record<string, string> {
   const streams = doc.value?.streams ?? {};
   const open = Object.fromEntries(Object.entries(streams).map(([name, rows]) => [name, rows[0]?.text || rows[0]?.words.join("") || ""]));
-  const texts = { ...open, ...otherText.value };
-  const isGenerated = "source" in streams && otherText.value["text"] === undefined && texts["source"] !== open["source"];
-  return isGenerated ? { ...texts, text: "" } : texts;
+  const example = doc.value?.texts.find((line) => line !== open["text"] && line.split("\t")[0] !== open["source"]);
+  const [first = "", target = ""] = example?.split("\t") ?? [];
+  const start = example === undefined ? open : "source" in streams ? { source: first, text: target } : { text: first };
+  const isGenerated = "source" in streams && otherText.value["source"] !== undefined && otherText.value["text"] === undefined;
+  return { ...start, ...otherText.value, ...(isGenerated ? { text: "" } : {}) };
+}
+
+/** Why nothing can be compared. */
+function missingReason(): string {
+  const { capabilities, other, ablated = [] } = doc.value ?? {};
+  if (diffKind.value === "other") return other ? "" : t("diff.noOther");
+  if (!capabilities?.text.possible) return say(capabilities?.text.reason ?? "");
+  return diffKind.value === "ablated" && !ablated.length ? t("diff.noAblated") : "";
+}
+
+/** Compare without being asked where that takes little; the cells of the Map stay as they were. */
+function useComparison(): void {
+  useEffect(() => {
+    const cells = cellMode.peek();
+    return () => void (isAsked || (cellMode.value = cells));
+  }, []);
+  useSignalEffect(() => {
+    if (comparison.value?.request === requestKey.value || !isCheap.value || diffKind.value === "other" || missingReason()) return;
+    const timer = setTimeout(() => void compare(), comparison.peek() ? WAIT_MS : 0);
+    return () => clearTimeout(timer);
+  });
 }
 
 export function DiffScreen(): JSX.Element {
+  useComparison();
   const found = comparison.value;
-  const isCurrent = found?.revision === doc.value?.revision;
+  const isCurrent = found?.request === requestKey.value;
   const reason = !source.isLive ? t("state.needsModel") : !doc.value?.sites.length ? t("open.none") : "";
   return (
     <>
-      <div class="toolbar">
-        <h1>{t("diff.title")}</h1>
-        <span class="t3">{t("diff.hint")}</span>
-        <span class="grow" />
+      <Toolbar title={t("diff.title")} hint={t("diff.hint")}>
         {found && isCurrent && (
           <>
             <Select label={t("map.cells")} value={MODES.find((mode) => mode === cellMode.value) ?? "thumbnail"} options={choices("diff.mode.", MODES)} onChange={(mode) => (cellMode.value = mode)} />
@@ -102,9 +135,9 @@ export function DiffScreen(): JSX.Element {
             <TableButton />
           </>
         )}
-      </div>
+      </Toolbar>
       {reason ? <p class="note">{reason}</p> : <Question />}
-      {found && !isCurrent && <p class="note">{t("diff.old")}</p>}
+      {found && !isCurrent && <p class="note">{t(isCheap.value && !missingReason() ? "state.computing" : "diff.old")}</p>}
       {found && isCurrent && <Answer found={found} />}
     </>
   );
@@ -112,33 +145,22 @@ export function DiffScreen(): JSX.Element {
 
 /** What to compare with, and the button that does it. */
 function Question(): JSX.Element {
-  const canRun = doc.value?.capabilities.text.possible ?? false;
-  const other = doc.value?.other ?? "";
-  const ablated = doc.value?.ablated ?? [];
+  const { other = "", ablated = [] } = doc.value ?? {};
   const kind = diffKind.value;
-  const missing =
-    kind === "other" ? (other ? "" : t("diff.noOther")) : !canRun ? say(doc.value?.capabilities.text.reason ?? "") : kind === "ablated" && !ablated.length ? t("diff.noAblated") : "";
+  const missing = missingReason();
   return (
     <Panel class="diff-question">
-      <form
-        class="stack"
-        onSubmit={(event) => {
-          event.preventDefault();
-          if (!missing) void compare();
-        }}
-      >
+      <Form class="stack" onSend={() => { isAsked = true; if (!missing) void compare(); }}>
         <div class="row wrap">
           <span class="t3">{t("diff.with")}</span>
           <Segmented label={t("diff.with")} {...bind(diffKind)} options={[...choices("diff.kind.", ["text", "ablated"]), ["other", other || t("diff.kind.other")]]} />
           {kind === "ablated" && <span class="t2">{ablated.map((item) => headName(item.site, item.head)).join(", ")}</span>}
           <span class="grow" />
-          <button class="btn primary" type="submit" aria-disabled={missing !== ""}>
-            {t("diff.run")}
-          </button>
+          <button class="btn primary" type="submit" aria-disabled={missing !== ""}>{t("diff.run")}</button>
         </div>
         {missing && <p class="t3">{missing}</p>}
         {kind === "text" && !missing && <OtherText />}
-      </form>
+      </Form>
     </Panel>
   );
 }
@@ -150,7 +172,7 @@ function OtherText(): JSX.Element {
     <div class={names.length > 1 ? "two" : "stack"}>
       {names.map((name) => (
         <label key={name} class="stack">
-          <span>{name === "source" ? t("open.newSource") : names.length > 1 ? t("diff.target") : t("diff.text")}</span>
+          <span>{name === "source" ? t("box.source") : names.length > 1 ? t("diff.target") : t("diff.text")}</span>
           <textarea rows={2} value={texts[name] ?? ""} onInput={(event) => (otherText.value = { ...otherText.value, [name]: event.currentTarget.value })} />
         </label>
       ))}
@@ -159,7 +181,7 @@ function OtherText(): JSX.Element {
 }
 
 function Answer({ found }: { found: Comparison }): JSX.Element {
-  const leftOut = Object.entries(found.leftOut);
+  const leftOut = groupByReason(Object.entries(found.leftOut)).map(([why, names]) => `${names} (${say(why)})`);
   return (
     <div class="stack">
       <Panel title={t("diff.tokens")}>
@@ -168,7 +190,7 @@ function Answer({ found }: { found: Comparison }): JSX.Element {
             <TokenPairs key={stream} stream={stream} found={found} />
           ))}
         </div>
-        {leftOut.length > 0 && <p class="t3">{t("diff.leftOut", { sites: leftOut.map(([name, why]) => `${name} (${say(why)})`).join("; ") })}</p>}
+        {leftOut.length > 0 && <p class="t3">{t("diff.leftOut", { sites: leftOut.join("; ") })}</p>}
       </Panel>
       <div class="diff-lay">
         <Panel title={t("diff.heads")} footer={<Ramp text={t(`diff.ramp.${cellMode.value === "largest change" ? "largest" : cellMode.value === "divergence" ? "divergence" : "thumbnail"}` as TextKey)} />}>
@@ -282,24 +304,15 @@ function readPictures({ arrays }: Message): Pictures {
 
 /** The weights in both runs and their difference, over the aligned tokens, with the exact numbers of the pointed pair. */
 function HeadPictures({ found }: { found: Comparison }): JSX.Element {
-  const pictures = useSignal<Pictures | null>(null);
-  const error = useSignal<PageError | null>(null);
   const cell = useSignal<[number, number] | null>(null);
-  const isCompared = useComputed(() => found.heads.some((head) => head.site === selectedSite.value && head.head === selectedHead.value)).value;
-  useSignalEffect(() => {
-    const path = `difference?site=${selectedSite.value}&head=${selectedHead.value}&cells=${MAX_CELLS}`;
-    if (comparison.value !== found || !isHeadOf(found)) return;
-    cell.value = null;
-    const abort = new AbortController();
-    source
-      .fetchArrays(path, abort.signal)
-      .then((message) => {
-        error.value = null;
-        pictures.value = readPictures(message);
-      })
-      .catch((reason) => !abort.signal.aborted && (error.value = toPageError(reason)));
-    return () => abort.abort();
-  });
+  const isCompared = isHeadOf(found);
+  const { found: pictures, error } = useAnswer(
+    () => (comparison.value && isHeadOf(comparison.value) ? headPath("difference", { cells: MAX_CELLS }) : null),
+    (message): Pictures => {
+      cell.value = null;
+      return readPictures(message);
+    },
+  );
   const shown = pictures.value;
   const title = t("head.title", { name: headName(selectedSite.value, selectedHead.value) });
   if (!isCompared) return <Panel title={title}>{<p class="t3">{t("diff.notCompared")}</p>}</Panel>;
@@ -365,19 +378,14 @@ function cellUnder(event: PointerEvent, { rows, columns }: Pictures): [number, n
 
 /** The tokens and the exact weights of the pair under the pointer, or of the first pair of its cell. */
 function ExactPair({ cell, pictures, found }: { cell: Signal<[number, number] | null>; pictures: Pictures | null; found: Comparison }): JSX.Element {
-  const weights = useSignal<{ query: number; key: number; first: number; second: number } | null>(null);
-  useSignalEffect(() => {
-    const place = cell.value;
-    weights.value = null;
-    if (!place || !pictures) return;
-    const [query, key] = [pictures.queries[place[0]]!, pictures.keys[place[1]]!];
-    const abort = new AbortController();
-    source
-      .fetchArrays(`difference/pair?site=${selectedSite.peek()}&head=${selectedHead.peek()}&query=${query}&key=${key}`, abort.signal)
-      .then(({ arrays }) => (weights.value = { query, key, first: arrays["weights"]!.data[0]!, second: arrays["weights"]!.data[1]! }))
-      .catch(() => undefined); // the pointer has moved on, or the panel shows the error of the picture
-    return () => abort.abort();
-  });
+  const pointed = () => cell.value && pictures && { query: pictures.queries[cell.value[0]]!, key: pictures.keys[cell.value[1]]! };
+  const { found: weights } = useAnswer(
+    () => {
+      const place = pointed();
+      return place && headPath("difference/pair", place);
+    },
+    ({ arrays }) => ({ ...pointed()!, first: arrays["weights"]!.data[0]!, second: arrays["weights"]!.data[1]! }),
+  );
   const pair = weights.value;
   const item = site.value;
   if (!pair || !item) return <span class="t3">{t("diff.point")}</span>;

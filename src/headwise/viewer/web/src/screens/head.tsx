@@ -3,10 +3,11 @@
 import { useSignal, useSignalEffect, type ReadonlySignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { ChannelProducts, WrittenTokens } from "../components/channel_products";
-import { bind, choices, ErrorNote, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
+import { bind, choices, ErrorNote, Panel, Ramp, Segmented, Select, TableButton, Toolbar } from "../components/basics";
 import { MAX_CELLS, useHeadData, type HeadData, type Pointed } from "../components/head_data";
 import { MarginalTables, Minimap, OffsetProfile, RowPanel } from "../components/head_panels";
 import { isSameView, Matrix } from "../components/matrix";
+import { HeadExamples } from "../components/head_examples";
 import { PatchPanel } from "../components/patch_panel";
 import { QueryKeyPoints } from "../components/query_key_points";
 import { StrongestPairs, TokenLines } from "../components/token_lines";
@@ -24,37 +25,40 @@ export function HeadScreen(): JSX.Element {
   if (!item) return <p class="t3">{t("open.none")}</p>;
   const tokens = Math.max(item.numQueries, item.numKeys);
   const isImage = streamWords(item.keyStream).length === 0;
-  const form = headForm.value;
+  const isTooLong = (headForm.value === "lines" || headForm.value === "arcs") && tokens > MAX_LINE_TOKENS;
+  const form = isTooLong ? "matrix" : headForm.value;
+  const isLines = (form === "lines" || form === "arcs") && !showsTable.value;
   return (
     <>
-      <Toolbar item={item} />
+      <HeadToolbar item={item} />
       {data.error.value && <ErrorNote {...data.error.value} />}
       <div class="head-lay">
         <div class="stack">
-          <Panel footer={form === "channels" ? undefined : <CellFooter item={item} pointed={pointed} data={data} />}>
+          <Panel footer={isLines ? t("head.linesHint", { scale: t(`scale.${scale.value}` as TextKey) }) : form === "matrix" ? <CellFooter item={item} pointed={pointed} data={data} /> : undefined}>
             {form === "channels" ? (
               <ChannelProducts item={item} />
             ) : showsTable.value && form !== "points" ? (
               <StrongestPairs item={item} tile={data.tile.value} />
             ) : form === "points" ? (
               <QueryKeyPoints item={item} />
-            ) : form !== "matrix" && tokens <= MAX_LINE_TOKENS ? (
+            ) : form !== "matrix" ? (
               <TokenLines item={item} tile={data.tile.value} arcs={form === "arcs" && item.queryStream === item.keyStream} />
             ) : (
               <>
-                {form !== "matrix" && <p class="note">{t("head.tooLong", { count: MAX_LINE_TOKENS })}</p>}
+                {isTooLong && <p class="note">{t("head.tooLong", { count: MAX_LINE_TOKENS })}</p>}
                 <Matrix item={item} tile={data.tile.value} marginals={data.marginals.value} pointed={pointed} />
               </>
             )}
           </Panel>
+          <HeadExamples />
           {showsTable.value && data.marginals.value && <MarginalTables item={item} marginals={data.marginals.value} />}
         </div>
         <div class="stack">
           {(tokens > MAX_CELLS || matrixView.value) && <Minimap item={item} />}
           {isImage && <PatchPanel item={item} row={data.row} />}
           <RowPanel item={item} row={data.row} marginals={data.marginals} />
-          <WrittenTokens item={item} />
           <OffsetProfile item={item} data={data} />
+          <WrittenTokens item={item} />
         </div>
       </div>
     </>
@@ -78,25 +82,23 @@ function usePointedCell(): Signal<Pointed | null> {
   return pointed;
 }
 
-function Toolbar({ item }: { item: Site }): JSX.Element {
+function HeadToolbar({ item }: { item: Site }): JSX.Element {
+  const form = headForm.value;
   return (
-    <div class="toolbar">
-      <h1>{t("head.title", { name: headName(selectedSite.value, selectedHead.value) })}</h1>
-      <span class="grow" />
+    <Toolbar title={t("head.title", { name: headName(selectedSite.value, selectedHead.value) })}>
       <Segmented label={t("head.form")} {...bind(headForm)} options={choices("head.", ["matrix", "lines", "arcs", "points", "channels"])} />
-      {item.hasValues && <Select label={t("head.lens")} {...bind(lens)} options={choices("lens.", LENSES)} />}
-      {(headForm.value === "lines" || headForm.value === "arcs") && !showsTable.value && (
+      <TableButton />
+      <span class="line-end" />
+      {item.hasValues && form !== "points" && form !== "channels" && <Select label={t("head.lens")} {...bind(lens)} options={choices("lens.", LENSES)} />}
+      {(form === "lines" || form === "arcs") && !showsTable.value && (
         <label class="picker range">
           <span>{t("head.least", { share: Math.round(leastShare.value * 100) })}</span>
           <input type="range" min="0" max="0.9" step="0.01" value={leastShare.value} onInput={(event) => (leastShare.value = Number(event.currentTarget.value))} />
         </label>
       )}
-      <Select label={t("scale.label")} {...bind(scale)} options={choices("scale.", SCALES)} />
-      {headForm.value === "matrix" && (
-        <Select label={t("head.rows")} {...bind(rowMarginal)} options={[["entropy", t("head.rowsEntropy")], ["maximum", t("head.rowsMaximum")]]} />
-      )}
-      <TableButton />
-    </div>
+      {form !== "points" && <Select label={t("scale.label")} {...bind(scale)} options={choices("scale.", SCALES)} />}
+      {form === "matrix" && <Select label={t("head.rows")} {...bind(rowMarginal)} options={[["entropy", t("head.rowsEntropy")], ["maximum", t("head.rowsMaximum")]]} />}
+    </Toolbar>
   );
 }
 

@@ -4,28 +4,27 @@ import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { cssRamp, themeVersion } from "../canvas/colors";
-import { CopyCode, Meter, Panel, Ramp, TableButton, type Column } from "../components/basics";
+import { Button, type Column, CopyCode, Meter, Panel, Ramp, TableButton } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { streamWords, visibleToken } from "../components/tokens";
 import { format, say, t } from "../i18n";
-import { computeEffect, continued, continueText, effect, requestKey, type Check, type Effect, type NextToken } from "../lab_state";
-import { doc, job, showsTable } from "../state";
+import { computeEffect, continued, continueText, effect, mostChanged, requestKey, type Check, type Effect, type NextToken } from "../lab_state";
+import { doc, headName, job, selectedHead, selectedSite, showsTable, source } from "../state";
 
 const number = (value: number | null | undefined) => (value === null || value === undefined ? "–" : format(value));
 
 export function EffectPanel({ isStale }: { isStale: boolean }): JSX.Element {
-  const hasHeads = (doc.value?.ablated.length ?? 0) > 0;
+  const off = doc.value?.ablated ?? [];
+  const title = off.length ? t(off.length === 1 ? "off.one" : "off.many", { count: off.length }) : t("lab.preview", { name: headName(selectedSite.value, selectedHead.value) });
   return (
-    <Panel title={`${t("lab.before")} → ${t("lab.after")}`} class={isStale ? "stale" : ""} side={effect.value && <TableButton />}>
+    <Panel title={`${title}: ${t("lab.before")} → ${t("lab.after")}`} class={isStale ? "stale" : ""} side={effect.value && <TableButton />}>
       {isStale && (
         <p class="stalebar">
           {t("lab.stale")}
-          <button class="btn" type="button" onClick={() => void computeEffect()}>
-            {t("lab.recompute")}
-          </button>
+          <Button onClick={() => void computeEffect()}>{t("lab.recompute")}</Button>
         </p>
       )}
-      {effect.value ? <EffectView found={effect.value} /> : <p class="t3">{hasHeads ? t("lab.ready") : t("lab.none")}</p>}
+      {effect.value ? <EffectView found={effect.value} /> : <p class="t3">{t(source.isLive ? (job.value ? "state.computing" : "lab.ready") : "state.needsModel")}</p>}
     </Panel>
   );
 }
@@ -33,22 +32,23 @@ export function EffectPanel({ isStale }: { isStale: boolean }): JSX.Element {
 function EffectView({ found }: { found: Effect }): JSX.Element {
   const words = streamWords(doc.value?.streams["text"] ? "text" : Object.keys(doc.value?.streams ?? {})[0]!);
   const chosen = useSignal<number | null>(null);
-  const last = found.klByPosition.length - 1;
-  const position = Math.min(chosen.value ?? last, last);
+  useEffect(() => void (chosen.value = null), [found]);
+  const position = Math.min(chosen.value ?? mostChanged(found), found.klByPosition.length - 1);
   const next = found.nextAt[position - found.nextFrom];
   return (
     <div class="stack">
       <dl class="kv" data-testid="effect">
-        <dt>{t("lab.loss")}</dt>
-        <dd>
-          {number(found.loss.before)} → <b class="b">{number(found.loss.after)}</b>
-        </dd>
+        {found.loss.before !== null && (
+          <>
+            <dt>{t("lab.loss")}</dt>
+            <dd>{number(found.loss.before)} → <b class="b">{number(found.loss.after)}</b></dd>
+          </>
+        )}
         <dt>{say(found.outputs)}</dt>
-        <dd>
-          <b class="b">{number(found.kl)}</b>
-        </dd>
+        <dd><b class="b">{number(found.kl)}</b></dd>
       </dl>
       <CheckView check={found.check} />
+      {found.nextAt.length > 0 && <ContinuedView />}
       {found.random.length > 0 && <RandomView found={found} />}
       <h3>{t("lab.byPosition")}</h3>
       {showsTable.value ? <PositionTable found={found} words={words} /> : <PositionChips found={found} words={words} position={position} onChoose={(index) => (chosen.value = index)} />}
@@ -59,7 +59,6 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
         </>
       )}
       {found.nextAt.length > 0 && !next && <p class="t3 sm">{t("lab.nextFrom", { position: found.nextFrom })}</p>}
-      <ContinuedView />
       {found.command && (
         <div>
           <h3>{t("lab.command")}</h3>
@@ -87,9 +86,7 @@ function ContinuedView(): JSX.Element {
   const known = continued.value?.request === requestKey.value ? continued.value : null;
   if (!known) {
     return (
-      <button class="btn" type="button" aria-disabled={job.value !== null} onClick={() => job.value === null && void continueText()}>
-        {t("lab.continue")}
-      </button>
+      <Button aria-disabled={job.value !== null} onClick={() => job.value === null && void continueText()}>{t("lab.continue")}</Button>
     );
   }
   if (!known.possible) return <p class="t3 sm">{say(known.reason)}</p>;
@@ -101,9 +98,7 @@ function ContinuedView(): JSX.Element {
       <span class="t3 sm">{title}</span>
       <p class="mono">
         {tokens.map((token, index) => (
-          <span key={index} class={token === others[index] ? "" : "other-token"}>
-            {visibleToken(token)}
-          </span>
+          <span key={index} class={token === others[index] ? "" : "other-token"}>{visibleToken(token)}</span>
         ))}
       </p>
     </div>

@@ -3,14 +3,14 @@
 import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
 import { measureImportance } from "../actions";
-import { bind, Meter, Panel, Ramp, Segmented, Select } from "../components/basics";
-import { Badge, classLetter, className, LETTERS } from "../components/class_badge";
+import { bind, Meter, Panel, PlainTable, Ramp, Segmented, Select, Toolbar } from "../components/basics";
+import { Badge, classLetter, className, LetterBadge, LETTERS } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
-import { classFilter, HeadGrid, type HeadItem, isOnTop, isShownLayer, MapFilter, meanName, stackNumbers } from "../components/head_grid";
+import { classFilter, HeadGrid, type HeadItem, isOnTop, isShownLayer, MapFilter, stackColumns, stackNumbers } from "../components/head_grid";
 import { HeadScatter } from "../components/head_scatter";
 import { MeasurePrompt } from "../components/shell";
-import { classWord, format, measureName, say, t, type TextKey } from "../i18n";
-import { cellMode, classesOf, doc, firstHeads, headCount, headIndex, headName, measureOf, measures, scale, selectHead, showsTable, sites, sortHeads, source, stacks } from "../state";
+import { classWord, format, measureName, t, textCount, type TextKey } from "../i18n";
+import { cellMode, classesOf, doc, firstHeads, hasClasses, headCount, headIndex, headName, isMeasuring, measureOf, measures, scale, selectHead, showsTable, sites, sortHeads, source, stacks } from "../state";
 
 export function MapScreen(): JSX.Element {
   const heads = useComputed(listHeads);
@@ -23,51 +23,47 @@ export function MapScreen(): JSX.Element {
   ];
   if (canSweep || table?.names.includes("importance")) modes.push(["importance", t("map.importance")]);
   const others = (table?.names ?? []).filter((name) => !modes.some(([mode]) => mode === name));
-  const title = table ? t("map.measuredOn", { count: headCount.value, texts: say(table.texts) }) : t("map.heads", { count: headCount.value });
+  const title = table ? t("map.measuredOn", { count: headCount.value, texts: textCount(table.texts) }) : t("map.heads", { count: headCount.value });
+  const isNarrow = Math.max(...stacks.value.map((stack) => stackColumns(stackNumbers(stack)))) <= NARROW_COLUMNS;
   if (!sites.value.length) return <p class="t3">{t("open.none")}</p>;
   return (
     <>
-      <div class="toolbar">
-        <h1>{t("map.title")}</h1>
-        <span class="sm t3 hide-s">{title}</span>
-        <span class="grow" />
+      {table && !table.severalTexts && <p class="note sm">{t(isMeasuring.value ? "inspector.measuring" : "inspector.oneText")}</p>}
+      <Toolbar title={t("map.title")} hint={title}>
         <Segmented label={t("map.cells")} value={cellMode.value} options={modes} onChange={chooseMode} />
         {others.length > 0 && (
           <Select
-            label={t("measure")}
+            label={t("map.more")}
+            hidesLabel
             value={others.includes(cellMode.value) ? cellMode.value : ""}
-            options={[["", "…"], ...others.map((name): [string, string] => [name, measureName(name)])]}
+            options={[["", t("map.more")], ...others.map((name): [string, string] => [name, measureName(name)])]}
             onChange={(name) => name && (cellMode.value = name)}
           />
         )}
         {table && (
           <Select label={t("map.order")} {...bind(sortHeads)} options={[["index", t("map.index")], ...table.names.map((name): [string, string] => [name, measureName(name)])]} />
         )}
-      </div>
+      </Toolbar>
       <MapFilter />
       {showsTable.value && table ? (
         <HeadTable heads={heads.value.filter((item) => isOnTop(item.index) && isShownLayer(item.site))} />
       ) : (
-        <div class="lay">
-          <GridPanel />
+        <div class={`lay ${isNarrow ? "narrow" : ""}`}>
           <div class="stack">
-            {table ? (
-              <>
-                <ClassLegend />
-                <div class="two">
-                  <StrongestHeads heads={heads.value} />
-                  <HeadScatter heads={heads.value} />
-                </div>
-              </>
-            ) : (
-              <MeasurePrompt />
-            )}
+            {hasClasses.value && <ClassLegend />}
+            <GridPanel />
+          </div>
+          <div class="two">
+            {hasClasses.value && <StrongestHeads heads={heads.value} />}
+            {table ? <HeadScatter heads={heads.value} /> : <MeasurePrompt />}
           </div>
         </div>
       )}
     </>
   );
 }
+
+const NARROW_COLUMNS = 8; // heads of a layer, which leave room beside the grid
 
 function capitalise(text: string): string {
   return text.charAt(0).toUpperCase() + text.slice(1);
@@ -96,7 +92,6 @@ function GridPanel(): JSX.Element {
             {isPruned && <Swatch kind="gap" text={t("map.prunedGap")} />}
             {isShared && <Swatch kind="bracket" text={t("map.bracket")} />}
             {mode === "thumbnail" && measures.value?.names.includes("sink") && <Swatch kind="sink" text={t("map.sinkBar")} />}
-            {measures.value && <span class="hide-s t3">{t("map.rowMean", { name: measureName(meanName(measures.value.names)) })}</span>}
           </span>
         </div>
       }
@@ -128,20 +123,14 @@ function ClassLegend(): JSX.Element {
   });
   return (
     <div class="legend" role="group" aria-label={t("map.classes")}>
-      {LETTERS.map((letter) => (
+      {LETTERS.filter((letter) => counts.value.has(letter)).map((letter) => (
         <button key={letter} type="button" aria-pressed={classFilter.value === letter} onClick={() => (classFilter.value = classFilter.value === letter ? "" : letter)}>
-          <Badge name={letterExample(letter)} />
+          <LetterBadge letter={letter} />
           {className(letter)} <span class="t3">{counts.value.get(letter) ?? 0}</span>
         </button>
       ))}
     </div>
   );
-}
-
-/** A name whose badge has this letter. */
-function letterExample(letter: string): string | undefined {
-  const examples: Record<string, string> = { p: "previous", s: "syntactic", r: "rare", b: "broad", k: "sink", d: "duplicate", i: "induction", t: "punctuation", a: "alignment" };
-  return examples[letter];
 }
 
 function listHeads(): HeadItem[] {
@@ -158,35 +147,14 @@ function StrongestHeads({ heads }: { heads: HeadItem[] }): JSX.Element {
   const rows = [...best.values()].sort((a, b) => b.score - a.score).slice(0, 8);
   return (
     <Panel title={t("map.strongest")}>
-      <table class="finder">
-        <thead>
-          <tr>
-            <th scope="col">{t("head")}</th>
-            <th scope="col">{t("class")}</th>
-            <th scope="col" class="num" colSpan={2}>
-              {t("score")}
-            </th>
-          </tr>
-        </thead>
-        <tbody>
-          {rows.map(({ item, name, score }) => (
-            <tr key={name}>
-              <td>
-                <button class="link mono" type="button" onClick={() => selectHead(item.site, item.head)}>
-                  {headName(item.site, item.head)}
-                </button>
-              </td>
-              <td>
-                <Badge name={name} /> {classWord(name)}
-              </td>
-              <td class="bar-cell">
-                <Meter value={score} />
-              </td>
-              <td class="num">{format(score)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <PlainTable
+        titles={[t("head"), t("class"), `#${t("score")}`]}
+        rows={rows.map(({ item, name, score }) => [
+          <button class="link mono" type="button" onClick={() => selectHead(item.site, item.head)}>{headName(item.site, item.head)}</button>,
+          <span class="nw"><Badge name={name} /> {classWord(name)}</span>,
+          <span>{format(score)} <Meter value={score} /></span>,
+        ])}
+      />
     </Panel>
   );
 }

@@ -1,15 +1,15 @@
 // Open: what was found in the model, how it was recorded, and what cannot be done, with the reasons.
 
 import type { JSX } from "preact";
-import { runText } from "../actions";
-import { Panel } from "../components/basics";
+import { openOther, runText } from "../actions";
+import { Button, groupByReason, Panel } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { say, t, type TextKey } from "../i18n";
-import { doc, job, overlay, selectHead, sites, source, stacks } from "../state";
+import { doc, selectHead, sites, source, stacks } from "../state";
 import { formatSize } from "./prune_result";
 
 export function OpenScreen(): JSX.Element {
-  const skipped = Object.entries(doc.value?.skipped ?? {});
+  const skipped = groupByReason(Object.entries(doc.value?.skipped ?? {}));
   const warnings = doc.value?.warnings ?? [];
   const details = Object.entries(doc.value?.model ?? {}).filter(([name]) => name !== "name");
   const reasons = new Set(
@@ -21,15 +21,7 @@ export function OpenScreen(): JSX.Element {
   );
   return (
     <>
-      <div class="toolbar">
-        <h1>{t("open.title")}</h1>
-        <span class="grow" />
-        {source.isLive && (
-          <button class="btn primary" type="button" onClick={() => (overlay.value = "text")}>
-            {t("bar.change")}
-          </button>
-        )}
-      </div>
+      <div class="toolbar"><h1>{t("open.title")}</h1></div>
       <div class="stack">
         <Panel title={String(doc.value?.model["name"] ?? "headwise")}>
           <dl class="kv facts">
@@ -42,6 +34,7 @@ export function OpenScreen(): JSX.Element {
             <SizeRows />
           </dl>
         </Panel>
+        <OtherModels />
         <Examples />
         <Panel title={t("open.layers")}>
           {sites.value.length ? (
@@ -74,9 +67,9 @@ export function OpenScreen(): JSX.Element {
         {skipped.length > 0 && (
           <Panel title={t("open.skipped")}>
             <dl class="kv facts">
-              {skipped.map(([name, reason]) => (
-                <div key={name}>
-                  <dt class="mono">{name}</dt>
+              {skipped.map(([reason, names]) => (
+                <div key={reason}>
+                  <dt class="mono">{names}</dt>
                   <dd>{say(reason)}</dd>
                 </div>
               ))}
@@ -111,6 +104,22 @@ function SizeRows(): JSX.Element | null {
   );
 }
 
+/** Models and traces beside the open one, which the page can open. */
+function OtherModels(): JSX.Element | null {
+  const { openable = [], opened = "" } = doc.value ?? {};
+  if (!source.isLive || !openable.length) return null;
+  return (
+    <Panel title={t("open.others")}>
+      <div class="row wrap">
+        {opened && <Button onClick={() => openOther("")}>{t("open.first")}</Button>}
+        {openable.map((name) => (
+          <Button key={name} aria-disabled={name === opened} onClick={() => name !== opened && openOther(name)}>{name}</Button>
+        ))}
+      </div>
+    </Panel>
+  );
+}
+
 const SHOWN_EXAMPLES = 6;
 
 /** Texts that the model was opened with, to read next. */
@@ -119,15 +128,13 @@ function Examples(): JSX.Element | null {
   if (!source.isLive || !texts.length || !doc.value?.capabilities.text.possible) return null;
   const read = (text: string) => {
     const [first = "", second = ""] = text.split("\t");
-    void (second ? runText(second, first) : runText(first, ""));
+    void (second ? runText(second, first) : runText(first));
   };
   return (
     <Panel title={t("open.examples")}>
       <div class="row wrap">
         {texts.map((text) => (
-          <button key={text} class="btn" type="button" aria-disabled={job.value !== null} onClick={() => job.value === null && read(text)}>
-            {text.replace("\t", " → ")}
-          </button>
+          <Button key={text} kind="example" onClick={() => read(text)}><span>{text.replace("\t", " → ")}</span></Button>
         ))}
       </div>
     </Panel>

@@ -1,14 +1,16 @@
 // Prune & convert: the sizes now, a plan which heads go or which form they get, and the new model with its verification report.
 
-import { effect, signal } from "@preact/signals";
+import { computed, effect, signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { setAblated } from "../actions";
-import { bind, choices, Panel, Segmented, Select } from "../components/basics";
+import { bind, Button, choices, Form, Notes, Panel, Segmented, Select, Toolbar } from "../components/basics";
+import { SwitchGrid } from "../components/switch_grid";
 import { say, t, type TextKey } from "../i18n";
+import type { Site } from "../source";
 import { doc, headCount, job, runJob, sites, source } from "../state";
 import { between, oneOf, toText, urlSignal } from "../url_state";
-import { HeadMap, ResultView, SizeList, SizeTable, type Size, type Sizes, type SurgeryResult } from "./prune_result";
+import { ResultView, SizeList, SizeTable, type Size, type Sizes, type SurgeryResult } from "./prune_result";
 
 interface Form {
   form: string;
@@ -112,11 +114,9 @@ export function PruneScreen(): JSX.Element {
   const isPossible = source.isLive && doc.value?.capabilities.measure.possible;
   return (
     <>
-      <div class="toolbar">
-        <h1>{t("prune.title")}</h1>
-        <span class="grow" />
+      <Toolbar title={t("prune.title")}>
         <Segmented label={t("prune.task")} {...bind(task)} options={choices("prune.", ["prune", "convert"])} />
-      </div>
+      </Toolbar>
       {!isPossible && <p class="note">{t("state.needsModel")}</p>}
       <div class="surgery">
         <Panel title={t("prune.now")}>
@@ -171,42 +171,44 @@ function PruningPlan(): JSX.Element {
         <Select label={t("prune.fold")} {...bind(fold)} options={choices("prune.fold.", FOLDS)} />
       </div>
       {fixed.map((item) => (
-        <p key={item.name} class="t3 sm">
-          {t("prune.notPrunable", { site: item.name, reason: say(item.abilities.prune.reason) })}
-        </p>
+        <p key={item.name} class="t3 sm">{t("prune.notPrunable", { site: item.name, reason: say(item.abilities.prune.reason) })}</p>
       ))}
     </>
   );
 }
 
-/** The heads that stay and go, by the Lab or by the plan; a click makes the choice one by hand. */
+const isFresh = () => plan.value?.request === JSON.stringify(pruneRequest());
+/** The heads that go, by the Lab or by the plan. */
+const goingHeads = computed<[number, number][]>(() => {
+  if (chosenBy.value === "lab") return (doc.value?.ablated ?? []).map((item) => [item.site, item.head]);
+  return isFresh() ? (plan.value?.plan.removed ?? []) : [];
+});
+const goes = (site: number, head: number) => goingHeads.value.some(([other, number]) => other === site && number === head);
+
+/** Let a head go or stay; the choice is then one by hand. */
+function toggleGoing(site: number, head: number): void {
+  const kept = goingHeads.value.filter(([other, number]) => other !== site || number !== head);
+  const heads: [number, number][] = kept.length < goingHeads.value.length ? kept : [...goingHeads.value, [site, head]];
+  const modes = new Map(doc.value?.ablated.map((item) => [`${item.site}.${item.head}`, item]));
+  setAblated(heads.map(([item, number]) => modes.get(`${item}.${number}`) ?? { site: item, head: number, mode: "zero", scale: 0 }));
+  chosenBy.value = "lab";
+}
+
+const canPrune = (item: Site) => item.abilities.prune.possible;
+
 function PlannedHeads(): JSX.Element {
-  const isFresh = plan.value?.request === JSON.stringify(pruneRequest());
-  const isLab = chosenBy.value === "lab";
-  const goes: [number, number][] = isLab ? (doc.value?.ablated ?? []).map((item) => [item.site, item.head]) : isFresh ? (plan.value?.plan.removed ?? []) : [];
-  const removed = new Set(goes.map(([site, head]) => `${site}.${head}`));
-  const toggle = (site: number, head: number) => {
-    const kept = goes.filter(([other, number]) => other !== site || number !== head);
-    const heads: [number, number][] = kept.length < goes.length ? kept : [...goes, [site, head]];
-    const modes = new Map(doc.value?.ablated.map((item) => [`${item.site}.${item.head}`, item]));
-    setAblated(heads.map(([item, number]) => modes.get(`${item}.${number}`) ?? { site: item, head: number, mode: "zero", scale: 0 }));
-    chosenBy.value = "lab";
-  };
+  const isKnown = chosenBy.value === "lab" || isFresh();
   return (
     <div>
       <h3>
         {t("prune.map")}
-        {(isLab || isFresh) && <span class="t3"> · {t("prune.kept", { kept: headCount.value - removed.size, total: headCount.value })}</span>}
+        {isKnown && <span class="t3"> · {t("prune.kept", { kept: headCount.value - goingHeads.value.length, total: headCount.value })}</span>}
       </h3>
-      <HeadMap removed={removed} onToggle={toggle} />
+      <SwitchGrid label={t("prune.map")} isOff={goes} onToggle={toggleGoing} canSwitch={canPrune} />
       <p class="legend">
-        <span>
-          <i class="sw" /> {t("prune.stays")}
-        </span>
-        <span>
-          <i class="sw goes" /> {t("prune.goes")}
-        </span>
-        {!isLab && !isFresh && <span>{t("prune.mapHint")}</span>}
+        <span><i class="sw" /> {t("prune.stays")}</span>
+        <span><i class="sw goes" /> {t("prune.goes")}</span>
+        {!isKnown && <span>{t("prune.mapHint")}</span>}
       </p>
     </div>
   );
@@ -256,9 +258,7 @@ function ConversionPlan(): JSX.Element {
         <div>
           <h3>{t("prune.notForms")}</h3>
           {refused.map((item) => (
-            <p key={item.form} class="t3 sm">
-              {t(`prune.form.${item.form}` as TextKey)}: {say(item.reason)}
-            </p>
+            <p key={item.form} class="t3 sm">{t(`prune.form.${item.form}` as TextKey)}: {say(item.reason)}</p>
           ))}
         </div>
       )}
@@ -298,25 +298,15 @@ function PlanActions(): JSX.Element {
   };
   return (
     <>
-      <form
-        class="row wrap"
-        onSubmit={(event) => {
-          event.preventDefault();
-          if (canWrite) void run();
-        }}
-      >
-        <button class="btn" type="button" aria-disabled={!isReady} onClick={() => isReady && void compute()}>
-          {t("prune.compute")}
-        </button>
+      <Form class="row wrap" onSend={() => canWrite && void run()}>
+        <Button aria-disabled={!isReady} onClick={() => isReady && void compute()}>{t("prune.compute")}</Button>
         <span class="grow" />
         <label class="picker">
           <span>{t("prune.name")}</span>
           <input type="text" maxLength={64} spellcheck={false} value={folders.value[kind]} onInput={(event) => (folders.value = { ...folders.value, [kind]: event.currentTarget.value })} />
         </label>
-        <button class="btn primary" type="submit" aria-disabled={!canWrite}>
-          {t(kind === "prune" ? "prune.run" : "prune.runConvert")}
-        </button>
-      </form>
+        <button class="btn primary" type="submit" aria-disabled={!canWrite}>{t(kind === "prune" ? "prune.run" : "prune.runConvert")}</button>
+      </Form>
       {write && !write.possible && doc.value?.kind === "model" && <p class="t3 sm">{say(write.reason)}</p>}
     </>
   );
@@ -338,11 +328,7 @@ function PlannedSizes(): JSX.Element | null {
       {isStale && <p class="stalebar">{t("prune.stale")}</p>}
       <p class="t2">{say(shown.plan.summary)}</p>
       <SizeTable sizes={shown.plan} after={t("prune.planned")} />
-      {shown.plan.notes.map((note) => (
-        <p key={note} class="t3 sm">
-          {say(note)}
-        </p>
-      ))}
+      <Notes notes={shown.plan.notes} />
     </div>
   );
 }

@@ -2,10 +2,9 @@
 
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { type Column, CopyCode } from "../components/basics";
+import { type Column, CopyCode, Notes } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { format, formatInterval, isTextKey, say, t } from "../i18n";
-import { headName, sites } from "../state";
 import { formatCount } from "./cost";
 
 export interface Size {
@@ -107,40 +106,6 @@ export function SizeTable({ sizes, after }: { sizes: Sizes; after: string }): JS
   );
 }
 
-/** All heads by layer: those that stay, and those that go. A click changes one. */
-export function HeadMap({ removed, onToggle }: { removed: ReadonlySet<string>; onToggle: (site: number, head: number) => void }): JSX.Element {
-  return (
-    <div class="switches" role="group" aria-label={t("prune.map")}>
-      {sites.value.map((item, number) => (
-        <div class="switch-row" key={item.name}>
-          <span class="xs t3" title={item.name}>
-            {headName(number, 0).split(" ")[0]}
-          </span>
-          {Array.from({ length: item.heads }, (_, head) => {
-            const stays = !removed.has(`${number}.${head}`);
-            const name = headName(number, head);
-            return (
-              <button
-                key={head}
-                type="button"
-                role="switch"
-                class="switch"
-                aria-checked={stays}
-                aria-label={name}
-                aria-disabled={!item.abilities.prune.possible}
-                title={`${name}: ${t(stays ? "prune.stays" : "prune.goes")}`}
-                onClick={() => item.abilities.prune.possible && onToggle(number, head)}
-              >
-                {head}
-              </button>
-            );
-          })}
-        </div>
-      ))}
-    </div>
-  );
-}
-
 /** A verification report: its verdict, where the model is, the command that repeats it, and its tables. */
 export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
   const { verification } = result;
@@ -151,9 +116,7 @@ export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
   return (
     <div class="stack" data-testid="verification">
       <p ref={verdict} class={`verdict ${result.holds ? "ok" : "bad"}`} role="status">
-        <svg class="ic" viewBox="0 0 16 16" aria-hidden="true">
-          <path d={result.holds ? "M3 8.5l3.5 3.5L13 4.5" : "M4 4l8 8M12 4l-8 8"} />
-        </svg>
+        <svg class="ic" viewBox="0 0 16 16" aria-hidden="true"><path d={result.holds ? "M3 8.5l3.5 3.5L13 4.5" : "M4 4l8 8M12 4l-8 8"} /></svg>
         <span>{result.holds ? t("prune.holds", { count }) : t("prune.fails", { count, failed })}</span>
       </p>
       <p class="t2">{say(verification.what)}</p>
@@ -173,11 +136,7 @@ export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
       {verification.notes.length > 0 && (
         <details>
           <summary>{t("prune.notes")}</summary>
-          {verification.notes.map((note) => (
-            <p key={note} class="t3 sm">
-              {say(note)}
-            </p>
-          ))}
+          <Notes notes={verification.notes} />
         </details>
       )}
     </div>

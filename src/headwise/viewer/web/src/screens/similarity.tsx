@@ -2,14 +2,13 @@
 
 import { batch, signal, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect } from "preact/hooks";
 import { setAblated } from "../actions";
-import { bind, choices, type Column, Heatmap, Panel, Segmented, Select, TableButton } from "../components/basics";
+import { bind, Button, choices, type Column, Form, Heatmap, Notes, Panel, Segmented, Select, TableButton, Toolbar } from "../components/basics";
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { Dendrogram } from "../components/dendrogram";
 import { format, say, t } from "../i18n";
-import { classesOf, doc, firstHeads, headCount, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source } from "../state";
+import { classesOf, doc, firstHeads, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source } from "../state";
 import type { Message } from "../source";
 import { between, oneOf, urlSignal } from "../url_state";
 
@@ -57,7 +56,6 @@ function representative(members: number[], group: Group): number {
 }
 
 const LEAST_TEXTS = 2; // the intervals are over texts
-const MAX_UNASKED = 256; // heads; the comparison of more waits for the button
 
 /** The last comparison, which stays while other screens are open, and what was left out of it. */
 const groups = signal<Group[]>([]);
@@ -93,32 +91,20 @@ function chooseBasis(next: Basis): void {
 export function SimilarityScreen(): JSX.Element {
   const chosen = useSignal("0");
   const canCompare = source.isLive && doc.value?.capabilities.measure.possible;
-  useEffect(() => {
-    if (!canCompare || groups.value.length || lines().length < LEAST_TEXTS || headCount.value > MAX_UNASKED) return;
-    void compare();
-    return () => job.value?.kind === "similarity" && !groups.value.length && job.value.abort.abort(); // others need the model
-  }, []);
   const alike = groups.value.filter(({ by }) => by === basis.value);
   const group = alike[Number(chosen.value)] ?? alike[0];
   return (
     <>
-      <div class="toolbar">
-        <h1>{t("similar.title")}</h1>
-        {!group && <span class="t3">{t("similar.hint")}</span>}
-        <span class="grow" />
+      <Toolbar title={t("similar.title")} hint={group ? "" : t("similar.hint")}>
         <Segmented label={t("similar.by")} value={basis.value} options={choices("similar.by.", BASES)} onChange={chooseBasis} />
         {alike.length > 1 && basis.value !== "circuits" && (
           <Select label={t("tokens.label")} {...bind(chosen)} options={alike.map((item, number) => [String(number), item.streams.map(say).join(" → ")] as const)} />
         )}
         {group && <TableButton />}
-      </div>
+      </Toolbar>
       {group && <GroupView group={group} threshold={cut.value ?? group.threshold} onCut={(value) => (cut.value = value)} />}
       {groups.value.length > 0 && !group && <p class="note">{t("similar.none")}</p>}
-      {notes.value.map((note) => (
-        <p key={note} class="t3 sm">
-          {say(note)}
-        </p>
-      ))}
+      <Notes notes={notes.value} />
       {canCompare ? <TextsPanel isOpen={!groups.value.length} /> : <p class="t3">{t("state.needsModel")}</p>}
     </>
   );
@@ -130,21 +116,15 @@ function TextsPanel({ isOpen }: { isOpen: boolean }): JSX.Element {
     <Panel>
       <details open={isOpen}>
         <summary>{t("similar.texts", { count })}</summary>
-        <form
-          class="stack"
-          onSubmit={(event) => {
-            event.preventDefault();
-            if (count >= LEAST_TEXTS) void compare();
-          }}
-        >
+        <Form class="stack" onSend={() => count >= LEAST_TEXTS && void compare()}>
           <textarea rows={6} aria-label={t("similar.textsLabel")} value={openTexts()} onInput={(event) => (texts.value = event.currentTarget.value)} />
           {count < LEAST_TEXTS && <p class="t3">{t("similar.more")}</p>}
           <div>
-            <button class="btn primary" type="submit" aria-disabled={count < LEAST_TEXTS}>
+            <button class="btn primary" type="submit" aria-disabled={count < LEAST_TEXTS || job.value?.kind === "similarity"}>
               {t("similar.run")}
             </button>
           </div>
-        </form>
+        </Form>
       </details>
     </Panel>
   );
@@ -175,19 +155,13 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
       {group.by === "attention" ? <Findings text={say(group.sentence)} /> : <p>{t(`similar.about.${group.by}`, { count })}</p>}
       <div class="toolbar">
         <label class="picker range">
-          <span>
-            {t("similar.cut")} {format(threshold)}
-          </span>
+          <span>{t("similar.cut")} {format(threshold)}</span>
           <input type="range" min="0" max={most} step={most / 200} value={threshold} onInput={(event) => onCut(Number(event.currentTarget.value))} />
         </label>
         <span class="t2">{t(group.by === "attention" ? "similar.clusters" : "similar.clustersOnly", { count: members.size, chance: group.clustersByChance })}</span>
         <span class="grow" />
-        <button class="btn" type="button" aria-disabled={!shared.length} onClick={() => shared.length && propose("lab")}>
-          {t("similar.propose")}
-        </button>
-        <button class="btn" type="button" aria-disabled={!shared.length} onClick={() => shared.length && propose("prune")}>
-          {t("similar.prune")}
-        </button>
+        <Button aria-disabled={!shared.length} onClick={() => shared.length && propose("lab")}>{t("similar.propose")}</Button>
+        <Button aria-disabled={!shared.length} onClick={() => shared.length && propose("prune")}>{t("similar.prune")}</Button>
       </div>
       {!showsTable.value && (
         <Panel title={t("tree.title")} footer={<span class="t3 sm">{t("tree.hint")}</span>}>
@@ -196,16 +170,10 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
       )}
       {showsTable.value ? (
         <>
-          <Panel>
-            <NeighbourTable group={group} clusters={clusters} name={name} />
-          </Panel>
+          <Panel><NeighbourTable group={group} clusters={clusters} name={name} /></Panel>
           <div class="two">
-            <Panel title={t("tree.title")}>
-              <DistanceTable caption={t("tree.title")} pairs={mergePairs(group.merges)} name={name} />
-            </Panel>
-            <Panel title={t("similar.pairs")}>
-              <DistanceTable caption={t("similar.pairs")} pairs={headPairs(group)} name={name} />
-            </Panel>
+            <Panel title={t("tree.title")}><DistanceTable caption={t("tree.title")} pairs={mergePairs(group.merges)} name={name} /></Panel>
+            <Panel title={t("similar.pairs")}><DistanceTable caption={t("similar.pairs")} pairs={headPairs(group)} name={name} /></Panel>
           </div>
         </>
       ) : (
@@ -213,9 +181,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
           <Panel title={matrix}>
             <Heatmap class="bigthumb" image={{ data: pixels, rows: count, columns: count }} scale={scale.value} label={matrix} />
           </Panel>
-          <Panel title={t("similar.map")}>
-            <Points group={group} name={name} />
-          </Panel>
+          <Panel title={t("similar.map")}><Points group={group} name={name} /></Panel>
         </div>
       )}
       <Panel>

@@ -114,17 +114,13 @@ function Dials({ step, row }: { step: Step; row: number }): JSX.Element {
                   <line key={`${side}${isBefore}`} class={`${side} ${isBefore ? "before" : ""}`} x1="48" y1="48" x2={48 + (40 * x) / longest} y2={48 - (40 * y) / longest} />
                 ))}
               </svg>
-              <span>
-                {a}, {b}
-              </span>
+              <span>{a}, {b}</span>
               <span>{t("steps.turn", { angle: Number(angle.toPrecision(5)) })}</span>
             </div>
           );
         })}
       </div>
-      <p class="xs t3">
-        {t("steps.dials")} {turned.length > MAX_DIALS && t("steps.morePlanes", { count: turned.length - MAX_DIALS })}
-      </p>
+      <p class="xs t3">{t("steps.dials")} {turned.length > MAX_DIALS && t("steps.morePlanes", { count: turned.length - MAX_DIALS })}</p>
     </>
   );
 }

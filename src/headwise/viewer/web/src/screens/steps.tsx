@@ -1,48 +1,36 @@
 // Steps: one token and one head, from the residual stream to the residual stream. Every number says how it is computed.
 
-import { useSignal, useSignalEffect } from "@preact/signals";
+import { useSignal } from "@preact/signals";
 import { Fragment, type JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { ErrorNote, Panel, TableButton } from "../components/basics";
+import { ErrorNote, groupByReason, Panel, TableButton, Toolbar } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import type { Pointing } from "../components/number_cells";
 import { streamWords, visibleToken } from "../components/tokens";
 import { say, t, type TextKey } from "../i18n";
-import { doc, headName, selectedHead, selectedKey, selectedSite, selectedStep, selectedToken, showsTable, site, source, toPageError } from "../state";
-import type { PageError } from "../source";
+import { doc, headName, headPath, selectedHead, selectedKey, selectedSite, selectedStep, selectedToken, showsTable, site, source, useAnswer } from "../state";
 import { exact, explain, isByKey, lastWeights, readSteps, shortTitle, stepTitle, vector, type Place, type Step, type Steps } from "./step_data";
 import { StepNumbers } from "./step_numbers";
 
 const MAX_TABLE_ROWS = 512;
 
 export function StepsScreen(): JSX.Element {
-  const steps = useSignal<Steps | null>(null);
-  const error = useSignal<PageError | null>(null);
   const pointing: Pointing = { hovered: useSignal<Place | null>(null), locked: useSignal<Place | null>(null) };
-  useSignalEffect(() => {
-    const current = site.value;
-    if (!current || !source.isLive) return;
-    void doc.value?.revision;
-    const query = Math.min(selectedToken.value ?? current.numQueries - 1, current.numQueries - 1);
-    const key = selectedKey.value !== null && selectedKey.value < current.numKeys ? `&key=${selectedKey.value}` : "";
-    const abort = new AbortController();
-    source
-      .fetchArrays(`steps?site=${selectedSite.value}&head=${selectedHead.value}&query=${query}${key}`, abort.signal)
-      .then((message) => {
-        error.value = null;
-        steps.value = readSteps(message, streamWords(current.keyStream));
-      })
-      .catch((reason) => {
-        if (!abort.signal.aborted) error.value = toPageError(reason);
-      });
-    return () => abort.abort();
-  });
+  const { found: steps, error } = useAnswer(
+    () => {
+      const current = site.value;
+      if (!current || !source.isLive) return null;
+      const query = Math.min(selectedToken.value ?? current.numQueries - 1, current.numQueries - 1);
+      return headPath("steps", { query, ...(selectedKey.value !== null && selectedKey.value < current.numKeys ? { key: selectedKey.value } : {}) });
+    },
+    (message): Steps => readSteps(message, streamWords(site.value!.keyStream)),
+  );
   useStepKeys(steps.value, pointing);
   if (!source.isLive) return <NotInExport />;
   if (!site.value) return <p class="t3">{t("open.none")}</p>;
   return (
     <>
-      <Toolbar steps={steps.value} />
+      <StepsToolbar steps={steps.value} />
       {error.value && <ErrorNote {...error.value} />}
       {!error.value && !steps.value && <p class="t3">{t("steps.loading")}</p>}
       {!error.value && steps.value && <StepsView steps={steps.value} pointing={pointing} />}
@@ -50,15 +38,10 @@ export function StepsScreen(): JSX.Element {
   );
 }
 
-function Toolbar({ steps }: { steps: Steps | null }): JSX.Element {
+function StepsToolbar({ steps }: { steps: Steps | null }): JSX.Element {
   const words = streamWords(site.value?.queryStream ?? "text");
   return (
-    <div class="toolbar">
-      <h1>
-        {t("screen.steps")} <span class="mono">{headName(selectedSite.value, selectedHead.value)}</span>
-      </h1>
-      <span class="sm t3 hide-s">{t("steps.subtitle")}</span>
-      <span class="grow" />
+    <Toolbar title={<>{t("screen.steps")} <span class="mono">{headName(selectedSite.value, selectedHead.value)}</span></>} hint={t("steps.subtitle")}>
       {steps && (
         <span class="row sm t2">
           <span class="nw">
@@ -70,7 +53,7 @@ function Toolbar({ steps }: { steps: Steps | null }): JSX.Element {
         </span>
       )}
       <TableButton />
-    </div>
+    </Toolbar>
   );
 }
 
@@ -82,9 +65,7 @@ function StepsView({ steps, pointing }: { steps: Steps; pointing: Pointing }): J
       <Strip steps={steps} />
       <Explanation steps={steps} pointing={pointing} />
       {showsTable.value ? (
-        <Panel title={stepTitle(steps.steps[current]!)}>
-          <StepTable steps={steps} step={steps.steps[current]!} />
-        </Panel>
+        <Panel title={stepTitle(steps.steps[current]!)}><StepTable steps={steps} step={steps.steps[current]!} /></Panel>
       ) : (
         <section class="panel flow">
           {steps.steps.map((step, number) => (
@@ -95,9 +76,7 @@ function StepsView({ steps, pointing }: { steps: Steps; pointing: Pointing }): J
                 <p class="formula">{say(step.formula)}</p>
                 {step.part && <p class="xs t3 mono">{step.part}</p>}
               </div>
-              <div class="out">
-                <StepNumbers steps={steps} step={step} pointing={pointing} shownKey={key} onSelectKey={selectKey} />
-              </div>
+              <div class="out"><StepNumbers steps={steps} step={step} pointing={pointing} shownKey={key} onSelectKey={selectKey} /></div>
             </section>
           ))}
         </section>
@@ -137,9 +116,7 @@ function Strip({ steps }: { steps: Steps }): JSX.Element {
       {steps.steps.map((step, number) => (
         <Fragment key={step.index}>
           {number > 0 && <span class="to" aria-hidden="true" />}
-          <button type="button" aria-current={number === current ? "step" : undefined} onClick={() => goTo(number)}>
-            {shortTitle(step)}
-          </button>
+          <button type="button" aria-current={number === current ? "step" : undefined} onClick={() => goTo(number)}>{shortTitle(step)}</button>
         </Fragment>
       ))}
     </nav>
@@ -168,9 +145,7 @@ function Explanation({ steps, pointing }: { steps: Steps; pointing: Pointing }):
         <>
           <span class="t3">{t("steps.hint")}</span>
           <span class="grow" />
-          <span class="t3 sm hide-s">
-            <kbd>←</kbd> <kbd>→</kbd> <kbd>↑</kbd> <kbd>↓</kbd> {t("steps.keysHint")}
-          </span>
+          <span class="t3 sm hide-s"><kbd>←</kbd> <kbd>→</kbd> <kbd>↑</kbd> <kbd>↓</kbd> {t("steps.keysHint")}</span>
         </>
       )}
     </div>
@@ -245,15 +220,13 @@ function StepTable({ steps, step }: { steps: Steps; step: Step }): JSX.Element {
 function Missing({ steps }: { steps: Steps }): JSX.Element | null {
   const entries = Object.entries(steps.missing);
   if (!entries.length && !steps.note) return null;
-  const byReason = new Map<string, string[]>();
-  for (const [name, reason] of entries) byReason.set(reason, [...(byReason.get(reason) ?? []), t(`step.${name}` as TextKey)]);
   return (
     <Panel {...(entries.length ? { title: t("steps.missing") } : {})} class="missing-steps">
       {steps.note && <p class="t2">{say(steps.note)}</p>}
       <dl class="missing sm">
-        {[...byReason].map(([reason, names]) => (
+        {groupByReason(entries.map(([name, reason]) => [t(`step.${name}` as TextKey), reason])).map(([reason, names]) => (
           <div key={reason}>
-            <dt>{names.join(", ")}</dt>
+            <dt>{names}</dt>
             <dd>{say(reason)}</dd>
           </div>
         ))}
@@ -267,9 +240,7 @@ function NotInExport(): JSX.Element {
   const words = text ? ` --text ${JSON.stringify(text)}` : "";
   return (
     <>
-      <div class="toolbar">
-        <h1>{t("screen.steps")}</h1>
-      </div>
+      <div class="toolbar"><h1>{t("screen.steps")}</h1></div>
       <div class="note stack" data-testid="not-in-export">
         <p class="b">{t("steps.noExport")}</p>
         <p class="t2">{t("steps.noExportRemedy")}</p>

@@ -6,12 +6,12 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import { generateText } from "../actions";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
-import { bind, choices, ErrorNote, Panel, Segmented, Select, TableButton } from "../components/basics";
+import { bind, Button, choices, ErrorNote, Panel, Segmented, Select, TableButton } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { StrongestPairs } from "../components/token_lines";
-import { MAX_CELLS, type TileState } from "../components/head_data";
+import { MAX_CELLS, strongestQuery, type TileState } from "../components/head_data";
 import { isSpecial, streamWords, visibleToken } from "../components/tokens";
-import { fetchAggregateTile, fetchAggregateWeights, fetchCombinedTile, fetchWeights, type HeadPair, largest, leaveOut, MOST_LINES, NO_WEIGHTS, otherHeads, shownGroups, strongestQuery, VoiceLines, type Weights } from "../components/voice_lines";
+import { fetchAggregateTile, fetchAggregateWeights, fetchCombinedTile, fetchWeights, type HeadPair, largest, leaveOut, MOST_LINES, NO_WEIGHTS, otherHeads, shownGroups, VoiceLines, type Weights } from "../components/voice_lines";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
 import { addedTokens, aggregate, AGGREGATES, combination, COMBINATIONS, doc, excludedTokens, generation, headName, job, scale, secondHead, selectedSite, selectedToken, showsTable, site, sites, source, textMode, toPageError } from "../state";
@@ -111,9 +111,7 @@ function Excluded(): JSX.Element | null {
   return (
     <p class="note" data-testid="excluded">
       <span class="grow">{t("text.excluded", { count: excludedTokens.value.length })}</span>
-      <button class="btn" type="button" onClick={() => (excludedTokens.value = [])}>
-        {t("text.include")}
-      </button>
+      <Button onClick={() => (excludedTokens.value = [])}>{t("text.include")}</Button>
     </p>
   );
 }
@@ -225,11 +223,7 @@ function TextBody(props: { item: Site; shown: Shown; pointed: { stream: string; 
           ))}
           {!isTwo && <PairPanels item={item} tiles={shown.tiles} />}
         </div>
-        {isTwo && (
-          <div class="two pair-row">
-            <PairPanels item={item} tiles={shown.tiles} />
-          </div>
-        )}
+        {isTwo && <div class="two pair-row"><PairPanels item={item} tiles={shown.tiles} /></div>}
       </div>
     </>
   );
@@ -270,9 +264,7 @@ function PairPanels({ item, tiles }: { item: Site; tiles: TileState[] }): JSX.El
     <>
       {tiles.map((tile, number) => (
         <Panel key={number} title={`${t("head.strongest")}${groups[number] ? ` · ${groupName(groups[number]!)}` : ""}`}>
-          <div class="pairs">
-            <StrongestPairs item={item} tile={tile} />
-          </div>
+          <div class="pairs"><StrongestPairs item={item} tile={tile} /></div>
         </Panel>
       ))}
     </>
@@ -294,17 +286,11 @@ function Generation(): JSX.Element | null {
         <span>{t("text.newTokens")}</span>
         <input type="number" min="1" max="64" value={count.value} onChange={(event) => (count.value = Math.min(Math.max(Math.round(Number(event.currentTarget.value)) || 1, 1), 64))} />
       </label>
-      <button class="btn" type="button" aria-disabled={job.value !== null} onClick={() => job.value === null && void generateText(count.value)}>
-        {t("text.generate")}
-      </button>
+      <Button aria-disabled={job.value !== null} onClick={() => job.value === null && void generateText(count.value)}>{t("text.generate")}</Button>
       {made && (
         <>
-          <button class="btn" type="button" aria-label={t("text.stepBack")} aria-disabled={step !== null && step <= 1} onClick={() => go((step ?? 2) - 1)}>
-            ◂
-          </button>
-          <button class="btn" type="button" aria-label={t("text.stepForward")} aria-disabled={step !== null && step >= made.count} onClick={() => go((step ?? 0) + 1)}>
-            ▸
-          </button>
+          <Button aria-label={t("text.stepBack")} aria-disabled={step !== null && step <= 1} onClick={() => go((step ?? 2) - 1)}>◂</Button>
+          <Button aria-label={t("text.stepForward")} aria-disabled={step !== null && step >= made.count} onClick={() => go((step ?? 0) + 1)}>▸</Button>
           <span class="sm">
             {step !== null && step >= 1 && step <= made.count
               ? t("text.step", { step, count: made.count, read: visibleToken(words[made.first + step - 2] ?? ""), next: visibleToken(words[made.first + step - 1] ?? "") })
@@ -341,9 +327,7 @@ function Chips(props: { stream: string; canKeep: boolean; upper: Float32Array | 
     [words, made, kept.join(","), leftOut.join(","), props.canKeep],
   );
   return (
-    <div class="chips" ref={box} title={t("text.grammar")} onMouseLeave={() => props.onHover(null)} {...useChipHandlers(props)}>
-      {chips}
-    </div>
+    <div class="chips" ref={box} title={t("text.grammar")} onMouseLeave={() => props.onHover(null)} {...useChipHandlers(props)}>{chips}</div>
   );
 }
 
