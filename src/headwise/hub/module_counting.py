@@ -8,6 +8,7 @@ a checkpoint runs.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -193,6 +194,7 @@ def count_model(config: Any, name: str = "") -> CountedModel:
     ... )
     (1848, [24])
     """
+    config = copy.deepcopy(config)  # transformers writes the chosen attention into it
     recorder = Recorder({}, getattr(config.get_text_config(), "index_topk", None))
     with recording(recorder), without_warnings():
         model = _build(config, name)
