@@ -151,18 +151,11 @@ def test_the_spec_is_the_one_that_computes_the_same(name: str, tmp_path: Path):
     for site in theirs.sites:
         stack, what = STACKS.get(site.attends[0], (ours.stacks[0].name, "attention"))
         assert plainly(specs[f"{stack}.{site.attends[1]}.{what}"]) == plainly(site.spec)
-    assert ours.approximation_reasons() == {}
 
 
-def test_angles_that_follow_the_text_are_nearly_a_spec(tmp_path: Path):
-    """The hand-written spec is that of 13 tokens in a model of 8; up to 8 tokens it is the plain
-    one.
-    """
-    ours = saved(test_transformers.MODELS["llama-dynamic"](), tmp_path)
-    (plain,) = {spec for _, spec in ours.attention_specs()}
-    assert plain == test_transformers.MODELS["llama"]().sites[0].spec
-    assert set(ours.approximation_reasons()) == {"decoder.0.attention", "decoder.1.attention"}
-    assert "up to 8 tokens" in ours.approximation_reasons()["decoder.0.attention"]
+def test_angles_that_follow_the_text_have_no_spec(tmp_path: Path):
+    with pytest.raises(hw.SpecError, match="rope_type 'dynamic' rescales the base"):
+        saved(test_transformers.MODELS["llama-dynamic"](), tmp_path)
 
 
 def check_computes(

@@ -7,7 +7,8 @@ counter sees. What it spends otherwise than we ask for stands in `test_latents_a
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise.costs.cost_estimate import CostEstimate, estimate_cost
+from headwise.hub.module_counting import count_model
 from headwise.models import families
 
 BATCH, TOKENS, SOURCE, WRITTEN = 2, 7, 9, 5
@@ -114,74 +116,110 @@ def test_training_is_counted_as_torch_counts_it(name):
     assert one.parameters.total == sum(p.numel() for p in net.parameters())
 
 
+# --- Models that headwise has no reader for, counted from their modules ---------------------------
+
 ENCODER = USUAL | SMALL | {"embedding_size": 6}
 RELATIVE = {"relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm"}
-RELATIVE |= {"conv_kernel_size": 3}
-SHARED = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 24, "num_experts": 4}
-NOTED: dict[str, tuple[str, str, dict[str, Any]]] = {  # parts that a spec cannot describe
-    "qwen2_moe": (
-        "Qwen2Moe",
-        "ForCausalLM",
-        GROUPED | SHARED | {"experts_implementation": "eager"},
+RELATIVE |= {"conv_kernel_size": 3, "pos_att_type": ["c2p", "p2c"]}
+EXPERTS = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 24, "num_experts": 4}
+GPT = EAGER | {"n_embd": 21, "n_head": 3, "n_layer": 2}
+FALCON = USUAL | {"num_attention_heads": 6, "hidden_size": 48}
+NEWER = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
+IMAGES = VIT | {"image_size": 8, "attn_implementation": "eager"}
+SOUND = BART | {"d_model": 30, "vocab_size": 51865, "num_mel_bins": 10}
+SOUND |= {"max_source_positions": SOURCE}
+DISTIL = EAGER | {"dim": 15, "n_layers": 2, "n_heads": 3, "hidden_dim": 29}
+MPT = EAGER | {"d_model": 24, "n_heads": 3, "n_layers": 2}
+BLOOM = EAGER | {"hidden_size": 16, "n_layer": 2, "n_head": 2}
+TEXT = USUAL | SMALL | {"eos_token_id": 2}
+
+
+class Counted(NamedTuple):
+    """A class, its sizes, and the causal query heads of all layers with their dimension, if the
+    pairs are known.
+    """
+
+    stem: str
+    task: str
+    sizes: dict[str, Any]
+    causal: tuple[int, int] = (0, 0)
+
+
+COUNTED = {
+    "glm4": Counted("Glm4", "ForCausalLM", GROUPED | {"head_dim": 12, "pad_token_id": 0}, (12, 12)),
+    "qwen2_moe": Counted("Qwen2Moe", "ForCausalLM", GROUPED | EXPERTS, (12, 10)),
+    "gpt_bigcode": Counted("GPTBigCode", "ForCausalLM", GPT, (6, 7)),
+    "gpt_bigcode-many": Counted("GPTBigCode", "ForCausalLM", GPT | {"multi_query": False}, (6, 7)),
+    "mpt": Counted("Mpt", "ForCausalLM", MPT, (6, 8)),
+    "falcon": Counted("Falcon", "ForCausalLM", FALCON, (12, 8)),
+    "falcon-alibi": Counted("Falcon", "ForCausalLM", FALCON | {"alibi": True}, (12, 8)),
+    "falcon-newer": Counted("Falcon", "ForCausalLM", NEWER, (12, 8)),
+    "bloom": Counted(
+        "Bloom", "ForCausalLM", BLOOM | {"apply_residual_connection_post_layernorm": True}, (4, 8)
     ),
-    "albert": ("Albert", "ForMaskedLM", ENCODER),
-    "albert-base": ("Albert", "Model", ENCODER),
-    "electra": ("Electra", "ForMaskedLM", ENCODER),
-    "electra-pretraining": ("Electra", "ForPreTraining", ENCODER),
-    "bloom": (
-        "Bloom",
-        "ForCausalLM",
-        EAGER
-        | {"hidden_size": 16, "n_layer": 2, "n_head": 2}
-        | {"apply_residual_connection_post_layernorm": True},
+    "distilbert": Counted("DistilBert", "ForMaskedLM", DISTIL),
+    "mpnet": Counted("MPNet", "ForMaskedLM", USUAL | SMALL),
+    "longformer": Counted(
+        "Longformer", "ForMaskedLM", USUAL | SMALL | {"attention_window": [4, 8]}
     ),
-    "m2m_100": ("M2M100", "ForConditionalGeneration", BART | {"d_model": 30}),
-    "dinov2": ("Dinov2", "Model", VIT | {"image_size": 8, "attn_implementation": "eager"}),
-    "siglip": ("SiglipVision", "Model", VIT | {"image_size": 8, "attn_implementation": "eager"}),
-    "whisper": (
-        "Whisper",
-        "ForConditionalGeneration",
-        BART
-        | {"d_model": 30, "vocab_size": 51865}
-        | {"num_mel_bins": 10, "max_source_positions": SOURCE},
-    ),
-    "deberta-v2": ("DebertaV2", "ForMaskedLM", USUAL | SMALL | RELATIVE),
+    "albert": Counted("Albert", "ForMaskedLM", ENCODER),
+    "albert-base": Counted("Albert", "Model", ENCODER),
+    "electra": Counted("Electra", "ForMaskedLM", ENCODER),
+    "electra-pretraining": Counted("Electra", "ForPreTraining", ENCODER),
+    "deberta-v2": Counted("DebertaV2", "ForMaskedLM", USUAL | SMALL | RELATIVE),
+    "blenderbot": Counted("Blenderbot", "ForConditionalGeneration", BART, (15, 3)),
+    "m2m_100": Counted("M2M100", "ForConditionalGeneration", BART | {"d_model": 30}, (15, 6)),
+    "whisper": Counted("Whisper", "ForConditionalGeneration", SOUND, (15, 6)),
+    "clip-text": Counted("CLIPText", "Model", TEXT, (6, 5)),
+    "siglip-text": Counted("SiglipText", "Model", TEXT),
+    "clip-vision": Counted("CLIPVision", "ModelWithProjection", IMAGES),
+    "siglip-vision": Counted("SiglipVision", "Model", IMAGES),
+    "deit": Counted("DeiT", "ForImageClassification", IMAGES),
+    "dinov2": Counted("Dinov2", "Model", IMAGES),
 }
+MULTIPLE = 8  # of Longformer's windows, to which it pads its tokens
 
 
-@pytest.mark.parametrize("name", NOTED)
-def test_a_note_on_a_part_without_a_spec_says_what_is_counted(name, monkeypatch):
-    monkeypatch.setitem(MODELS, name, NOTED[name])
-    net, model = build_models(name)
-    inputs = model_inputs(net)
-    if name in ("dinov2", "siglip"):
-        inputs = {"pixel_values": torch.randn(BATCH, 3, 8, 8)}
-    if name == "whisper":
-        inputs = {
-            "input_features": torch.randn(BATCH, 10, 2 * SOURCE),
-            "decoder_input_ids": inputs["decoder_input_ids"],
-        }
+@pytest.mark.parametrize("name", COUNTED)
+def test_models_without_a_reader_are_counted_as_torch_counts_them(name: str) -> None:
+    case = COUNTED[name]
+    rows = 1 if name == "deberta-v2" else BATCH  # it projects its table of distances once
+    config = getattr(tf, f"{case.stem}Config")(**case.sizes)
+    config.architectures = [case.stem + case.task]
+    torch.manual_seed(0)
+    net = getattr(tf, case.stem + case.task)(copy.deepcopy(config)).eval()
+    if net._can_set_experts_implementation():
+        net.set_experts_implementation("batched_mm")
+    draw = lambda length: torch.randint(3, 37, (rows, length))  # noqa: E731 - one line, used twice
+    inputs: dict[str, Any] = {"input_ids": draw(MULTIPLE)}
+    if config.is_encoder_decoder:
+        inputs = {"input_ids": draw(SOURCE), "decoder_input_ids": draw(MULTIPLE)}
+    if case.stem == "Whisper":
+        inputs["input_features"] = torch.randn(rows, 10, 2 * SOURCE)
+        del inputs["input_ids"]
+    if case.sizes is IMAGES:
+        inputs = {"pixel_values": torch.randn(rows, 3, 8, 8)}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         net(**inputs)
-    one = priced(model)
-    assert one.parameters.total == sum(p.numel() for p in net.parameters() if p.requires_grad)
-    missing = counter.get_total_flops() - one.counted_flops["prefill"]
-    notes = {
-        part.reason: note
-        for part in model.beyond
-        for note in one.notes
-        if note.startswith(part.reason)
-    }
-    assert len(notes) == len(model.beyond) > 0
-    for part in model.beyond:
-        counted = (
-            "its parameters are counted, its FLOPs are not"
-            if part.more
-            else "the counts do not depend on it"
-        )
-        assert notes[part.reason] == f"{part.reason}; {counted}"
-    # LayerScale multiplies channel by channel, which the counter does not see.
-    assert missing > 0 if name not in ("bloom", "m2m_100", "dinov2") else missing == 0
+    counted = count_model(config)
+    workload = hw.Workload(batch=rows, context=MULTIPLE, source=SOURCE, dtype="fp32")
+    one = estimate_cost(counted, workload)
+    assert one.parameters.total == sum(p.numel() for p in net.parameters())
+    assert one.counted_flops["prefill"] == counter.get_total_flops()
+    heads, dim = case.causal
+    excluded = rows * heads * MULTIPLE * (MULTIPLE - 1) // 2 * 4 * dim
+    assert one.required_flops["prefill"] == counter.get_total_flops() - excluded
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_heads"),
+    {"glm4": 2, "qwen2_moe": 2, "gpt_bigcode": 1, "mpt": 3, "falcon": 1, "falcon-newer": 2}.items(),
+)
+def test_their_caches_hold_keys_and_values_of_two_layers(name: str, kv_heads: int) -> None:
+    case = COUNTED[name]
+    model = count_model(getattr(tf, f"{case.stem}Config")(**case.sizes))
+    one = estimate_cost(model, hw.Workload(context=20, dtype="fp32"))
+    assert one.cache_bytes_per_token == 2 * 2 * kv_heads * case.causal[1] * 4
 
 
 def written(net: Any) -> int:

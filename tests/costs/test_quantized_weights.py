@@ -271,7 +271,7 @@ def test_an_unknown_method_is_noted_and_nothing_is_assumed(config: dict[str, Any
 
 def test_modules_that_no_table_of_names_knows_are_noted():
     config = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["visual"]}
-    model = read_model_spec({"model_type": "whisper", "quantization_config": config})
+    model = read_model_spec({"model_type": "gpt_neo", "quantization_config": config})
     assert model.quantization is not None
     assert any(
         "visual are counted as quantised, although they are not" in note for note in model.notes

@@ -321,6 +321,50 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert data["seconds"] == {}
 
 
+# --- Quantised weights ----------------------------------------------------------------------------
+
+QUANTISED = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [16, 16]},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 16},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["mlp"]},
+    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "skipping": {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["model.layers.0"]},
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_moe", "gpt_oss"])
+def test_quantised_weights_have_the_bytes_of_the_reader(family: str, method: str) -> None:
+    keys = {"model_type": family, **KNOWN[family], "quantization_config": QUANTISED[method]}
+    read = hw.families.read_model_spec(keys)
+    counted = count_model(transformers.CONFIG_MAPPING[family].from_dict(keys))
+    # transformers has two matrices of an expert in one tensor, so with one set of scales
+    tolerance = 0.0 if family == "llama" else 0.06
+    expected = pytest.approx(estimate(read, 64).weights_bytes, rel=tolerance)
+    assert estimate(counted, 64).weights_bytes == expected
+    assert counted.quantization is not None
+    assert set(read.notes) & set(counted.notes)
+
+
+def test_mxfp4_is_the_format_of_experts_and_other_formats_are_given() -> None:
+    keys = {"model_type": "gpt_oss", **KNOWN["gpt_oss"]}
+    mxfp4 = keys | {"quantization_config": {"quant_method": "mxfp4"}}
+    for settings, options in ((mxfp4, {}), (keys, {"weights": "fp8"}), (keys, {"weights": "nf4"})):
+        counted = count_model(transformers.CONFIG_MAPPING["gpt_oss"].from_dict(settings))
+        read = hw.families.read_model_spec(settings)
+        numbers = [estimate(one, 64, **options).weights_bytes for one in (counted, read)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.05)
+        assert numbers[0] < 0.7 * estimate(read, 64, weights="bf16").weights_bytes
+
+
+def test_an_unknown_format_is_said() -> None:
+    config = transformers.LlamaConfig(**LLAMA, quantization_config={"quant_method": "quanto"})
+    counted = count_model(config)
+    assert estimate(counted, 64).weights_bytes == 2 * counted.parameters.total
+    assert "'quanto', which is not known here" in counted.notes[-1]
+
+
 @pytest.mark.parametrize("family", ["ernie4_5", "llava", "qwen3_moe"])
 def test_the_config_stays_as_it_was(family: str) -> None:
     config = shrink(transformers.CONFIG_MAPPING[family](), family, SMALL)

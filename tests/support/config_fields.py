@@ -116,10 +116,6 @@ BASES = {
         ConfigBase("ViTForImageClassification", "vit", VIT, "pixels"),
     ]
 }
-# Described, but not built: the gate of the shared expert.
-QWEN2_MOE = _decoder(
-    "Qwen2Moe", "qwen2_moe", FLAT, **EXPERTS, num_experts=4, shared_expert_intermediate_size=20
-)
 # The classes of some families: how their names begin, and what their models are for.
 _DECODERS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
 _CLASSIFIERS = ("Model", "ForSequenceClassification", "ForTokenClassification")
@@ -151,7 +147,6 @@ def tiny_config(family: str, architecture: str) -> dict[str, Any]:
 
 EXPERT_FAMILIES = (
     "mixtral",
-    "qwen2_moe",
     "qwen3_moe",
     "deepseek_v2",
     "deepseek_v3",
@@ -266,7 +261,7 @@ class FamilyComparison:
     """Comparison of cases of one family; results of equal specs are computed once."""
 
     def __init__(self, model_type: str) -> None:
-        self.base = (BASES | {"qwen2_moe": QWEN2_MOE})[model_type]
+        self.base = BASES[model_type]
         self.outputs = dict[str, Tensor]()
         self.usual = self.run_theirs({})[1]
 

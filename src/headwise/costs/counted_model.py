@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..attention.masking.patterns import Pattern
-from ..models.model_spec import WeightSpec
+from ..models.model_spec import QuantizationSpec, WeightSpec
 from .flops import CostBreakdown, MatrixProduct, SymbolicInt, name_size
 from .forward_call import (
     ExecutionFormats,
@@ -285,7 +285,8 @@ class CountedModel:
     """A model as `headwise.hub.module_counting` counted its modules.
 
     Without `components` the model could not be run, and only its parameters are known. `looked_up`
-    are parameters of embedding tables of which a token only reads rows.
+    are parameters of embedding tables of which a token only reads rows. `quantization` has the
+    format of the weights with the role "linear".
     """
 
     name: str
@@ -295,6 +296,7 @@ class CountedModel:
     notes: tuple[str, ...]
     can_decode: bool = False
     looked_up: int = 0
+    quantization: QuantizationSpec | None = None
 
     @property
     def parameters(self) -> CostBreakdown:

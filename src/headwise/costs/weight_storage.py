@@ -50,16 +50,14 @@ class WeightStorage:
 
     @staticmethod
     def from_name(
-        weights: str, dtype: str, spec_or_model: AttentionSpec | ModelSpec | None = None
+        weights: str, dtype: str, stored: QuantizationSpec | None = None
     ) -> WeightStorage:
-        """Return the storage that `weights` names; "stored" is the model's, or `dtype` if it is not
-        quantised.
+        """Return the storage that `weights` names; "stored" is that of the model, or `dtype` if it
+        is not quantised.
         """
         check_weight_format(weights)
         if weights == STORED:
-            return WeightStorage(
-                dtype, spec_or_model.quantization if isinstance(spec_or_model, ModelSpec) else None
-            )
+            return WeightStorage(dtype, stored)
         if weights in DTYPE_BYTES:
             return WeightStorage(weights)
         return WeightStorage(dtype, QuantizationSpec(WEIGHT_FORMATS[weights]))

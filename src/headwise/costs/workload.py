@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, cast
 from ..attention.interfaces import Part
 from ..attention.spec.attention_spec import AttentionSpec
 from ..attention.spec.heads import Heads
-from ..models.model_spec import WEIGHT_FORMATS, ApproximateAttention, LayerRun, ModelSpec, StackSpec
+from ..models.model_spec import WEIGHT_FORMATS, LayerRun, ModelSpec, StackSpec
 from ..util.errors import SpecError, suggest
 from .components import AttentionComponent, ModelComponent, SpecOrModel
 from .counted_model import CountedModel
@@ -140,24 +140,6 @@ def list_assumptions(spec_or_model: SpecOrModel) -> Iterator[str]:
         yield from sorted(by_depth)
         return
     yield from spec_or_model.notes
-    if isinstance(spec_or_model, CountedModel):
-        return
-    for part in spec_or_model.beyond:
-        included = (
-            "its parameters are counted, its FLOPs are not"
-            if part.more
-            else "the counts do not depend on it"
-        )
-        yield f"{part.reason}; {included}"
-    reasons = set[str]()
-    for stack in spec_or_model.stacks:
-        for block in stack.layers:
-            if isinstance(block.attention, ApproximateAttention):
-                reasons.add(
-                    f"{stack.name}: the attention is approximated by a similar one; "
-                    f"{block.attention.reason}"
-                )
-    yield from sorted(reasons)
 
 
 def _depth_dependent_fields(spec: AttentionSpec) -> Iterator[tuple[str, str, Part]]:
@@ -259,8 +241,9 @@ class Workload:
 
     def storage(self, spec_or_model: SpecOrModel) -> WeightStorage:
         """Return the formats of the weights of a spec or model."""
-        described = None if isinstance(spec_or_model, CountedModel) else spec_or_model
-        return WeightStorage.from_name(self.weights, self.dtype, described)
+        is_layer = isinstance(spec_or_model, AttentionSpec)
+        stored = None if is_layer else spec_or_model.quantization
+        return WeightStorage.from_name(self.weights, self.dtype, stored)
 
     def fitted_to(self, targets: Iterable[SpecOrModel]) -> Workload:
         """Return the workload with a default context that none of these specs and models exceeds.

@@ -13,6 +13,7 @@ from ..costs.components import SpecOrModel
 from ..costs.cost_report import CostReport, Workload, cost as estimate_costs
 from ..costs.counted_model import CountedModel
 from ..models.families import CONFIG_REMEDY, FAMILIES, PUBLISHED_MODELS, read_model_spec
+from ..models.families.config_reader import UndescribedSetting
 from ..models.hub_files import CONFIG_FILE, MANIFEST_FILE, fetch_model
 from ..models.model_spec import ModelSpec
 from ..models.model_spec.serialization import find_record
@@ -34,7 +35,8 @@ Source = str | Path | Mapping[str, Any]
 
 def describe_model(source: Source) -> ModelSpec | CountedModel:
     """Return the model that `source` names, as `read_model_spec` does; a model of transformers that
-    headwise has no reader for is described by its modules.
+    headwise has no reader for, or with settings that no spec describes, is described by its
+    modules.
 
     >>> describe_model({"model_type": "gpt2"}).name
     'gpt2'
@@ -46,17 +48,24 @@ def describe_model(source: Source) -> ModelSpec | CountedModel:
         name = str(source)
         source, settings = _read_settings(Path(source))
     model_type = settings.get("model_type") if isinstance(settings, Mapping) else None
-    if model_type in FAMILIES or not _is_known_to_transformers(model_type):
-        return read_model_spec(source)
+    is_countable = _is_known_to_transformers(model_type)
+    reason = ""
+    if model_type in FAMILIES or not is_countable:
+        try:
+            return read_model_spec(source)
+        except UndescribedSetting as error:
+            if not is_countable:
+                raise
+            reason = error.fact
     clean = remove_code_settings(settings, name)
     for key, value in _iter_sizes(clean):
-        limit = MAX_MODULES if NUMBER_OF_MODULES.fullmatch(key) else MAX_WIDTH
+        limit = MAX_MODULES if NUMBER_OF_MODULES.fullmatch(str(key)) else MAX_WIDTH
         if value > limit:
             fact = f"{name}: {key} = {show_int(value)} is out of range"
             raise SpecError(f"{fact}; give {limit:,} or less")
     from .module_counting import count_model
 
-    return count_model(config_of_settings(clean, name), str(model_type))
+    return count_model(config_of_settings(clean, name), str(model_type), reason)
 
 
 def _read_settings(path: Path) -> tuple[Source, Any]:
@@ -94,7 +103,7 @@ def _iter_sizes(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
         for inner_key, inner in cast("Mapping[str, Any]", value).items():
             yield from _iter_sizes(inner, inner_key)
     elif isinstance(value, list):
-        yield key, len(cast("list[Any]", value)) if NUMBER_OF_MODULES.fullmatch(key) else 0
+        yield key, len(cast("list[Any]", value)) if NUMBER_OF_MODULES.fullmatch(str(key)) else 0
         for inner in cast("list[Any]", value):
             yield from _iter_sizes(inner, key)
     elif isinstance(value, int):

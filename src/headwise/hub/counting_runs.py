@@ -9,8 +9,9 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from logging import CRITICAL
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ COUNTING = "headwise_counting"  # name of the attention function that records it
 UNITS = (128, 16)
 PATTERN = "headwise_pattern"  # attribute of a mask
 WARNING = "warn_if_padding_and_no_attention_mask"
+READ_VALUE = {"item": float, "__bool__": bool, "__int__": int, "__float__": float}
 CHUNK_KEYS = ("chunk_size", "mamba_chunk_size", "mlstm_chunk_size")
 
 
@@ -70,6 +72,7 @@ class Run:
     cores: list[CoreCall]
     output: Any
     entries: list[CacheEntry]
+    masks: list[tuple[int, int, Pattern | None]]
 
     @property
     def core_paths(self) -> list[str]:
@@ -187,9 +190,21 @@ class _NoPadding(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _ZeroValues(TorchFunctionMode):
+    """Read zero and False from tensors without values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = READ_VALUE.get(getattr(func, "__name__", ""))
+        if number is not None and args[0].is_meta:
+            return False if args[0].dtype == torch.bool else number()
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Register the functions of a recorder with transformers under the name `COUNTING`."""
+    """Register the functions of a recorder with transformers under the name `COUNTING`, and its
+    mask function also for models that compute attention themselves.
+    """
     from transformers import masking_utils
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -197,16 +212,17 @@ def recording(recorder: Recorder) -> Iterator[None]:
     masks: Any = masking_utils
     find_packed = masks.find_packed_sequence_indices
     masks.find_packed_sequence_indices = lambda *_: None  # a run reads one text
-    registries = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
-    functions = (recorder.attend, recorder.make_mask)
-    for registry, function in zip(registries, functions, strict=True):
-        registry[COUNTING] = function
+    mask_functions = AttentionMaskInterface._global_mapping
+    functions_before = dict(mask_functions)
+    mask_functions.update(dict.fromkeys((COUNTING, "eager", "sdpa"), recorder.make_mask))
+    AttentionInterface._global_mapping[COUNTING] = recorder.attend
     try:
         yield
     finally:
         masks.find_packed_sequence_indices = find_packed
-        for registry in registries:
-            del registry[COUNTING]
+        del AttentionInterface._global_mapping[COUNTING]
+        mask_functions.clear()
+        mask_functions.update(functions_before)
 
 
 @contextmanager
@@ -244,7 +260,8 @@ def _run(model: nn.Module, recorder: Recorder, arguments: Mapping[str, Any]) -> 
             if ancestor in totals:
                 own[ancestor] -= total
                 break
-    return Run(dict(own), list(recorder.cores), output, list(_read_cache(_find_cache(output))))
+    entries = list(_read_cache(_find_cache(output)))
+    return Run(dict(own), list(recorder.cores), output, entries, list(recorder.masks))
 
 
 def _find_cache(output: Any) -> Any:
@@ -324,6 +341,16 @@ def _list_arguments(model: Any, config: Any) -> Iterator[tuple[str, MakeArgument
         )
 
 
+def _find_number(config: Any, names: tuple[str, ...]) -> int | None:
+    """Return the first of these settings that a config or one inside it has."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    for name in names:
+        if isinstance(getattr(config, name, None), int):
+            return getattr(config, name)
+    numbers = (_find_number(part, names) for part in parts if part is not None)
+    return next((number for number in numbers if number), None)
+
+
 def _list_signals(config: Any, names: set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes of images and sounds that a model of this config may read."""
     vision = getattr(config, "vision_config", config)
@@ -333,8 +360,8 @@ def _list_signals(config: Any, names: set[str]) -> Iterator[tuple[str, tuple[int
         channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
         yield "pixel_values", (1, channels, height, width)
     if "input_features" in names:
-        bins = getattr(config, "num_mel_bins", None) or 80
-        frames = 2 * (getattr(config, "max_source_positions", None) or 1500)
+        bins = _find_number(config, ("num_mel_bins", "input_dim", "input_feat_size")) or 80
+        frames = 2 * (_find_number(config, ("max_source_positions",)) or 1500)
         yield "input_features", (1, bins, frames)
         yield "input_features", (1, frames, bins)
     if "input_values" in names:
@@ -357,6 +384,7 @@ class Runs:
     steps: dict[tuple[int, int], Run]
     grows: str
     step_error: str = ""
+    reads_values: bool = False
 
 
 def run_lengths(model: nn.Module, config: Any, recorder: Recorder) -> Runs:
@@ -364,12 +392,17 @@ def run_lengths(model: nn.Module, config: Any, recorder: Recorder) -> Runs:
     chunks = [getattr(config.get_text_config(), key, 0) for key in CHUNK_KEYS]
     long = max([UNITS[0], *(size for size in chunks if isinstance(size, int) and size <= 1024)])
     first_error: Exception | None = None
-    for grows, make_arguments in _list_arguments(model, config):
-        for u in (long, UNITS[1]):
-            try:
-                return _run_multiples(model, recorder, make_arguments, grows, u)
-            except Exception as error:  # a model may raise anything for inputs it does not read
-                first_error = first_error or error
+    attempts = product((nullcontext, _ZeroValues), _list_arguments(model, config), (long, UNITS[1]))
+    for values, (grows, make_arguments), u in attempts:
+        if values is _ZeroValues and "meta" not in str(first_error):
+            break
+        try:
+            with values():
+                runs = _run_multiples(model, recorder, make_arguments, grows, u)
+            runs.reads_values = values is _ZeroValues
+            return runs
+        except Exception as error:  # a model may raise anything for inputs it does not read
+            first_error = first_error or error
     raise first_error or SpecError(f"it reads {getattr(model, 'main_input_name', 'no ids')}")
 
 
@@ -404,7 +437,9 @@ def _step_arguments(output: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     name = "past_key_values" if output.get("past_key_values") is not None else "cache_params"
     if DECODER_IDS not in arguments:
         return {IDS: _ids(1), name: output[name]}
-    source = (output["encoder_last_hidden_state"],)
+    from transformers.modeling_outputs import BaseModelOutput
+
+    source = BaseModelOutput(last_hidden_state=output["encoder_last_hidden_state"])
     return {DECODER_IDS: _ids(1), "encoder_outputs": source, name: output[name]}
 
 

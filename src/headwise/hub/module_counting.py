@@ -20,9 +20,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attention.interfaces.core_types import AxisLayout
-from ..attention.masking.patterns import Window
+from ..attention.masking.patterns import Pattern, Window
 from ..costs.counted_model import CountedCore, CountedModel, CountedProducts, Growth
-from ..models.model_spec import WeightSpec
+from ..models.families.config_reader import TransformersConfig
+from ..models.families.quantization_config import EXPERTS, HEADS, StoredFormat, read_stored_format
+from ..models.model_spec import QuantizationSpec, WeightSpec
+from ..models.model_spec.quantization import LINEAR_ROLE
 from ..observe.inspect.attention_sites import find_attention
 from ..util.errors import SpecError, pluralise
 from .counting_runs import (
@@ -39,6 +42,7 @@ from .counting_runs import (
 )
 from .transformers_loading import build_without_weights, find_class_of_task
 
+ROUTERS = ("gate", "router", "shared_expert_gate")
 AXES = ("out", "in", "height", "width", "depth")
 
 
@@ -85,9 +89,55 @@ def _find_cores(model: nn.Module, runs: Runs) -> list[CountedCore]:
         if call.path in in_step:
             core = replace(core, step_keys=Growth.through(keys_of_step[call.path]))
         cores.append(core if entry is None else _with_cache(core, entry, module))
+    for core in _find_own_cores(model, runs, {call.path for call in first.cores}):
+        module: Any = model.get_submodule(core.name)
+        layer: Any = getattr(module, "layer_idx", None)
+        entry = entries.pop((core.role, layer), None)
+        if entry is not None:  # Falcon keeps a copy of shared keys and values for each query head
+            entry = entry._replace(cached=min(entry.cached, core.kv_values or entry.cached))
+        cores.append(core if entry is None else _with_cache(core, entry, module))
     for (role, index), entry in entries.items():
         cores.append(_with_cache(CountedCore(f"cache.{index}", role), entry, None))
     return cores
+
+
+def _find_own_cores(model: nn.Module, runs: Runs, called: set[str]) -> Iterator[CountedCore]:
+    """Yield the cores of attention layers that call no attention function, if their own products
+    are scores and values of all heads.
+    """
+    patterns: set[Pattern | None] = set()
+    for tokens, source in runs.whole:
+        for queries, keys, pattern in runs.whole[tokens, source].masks:
+            patterns |= {pattern} if queries == keys == tokens else set()
+    token = Growth(t=Fraction(1))
+    source = Growth(s=Fraction(1))
+    for one in find_attention(model):
+        site = one.site
+        flops = _growth(runs.whole, lambda run, path=site.path: run.flops.get(path, 0))
+        pair = Fraction(4 * site.q * site.dim)
+        sizes = {
+            Growth(tt=pair): (token, token),
+            Growth(ss=pair): (source, source),
+            Growth(ts=pair): (token, source),
+        }.get(flops)
+        if not pair or sizes is None or site.path in called:
+            continue
+        step = _growth(runs.steps, lambda run, path=site.path: run.flops.get(path, 0))
+        step_keys = Growth(*(size / pair for size in step))
+        is_self = sizes == (token, token)
+        yield CountedCore(
+            site.path,
+            "cross" if sizes == (token, source) else "attention",
+            site.q,
+            site.dim,
+            site.dim,
+            next(iter(patterns)) if is_self and len(patterns) == 1 else None,
+            Growth(c=Fraction(1)),
+            *sizes,
+            step_keys=step_keys,
+            kv_values=2 * site.kv * site.dim,
+            in_step=step != Growth(),
+        )
 
 
 def _with_cache(core: CountedCore, entry: CacheEntry, module: Any) -> CountedCore:
@@ -109,10 +159,13 @@ def _with_cache(core: CountedCore, entry: CacheEntry, module: Any) -> CountedCor
     )
 
 
-def _find_products(model: nn.Module, runs: Runs, cores: list[CountedCore]) -> list[CountedProducts]:
+def _find_products(
+    model: nn.Module, runs: Runs, cores: list[CountedCore], quantised: set[str]
+) -> list[CountedProducts]:
     """Return the matrix products of every module besides attention cores."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     attention = {core.name for core in cores}
+    own_cores = attention - {core.path for run in runs.whole.values() for core in run.cores}
     latent = {core.name for core in cores if core.step_sizes}
     paths: dict[str, None] = {}
     for run in runs.whole.values():
@@ -121,11 +174,11 @@ def _find_products(model: nn.Module, runs: Runs, cores: list[CountedCore]) -> li
     for path in paths:
         whole = _growth(runs.whole, lambda run, path=path: run.flops.get(path, 0))
         step = _growth(runs.steps, lambda run, path=path: run.flops.get(path, 0))
-        if whole == step == Growth():
+        if whole == step == Growth() or path in own_cores:
             continue
         module = model.get_submodule(path)
         weights = tuple(
-            _weight_spec(f"feed.{name}" if one.dim() < 3 else f"feed.expert.{name}", one)
+            _weight_spec(name, one, f"{path}.{name}" in quantised)
             for name, one in module.named_parameters(recurse=False)
         )
         routed = sum(weight.numel for weight in weights if len(weight.shape) == 3)
@@ -151,11 +204,30 @@ def _find_products(model: nn.Module, runs: Runs, cores: list[CountedCore]) -> li
     return products
 
 
-def _weight_spec(name: str, tensor: Tensor) -> WeightSpec:
+def _list_quantised(model: nn.Module, stored: StoredFormat | None) -> Iterator[str]:
+    """Yield the names of the matrices that quantisers convert: of linear maps and experts, besides
+    routers, the output head and the modules that a config leaves out.
+    """
+    included = stored.included if stored else ()
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    for path, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        is_linear &= path.rpartition(".")[2] not in ROUTERS and included != EXPERTS
+        is_linear &= module is not head or HEADS[0] in included
+        if stored is not None and not stored.has_module(path, module is head):
+            continue
+        for name, tensor in module.named_parameters(path, recurse=False):
+            is_expert = tensor.dim() == 3 and "expert" in path
+            if is_expert or (tensor.dim() == 2 and is_linear):
+                yield name
+
+
+def _weight_spec(name: str, tensor: Tensor, is_quantised: bool) -> WeightSpec:
     axes = ("experts", *AXES)[tensor.dim() != 3 :] if tensor.dim() < 4 else AXES
     names = axes[: tensor.dim()]
     layout = AxisLayout(tuple((axis,) for axis in names))
-    return WeightSpec(name, layout, dict(zip(names, tensor.shape, strict=True)))
+    role = LINEAR_ROLE if is_quantised else ""
+    return WeightSpec(name, layout, dict(zip(names, tensor.shape, strict=True)), role)
 
 
 Component = CountedCore | CountedProducts
@@ -181,8 +253,9 @@ def _star(path: str) -> str:
 # --- The model ------------------------------------------------------------------------------------
 
 
-def count_model(config: Any, name: str = "") -> CountedModel:
-    """Describe the model of a transformers config for cost estimates.
+def count_model(config: Any, name: str = "", reason: str = "") -> CountedModel:
+    """Describe the model of a transformers config for cost estimates; `reason` is why its modules
+    are counted, by default that headwise has no reader for it.
 
     >>> from transformers import Ernie4_5Config
     >>> sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
@@ -195,28 +268,36 @@ def count_model(config: Any, name: str = "") -> CountedModel:
     (1848, [24])
     """
     config = copy.deepcopy(config)  # transformers writes the chosen attention into it
+    for part in (config, config.get_text_config()):
+        if getattr(part, "use_cache", True) is False:  # as training leaves it
+            part.use_cache = True
     recorder = Recorder({}, getattr(config.get_text_config(), "index_topk", None))
     with recording(recorder), without_warnings():
         model = _build(config, name)
         recorder.paths = {module: path for path, module in model.named_modules()}
+        settings = TransformersConfig(config.to_dict(), config.model_type)
+        stored = read_stored_format(settings)
+        quantised = set(_list_quantised(model, stored))
         weights: Counter[WeightSpec] = Counter()
         for path, parameter in model.named_parameters():
-            weights[_weight_spec(_star(path), parameter)] += 1
+            weights[_weight_spec(_star(path), parameter, path in quantised)] += 1
         kind = type(model).__name__
-        notes = [f"headwise has no reader for {config.model_type!r}: counted from {kind}"]
+        reason = reason or f"headwise has no reader for {config.model_type!r}"
+        notes = [f"{reason}: counted from {kind}"]
         components: list[Component] = []
         cores: list[CountedCore] = []
         can_decode = False
         try:
             runs = run_lengths(model, config, recorder)
             cores = _find_cores(model, runs)
-            components = [*_find_products(model, runs, cores), *cores]
+            components = [*_find_products(model, runs, cores, quantised), *cores]
             can_decode = bool(runs.steps)
             notes += _list_notes(model, config, runs, cores)
             kind += f" of {_describe(cores)}"
         except Exception as error:  # a model may raise anything
-            reason = one_line(error)
-            notes.append(f"FLOPs and cache are unknown, because it does not run here: {reason}")
+            message = one_line(error)
+            notes.append(f"FLOPs and cache are unknown, because it does not run here: {message}")
+        notes += [] if stored is None else [stored.note]
     return CountedModel(
         name or config.model_type,
         kind,
@@ -225,6 +306,7 @@ def count_model(config: Any, name: str = "") -> CountedModel:
         tuple(notes),
         can_decode,
         _count_looked_up(model, [core.name for core in cores]),
+        QuantizationSpec(stored.format) if stored and stored.format else None,
     )
 
 
@@ -285,6 +367,8 @@ def _list_notes(
     """Yield what is not known about a model, or approximated."""
     if runs.step_error:
         yield f"decode steps and cache are unknown, because no step runs here: {runs.step_error}"
+    if runs.reads_values:
+        yield "it reads values of its inputs to decide what to compute; they are taken as zero"
     called = {core.name for core in cores}
     used: set[str] = set()
     states: set[int] = set()
@@ -322,8 +406,6 @@ def _list_notes(
     if idle:
         names = ", ".join(dict.fromkeys(map(_star, idle)))
         yield f"{names}: no part of the run, so its parameters are counted, its FLOPs are not"
-    if getattr(config, "quantization_config", None):
-        yield "quantization_config is not read; give the format as in --weights fp8"
 
 
 def _find_idle(module: nn.Module, path: str, active: set[str]) -> list[str]:

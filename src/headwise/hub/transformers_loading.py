@@ -87,7 +87,9 @@ def remove_code_settings(config: Mapping[str, Any], source: str) -> dict[str, An
         is_foreign = any(
             isinstance(one, (dict, list)) or one not in IMPLEMENTATIONS for one in values
         )
-        if (IMPLEMENTATION_KEY.fullmatch(key) and is_foreign) or (key in KERNEL_KEYS and value):
+        if (IMPLEMENTATION_KEY.fullmatch(str(key)) and is_foreign) or (
+            key in KERNEL_KEYS and value
+        ):
             raise SpecError(
                 f"{source} sets {key} to {str(value)[:60]!r}, which may run code of the Hub; "
                 "remove that line"
@@ -115,7 +117,7 @@ def _without_code_settings(value: Any) -> Any:
     return {
         key: _without_code_settings(one)
         for key, one in value.items()
-        if not IMPLEMENTATION_KEY.fullmatch(key) and key not in KERNEL_KEYS | IGNORED_KEYS
+        if not IMPLEMENTATION_KEY.fullmatch(str(key)) and key not in KERNEL_KEYS | IGNORED_KEYS
     }
 
 

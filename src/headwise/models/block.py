@@ -28,7 +28,6 @@ from ..util.errors import SpecError
 from .embeddings_heads import EmbeddingLayer, ModelInput, TokenTypeInput, pool_last
 from .feed_forward import FeedForward, MixtureOfExperts, NormLayer, SpecModule
 from .model_spec import (
-    ApproximateAttention,
     BlockSpec,
     ConvolutionSpec,
     ExpertsSpec,
@@ -79,10 +78,6 @@ class TransformerLayer(nn.Module):
         owners: SharedWeightOwners,
     ) -> None:
         super().__init__()
-        if isinstance(described.attention, ApproximateAttention):
-            raise SpecError(
-                f"cannot build {name}.attention: {described.attention.reason}; change its spec"
-            )
         self.spec = described
         self.name = name
         self.dropout = dropout

@@ -146,13 +146,6 @@ def build(
     """
     if not isinstance(spec, ModelSpec):
         raise SpecError(f"spec is of type {type(spec).__name__}; give a ModelSpec")
-    for stack in (stack for stack in spec.stacks if stack.tied_layers):
-        shared = f"all layers of {stack.name} use the weights of the first"
-        raise SpecError(f"cannot build {spec.name}: {shared}; set tied_layers=False")
-    for unsupported in spec.beyond:
-        raise SpecError(
-            f"cannot build {spec.name}: {unsupported.reason}; remove this part from the spec"
-        )
     if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise SpecError(
             f"dropout={dropout!r} is not a probability; give at least 0 and less than 1"

@@ -26,7 +26,6 @@ from ..models.distributed import Parallelism, ProcessInfo
 from ..models.distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
 from ..models.distributed.sharded_model import check_partition, shard_model
 from ..models.model_spec import (
-    ApproximateAttention,
     BlockSpec,
     EmbeddingSpec,
     ModelSpec,
@@ -175,10 +174,6 @@ def _replace_in_block(block: BlockSpec, edit: AttentionEdit, keep_positional: bo
     old = block.attention
     if old is None:
         return block
-    if isinstance(old, ApproximateAttention):
-        raise SpecError(
-            f"cannot replace an attention that is not fully described by a spec: {old.reason}"
-        )
     new = edit(old)
     pattern = old.pattern
     if new.pattern not in (Full(), Causal(), pattern):

@@ -64,14 +64,14 @@ def check_random_configs(family: str, seed: int, count: int) -> Counter[str]:
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_experts_are_chosen_as_in_transformers(family: str):
     outcomes = check_random_configs(family, 0, 6)
-    assert outcomes["refused" if family == "qwen2_moe" else "equal"] >= 3, outcomes
+    assert outcomes["equal"] >= 3, outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_experts_are_chosen_as_in_transformers_in_many_configs(family: str):
     outcomes = check_random_configs(family, 1, 60)
-    assert outcomes["refused" if family == "qwen2_moe" else "equal"] >= 30, outcomes
+    assert outcomes["equal"] >= 30, outcomes
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

@@ -18,7 +18,6 @@ import headwise as hw
 from headwise import costs
 from headwise.models import families, model_spec
 from headwise.models.model_spec import (
-    ApproximateAttention,
     BlockSpec,
     ConvolutionSpec,
     EmbeddingSpec,
@@ -34,7 +33,6 @@ from headwise.models.model_spec import (
     QuantizationSpec,
     RecurrentSpec,
     StackSpec,
-    UnsupportedPart,
     WeightFormat,
 )
 from support.layer_cases import EXAMPLES
@@ -74,7 +72,7 @@ EVERY = (
         heads=(OutputHeadSpec("tokens", 11, table="decoder", bias="learned", cap=3.0),),
     ),
     decoder(
-        block(ApproximateAttention(FULL, "it bends", (("bend", 3),))),
+        block(FULL),
         block(None),
         block(None, constant_sublayers=("attention",)),
         notes=("as told",),
@@ -140,8 +138,7 @@ EVERY = (
     ModelSpec(
         "one layer",
         "decoder",
-        (stack(block(), embedding=EmbeddingSpec(11), tied_layers=True),),
-        beyond=(UnsupportedPart("bends", (("decoder.0.feed.bend", 3),)),),
+        (stack(block(), embedding=EmbeddingSpec(11)),),
         quantization=QuantizationSpec(
             WeightFormat("narrow", 3, 2, 16, 8, 4, 8, 2, "flat"),
             ("*.*.feed",),
@@ -290,12 +287,6 @@ def test_a_stack_places_schedules_by_depth():
     ]
     assert depths == [(0, 0), (1, 1), (2, 2)]
     assert StackSpec.from_blocks("decoder", 12, built.layers) == built
-    near = StackSpec.from_blocks(
-        "decoder", 12, [BlockSpec(ApproximateAttention(SCHEDULED, "so"))] * 2
-    )
-    assert [layer.attention_specs["attention"] for layer in near.layers] == [
-        layer.attention_specs["attention"] for layer in built.layers[:2]
-    ]
 
 
 def test_an_unplaced_schedule_is_refused_with_the_reason():
@@ -433,28 +424,3 @@ def test_omissions_are_noted():
 def test_a_family_is_known_by_the_class_alone():
     assert families.read_model_spec({"architectures": ["Qwen3ForCausalLM"]}).name == "qwen3"
     assert families.read_model_spec({"architectures": ["GPT2LMHeadModel"]}).name == "gpt2"
-
-
-def test_biases_without_a_field_are_counted_and_noted():
-    model = config("deepseek_v3", attention_bias=True, architectures=["DeepseekV3Model"])
-    assert "attention_bias" in model.approximation_reasons()["decoder.1.attention"]
-    shape = {
-        name: size
-        for name, size in model.shapes().items()
-        if name.startswith("decoder.1.attention.project.")
-    }
-    assert shape["decoder.1.attention.project.q_down_bias"] == (1536,)
-    assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)
-
-
-def test_layers_that_reuse_the_first_have_no_parameters():
-    each, first = (stack(block(), block(), tied_layers=tied) for tied in (False, True))
-    assert [w.name for w in first.weights()] == [
-        w.name for w in each.weights() if not w.name.startswith("decoder.1.")
-    ]
-    assert len(first.layers) == 2
-    with pytest.raises(
-        hw.SpecError,
-        match="cannot build small: all layers of decoder use the weights of the first; ",
-    ):
-        hw.build(ModelSpec("small", "decoder", (first,)))

@@ -18,10 +18,13 @@ from ...attention.parts.rotary_embedding import (
     YaRN,
 )
 from ...attention.spec.attention_spec import AttentionSpec
-from ..model_spec import ApproximateAttention
 from .config_reader import TransformersConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
+LENGTH_DEPENDENT = {
+    "dynamic": "rescales the base with the length of the text",
+    **dict.fromkeys(("longrope", "su"), "divides each frequency by its own factor"),
+}
 LLAMA3_RAMP = (("low", 1.0), ("high", 4.0))
 SHARED_ROPE_KEYS = ("partial_rotary_factor",)  # top-level keys that concern every layer type
 SLIDING_ATTENTION = "sliding_attention"
@@ -71,7 +74,15 @@ class RopeConfig:
         self.rope_type = table.read_choice(name, "default", ROPE_TYPES)
 
     def make_rotary(self, dim: int, pairs: str = "half") -> Rotary:
-        """Return the rotary embedding for heads of dimension `dim`."""
+        """Return the rotary embedding for heads of dimension `dim`; refuse scalings that depend on
+        the length of a text.
+        """
+        if self.rope_type in LENGTH_DEPENDENT:
+            change = LENGTH_DEPENDENT[self.rope_type]
+            self.table.refuse(
+                f"rope_type {self.rope_type!r} {change}, which Rotary lacks",
+                "give another rope_type",
+            )
         dims = None if self.rotary_fraction == 1 else int(dim * self.rotary_fraction)
         return Rotary(base=self.theta, dims=dims, pairs=pairs, scaling=self.make_scaling())
 
@@ -89,26 +100,6 @@ class RopeConfig:
             )
             return Llama3Scaling(self.factor, low, high, self.original_length)
         return self._make_yarn() if self.rope_type == "yarn" else NoScaling()
-
-    def attention_with_limits(self, spec: AttentionSpec) -> AttentionSpec | ApproximateAttention:
-        """Return `spec`, marked as approximate if its RoPE depends on the sequence length
-        ("dynamic", "longrope").
-        """
-        if self.rope_type in ("longrope", "su"):
-            detail = (
-                "divides each frequency by its own factor, with other factors beyond "
-                f"{self.original_length} tokens"
-            )
-            return ApproximateAttention(
-                spec, f"rope_type {self.rope_type!r} {detail}, and rescales queries and keys"
-            )
-        if self.rope_type != "dynamic":
-            return spec
-        return ApproximateAttention(
-            spec,
-            "rope_type 'dynamic' rescales the base with the sequence length; exact up to "
-            f"{self.length} tokens",
-        )
 
     @property
     def factor(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from ...util.errors import SpecError, suggest
 from ...util.size_limits import MAX_HEAD_DIM, MAX_HEADS
-from ..model_spec import ModelSpec, OutputHeadSpec, StackSpec, UnsupportedPart
+from ..model_spec import ModelSpec, OutputHeadSpec, StackSpec
 
 REMOTE_CODE_KEYS = (
     "auto_map",
@@ -42,6 +42,14 @@ ACTIVATIONS = {
 }
 
 
+class UndescribedSetting(SpecError):
+    """A setting of a known family that no `ModelSpec` describes, as `fact` says."""
+
+    def __init__(self, message: str, fact: str) -> None:
+        super().__init__(message)
+        self.fact = fact
+
+
 class TransformersConfig:
     """The keys of one config.json, with typed readers that check every value.
 
@@ -58,6 +66,10 @@ class TransformersConfig:
     def fail(self, fact: str, remedy: str) -> NoReturn:
         """Raise a SpecError: the source, what is wrong, and how to correct it."""
         raise SpecError(f"{self.source}: {fact}; {remedy}")
+
+    def refuse(self, fact: str, remedy: str) -> NoReturn:
+        """Raise an UndescribedSetting."""
+        raise UndescribedSetting(f"{self.source}: {fact}; {remedy}", fact)
 
     def find_key(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
         """Return the name and value of the key that is present, or the first name and `default`.
@@ -111,10 +123,6 @@ class TransformersConfig:
         ):
             self.fail(f"{name} = {value!r} is not a positive number", f"give one such as {default}")
         return float(value)
-
-    def read_optional_float(self, name: str) -> float | None:
-        """Return a positive number, or None if the key is null or missing."""
-        return None if self.values.get(name) is None else self.read_float(name, default=1.0)
 
     def read_bool(self, name: str, default: bool) -> bool:
         """Return true or false; null counts as false, as in transformers."""
@@ -221,7 +229,7 @@ class TransformersConfig:
         = value ...`.
         """
         if self.values.get(name, default) not in (default, None):
-            self.fail(
+            self.refuse(
                 f"{name} = {self.values[name]!r} {reason}", f"give {default!r} or leave it out"
             )
 
@@ -375,9 +383,6 @@ def assemble_model(
     kind: str,
     stacks: tuple[StackSpec, ...],
     heads: tuple[OutputHeadSpec, ...],
-    unsupported_parts: tuple[UnsupportedPart, ...] = (),
 ) -> ModelSpec:
     """Return a model of the family of this config, with the notes that reading it has left."""
-    return ModelSpec(
-        config.family_name, kind, stacks, heads, tuple(config.notes), unsupported_parts
-    )
+    return ModelSpec(config.family_name, kind, stacks, heads, tuple(config.notes))

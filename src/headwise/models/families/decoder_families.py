@@ -16,11 +16,8 @@ from ...attention.parts.rotary_embedding import Rotary
 from ...attention.parts.softmax import SinkSoftmax
 from ...attention.presets import design
 from ..model_spec import (
-    ApproximateAttention,
     ExpertsSpec,
     FeedForwardSpec,
-    ModelSpec,
-    UnsupportedPart,
 )
 from .attention_config import (
     FULL_ATTENTION,
@@ -29,7 +26,7 @@ from .attention_config import (
     make_dot,
     read_ropes_by_layer_type,
 )
-from .config_reader import FAMILIES, TransformersConfig, register_family
+from .config_reader import TransformersConfig
 from .decoders import (
     Decoder,
     Extras,
@@ -99,19 +96,13 @@ def smollm3_layers(config: TransformersConfig, sizes: Sizes) -> list[LayerKind]:
 
 @family_function
 def experts(
-    count: int,
-    active: int,
-    scores: str = "",
-    hidden: int = 0,
-    shared: int = 0,
-    sparse: bool = False,
+    count: int, active: int, scores: str = "", hidden: int = 0, sparse: bool = False
 ) -> FeedReader:
     """Feed-forwards of experts, with these defaults.
 
     Without `scores` they are a softmax over all experts, or over the chosen ones if
-    `norm_topk_prob` is set. If `hidden` or `shared` is not 0, it is the default width of an expert,
-    or of one for all tokens. `sparse`: only every `decoder_sparse_step`-th layer has experts, and
-    `mlp_only_layers` have none.
+    `norm_topk_prob` is set. If `hidden` is not 0, it is the default width of an expert. `sparse`:
+    only every `decoder_sparse_step`-th layer has experts, and `mlp_only_layers` have none.
     """
 
     def read(config: TransformersConfig, sizes: Sizes, feed: FeedForwardSpec) -> list[LayerFeed]:
@@ -124,32 +115,15 @@ def experts(
         number = config.read_int(*EXPERT_KEYS, default=count)
         chosen = config.read_int("num_experts_per_tok", default=active, maximum=number)
         spec = ExpertsSpec(one, number, chosen, scores=scoring)
-        if shared:
-            width = config.read_int("shared_expert_intermediate_size", default=shared)
-            spec = replace(spec, shared=replace(feed, hidden=width))
         if not sparse:
             return [spec] * sizes.layers
-        return [spec if is_sparse else feed for is_sparse in _read_sparse_layers(config, sizes)]
+        step = config.read_int("decoder_sparse_step", default=1)
+        dense = config.read_list("mlp_only_layers") or []
+        return [
+            feed if layer in dense or (layer + 1) % step else spec for layer in range(sizes.layers)
+        ]
 
     return read
-
-
-def _read_sparse_layers(config: TransformersConfig, sizes: Sizes) -> list[bool]:
-    step = config.read_int("decoder_sparse_step", default=1)
-    named = config.read_list("mlp_only_layers") or []
-    return [layer not in named and not (layer + 1) % step for layer in range(sizes.layers)]
-
-
-@family_function
-def qwen2_moe(config: TransformersConfig, sizes: Sizes) -> Extras:
-    """A gate of the shared expert."""
-    gates = tuple(
-        (f"decoder.{layer}.feed.shared_gate", sizes.model)
-        for layer, is_sparse in enumerate(_read_sparse_layers(config, sizes))
-        if is_sparse
-    )
-    reason = "a sigmoid gate per token scales the shared expert, which ExpertsSpec lacks"
-    return Extras(unsupported=(UnsupportedPart(reason, gates),) if gates else ())
 
 
 @family_function
@@ -176,40 +150,15 @@ def gpt_oss(config: TransformersConfig, sizes: Sizes) -> Extras:
 # --- Command R, StableLM, Phi (2306.11644), Phi-3 (2404.14219) ------------------------------------
 
 
-def _normalised_heads(key: str, suffix: str, sizes: Sizes) -> tuple[Any, ...]:
-    reason = (
-        f"{key} subtracts the mean from queries and keys and has weights per head, "
-        "which QKNorm lacks"
-    )
-    queries = (f"q_norm.{suffix}", sizes.heads * sizes.dim)
-    return reason, (queries, (f"k_norm.{suffix}", sizes.kv * sizes.dim))
-
-
 @family_function
 def cohere(config: TransformersConfig, sizes: Sizes) -> Extras:
-    """Scaled logits; queries and keys may be normalised."""
-    extras = Extras(head={"scale": config.read_float("logit_scale", default=0.0625)})
-    if config.family_name == "cohere" and config.read_bool("use_qk_norm", False):
-        extras.approximate = _normalised_heads("use_qk_norm", "weight", sizes)
-    return extras
-
-
-@family_function
-def stablelm(config: TransformersConfig, sizes: Sizes) -> Extras:
-    """Queries and keys may be normalised."""
-    is_normalised = config.read_bool("qk_layernorm", False)
-    own = _normalised_heads("qk_layernorm", "weights", sizes) if is_normalised else ()
-    return Extras(approximate=own)
-
-
-@family_function
-def phi(config: TransformersConfig, sizes: Sizes) -> Extras:
-    """Queries and keys may be normalised."""
-    if not config.read_bool("qk_layernorm", False):
-        return Extras()
-    names = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
-    reason = "qk_layernorm subtracts the mean from queries and keys, which QKNorm does not"
-    return Extras(approximate=(reason, tuple((name, sizes.dim) for name in names)))
+    """Scaled logits."""
+    if config.family_name == "cohere":
+        reason = (
+            "subtracts the mean from queries and keys and has weights per head, which QKNorm lacks"
+        )
+        config.require_default("use_qk_norm", False, reason)
+    return Extras(head={"scale": config.read_float("logit_scale", default=0.0625)})
 
 
 @family_function
@@ -223,20 +172,6 @@ def phi3_rope(config: TransformersConfig, length: int) -> dict[str, RopeConfig]:
 
 
 # --- OLMo (2402.00838) and OLMo 3 -----------------------------------------------------------------
-
-
-@family_function
-def olmo(config: TransformersConfig, sizes: Sizes) -> Extras:
-    """Projections may be clipped."""
-    return Extras(approximate=_read_clip(config))
-
-
-def _read_clip(config: TransformersConfig) -> tuple[str, ...]:
-    """Return why clip_qkv makes the attention approximate, or () without it."""
-    clip = config.read_optional_float("clip_qkv")
-    if clip is None:
-        return ()
-    return (f"clip_qkv clips queries, keys and values at {clip:g}, which AttentionSpec lacks",)
 
 
 @family_function
@@ -380,7 +315,8 @@ def deepseek(config: TransformersConfig, sizes: Sizes) -> Extras:
                 "transformers"
             )
     default_scale = (dim + rope_dim) ** -0.5
-    is_biased = config.read_bool("attention_bias", False)
+    reason = "adds biases to the latent vectors, which MLAProjection lacks"
+    config.require_default("attention_bias", False, reason)
     spec = design(
         model=sizes.model,
         heads=sizes.heads,
@@ -388,19 +324,13 @@ def deepseek(config: TransformersConfig, sizes: Sizes) -> Extras:
         vdim=config.read_head_dim("v_head_dim", default=128),
         pattern="causal()",
         project=MLAProjection(rank=rank, rope=rope_dim, query_rank=query_rank),
-        bias="o" if is_biased else "",
         similarity=make_dot(default_scale * rope.attention_mscale() ** 2, default_scale),
         modifiers=(rope.make_rotary(rope_dim, pairs),),
     )
-    if not is_biased:
-        return Extras(attention=rope.attention_with_limits(spec))
-    ranks = {"project.q_down_bias": query_rank or 0, "project.kv_down_bias": rank + rope_dim}
-    own = tuple((name, size) for name, size in ranks.items() if size)
-    reason = "attention_bias adds biases to the latent vectors, which MLAProjection lacks"
-    return Extras(attention=ApproximateAttention(spec, reason, own))
+    return Extras(attention=spec)
 
 
-# --- GPT-2, StarCoder (2305.06161), GPT-Neo, GPT-J, GPT-NeoX, OPT (2205.01068), Falcon, MPT -------
+# --- GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT (2205.01068), BLOOM -------------------------------------
 
 
 @family_function
@@ -411,21 +341,6 @@ def gpt2_layers(config: TransformersConfig, sizes: Sizes) -> list[LayerKind]:
     by_depth = config.read_bool("scale_attn_by_inverse_layer_idx", False)
     divisors = range(1, sizes.layers + 1) if by_depth else [1] * sizes.layers
     return [LayerKind(similarity=make_dot(scale / divisor, default)) for divisor in divisors]
-
-
-@family_function
-def gpt_bigcode(config: TransformersConfig, sizes: Sizes) -> Extras:
-    """Scores may be unscaled."""
-    is_scaled = config.read_bool("scale_attn_weights", True)
-    return Extras(
-        design={"similarity": DotProduct() if is_scaled else make_dot(1.0, sizes.dim**-0.5)}
-    )
-
-
-@family_function
-def one_or_all(config: TransformersConfig, heads: int) -> int:
-    """One key-value head, or one per query head."""
-    return 1 if config.read_bool("multi_query", True) else heads
 
 
 @family_function
@@ -506,68 +421,7 @@ def opt(config: TransformersConfig, sizes: Sizes) -> Extras:
 @family_function
 def bloom(config: TransformersConfig, sizes: Sizes) -> Extras:
     """ALiBi, and a norm of the embeddings."""
-    reason = (
-        "apply_residual_connection_post_layernorm adds to the normalised input, which "
-        "BlockSpec lacks"
-    )
-    is_normed = config.read_bool("apply_residual_connection_post_layernorm", False)
-    return Extras(
-        modifiers=(Alibi(),),
-        embedding={"norm": sizes.norm},
-        unsupported=(UnsupportedPart(reason),) if is_normed else (),
-    )
-
-
-@family_function
-def falcon_kv(config: TransformersConfig, heads: int) -> int:
-    """num_kv_heads in the newer architecture, else one, or one per head."""
-    if config.read_bool("new_decoder_architecture", False):
-        kv = config.read_optional_int("num_kv_heads") or heads
-    else:
-        kv = one_or_all(config, heads)
-    if heads % kv:
-        config.fail(
-            f"num_attention_heads = {heads} is not a multiple of num_kv_heads = {kv}",
-            "give a divisor",
-        )
-    return kv
-
-
-@family_function
-def falcon(config: TransformersConfig, sizes: Sizes) -> Extras:
-    """The newer architecture has separate norms for attention and feed-forward."""
-    is_newer = config.read_bool("new_decoder_architecture", False)
-    norms = config.read_optional_int("num_ln_in_parallel_attn") or (2 if is_newer else 1)
-    placement = "parallel_two_norms" if is_newer and norms == 2 else "parallel"
-    is_parallel = config.read_bool("parallel_attn", True)
-    reason = "alibi adds 16-bit slopes before scores are scaled, which Alibi does not"
-    return Extras(
-        blocks={"placement": placement if is_parallel else "pre"},
-        approximate=(reason,) if config.read_bool("alibi", False) else (),
-    )
-
-
-@family_function
-def falcon_layers(config: TransformersConfig, sizes: Sizes) -> list[LayerKind]:
-    """RoPE or ALiBi."""
-    return [LayerKind(rope="alibi" if config.read_bool("alibi", False) else FULL_ATTENTION)] * (
-        sizes.layers
-    )
-
-
-@family_function
-def mpt(config: TransformersConfig, sizes: Sizes) -> Extras:
-    """ALiBi applies whatever the config contains, as in transformers."""
-    inner = config.read_table("attn_config") or TransformersConfig({}, config.source)
-    default = sizes.dim**-0.5
-    scale = inner.read_optional_float("softmax_scale") or default
-    steepest = inner.read_int("alibi_bias_max", default=8)
-    reasons = _read_clip(inner)
-    if sizes.heads & (sizes.heads - 1) or steepest != 8:
-        reasons = (
-            f"alibi_bias_max = {steepest} over {sizes.heads} heads gives slopes other than Alibi's",
-        )
-    return Extras({"similarity": make_dot(scale, default)}, (Alibi(),), approximate=reasons)
+    return Extras(modifiers=(Alibi(),), embedding={"norm": sizes.norm})
 
 
 # --- DCFormer and DCPythia (2405.08553): heads composed dynamically -------------------------------
@@ -620,22 +474,6 @@ def dcformer_feeds(
     hidden = config.read_optional_int("intermediate_size")
     hidden = hidden or -(-int(8 * sizes.model / 3) // 256) * 256
     return [replace(feed, hidden=hidden)] * sizes.layers
-
-
-# --- Gemma 3 with vision --------------------------------------------------------------------------
-
-
-@register_family("gemma3", "Gemma3", default_task="ForConditionalGeneration")
-def read_gemma3(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read the text decoder of a Gemma 3 with vision."""
-    text = config.read_table("text_config") or TransformersConfig({}, config.source)
-    text.family_name = config.family_name
-    text.notes = config.notes
-    config.add_note(
-        "vision_config: the vision tower and its projection into the decoder are left out"
-    )
-    task = "ForCausalLM" if task == "ForConditionalGeneration" else task
-    return FAMILIES["gemma3_text"].reader(text, task)
 
 
 register_families("decoders", Decoder, build_decoder)

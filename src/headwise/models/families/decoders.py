@@ -16,7 +16,6 @@ from ...attention.presets import design
 from ...attention.spec.attention_spec import AttentionSpec
 from ...util.size_limits import MAX_HEADS
 from ..model_spec import (
-    ApproximateAttention,
     BlockSpec,
     EmbeddingSpec,
     ExpertsSpec,
@@ -26,7 +25,6 @@ from ..model_spec import (
     OutputHeadSpec,
     PositionSpec,
     StackSpec,
-    UnsupportedPart,
 )
 from .attention_config import FULL_ATTENTION, SLIDING_ATTENTION, RopeConfig, read_layer_patterns
 from .config_reader import (
@@ -125,7 +123,6 @@ def _read(
 
 # --- Decoders -------------------------------------------------------------------------------------
 
-LayerAttention = AttentionSpec | ApproximateAttention
 LayerFeed = FeedForwardSpec | ExpertsSpec
 
 
@@ -157,8 +154,7 @@ class Extras:
     """Functions that a family adds to its table: see `build_decoder`.
 
     `design` are arguments of `design` for all layers, `blocks` of each `BlockSpec`, `embedding` and
-    `head` of the two ends. `approximate` holds the arguments of `ApproximateAttention` after the
-    spec, `attention` replaces the attention of all layers.
+    `head` of the two ends; `attention` replaces the attention of all layers.
     """
 
     design: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -166,9 +162,7 @@ class Extras:
     blocks: dict[str, Any] = field(default_factory=dict[str, Any])
     embedding: dict[str, Any] = field(default_factory=dict[str, Any])
     head: dict[str, Any] = field(default_factory=dict[str, Any])
-    approximate: tuple[Any, ...] = ()
-    attention: LayerAttention | None = None
-    unsupported: tuple[UnsupportedPart, ...] = ()
+    attention: AttentionSpec | None = None
     has_final_norm: bool = True
 
 
@@ -287,7 +281,7 @@ def build_decoder(config: TransformersConfig, task: str, family: Decoder) -> Mod
         "ForQuestionAnswering": [OutputHeadSpec("span", 2, bias="learned")],
     }
     heads = select_heads(config, family.tasks.get(task, task), heads_by_task)
-    return assemble_model(config, "decoder", (stack,), heads, extras.unsupported)
+    return assemble_model(config, "decoder", (stack,), heads)
 
 
 def _read_sizes(
@@ -315,7 +309,7 @@ def _read_sizes(
 
 def _make_attentions(
     config: TransformersConfig, family: Decoder, sizes: Sizes, extras: Extras
-) -> list[LayerAttention]:
+) -> list[AttentionSpec]:
     """Return the attention of each layer; layers of one kind share one spec."""
     if extras.attention is not None:
         return [extras.attention] * sizes.layers
@@ -334,16 +328,14 @@ def _make_attentions(
         "bias": read_switch(config, family.bias),
     }
     norms = () if family.qk_norm is None else (QKNorm(**family.qk_norm, eps=sizes.norm.eps),)
-    of_kind = dict[LayerKind, LayerAttention]()
+    of_kind = dict[LayerKind, AttentionSpec]()
     for kind in dict.fromkeys(kinds):
         rope = ropes.get(kind.rope)
         rotary = () if rope is None else (rope.make_rotary(sizes.dim, family.pairs),)
         own = {} if kind.similarity is None else {"similarity": kind.similarity}
         modifiers = (*norms, *rotary, *extras.modifiers)
-        spec = design(**args, pattern=kind.pattern, modifiers=modifiers, **extras.design, **own)
-        attention = rope.attention_with_limits(spec) if rope else spec
-        of_kind[kind] = (
-            ApproximateAttention(spec, *extras.approximate) if extras.approximate else attention
+        of_kind[kind] = design(
+            **args, pattern=kind.pattern, modifiers=modifiers, **extras.design, **own
         )
     return [of_kind[kind] for kind in kinds]
 

@@ -1,10 +1,7 @@
-"""Encoder-decoders: BART and its relatives (mBART, Marian, Pegasus, Blenderbot, M2M-100, Whisper),
-and T5.
-"""
+"""Encoder-decoders: BART and its relatives (mBART, Marian, Pegasus), and T5."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +18,6 @@ from ..model_spec import (
     OutputHeadSpec,
     PositionSpec,
     StackSpec,
-    UnsupportedPart,
 )
 from .config_reader import (
     ACTIVATIONS,
@@ -38,36 +34,24 @@ from .decoders import read_base, register_families
 
 @dataclass(frozen=True)
 class BartFamily:
-    """How a family differs: defaults of sizes, placement of norms, positions, norms after embedding
-    and last layer, biases.
+    """How a family differs: vocabulary, placement of norms, positions, and norms after embedding
+    and last layer.
 
-    `layers` counts encoder and decoder layers. `positions` are "learned", "halves" (first all
-    sines, then all cosines) or None; `skipped` rows precede the first position.
+    `positions` are "learned" or "halves" (first all sines, then all cosines); `skipped` rows
+    precede the first position.
     """
 
     prefix: str
     tokens: int
     placement: str = "post"
-    positions: str | None = "learned"
+    positions: str = "learned"
     skipped: int = 0
     embedding_norm: bool = False
     final_norm: bool = False
-    layers: Sequence[int] = (12, 12)
-    heads: int = 16
-    hidden: int = 4096
-    model: int = 1024
-    length: int = 1024
-    activation: str = "gelu"
-    bias: str = "qkvo"
-    head_bias: str = "constant"
-    is_scaled: bool = False
     default_task: str = "ForConditionalGeneration"
-    unsupported: str = ""
 
 
 UNTIED_REASON = "would create four embedding matrices, one of them not used"
-OWN_HEAD_REASON = "gives the output head its own matrix, which is not described"
-WIDTH_KEYS = ("d_model", "hidden_size")
 
 
 def build_bart(config: TransformersConfig, task: str, family: BartFamily) -> ModelSpec:
@@ -79,7 +63,6 @@ def build_bart(config: TransformersConfig, task: str, family: BartFamily) -> Mod
 
 register_families("encoder_decoders", BartFamily, build_bart)
 MARIAN = read_base("marian", BartFamily)
-WHISPER = read_base("whisper", BartFamily)
 
 
 @register_family("marian", "Marian", default_task="MTModel")
@@ -90,8 +73,8 @@ def read_marian(config: TransformersConfig, task: str) -> ModelSpec:
     is_shared = config.read_bool("share_encoder_decoder_embeddings", True)
     if is_shared and target not in (None, tokens):
         config.fail(f"decoder_vocab_size = {target} differs from vocab_size", "give both alike")
-    reason = UNTIED_REASON if is_shared else OWN_HEAD_REASON
-    config.require_default("tie_word_embeddings", True, reason)
+    reason = "gives the output head its own matrix, which is not described"
+    config.require_default("tie_word_embeddings", True, UNTIED_REASON if is_shared else reason)
     table = "encoder" if is_shared else "decoder"
     return _build_bart(config, task, MARIAN, (tokens, target or tokens), table)
 
@@ -106,18 +89,15 @@ def _build_bart(
     """Build a model; `table` is the stack that shares its token embedding with the output head. The
     decoder shares it too if `table` is "encoder".
     """
-    model = config.read_int(*WIDTH_KEYS, default=family.model)
-    length = config.read_int("max_position_embeddings", default=family.length)
-    positions = {
-        "learned": PositionSpec("learned", length, skipped=family.skipped),
-        "halves": PositionSpec("sinusoidal", length, layout="halves"),
-        None: None,
-    }
-    is_scaled = config.read_bool("scale_embedding", family.is_scaled)
+    model = config.read_int("d_model", "hidden_size", default=1024)
+    length = config.read_int("max_position_embeddings", default=1024)
+    positions = PositionSpec("learned", length, skipped=family.skipped)
+    if family.positions == "halves":
+        positions = PositionSpec("sinusoidal", length, layout="halves")
     embedding_args: dict[str, Any] = {
-        "positions": positions[family.positions],
+        "positions": positions,
         "norm": NormSpec() if family.embedding_norm else None,
-        "scale": model**0.5 if is_scaled else 1.0,
+        "scale": model**0.5 if config.read_bool("scale_embedding", False) else 1.0,
     }
     shared = "encoder" if table == "encoder" else ""
     embeddings = {
@@ -128,7 +108,7 @@ def _build_bart(
         _make_stack(config, family, model, name, embedding)
         for name, embedding in embeddings.items()
     )
-    head = OutputHeadSpec("tokens", tokens[1], bias=family.head_bias, table=table)
+    head = OutputHeadSpec("tokens", tokens[1], bias="constant", table=table)
     pool = HeadTransformSpec(model)
     labels = read_num_labels(config, 3)
     heads_by_task = {
@@ -139,29 +119,23 @@ def _build_bart(
         "ForQuestionAnswering": [OutputHeadSpec("span", 2, bias="learned")],
     }
     heads = select_heads(config, task, heads_by_task)
-    unsupported = (UnsupportedPart(family.unsupported),) if family.unsupported else ()
-    return assemble_model(config, "encoder-decoder", stacks, heads, unsupported)
+    return assemble_model(config, "encoder-decoder", stacks, heads)
 
 
 def _make_stack(
-    config: TransformersConfig,
-    family: BartFamily,
-    model: int,
-    name: str,
-    embedding: EmbeddingSpec | None,
+    config: TransformersConfig, family: BartFamily, model: int, name: str, embedding: EmbeddingSpec
 ) -> StackSpec:
     """Return the stack "encoder" or "decoder"."""
     is_encoder = name == "encoder"
     other_names = ("num_hidden_layers", "num_attention_heads") if is_encoder else ()
-    default = family.layers[0 if is_encoder else 1]
-    layers = config.read_num_layers(f"{name}_layers", *other_names[:1], default=default)
-    heads = config.read_num_heads(f"{name}_attention_heads", *other_names[1:], default=family.heads)
+    layers = config.read_num_layers(f"{name}_layers", *other_names[:1], default=12)
+    heads = config.read_num_heads(f"{name}_attention_heads", *other_names[1:], default=16)
     config.resolve_head_dim(model, heads)
-    hidden = config.read_int(f"{name}_ffn_dim", default=family.hidden)
-    act = config.read_activation("activation_function", family.activation)
+    hidden = config.read_int(f"{name}_ffn_dim", default=4096)
+    act = config.read_activation("activation_function", "gelu")
     feed = FeedForwardSpec(hidden, act, bias="ud")
-    full = design(model=model, heads=heads, bias=family.bias)
-    causal = design(model=model, heads=heads, bias=family.bias, pattern="causal()")
+    full = design(model=model, heads=heads, bias="qkvo")
+    causal = design(model=model, heads=heads, bias="qkvo", pattern="causal()")
     block = BlockSpec(full, feed=feed, placement=family.placement)
     if not is_encoder:
         block = replace(block, attention=causal, cross=full)
@@ -172,38 +146,6 @@ def _make_stack(
         embedding=embedding,
         norm=NormSpec() if family.final_norm else None,
     )
-
-
-# --- Whisper --------------------------------------------------------------------------------------
-
-
-@register_family("whisper", "Whisper", default_task="ForConditionalGeneration")
-def read_whisper(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read Whisper; the encoder's convolutions over spectrogram frames are not modelled."""
-    model = config.read_int(*WIDTH_KEYS, default=384)
-    tokens = config.read_int("vocab_size", default=WHISPER.tokens)
-    bins = config.read_int("num_mel_bins", default=80)
-    frames = config.read_int("max_source_positions", default=1500)
-    scale = model**0.5 if config.read_bool("scale_embedding", False) else 1.0
-    config.require_default("tie_word_embeddings", True, OWN_HEAD_REASON)
-    reason = (
-        f"audio enters by two convolutions and {frames} sinusoidal positions, which "
-        "EmbeddingSpec lacks"
-    )
-    convolutions = (
-        ("encoder.embedding.conv1", model * bins * 3 + model),
-        ("encoder.embedding.conv2", model * model * 3 + model),
-    )
-    positions = PositionSpec("learned", config.read_int("max_target_positions", default=448))
-    embedding = EmbeddingSpec(tokens, positions=positions, scale=scale)
-    stacks = (
-        _make_stack(config, WHISPER, model, "encoder", None),
-        _make_stack(config, WHISPER, model, "decoder", embedding),
-    )
-    head = OutputHeadSpec("tokens", tokens, table="decoder")
-    heads = select_heads(config, task, {"ForConditionalGeneration": [head], "Model": []})
-    audio = UnsupportedPart(reason, convolutions)
-    return assemble_model(config, "encoder-decoder", stacks, heads, (audio,))
 
 
 # --- T5 -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..model_spec import WEIGHT_FORMATS, ModelSpec, QuantizationSpec, WeightFormat, WeightSpec
 from ..model_spec.quantization import LAYER_MATRICES, is_linear
@@ -22,38 +22,75 @@ FLOAT32_BITS = 32
 SCALE_BITS = 16
 
 
-def with_quantization(
-    config: TransformersConfig, model: ModelSpec, names: WeightNames | None
-) -> ModelSpec:
-    """Return the model with the quantisation of its config, and a note that describes it.
+class StoredFormat(NamedTuple):
+    """The format of quantised weights, None if it is not known here, and which modules of a file
+    have it: none of `excluded`, and of layers those of `only` if it is given.
+    """
+
+    format: WeightFormat | None
+    fact: str
+    included: tuple[str, ...] = LAYER_MATRICES
+    excluded: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
+
+    @property
+    def note(self) -> str:
+        """Describe the format in one sentence."""
+        if self.format is None:
+            return self.fact
+        bits = f"{self.format.bits_per_weight:.4g} bits with their scales"
+        return f"{self.fact}, as {self.format.name} ({bits})"
+
+    def has_module(self, path: str, is_head: bool = False) -> bool:
+        """True if the matrix of a linear map at this path of a file is quantised."""
+        is_excluded = any(_is_part(path, module) for module in self.excluded)
+        if self.only is not None and not is_head:
+            is_excluded |= not any(_is_part(path, module) for module in self.only)
+        return not is_excluded
+
+
+def read_stored_format(config: TransformersConfig) -> StoredFormat | None:
+    """Return the format that a config names, or None for weights that are not quantised.
 
     An unknown method is not an error: the weights are counted in the format of the workload, and
     the note reports that.
     """
     table = config.read_table(KEY)
     if table is None:
-        return model
+        return None
     fact = f"{KEY}: the weights are stored in fewer bits"
     method = str(
         table.values.get("quant_method", "bitsandbytes" if "load_in_4bit" in table.values else "")
     )
     weight_format = READERS[method](table) if method in READERS else None
     if weight_format is None:
-        note = (
+        return StoredFormat(
+            None,
             f"{fact} by quant_method = {method!r}, which is not known here; they are counted "
-            "as if they were not"
+            "as if they were not",
         )
-        return replace(model, notes=(*model.notes, note))
     excluded = _read_modules(table, EXCLUDING_KEYS.get(method, ())) or []
-    quantization = QuantizationSpec(weight_format, _read_included(table, method))
-    if excluded and names is None:
-        note = f"{fact}; {', '.join(excluded)} are counted as quantised, although they are not"
-    else:
-        bits = f"{weight_format.bits_per_weight:.4g} bits with their scales"
-        note = f"{fact}, as {weight_format.name} ({bits})"
-        blocks = table.read_list("modules_in_block_to_quantize") if method == "gptq" else None
-        only = None if blocks is None else _flatten(blocks)
-        unquantised = _exclude_weights(model, names, excluded, only) if names else ()
+    blocks = table.read_list("modules_in_block_to_quantize") if method == "gptq" else None
+    only = None if blocks is None else tuple(_flatten(blocks))
+    return StoredFormat(weight_format, fact, _read_included(table, method), tuple(excluded), only)
+
+
+def with_quantization(
+    config: TransformersConfig, model: ModelSpec, names: WeightNames | None
+) -> ModelSpec:
+    """Return the model with the quantisation of its config, and a note that describes it."""
+    stored = read_stored_format(config)
+    if stored is None:
+        return model
+    if stored.format is None:
+        return replace(model, notes=(*model.notes, stored.note))
+    note = stored.note
+    quantization = QuantizationSpec(stored.format, stored.included)
+    if stored.excluded and names is None:
+        modules = ", ".join(stored.excluded)
+        note = f"{stored.fact}; {modules} are counted as quantised, although they are not"
+    elif names:
+        unquantised = _exclude_weights(model, names, stored)
         covered = [name for name in unquantised if quantization.covers_name(name)]
         quantization = replace(quantization, excluded=tuple(covered))
     return replace(model, notes=(*model.notes, note), quantization=quantization)
@@ -167,11 +204,8 @@ def _flatten(blocks: list[Any]) -> list[str]:
     return names
 
 
-def _exclude_weights(
-    model: ModelSpec, names: WeightNames, excluded: list[str], only: list[str] | None
-) -> list[str]:
-    """Return the names of our matrices that the file does not quantise: matrices in modules of
-    `excluded` and, with `only`, layer matrices outside its modules.
+def _exclude_weights(model: ModelSpec, names: WeightNames, stored: StoredFormat) -> list[str]:
+    """Return the names of our matrices that the file does not quantise.
 
     A pattern covers all layers if every layer that has the tensor is excluded.
     """
@@ -179,9 +213,7 @@ def _exclude_weights(
     for weight in model.weights():
         if is_linear(weight):
             path = _module_path(weight, names)
-            is_excluded = any(_is_part(path, module) for module in excluded)
-            if only is not None and not weight.name.startswith("head."):
-                is_excluded |= not any(_is_part(path, module) for module in only)
+            is_excluded = not stored.has_module(path, weight.name.startswith("head."))
             by_pattern[LAYER.sub(r"\1.*.", weight.name)][weight.name] = is_excluded
     patterns = list[str]()
     for pattern, layers in by_pattern.items():

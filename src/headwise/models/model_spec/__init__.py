@@ -23,12 +23,10 @@ from .components import (
 )
 from .model import (
     MODEL_KINDS,
-    ApproximateAttention,
     BlockSpec,
     LayerRun,
     ModelSpec,
     StackSpec,
-    UnsupportedPart,
     attention_weights,
 )
 from .quantization import WEIGHT_FORMATS, QuantizationSpec, WeightFormat
@@ -52,7 +50,6 @@ from .sublayers import (
 __all__ = [
     "MODEL_KINDS",
     "WEIGHT_FORMATS",
-    "ApproximateAttention",
     "BlockSpec",
     "ConvolutionSpec",
     "EmbeddingSpec",
@@ -65,7 +62,6 @@ __all__ = [
     "QuantizationSpec",
     "RecurrentSpec",
     "SequenceMixerSpec",
-    "UnsupportedPart",
     "WeightFormat",
     "attention_weights",
 ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any, ClassVar, TypeVar
 
 from ...attention.interfaces import Part
-from ...attention.interfaces.core_types import AxisLayout
 from ...attention.spec.attention_spec import AttentionSpec
 from ...attention.spec.serialization import dump_toml
 from ...util.errors import SpecError
@@ -44,25 +43,6 @@ NORMS_OF_PLACEMENT = {
 
 
 @dataclass(frozen=True, repr=False)
-class ApproximateAttention(SpecNode):
-    """An attention that no `AttentionSpec` describes exactly: the nearest spec, the difference, and
-    extra weights.
-
-    `like` is the nearest spec, used wherever a spec is needed; `reason` explains how the attention
-    differs. `more` lists weights that `like` lacks, by name and size, so parameter counts
-    are exact.
-    """
-
-    like: AttentionSpec
-    reason: str
-    more: tuple[tuple[str, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_named_sizes("ApproximateAttention", self.more)
-
-
-@dataclass(frozen=True, repr=False)
 class BlockSpec(SpecNode):
     """One layer: mixer, attention, cross-attention, feed-forward, in this order, each with a
     residual connection.
@@ -84,7 +64,7 @@ class BlockSpec(SpecNode):
         "placement": tuple(NORMS_OF_PLACEMENT),
         "form": ("plain", "merged"),
     }
-    attention: AttentionSpec | ApproximateAttention | None = None
+    attention: AttentionSpec | None = None
     cross: AttentionSpec | None = None
     feed: FeedForwardSpec | ExpertsSpec | None = None
     norm: NormSpec = DEFAULT_NORM
@@ -130,13 +110,9 @@ class BlockSpec(SpecNode):
 
     @property
     def attention_specs(self) -> dict[str, AttentionSpec]:
-        """The attention specs by name; of an `ApproximateAttention`, the nearest spec."""
-        own = (
-            self.attention.like
-            if isinstance(self.attention, ApproximateAttention)
-            else self.attention
-        )
-        return {name: spec for name, spec in (("attention", own), ("cross", self.cross)) if spec}
+        """The attention specs by name."""
+        named = (("attention", self.attention), ("cross", self.cross))
+        return {name: spec for name, spec in named if spec}
 
     def parts_with_schedule(self, layer: int, layers: int) -> list[tuple[Part, Part]]:
         """Parts that still depend on depth, each paired with its version for this layer."""
@@ -151,19 +127,17 @@ class BlockSpec(SpecNode):
             return self
         own = self.attention
         cross = self.cross
-        if isinstance(own, ApproximateAttention):
-            own = replace(own, like=own.like.at_depth(layer, layers))
-        else:
-            own = own and own.at_depth(layer, layers)
-        return replace(self, attention=own, cross=cross and cross.at_depth(layer, layers))
+        return replace(
+            self,
+            attention=own and own.at_depth(layer, layers),
+            cross=cross and cross.at_depth(layer, layers),
+        )
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """Yield every tensor of the block at this model width, by its name inside the block."""
         yield from add_prefix("mixer", "mixer", self.mixer.weights(width)) if self.mixer else ()
         for name, spec in self.attention_specs.items():
             yield from add_prefix(name, name, attention_weights(spec))
-        if isinstance(self.attention, ApproximateAttention):
-            yield from add_prefix("attention", "attention", make_vectors(self.attention.more))
         for name in self.constant_sublayers:
             yield from add_prefix(name, name, [make_weight("constant", "model", model=width)])
         yield from add_prefix("feed", "feed", self.feed.weights(width)) if self.feed else ()
@@ -199,22 +173,6 @@ def attention_weights(spec: AttentionSpec) -> Iterator[WeightSpec]:
             )
 
 
-def check_named_sizes(what: str, more: Iterable[tuple[str, int]]) -> None:
-    """Refuse a value of `more` that is not a sequence of (name, size) pairs."""
-    for row in more:
-        if [type(item) for item in row] != [str, int] or row[1] < 1:
-            raise SpecError(
-                f"{what}(more={more!r}) must name sizes; write more=(('project.k_bias', 12),)"
-            )
-
-
-def make_vectors(named: Iterable[tuple[str, int]]) -> Iterator[WeightSpec]:
-    """Weights with only a known number of elements, as vectors."""
-    return (
-        WeightSpec(name, AxisLayout.parse("channel"), {"channel": size}) for name, size in named
-    )
-
-
 @dataclass(frozen=True, repr=False)
 class LayerRun(SpecNode):
     """A sequence of blocks repeated `times` times: LayerRun(13, (local, full)) is 26 layers."""
@@ -237,8 +195,7 @@ class StackSpec(SpecNode):
 
     `runs` lists the layers, with repetition; stacks with equal layers are equal, however their runs
     are grouped. `StackSpec.from_blocks` takes one block per layer instead, finds repetition, and
-    replaces schedules by their numbers at each depth. With `tied_layers`, all layers use
-    the weights of the first (ALBERT, 1909.11942).
+    replaces schedules by their numbers at each depth.
 
     >>> block = BlockSpec(feed=FeedForwardSpec(12))
     >>> stack = StackSpec.from_blocks("decoder", 3, [block] * 5)
@@ -251,7 +208,6 @@ class StackSpec(SpecNode):
     runs: tuple[LayerRun, ...]
     embedding: EmbeddingSpec | None = None
     norm: NormSpec | None = None
-    tied_layers: bool = False
 
     @staticmethod
     def from_blocks(
@@ -312,7 +268,7 @@ class StackSpec(SpecNode):
                 f"{self.name}.embedding", "embedding", self.embedding.weights(self.model)
             )
         owned: dict[tuple[str, tuple[int, ...]], str] = {}
-        for depth, block in enumerate(self.layers[:1] if self.tied_layers else self.layers):
+        for depth, block in enumerate(self.layers):
             for w in block.weights(self.model):
                 name = f"{self.name}.{depth}.{w.name}"
                 key = (w.name, w.shape)
@@ -368,41 +324,6 @@ def _repeats(items: Sequence[Item], start: int, period: int) -> int:
 # --- Whole models ---------------------------------------------------------------------------------
 
 MODEL_KINDS = ("decoder", "encoder", "encoder-decoder", "vision")
-WEIGHT_ROLES = frozenset({"embedding", "mixer", "attention", "cross", "feed", "norm", "head"})
-
-
-@dataclass(frozen=True, repr=False)
-class UnsupportedPart(SpecNode):
-    """A part of a model that these specs cannot describe: the reason, and its tensors by name and
-    size.
-
-    Its tensors count as parameters of the model, but its computation is not costed, and `build`
-    refuses the model.
-
-    >>> [
-    ...     (w.name, w.numel, w.role)
-    ...     for w in UnsupportedPart("reads sound", (("encoder.embedding.conv1", 12),)).weights()
-    ... ]
-    [('encoder.embedding.conv1', 12, 'embedding')]
-    """
-
-    reason: str
-    more: tuple[tuple[str, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_named_sizes("UnsupportedPart", self.more)
-        for name, _ in self.more:
-            if name.count(".") < 2 or not WEIGHT_ROLES & set(name.split(".")):
-                raise SpecError(
-                    f"UnsupportedPart names {name!r}; write stack, place and name, as in "
-                    "'encoder.0.feed.gate'"
-                )
-
-    def weights(self) -> Iterator[WeightSpec]:
-        """Yield its tensors, each as a vector."""
-        for w in make_vectors(self.more):
-            yield replace(w, role=next(word for word in w.name.split(".") if word in WEIGHT_ROLES))
 
 
 @dataclass(frozen=True, repr=False)
@@ -412,8 +333,7 @@ class ModelSpec(SpecNode):
 
     Counting, building and saving all use the tensors that this spec lists. Heads read the last
     stack. For a model that was read from another format, `notes` lists properties that the spec
-    does not describe, and `beyond` parts with weights that it does not describe. `quantization`
-    lists the matrices that the checkpoint stores in fewer bits.
+    does not describe. `quantization` lists the matrices that the checkpoint stores in fewer bits.
 
     >>> stack = StackSpec.from_blocks("encoder", 3, [], embedding=EmbeddingSpec(tokens=11))
     >>> model = ModelSpec(
@@ -434,17 +354,11 @@ class ModelSpec(SpecNode):
     stacks: tuple[StackSpec, ...]
     heads: tuple[OutputHeadSpec, ...] = ()
     notes: tuple[str, ...] = ()
-    beyond: tuple[UnsupportedPart, ...] = ()
     quantization: QuantizationSpec | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, kind in (
-            ("stacks", StackSpec),
-            ("heads", OutputHeadSpec),
-            ("notes", str),
-            ("beyond", UnsupportedPart),
-        ):
+        for field, kind in (("stacks", StackSpec), ("heads", OutputHeadSpec), ("notes", str)):
             if not all(type(item) is kind for item in getattr(self, field)):
                 remedy = f"write {field}=({kind.__name__}(...),)"
                 raise SpecError(
@@ -535,8 +449,6 @@ class ModelSpec(SpecNode):
             yield from stack.weights()
         for head in self.heads:
             yield from add_prefix(f"head.{head.name}", "head", head.weights(self.stacks[-1].model))
-        for unsupported in self.beyond:
-            yield from unsupported.weights()
 
     def params(self) -> dict[str, WeightSpec]:
         """Return the spec of every tensor by its name."""
@@ -551,9 +463,7 @@ class ModelSpec(SpecNode):
         return {reader: f"{table}.embedding.tokens" for reader, table, _, _ in self._tied_readers()}
 
     def attention_specs(self) -> Iterator[tuple[str, AttentionSpec]]:
-        """Yield every attention by its name, such as "decoder.3.attention"; the nearest spec of an
-        approximate one.
-        """
+        """Yield every attention by its name, such as "decoder.3.attention"."""
         for stack in self.stacks:
             for depth, block in enumerate(stack.layers):
                 yield from (
@@ -574,15 +484,6 @@ class ModelSpec(SpecNode):
         """True if a layer is a recurrence or a convolution, so that each row must hold one text."""
         blocks = chain.from_iterable(stack.kinds_of_blocks for stack in self.stacks)
         return any(block.mixer for block in blocks)
-
-    def approximation_reasons(self) -> dict[str, str]:
-        """Return the names of attentions that no spec describes exactly, each with the reason."""
-        reasons = dict[str, str]()
-        for stack in self.stacks:
-            for depth, block in enumerate(stack.layers):
-                if isinstance(block.attention, ApproximateAttention):
-                    reasons[f"{stack.name}.{depth}.attention"] = block.attention.reason
-        return reasons
 
     def __str__(self) -> str:
         return dump_toml(to_plain(self))

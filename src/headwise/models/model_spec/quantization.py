@@ -93,6 +93,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
 LAYER_MATRICES = ("*.*.attention", "*.*.cross", "*.*.feed")  # names that begin so, by default
 # Matrices of attention that no quantiser converts, such as tables of position biases, are in none
 # of these slots.
+LINEAR_ROLE = "linear"
 LINEAR_SLOTS = frozenset({"project", "output"})
 
 
@@ -123,8 +124,9 @@ class QuantizationSpec(SpecNode):
         )
 
     def covers(self, weight: WeightSpec) -> bool:
-        """True if a tensor is quantised."""
-        return is_linear(weight) and self.covers_name(weight.name)
+        """True if a tensor is quantised; a model counted from its modules says it by the role."""
+        is_covered = is_linear(weight) and self.covers_name(weight.name)
+        return weight.role == LINEAR_ROLE or is_covered
 
 
 def is_linear(weight: WeightSpec) -> bool:

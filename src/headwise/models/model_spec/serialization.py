@@ -25,7 +25,7 @@ from ...util.errors import SpecError, suggest
 from ...util.files import read_text_file
 from ...util.size_limits import parse_json, parse_toml
 from .components import TOKENIZER_FIELDS, ProcessorSpec, SpecNode, to_plain
-from .model import ApproximateAttention, BlockSpec, ModelSpec, StackSpec, find_repeats
+from .model import BlockSpec, ModelSpec, StackSpec, find_repeats
 
 SpecDefaults = Mapping[str, Any] | None
 
@@ -361,7 +361,7 @@ class ModelTable:
             "stacks": [_stack_to_dict(stack, rows) for stack in model.stacks],
             "heads": heads,
             "ties": model.tied_weights(),
-            "notes": [*(part.reason for part in model.beyond), *model.notes],
+            "notes": list(model.notes),
         }
 
 
@@ -391,8 +391,6 @@ def _describe_block(block: BlockSpec) -> str:
         heads = spec.heads
         kv = "" if heads.kv == heads.q else f" on {heads.kv}"
         phrases.append(f"{name} {heads.q} x {heads.dim}{kv}, {spec.pattern.text}")
-    if isinstance(block.attention, ApproximateAttention):
-        phrases.append(f"approximately: {block.attention.reason}")
     phrases += [f"{name} one vector" for name in block.constant_sublayers]
     if block.form == "merged":
         phrases.append("merged with the mean over past tokens")

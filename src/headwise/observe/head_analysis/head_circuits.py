@@ -328,7 +328,7 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
     stack = next(stack for stack in native.spec.stacks if stack.name == stack_name)
     block = stack.layers[int(layer)]
     last = native.spec.stacks[-1]
-    place = f"{stack_name}.{0 if stack.tied_layers else layer}"
+    place = f"{stack_name}.{layer}"
 
     def fold(norm: NormSpec | None, name: str, table: Tensor, axis: int) -> Tensor:
         """Apply a norm's linear part to the channels on `axis` of a table, before or after the

@@ -171,11 +171,9 @@ class TowerSpecs:
         self.path_words = path_words
         self.reason = reason
         self.specs: dict[str, AttentionSpec] = {}
-        self.approximation_reasons: Mapping[str, str] = {}
         self.stacks: tuple[str, ...] = ()
         if model_spec is not None:
             self.specs.update(model_spec.attention_specs())
-            self.approximation_reasons = model_spec.approximation_reasons()
             self.stacks = tuple(stack.name for stack in model_spec.stacks)
             self.ability = _conversion_ability(model_spec, path_words)
 
@@ -196,9 +194,8 @@ class TowerSpecs:
         spec = self.specs.get(name)
         if spec is not None and not named and not self.path_words:
             site = replace(site, name=name, stack=name.partition(".")[0])
-        reasons = self.approximation_reasons
-        if spec is None or name in reasons:
-            return replace(site, spec_reason=reasons.get(name, self.reason))
+        if spec is None:
+            return replace(site, spec_reason=self.reason)
         return replace(
             site,
             heads=len(spec.score_head_of_output),
@@ -242,13 +239,7 @@ def _conversion_ability(model_spec: ModelSpec, path_words: tuple[str, ...]) -> A
         return Ability(False, str(error))
     if path_words:
         return Ability(False, "it belongs to a model that headwise does not load as a whole")
-    if any(stack.tied_layers for stack in model_spec.stacks):
-        return Ability(False, "all layers use the weights of the first")
-    reasons = [
-        *model_spec.approximation_reasons().values(),
-        *(part.reason for part in model_spec.beyond),
-    ]
-    return Ability(False, reasons[0]) if reasons else POSSIBLE
+    return POSSIBLE
 
 
 # --- All attention layers of a model --------------------------------------------------------------

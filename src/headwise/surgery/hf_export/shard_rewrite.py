@@ -103,8 +103,6 @@ def _sort_heads(form: CanonicalForm) -> CanonicalForm:
     """Sort query heads by their key-value head, and key-value heads by their first query head."""
     specs = dict(form.model_spec.attention_specs())
     tensors = dict(form.tensors)
-    if form.model_spec.approximation_reasons():
-        return form
     for site, spec in specs.items():
         heads = spec.heads
         weights = _site_tensors(form, site, spec)

@@ -316,7 +316,10 @@ def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
         projection = modules[_projection_path(path, declaration.output_name)]
         declared = declaration.projections
         heads = declaration.heads
-        kv_heads = heads if declared is None else declared.num_kv_heads
+        own_kv = read_positive_int(module, NUM_KV_HEADS_NAMES)
+        kv_heads = own_kv if own_kv and heads % own_kv == 0 else heads
+        if declared is not None:
+            kv_heads = declared.num_kv_heads
         sizes = HeadSizes(heads, kv_heads, get_input_width(projection) // heads)
         is_visible = _names_softmax(module)
         site = make_site(
