@@ -494,6 +494,14 @@ def summary(cls: type) -> str:
 
 
 @generates
+def families() -> str:
+    """What works for the families of 2026."""
+    import measured_pages
+
+    return measured_pages.format_families()
+
+
+@generates
 def interval_coverage() -> str:
     """Simulated coverage of intervals and rejection rates of tests."""
     import measured_pages

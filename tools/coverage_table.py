@@ -51,6 +51,7 @@ from headwise.observe.inspect.site import (
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 from support.config_fields import BASES, classify_fields, list_outcomes  # noqa: E402
+from support.head_means import zero_columns_of  # noqa: E402
 from support.small_configs import WORDS, configs  # noqa: E402
 
 # --- Sites ---------------------------------------------------------------------------------------
@@ -106,6 +107,7 @@ OUTPUT_PROJECTIONS = (
     "linear_out",
     "fc_out",
     "out",
+    "o_a_proj",
     "output",
     "output_projection",
     "attention_out",
@@ -383,6 +385,7 @@ def find_projection(model: nn.Module, path: str) -> OwnProjection | None:
             else f"{path}.{name}".strip(".")
         )
         columns = count_columns(modules.get(place))
+        columns *= getattr(modules.get(place), "n_groups", 1)  # of groups of heads, each apart
         if not columns:
             continue
         for names in HEAD_WIDTHS:
@@ -424,9 +427,7 @@ def count_columns(layer: nn.Module | None) -> int:
 def zero_columns(model: nn.Module, projection: OwnProjection, head: int) -> nn.Module:
     """Return a copy of the model whose output projection has zeros in the columns of one head."""
     pruned = copy.deepcopy(model)
-    layer = pruned.get_submodule(projection.path)
-    columns = slice(head * projection.width, (head + 1) * projection.width)
-    layer.weight[(slice(None), columns) if isinstance(layer, nn.Linear) else columns] = 0
+    zero_columns_of(pruned.get_submodule(projection.path), head, projection.width)
     return pruned
 
 
@@ -527,9 +528,9 @@ def _run_check(
         return f"check failed: {format_error(error)}"
 
 
-def format_error(error: Exception) -> str:
-    """Return the first 90 characters of an error's message."""
-    return " ".join(str(error).split())[:90] or type(error).__name__
+def format_error(error: Exception, length: int = 90) -> str:
+    """Return the first characters of an error's message."""
+    return " ".join(str(error).split())[:length] or type(error).__name__
 
 
 def write_table(rows: list[Row], stream: TextIO) -> None:

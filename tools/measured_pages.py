@@ -7,6 +7,7 @@ our tests in about a minute, and writes docs/interval-coverage.json; a slow test
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 import tomllib
@@ -301,6 +302,26 @@ def fault_rows() -> list[list[str]]:
 
 
 # --- Coverage of confidence intervals ------------------------------------------------------------
+
+CHECKS = ("ablated", "traced", "priced", "pruned", "converted")
+
+
+def format_families() -> str:
+    """Format docs/families.csv as a table, after a sentence with the shares of families."""
+    with (ROOT / "docs" / "families.csv").open(encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    with_attention = [row for row in rows if row["sites"] != "0"]
+    shares = list[str]()
+    for check in CHECKS:
+        done = sum(row[check] in ("yes", "plain", "resized") for row in with_attention)
+        shares.append(f"{check} {done}")
+    first = f"On {rows[0]['date']} with transformers {rows[0]['transformers']}, of "
+    first += f"{len(with_attention)} families with attention: {', '.join(shares)}."
+    names = ("family", "model_type", "sites", *CHECKS, "reason")
+    lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in rows)]
+    cells = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
+    return "\n".join([first, "", *(f"| {line} |" for line in cells)])
+
 
 COVERAGE = ROOT / "docs" / "interval-coverage.json"
 NUM_UNITS = (2, 3, 5, 8, 12, 19, 20, 40, 60)

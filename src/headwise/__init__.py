@@ -61,11 +61,10 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .observe.inspect.model_inputs import run_model
     from .observe.inspect.trace_capture import Capture, trace
     from .observe.traces import Trace, compare_traces, load_trace
+    from .surgery.any_model import convert, prune
     from .surgery.attention_replacement import fold_bias, fold_qk_transforms
-    from .surgery.conversion import convert
     from .surgery.distillation import uptrain
     from .surgery.module_surgery import convert_module, prune_module
-    from .surgery.pruning import prune
     from .surgery.verification.verify import verify
     from .training import Recipe, data, evaluate, train
     from .util.errors import CacheFull, NoBackend, SpecError, TrainingDiverged
@@ -124,11 +123,11 @@ _MODULE_OF_NAME = {
     "estimate_importance": "observe.head_analysis.head_importance",
     "measure_redundancy": "observe.head_analysis.head_redundancy",
     "attribute_logit": "observe.head_analysis.logit_attribution",
-    "prune": "surgery.pruning",
+    "prune": "surgery.any_model",
     "convert_module": "surgery.module_surgery",
     "prune_module": "surgery.module_surgery",
     "verify": "surgery.verification.verify",
-    "convert": "surgery.conversion",
+    "convert": "surgery.any_model",
     "uptrain": "surgery.distillation",
     "load_trace": "observe.traces",
     "compare_traces": "observe.traces",

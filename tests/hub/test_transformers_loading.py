@@ -328,7 +328,7 @@ def test_loaders_of_transformers_are_called_in_one_place():
 
 
 def test_scripts_without_headwise_have_the_same_arguments():
-    script = (SOURCE / "surgery" / "hf_export" / "load_model.txt").read_text()
+    script = (SOURCE / "hub" / "load_model.txt").read_text()
     for text in (
         model_folder.DRIVER,
         script,

@@ -129,7 +129,8 @@ def main(argv: list[str]) -> int:
     run = CompressionRun.from_options(args)
     from ..observe.inspect.attention_sites import sites
     from ..surgery import DropHeads
-    from ..surgery.pruning import list_text_uses, prune
+    from ..surgery.any_model import prune
+    from ..surgery.pruning import list_text_uses
 
     known_sites = sites(run.net)
     heads: list[tuple[str, int]] = []
@@ -393,7 +394,7 @@ def convert_main(argv: list[str]) -> int:
     conversion = _parse_conversion(args)
     run = CompressionRun.from_options(args)
     run.split_texts(conversion.text_uses)
-    from ..surgery.conversion import convert
+    from ..surgery.any_model import convert
 
     result = convert(
         run.net, conversion, run.selection_examples, kind=args.where, log=run.report_progress

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..report.progress import ProgressReporter
-from ..report.text import wrap
+from ..report.text import format_number, wrap
 from .arguments import (
     LoadingOptions,
     announce_placement,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ..models import Transformer
     from ..observe.head_analysis.annotated_examples import Example
     from ..surgery.model_and_texts import SurgeryResult
+    from ..surgery.module_surgery import ModuleChange
     from ..surgery.verification.efficiency import TimingOptions
     from ..surgery.verification.evaluation_tasks import EvaluationTasks
     from ..surgery.verification.perplexity import PerplexityOptions
@@ -259,7 +261,7 @@ class CompressionRun:
     """The original model, its folder, texts for changing and for verifying it, and notes."""
 
     args: Any
-    net: Transformer
+    net: Any
     source: Path | None
     selection_examples: list[Example]
     verification_examples: list[Example]
@@ -271,14 +273,21 @@ class CompressionRun:
     def from_options(args: SurgeryOptions) -> CompressionRun:
         """Read the model and the texts. Writes nothing."""
         from ..hub.pretrained_models import find_model, load
+        from ..models import Transformer
         from ..training.data import make_task
+        from ..util.errors import SpecError
 
         fields = parse_assignments(args.changes, "--set digits=3")
         task = None if args.task is None else make_task(args.task, **fields)
 
         announce_placement(args.model, args)
         folder = find_model(args.model)
-        model = load(folder, **args.loading)
+        try:
+            model: Any = load(folder, **args.loading)
+        except SpecError:
+            model = _load_unread(folder, args)
+            if model is None:
+                raise
         attach_named_tokenizer(model, args)
         examples, reading_notes = read_examples(model, args, task)
         # `verify` would raise these errors only after the model has been written.
@@ -286,7 +295,7 @@ class CompressionRun:
         from ..surgery.verification.efficiency import fit_lengths
 
         choose_objective(model, args.objective, examples[0])
-        if "seconds" in vars(args):
+        if "seconds" in vars(args) and isinstance(model, Transformer):
             fit_lengths(model, _timing_pace(args))
             _check_judges(model, args)
         source = folder if isinstance(folder, Path) else None
@@ -363,13 +372,16 @@ class CompressionRun:
             "uptraining": {"options": repr(options), "step": result.step, "curve": curve}
         }
 
-    def finish(self, result: SurgeryResult) -> int:
+    def finish(self, result: SurgeryResult | ModuleChange) -> int:
         """Retrain the changed model if asked, write it with its verification report, print a
         summary, and return the exit code.
         """
         from ..surgery.model_and_texts import OutputFolder, write_and_verify
+        from ..surgery.module_surgery import ModuleChange
         from ..surgery.verification.verify import VerificationOptions, render_summary
 
+        if isinstance(result, ModuleChange):
+            return self._finish_module(result)
         args = self.args
         model, retraining = self.retrain(result.after)
         record = result.record | retraining
@@ -394,6 +406,51 @@ class CompressionRun:
         data = verification.data | {"folder": {"kind": written.kind, "sentence": written.summary}}
         print_result(args, f"{render_summary(verification)}\n\n{more}", data)
         return 0 if verification.holds else 1
+
+    def _finish_module(self, result: ModuleChange) -> int:
+        """Write a changed transformers model, and print it with its quality before and after."""
+        from ..report.data import Table
+        from ..report.render import to_text
+        from ..surgery.verification.quality_metrics import describe_change, measure_quality
+
+        args = self.args
+        result = replace(result, notes=(*result.notes, *self.notes))
+        self.report_progress("comparing both models")
+        texts = self.verification_examples
+        before: Any = result.before
+        after: Any = result.after
+        quality = measure_quality(after, texts, args.objective, before)
+        written = result.save_pretrained(args.out, existing=args.existing)
+        self.report_progress("")
+        rows = list[tuple[str | None, ...]]()
+        for row in quality.rows:
+            value = None if row.before is None else format_number(row.before.value)
+            rows.append((row.name, value, format_number(row.after.value), describe_change(row)))
+        table = to_text(Table("", ("", "before", "after", "result"), rows))
+        note = "\n".join(wrap(written.summary, indent="  "))
+        data = result.record | {"quality": quality.data, "folder": written._asdict()}
+        notes = "\n".join(chain.from_iterable(wrap(line) for line in str(result).splitlines()))
+        print_result(args, "\n".join([notes, "", table, "", args.out, note]), data)
+        return 0
+
+
+def _load_unread(folder: Any, args: Any) -> Any:
+    """Return a transformers model that headwise does not load as its own; None if it has no
+    attention to change, or the command needs a model of headwise.
+    """
+    from ..hub.pretrained_models import load_original
+    from ..surgery.pruning_plan import describe_heads
+    from ..util.errors import SpecError
+
+    options = vars(args)
+    if any(options.get(name) for name in ("uptrain", "eval", "perplexity", "sweep")):
+        return None
+    try:
+        model = load_original(folder, **args.loading).eval()
+        describe_heads(model)
+    except SpecError:
+        return None
+    return model
 
 
 def _perplexity(args: Any) -> PerplexityOptions | None:

@@ -14,6 +14,7 @@ import logging
 import math
 import re
 import tempfile
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ from torch import nn
 from ..models import Transformer
 from ..models.hub_files import ADAPTER_FILE, CONFIG_FILE
 from ..models.model_spec import ModelSpec, ProcessorSpec
-from ..models.model_spec.serialization import TOKENIZER_FILE
+from ..models.model_spec.serialization import RECORD_FILE, TOKENIZER_FILE
 from ..models.save_load import check_processor
 from ..models.vocabulary import read_tokenizer_file
 from ..observe.inspect.model_tokenizer import (
@@ -196,11 +197,26 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     options = {"use_safetensors": True, "local_files_only": True, **SAFE_ARGUMENTS}
     if dtype is not None:
         options["dtype"] = dtype
+    changes = read_json(folder / RECORD_FILE).get("modules")
     with without_hub_kernels():
-        model = model_class.from_pretrained(folder, config=config, **options).eval()
+        if isinstance(changes, dict):  # heads of its layers that config.json cannot describe
+            model = load_resized(folder, changes, **options)
+        else:
+            model = model_class.from_pretrained(folder, config=config, **options).eval()
     for _ in note_zero_weights(folder, model.named_parameters()):
         pass
     return model
+
+
+LOADER_SOURCE = Path(__file__).with_name("load_model.txt")  # for folders, without headwise
+
+
+def load_resized(folder: Path, changes: Mapping[str, Any], **options: Any) -> nn.Module:
+    """Load a folder whose modules differ from its config.json, by our copy of its loader script."""
+    script = types.ModuleType("load_model")
+    script.__file__ = str(LOADER_SOURCE)
+    exec(compile(LOADER_SOURCE.read_text(encoding="utf-8"), script.__file__, "exec"), vars(script))
+    return script.load(folder, modules=changes, **options)
 
 
 @contextmanager

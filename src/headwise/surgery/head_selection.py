@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from torch import nn
 
 from .. import costs
 from ..models import Transformer
@@ -34,6 +35,7 @@ from .pruning_plan import (
     PruningPlan,
     collect_heads,
     count_heads,
+    describe_heads,
     list_rounded_shares,
     list_units,
 )
@@ -87,7 +89,7 @@ class HeadScores(NamedTuple):
 
 
 def score_heads(
-    net: Transformer,
+    net: nn.Module,
     examples: Sequence[Example],
     ranking: HeadRanking = DEFAULT_RANKING,
     log: LogFunction = lambda _: None,
@@ -111,7 +113,7 @@ def score_heads(
         )
     if ranking.method == RANDOM:
         heads: list[HeadId] = []
-        for site, count in count_heads(net.spec).items():
+        for site, count in count_heads(describe_heads(net)).items():
             heads += [(site, head) for head in range(count)]
         ranks = np.random.default_rng(ranking.seed).permutation(len(heads))
         return HeadScores(
@@ -165,7 +167,12 @@ KEEP_SCOPES = ("layer", "stack", "model")
 
 
 class HeadSelection(ABC):
-    """Strategy that chooses the heads a model keeps."""
+    """Strategy that chooses the heads a model keeps.
+
+    `takes_any_model`: it plans for models that headwise does not load as its own too.
+    """
+
+    takes_any_model: ClassVar[bool] = False
 
     @property
     def text_uses(self) -> tuple[str, ...]:
@@ -175,7 +182,7 @@ class HeadSelection(ABC):
         return ("heads were chosen",)
 
     @abstractmethod
-    def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
+    def plan(self, net: Any, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         """Choose the heads to keep, judged by `examples`; `log` is called with
         progress messages.
         """
@@ -201,6 +208,7 @@ class KeepTop(HeadSelection):
     removed.
     """
 
+    takes_any_model: ClassVar[bool] = True
     amount: float | int
     ranking: HeadRanking = DEFAULT_RANKING
     scope: str = "layer"
@@ -224,12 +232,12 @@ class KeepTop(HeadSelection):
         """Uses of the texts: the ranking of heads, unless it is random."""
         return () if self.ranking.method == RANDOM else super().text_uses
 
-    def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
+    def plan(self, net: Any, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("ranking heads")
         scores = score_heads(net, examples, self.ranking, log)
-        units_by_site = list_units(net.spec, self.unit)
+        units_by_site = list_units(describe_heads(net), self.unit)
         if self.scope == "model":
-            num_heads = sum(count_heads(net.spec).values())
+            num_heads = sum(count_heads(describe_heads(net)).values())
             self._check_amount("the model", num_heads)
             is_count = isinstance(self.amount, int)
             num_kept = self.amount if is_count else round(self.amount * num_heads)
@@ -244,7 +252,7 @@ class KeepTop(HeadSelection):
         }[self.scope]
         notes = (*list_rounded_shares(self.amount, self.scope, keep, units_by_site), *scores.notes)
         reason = f"the most important of {scope} by {scores.method}"
-        return PruningPlan.from_kept_heads(net.spec, keep, reason, notes)
+        return PruningPlan.from_kept_heads(describe_heads(net), keep, reason, notes)
 
     def _select_per_layer(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
@@ -295,6 +303,7 @@ class KeepTop(HeadSelection):
 class DropHeads(HeadSelection):
     """Remove the given heads, each a pair of site and index such as ("decoder.3.attention", 5)."""
 
+    takes_any_model: ClassVar[bool] = True
     heads: tuple[HeadId, ...]
 
     @property
@@ -302,8 +311,8 @@ class DropHeads(HeadSelection):
         """Nothing: the heads are given."""
         return ()
 
-    def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        return PruningPlan.without(net.spec, self.heads, "all but the listed heads")
+    def plan(self, net: Any, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
+        return PruningPlan.without(describe_heads(net), self.heads, "all but the listed heads")
 
 
 @dataclass(frozen=True)
@@ -315,10 +324,11 @@ class KeepOnePerCluster(HeadSelection):
     default of `hw.measure_redundancy`.
     """
 
+    takes_any_model: ClassVar[bool] = True
     ranking: HeadRanking = DEFAULT_RANKING
     max_distance: float | None = None
 
-    def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
+    def plan(self, net: Any, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("comparing heads")
         options = RedundancyOptions(
             seed=self.ranking.seed, max_distance=self.max_distance, num_permutations=1
@@ -339,7 +349,7 @@ class KeepOnePerCluster(HeadSelection):
                 num_clusters += 1
         reason = f"the most important head of each of {num_clusters} clusters"
         notes = (*scores.notes, *redundancy.notes)
-        return PruningPlan.from_kept_heads(net.spec, keep, reason, notes)
+        return PruningPlan.from_kept_heads(describe_heads(net), keep, reason, notes)
 
 
 def select_top_units(

@@ -4,16 +4,17 @@ the result.
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..hub.pretrained_models import load, open_model
 from ..hub.transformers_loading import read_live_processor
@@ -22,8 +23,8 @@ from ..models.model_spec.serialization import TOKENIZER_FILE
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.attention_sinks import DistinctExamples
 from ..observe.head_analysis.text_analysis import read_texts, text_reader
+from ..observe.inspect.attention_sites import sites
 from ..observe.inspect.model_inputs import get_device
-from ..observe.inspect.model_tokenizer import find_model_folder
 from ..util.errors import SpecError
 from ..util.output_paths import Existing, check_output, stage_folder
 from .attention_replacement import to_native_model
@@ -31,7 +32,7 @@ from .hf_export.model_folder import (
     COMPRESSED_MODEL,
     NO_FILES,
     WrittenFolder,
-    list_companion_files,
+    copy_companions,
     write_model_folder,
 )
 from .pruning_plan import fingerprint_model
@@ -43,6 +44,14 @@ class OriginalModel(NamedTuple):
 
     model: nn.Module
     tokenizer: object = None
+
+
+class UnreadModel(SpecError):
+    """Raised for a transformers model that headwise does not load as its own, with the reason."""
+
+    def __init__(self, reason: str, model: nn.Module) -> None:
+        super().__init__(reason)
+        self.model = model
 
 
 def read_model_and_texts(
@@ -60,7 +69,13 @@ def read_model_and_texts(
             "removes heads of any nn.Module, and hw.convert_module(model, kv, example) shares its "
             "keys and values"
         )
-    net = to_native_model(model)
+    try:
+        net = to_native_model(model)
+    except SpecError as error:
+        is_offloaded = any(parameter.is_meta for parameter in model.parameters())
+        if is_offloaded or not any(site.ablate.possible for site in sites(model)):
+            raise
+        raise UnreadModel(str(error), model) from None
     original = OriginalModel(model, tokenizer)
     if net is model:
         with text_reader(net, tokenizer) as reader:
@@ -72,6 +87,41 @@ def read_model_and_texts(
     needed = "required" if tokenizer is not None or has_strings else "if it fits"
     net.usage = read_live_processor(model, net.spec, tokenizer, needed)
     return original, net, *read_texts(net, texts)
+
+
+@contextmanager
+def read_example(
+    unread: UnreadModel, texts: Any, tokenizer: object
+) -> Iterator[tuple[list[Example], Any, tuple[str, ...]]]:
+    """Context with the texts as examples of a model that headwise does not load, an input to
+    compare the changed model on, and notes.
+    """
+    model: Any = unread.model
+    with text_reader(model, tokenizer) as reader:
+        examples, notes = read_texts(reader, texts)
+        if not examples and not is_language_model(model):
+            raise SpecError(
+                f"cannot compare the changed {type(model).__name__} without an input; give texts, "
+                "images, or hw.Example({name: tensor}, {}) in a list"
+            )
+        example: Any = examples[0].model_inputs if examples else random_ids(model)
+        reason = str(unread).removeprefix("config: ").partition(";")[0]
+        yield examples, example, (*notes, f"changed as a model of transformers: {reason}")
+
+
+def is_language_model(model: Any) -> bool:
+    """Return True if token ids are all that a transformers model needs."""
+    has_images = getattr(model.config, "vision_config", None) is not None
+    return model.main_input_name == "input_ids" and not has_images
+
+
+def random_ids(model: Any) -> dict[str, Tensor]:
+    """Return token ids for a language model of transformers."""
+    count = min(int(model.config.get_text_config().vocab_size), 1000)
+    ids = torch.randint(count, (1, 16), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(get_device(model))
+    names = ["input_ids", *(["decoder_input_ids"] if model.config.is_encoder_decoder else [])]
+    return dict.fromkeys(names, ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,15 +251,9 @@ def _save_original(model: nn.Module, tokenizer: object, net: Transformer, folder
             "the headwise model instead, hw.save(result.after, folder)"
         )
     save_model(folder)
-    own_folder = find_model_folder(model)
-    for path in () if own_folder is None else list_companion_files(own_folder):
-        target = folder / path.relative_to(own_folder or path)
-        if not target.exists():
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
-    save_tokenizer: Any = getattr(tokenizer, "save_pretrained", None)
+    copy_companions(model, tokenizer, folder)
     file = folder / TOKENIZER_FILE
-    if save_tokenizer is not None:
-        save_tokenizer(folder)
-    elif net.usage.tokenizer is not None and (tokenizer or not file.exists()):
+    if getattr(tokenizer, "save_pretrained", None) is not None:
+        return
+    if net.usage.tokenizer is not None and (tokenizer or not file.exists()):
         file.write_text(net.usage.tokenizer, encoding="utf-8")

@@ -24,7 +24,10 @@ from .attention_replacement import (
     remove_heads,
 )
 from .head_selection import HeadSelection, KeepTop
-from .model_and_texts import SurgeryResult, read_model_and_texts
+from .model_and_texts import (
+    SurgeryResult,
+    read_model_and_texts,
+)
 from .pruning_plan import HeadId, PruningPlan
 from .verification.model_comparison import full_precision, parameter_dtype
 
@@ -102,6 +105,17 @@ def list_text_uses(selection: HeadSelection, fold: str) -> tuple[str, ...]:
     return (*selection.text_uses, *(["mean outputs were computed"] if fold == "mean" else []))
 
 
+def read_selection(selection: HeadSelection | float) -> HeadSelection:
+    """Return a selection; a number is the fraction each layer keeps, as in `KeepTop`."""
+    strategy = KeepTop(selection) if isinstance(selection, (int, float)) else selection
+    if not isinstance(strategy, HeadSelection):
+        raise SpecError(
+            f"selection={selection!r} is no HeadSelection; give a fraction such as 0.5, or "
+            "hw.surgery.DropHeads(...)"
+        )
+    return strategy
+
+
 # --- Pruning --------------------------------------------------------------------------------------
 
 
@@ -162,36 +176,11 @@ def prune(
     tokenizer: object = None,
     log: Callable[[str], Any] = lambda _: None,
 ) -> PruningResult:
-    """Return a copy of a model without the heads that `selection` removes; a number is the fraction
-    each layer keeps.
-
-    `model` is a transformers or headwise model, which is not changed, or a name as in `hw.load`.
-    Heads are judged on `texts`: strings, pairs (source, target) for an encoder-decoder model, or
-    Examples. `tokenizer` is needed if the model comes without one. fold="mean" adds the average
-    output of the removed heads over the texts to the output bias, fold="bias" the part of it that
-    comes from their value bias. `save_pretrained` of the result writes the pruned model.
-
-    >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}
-    ...     ),
-    ...     seed=0,
-    ... )
-    >>> done = prune(net, hw.surgery.DropHeads((("decoder.0.attention", 3),)))
-    >>> (
-    ...     done.plan.summary,
-    ...     hw.costs.count_parameters(net.spec) - hw.costs.count_parameters(done.after.spec),
-    ... )
-    ('7 of 8 heads kept, all but the listed heads', 70)
+    """Return a copy of a model without the heads that `selection` removes, as `hw.prune` does for
+    models that headwise loads as its own; raises UnreadModel for others.
     """
+    strategy = read_selection(selection)
     original, net, examples, notes = read_model_and_texts(model, texts, tokenizer)
-    strategy = KeepTop(selection) if isinstance(selection, (int, float)) else selection
-    if not isinstance(strategy, HeadSelection):
-        raise SpecError(
-            f"selection={selection!r} is no HeadSelection; give a fraction such as 0.5, or "
-            "hw.surgery.DropHeads(...)"
-        )
     source, plan = strategy.prepare(net, examples, log)
     plan = replace(plan, notes=(*plan.notes, *notes))
     if not plan.removed_heads:

@@ -7,17 +7,56 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from ..attention.presets import design
 from ..attention.spec.attention_spec import AttentionSpec
 from ..models import Transformer
 from ..models.model_spec import ModelSpec, to_json
+from ..observe.inspect.abilities import kv_sharing_reason
+from ..observe.inspect.attention_sites import find_attention
 from ..util.errors import SpecError, suggest
 
 HeadId = tuple[str, int]  # name of an attention, index of a head
 KeptHeads = Mapping[str, tuple[int, ...]]
+
+
+class SiteSpecs(NamedTuple):
+    """The heads of a model that headwise does not load as its own, as specs of its sites."""
+
+    name: str
+    specs: tuple[tuple[str, AttentionSpec], ...]
+
+    def attention_specs(self) -> tuple[tuple[str, AttentionSpec], ...]:
+        """Return the name and the spec of every site."""
+        return self.specs
+
+
+HeadSpecs = ModelSpec | SiteSpecs
+
+
+def describe_heads(model: nn.Module) -> HeadSpecs:
+    """Return the spec of a headwise model; of another one, its attentions whose calls can be read
+    and whose key-value heads no other layer reads. Recurrent mixers are left out.
+    """
+    if isinstance(model, Transformer):
+        return model.spec
+    specs = list[tuple[str, AttentionSpec]]()
+    for one in find_attention(model):
+        site = one.site
+        is_free = not kv_sharing_reason([one.module]) and site.same_as is None
+        if one.adapter == "transformers" and site.observe.possible and is_free:
+            spec = design(model=site.q * site.dim, heads=site.q, kv=site.kv, dim=site.dim)
+            specs.append((site.name, spec))
+    if not specs:
+        raise SpecError(
+            f"no attention of {type(model).__name__} can lose key-value heads: its calls cannot be "
+            "read, or layers share their keys and values; name heads for hw.prune_module"
+        )
+    return SiteSpecs(type(model).__name__, tuple(specs))
 
 
 @dataclass(frozen=True)
@@ -40,7 +79,7 @@ class PruningPlan:
 
     @staticmethod
     def from_kept_heads(
-        model_spec: ModelSpec,
+        model_spec: HeadSpecs,
         keep: Mapping[str, Iterable[int]],
         reason: str,
         notes: Sequence[str] = (),
@@ -70,7 +109,7 @@ class PruningPlan:
 
     @staticmethod
     def without(
-        model_spec: ModelSpec, heads: Iterable[HeadId], reason: str, notes: Sequence[str] = ()
+        model_spec: HeadSpecs, heads: Iterable[HeadId], reason: str, notes: Sequence[str] = ()
     ) -> PruningPlan:
         """Return a plan that removes the given heads."""
         removed: dict[str, list[int]] = {}
@@ -130,7 +169,7 @@ class PruningPlan:
         }
 
 
-def count_heads(model_spec: ModelSpec) -> dict[str, int]:
+def count_heads(model_spec: HeadSpecs) -> dict[str, int]:
     """Return the number of output heads of each attention, by site."""
     return {site: len(spec.score_head_of_output) for site, spec in model_spec.attention_specs()}
 
@@ -156,7 +195,7 @@ class HeadUnit:
     heads: tuple[int, ...]
 
 
-def list_units(model_spec: ModelSpec, kind: str = "auto") -> dict[str, tuple[HeadUnit, ...]]:
+def list_units(model_spec: HeadSpecs, kind: str = "auto") -> dict[str, tuple[HeadUnit, ...]]:
     """Return the units of every site: single heads ("head"), or the query heads of one key-value
     head ("group").
 

@@ -288,9 +288,9 @@ class SurgeryRecord(NamedTuple):
         }
         unused_tensors = table.get("unused_tensors", [])
         described = table.get("model")
-        if not isinstance(unused_tensors, list) or (described is None) != (
-            table["kind"] != "resized"
-        ):
+        is_resized = table["kind"] == "resized"
+        is_described = described is not None or (is_resized and "modules" in table)
+        if not isinstance(unused_tensors, list) or is_described != is_resized:
             raise SpecError(
                 f"{path} lacks fields of a folder of kind {table['kind']!r}; copy the folder again"
             )

@@ -64,6 +64,12 @@ def unprunable_reason(parts: Sequence[nn.Module]) -> str:
                 f"its weights are quantised ({kind}); prune the unquantised model, then "
                 "quantise it again"
             )
+    return ""
+
+
+def kv_sharing_reason(parts: Sequence[nn.Module]) -> str:
+    """Explain why key-value heads of these modules cannot change; "" if they can."""
+    for module in chain.from_iterable(part.modules() for part in parts):
         if getattr(module, "is_kv_shared_layer", False):
             return "it reads the keys and values of another layer"
         if getattr(module, "store_full_length_kv", False):

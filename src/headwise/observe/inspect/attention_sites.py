@@ -19,7 +19,14 @@ from ...models import families
 from ...models.families import get_weight_names
 from ...models.model_spec import ModelSpec
 from ...util.errors import SpecError
-from .abilities import compiled_part_reason, is_compiled, unhookable_reason, unprunable_reason
+from .abilities import (
+    compiled_part_reason,
+    is_compiled,
+    kv_sharing_reason,
+    unhookable_reason,
+    unprunable_reason,
+)
+from .adapters.declarations import has_own_config
 from .adapters.example_run import (
     UNCLEAR_TRACE,
     find_torch_attention,
@@ -103,14 +110,18 @@ def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[S
     """Yield the sites; abilities that this model rules out are replaced by the reason."""
     modules = model.named_modules(remove_duplicate=False)
     compiled = {path: module for path, module in modules if is_compiled(module)}
+    shared = {site_module.site.same_as for site_module in sites}
     for site_module in sites:
         site = site_module.site
+        is_shared = site.same_as is not None or site.name in shared
+        if site_module.adapter == "transformers" and site.observe.possible and not is_shared:
+            site = replace(site, prune=POSSIBLE, convert=POSSIBLE)  # as modules of transformers
         parts = [site_module.module, *(override.module for override in site_module.overrides)]
         reason = unhookable_reason(model, parts) or compiled_part_reason(compiled, site.path)
         able = [name for name in ("observe", "ablate") if getattr(site, name).possible]
         if reason:
             site = replace(site, **dict.fromkeys(able, Ability(False, reason)))
-        reason = unprunable_reason(parts)
+        reason = unprunable_reason(parts) or kv_sharing_reason(parts)
         if reason:
             site = replace(site, prune=Ability(False, reason), convert=Ability(False, reason))
         yield site_module._replace(site=site)
@@ -335,7 +346,9 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
     specified: list[SiteModule] = []
     for site_module in _rename_duplicates(split_shared_modules(model, placed)):
         site = site_module.site
-        if site.spec is None:
+        if has_own_config(site_module.module):
+            site = replace(site, spec_reason="its heads differ from those in the model's config")
+        elif site.spec is None:
             for tower in towers:
                 if not tower.path_words or any(word in site.path for word in tower.path_words):
                     site = tower.describe(site)

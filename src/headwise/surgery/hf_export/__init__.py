@@ -4,4 +4,5 @@
 otherwise one with a loader script, otherwise a headwise folder. It loads the folder in a fresh
 process without headwise and compares outputs. `shard_rewrite` rewrites the weights shard by shard,
 `resized_modules` finds the module attributes and shapes that the loader script has to change.
+`module_folder` writes models that were changed as modules, without a spec.
 """

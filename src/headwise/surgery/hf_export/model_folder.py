@@ -16,13 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import models
 from ...attention.spec.heads import Heads
 from ...hub.checkpoint_weights import open_folder
 from ...hub.pretrained_models import CONFIG_FILE, load_transformers_folder
-from ...hub.transformers_loading import check_config_values, remove_code_settings
+from ...hub.transformers_loading import (
+    LOADER_SOURCE,
+    check_config_values,
+    remove_code_settings,
+)
 from ...models import Transformer
 from ...models.families import get_weight_names, read_model_spec, write_config
 from ...models.families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
@@ -38,6 +42,7 @@ from ...models.model_spec.serialization import (
     WEIGHTS_FILE,
     SurgeryRecord,
 )
+from ...observe.inspect.model_tokenizer import find_model_folder
 from ...util.errors import SpecError, pluralise
 from ...util.files import sha256, sync_folder
 from ...util.output_paths import FolderKind, stage_folder
@@ -337,9 +342,6 @@ def _write_first_kind(
 
 
 LOADER_NAME = "load_model.py"
-LOADER_SOURCE = Path(__file__).with_name(
-    "load_model.txt"
-)  # for users without headwise; not imported here
 
 
 def _add_loader(
@@ -390,6 +392,21 @@ def list_companion_files(source: Path) -> Iterator[Path]:
                     yield file
         elif path.is_file() and COMPANION_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
             yield path
+
+
+def copy_companions(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Copy the files beside the weights of a live model to a folder, and write the tokenizer if it
+    can be saved.
+    """
+    own_folder = find_model_folder(model)
+    for path in () if own_folder is None else list_companion_files(own_folder):
+        target = folder / path.relative_to(own_folder or path)
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+    save_tokenizer = getattr(tokenizer, "save_pretrained", None)
+    if save_tokenizer is not None:
+        save_tokenizer(folder)
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
@@ -465,7 +482,7 @@ print("RESULT", json.dumps({"match": match, "errors": errors}))
 
 
 class LoadCheck(NamedTuple):
-    """Result of a check: whether outputs agree, with which candidate, and a message for the user."""
+    """Result of a check: whether outputs agree, with which candidate, and a message to show."""
 
     agrees: bool
     candidate: int

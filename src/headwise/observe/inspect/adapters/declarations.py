@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -128,6 +128,28 @@ class AttentionSite:
                 f"those of {self.heads} "
                 f"heads and {self.num_kv_heads} key-value heads; give other heads"
             )
+
+
+class OwnConfig:
+    """Config of one module whose heads differ from those of the model: that of the model, except
+    for some values.
+
+    >>> OwnConfig(nn.Linear(4, 4), {"in_features": 2}).out_features
+    4
+    """
+
+    def __init__(self, config: object, own_values: Mapping[str, int]) -> None:
+        vars(self).update(own_values, shared_config=config, own_values=dict(own_values))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "shared_config" not in vars(self):
+            raise AttributeError(name)
+        return getattr(vars(self)["shared_config"], name)
+
+
+def has_own_config(module: nn.Module) -> bool:
+    """Return True if the module has an `OwnConfig`, of this class or of the loader script."""
+    return "shared_config" in getattr(getattr(module, "config", None), "__dict__", {})
 
 
 class AttentionDeclaration(NamedTuple):

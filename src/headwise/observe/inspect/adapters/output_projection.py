@@ -106,6 +106,7 @@ def _read_int(holder: Any, name: str) -> int:
 
 NUM_HEADS_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "heads")
 NUM_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
+GROUP_SIZE_NAMES = ("num_key_value_groups", "num_kv_groups", "n_rep")
 HEAD_DIM_NAMES = (
     "qk_head_dim",
     "head_dim",

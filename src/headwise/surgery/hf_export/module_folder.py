@@ -1,0 +1,253 @@
+"""Folders of changed transformers models that headwise has no spec of: a plain checkpoint if a
+config describes the new heads, else a folder with a loader script. Each is loaded and compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ...hub.pretrained_models import CONFIG_FILE
+from ...hub.transformers_loading import (
+    LOADER_SOURCE,
+    build_without_weights,
+    load_model,
+    load_resized,
+    remove_code_settings,
+)
+from ...models.families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
+from ...models.model_spec.serialization import RECORD_FILE, RECORD_FORMAT
+from ...observe.inspect.adapters.declarations import OwnConfig
+from ...observe.inspect.model_inputs import ModelInputs
+from ...observe.inspect.site import Site
+from ...util.errors import SpecError
+from ...util.files import sha256
+from ...util.output_paths import Existing, stage_folder
+from ..model_outputs import TOLERANCE, largest_difference, run_and_record
+from ..resized_attention import HeadCounts
+from .model_folder import COMPRESSED_MODEL, LOADER_NAME, WrittenFolder, copy_companions
+
+SiteCounts = Mapping[str, tuple[Site, HeadCounts, HeadCounts]]
+
+
+class ChangedModels(NamedTuple):
+    """A transformers model before and after a change, and the tokenizer that the caller gave."""
+
+    before: Any
+    after: nn.Module
+    tokenizer: object = None
+
+
+class OutputTarget(NamedTuple):
+    """A folder to write, what happens to an earlier one, and the record of the changes."""
+
+    folder: Path
+    existing: Existing
+    record: Mapping[str, Any]
+
+
+def write_module_folder(
+    models: ChangedModels,
+    counts: SiteCounts,
+    inputs: ModelInputs,
+    target: OutputTarget,
+) -> WrittenFolder:
+    """Write a changed transformers model to a new folder that transformers loads, with the changes
+    made in heads.json.
+
+    `counts` are the heads of every attention before and after. The folder is read back, and its
+    outputs on `inputs` must be those of `after`.
+    """
+    before, after, tokenizer = models
+    if getattr(after, "save_pretrained", None) is None:
+        raise SpecError(
+            f"{type(after).__name__} has no save_pretrained and config of transformers; save its "
+            "state_dict, and apply the change again to load it"
+        )
+    after, is_stored_once = _with_plain_parameters(before, after)
+    expected = run_and_record(after, inputs, ())
+    config, reason = (before.config, "") if is_stored_once else find_config(after, counts)
+    with stage_folder(target.folder, COMPRESSED_MODEL, target.existing) as fresh:
+        document: dict[str, Any] = {
+            "format": RECORD_FORMAT,
+            "change": dict(target.record),
+            "source": {},
+        }
+        if config is not None:
+            _save(after, config, fresh)
+            loaded = load_model(fresh, after.dtype)
+            sentence = "A transformers checkpoint: config.json describes every layer, and "
+            sentence += "AutoModel.from_pretrained loads it."
+            if is_stored_once:
+                sentence += " Rows of shared heads are repeated in it."
+            document |= {"kind": "transformers", "sentence": sentence}
+        else:
+            modules = list_module_changes(before, after)
+            _save(after, after.config, fresh)
+            (fresh / LOADER_NAME).write_bytes(LOADER_SOURCE.read_bytes())
+            sentence = f"Not a plain transformers checkpoint, because {reason}; load it with "
+            sentence += f"hw.heads, hw.trace and other functions, or {LOADER_NAME}."
+            loader = {"name": LOADER_NAME, "sha256": sha256(fresh / LOADER_NAME)}
+            document |= {"kind": "resized", "sentence": sentence, "modules": modules}
+            document["loader"] = loader
+            _write_record(fresh, document)
+            loaded = load_resized(fresh, modules, dtype=after.dtype)
+        copy_companions(before, tokenizer, fresh)
+        difference = largest_difference(run_and_record(loaded, inputs, ()), expected)
+        if not difference <= TOLERANCE:
+            raise SpecError(
+                f"the written folder of {type(after).__name__} differs from the changed model by "
+                f"{difference:.2g} of the largest output, so it was removed; keep the model in "
+                "memory"
+            )
+        document["checked"] = f"outputs differ by {difference:.1e} of the largest output"
+        paths = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
+        paths = [path for path in paths if path.name != RECORD_FILE]
+        files = {path.relative_to(fresh).as_posix(): sha256(path) for path in paths}
+        _write_record(fresh, document | {"files": files})
+    return WrittenFolder(document["kind"], document["sentence"], (*files, RECORD_FILE))
+
+
+def _write_record(folder: Path, document: Mapping[str, Any]) -> None:
+    text = json.dumps(document, indent=2) + "\n"
+    (folder / RECORD_FILE).write_text(text, encoding="utf-8")
+
+
+def _with_plain_parameters(before: nn.Module, after: nn.Module) -> tuple[Any, bool]:
+    """Return the changed model, or a copy of the model with the weights that it computes from
+    stored entries, and whether it has any.
+    """
+    computed = [path for path, one in after.named_modules() if parametrize.is_parametrized(one)]
+    if not computed:
+        return after, False
+    plain = copy.deepcopy(before)
+    with torch.no_grad():
+        for path in computed:
+            module: Any = after.get_submodule(path)
+            for name in module.parametrizations:
+                plain.get_parameter(f"{path}.{name}").copy_(getattr(module, name))
+    return plain, True
+
+
+def _save(model: Any, config: Any, folder: Path) -> None:
+    """Save the weights with this config, without settings that name code."""
+    own = model.config
+    model.config = config
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.config = own
+    path = folder / CONFIG_FILE
+    settings = remove_code_settings(json.loads(path.read_text(encoding="utf-8")), CONFIG_FILE)
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def list_module_changes(before: nn.Module, after: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return shapes, integers and values of the config that differ, by module, as heads.json lists
+    them for the loader script.
+    """
+    changes = dict[str, dict[str, Any]]()
+    modules = dict(before.named_modules())
+    for path, module in after.named_modules():
+        change = dict[str, Any]()
+        if path not in modules:
+            raise SpecError(
+                f"cannot write {type(after).__name__}: {path} is no module of transformers, because"
+                " a torch MultiheadAttention was split; prune other layers"
+            )
+        old = modules[path]
+        shapes = {name: list(one.shape) for name, one in old.named_parameters(recurse=False)}
+        new = {name: list(one.shape) for name, one in module.named_parameters(recurse=False)}
+        numbers = {name: one for name, one in vars(module).items() if type(one) is int}
+        change["shapes"] = {name: one for name, one in new.items() if shapes.get(name) != one}
+        change["set"] = {name: one for name, one in numbers.items() if vars(old).get(name) != one}
+        config = getattr(module, "config", None)
+        change["config"] = config.own_values if isinstance(config, OwnConfig) else {}
+        if any(change.values()):
+            changes[path] = {key: value for key, value in change.items() if value}
+    return changes
+
+
+# --- A config that describes the new heads --------------------------------------------------------
+
+
+class ConfigPart(NamedTuple):
+    """A config, or one nested in it, with the heads of the attentions that read it."""
+
+    config: Any
+    sites: Sequence[tuple[Site, HeadCounts, HeadCounts]]
+
+
+def find_config(model: Any, counts: SiteCounts) -> tuple[Any, str]:
+    """Return a config that builds a model of these shapes; None, with the reason, if none does."""
+    shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+    reason = "no config gives its tensors these shapes"
+    for sets_dim in (False, True):
+        memo: dict[int, Any] = {}
+        config = copy.deepcopy(model.config, memo)
+        for part in _list_parts(model, counts):
+            uneven = _describe_uneven(part.sites)
+            if uneven:
+                return None, uneven
+            _set_counts(memo.get(id(part.config)), part.sites, sets_dim)
+        try:
+            built = build_without_weights(type(model), config)
+        except Exception as error:  # a config may refuse values in any way
+            reason = f"transformers rejects the config: {' '.join(str(error).split())[:120]}"
+            continue
+        if {name: tuple(one.shape) for name, one in built.state_dict().items()} == shapes:
+            return config, ""
+    return None, reason
+
+
+def _list_parts(model: nn.Module, counts: SiteCounts) -> Iterator[ConfigPart]:
+    """Yield each config with the sites whose modules read it, by their nearest config and stack."""
+    sites = dict[tuple[int, str], list[tuple[Site, HeadCounts, HeadCounts]]]()
+    configs = dict[int, Any]()
+    for site, old, new in counts.values():
+        path = site.path
+        while getattr(model.get_submodule(path), "config", None) is None and path:
+            path = path.rpartition(".")[0]
+        config: Any = getattr(model.get_submodule(path), "config", None)
+        config = config.shared_config if isinstance(config, OwnConfig) else config
+        configs[id(config)] = config
+        sites.setdefault((id(config), site.stack), []).append((site, old, new))
+    for (key, _), rows in sites.items():
+        yield ConfigPart(configs[key], rows)
+
+
+def _describe_uneven(sites: Sequence[tuple[Site, HeadCounts, HeadCounts]]) -> str:
+    """Return which two sites of equal heads now differ; "" if none do."""
+    first = dict[HeadCounts, tuple[Site, HeadCounts]]()
+    for site, old, new in sites:
+        other, counts = first.setdefault(old, (site, new))
+        if counts != new:
+            return (
+                f"{site.name} keeps {new.heads} heads on {new.kv_heads} key-value heads and "
+                f"{other.name} {counts.heads} on {counts.kv_heads}"
+            )
+    return ""
+
+
+def _set_counts(
+    config: Any, sites: Sequence[tuple[Site, HeadCounts, HeadCounts]], sets_dim: bool
+) -> None:
+    """Set the numbers of heads in a config, and their width if it is derived from them."""
+    fields = config.to_dict()  # other attributes are names of these
+    for site, old, new in sites:
+        for key in HEAD_COUNT_KEYS:
+            is_other = key.startswith(("encoder_", "decoder_")) and not key.startswith(site.stack)
+            if not is_other and fields.get(key) == old.heads:
+                setattr(config, key, new.heads)
+        for key in KV_COUNT_KEYS:
+            if fields.get(key) == old.kv_heads:
+                setattr(config, key, new.kv_heads)
+        if sets_dim:
+            config.head_dim = site.dim
