@@ -3,7 +3,7 @@
 import "./stub";
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { isRunOf, redoAblation, setAblated, showMeasure, toggleAblated, togglePin, undoAblation } from "../../../src/headwise/viewer/web/src/actions";
+import { isRunOf, lacksMeasures, redoAblation, setAblated, showMeasure, toggleAblated, togglePin, undoAblation } from "../../../src/headwise/viewer/web/src/actions";
 import { rampPosition, signedStepTable, stepTable } from "../../../src/headwise/viewer/web/src/canvas/colors";
 import { poolValues } from "../../../src/headwise/viewer/web/src/canvas/heatmap";
 import { groupByReason } from "../../../src/headwise/viewer/web/src/components/basics";
@@ -216,6 +216,10 @@ test("measures of the open text stand beside those over several texts", () => {
   assert.deepEqual([state.measureOf(0, "sink"), state.measureOf(0, "sink", 0, own), state.measureOf(0, "entropy", 0, own)], [0.25, 0.5, NaN]);
   assert.deepEqual(["22 general texts", "1 text", "9 texts", "MNIST"].map(textCount), ["22 general texts", "1 text", "9 texts", "MNIST"]);
   assert.equal(state.hasClasses.value, false);
+  state.doc.value = { ...state.doc.value!, isFirstText: false, texts: ["a", "b"] };
+  assert.equal(lacksMeasures(), false);
+  state.measures.value = { ...state.measures.value, severalTexts: false }; // an earlier visit ended before the second job
+  assert.equal(lacksMeasures(), true);
 });
 
 test("arcs end at their tokens, and the longest alone reaches the top", () => {

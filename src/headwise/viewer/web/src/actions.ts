@@ -5,10 +5,17 @@ import { announcement, doc, firstHeads, generation, groupingNames, headCount, he
 import type { AblatedHead, Grouping, ViewDocument } from "./source";
 import { say, t } from "./i18n";
 
+/** Whether measures are missing that the model can have: of the open text, or of several texts, which an earlier visit left. */
+export function lacksMeasures(): boolean {
+  const table = measures.value;
+  if (!source.isLive || !doc.value?.capabilities.measure.possible || !doc.value.sites.length) return false;
+  return !table || (!table.severalTexts && doc.value.texts.length > 1) || (!table.own.names.length && !doc.value.isFirstText);
+}
+
 /** Measure the heads on the open text, and once for a model on its other texts, which can name classes. */
 export async function measureHeads(): Promise<void> {
   isMeasuring.value = true;
-  if (await runJob("measure")) await loadDocument();
+  if (!measures.value?.own.names.length && (await runJob("measure"))) await loadDocument();
   const texts = doc.value?.texts ?? [];
   if (texts.length > 1 && !measures.value?.severalTexts && (await runJob("measure", { texts }))) await loadDocument();
   isMeasuring.value = false;

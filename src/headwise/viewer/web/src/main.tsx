@@ -3,8 +3,8 @@
 import { Button } from "./components/basics";
 import { batch, signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
-import { groupTokens, isGrouped, measureHeads, openAddress, toggleAblated, togglePin } from "./actions";
-import { addedTokens, announcement, doc, excludedTokens, isLoaded, job, loadDocument, loadError, lockedCell, measures, moveHead, overlay, screen, SCREENS, type ScreenId, selectedToken, showsTable, source, startClassNames, startHash } from "./state";
+import { groupTokens, isGrouped, lacksMeasures, measureHeads, openAddress, toggleAblated, togglePin } from "./actions";
+import { addedTokens, announcement, doc, excludedTokens, isLoaded, job, loadDocument, loadError, lockedCell, moveHead, overlay, screen, SCREENS, type ScreenId, selectedToken, showsTable, source, startClassNames, startHash } from "./state";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
 import { brushedHeads, classFilter } from "./components/head_grid";
@@ -131,7 +131,7 @@ addEventListener("keydown", onKey);
 render(<App />, document.getElementById("app")!);
 void openAddress().then(loadDocument).then(() => {
   startClassNames();
-  if (source.isLive && isLoaded.value && !measures.value && doc.value?.capabilities.measure.possible) void measureHeads();
+  if (isLoaded.value && lacksMeasures()) void measureHeads();
 });
 /** Another window may have opened another text meanwhile. */
 addEventListener("focus", async () => {

@@ -189,7 +189,7 @@ export function QualityTable({ quality }: { quality: Quality }): JSX.Element {
         { key: "name", title: t("prune.quality", { texts: quality.texts }), value: (row) => say(row.name) },
         estimate("before", t("prune.before")),
         estimate("after", t("prune.after")),
-        { key: "change", title: `${t("prune.change")}, ${t("interval")}`, numeric: true, value: (row) => row.change?.value ?? NaN, cell: (row) => (row.change ? formatInterval(row.change.low ?? NaN, row.change.high ?? NaN) : "–") },
+        { key: "change", title: `${t("prune.change")}, ${t("interval")}`, numeric: true, value: (row) => row.change?.value ?? NaN, cell: (row) => (row.change ? <span>{number(row.change.value)} <span class="t3 xs">{formatInterval(row.change.low ?? NaN, row.change.high ?? NaN)}</span></span> : "–") },
       ]}
     />
   );
