@@ -12,7 +12,7 @@ import torch
 import headwise as hw
 from headwise.training.data import make_task
 from support.command_errors import run_refused
-from support.command_help import run_json, run_ok
+from support.command_help import run_command, run_json, run_ok
 from support.pruning_examples import TEXTS
 from support.refusals import refused_cases
 from support.saved_models import save_byte_model, save_transformers_model
@@ -137,6 +137,47 @@ def test_examples_of_a_task_choose_in_every_way(which, tmp_path, capsys):
         f"--by michel --task copy --limit 10 --out {tmp_path / 'out'} --seconds 0.05 --json",
     )
     assert json.loads(out)["holds"]
+
+
+@pytest.fixture
+def plain_model(tmp_path: Path) -> Path:
+    """A llama of two layers, whose config.json can name its numbers of heads."""
+    save_transformers_model("llama", tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_a_dry_run_shows_plan_sizes_and_folder(plain_model, folders, tmp_path, capsys):
+    base = ["prune", plain_model, "--data", folders["texts"], "--dry-run"]
+    first = next(spec for _, spec in hw.load(plain_model).spec.attention_specs()).heads
+    stdout = run_ok(capsys, *base, "--by", "random", "--keep", "0.5")
+    assert "the folder will be a plain transformers checkpoint" in stdout
+    assert "nothing was written" in stdout
+    row = next(line for line in stdout.splitlines() if line.startswith("decoder.0.attention"))
+    assert row.split() == [
+        *("decoder.0.attention", str(first.q), str(first.q // 2)),
+        *(str(first.kv), str(first.kv // 2)),
+    ]
+    small = hw.prune(hw.load(plain_model), 0.5, TEXTS.splitlines()).after
+    assert f"{sum(one.numel() for one in small.parameters()):,}" in stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
+    group = ",".join(map(str, range(first.q // first.kv)))
+    uneven = " ".join(run_ok(capsys, *base, "--heads", f"0:{group}").split())
+    assert "will not be a plain transformers checkpoint, because layer 1 keeps" in uneven
+    assert f"equal numbers of heads would be one: --keep {first.q // 2}" in uneven
+    code, _, err = run_command(capsys, *base[:-1], "--keep", "0.5")
+    assert (code, err) == (2, "headwise: missing --out DIR; add it; see headwise prune --help\n")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_verification_without_speed(plain_model, folders, tmp_path, capsys):
+    out = tmp_path / "out"
+    base = ["prune", plain_model, "--data", folders["texts"], "--out", out, "--no-speed"]
+    code, stdout, err = run_command(capsys, *base, "--heads", "0:0,1")
+    assert code == 0
+    assert "tokens/s" not in stdout
+    assert "the folder will not be a plain transformers checkpoint, because layer 1 keeps" in err
+    assert json.loads((out / "verification.json").read_text())["speeds"]["phases"] == []
+    assert "No speed was measured." in (out / "VERIFICATION.md").read_text()
 
 
 def test_the_terminal_shows_progress_and_result(folders, tmp_path, capsys):

@@ -106,10 +106,11 @@ def test_defaults_are_shown_by_one_rule(parser: CommandParser):
         assert stated == [str(default)], action.option_strings
 
 
-# Options of which exactly one is needed, or which add to a task or a Python process.
+# Options of which exactly one is needed, or which add to a task or a Python process; --out is
+# needed but for --dry-run.
 WITHOUT_DEFAULT = (
     *("--data", "--task", "--conllu", "--set", "--import"),
-    *("--keep", "--heads", "--budget", "--kv", "--to"),
+    *("--keep", "--heads", "--budget", "--kv", "--to", "--out"),
 )
 
 

@@ -10,9 +10,10 @@ from torch import nn
 
 import headwise as hw
 from headwise.cli import main
-from headwise.hub.transformers_loading import attach_tokenizer, read_processor
+from headwise.hub.transformers_loading import attach_tokenizer, has_tokenizer, read_processor
 from headwise.models import model_spec as bp
 from headwise.models.generation import encode_text, load_tokenizers
+from headwise.observe.inspect.model_tokenizer import find_tokenizer
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.verify import VerificationOptions, verify
 from support.llama2c_tokenizer import FIRST, reference_tokenize
@@ -35,6 +36,18 @@ def test_ids_are_bytes_and_come_back_as_text():
     assert load_tokenizers(net)[1].text(list(text.encode())) == text
 
 
+def test_models_of_other_libraries_keep_a_tokenizer_that_is_attached():
+    module = nn.Embedding(256, 2)
+    assert not has_tokenizer(module)
+    attach_tokenizer(module, "bytes")
+    assert has_tokenizer(module)
+    tokenizer = find_tokenizer(module)
+    assert tokenizer is not None
+    assert tokenizer.encode("né").ids == [110, 195, 169]
+    with pytest.raises(ValueError, match="Embedding has a tokenizer of its own; leave 'bytes' out"):
+        attach_tokenizer(module, "bytes")
+
+
 def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path):
     with pytest.raises(ValueError, match="knows 256 tokens, the model 255"):
         attach_tokenizer(wordless(255), "bytes")
@@ -44,8 +57,6 @@ def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path
         attach_tokenizer(net, "bytes")
     with pytest.raises(ValueError, match="takes no token ids, so no text"):
         attach_tokenizer(build_model(make_model_spec("vision")), "bytes")
-    with pytest.raises(ValueError, match="is not a headwise model"):
-        attach_tokenizer(nn.Linear(2, 2), "bytes")
     with pytest.raises(ValueError, match="there is no tokenizer at"):
         attach_tokenizer(wordless(), str(tmp_path / "none"))
     (tmp_path / "odd.json").write_text('{"model": 3}')

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from headwise.observe.inspect.model_inputs import find_token_decoder
 from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.viewer.answers import ask
-from headwise.viewer.open_model import find_token_decoder, id_inputs
+from headwise.viewer.open_model import id_inputs
 from viewer.binary_messages import decode_arrays
 from viewer.page_browser import sample_model, served, settled_box, wait_until
 

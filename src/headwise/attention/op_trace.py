@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..kernels.capabilities import assume_points, points_of_class
+from ..report.data import Table
+from ..report.notebook import NotebookResult
 from ..util.errors import pluralise
 from .attention import Attention
 from .bound_parts import BoundParts, QKTransforms
@@ -77,8 +79,8 @@ class OperationStep:
         return ", ".join(name if count == 1 else f"{count} {name}" for count, name in counts)
 
 
-@dataclass(frozen=True)
-class OperationTrace:
+@dataclass(frozen=True, repr=False)
+class OperationTrace(NotebookResult):
     """The steps of one call in execution order; `rows` has the same steps as plain data.
 
     >>> import headwise as hw
@@ -108,12 +110,20 @@ class OperationTrace:
         """The trace as one JSON document."""
         return json.dumps(self.to_dict, indent=2)
 
-    def __str__(self) -> str:
-        head = ("#", "operations", "shape", "strides", "memory")
-        cells = [
+    @property
+    def report_items(self) -> Sequence[Table]:
+        """The table of steps."""
+        rows = [
             (str(s.number), s.text, _sizes(s.shape), _sizes(s.strides), s.memory)
             for s in self.steps
         ]
+        title = f"{pluralise(len(rows), 'operation')} of a layer of width {self.spec.model}"
+        return [Table(title, ("#", "operations", "shape", "strides", "memory"), rows)]
+
+    def __str__(self) -> str:
+        (table,) = self.report_items
+        head: Any = table.columns
+        cells: Any = table.rows
         wide = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
         wide[1] = min(wide[1], max(WIDTH - sum(wide) + wide[1] - 2 * len(wide), 12))
         lines = _line(head, wide)

@@ -17,9 +17,11 @@ from ..util.errors import suggest
 from ..util.escaping import escape_page
 from ..util.model_names import NAME_KINDS, is_gguf_file, label_model, parse_factory, parse_hub_id
 from ..util.size_limits import MAX_CONFIG_BYTES
-from .options import Options, UsageError, options
+from .options import Options, TokenizerFile, UsageError, options
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.components import SpecOrModel
     from ..costs.counted_model import CountedModel
@@ -431,9 +433,10 @@ def check_input_file(option: str, name: str) -> None:
 
 
 def check_tokenizer(option: str, name: str) -> None:
-    """Raise unless --tokenizer is a file, or "bytes"."""
-    if name != "bytes" and not Path(name).is_file():
-        raise UsageError(f"there is no file {name!r} for {option}; give a tokenizer.json, or bytes")
+    """Raise unless --tokenizer is a file or folder, a Hub id, or "bytes"."""
+    if name != "bytes" and not Path(name).exists() and parse_hub_id(name) is None:
+        remedy = "give a tokenizer.json or its folder, a Hub id, or bytes"
+        raise UsageError(f"there is no file {name!r} for {option}; {remedy}")
 
 
 def check_text_model(model: str, option: str, remedy: str) -> None:
@@ -472,6 +475,30 @@ class LoadingOptions(DeviceOptions):
     def loading(self) -> dict[str, Any]:
         """Return the arguments of `hw.load`; "auto" leaves a model where a function placed it."""
         return {"device": "auto" if self.device is None else self.device, "dtype": self.dtype}
+
+
+@options
+class TokenizerOptions(LoadingOptions):
+    """Options for a model that reads texts.
+
+    --tokenizer NAME  a file, folder, Hub id or bytes (default: the model's)
+    """
+
+    tokenizer: TokenizerFile | None = None
+
+
+def attach_named_tokenizer(model: nn.Module, args: TokenizerOptions) -> nn.Module:
+    """Attach the tokenizer of --tokenizer, and return the model; raise if it reads texts and has
+    none.
+    """
+    from ..hub.transformers_loading import attach_tokenizer, has_tokenizer, takes_tokens
+
+    if args.tokenizer is not None:
+        attach_tokenizer(model, args.tokenizer)
+    elif not vars(args).get("task") and takes_tokens(model) and not has_tokenizer(model):
+        name = vars(args).get("model") or vars(args).get("target")
+        raise UsageError(f"{name} has no tokenizer; give --tokenizer NAME, or --tokenizer bytes")
+    return model
 
 
 def load_on_device(load: Callable[..., ModelT], name: str, args: LoadingOptions) -> ModelT:

@@ -15,6 +15,7 @@ from ..report.data import Table
 from ..report.progress import ProgressReporter
 from ..report.render import to_plain, to_text
 from .arguments import (
+    attach_named_tokenizer,
     check_input_file,
     check_model_path,
     check_text_model,
@@ -32,7 +33,7 @@ from .options import (
     check_choice,
     options,
 )
-from .text_arguments import TextOptions, attach_named_tokenizer, read_examples
+from .text_arguments import TextOptions, read_examples
 
 if TYPE_CHECKING:
     from ..observe.head_analysis.annotated_examples import Example
@@ -138,10 +139,10 @@ class HeadsOptions(TextOptions):
 
     def check(self) -> None:
         """Refuse impossible options before the model is loaded."""
-        from ..observe.head_analysis.head_table import check_head_name
+        from ..observe.head_names import parse_heads
 
         for name in (*self.draw, *filter(None, [self.head])):
-            check_head_name(name)
+            parse_heads(name)
         if self.model.endswith(TRACE_SUFFIX):
             check_input_file("MODEL", self.model)
             if not self.draw:
@@ -324,7 +325,8 @@ def _load(name: str, args: HeadsOptions) -> Any:
     from ..observe.inspect.model_inputs import is_encoder_decoder
 
     model = load_on_device(load_original, name, args).eval()
-    attach_named_tokenizer(model, args)
+    if args.images is None:
+        attach_named_tokenizer(model, args)
     if args.text is not None and args.target is None and is_encoder_decoder(model):
         fact = f"{name} is an encoder-decoder"
         raise UsageError(f"{fact}; add --target TEXT, which its decoder reads")
@@ -338,7 +340,8 @@ def _read_examples(
     measure (empty: all).
     """
     if args.images is None:
-        return (*read_examples(model, args), ())
+        is_alone = not (args.importance or args.redundancy or args.random_baseline)
+        return (*read_examples(model, args, min_count=1 if is_alone else 2), ())
     from ..observe.head_analysis.head_metrics import NOT_FOR_IMAGES
     from ..observe.head_analysis.image_examples import examples_from_images
 
@@ -347,7 +350,7 @@ def _read_examples(
 
 
 def _locate_heads(names: Sequence[str], layers: Sequence[Any]) -> list[tuple[str, int]]:
-    from ..observe.head_analysis.head_table import locate_head
+    from ..observe.head_names import locate_head
 
     return [locate_head(name, layers) for name in names]
 
@@ -381,7 +384,7 @@ def _measure_model(
     from ..observe.head_analysis.word_alignment import AlignmentScores
 
     kind = "text" if args.images is None else "image"
-    options = MeasureOptions(sites=site_names)
+    options = MeasureOptions(sites=site_names, min_texts=min(2, len(examples)))
     if args.images is not None:
         options = options._replace(metrics=IMAGE_METRICS)
     if args.engine == "ray":

@@ -42,7 +42,12 @@ from ..util.output_paths import Existing, check_output
 
 HELP_COLUMN = 24  # column in which the explanations start
 LIST_OPTIONS = "--list-options"  # for scripts of completion; no help text names it
-LAST_FIELDS = ("device", "dtype", "json")  # options of many commands, which end the list of a help
+LAST_FIELDS = (
+    "tokenizer",
+    "device",
+    "dtype",
+    "json",
+)  # options of many commands, which end the list of a help
 PART_FILES = "part_files"  # where the parser keeps --import until it has imported the files
 IMPORT_LINES = """
 parts of your own:
@@ -105,7 +110,7 @@ class Options:
                 raise UsageError(f"{flags[0]} and {flags[1]} exclude each other; leave one out")
         self.check()
         for name, kind in _collect(type(self), "outputs").items():
-            if getattr(self, name) is not None:
+            if name in set_options:
                 check_output(getattr(self, name), look_up(kind), self.existing)
 
     def check(self) -> None:

@@ -26,17 +26,17 @@ class PruneOptions(CompressionOptions):
     ablated. A report shows what was saved and what was lost.
 
     --keep SHARE  keep the most important heads: a share (0.5) or number (4) of each layer
-    --heads LAYER:HEADS  remove these heads, as in 0:1,3 decoder.2.cross:0
+    --heads HEAD  remove these heads, as in L0H1 L0H3, 0:1,3 or decoder.2.cross:0
     --budget KIND=LIMIT  remove the least important heads until parameters=0.8, cache=0.5,
         time=0.7, or a rise of loss=0.05
     --by METHOD  importance method to rank heads, or random
-    --per SCOPE  of --keep: layer, stack or model
     --sweep  write pruning curves: headwise prune --sweep --help
 
     other ways to choose the heads to remove:
     --clusters  keep one head of each cluster of similar heads
 
     details of the ranking:
+    --per SCOPE  of --keep: layer, stack or model
     --unit KIND  unit of removal: head, group (all query heads of a key-value head) or auto
     --min-heads COUNT  heads to keep in every layer (default: 1 with --keep, 0 with --budget)
     --sample COUNT  texts to estimate importance with (default: all)
@@ -82,8 +82,10 @@ class PruneOptions(CompressionOptions):
             conflict = f", not both {chosen[0]} and {chosen[1]}" if len(chosen) > 1 else ""
             listed = ", ".join(f"--{name}" for name in ways)
             raise UsageError(f"choose heads by exactly one of {listed}{conflict}")
+        from ..observe.head_names import parse_heads
+
         for name in self.heads:
-            _split_heads(name)
+            parse_heads(name)
         if self.keep or self.budget:
             self.selection()  # refuses amounts
 
@@ -127,6 +129,7 @@ def main(argv: list[str]) -> int:
         return sweep_main(argv)
     args = PruneOptions.parse(argv)
     run = CompressionRun.from_options(args)
+    from ..observe.head_names import parse_heads
     from ..observe.inspect.attention_sites import sites
     from ..surgery import DropHeads
     from ..surgery.any_model import prune
@@ -135,9 +138,8 @@ def main(argv: list[str]) -> int:
     known_sites = sites(run.net)
     heads: list[tuple[str, int]] = []
     for name in args.heads:
-        layer, numbers = _split_heads(name)
-        site = known_sites.find(int(layer) if layer.isdecimal() else layer).name
-        heads += [(site, head) for head in numbers]
+        layer, numbers = parse_heads(name)
+        heads += [(known_sites.find(layer).name, head) for head in numbers]
     selection = DropHeads(tuple(heads)) if heads else args.selection()
     run.split_texts(list_text_uses(selection, args.fold))
     result = prune(
@@ -171,16 +173,6 @@ def _parse_budget(text: str) -> PruningBudget:
         fact = f"--budget {text} is no share and no number of {unit}"
         raise UsageError(f"{fact}; give a share below 1, or a number")
     return PruningBudget(kind, number)
-
-
-def _split_heads(name: str) -> tuple[str, list[int]]:
-    """Split LAYER:HEADS into the layer and the numbers of its heads."""
-    layer, _, numbers = name.rpartition(":")
-    if not layer or not re.fullmatch(r"\d+(,\d+)*", numbers):
-        raise UsageError(
-            f"--heads {name} is not a list of heads; write LAYER:HEADS or SITE:HEADS, as in 0:1,3"
-        )
-    return layer, [int(number) for number in numbers.split(",")]
 
 
 # --- `headwise prune MODEL --sweep` ---------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -11,13 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..report.progress import ProgressReporter
-from ..report.text import format_number, wrap
+from ..report.render import to_text
+from ..report.text import format_number, format_seconds, wrap
 from .arguments import (
-    LoadingOptions,
+    TokenizerOptions,
     announce_placement,
+    attach_named_tokenizer,
     check_model_path,
     check_text_model,
     parse_assignments,
+    print_note,
+    print_page,
     print_result,
 )
 from .options import (
@@ -25,7 +30,6 @@ from .options import (
     Count,
     InputFile,
     Positive,
-    TokenizerFile,
     UsageError,
     options,
 )
@@ -44,7 +48,7 @@ DEFAULT_EXAMPLES = 200  # task examples without --limit
 
 
 @options
-class TextOptions(LoadingOptions):
+class TextOptions(TokenizerOptions):
     """Options for the model and the texts that `heads`, `prune` and `convert` read.
 
     MODEL  a folder, a Hub id (org/name, org/name@revision), a .gguf file, or FILE.py:FACTORY
@@ -54,8 +58,6 @@ class TextOptions(LoadingOptions):
 
     other texts:
     --conllu FILE  read parsed sentences; heads also measures their dependency relations
-    --tokenizer FILE  tokenizer of a model without one: a tokenizer.json, or bytes (default: the
-        model's)
     """
 
     choices = {"task": "training.data:TASKS"}
@@ -64,7 +66,6 @@ class TextOptions(LoadingOptions):
     task: str | None = None
     limit: AtLeastTwo | None = None
     conllu: InputFile | None = None
-    tokenizer: TokenizerFile | None = None
 
     @property
     def text_sources(self) -> dict[str, bool]:
@@ -93,16 +94,8 @@ class TextOptions(LoadingOptions):
             )
 
 
-def attach_named_tokenizer(model: Any, args: Any) -> None:
-    """Attach the tokenizer named by --tokenizer, if any, to the model."""
-    if args.tokenizer is not None:
-        from ..hub.transformers_loading import attach_tokenizer
-
-        attach_tokenizer(model, args.tokenizer)
-
-
 def read_examples(
-    model: Any, args: Any, task: Task | None = None
+    model: Any, args: Any, task: Task | None = None, min_count: int = 2
 ) -> tuple[list[Example], tuple[str, ...]]:
     """Read the texts named by the options; return them with notes on skipped texts.
 
@@ -128,10 +121,11 @@ def read_examples(
         reader = annotated_examples.examples_from_lines(model, lines, args.limit)
     examples = reader.examples_with_frequencies()
     is_general = not any(args.text_sources.values())
-    if len(examples) < 2:
+    if len(examples) < min_count:
         reasons = f" ({'; '.join(reader.notes)})" if reader.notes else ""
         texts = "general texts that come with headwise" if is_general else "texts"
-        remedy = "name yours with --data FILE or --task NAME" if is_general else "give at least two"
+        remedy = f"give at least {'two' if min_count == 2 else 'one'}"
+        remedy = "name yours with --data FILE or --task NAME" if is_general else remedy
         raise UsageError(f"only {len(examples)} of the {texts} can be read{reasons}; {remedy}")
     general = (annotated_examples.general_texts_note(),) if is_general else ()
     return examples, (*general, *reader.notes)
@@ -156,6 +150,8 @@ def _read_aligned_pairs(model: Any, args: Any) -> Any:
 # Defaults of --uptrain: they restored the quality of the demo's translator in the fewest steps of
 # pure distillation.
 LEARNING_RATE = 1e-3
+VERIFICATION_PASSES = 8  # over the texts: quality, ablated against removed heads, the written model
+LOADING_SECONDS = 10.0  # of the process in which transformers loads the written model
 BATCH_SIZE = 64
 
 
@@ -165,10 +161,10 @@ class SurgeryOptions(TextOptions):
 
     --out DIR  write the new model, or the report, to this folder
     --overwrite  replace an earlier output of this command
-    --set KEY=VALUE  set a field of the task; repeatable
     --json  print one JSON document instead of text
 
     measure of quality:
+    --set KEY=VALUE  set a field of the task; repeatable
     --objective NAME  next-token, translation, label or drift (default: chosen by the model)
     --seed INT  random seed
     """
@@ -202,6 +198,8 @@ class SurgeryOptions(TextOptions):
 class CompressionOptions(SurgeryOptions):
     """Options for retraining, and for measurements of speed.
 
+    --out DIR  write the new model, or the report, to this folder
+    --dry-run  print the plan, sizes and time; write nothing
     --uptrain STEPS  steps of retraining by distillation (default: none)
 
     retraining by distillation from the original model (--uptrain):
@@ -220,9 +218,14 @@ class CompressionOptions(SurgeryOptions):
     --length COUNT  tokens per text in the tables of speed and of cost (default: at most 256 and
         512)
     --seconds NUMBER  time limit for measuring speed
+    --no-speed  measure no speed
     """
 
     needs = {"eval_limit": "eval", "context": "perplexity", "stride": "perplexity"}
+    excludes = ("dry_run out", "dry_run uptrain", "dry_run json", "no_speed seconds")
+    out: str = ""
+    dry_run: bool = False
+    no_speed: bool = False
     uptrain: Count | None = None
     distill_data: InputFile | None = None
     distill_examples: AtLeastTwo = 2000
@@ -236,7 +239,11 @@ class CompressionOptions(SurgeryOptions):
     seconds: Positive = 10.0
 
     def check(self) -> None:
-        """Refuse a missing package or task file before the model is loaded."""
+        """Require --out unless nothing is written; refuse a missing package or task file before the
+        model is loaded.
+        """
+        if not self.out and not self.dry_run:
+            raise UsageError(f"missing --out DIR; add it; see headwise {self.command} --help")
         super().check()
         if self.evaluation is not None:
             from ..surgery.verification.evaluation_tasks import check_evaluation_tasks
@@ -295,8 +302,10 @@ class CompressionRun:
         from ..surgery.verification.efficiency import fit_lengths
 
         choose_objective(model, args.objective, examples[0])
+        pace = _timing_pace(args) if "seconds" in vars(args) else None
+        if pace is not None and isinstance(model, Transformer):
+            fit_lengths(model, pace)
         if "seconds" in vars(args) and isinstance(model, Transformer):
-            fit_lengths(model, _timing_pace(args))
             _check_judges(model, args)
         source = folder if isinstance(folder, Path) else None
         return CompressionRun(args, model, source, examples, examples, task, [*reading_notes])
@@ -372,6 +381,40 @@ class CompressionRun:
             "uptraining": {"options": repr(options), "step": result.step, "curve": curve}
         }
 
+    def _announce(self, result: SurgeryResult) -> None:
+        """Say before the long steps if the folder will be a plain checkpoint; with --dry-run, print
+        the plan, sizes and time too.
+        """
+        from ..observe.inspect.model_inputs import run_model
+        from ..surgery.hf_export.model_folder import forecast_folder, list_plain_counts
+        from ..surgery.verification.efficiency import compare_cost
+        from ..surgery.verification.verify import cost_table
+
+        reason = forecast_folder(result.after, self.source)
+        kind = "a plain transformers checkpoint"
+        text = f"the folder will {f'not be {kind}, because {reason}' if reason else f'be {kind}'}"
+        if reason and self.source is not None and self.args.command == "prune":
+            counts = list_plain_counts(result.before, self.source)
+            listed = " or ".join(map(str, counts))
+            remedy = f"equal numbers of heads would be one: --keep {listed}"
+            text += f"; {remedy if counts else 'no number of heads would be one'}"
+        self.report_progress("")
+        if not self.args.dry_run:
+            if reason:
+                print_note(f"headwise: {text}")
+            return
+        start = 0.0
+        for _ in range(2):  # the first run prepares kernels
+            start = time.perf_counter()
+            run_model(result.before, self.verification_examples[0].model_inputs)
+        seconds = VERIFICATION_PASSES * len(self.verification_examples)
+        seconds *= time.perf_counter() - start
+        seconds += LOADING_SECONDS + (0 if self.args.no_speed else self.args.seconds)
+        costs = compare_cost(result.before, result.after, self.args.length)
+        end = f"writing and verifying it would take about {format_seconds(seconds)}"
+        items = [*result.report_items, cost_table(costs), f"{text}; {end}; nothing was written"]
+        print_page("\n\n".join(map(to_text, items)))
+
     def finish(self, result: SurgeryResult | ModuleChange) -> int:
         """Retrain the changed model if asked, write it with its verification report, print a
         summary, and return the exit code.
@@ -380,9 +423,15 @@ class CompressionRun:
         from ..surgery.module_surgery import ModuleChange
         from ..surgery.verification.verify import VerificationOptions, render_summary
 
+        if isinstance(result, ModuleChange) and self.args.dry_run:
+            print_page(f"{result}\n\nnothing was written")
+            return 0
         if isinstance(result, ModuleChange):
             return self._finish_module(result)
         args = self.args
+        self._announce(result)
+        if args.dry_run:
+            return 0
         model, retraining = self.retrain(result.after)
         record = result.record | retraining
         options = VerificationOptions(
@@ -472,9 +521,11 @@ def _check_judges(model: Transformer, args: Any) -> None:
         check_decoder(model)
 
 
-def _timing_pace(args: Any) -> TimingOptions:
+def _timing_pace(args: Any) -> TimingOptions | None:
     from ..surgery.verification.efficiency import TimingOptions
 
+    if args.no_speed:
+        return None
     return TimingOptions(length=args.length, seconds=args.seconds)
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..util.files import read_text_file
 from .arguments import (
-    LoadingOptions,
+    TokenizerOptions,
+    attach_named_tokenizer,
     check_input_file,
     check_model_path,
     load_on_device,
@@ -19,12 +20,10 @@ from .options import (
     InputFile,
     Natural,
     NotNegative,
-    TokenizerFile,
     UsageError,
     check_choice,
     options,
 )
-from .text_arguments import attach_named_tokenizer
 
 if TYPE_CHECKING:
     from ..observe.traces import Trace
@@ -34,7 +33,7 @@ MAX_NEW_TOKENS = 64  # default of --new-tokens for encoder-decoder models
 
 
 @options
-class TraceOptions(LoadingOptions):
+class TraceOptions(TokenizerOptions):
     """Record the queries and keys of every head while a model reads a text, in one file that opens
     without the model and from which all attention weights can be recomputed. For a .trace file,
     print what it contains.
@@ -59,8 +58,6 @@ class TraceOptions(LoadingOptions):
     --budget MEMORY  memory limit for the trace (default: 1 GB)
     --precision KIND  own (that of the model) or half (16 bits)
     --thumbnails CELLS  size of the thumbnail of each head; 0 for none (default: 64)
-    --tokenizer FILE  tokenizer of a model without one: a tokenizer.json, or bytes (default: the
-        model's)
 
     examples:
     headwise trace runs/dates --text '<zh>20 November 2026' --out dates.trace
@@ -89,7 +86,6 @@ class TraceOptions(LoadingOptions):
     budget: str | None = None
     precision: str = "own"
     thumbnails: Natural | None = None
-    tokenizer: TokenizerFile | None = None
 
     def check(self) -> None:
         """Refuse impossible options before anything is loaded."""
@@ -140,7 +136,7 @@ def _capture_trace(args: TraceOptions) -> Trace:
     from ..observe.inspect.trace_capture import Capture, trace
 
     budget = {"budget": parse_bytes(args.budget)} if args.budget else {}
-    sites = tuple(int(name) if name.isdigit() else name for name in args.sites.split(",") if name)
+    sites = tuple(filter(None, args.sites.split(",")))
     extra = tuple(name for name in args.record.split(",") if name)
     options = Capture(extra=extra, sites=sites, precision=args.precision, **budget)
     model, inputs, steps = _capture_inputs(args)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ..util.output_paths import check_output
 from .arguments import (
-    LoadingOptions,
+    TokenizerOptions,
     announce_placement,
+    attach_named_tokenizer,
     check_input_file,
     check_model_path,
     print_note,
@@ -23,7 +25,7 @@ HTML_SUFFIXES = (".html", ".htm")
 
 
 @options
-class ViewOptions(LoadingOptions):
+class ViewOptions(TokenizerOptions):
     """Show every head of a model in the browser: what each one attends to, its class, what changes
     without it, and what can be pruned. Without an argument it opens a small trained translator.
     Everything stays on this machine: the page is served to this computer only and loads nothing
@@ -85,7 +87,7 @@ class ViewOptions(LoadingOptions):
             raise UsageError("--text is empty; give at least one word")
         is_trace = self.target is not None and self.target.endswith(TRACE_SUFFIX)
         needs_model = [] if self.compare else ["device", "dtype"]
-        for name in ("text", "source", *needs_model) if is_trace else ():
+        for name in ("text", "source", "tokenizer", *needs_model) if is_trace else ():
             if name in self.options_set:
                 raise UsageError(
                     f"--{name} needs a model, and {self.target} is a trace of one run; give the "
@@ -123,9 +125,9 @@ def main(argv: list[str]) -> int:
     # A trace opens without torch. The sample is one whose model is loaded when it is needed.
     if not is_sample and not (args.target or "").endswith(TRACE_SUFFIX):
         announce_placement(args.target or "the sample", args)
-    target = view.Target(
-        args.target, args.text, args.source, out, args.compare or "", args.image or "", loading
-    )
+    texts = (args.target, args.text, args.source)
+    prepare = partial(attach_named_tokenizer, args=args)
+    target = view.Target(*texts, out, args.compare or "", args.image or "", loading, prepare)
     opened = view.open_target(target)
     if args.export is not None:
         view.write_export(opened, args.export, args.existing)

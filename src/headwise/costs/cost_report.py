@@ -11,7 +11,8 @@ from typing import Any
 from ..attention.masking.patterns import Pattern
 from ..attention.spec.attention_spec import AttentionSpec
 from ..models.model_spec import ModelSpec
-from ..report.data import Axis, Column, Figure, Plot, Reference, Series, Table
+from ..report.data import Axis, Column, Figure, Item, Plot, Reference, Series, Table
+from ..report.notebook import NotebookResult
 from ..report.plots import save_figure
 from ..report.render import to_text
 from ..report.text import format_count, format_seconds
@@ -45,8 +46,8 @@ TERMS_LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class CostReport:
+@dataclass(frozen=True, repr=False)
+class CostReport(NotebookResult):
     """Cost estimates under one workload; `print` shows them side by side.
 
     A report iterates over its estimates and can be indexed by name.
@@ -65,6 +66,11 @@ class CostReport:
 
     def __str__(self) -> str:
         return "\n\n".join(map(to_text, self.items))
+
+    @property
+    def report_items(self) -> Sequence[Item]:
+        """`items`, for notebooks."""
+        return self.items
 
     @property
     def items(self) -> list[str | Table]:

@@ -36,6 +36,7 @@ from ..observe.inspect.model_tokenizer import (
     get_surrounding_ids,
     read_tokenizer,
     replace_tokenizer,
+    with_tokenizer,
 )
 from ..util.errors import SpecError
 from ..util.files import read_text_file
@@ -472,9 +473,22 @@ def read_pixel_statistics(folder: Path, channels: int) -> dict[str, tuple[float,
 # --- Attach a tokenizer to a model without one ----------------------------------------------------
 
 
-def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
-    """Attach a tokenizer to a headwise model that has none: "bytes", or the path of a tokenizer
-    file.
+def takes_tokens(model: nn.Module) -> bool:
+    """Return False for a model of images or sounds."""
+    if isinstance(model, Transformer):
+        return bool(_vocab_size(model.spec))
+    return getattr(model, "main_input_name", "input_ids") == "input_ids"
+
+
+def has_tokenizer(model: nn.Module) -> bool:
+    """Return True if texts can be encoded for a model."""
+    if isinstance(model, Transformer):
+        return model.usage.tokenizer is not None
+    return find_tokenizer(model) is not None
+
+
+def attach_tokenizer(model: nn.Module, tokenizer: object) -> None:
+    """Attach a tokenizer to a model that has none: anything that `read_tokenizer` reads.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -484,14 +498,13 @@ def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
     >>> encode_text(net, "né")
     [110, 195, 169]
     """
+    if has_tokenizer(model):
+        name = model.spec.name if isinstance(model, Transformer) else type(model).__name__
+        raise SpecError(f"{name} has a tokenizer of its own; leave {tokenizer!r} out")
     if not isinstance(model, Transformer):
-        fact = f"{type(model).__name__} is not a headwise model"
-        raise SpecError(
-            f"{fact}, and uses the tokenizer next to its weights; put a tokenizer.json there"
-        )
+        with_tokenizer(model, tokenizer)
+        return
     spec = model.spec
-    if model.usage.tokenizer is not None:
-        raise SpecError(f"{spec.name} has a tokenizer of its own; leave {tokenizer!r} out")
     if not _vocab_size(spec):
         raise SpecError(f"{spec.name} takes no token ids, so no text; leave {tokenizer!r} out")
     model.usage = replace_tokenizer(spec, model.usage, read_tokenizer(tokenizer))

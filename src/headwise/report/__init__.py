@@ -2,7 +2,8 @@
 
 A capability returns an `Estimate`, `Table`, `Figure` or `Page` of `data`. `render` turns these into
 text, Markdown, HTML, JSON and CSV, `plots` into SVG, PNG and PDF. `text` formats numbers and aligns
-text by its width on a terminal; `progress` prints how much of a long run is done.
+text by its width on a terminal; `notebook` is the base of results in notebooks; `progress` prints
+how much of a long run is done.
 
 >>> from headwise.report.data import Table
 >>> from headwise.report.render import to_text

@@ -211,6 +211,13 @@ def to_csv(table: Table) -> str:
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer)
+    for cells in flat_rows(table):
+        writer.writerow(["" if is_nan(cell) else cell for cell in cells])
+    return buffer.getvalue()
+
+
+def flat_rows(table: Table) -> Iterator[list[Any]]:
+    """Yield the header and the rows of a table; an estimate has three columns."""
     wide: list[bool] = []
     header: list[str] = []
     for n, column in enumerate(table.column_list):
@@ -218,13 +225,12 @@ def to_csv(table: Table) -> str:
         header.append(column.name)
         if wide[-1]:
             header += [f"{column.name} low", f"{column.name} high"]
-    writer.writerow(header)
+    yield header
     for row in table.rows:
         cells: list[Any] = []
         for value, is_wide in zip(row, wide, strict=True):
             cells += value[:3] if isinstance(value, Estimate) else [value, *([None] * 2 * is_wide)]
-        writer.writerow(["" if is_nan(cell) else cell for cell in cells])
-    return buffer.getvalue()
+        yield cells
 
 
 def is_nan(value: object) -> bool:
@@ -264,26 +270,30 @@ def to_json(value: Any) -> str:
 def to_html(page: Page) -> str:
     """Return a page as one HTML document, light and dark, without scripts and remote addresses."""
 
-    def kind(item: Any) -> str:
-        return type(item).__name__
-
-    return fill_template(TEMPLATE, page=page, format_cells=format_cells, kind=kind)
+    return fill_template(TEMPLATE, page=page, themes=["light", "dark"])
 
 
 def fill_template(template: Path, **values: Any) -> str:
-    """Return HTML of a template, which may call `to_svg`; texts are escaped and made visible."""
+    """Return HTML of a template, which may include `items.html` of this folder; texts are escaped
+    and made visible.
+    """
     import jinja2
 
     from .plots import to_svg
 
+    def kind(item: Any) -> str:
+        return type(item).__name__
+
     def show(value: Any) -> Any:
         return make_visible(value, keep="\n\t") if type(value) is str else value
 
+    loader = jinja2.FileSystemLoader(TEMPLATE.parent)
     environment = jinja2.Environment(
-        autoescape=True, finalize=show, trim_blocks=True, lstrip_blocks=True
+        autoescape=True, finalize=show, trim_blocks=True, lstrip_blocks=True, loader=loader
     )
     text = template.read_text(encoding="utf-8")
-    return environment.from_string(text).render(values, to_svg=to_svg)
+    functions = {"to_svg": to_svg, "format_cells": format_cells, "kind": kind}
+    return environment.from_string(text).render(values | functions)
 
 
 def make_page(title: str, *sections: tuple[str, Sequence[Item]], summary: str = "") -> Page:

@@ -290,7 +290,7 @@ ATTENTION_KINDS = ("all", "self", "cross")
 MAX_STATISTICS = 2**26  # numbers of cross products collected in one pass over the examples
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ConversionResult(SurgeryResult):
     """Model before and after, and the converted layers before rounding to the model's dtype."""
 

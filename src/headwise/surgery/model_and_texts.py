@@ -5,7 +5,7 @@ the result.
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +25,8 @@ from ..observe.head_analysis.attention_sinks import DistinctExamples
 from ..observe.head_analysis.text_analysis import read_texts, text_reader
 from ..observe.inspect.attention_sites import sites
 from ..observe.inspect.model_inputs import get_device
+from ..report.data import Item, Table
+from ..report.notebook import NotebookResult
 from ..util.errors import SpecError
 from ..util.output_paths import Existing, check_output, stage_folder
 from .attention_replacement import to_native_model
@@ -124,8 +126,8 @@ def random_ids(model: Any) -> dict[str, Tensor]:
     return dict.fromkeys(names, ids)
 
 
-@dataclass(frozen=True, eq=False)
-class SurgeryResult(ABC):
+@dataclass(frozen=True, eq=False, repr=False)
+class SurgeryResult(NotebookResult):
     """Model before and after a change, and the model as the caller gave it.
 
     `summary` is the change in one clause, `verification_options` are the arguments of
@@ -148,6 +150,18 @@ class SurgeryResult(ABC):
     @property
     @abstractmethod
     def verification_options(self) -> dict[str, Any]: ...
+
+    @property
+    def report_items(self) -> Sequence[Item]:
+        """The query heads and key-value heads of every attention, before and after."""
+        after = {site: spec.heads for site, spec in self.after.spec.attention_specs()}
+        rows: list[tuple[str | int, ...]] = []
+        for site, spec in self.before.spec.attention_specs():
+            q, kv = (after[site].q, after[site].kv) if site in after else (0, 0)
+            rows.append((site, spec.heads.q, q, spec.heads.kv, kv))
+        title, *notes = str(self).splitlines()
+        columns = ("site", "heads", "heads after", "KV heads", "KV heads after")
+        return [Table(title, columns, rows, notes)]
 
     @property
     def record(self) -> dict[str, Any]:

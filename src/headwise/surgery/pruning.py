@@ -119,7 +119,7 @@ def read_selection(selection: HeadSelection | float) -> HeadSelection:
 # --- Pruning --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PruningResult(SurgeryResult):
     """Model before and after pruning, the plan, and the constants that replace removed heads.
 

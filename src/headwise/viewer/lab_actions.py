@@ -16,7 +16,6 @@ from .open_model import (
     MAX_COPIED_PARAMS,
     AblatedHead,
     OpenModel,
-    find_token_decoder,
     get_native_copy,
     id_inputs,
     id_rows,
@@ -290,6 +289,8 @@ def compare_outputs(model: OpenModel, before: Outputs, after: Outputs) -> dict[s
     """Compute loss and change, in total and by position, and the likeliest next tokens before and
     after.
     """
+    from ..observe.inspect.model_inputs import find_token_decoder
+
     changes = position_changes(before, after)
     pair = {"before": before, "after": after}
     losses = {name: _loss_by_position(model, outputs) for name, outputs in pair.items()}
@@ -547,6 +548,7 @@ def _generate(
     import torch
 
     from ..observe.inspect.hooks import run_observed
+    from ..observe.inspect.model_inputs import find_token_decoder
 
     hooks = runs.make_hooks(patches)
     output = run_observed(runs.net, inputs, runs.modules, hooks, COMPARED_TOKENS)

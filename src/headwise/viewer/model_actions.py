@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..observe.traces.attention_trace import TokenGrouping
 from ..util.errors import suggest
 from .model_worker import CLASSES, LINES, JobProgress, Pair, action, flag, integer, text
-from .open_model import CAPTURE_BUDGET, OpenModel, Progress
+from .open_model import CAPTURE_BUDGET, OpenModel, Progress, id_inputs
 from .weight_summaries import encode_arrays
 
 if TYPE_CHECKING:
@@ -94,17 +94,17 @@ def check_token_counts(counts: Mapping[str, int], max_tokens: int) -> None:
 
 
 def capture_trace(
-    net: nn.Module, text: str, source: str, max_tokens: int, progress: Progress = lambda *_: None
+    net: nn.Module, text: Any, source: str, max_tokens: int, progress: Progress = lambda *_: None
 ) -> Trace:
-    """Record a trace of a text; for an encoder-decoder model, of a source and its target, generated
-    if missing.
+    """Record a trace of a text, or of other inputs of the model; for an encoder-decoder model, of a
+    source and its target, generated if missing.
     """
     from ..observe.inspect.model_inputs import is_encoder_decoder, prepare_inputs
     from ..observe.inspect.trace_capture import Capture, trace
 
-    inputs: Any = [text]
+    inputs: Any = [text] if isinstance(text, str) else text
     new_tokens = 0
-    if is_encoder_decoder(net):
+    if is_encoder_decoder(net) and isinstance(text, str):
         if source and text:
             inputs = {"source": source, "text": text}
         else:
@@ -159,6 +159,9 @@ def make_examples(model: OpenModel, texts: Sequence[str] = ()) -> list[Example]:
     else:
         streams = model.get_recorded().streams
         rows = [streams[name][0] for name in ("source", "text") if name in streams]
+        if not any(row.text for row in rows):  # token ids were given
+            reader.add_inputs(id_inputs(model.get_model(), model.get_recorded()))
+            return reader.examples_with_frequencies()
         shown = [row.text or " ".join(row.words) for row in rows]
         pairs = [(shown[0], shown[1] if len(shown) > 1 else "")]
     for first, target in pairs:
@@ -171,9 +174,15 @@ def make_examples(model: OpenModel, texts: Sequence[str] = ()) -> list[Example]:
 
 @action("measure", texts=LINES)
 def measure(model: OpenModel, progress: JobProgress, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure and classify all heads, on the open text or on several texts."""
+    """Measure and classify all heads, on the open text or on several texts; of a trace alone, by
+    its weights.
+    """
     from ..observe.head_analysis.annotated_examples import GENERAL_TEXTS, read_lines
+    from ..observe.head_analysis.text_analysis import heads
 
+    if not model.has_model and not texts:
+        model.set_tables(own=heads(model.get_recorded()))
+        return {"revision": model.revision, "texts": 1}
     examples = make_examples(model, texts)
     table = measure_table(model.get_model(), examples, progress)
     if [*texts] == read_lines(GENERAL_TEXTS):
@@ -184,20 +193,15 @@ def measure(model: OpenModel, progress: JobProgress, texts: Sequence[str] = ()) 
 
 def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProgress) -> HeadTable:
     """Compute measures and classes of all heads; the intervals of a single text are NaN."""
-    from ..observe.head_analysis.head_classes import classify_heads
-    from ..observe.head_analysis.head_measurement import MeasureOptions, measure_heads
+    from ..observe.head_analysis.head_measurement import MeasureOptions
+    from ..observe.head_analysis.text_analysis import measure_and_classify
 
-    options = MeasureOptions(min_texts=1)
-    table = measure_heads(
-        net, examples, options=options, progress=lambda count: progress(count, len(examples))
+    return measure_and_classify(
+        net,
+        examples,
+        options=MeasureOptions(min_texts=1),
+        progress=lambda count: progress(count, len(examples)),
     )
-    if table.texts != "1 text":
-        return classify_heads(table)
-    note = (
-        "one text: no confidence intervals, and classes by scores that are not tested; give "
-        "several texts"
-    )
-    return classify_heads(table.with_notes([note]), criteria="untested")
 
 
 # --- Cost -----------------------------------------------------------------------------------------

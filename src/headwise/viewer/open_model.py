@@ -567,22 +567,6 @@ def get_native_copy(model: nn.Module) -> Transformer:
     return _copies[model]
 
 
-def find_token_decoder(net: nn.Module) -> Callable[[int], str]:
-    """Return a function from ids to texts; without a tokenizer it shows the ids."""
-    from ..models import Transformer
-    from ..observe.head_analysis.annotated_examples import ExampleReader
-    from ..observe.inspect.model_inputs import make_token_decoder
-    from ..observe.inspect.model_tokenizer import find_tokenizer
-
-    try:
-        if isinstance(net, Transformer):
-            return ExampleReader(net).token_decoders()["text"]
-        tokenizer = find_tokenizer(net)
-    except (ValueError, KeyError, OSError):
-        return str
-    return str if tokenizer is None else make_token_decoder(tokenizer)
-
-
 def open_inputs(model: OpenModel) -> ModelInputs:
     """Return the inputs of the open text, from its recorded token ids."""
     from ..observe.inspect.model_inputs import prepare_inputs

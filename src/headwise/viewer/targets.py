@@ -4,6 +4,7 @@ opens in its place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,17 +30,18 @@ DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is a
 
 class Target(NamedTuple):
     """A target to open: a name (None is the bundled sample), texts, the folder for new models
-    (None: read-only), a model or trace to compare with, an image path for a vision model, and where
-    the model is loaded.
+    (None: read-only), a model or trace to compare with, an image path for a vision model, where
+    the model is loaded, and what gives it a tokenizer.
     """
 
     name: str | None = None
-    text: str | None = None
+    text: Any = None
     source: str | None = None
     out: Path | None = None
     other: str = ""
     image: str = ""
     loading: LoadingPlace = ON_CPU
+    prepare: Callable[[Any], Any] = lambda model: model
 
 
 def open_target(target: Target) -> OpenModel:
@@ -62,7 +64,7 @@ def _open_name(target: Target) -> OpenModel:
 
     source = find_model(bundled_sample.MODEL if target.name is None else target.name)
     folder = str(source) if isinstance(source, Path) else ""
-    opened = open_model(load_target(source, target.loading), target)
+    opened = open_model(target.prepare(load_target(source, target.loading)), target)
     opened.target = folder
     opened.pruned = read_pruned_heads(folder)
     return opened
@@ -72,14 +74,16 @@ def open_model(model: Any, target: Target) -> OpenModel:
     """Run a model on the texts of a target and record its attention."""
     from ..observe.head_analysis.annotated_examples import GENERAL_TEXTS, read_lines
 
-    text = target.text or ("" if target.source else DEFAULT_TEXT)
+    text = "" if target.text is None else target.text  # a text, or token ids
+    if isinstance(text, str) and not text and not target.source:
+        text = DEFAULT_TEXT
     _check_inputs(model, target)
     if target.image:
         trace = capture_image(model, target.image)
     else:
         trace = capture_trace(model, text, target.source or "", MAX_TOKENS)
     opened = OpenModel(trace, model, output_folder=target.out, read_only=target.out is None)
-    if not target.image and "source" not in trace.streams:
+    if isinstance(text, str) and not target.image and "source" not in trace.streams:
         opened.texts = tuple(read_lines(GENERAL_TEXTS))
     return opened
 

@@ -57,7 +57,7 @@ def measure_heads_once(opened: OpenModel) -> None:
     """Measure and classify the heads of a model over the open text and its other texts. If that
     fails, the page shows the reason as a warning.
     """
-    if opened.shown_table is not None or not opened.has_model:
+    if opened.shown_table is not None:
         return
     from .model_actions import measure
     from .model_worker import Job, JobProgress
@@ -199,19 +199,23 @@ def frame_html(page: str, name: str) -> str:
 
 def view(
     model_or_trace: Any = None,
-    text: str | None = None,
+    text: Any = None,
     *,
     source: str | None = None,
     image: Path | str | None = None,
     out: Path | str | None = None,
+    tokenizer: object = None,
+    row: int = 0,
 ) -> View:
     """Return the page of a model or a trace. A notebook shows it, `.serve()` opens it in the
     browser, `.save(path)` writes it.
 
     `model_or_trace` is a model or a name as in `hw.load`, a `Trace` or the path of its file, or
-    None for the bundled sample. `text` is the input; for an encoder-decoder, `source` is the input
-    and `text` the output. A vision model takes `image`: an image, a folder of images or an .npy.
-    `out` is the folder for models pruned on the page; without it the page writes no files.
+    None for the bundled sample. `text` is the input: a text, token ids or a mapping of the model's
+    arguments; for an encoder-decoder, `source` is the input and `text` the output. `tokenizer` is
+    needed for texts if the model has none. Of a batch, the page shows text `row`. A vision model
+    takes `image`: an image, a folder of images or an .npy. `out` is the folder for models pruned on
+    the page; without it the page writes no files.
 
     >>> import headwise as hw
     >>> hw.view()
@@ -219,16 +223,25 @@ def view(
     """
     folder = None if out is None else Path(out)
     picture = "" if image is None else str(image)
+
+    def prepare(model: Any) -> Any:
+        from ..observe.inspect.model_tokenizer import with_tokenizer
+
+        return model if tokenizer is None else with_tokenizer(model, tokenizer)
+
     if model_or_trace is None or isinstance(model_or_trace, (str, Path)):
         name = None if model_or_trace is None else str(model_or_trace)
-        return View(open_target(Target(name, text, source, folder, image=picture)))
+        return View(open_target(Target(name, text, source, folder, image=picture, prepare=prepare)))
     if isinstance(model_or_trace, Trace):
         if text is not None or source is not None:
             raise ValueError(
                 "text= needs a model, and a trace records one run; leave it out, or give the model"
             )
-        return View(OpenModel(model_or_trace))
-    return View(open_model(model_or_trace, Target(None, text, source, folder, image=picture)))
+        return View(OpenModel(model_or_trace.select_row(row)))
+    target = Target(None, text, source, folder, image=picture)
+    opened = open_model(prepare(model_or_trace), target)
+    opened.trace = opened.get_trace().select_row(row)
+    return View(opened)
 
 
 def view_attention(

@@ -33,7 +33,6 @@ from headwise.observe.head_analysis.head_table import (
     HeadTable,
     ImportanceResult,
     Measure,
-    locate_head,
 )
 from headwise.observe.inspect.trace_capture import trace
 from headwise.observe.traces import save_trace
@@ -41,7 +40,6 @@ from headwise.report.data import Figure
 from headwise.report.plots import THEMES, draw, figure_style
 from observe.head_analysis import handset_heads as handmade
 from support.number_examples import make_examples, small_gpt2
-from support.refusals import refused_cases
 
 MODEL = "organisation/a-model-with-a-rather-long-name-finetuned-v2"
 CLASSES = (
@@ -199,39 +197,6 @@ def test_gold_links_are_marked_in_the_rows_that_align_best(better, cells):
 
 
 # --- heads drawn from the command line ------------------------------------------------------------
-
-
-class Layer:
-    def __init__(self, name: str, stack: str, kind: str, layer: int) -> None:
-        self.name, self.stack, self.kind, self.layer = name, stack, kind, layer
-
-
-LAYERS = [
-    Layer("encoder.1.attention", "encoder", "attention", 1),
-    Layer("decoder.1.attention", "decoder", "attention", 1),
-    Layer("decoder.1.cross", "decoder", "cross", 1),
-    Layer("decoder.2.attention", "decoder", "attention", 2),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "site"),
-    [
-        ("E1H3", "encoder.1.attention"),
-        ("D1 H3", "decoder.1.attention"),
-        ("X1H3", "decoder.1.cross"),
-        ("L2H3", "decoder.2.attention"),
-        ("decoder.1.cross:3", "decoder.1.cross"),
-    ],
-)
-def test_heads_have_short_names(name: str, site: str):
-    assert locate_head(name, LAYERS) == (site, 3)
-
-
-@pytest.mark.parametrize(("name", "why"), refused_cases(__file__, "names of heads", globals()))
-def test_wrong_names_of_heads(name: str, why: str):
-    with pytest.raises(ValueError, match=why):
-        locate_head(name, LAYERS)
 
 
 @pytest.mark.usefixtures("unrendered_figure")

@@ -205,7 +205,11 @@ def test_small_differences_are_legible() -> None:
         compared = compare_traces(
             trace_from_weights([one], ["a", "b"]), trace_from_weights([other], ["a", "b"])
         )
-        line = next(line for line in str(compared).splitlines() if " H0 " in line)
+        line = next(
+            line
+            for line in str(compared).splitlines()
+            if line.startswith(("L0H0", "attention", "decoder"))
+        )
         head = compared.heads[0]
         expected = (head.divergence, shift, head.entropy_change)
         for text, value in zip(line.split()[-3:], expected, strict=True):

@@ -14,6 +14,8 @@ import torch
 from ...kernels.capabilities import current_points, machine_notes, this_machine
 from ...kernels.devices import DTYPES
 from ...kernels.launch import kernel_problem
+from ...report.data import Table
+from ...report.notebook import NotebookResult
 from ...report.text import pad, text_width, wrap
 from ...util.errors import suggest
 from .. import backends
@@ -137,8 +139,8 @@ class CallReport:
         }
 
 
-@dataclass(frozen=True)
-class BackendReport:
+@dataclass(frozen=True, repr=False)
+class BackendReport(NotebookResult):
     """The answer of `why`: the call in question, and the other kind of call (one query, or several)
     in short.
     """
@@ -169,6 +171,15 @@ class BackendReport:
         """The report as one JSON document."""
         return json.dumps(self.data, indent=2)
 
+    @property
+    def report_items(self) -> Sequence[Table]:
+        """The answer of every backend."""
+        rows: list[tuple[str, str]] = []
+        for name, reasons in self.reasons_against.items():
+            notes = [_answer(self.call, name), *self.call.notes[name]]
+            rows.append((name, f"no: {'; '.join(reasons)}" if reasons else "; ".join(notes)))
+        return [Table(_title(self.call), ("backend", "answer"), rows)]
+
     def __str__(self) -> str:
         width = max(map(len, self.reasons_against))
         lines = [
@@ -176,12 +187,9 @@ class BackendReport:
             "",
             f"  {pad('backend', width)}  answer",
         ]
-        for name, reasons in self.reasons_against.items():
-            text = (
-                f"no: {'; '.join(reasons)}"
-                if reasons
-                else "; ".join([_answer(self.call, name), *self.call.notes[name]])
-            )
+        (answers,) = self.report_items
+        for row in answers.rows:
+            name, text = map(str, row)
             indent = " " * (width + 4)
             lines += wrap(text, indent=f"  {name.ljust(width)}  ", hanging=indent)
         lines += ["", *_summary(self.call)]

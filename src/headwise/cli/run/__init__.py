@@ -7,25 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..arguments import LoadingOptions, load_on_device
+from ..arguments import TokenizerOptions, attach_named_tokenizer, load_on_device
 from ..options import (
     Count,
     ModelFolder,
     NotNegative,
     Positive,
     Share,
-    TokenizerFile,
     UsageError,
     options,
 )
-from ..text_arguments import attach_named_tokenizer
 
 if TYPE_CHECKING:
     from ...models import Transformer
 
 
 @options
-class RunOptions(LoadingOptions):
+class RunOptions(TokenizerOptions):
     """Run a trained model: continue or translate a text, or classify a text or an image. Without
     TEXT, answers every line of stdin with one line, in order.
 
@@ -46,8 +44,6 @@ class RunOptions(LoadingOptions):
     --repetition PENALTY  penalty for tokens that were generated before; 1 is none (default: 1)
     --length-penalty POWER  divide the score of a beam by its length to this power (default: 1)
     --best COUNT  print this many of the beams, with their scores (default: 1)
-    --tokenizer FILE  tokenizer of a model without one: a tokenizer.json, or bytes (default: the
-        model's)
 
     examples:
     headwise run runs/dates '<zh>20 November 2026'
@@ -70,7 +66,6 @@ class RunOptions(LoadingOptions):
     repetition: Positive | None = None
     length_penalty: float | None = None
     best: Count | None = None
-    tokenizer: TokenizerFile | None = None
 
     def check(self) -> None:
         """Refuse impossible options before the model is loaded."""
@@ -125,9 +120,5 @@ def load_model(args: RunOptions) -> Transformer:
     from ...hub import load
 
     model = load_on_device(load, args.model, args)
-    embedding = model.spec.stacks[0].embedding
-    if embedding and embedding.tokens and model.usage.tokenizer is None and args.tokenizer is None:
-        fact = f"{model.spec.name} has no tokenizer"
-        raise UsageError(f"{fact}; give --tokenizer FILE, or --tokenizer bytes")
     attach_named_tokenizer(model, args)
     return model

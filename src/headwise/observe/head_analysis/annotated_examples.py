@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from ...models import Transformer
-from ...models.generation import load_tokenizers
 from ...training.data import Batch, Task
 from ...training.data.translation import join_words
 from ...util.errors import SequenceTooLong, SpecError, UnknownToken
@@ -30,9 +29,12 @@ from ..inspect.hooks import run_prepared
 from ..inspect.model_inputs import (
     PAD_ID,
     ModelInputs,
+    decode_rows,
+    find_token_decoder,
     get_max_length,
     is_encoder_decoder,
     prepare_inputs,
+    split_rows,
 )
 from ..traces import TokenRow
 
@@ -278,7 +280,7 @@ class ExampleReader:
         streams: dict[str, TokenAnnotations] = {}
         num_lost = 0  # words without a separate token
         for name, rows in inputs.token_rows.items():
-            tokens = _annotate_tokens(rows[0], spans.get(name))
+            tokens = annotate_row(rows[0], spans.get(name))
             streams[name] = tokens
             words_with_tokens = {*tokens.word_index.tolist()} - {-1}
             num_lost += len(spans[name]) - len(words_with_tokens) if name in spans else 0
@@ -291,6 +293,18 @@ class ExampleReader:
         )  # a model that takes one dictionary is called with `args`
         links = tuple(alignment_links)
         self.examples.append(Example(arguments, streams, dependencies or (), links))
+
+    def add_inputs(self, inputs: Any) -> None:
+        """Add token ids, or the model's arguments by name; every row of a batch is a text."""
+        for row in split_rows(self.model, inputs):
+            prepared = prepare_inputs(self.model, row)
+            if not prepared.token_rows:
+                raise SpecError(
+                    f"inputs with {', '.join(row)} have no token ids to measure; give token ids"
+                )
+            token_rows = decode_rows(self.model, prepared.token_rows)
+            streams = {name: annotate_row(rows[0]) for name, rows in token_rows.items()}
+            self.examples.append(Example(prepared.args or prepared.kwargs, streams))
 
     def add_task_examples(self, task: Task, limit: int) -> None:
         """Add examples of a task with gold alignments of source and target tokens.
@@ -316,21 +330,14 @@ class ExampleReader:
 
     def annotate_batch(self, batch: Batch) -> dict[str, TokenAnnotations]:
         """Annotate the streams of a batch of one example; each token counts as a word."""
-        decoders = self.token_decoders()
         streams: dict[str, TokenAnnotations] = {}
         for name, ids in (("text", batch.x), ("source", batch.source)):
             if ids is not None:
                 numbers = ids[0].tolist()
-                row = TokenRow(tuple(numbers), tuple(map(decoders[name], numbers)))
-                streams[name] = _annotate_tokens(row, None)
+                decode = find_token_decoder(self.model, name)
+                row = TokenRow(tuple(numbers), tuple(map(decode, numbers)))
+                streams[name] = annotate_row(row)
         return streams
-
-    def token_decoders(self) -> Mapping[str, Callable[[int], str]]:
-        """Return functions that turn an id into text, for the streams "text" and "source"."""
-        if not isinstance(self.model, Transformer) or self.model.usage.tokenizer is None:
-            return {"text": str, "source": str}
-        source_tokenizer, target_tokenizer = load_tokenizers(self.model)
-        return {"text": target_tokenizer.token_text, "source": source_tokenizer.token_text}
 
     def examples_with_frequencies(self) -> list[Example]:
         """The examples, with the frequency of each token's id over all of them."""
@@ -516,7 +523,7 @@ def _split_text(model: nn.Module, text: str) -> Iterator[str]:
         yield from _split_text(model, " ".join(part))
 
 
-def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnotations:
+def annotate_row(row: TokenRow, spans: Sequence[Span] | None = None) -> TokenAnnotations:
     """Annotate the tokens of a row.
 
     `spans` are the words of a parse, or None to split the text into words.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...util.errors import pluralise
+from ..head_names import print_head
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device
 from .annotated_examples import Example
@@ -117,7 +118,8 @@ def find_sink_streams(
             sink_streams.add(stream)
             top = max(sinks, key=lambda weight: weight.score)
             fact = f"{len(sinks)} of {len(readers)} heads put clearly more weight on it than chance"
-            note = f"is a sink: {fact}, {top.site} {top.head} {top.value:.2f} of its weight"
+            name = print_head(top.site, top.head, list(stream_of_site))
+            note = f"is a sink: {fact}, {name} {top.value:.2f} of its weight"
         notes.append(f"the first token of the {stream} {note}")
     return sink_streams, tuple(notes)
 

@@ -22,7 +22,8 @@ from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device, get_streams, is_encoder_decoder
 from ..inspect.site import Site
-from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
+from ..traces import AttentionRecord, Trace
+from .annotated_examples import Example, ExampleReader, TokenAnnotations, find_sink_tokens
 from .attention_sinks import (
     MAX_SINK_TEXTS,
     DistinctExamples,
@@ -48,7 +49,14 @@ from .streamed_statistics import (
     read_statistics,
     sum_metrics,
 )
-from .weight_bands import WeightBand, join_heads, move_annotations, stream_weight_bands
+from .weight_bands import (
+    WeightBand,
+    annotate_trace,
+    join_heads,
+    move_annotations,
+    stream_trace,
+    stream_weight_bands,
+)
 
 OBSERVED = "own"
 CHANCE = "chance"
@@ -361,6 +369,25 @@ def measure_heads(
     return HeadTable(name or type(model).__name__, texts, tuple(heads), tuple(notes))
 
 
+def measure_trace(trace: Trace, metrics: Sequence[str] = tuple(HEAD_METRICS)) -> HeadTable:
+    """Measure every head of a recorded run by its weights; every row of its batch is a text."""
+    reader = ExampleReader(nn.Identity())
+    count = trace.layers[0].batch_size
+    reader.examples += [annotate_trace(trace, row) for row in range(count)]
+    examples = reader.examples_with_frequencies()
+    metric_sums = MetricSums([get_metric(metric) for metric in metrics])
+    for row, example in enumerate(examples):
+        stream_trace(trace, row, example, metric_sums.add_band)
+        metric_sums.finish_example()
+    streams = {one.name: (one.query_stream, one.key_stream) for one in trace.layers}
+    sinks, notes = metric_sums.find_sink_streams(streams_of_words(examples, streams))
+    with_sink = {site for site, (_, stream) in streams.items() if stream in sinks}
+    heads = _measure_sites(trace.layers, metric_sums, with_sink, [])
+    skipped = [f"{site} is not recorded: {reason}" for site, reason in trace.skipped.items()]
+    name = str(trace.model.get("name", "a model"))
+    return HeadTable(name, pluralise(count, "text"), tuple(heads), (*skipped, *notes))
+
+
 def _select_sites(
     model: nn.Module, options: MeasureOptions
 ) -> tuple[list[SiteModule], Mapping[str, tuple[str, str]]]:
@@ -413,7 +440,7 @@ def sum_examples(
 
 
 def _measure_sites(
-    sites: Sequence[Site],
+    sites: Sequence[Site | AttentionRecord],
     metric_sums: MetricSums,
     with_sink: Set[str],
     collected: Sequence[Mapping[tuple[str, int], Mapping[str, Measure]]],

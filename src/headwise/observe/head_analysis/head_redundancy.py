@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ...report.data import Table, Value
-from ...report.render import to_plain, to_text
+from ...report.notebook import TableResult
+from ...report.render import to_plain
 from ...report.text import format_number, format_p
 from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import record_head_outputs
@@ -261,8 +262,8 @@ class ComparableHeads:
         return fields
 
 
-@dataclass(frozen=True, eq=False)
-class RedundancyResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class RedundancyResult(TableResult):
     """Comparisons of all groups of heads over the same tokens, the number of texts, and notes on
     what was left out.
     """
@@ -286,9 +287,6 @@ class RedundancyResult:
         sentences = [group.sentence for group in self.readers]
         title = f"{self.model}, {self.texts} texts: similarity of heads. {' '.join(sentences)}"
         return Table(title, columns, rows, self.notes)
-
-    def __str__(self) -> str:
-        return to_text(self.table)
 
     @property
     def data(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ...report.data import Axis, Figure, HeatMap, Plot, Series
 from ...report.plots import THEMES, save_figure
 from ...util.files import write_atomically
 from ...util.output_paths import Existing, FolderKind, stage_folder
+from ..head_names import print_head
 from ..inspect.trace_capture import Capture, trace
 from ..traces import AttentionRecord, Trace
 from .annotated_examples import Example, TokenAnnotations
@@ -78,7 +79,10 @@ def plot_importance(result: ImportanceResult) -> Figure:
     """Return the importance of the heads in decreasing order, with 95 % intervals."""
     heads = result.by_importance
     ys, lows, highs = zip(*(head.measure[:3] for head in heads), strict=True)
-    names = [f"{rank}  {head.site} {head.head}" for rank, head in enumerate(heads)]
+    sites = list(dict.fromkeys(head.site for head in result.heads))
+    names = [
+        f"{rank}  {print_head(head.site, head.head, sites)}" for rank, head in enumerate(heads)
+    ]
     ranks = range(len(heads))
     series = Series("head, 95 % interval", ranks, ys, lows, highs, marker=".")
     axes = (Axis("heads by decreasing importance"), Axis(f"importance by {result.method}"))
@@ -175,7 +179,7 @@ def _list_figures(
     pictures: list[HeadPicture] = []  # the head with the highest score of each class
     for group in CLASS_STYLES:
         for best, head in table.class_members(group)[: group != UNCLEAR]:
-            title = f"{best.name} {best.score:.2f}: {head.site} {head.head}"
+            title = f"{best.name} {best.score:.2f}: {table.name(head)}"
             picture = maker.picture(head, best.name, title)
             pictures += [picture] if picture is not None else []
     if pictures:
@@ -187,7 +191,7 @@ def _list_figures(
         classes = [one for one in head.classes if one.name != UNCLEAR]
         names = ", ".join(f"{one.name} {one.score:.2f}" for one in classes[:3]) or "no class"
         picture = maker.first_picture(head, classes[0].name if classes else "", names)
-        title = f"{model}: {head.site} {head.head}"
+        title = f"{model}: {table.name(head)}"
         figures[head_file_name(*location)] = head_figure(picture, title)
     return figures
 
@@ -218,7 +222,8 @@ def draw_traced_heads(
         keys = trace.streams[layer.key_stream][0].words[: weights.shape[1]]
         text = f"text 1 of {layer.batch_size}" if layer.batch_size > 1 else ""
         picture = HeadPicture(text, "", weights[: len(queries), : len(keys)], queries, keys)
-        title = f"{model}: {layer.name} {head}"
+        name = print_head(layer.name, head, [one.name for one in trace.layers])
+        title = f"{model}: {name}"
         figures[head_file_name(layer.name, head)] = head_figure(picture, title)
     with stage_folder(folder, HEAD_REPORT, existing) as staged:
         return [str(folder / Path(name).name) for name in write_figures(figures, staged)]

@@ -5,15 +5,16 @@ values.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ...report.data import Column, Estimate as Measure, Figure, HeatMap, Table
+from ...report.data import Column, Estimate as Measure, Figure, HeatMap, Item, Table
+from ...report.notebook import NotebookResult, TableResult
 from ...report.render import colour_text, note_lines, to_csv, to_plain, to_text
 from ...report.text import format_p, wrap
 from ...util.errors import pluralise
+from ..head_names import print_head
 
 # Letter and colour of each class. Colours are from Okabe and Ito; the letter distinguishes classes
 # without colour.
@@ -41,6 +42,18 @@ CLASS_GROUPS = {
     "first": "sink",
 }
 HEADS_PER_CLASS = 2  # heads listed for each class
+# weight on one kind of key, from 0 to 1
+KEY_MEASURES = [
+    "previous",
+    "self",
+    "next",
+    "first",
+    "separator",
+    "punctuation",
+    "duplicate",
+    "induction",
+]
+NUM_STRONGEST = 5
 INTERVAL_NOTE = "low and high: 95 % interval"
 
 
@@ -104,8 +117,8 @@ class HeadMeasures:
         }
 
 
-@dataclass(frozen=True)
-class HeadTable:
+@dataclass(frozen=True, repr=False)
+class HeadTable(NotebookResult):
     """Every measured head of a model, the data it was measured on, and notes on what was left out.
 
     Prints as a grid of the heads' classes and the heads with the highest scores in each class.
@@ -123,6 +136,20 @@ class HeadTable:
     def __str__(self) -> str:
         return self.to_text()
 
+    @property
+    def report_items(self) -> Sequence[Item]:
+        """The grid of classes, and a row for each head with the value of every measure."""
+        names = list(dict.fromkeys(name for head in self.heads for name in head.measures))
+        rows: list[list[Any]] = []
+        for head in self.heads:
+            best = head.classes[0] if head.classes else HeadClass("unclear", math.nan, "")
+            values = [
+                head.measures[name].value if name in head.measures else None for name in names
+            ]
+            rows.append([head.site, head.head, best.name, best.score, *values])
+        columns = ("site", "head", "class", "score", *names)
+        return [self.class_grid(), Table("", columns, rows, self.notes)]
+
     def to_text(self, colour: bool = False) -> str:
         """Return the table for a terminal; `colour` allows ANSI colours."""
         lines = [to_text(self.class_grid(), colour=colour)]
@@ -134,9 +161,31 @@ class HeadTable:
             name = f"{letter}  {group}"
             lines.append(f"\n{colour_text(name, shade) if colour else name}: {count}")
             for one, head in members[:HEADS_PER_CLASS]:
-                line = f"{head.site} {head.head}: {one.name} {one.score:.2f}, {one.evidence}"
+                line = f"{self.name(head)}: {one.name} {one.score:.2f}, {one.evidence}"
                 lines += wrap(line, indent="   ")
+        if self.texts == "1 text":
+            lines += ["", to_text(self.strongest)]
         return "\n".join([*lines, *note_lines(self.notes)])
+
+    @property
+    def strongest(self) -> Table:
+        """The heads with a measure that is furthest above its chance level."""
+        rows: list[tuple[Any, ...]] = []
+        for head in self.heads:
+            measures = {name: head.measures[name] for name in KEY_MEASURES if name in head.measures}
+            excess = {name: one.value - one.chance for name, one in measures.items()}
+            names = [name for name, value in excess.items() if not math.isnan(value)]
+            if names:
+                best = max(names, key=lambda name: excess[name])
+                value, _, _, chance, num_rows, _ = measures[best]
+                rows.append((self.name(head), best, value, chance, int(num_rows)))
+        rows.sort(key=lambda row: row[3] - row[2])
+        columns = ("head", "measure", "value", "chance", "rows")
+        return Table("furthest above chance", columns, rows[:NUM_STRONGEST])
+
+    def name(self, head: HeadMeasures) -> str:
+        """Return the short name of a head, such as L0H3."""
+        return print_head(head.site, head.head, self.sites)
 
     def class_grid(self, title: str = "") -> Figure:
         """Return every head of every layer as a cell with the letter and colour of its class.
@@ -238,53 +287,6 @@ def _descending(value: float) -> float:
     return math.inf if math.isnan(value) else -value
 
 
-# --- Names of heads -------------------------------------------------------------------------------
-
-HEAD_NAME = re.compile(r"([LEDX])(\d+) ?H(\d+)")
-EXAMPLE_NAMES = "L3H2 (or E3H2, D3H2, X3H2 for encoder, decoder and cross-attention), or SITE:HEAD"
-
-
-def check_head_name(name: str) -> None:
-    """Raise ValueError unless `name` could name a head."""
-    site, _, head = name.rpartition(":")
-    if not HEAD_NAME.fullmatch(name) and not (site and head.isdecimal()):
-        raise ValueError(f"{name!r} is not a head; write {EXAMPLE_NAMES}")
-
-
-def locate_head(name: str, layers: Iterable[Any]) -> tuple[str, int]:
-    """Return the site and the number of a head of these sites or layers of a trace by its short
-    name, as the page of headwise view writes it, or by SITE:HEAD.
-
-    L is any layer, E the encoder, D the self-attention of the decoder, X the cross-attention.
-
-    >>> from types import SimpleNamespace as Layer
-    >>> cross = Layer(name="decoder.1.cross", stack="decoder", kind="cross", layer=1)
-    >>> locate_head("X1H3", [cross]), locate_head("decoder.1.cross:3", [cross])
-    (('decoder.1.cross', 3), ('decoder.1.cross', 3))
-    """
-    check_head_name(name)
-    match = HEAD_NAME.fullmatch(name)
-    if match is None:
-        site, _, head = name.rpartition(":")
-        return site, int(head)
-    letter = match[1]
-    number = int(match[2])
-    head = int(match[3])
-    sites: list[str] = []
-    for layer in layers:
-        own = "X" if layer.kind == "cross" else "E" if layer.stack == "encoder" else "D"
-        if layer.layer == number and letter in ("L", own):
-            sites.append(layer.name)
-    if len(sites) != 1:
-        fact = (
-            f"layer {number} is each of {', '.join(sites)}"
-            if sites
-            else f"there is no layer {letter}{number}"
-        )
-        raise ValueError(f"{name} is not one head, because {fact}; write {EXAMPLE_NAMES}")
-    return sites[0], head
-
-
 # --- Importance -----------------------------------------------------------------------------------
 
 
@@ -314,8 +316,8 @@ class HeadImportance:
         return Measure(self.value, self.low, self.high, 0.0)
 
 
-@dataclass(frozen=True)
-class ImportanceResult:
+@dataclass(frozen=True, repr=False)
+class ImportanceResult(TableResult):
     """Importance of every head of a model: the method, the objective and the number of texts."""
 
     model: str
@@ -343,9 +345,6 @@ class ImportanceResult:
             f"{self.model}, {self.texts} texts: importance by {self.method} for {self.objective}"
         )
         return Table(f"{title}; {INTERVAL_NOTE}", columns, rows, self.notes)
-
-    def __str__(self) -> str:
-        return to_text(self.table)
 
     @property
     def by_importance(self) -> tuple[HeadImportance, ...]:

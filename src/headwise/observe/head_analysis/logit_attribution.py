@@ -15,7 +15,8 @@ from ...kernels.devices import to_float64
 from ...models import Transformer
 from ...models.feed_forward import NormLayer
 from ...report.data import Table
-from ...report.render import to_plain, to_text
+from ...report.notebook import TableResult
+from ...report.render import to_plain
 from ...util.errors import SpecError
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import record_head_outputs, record_modules
@@ -34,8 +35,8 @@ class LogitShare:
     value: float
 
 
-@dataclass(frozen=True)
-class LogitAttribution:
+@dataclass(frozen=True, repr=False)
+class LogitAttribution(TableResult):
     """Direct contributions of heads to the logit of a token at one position.
 
     `logit` is the sum of `heads` and `rest`: what embeddings, feed-forward layers and biases add.
@@ -60,9 +61,6 @@ class LogitAttribution:
         rows += [("no head", None, self.rest), ("sum", None, self.logit)]
         title = f"logit of {' minus '.join(names)} at position {self.position}"
         return Table(title, ("site", "head", "added"), rows)
-
-    def __str__(self) -> str:
-        return to_text(self.table)
 
     @property
     def data(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ rates them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ...hub.pretrained_models import open_model
 from ...models import Transformer
 from ...util.errors import SpecError
-from ..inspect.model_inputs import is_encoder_decoder
+from ..inspect.model_inputs import is_encoder_decoder, is_token_input
 from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
 from ..inspect.trace_capture import get_model_name
+from ..traces import Trace
 from .annotated_examples import (
     GENERAL_TEXTS,
     Example,
@@ -26,9 +27,9 @@ from .annotated_examples import (
     general_texts_note,
     read_lines,
 )
-from .head_classes import classify_heads
+from .head_classes import MIN_ROWS, classify_heads
 from .head_importance import DEFAULT_OPTIONS, ImportanceOptions, estimate_importance
-from .head_measurement import MeasureCollector, MeasureOptions, measure_heads
+from .head_measurement import MeasureCollector, MeasureOptions, measure_heads, measure_trace
 from .head_metrics import IMAGE_METRICS, NOT_FOR_IMAGES, metrics_for_criteria
 from .head_table import HeadTable, ImportanceResult
 from .image_examples import as_pixels, examples_from_pixels, plain_image_examples
@@ -36,7 +37,12 @@ from .importance_methods import ImportanceMethod
 from .objectives import Objective
 
 TEXT_KINDS = (
-    "strings, pairs (source, target) of strings, Examples, or images as one tensor of floats"
+    "strings, pairs (source, target) of strings, token ids, mappings of the model's arguments, "
+    "Examples, or images as one tensor of floats"
+)
+ONE_TEXT_NOTE = (
+    f"one text: each measure stands beside its chance level, without an interval; classes need "
+    f"{MIN_ROWS} rows and are not tested, which needs several texts"
 )
 
 
@@ -59,20 +65,22 @@ def read_texts(
     """Return texts as examples of a model, with notes on what was skipped or split.
 
     `texts` is one string, or an iterable of strings, of pairs (source, target) for an
-    encoder-decoder model, or of Examples, which are returned unchanged. In a string for an
-    encoder-decoder model, a tab separates source and target. Of a vision model, `texts` are images,
-    floats [n, channels, height, width].
+    encoder-decoder model, of token ids [T] or batches [B, T] of them, of mappings of the model's
+    arguments, such as the output of a tokenizer, or of Examples, which are returned unchanged. In a
+    string for an encoder-decoder model, a tab separates source and target. Of a vision model,
+    `texts` are images, floats [n, channels, height, width].
     """
     if isinstance(texts, ExampleReader):
         return texts.examples_with_frequencies(), texts.notes
     pixels = _read_pixels(texts, min_count)
     if pixels is not None:
         return plain_image_examples(model, pixels), ()
-    if isinstance(texts, str):
+    if isinstance(texts, str) or is_token_input(texts):
         texts = [texts]
-    if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
+    if not isinstance(texts, Iterable):
         raise SpecError(f"texts are of type {type(texts).__name__}; give a list of {TEXT_KINDS}")
     items = list(texts)
+    inputs: list[Any] = []  # token ids, and mappings of arguments
     pairs: list[tuple[str, str]] = []  # source and target, which is empty if there is none
     has_source = is_encoder_decoder(model)
     for number, item in enumerate(items):
@@ -81,15 +89,19 @@ def read_texts(
             pairs.append((source, target))
         elif isinstance(item, (tuple, list)) and [*map(type, item)] == [str, str]:
             pairs.append((item[0], item[1]))
+        elif is_token_input(item):
+            inputs.append(item)
         elif not isinstance(item, Example):
             kind = type(item).__name__
             raise SpecError(f"text {number} is of type {kind}; give {TEXT_KINDS}")
-    if pairs and len(pairs) < len(items):
-        raise SpecError("texts are partly strings and partly Examples; give one of both kinds only")
+    if len(items) not in (len(pairs), len(inputs), len(items) - len(pairs) - len(inputs)):
+        raise SpecError("texts are of several kinds; give strings, token ids or Examples only")
     examples = items
     notes: tuple[str, ...] = ()
-    if pairs:
+    if pairs or inputs:
         reader = examples_from_lines(model, pairs)
+        for item in inputs:
+            reader.add_inputs(item)
         examples = reader.examples_with_frequencies()
         notes = reader.notes
     if len(examples) < min_count:
@@ -119,7 +131,7 @@ def measure_and_classify(
     progress: Callable[[int], object] = lambda _: None,
 ) -> HeadTable:
     """Measure every head over examples, with the metrics that `criteria` need, and classify it by
-    them.
+    them; over one text by scores that are not tested.
     """
     metrics = (*options.metrics, *metrics_for_criteria(criteria))
     table = measure_heads(
@@ -130,11 +142,17 @@ def measure_and_classify(
         name=get_model_name(model),
         progress=progress,
     )
-    return classify_heads(table, criteria=criteria)
+    return _classify(table, criteria)
+
+
+def _classify(table: HeadTable, criteria: str) -> HeadTable:
+    if table.texts != "1 text" or criteria != "ours":
+        return classify_heads(table, criteria=criteria)
+    return classify_heads(table.with_notes([ONE_TEXT_NOTE]), criteria="untested")
 
 
 def heads(
-    model: nn.Module | Path | str,
+    model: nn.Module | Path | str | Trace,
     texts: Any = None,
     *,
     criteria: str = "ours",
@@ -146,10 +164,12 @@ def heads(
     as a table.
 
     `model` is a transformers model, a headwise model, or your own module, if `hw.sites` finds its
-    attention; or a name as in `hw.load`. `texts` are strings, pairs (source, target) for an
-    encoder-decoder model, or two or more images for a vision model, floats [n, channels, height,
-    width] as the model takes them; without them, general texts in English that come with headwise.
-    `tokenizer` is needed if the model has none. `criteria` define the classes, as in
+    attention; a name as in `hw.load`; or a trace, whose texts are measured. `texts` are strings,
+    pairs (source, target) for an encoder-decoder model, token ids [T] or [B, T], mappings of the
+    model's arguments, or two or more images for a vision model, floats [n, channels, height, width]
+    as the model takes them; without them, general texts in English that come with headwise. One
+    text has measures beside chance, and no tests. `tokenizer` is needed for texts if the model has
+    none. `criteria` define the classes, as in
     `classify_heads`.
 
     >>> import headwise as hw
@@ -159,6 +179,10 @@ def heads(
     >>> table.texts, [head.classes[0].name for head in table.heads]
     ('2 texts', ['unclear', 'unclear'])
     """
+    if isinstance(model, Trace):
+        if texts is not None:
+            raise SpecError("a trace records its own texts; leave texts out, or give the model")
+        return _classify(measure_trace(model), criteria)
     general = () if texts is not None else (general_texts_note(),)
     if texts is None:
         texts = read_lines(GENERAL_TEXTS)
@@ -171,7 +195,8 @@ def heads(
             options = options._replace(metrics=IMAGE_METRICS, sites=options.sites or sites)
         else:
             kind = "text"
-            examples, notes = read_texts(reader, texts, min_count=2)
+            examples, notes = read_texts(reader, texts, min_count=1)
+            options = options._replace(min_texts=min(len(examples), options.min_texts))
         table = measure_and_classify(
             reader, examples, criteria=criteria, options=options, progress=progress
         )

@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ...kernels.devices import exact_device
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
-from ..inspect.site import AttentionInputs, ObservedCall
-from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
+from ..inspect.model_inputs import PAD_ID
+from ..inspect.site import ALL, AttentionInputs, ObservedCall
+from ..traces import TokenRow, Trace
+from .annotated_examples import Example, TokenAnnotations, annotate_row, find_sink_tokens
 
 # columns are gathered if fewer than one key in 32 is selected; else a product over all keys is
 # faster
@@ -242,6 +245,63 @@ def move_annotations(example: Example, device: torch.device) -> Example:
             moved: dict[str, Any] = {key: one.to(device) for key, one in tensors.items()}
             streams[name] = replace(tokens, **moved)
     return replace(example, streams=streams)
+
+
+class RecordedCall(ObservedCall):
+    """The weights of one layer of a trace over some queries and keys of one text."""
+
+    def __init__(
+        self, trace: Trace, name: str, row: int, places: tuple[list[int], list[int]]
+    ) -> None:
+        heads = range(trace.get_layer(name).heads)
+        masks = np.stack([trace.head_mask(name, head, row=row) for head in heads])
+        self.weights = trace.weights(name, row=row)[:, places[0]][..., places[1]]
+        self.allowed = masks[:, places[0]][..., places[1]]
+
+    def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
+        return torch.from_numpy(self.weights[None, :, queries, keys])
+
+    def allowed_pairs(self, queries: slice = ALL) -> Tensor:
+        return torch.from_numpy(self.allowed[None, :, queries])
+
+    def head_values(self, head: int) -> Any:
+        raise ValueError("measures read no values of a trace; give the model")
+
+
+def stream_trace(trace: Trace, row: int, example: Example, add_band: BandCallback) -> None:
+    """Pass the recorded weights of one text of a trace to `add_band`, band by band."""
+    for layer in trace.layers:
+        streams = (layer.query_stream, layer.key_stream)
+        places = [_list_tokens(trace, stream, row) for stream in streams]
+        call = RecordedCall(trace, layer.name, row, (places[0], places[1]))
+        WeightBandHook(layer.name, example, streams, add_band).on_call(call)
+
+
+def annotate_trace(trace: Trace, row: int) -> Example:
+    """Return the tokens of one text of a trace as an example, without padding."""
+    streams: dict[str, TokenAnnotations] = {}
+    for stream in {
+        name: None for one in trace.layers for name in (one.query_stream, one.key_stream)
+    }:
+        places = _list_tokens(trace, stream, row)
+        rows = trace.streams.get(stream, ())
+        tokens = rows[row] if rows else TokenRow.from_words(("",) * len(places))
+        offsets = tuple(tokens.offsets[n] for n in places) if tokens.offsets else ()
+        pairs = [(tokens.ids[n], tokens.words[n]) for n in places]
+        ids, words = zip(*pairs, strict=True)
+        streams[stream] = annotate_row(TokenRow(ids, words, offsets, tokens.text))
+    return Example([tokens.ids for tokens in streams.values()], streams)
+
+
+def _list_tokens(trace: Trace, stream: str, row: int) -> list[int]:
+    """Return the positions of a text that every layer attends over; the last generated token is
+    never a query, and padding is left out.
+    """
+    counts = [one.num_queries for one in trace.layers if one.query_stream == stream]
+    counts += [one.num_keys for one in trace.layers if one.key_stream == stream]
+    rows = trace.streams.get(stream, ())
+    ids = rows[row].ids if rows else range(min(counts))
+    return [n for n in range(min(counts)) if ids[n] != PAD_ID]
 
 
 class WeightBandHook(AttentionHook):

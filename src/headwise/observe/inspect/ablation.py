@@ -8,16 +8,19 @@ through the adapter of the layer, which calls it with the head outputs before th
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...util.errors import pluralise
+from ..head_names import parse_heads
 from .attention_sites import find_attention
 from .hooks import AttentionHook, SiteModule, hook_sites
 from .site import Site, Sites
@@ -246,7 +249,8 @@ def check_shape(site: str, value: Tensor, output: Tensor) -> None:
 # --- Contexts that edit head outputs while a model runs -------------------------------------------
 
 ALL_HEADS = "all"
-HeadRef = tuple[int | str, int | str]  # layer number or site name; head number or "all"
+# layer number or site name, and head number or "all"; or a name such as L0H3
+HeadRef = tuple[int | str, int | str] | str
 TokenSelection = (
     Tensor | Sequence[int] | None
 )  # a mask [B, T], column indices of a call, or None: all tokens
@@ -322,7 +326,6 @@ def make_ablation(mode: str, scale: float = 0.0, seed: int = 0) -> HeadPatch:
     return Noise(seed=seed) if mode == "noise" else ScaledOutput(scale)
 
 
-@contextmanager
 def ablate(
     model: nn.Module,
     heads: Iterable[HeadRef] | Mapping[HeadRef, float],
@@ -331,11 +334,12 @@ def ablate(
     scale: float = 0.0,
     tokens: TokenSelection = None,
     seed: int = 0,
-) -> Iterator[None]:
+) -> EditedHeads:
     """Context in which these heads are ablated: their outputs are replaced before the output
     projection.
 
-    A head is (layer, head), (site name, head), or (layer, "all"). Modes:
+    A head is (layer, head), (site name, head), (layer, "all"), or a name such as "L0H3"; layer -1
+    is the last. Modes:
 
     - `"zero"`: the output times `scale` (default 0); a mapping of heads gives each head its own
       scale;
@@ -364,15 +368,13 @@ def ablate(
             )
         patches = {head: make_ablation("zero", factor) for head, factor in heads.items()}
     else:
-        patches = {head: make_ablation(mode, scale, seed) for head in _check_pairs(heads)}
-    with edit_heads(model, patches, tokens):
-        yield
+        patches = {head: make_ablation(mode, scale, seed) for head in _check_refs(heads)}
+    return EditedHeads(model, patches, tokens)
 
 
-@contextmanager
 def patch(
     model: nn.Module, values: Mapping[HeadRef, Tensor | HeadPatch], *, tokens: TokenSelection = None
-) -> Iterator[None]:
+) -> EditedHeads:
     """Context in which the outputs of these heads are replaced, at `tokens` (default: all).
 
     A value is a vector [head_dim], such as a mean over data; one for each token [B, T, head_dim],
@@ -393,38 +395,64 @@ def patch(
             f"values are of type {type(values).__name__}; give a mapping of heads, as in {{(3, "
             "5): vector}"
         )
-    with edit_heads(
-        model, {head: _make_patch(head, value) for head, value in values.items()}, tokens
-    ):
-        yield
+    patches = {head: _make_patch(head, value) for head, value in values.items()}
+    return EditedHeads(model, patches, tokens)
 
 
-@contextmanager
-def edit_heads(
-    model: nn.Module, patches: Mapping[HeadRef, HeadPatch], tokens: TokenSelection
-) -> Iterator[None]:
-    """Context in which these heads are patched; raises at its end if an edited site never ran."""
-    if isinstance(tokens, Tensor):
-        is_valid = tokens.dim() == 2 and tokens.dtype == torch.bool
-    else:
-        is_list = isinstance(tokens, Sequence) and all(type(index) is int for index in tokens)
-        is_valid = tokens is None or is_list
-    if not is_valid:
-        raise ValueError(
-            f"tokens is of type {type(tokens).__name__}; give a tensor [B, T] of torch.bool, or "
-            "column indices"
-        )
-    site_modules = find_attention(model)
-    editors: dict[str, OutputEditor] = {}
-    for name, heads in group_by_site(model, site_modules, patches).items():
-        site_patches = {head: patches[ref] for head, ref in heads.items()}
-        site = next(one.site for one in site_modules if one.site.name == name)
-        if not site.ablate.possible:
-            raise ValueError(f"{name} cannot be ablated: {site.ablate.reason}")
-        editors[name] = OutputEditor(name, site_patches, tokens)
-    with hook_sites(model, site_modules, editors) as hooks:
-        yield
-    hooks.check_all_ran()
+class EditedHeads:
+    """Context in which heads of a model are patched; refuses wrong heads when it is made, warns if
+    it is never entered, and raises at its end if an edited site never ran.
+    """
+
+    _is_unused = False
+
+    def __init__(
+        self, model: nn.Module, patches: Mapping[HeadRef, HeadPatch], tokens: TokenSelection
+    ) -> None:
+        if isinstance(tokens, Tensor):
+            is_valid = tokens.dim() == 2 and tokens.dtype == torch.bool
+        else:
+            is_list = isinstance(tokens, Sequence) and all(type(index) is int for index in tokens)
+            is_valid = tokens is None or is_list
+        if not is_valid:
+            raise ValueError(
+                f"tokens is of type {type(tokens).__name__}; give a tensor [B, T] of torch.bool, "
+                "or column indices"
+            )
+        self._model = model
+        self._tokens = tokens
+        self._site_modules = find_attention(model)
+        self._patches: dict[str, dict[int, HeadPatch]] = {}
+        for name, heads in group_by_site(model, self._site_modules, patches).items():
+            site = next(one.site for one in self._site_modules if one.site.name == name)
+            if not site.ablate.possible:
+                raise ValueError(f"{name} cannot be ablated: {site.ablate.reason}")
+            self._patches[name] = {head: patches[ref] for head, ref in heads.items()}
+        self._is_unused = True
+
+    def __enter__(self) -> None:
+        self._is_unused = False
+        editors = {
+            name: OutputEditor(name, site_patches, self._tokens)
+            for name, site_patches in self._patches.items()
+        }
+        self._context = hook_sites(self._model, self._site_modules, editors)
+        self._hooks = self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+        if error[0] is None:
+            self._hooks.check_all_ran()
+
+    def __repr__(self) -> str:
+        count = pluralise(sum(map(len, self._patches.values())), "edited head")
+        return f"<{count} of {type(self._model).__name__}, within `with` only>"
+
+    def __del__(self) -> None:
+        if self._is_unused:
+            warnings.warn(
+                f"{self!r} was never entered; write with ...: before the run", stacklevel=2
+            )
 
 
 def group_by_site(
@@ -439,10 +467,11 @@ def group_by_site(
         )
     sites = Sites([one.site for one in site_modules], type(model).__name__)
     grouped: dict[str, dict[int, HeadRef]] = {}
-    for ref in _check_pairs(heads):
-        site = sites.find(ref[0])
+    for ref in _check_refs(heads):
+        place, numbers = parse_heads(ref) if isinstance(ref, str) else (ref[0], ref[1:])
+        site = sites.find(place)
         site_heads = grouped.setdefault(site.name, {})
-        for head in _head_indices(site, ref[1]):
+        for head in chain.from_iterable(_head_indices(site, number) for number in numbers):
             if head in site_heads:
                 raise ValueError(f"head {head} of {site.name} is named twice; name it once")
             site_heads[head] = ref
@@ -467,15 +496,20 @@ def _head_indices(site: Site, head: int | str) -> Sequence[int]:
     return (head,)
 
 
-def _check_pairs(heads: Any) -> list[HeadRef]:
-    """Return `heads` as a list; raise unless each is a pair (layer or site name, head or "all")."""
-    refs: list[Any] = list(heads) if isinstance(heads, Iterable) else [heads]
+def _check_refs(heads: Any) -> list[HeadRef]:
+    """Return `heads` as a list; raise unless each is a name, or a pair (layer or site name, head or
+    "all").
+    """
+    refs: list[Any] = (
+        [heads] if isinstance(heads, str) or not isinstance(heads, Iterable) else [*heads]
+    )
     for ref in refs:
         is_pair = isinstance(ref, tuple) and len(ref) == 2 and type(ref[0]) in (int, str)
-        if not is_pair or not (type(ref[1]) is int or ref[1] == ALL_HEADS):
+        is_pair = is_pair and (type(ref[1]) is int or ref[1] == ALL_HEADS)
+        if not is_pair and not isinstance(ref, str):
             raise ValueError(
-                f'{ref!r} names no head; give (layer, head), (site, head) or (layer, "all"), as '
-                "in (3, 5)"
+                f'{ref!r} names no head; give (layer, head), (site, head), (layer, "all") or a '
+                'name, as in (3, 5) or "L3H5"'
             )
     return refs
 

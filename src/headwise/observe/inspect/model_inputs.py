@@ -257,16 +257,17 @@ def prepare_inputs(
     """Return the arguments of a model call from any form of inputs; checks lengths where the model
     does not.
 
-    The forms: token ids or another tensor; a tuple of positional arguments; a mapping of named
-    tensors, such as the output of a tokenizer; a text, or several that become the rows of one
-    batch; {"source": ..., "text": ...} with two texts for an encoder-decoder model. The ids get the
-    name that the model gives them, such as "idx" or "x". `tokenizer` encodes texts (default: the
-    model's own).
+    The forms: token ids, as a tensor, an array or lists, or another tensor; a tuple of positional
+    arguments; a mapping of named tensors, such as the output of a tokenizer; a text, or several
+    that become the rows of one batch; {"source": ..., "text": ...} with two texts for an
+    encoder-decoder model. The ids get the name that the model gives them, such as "idx" or "x".
+    `tokenizer` encodes texts (default: the model's own).
     """
     check_is_module(model)
     if tokenizer is not None:
         with use_tokenizer(model, tokenizer) as reader:
             return prepare_inputs(reader, inputs, max_new_tokens)
+    inputs = _as_ids(inputs)
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, (list, tuple)) and texts and all(isinstance(one, str) for one in texts):
         return _from_texts(model, list(texts), max_new_tokens)
@@ -287,6 +288,46 @@ def prepare_inputs(
     if max_new_tokens:
         raise ValueError("max_new_tokens needs ids; give ids [rows, tokens], or a text")
     return ModelInputs(_to_device(get_device(model), args), batch_size=len(tensors[0]))
+
+
+def is_token_input(inputs: Any) -> bool:
+    """True for token ids and for mappings of the model's arguments."""
+    return isinstance(inputs, Mapping) or (
+        isinstance(_as_ids(inputs), Tensor) and _is_ids(_as_ids(inputs))
+    )
+
+
+def _as_ids(inputs: Any) -> Any:
+    """Return token ids [T] or [B, T] as a tensor [B, T]; other inputs unchanged."""
+    ids: Any = inputs
+    if isinstance(inputs, list | np.ndarray) and len({np.shape(row) for row in inputs}) == 1:
+        array = np.asarray(inputs)
+        ids = torch.from_numpy(array) if array.dtype.kind in "iu" else inputs
+    is_row = isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point()
+    return ids[None] if is_row else ids
+
+
+def split_rows(model: nn.Module, inputs: Any) -> list[Any]:
+    """Return the rows of a batch as inputs of their own, without padding that its mask names."""
+    ids = _as_ids(inputs)
+    names = dict(ids) if isinstance(ids, Mapping) else {find_ids_argument(model): ids}
+    tensors = {name: _to_tensor(name, value) for name, value in names.items()}
+    is_tensor = {name: isinstance(one, Tensor) and one.dim() > 0 for name, one in tensors.items()}
+    count = max((len(one) for name, one in tensors.items() if is_tensor[name]), default=1)
+    rows: list[Any] = []
+    for number in range(count):
+        row = {
+            name: one[number : number + 1] if is_tensor[name] and len(one) == count else one
+            for name, one in tensors.items()
+        }
+        mask = row.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
+            is_text = mask[0].bool()
+            for name, one in row.items():
+                if isinstance(one, Tensor) and one.shape == mask.shape:
+                    row[name] = one[:, is_text]
+        rows.append(row)
+    return rows
 
 
 def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any:
@@ -583,6 +624,34 @@ def show_bytes(token: str) -> str:
     if not set(token) <= set(alphabet) or token.startswith("<0x"):
         return token
     return "".join(f"<0x{alphabet[letter]:02X}>" for letter in token)
+
+
+def find_token_decoder(model: nn.Module, stream: str = "text") -> TokenDecoder:
+    """Return a function from ids of a stream to texts; without a tokenizer it shows the ids."""
+    try:
+        if not isinstance(model, Transformer):
+            tokenizer = find_tokenizer(model)
+            return str if tokenizer is None else make_token_decoder(tokenizer)
+        if model.usage.tokenizer is None:
+            return str
+        source_tokenizer, target_tokenizer = load_tokenizers(model)
+        return (source_tokenizer if stream == "source" else target_tokenizer).token_text
+    except (ValueError, KeyError, OSError):
+        return str
+
+
+def decode_rows(
+    model: nn.Module, token_rows: Mapping[str, tuple[TokenRow, ...]]
+) -> dict[str, tuple[TokenRow, ...]]:
+    """Return token rows by stream with the texts of ids, where only ids were given."""
+    decoded = dict(token_rows)
+    for stream, rows in token_rows.items():
+        if not any(row.offsets for row in rows):
+            decode = find_token_decoder(model, stream)
+            words = [tuple(decode(n) if n != PAD_ID else "" for n in row.ids) for row in rows]
+            pairs = zip(rows, words, strict=True)
+            decoded[stream] = tuple(TokenRow(row.ids, texts) for row, texts in pairs)
+    return decoded
 
 
 def make_token_decoder(tokenizer: Tokenizer) -> TokenDecoder:

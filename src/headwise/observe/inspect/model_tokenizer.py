@@ -14,16 +14,21 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import nn
 
+from ...kernels.devices import ModuleT
 from ...models import Transformer
+from ...models.hub_files import fetch_model
 from ...models.model_spec import ModelSpec, ProcessorSpec
 from ...models.model_spec.serialization import TOKENIZER_FILE
 from ...models.save_load import check_processor
 from ...models.vocabulary import ByteVocabulary, encode_tokens, parse_tokenizer, read_tokenizer_file
 from ...util.errors import SpecError
+from ...util.model_names import parse_hub_id
 
 BYTE_TOKENIZER = "bytes"
+ATTACHED = "_headwise_tokenizer"  # attribute of a module that a tokenizer was attached to
 TOKENIZER_KINDS = (
-    "a tokenizer of transformers or tokenizers, a tokenizer.json or its folder, or 'bytes'"
+    "a tokenizer of transformers or tokenizers, a tokenizer.json or its folder, a Hub id, or "
+    "'bytes'"
 )
 TOKENIZER_REMEDY = "give tokenizer=, one of transformers or the folder of one"
 
@@ -67,13 +72,13 @@ def _find_cached_folder(name: str, revision: str | None) -> Path | None:
 def find_tokenizer(model: nn.Module) -> Tokenizer | None:
     """Return the tokenizer of a model outside headwise; None if there is none.
 
-    It is the tokenizer given by `use_tokenizer`, else the attribute `tokenizer` of the model, else
-    the tokenizer.json in the folder of its weights.
+    It is the tokenizer given by `use_tokenizer` or `attach_tokenizer`, else the attribute
+    `tokenizer` of the model, else the tokenizer.json in the folder of its weights.
     """
     current = _current_tokenizer.get()
     if current is not None and current[0] is model:
         return current[1]
-    own = _find_fast_tokenizer(getattr(model, "tokenizer", None))
+    own = vars(model).get(ATTACHED) or _find_fast_tokenizer(getattr(model, "tokenizer", None))
     if own is not None:
         return _without_limits(own)
     folder = find_model_folder(model)
@@ -99,7 +104,9 @@ def read_tokenizer(tokenizer: object) -> Tokenizer:
 
 
 def _read_file(path: Path) -> Tokenizer:
-    file = path / TOKENIZER_FILE if path.is_dir() else path
+    hub_id = parse_hub_id(path)
+    folder = path if hub_id is None else fetch_model(hub_id, weights=False)
+    file = folder / TOKENIZER_FILE if folder.is_dir() else folder
     if not file.is_file():
         raise SpecError(f"there is no tokenizer at {str(file)!r}; give {TOKENIZER_KINDS}")
     return read_tokenizer_file(file)
@@ -163,6 +170,19 @@ def replace_tokenizer(
     return extended
 
 
+def with_tokenizer(model: ModuleT, tokenizer: object) -> ModuleT:
+    """Return a model that encodes texts with `tokenizer`: a copy of a headwise model without its
+    weights, which both share; another model itself, which keeps the tokenizer.
+    """
+    fast = read_tokenizer(tokenizer)
+    if not isinstance(model, Transformer):
+        setattr(model, ATTACHED, fast)
+        return model
+    view = copy(model)
+    view.usage = replace_tokenizer(model.spec, model.usage, fast)
+    return view
+
+
 @contextmanager
 def use_tokenizer(model: nn.Module, tokenizer: object = None) -> Iterator[nn.Module]:
     """Encode texts for a model with `tokenizer` (None: its own); yields the model to use.
@@ -180,13 +200,10 @@ def use_tokenizer(model: nn.Module, tokenizer: object = None) -> Iterator[nn.Mod
     if tokenizer is None:
         yield model
         return
-    fast = read_tokenizer(tokenizer)
     if isinstance(model, Transformer):
-        view = copy(model)
-        view.usage = replace_tokenizer(model.spec, model.usage, fast)
-        yield view
+        yield with_tokenizer(model, tokenizer)
         return
-    token = _current_tokenizer.set((model, fast))
+    token = _current_tokenizer.set((model, read_tokenizer(tokenizer)))
     try:
         yield model
     finally:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ...attention.parts.feature_map import to_at_least_float32
 from ...attention.spec.attention_spec import AttentionSpec
-from ...report.data import Table
+from ...report.data import Item, Table
+from ...report.notebook import NotebookResult
 from ...report.render import to_text
-from ...util.errors import suggest
+from ...util.errors import pluralise
+from ..head_names import find_layer
 
 ABILITIES = ("observe", "ablate", "prune", "convert")
 
@@ -74,7 +76,7 @@ class Site:
         return {**fields, "spec": None if self.spec is None else str(self.spec), **abilities}
 
 
-class Sites(list[Site]):
+class Sites(NotebookResult, list[Site]):
     """List the sites of a model in layer order.
 
     Prints as a table, followed by `notes` and the reasons for each "no".
@@ -86,7 +88,7 @@ class Sites(list[Site]):
         self.notes = list(notes)
 
     def find(self, which: int | str) -> Site:
-        """Return the site with this name, or the only site at this layer number.
+        """Return the site of this name or layer number, as in `observe.head_names`; -1 is the last.
 
         >>> yes = Ability(True)
         >>> site = Site(
@@ -107,31 +109,17 @@ class Sites(list[Site]):
         >>> Sites([site], "small").find(0).name
         'decoder.0.attention'
         """
-        if isinstance(which, str):
-            matches = [site for site in self if site.name == which]
-            if not matches:
-                raise ValueError(
-                    f"{self.model} has no site {which!r}; "
-                    f"{suggest(which, [site.name for site in self])}"
-                )
-            return matches[0]
-        matches = [site for site in self if site.layer == which]
-        if not matches:
-            layers = sorted({site.layer for site in self})
-            raise ValueError(
-                f"{self.model} has no layer {which!r}; its layers are {layers[0]}..{layers[-1]}"
-            )
-        if len(matches) > 1:
-            names = ", ".join(site.name for site in matches)
-            raise ValueError(
-                f"{self.model} has several sites at layer {which}: {names}; give its name"
-            )
-        return matches[0]
+        return find_layer(which, self, self.model)
 
     @property
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return {"model": self.model, "sites": [site.to_dict for site in self], "notes": self.notes}
+
+    @property
+    def report_items(self) -> Sequence[Item]:
+        """The table of sites."""
+        return [replace(self.table, title=f"{self.model}, {pluralise(len(self), 'site')}")]
 
     def __str__(self) -> str:
         if not self:
@@ -140,6 +128,11 @@ class Sites(list[Site]):
                 "finds it by tracing a "
                 "forward call, hw.declare(module, ...) declares one"
             )
+        return to_text(self.table)
+
+    @property
+    def table(self) -> Table:
+        """A row for each site; the notes have the reasons for each "no"."""
         names = ("q", "kv", "dim", "pattern", *ABILITIES)
         rows: list[tuple[Any, ...]] = []
         sites_of_note: dict[str, dict[str, int]] = {}
@@ -156,7 +149,7 @@ class Sites(list[Site]):
         for reason, counts in sites_of_note.items():
             where = f"{max(counts.values())} of {len(self)}"
             notes.append(f"no {' or '.join(counts)} at {where}: {reason}")
-        return to_text(Table("", ("site", *names), rows, notes))
+        return Table("", ("site", *names), rows, notes)
 
 
 def _cell(value: object) -> Any:

@@ -22,7 +22,8 @@ from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, Trace
 from ..traces.attention_record import Array
 from .attention_sites import find_attention, find_attention_in_run
 from .hooks import AttentionHook, SiteModule, run_observed
-from .model_inputs import ModelInputs, get_streams, prepare_inputs
+from .model_inputs import ModelInputs, decode_rows, get_streams, prepare_inputs
+from .model_tokenizer import use_tokenizer
 from .site import AttentionInputs, ObservedCall, Site, Sites
 
 PRECISIONS = ("own", "half")
@@ -363,6 +364,8 @@ def trace(
     if max_new_tokens:
         new_ids = output.tolist() if isinstance(output, Tensor) else output
         rows["text"] = model_inputs.extend_rows(new_ids)
+    with use_tokenizer(model, tokenizer) as reader:
+        rows = decode_rows(reader, rows)
     skipped = {
         one.site.name: one.site.observe.reason
         for one in find_attention(model)

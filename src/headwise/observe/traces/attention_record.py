@@ -5,7 +5,7 @@ masks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,12 @@ class PackedMask:
     def identity(self) -> tuple[Any, ...]:
         """Key for deduplication: equal for masks with equal content."""
         return self.form, self.shape, self.low, self.values.tobytes()
+
+    def select_row(self, row: int) -> PackedMask:
+        """Return the mask of one row of the batch."""
+        if self.shape[0] == 1:
+            return self
+        return replace(self, shape=(1, *self.shape[1:]), values=self.values[row : row + 1])
 
     def unpack_rows(self, row: int, head: int, first_query: int, end_query: int) -> Array:
         """Return the bias of one head for a range of queries, [T or 1, S]."""
@@ -173,6 +179,11 @@ class AttentionRecord:
         return end
 
     @property
+    def kv(self) -> int:
+        """Return the number of KV heads, as far as the recorded keys tell it."""
+        return max(self.kv_head_of_query, default=self.heads - 1) + 1
+
+    @property
     def recorded(self) -> list[str]:
         """Return the kinds of recorded arrays, such as q and k."""
         return sorted({name.partition(".")[0] for name in self.arrays})
@@ -181,6 +192,14 @@ class AttentionRecord:
     def batch_size(self) -> int:
         """Return the number of rows in the batch."""
         return len(next(array for name, array in self.arrays.items() if name[0] in "qw"))
+
+    def select_row(self, row: int) -> AttentionRecord:
+        """Return the record of one row of the batch."""
+        arrays = {
+            name: array if name.partition(".")[0] in ("sinks", "places") else array[row : row + 1]
+            for name, array in self.arrays.items()
+        }
+        return replace(self, arrays=arrays)
 
     def check(self, *, head: int = 0, row: int = 0, query: int = 0) -> None:
         """Raise unless the layer has this head, row and query."""

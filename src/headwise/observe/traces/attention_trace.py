@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ...report.data import Table
+from ...report.data import Figure, HeatMap, Item, Table
+from ...report.notebook import NotebookResult
 from ...report.render import to_text
 from ...report.text import format_bytes
-from ...util.errors import pluralise, suggest
+from ...util.errors import pluralise
 from ...util.escaping import make_visible
+from ..head_names import find_layer, locate_head
 from .attention_record import Array, AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 
 # --- Pictures of weights: a cell shows the largest weight in it, because a mean would lose thin lin
@@ -67,8 +69,8 @@ ALL_POSITIONS = slice(None)
 THUMBNAIL_SIZE = 64
 
 
-@dataclass(frozen=True)
-class Trace:
+@dataclass(frozen=True, repr=False)
+class Trace(NotebookResult):
     """One run of a model: its tokens by stream, its attention layers, and the masks that layers
     share (`grids`).
 
@@ -88,17 +90,17 @@ class Trace:
     classes: Mapping[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
 
     def get_layer(self, which: str | int) -> AttentionRecord:
-        """Return the layer with this name, or with this number if it is the only one."""
-        matches = [layer for layer in self.layers if which in (layer.name, layer.layer)]
-        if not matches:
-            names = [layer.name for layer in self.layers]
-            raise ValueError(f"the trace has no site {which!r}; {suggest(str(which), names)}")
-        if len(matches) > 1:
-            names = ", ".join(layer.name for layer in matches)
-            raise ValueError(
-                f"the trace has several sites at layer {which}: {names}; give its name"
-            )
-        return matches[0]
+        """Return the layer of this name or number (-1 is the last), as in `observe.head_names`."""
+        return find_layer(which, self.layers, "the trace")
+
+    def __getitem__(self, name: str) -> Array:
+        """Return the weights of the head with this name on the first text, [queries, keys].
+
+        >>> from headwise.observe.traces import trace_from_weights
+        >>> trace_from_weights([np.eye(2)[None, None]], ["a", "b"])["L0H0"].shape
+        (2, 2)
+        """
+        return self.head_weights(*locate_head(name, self.layers, "the trace"))
 
     def head_weights(
         self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
@@ -116,6 +118,11 @@ class Trace:
                 "the rows of the result"
             )
         return layer.weights(head, row, (start, max(start, stop)), self.grids)
+
+    def weights(self, site: str | int, *, row: int = 0) -> Array:
+        """Recompute the weights of all heads of a layer for one text, [heads, queries, keys]."""
+        heads = range(self.get_layer(site).heads)
+        return np.stack([self.head_weights(site, head, row=row) for head in heads])
 
     def head_mask(
         self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
@@ -164,6 +171,21 @@ class Trace:
         if layer.name in self.thumbnails:
             return self.thumbnails[layer.name][row, head]
         return self.weight_tile(site, head, row=row)
+
+    def select_row(self, row: int) -> Trace:
+        """Return one text of a batch as a trace of its own."""
+        self.layers[0].check(row=row)
+        if not row and all(layer.batch_size == 1 for layer in self.layers):
+            return self
+        part = slice(row, row + 1)
+        return replace(
+            self,
+            streams={name: rows[part] for name, rows in self.streams.items()},
+            layers=tuple(layer.select_row(row) for layer in self.layers),
+            grids=tuple(grid.select_row(row) for grid in self.grids),
+            thumbnails={name: pictures[part] for name, pictures in self.thumbnails.items()},
+            images={name: images[part] for name, images in self.images.items()},
+        )
 
     def with_thumbnails(self, size: int = THUMBNAIL_SIZE) -> Trace:
         """Return a copy with a thumbnail of every head.
@@ -222,17 +244,53 @@ class Trace:
                 lines.append(f"{name}: {words}" + (f" and {more} more" if more > 0 else ""))
             if len(rows) > 3:
                 lines.append(f"{name}: {len(rows) - 3} more rows")
+        head = "\n".join(map(make_visible, [self._title, *lines]))
+        return f"{head}\n\n{to_text(self.site_table)}"
+
+    @property
+    def _title(self) -> str:
         count = pluralise(len(self.layers), "site")
-        title = f"{self.model.get('name', 'a model')}: {format_bytes(self.nbytes)} of {count}"
+        return f"{self.model.get('name', 'a model')}: {format_bytes(self.nbytes)} of {count}"
+
+    @property
+    def site_table(self) -> Table:
+        """A row for each recorded site."""
         columns = itemgetter(*SITE_COLUMNS[:-1])
         sites = [(*columns(site), " ".join(site["kept"])) for site in self.data["sites"]]
         notes = [f"{name} is not recorded: {reason}" for name, reason in self.skipped.items()]
-        head = "\n".join(map(make_visible, [title, *lines]))
-        return f"{head}\n\n{to_text(Table('', SITE_COLUMNS, sites, notes))}"
+        return Table("", SITE_COLUMNS, sites, notes)
+
+    @property
+    def report_items(self) -> Sequence[Item]:
+        """Pictures of some layers, each the mean of its heads on the first text, and the table of
+        sites.
+        """
+        step = -(-len(self.layers) // MAX_PICTURES)
+        panels: list[HeatMap] = []
+        for layer in self.layers[::step]:
+            picture = np.mean([self.thumbnail(layer.name, n) for n in range(layer.heads)], 0) / 255
+            labels: list[list[str]] = [
+                _sample_words(self.streams.get(stream, ()), count, size)
+                for stream, count, size in (
+                    (layer.query_stream, layer.num_queries, picture.shape[0]),
+                    (layer.key_stream, layer.num_keys, picture.shape[1]),
+                )
+            ]
+            texts = (f"{layer.name}, mean", "key", "query")
+            panels.append(HeatMap(picture, labels[0], labels[1], *texts, size=(3.1, 3.2)))
+        return [Figure(self._title, panels, num_columns=MAX_PICTURES), self.site_table]
 
 
 MAX_SHOWN = 12  # tokens per row
+MAX_PICTURES = 3  # layers that a notebook draws
 SITE_COLUMNS = ("name", "heads", "queries", "keys", "calls", "kept")
+
+
+def _sample_words(rows: Sequence[TokenRow], count: int, size: int) -> list[str]:
+    """Return the token of each of `size` cells of a picture of `count` tokens, or its position."""
+    words = rows[0].words if rows else ()
+    positions = [n * count // size for n in range(size)]
+    return [words[n] if n < len(words) else str(n) for n in positions]
 
 
 def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:

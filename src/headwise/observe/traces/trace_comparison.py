@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...report.data import Column, Table
-from ...report.render import to_plain, to_text
+from ...report.notebook import TableResult
+from ...report.render import to_plain
 from ...report.text import format_number
 from ...util.errors import pluralise
+from ..head_names import print_head
 from .attention_record import Array, AttentionRecord
 from .attention_trace import Trace, query_blocks
 
@@ -70,8 +72,8 @@ class TokenAlignment(NamedTuple):
 NO_TOKENS = TokenAlignment(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-@dataclass(frozen=True)
-class TraceComparison:
+@dataclass(frozen=True, repr=False)
+class TraceComparison(TableResult):
     """Two traces, the alignment of their tokens by stream, and the difference of every head that
     both have.
 
@@ -155,19 +157,27 @@ class TraceComparison:
             "heads": [to_plain(head._asdict()) for head in self.ranked],
         }
 
-    def __str__(self) -> str:
+    @property
+    def table(self) -> Table:
+        """The heads, the most different first."""
         lines = [
             f"{pluralise(len(pairs.first), 'aligned token')} of the {name}"
             for name, pairs in self.alignments.items()
         ]
         lines += [f"{site} is not compared: {reason}" for site, reason in self.left_out.items()]
+        names = [layer.name for layer in self.first.layers]
         rows = [
-            (f"{head.site} H{head.head}", head.divergence, head.largest, head.entropy_change)
+            (
+                print_head(head.site, head.head, names),
+                head.divergence,
+                head.largest,
+                head.entropy_change,
+            )
             for head in self.ranked
         ]
         columns = [Column(name, format_number) for name in ("divergence", "largest")]
         columns.append(Column("entropy change", _format_change))
-        return to_text(Table("", ("head", *columns), rows, lines))
+        return Table("", ("head", *columns), rows, lines)
 
 
 def _format_change(value: float) -> str:

@@ -19,6 +19,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ... import models
+from ...attention.head_axis_ops import keep_heads
+from ...attention.spec.attention_spec import AttentionSpec
 from ...attention.spec.heads import Heads
 from ...hub.checkpoint_weights import open_folder
 from ...hub.pretrained_models import CONFIG_FILE, load_transformers_folder
@@ -47,6 +49,7 @@ from ...util.errors import SpecError, pluralise
 from ...util.files import sha256, sync_folder
 from ...util.output_paths import FolderKind, stage_folder
 from ...util.python_processes import python_command
+from ..attention_replacement import get_attention_parameters, replace_specs
 from ..verification.model_comparison import (
     OUTPUT_TOLERANCE,
     cast_model,
@@ -60,12 +63,13 @@ ATTENTION_NAMES = {"attention": "attention", "cross": "cross-attention"}
 
 
 def find_config_keys(
-    model_spec: ModelSpec, config: Mapping[str, Any]
+    model_spec: ModelSpec, config: Mapping[str, Any], *, by_transformers: bool = True
 ) -> tuple[Mapping[str, Any] | None, str]:
     """Find a config.json that describes a model, starting from the config it had before pruning;
     None with the reason if there is none.
 
-    Every candidate is checked by reading it back.
+    Every candidate is checked by reading it back, and by transformers unless its import, of some
+    seconds, is not wanted.
 
     >>> import headwise as hw
     >>> config = {
@@ -90,7 +94,7 @@ def find_config_keys(
                 "config.json cannot describe the model "
                 f"({str(error).removeprefix('config: ').partition(';')[0]})"
             )
-        if not reason:
+        if not reason and by_transformers:
             try:
                 check_config_values(keys)
             except Exception as error:  # its checks raise many types
@@ -100,6 +104,41 @@ def find_config_keys(
             return keys, ""
         reasons.append(reason)
     return None, describe_uneven_layers(model_spec) or reasons[0]
+
+
+def forecast_folder(net: Transformer, source: Path | None) -> str:
+    """Return why the folder of a changed model will not be a plain checkpoint of transformers; ""
+    if it will be one, as far as its config tells.
+    """
+    if source is None or not (source / CONFIG_FILE).is_file() or (source / MANIFEST_FILE).is_file():
+        return "the model was not read from a folder of transformers"
+    config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
+    model_spec = to_canonical_form(net).model_spec
+    return find_config_keys(model_spec, config, by_transformers=False)[1]
+
+
+def list_plain_counts(net: Transformer, source: Path) -> list[int]:
+    """Return how many heads every attention may keep so that a plain checkpoint of transformers can
+    describe the model, the largest number first.
+    """
+    config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
+    sites = dict(net.spec.attention_specs())
+    kinds = {(spec.heads.q, spec.heads.kv) for spec in sites.values()}
+    if len(kinds) != 1:
+        return []
+    num_heads, num_kv = kinds.pop()
+    counts: list[int] = []
+    for num_groups in range(num_kv - 1, 0, -1):
+        heads = range(num_groups * num_heads // num_kv)
+        specs: dict[str, AttentionSpec | None] = {}
+        for site, spec in sites.items():
+            weights = get_attention_parameters(net, site)
+            shapes = {name: tensor.to("meta") for name, tensor in weights.items()}
+            specs[site] = keep_heads(spec, shapes, heads)[0]
+        model_spec = replace_specs(net.spec, specs)
+        if not find_config_keys(model_spec, config, by_transformers=False)[1]:
+            counts.append(len(heads))
+    return counts
 
 
 def describe_uneven_layers(model_spec: ModelSpec) -> str:
@@ -304,14 +343,14 @@ def _write_first_kind(
         return write_native(f"because a checkpoint of {described.name} has no tensor for {missing}")
     rewrite = ShardRewrite.plan_rewrite(source, described, form)
     old_config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
-    keys, reason = find_config_keys(form.model_spec, old_config)
+    keys, reason = find_config_keys(form.model_spec, old_config, by_transformers=False)
     unstorable = rewrite.find_unstorable_tensor()
     if unstorable:
         return write_native(f"because {unstorable}")
     extra_constants = form.find_extra_constants(rewrite.weight_names)
     for name in extra_constants:
         reason = reason or f"{name} differs from what config.json implies"
-    if not reason and keys:
+    while not reason and keys:
         _rewrite_folder(source, rewrite, keys, fresh)
         try:
             check = check_load(fresh, net, form)
@@ -323,8 +362,11 @@ def _write_first_kind(
                 "AutoModel.from_pretrained loads it."
             )
             return "transformers", sentence, {"checked": check.message}
-        reason = check.message
         shutil.rmtree(fresh)
+        # transformers, whose import takes seconds, is asked for another config only after a failure
+        rejected = keys
+        keys, reason = find_config_keys(form.model_spec, old_config)
+        reason = check.message if keys == rejected else reason
     if ".part = " in reason:  # another computation; the loader script only changes sizes
         return write_native(f"because {reason}")
     _rewrite_folder(source, rewrite, old_config, fresh)

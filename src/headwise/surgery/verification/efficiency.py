@@ -26,6 +26,7 @@ from ...models.transformer import ModelCache
 from ...util.errors import SpecError
 from .model_comparison import JsonRecord, parameter_dtype, random_input
 
+LogFunction = Callable[[str], object]
 COUNTED_LENGTH = 512  # default number of tokens for FLOPs and cache
 COUNTED_BYTES = 4  # bytes per number in cost estimates; replaced by the element size of the model
 
@@ -402,7 +403,10 @@ class SpeedComparison(JsonRecord):
 
 
 def compare_speed(
-    before: Transformer, after: Transformer, timing: TimingOptions
+    before: Transformer,
+    after: Transformer,
+    timing: TimingOptions,
+    log: LogFunction = lambda _: None,
 ) -> SpeedComparison:
     """Time both models alternately in this process, after one warm-up run of each.
 
@@ -418,16 +422,17 @@ def compare_speed(
         phases = [phase for phase in phases if phase.name != ATTENTION_PHASE]
         notes.append("the model after has no attention layer left, so attention alone is not timed")
     seconds_per_phase = timing.seconds / len(phases)
+    speeds: list[PhaseSpeed] = []
     with eval_mode(before), eval_mode(after), torch.inference_mode():
-        speeds = tuple(
-            _measure_phase(phase, (before, after), seconds_per_phase) for phase in phases
-        )
+        for number, phase in enumerate(phases, 1):
+            log(f"measuring speed: {phase.name}, {number} of {len(phases)}")
+            speeds.append(_measure_phase(phase, (before, after), seconds_per_phase))
     threads = torch.get_num_threads()
     device = next(before.parameters()).device
     machine = (
         f"{device.type}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
     )
-    return SpeedComparison(speeds, timing.batch, length, steps, machine, tuple(notes))
+    return SpeedComparison(tuple(speeds), timing.batch, length, steps, machine, tuple(notes))
 
 
 @compile_when_called()

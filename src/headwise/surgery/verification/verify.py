@@ -22,7 +22,8 @@ from ...observe.head_analysis.annotated_examples import Example
 from ...observe.head_analysis.attention_sinks import DistinctExamples
 from ...observe.head_analysis.objectives import Objective
 from ...observe.inspect.ablation import HeadRef
-from ...report.data import Column, Estimate, Page, Table
+from ...report.data import Column, Estimate, Item, Page, Table
+from ...report.notebook import NotebookResult
 from ...report.progress import count_items
 from ...report.render import make_page, to_markdown, to_text
 from ...report.text import format_bytes, format_count, format_number, format_share
@@ -34,6 +35,7 @@ from ...util.output_paths import FolderKind, check_output
 from .efficiency import (
     CostComparison,
     CostPair,
+    LogFunction,
     PhaseSpeed,
     SpeedComparison,
     TimingOptions,
@@ -77,8 +79,8 @@ VERIFICATION_JSON = "verification.json"
 VERIFICATION_PAGE = "VERIFICATION.md"
 
 
-@dataclass(frozen=True)
-class VerificationReport(JsonRecord):
+@dataclass(frozen=True, repr=False)
+class VerificationReport(JsonRecord, NotebookResult):
     """Result of all comparisons of a model before and after a change.
 
     `what` is the change in a sentence and `keep` the heads kept by site. `equal` has the
@@ -107,6 +109,14 @@ class VerificationReport(JsonRecord):
         return all(difference.same for difference in self.equal)
 
     @property
+    def report_items(self) -> Sequence[Item]:
+        """The table of the most important numbers."""
+        return [replace(summary_table(self), title=f"{self.model}: {self.what}", notes=self.notes)]
+
+    def __str__(self) -> str:
+        return render_summary(self)
+
+    @property
     def data(self) -> dict[str, Any]:
         """Proof as JSON-serialisable values; NaN and infinities become None."""
         rounding = [asdict(difference) for difference in self.rounding]
@@ -120,7 +130,7 @@ VERIFICATION_FOLDER = FolderKind(
 
 # --- Comparison -----------------------------------------------------------------------------------
 
-LogFunction = Callable[[str], object]
+NO_SPEED = SpeedComparison((), 0, 0, 0, "")
 
 
 @dataclass(frozen=True)
@@ -133,9 +143,9 @@ class VerificationOptions:
     they are called like the model. `surgery_pair` is the model before and after the change of its
     heads, if that is not the pair that is compared. `exact_change` makes the same change to a copy
     in float32, for changes that round new weights to the dtype of the model. `length` is the number
-    of tokens for FLOPs and cache. `task` scores generated answers, `evaluation` runs tasks of
-    lm-evaluation-harness, and `perplexity` reads a text file. `command` is shown as the command
-    that reproduces the verification.
+    of tokens for FLOPs and cache; without `timing`, no speed is measured. `task` scores generated
+    answers, `evaluation` runs tasks of lm-evaluation-harness, and `perplexity` reads a text file.
+    `command` is shown as the command that reproduces the verification.
     """
 
     change: str
@@ -146,7 +156,7 @@ class VerificationOptions:
     surgery_pair: tuple[Transformer, Transformer] | None = None
     exact_change: Callable[[], Transformer] | None = None
     objective: str | Objective | None = None
-    timing: TimingOptions = field(default_factory=TimingOptions)
+    timing: TimingOptions | None = field(default_factory=TimingOptions)
     length: int | None = None
     task: Task | None = None
     num_examples: int = DEFAULT_NUM_EXAMPLES
@@ -200,8 +210,9 @@ def verify(
         ]
         log("scoring generated answers")
         quality, generation_notes = _add_generation_scores(quality, (before, after), texts, options)
-        log("measuring speed")
-        speeds = compare_speed(before, after, options.timing)
+        speeds = NO_SPEED
+        if options.timing is not None:
+            speeds = compare_speed(before, after, options.timing, log)
         savings = compare_cost(before, after, options.length)
     notes = (*options.notes, *distinct.notes, *generation_notes, *savings.uncut_cache_notes)
     return VerificationReport(
@@ -372,6 +383,7 @@ def make_verification_page(verification: VerificationReport) -> Page:
         *verification.notes,
     ]
     command = [_one_line(verification.command)] if verification.command else []
+    speeds = verification.speeds
     return make_page(
         f"{_one_line(verification.model)}: report of the changed model",
         ("Summary", [summary_table(verification)]),
@@ -382,11 +394,11 @@ def make_verification_page(verification: VerificationReport) -> Page:
         (
             "Size and cost",
             [
-                _cost_table(verification),
+                cost_table(verification.savings),
                 *([_site_table(verification)] if verification.savings.sites else []),
             ],
         ),
-        ("Speed", [_speed_table(verification)]),
+        ("Speed", [_speed_table(verification) if speeds.phases else "No speed was measured."]),
         ("Quality", [_quality_table(verification)]),
         ("How to reproduce", [*command, [_one_line(note) for note in notes if note]]),
         summary=_one_line(verification.what),
@@ -422,8 +434,8 @@ def _equality_table(verification: VerificationReport) -> Table:
     return Table("", columns, rows, notes)
 
 
-def _cost_table(verification: VerificationReport) -> Table:
-    saved = verification.savings
+def cost_table(saved: CostComparison) -> Table:
+    """Return the costs of both models as a table."""
     source = f" and a source of {saved.source_length:,}" if saved.source_length else ""
     note = (
         f"For one sequence of {saved.length:,} tokens{source}, {saved.dtype}. FLOPs count allowed "
