@@ -224,6 +224,22 @@ def snapshot(path: Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_files_of_a_folder_have_the_usual_permissions(tmp_path: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        with stage_folder(tmp_path / "new", REPORT) as folder:
+            (folder / "inner").mkdir()
+            for path in (folder / "a", folder / "inner" / "b"):
+                path.write_text("1")
+            (folder / "a").chmod(0o600)  # as safetensors writes its files
+            (folder / "inner" / "b").chmod(0o700)
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / "new" / name).stat().st_mode & 0o777 for name in ("a", "inner/b")]
+    assert modes == [0o666 & ~umask, 0o700 | (0o666 & ~umask)]
+
+
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize(
     ("name", "options"),

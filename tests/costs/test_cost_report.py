@@ -169,3 +169,37 @@ def test_terms_and_json(capsys):
         sum(t["value"] for t in row["terms"] if t["breakdown"] == "prefill")
         == row["flops"]["prefill"]
     )
+
+
+def test_the_table_names_columns_in_full_and_times_only_for_a_named_device(
+    capsys: pytest.CaptureFixture[str],
+):
+    names = ["llama-3-8b", "deepseek-v3", "gpt-oss-120b"]
+    assert cli.main(["cost", *names, "--context", "8k"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("1 row of 8,192 tokens, bf16; llama-3-8b: decoder of 32 layers")
+    header = next(line for line in lines if "deepseek-v3  " in line)
+    assert header.split() == names
+    labels = [line[:23].rstrip() for line in lines]
+    first = [labels.index(name) for name in ("parameters", "cache, total bytes")]
+    assert max(first) < labels.index("prefill, FLOPs required")
+    assert not any("lower bound" in line for line in labels)
+    assert cli.main(["cost", "llama-3-8b", "--context", "8192", "--device", "h200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    costs = hw.cost(hw.families.read_model_spec("llama-3-8b"), hw.Workload(context=8192))
+    rates = [line.split()[-1] for line in lines if "tokens per second" in line]
+    estimate = next(iter(costs))
+    assert float(rates[1]) == round(1 / estimate.seconds("decode"))
+
+
+def test_layers_of_models_are_explained(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["why", "gpt-oss-20b"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("gpt-oss-20b, decoder.0.attention\n")
+    assert out.endswith("Layers differ: add --layer decoder.1.attention for another kind.\n")
+    model = hw.families.read_model_spec("gpt-oss-20b")
+    for layer, depth in (("1", 1), ("-1", 23), ("decoder.2.attention", 2), ("-2.attention", 22)):
+        assert cli.main(["why", "gpt-oss-20b", f"--layer={layer}", "--device=cpu"]) == 0
+        spec = dict(model.attention_specs())[f"decoder.{depth}.attention"]
+        assert str(hw.why(spec, device="cpu")) in capsys.readouterr().out

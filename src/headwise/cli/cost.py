@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..util.errors import SpecError, suggest
 from .arguments import print_page, print_result, resolve_cost_target, short_name, to_json
-from .options import Options, UsageError, options
+from .options import Options, TokenCount, UsageError, options
 
 if TYPE_CHECKING:
     from ..costs.components import SpecOrModel
@@ -76,11 +76,12 @@ class CostOptions(Options):
     --heads COUNT  number of query heads of the presets
     --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable
     --layer PLACE  one block of a model (3 or encoder.3), or 3.attention
-    --context TOKENS  tokens per row (default: 2048, or the maximum of a model)
+    --context TOKENS  tokens per row, as in 8192 or 8k (default: 2048, or the maximum of a model)
     --generate TOKENS  tokens to generate after the context
     --batch ROWS  batch size
     --dtype NAME  bf16, fp16, fp32, fp8, int8 or mxfp4
-    --device NAME  h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here
+    --device NAME  h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here (default: none, without
+        times; h200 with --operations, --plot and --json)
     --match WHAT  resize each spec to match the first: params, flops or kv
     --operations  table of operations: FLOPs, bytes, lower-bound latency, bottleneck
     --plot FILE  draw plots into a .svg, .png or .pdf file
@@ -126,11 +127,11 @@ class CostOptions(Options):
     heads: int | None = None
     changes: tuple[str, ...] = ()
     layer: str | None = None
-    context: int | None = None
-    generate: int = 0
+    context: TokenCount | None = None
+    generate: TokenCount = 0
     batch: int = 1
     dtype: str = "bf16"
-    device: str = "h200"
+    device: str | None = None
     match: str | None = None
     operations: bool = False
     plot: str | None = None
@@ -144,7 +145,7 @@ class CostOptions(Options):
     checkpoint: str | None = None
     dropout: float | None = None
     overwrite: bool = False
-    source: int | None = None
+    source: TokenCount | None = None
     weights: str | None = None
     terms: bool = False
 
@@ -171,6 +172,8 @@ def estimate_costs(args: CostOptions) -> CostReport:
     targets = [load_target(name, args, args.changes) for name in args.specs]
     names = ("batch", "context", "dtype", "device", "source", "generate")
     settings: dict[str, Any] = {name: getattr(args, name) for name in names}
+    if args.device is None:
+        del settings["device"]
     weights = STORED if args.weights is None else args.weights
     workload = Workload(**settings, weights=weights).fitted_to(targets)
     short_names = [short_name(name) for name in args.specs]
@@ -178,7 +181,8 @@ def estimate_costs(args: CostOptions) -> CostReport:
     for name, short, target in zip(args.specs, short_names, targets, strict=True):
         label = name if short_names.count(short) > 1 else short
         estimates.append(estimate_cost(target, workload, label))
-    return CostReport(tuple(estimates))
+    names_device = bool(args.device or args.operations or args.plot)
+    return CostReport(tuple(estimates), names_device)
 
 
 def load_target(name: str, args: CostOptions, changes: Sequence[str]) -> SpecOrModel:
@@ -255,7 +259,7 @@ def _match_sizes(args: CostOptions, by: str, costs: CostReport) -> tuple[CostRep
         rows.append({"name": name, **match.data})
         lines.append(f"{name}: {match}")
     view = View({"like": first_name, "rows": rows}, [f"resized to match {first_name}:", lines])
-    return CostReport(tuple(resized)), view
+    return CostReport(tuple(resized), costs.names_device), view
 
 
 # --- Reports besides the table of costs -----------------------------------------------------------

@@ -191,7 +191,7 @@ def walk_main(argv: list[str]) -> int:
     return 0
 
 
-def _select_attention(args: WalkOptions) -> tuple[str, AttentionSpec]:
+def _select_attention(args: WalkOptions | WhyOptions) -> tuple[str, AttentionSpec]:
     """Return the place and spec of --layer, or of the first attention. A layer has no place."""
     target = args.resolve()
     from ..attention.spec.attention_spec import AttentionSpec
@@ -205,9 +205,10 @@ def _select_attention(args: WalkOptions) -> tuple[str, AttentionSpec]:
     if not place:
         raise UsageError(f"{args.spec} has no attention; give another model")
     spec = select_layer(target, place)
-    if not isinstance(spec, AttentionSpec):
-        remedy = f"name one attention in it, as in --layer {place}.attention"
-        raise UsageError(f"--layer {place} is a block; {remedy}")
+    if not isinstance(spec, AttentionSpec):  # a block
+        place = f"{place}.attention"
+        spec = select_layer(target, place)
+    assert isinstance(spec, AttentionSpec)
     return place, spec
 
 
@@ -262,9 +263,10 @@ def _list_sites(name: str) -> Sites:
 
 @options
 class WhyOptions(SpecOptions, LoadingOptions):
-    """Show which backend would run a spec, and why the others would not. Runs nothing and needs no
+    """Show which backend would run a layer, and why the others would not. Runs nothing and needs no
     device, so that --device may name one that is not there.
 
+    --layer PLACE  attention of a model, as in 3.attention or decoder.3.cross (default: first)
     --want RESULT  intermediate result that must be available, such as weights; repeatable
     --dtype NAME  float32, bf16, fp16 or float64
     --tokens COUNT  queries per sequence: a number, many, or one (decoding from a cache)
@@ -275,9 +277,11 @@ class WhyOptions(SpecOptions, LoadingOptions):
     examples:
     headwise why gqa --device cuda --dtype bf16 --want weights
     headwise why mla --tokens one --when paged
+    headwise why llama-3-8b --layer 3.attention
     """
 
     command = "why"
+    layer: str | None = None
     want: tuple[str, ...] = ()
     device: str = "auto"
     dtype: str = "float32"
@@ -289,17 +293,24 @@ class WhyOptions(SpecOptions, LoadingOptions):
 def why_main(argv: list[str]) -> int:
     """Print the chosen backend, and why each other backend refuses."""
     args = WhyOptions.parse(argv)
-    from ..attention.spec.attention_spec import AttentionSpec
-
-    spec = args.resolve()
-    if not isinstance(spec, AttentionSpec):
-        fact = f"{args.spec} is a whole model, and one layer is needed"
-        raise UsageError(f"{fact}; give a .toml or .json file, or a preset")
+    place, spec = _select_attention(args)
     from ..attention.backends.backend_report import why
     from ..kernels.devices import resolve_device
 
     device = str(resolve_device("auto")) if args.device == "auto" else args.device
     want, when = (list(filter(None, ",".join(one).split(","))) for one in (args.want, args.when))
     call = {"device": device, "dtype": args.dtype}
-    print_result(args, why(spec, want=want, tokens=args.tokens, when=when, **call))
+    report = why(spec, want=want, tokens=args.tokens, when=when, **call)
+    title = f"{args.spec}, {place}\n\n" if place else ""
+    print_result(args, f"{title}{report}{_other_layers(args, place, spec)}", report.data)
     return 0
+
+
+def _other_layers(args: WhyOptions, place: str, spec: AttentionSpec) -> str:
+    """Return a note on the first layer of a model that differs from the one that is explained."""
+    if not place or args.layer is not None:
+        return ""
+    target: Any = args.resolve()
+    others = (name for name, other in target.attention_specs() if other != spec)
+    other = next(others, "")
+    return f"\n\nLayers differ: add --layer {other} for another kind." if other else ""

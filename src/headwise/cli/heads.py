@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..report.data import Table
+from ..report.data import Figure, Table
 from ..report.progress import ProgressReporter
 from ..report.render import to_plain, to_text
 from .arguments import (
@@ -193,7 +193,7 @@ class ExtraAnalyses:
     importance: ImportanceResult | None = None
     redundancy: RedundancyResult | None = None
     data: dict[str, Any] = field(default_factory=dict[str, Any])
-    items: list[Table] = field(default_factory=list[Table])
+    items: list[Figure | Table] = field(default_factory=list[Figure | Table])
 
     def add(self, name: str, data: Any, table: Table) -> None:
         """Add the data and the table of one analysis."""
@@ -229,6 +229,7 @@ def run_extras(
         result = extras.importance = estimate_importance(
             model, examples, method=args.importance, options=options, progress=progress, log=report
         )
+        extras.items.append(result.grid)
         extras.add("importance", result.data, replace(result, notes=()).table)
         by_head = {(one.site, one.head): {"importance": one.measure} for one in result.heads}
         heads = tuple(

@@ -59,6 +59,7 @@ parts of your own:
 Count = AtLeastTwo = Natural = int
 Positive = Share = NotNegative = float
 InputFile = ModelFolder = TokenizerFile = str
+TokenCount = int  # also written as 8k, which is 8192
 InputFiles = Words = tuple[str, ...]  # several words after one option; other tuples are repeatable
 
 
@@ -216,10 +217,19 @@ def parse_entries(text: str) -> list[HelpEntry]:
 # --- Checks of one value --------------------------------------------------------------------------
 
 
+def parse_tokens(word: str) -> int:
+    """Return a number of tokens; k is 1024.
+
+    >>> parse_tokens("8k"), parse_tokens("100")
+    (8192, 100)
+    """
+    return int(word[:-1]) * 1024 if word[-1:] in ("k", "K") else int(word)
+
+
 class NumberKind(NamedTuple):
     """Kind of number that an option accepts: parser, test, and description."""
 
-    parse: type[int | float]
+    parse: Callable[[str], int | float]
     accepts: Callable[[float], bool]
     text: str
 
@@ -227,6 +237,7 @@ class NumberKind(NamedTuple):
 NUMBERS: Mapping[str, NumberKind] = {
     "int": NumberKind(int, lambda value: True, ""),
     "Count": NumberKind(int, lambda value: value >= 1, "1 or more"),
+    "TokenCount": NumberKind(parse_tokens, lambda value: True, ""),
     "AtLeastTwo": NumberKind(int, lambda value: value >= 2, "2 or more"),
     "Natural": NumberKind(int, lambda value: value >= 0, "0 or more"),
     "float": NumberKind(float, lambda value: True, ""),
@@ -451,9 +462,9 @@ def _add_field(group: Any, each: Field[Any], entry: HelpEntry) -> None:
     group.add_argument(entry.flag, dest=each.name, help=text, required=is_required, **settings)
 
 
-def _parse_number(kind: type[int | float], word: str) -> int | float:
+def _parse_number(kind: Callable[[str], int | float], word: str) -> int | float:
     try:
         return kind(word)
     except ValueError:
-        expected = "a whole number" if kind is int else "a number"
+        expected = "a number" if kind is float else "a whole number"
         raise argparse.ArgumentTypeError(f"needs {expected}, got {word!r}") from None

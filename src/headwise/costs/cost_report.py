@@ -15,7 +15,7 @@ from ..report.data import Axis, Column, Figure, Item, Plot, Reference, Series, T
 from ..report.notebook import NotebookResult
 from ..report.plots import save_figure
 from ..report.render import to_text
-from ..report.text import format_count, format_seconds
+from ..report.text import format_count, format_number, format_seconds
 from ..util.errors import SpecError, pluralise, suggest
 from .components import (
     SpecOrModel,
@@ -32,13 +32,13 @@ from .workload import (
 
 __all__ = ["CostReport", "Workload", "cost"]
 
-MAX_COLUMNS = 5  # estimates side by side; others follow below
 FORMAT_VERSION = 1  # of the JSON document
 FOOTNOTE = (
     "FLOPs required: of allowed query-key pairs only; executed: by the backend that the layer "
-    "would choose; counted: by torch's FlopCounterMode, all pairs. Times are lower bounds: peak "
-    "FLOP/s or bandwidth, fully overlapped. k, M, G, T, P are powers of 1000."
+    "would choose; counted: by torch's FlopCounterMode, all pairs. k, M, G, T, P are powers of 1000."
 )
+TIME_NOTE = "Times are lower bounds: peak FLOP/s or bandwidth, fully overlapped."
+NO_DEVICE_NOTE = "--device NAME adds lower bounds of the time, --device here those of this machine."
 TERMS_LEGEND = (
     "In formulas: B rows, T queries, S keys that a row attends to, new tokens whose keys and "
     "values are computed, pairs of a query and a key that the pattern allows in a row; other names "
@@ -50,10 +50,12 @@ TERMS_LEGEND = (
 class CostReport(NotebookResult):
     """Cost estimates under one workload; `print` shows them side by side.
 
-    A report iterates over its estimates and can be indexed by name.
+    A report iterates over its estimates and can be indexed by name. `names_device` is False if the
+    device of the workload was not chosen: the tables then leave out times.
     """
 
     estimates: tuple[CostEstimate, ...]
+    names_device: bool = True
 
     def __iter__(self) -> Iterator[CostEstimate]:
         return iter(self.estimates)
@@ -75,23 +77,21 @@ class CostReport(NotebookResult):
     @property
     def items(self) -> list[str | Table]:
         """A table of the estimates side by side, between a heading and notes."""
-        items: list[str | Table] = [_describe_workload(self.estimates)]
-        rows: list[tuple[str, list[str]]] = []
-        for label, cell, is_optional in TABLE_ROWS:
+        rows: list[tuple[str, ...]] = []
+        times = TIME_ROWS if self.names_device else []
+        for label, cell, is_optional in [*SIZE_ROWS, *times, *FLOP_ROWS]:
             cells = [cell(estimate) for estimate in self.estimates]
             if not is_optional or set(cells) != {"-"}:
-                rows.append((label, cells))
-        for start in range(0, len(self.estimates), MAX_COLUMNS):
-            end = start + MAX_COLUMNS
-            names = [one.name[-COLUMN_WIDTH:] for one in self.estimates[start:end]]
-            columns = [Column(""), *(Column(name, align="right") for name in names)]
-            shown = [(label, *cells[start:end]) for label, cells in rows]
-            items.append(Table("", columns, shown))
+                rows.append((label, *cells))
+        names = [one.name[-COLUMN_WIDTH:] for one in self.estimates]
+        columns = [Column(""), *(Column(name, align="right") for name in names)]
+        items: list[str | Table] = [_describe_workload(self.estimates, self.names_device)]
+        items.append(Table("", columns, rows))
         for estimate in self.estimates:
             shortfalls = filter(None, map(estimate.shortfall, estimate.operations))
             notes = [*estimate.notes, *map(str, list(shortfalls)[-1:])]
             items += [f"{estimate.name}: {note}" for note in notes]
-        return [*items, FOOTNOTE]
+        return [*items, f"{FOOTNOTE} {TIME_NOTE if self.names_device else NO_DEVICE_NOTE}"]
 
     @property
     def terms(self) -> list[str | list[str]]:
@@ -173,13 +173,13 @@ def cost(
     return CostReport(tuple(estimate_cost(spec, workload, name) for name, spec in named.items()))
 
 
-def _describe_workload(estimates: Sequence[CostEstimate]) -> str:
+def _describe_workload(estimates: Sequence[CostEstimate], names_device: bool) -> str:
     """Describe the workload, and the models if there are any."""
     workload = estimates[0].workload
     tokens = pluralise(workload.context, "token")
     tokens += f" and {workload.generate:,} generated" if workload.generate else ""
     text = f"{pluralise(workload.batch, 'row')} of {tokens}, {workload.dtype}"
-    text += f", {estimates[0].device.description}"
+    text += f", {estimates[0].device.description}" if names_device else ""
     if all(isinstance(estimate.spec_or_model, AttentionSpec) for estimate in estimates):
         return f"one layer, {text}"
     return "; ".join([text, *(f"{one.name}: {_describe_target(one)}" for one in estimates)])
@@ -232,7 +232,18 @@ def _time_rows(phase: str) -> list[Row]:
         is_timed = phase in estimate.operations and estimate.shortfall(phase) is None
         return estimate.total_operation(phase).bound if is_timed else "-"
 
-    return [(f"{phase}, lower bound", seconds, False), ("  bound by", bound, False)]
+    def rate(estimate: CostEstimate) -> str:
+        time = estimate.seconds(phase) if phase in estimate.operations else None
+        workload = estimate.workload
+        tokens = workload.batch * (workload.context if phase == "prefill" else 1)
+        number = tokens / time if time else math.nan
+        return format_count(round(number)) if number >= 10 else format_number(number)
+
+    return [
+        (f"{phase}, lower bound", seconds, False),
+        ("  tokens per second, at most", rate, True),
+        ("  bound by", bound, False),
+    ]
 
 
 def _cache_per_token_cell(estimate: CostEstimate) -> str:
@@ -260,13 +271,13 @@ def _core_cell(estimate: CostEstimate, text: Callable[[RooflineOperation], str])
     return text(estimate.core_operation) if "decode" in estimate.calls else "-"
 
 
-COLUMN_WIDTH = 10  # characters of a name at the head of a column
+COLUMN_WIDTH = 40  # characters of a name at the head of a column
 BREAKDOWNS = {
     "parameters": "parameters",
     "cache": "cached values per token",
     "source_cache": "cached values per source token",
 }
-TABLE_ROWS: list[Row] = [
+SIZE_ROWS: list[Row] = [
     ("parameters", lambda one: format_count(one.parameters.total), False),
     ("  active per token", lambda one: _active_cell(one, one.active_parameters), True),
     (
@@ -275,14 +286,18 @@ TABLE_ROWS: list[Row] = [
         True,
     ),
     ("weights, bytes", lambda one: format_count(one.weights_bytes), False),
-    *_flops_rows("prefill"),
-    *_flops_rows("backward"),
-    *_flops_rows("decode"),
-    *_flops_rows("generate", is_optional=True),
     ("cache, bytes per token", _cache_per_token_cell, False),
     ("  per source token", lambda one: _count(one.source_cache_bytes_per_token), True),
     ("cache, total bytes", _cache_cell, False),
     ("  in pages of engines", _reserved_cell, True),
+]
+FLOP_ROWS: list[Row] = [
+    *_flops_rows("prefill"),
+    *_flops_rows("backward"),
+    *_flops_rows("decode"),
+    *_flops_rows("generate", is_optional=True),
+]
+TIME_ROWS: list[Row] = [
     *_time_rows("prefill"),
     *_time_rows("decode"),
     (

@@ -63,6 +63,9 @@ def image_tokens(model: ModelSpec) -> list[int | None]:
     ]
 
 
+DIGITS = tuple("-0123456789")  # how the number of a layer begins; -1 is the last
+
+
 def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
     """Select one block of a model, or one attention in it: "3" of the last stack, "encoder.3",
     "decoder.3.cross".
@@ -79,17 +82,18 @@ def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
     """
     stacks = {stack.name: stack for stack in model.stacks}
     name, _, place = (
-        path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
+        path.partition(".") if path[:1] not in DIGITS else (model.stacks[-1].name, "", path)
     )
     if name not in stacks:
         raise SpecError(f"{model.name} has no stack {name!r}; {suggest(name, stacks)}")
     index, _, role = place.partition(".")
     layers = stacks[name].layers
-    if not index.isdecimal() or int(index) >= len(layers):
+    depth = int(index) if index.removeprefix("-").isdecimal() else len(layers)
+    if not -len(layers) <= depth < len(layers):
         fact = f"{name} has layers 0 to {len(layers) - 1}" if layers else f"{name} has no layers"
         raise SpecError(f"{model.name} has no layer {path!r}; {fact}")
     stack = stacks[name]
-    depth = int(index)
+    depth %= len(layers)
     block = stack.layers[depth]
     if role:
         if role not in block.attention_specs:

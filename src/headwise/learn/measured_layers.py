@@ -6,7 +6,6 @@ The tables compare attention, GRU, LSTM and convolution; every cell is measured.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from ..costs.complexity import (
     measure_layer_reach,
     measure_scaling,
 )
+from ..report.text import NOT_MEASURED, is_missing, median_time
 from .catalogue import Number, Outcome, judge
 
 
@@ -165,12 +165,15 @@ def _measure_cells() -> Mapping[str, Number]:
 
 
 def _with_range(values: Sequence[float], digits: str) -> str:
-    """The median of several measurements with the smallest and the largest.
+    """The median of several measurements with the smallest and the largest; "-" for a median that
+    other processes disturbed.
 
-    >>> _with_range([3.0, 1.0, 1.25], ".2g")
-    '1.2 (1–3)'
+    >>> _with_range([1.3, 1.0, 1.25, 1.2], ".2g"), _with_range([3.0, 1.0, 1.25], ".2g")
+    ('1.2 (1–1.3)', '- (1–3)')
     """
-    return "{} ({}–{})".format(*(format(pick(values), digits) for pick in (median, min, max)))
+    middle = median_time(values)
+    shown = NOT_MEASURED if is_missing(middle) else format(middle, digits)
+    return f"{shown} ({format(min(values), digits)}–{format(max(values), digits)})"
 
 
 def _count_flops(tokens: int) -> dict[str, int]:

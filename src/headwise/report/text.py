@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from statistics import quantiles
 
 TERMINAL_WIDTH = 80
 # characters that no line begins with
@@ -191,6 +192,22 @@ LARGEST_FIXED = 10_000.0
 UNIT_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
+MAX_TIME_SPREAD = 0.2  # interquartile range over the median of times that mean something
+
+
+def median_time(times: Sequence[float]) -> float:
+    """Return the median of several times; NaN if their quartiles spread by more than a fifth of it,
+    because then something else ran on the machine.
+
+    >>> median_time([1.0, 1.1, 1.05]), median_time([1.0, 3.0, 1.2])
+    (1.05, nan)
+    """
+    if len(times) < 2:
+        return times[0] if times else math.nan
+    low, middle, high = quantiles(times, method="inclusive")
+    return middle if high - low <= MAX_TIME_SPREAD * middle else math.nan
+
+
 def is_missing(value: float | None) -> bool:
     """Return True for None and NaN."""
     return value is None or math.isnan(value)
@@ -202,10 +219,17 @@ def format_numbers(values: Sequence[float | None]) -> list[str]:
     >>> format_numbers([0.5, 0.0, 12.345]), format_numbers([0.000123, -0.5, math.nan])
     (['0.50', '0.00', '12.35'], ['1.23e-04', '-5.00e-01', '-'])
     """
+    return list(map(choose_format(values), values))
+
+
+def choose_format(values: Sequence[float | None]) -> Callable[[float | None], str]:
+    """Return the format of `format_numbers` for all of these numbers, such as those of several
+    columns.
+    """
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     is_fixed = all(SMALLEST_FIXED <= size < LARGEST_FIXED for size in sizes)
     form = ".2f" if is_fixed else ".2e"
-    return [NOT_MEASURED if is_missing(value) else format(value, form) for value in values]
+    return lambda value: NOT_MEASURED if value is None or is_missing(value) else format(value, form)
 
 
 def format_number(value: float | None) -> str:

@@ -20,7 +20,14 @@ from .. import __version__
 from ..kernels.capabilities import this_machine
 from ..report import render
 from ..report.data import Column, Estimate, Item, Page, Section, Table, Value
-from ..report.text import format_count, format_interval, format_number, format_p, format_seconds
+from ..report.text import (
+    format_count,
+    format_interval,
+    format_number,
+    format_p,
+    format_seconds,
+    median_time,
+)
 from ..util.errors import pluralise
 from ..util.files import read_json_file, write_atomically
 from ..util.output_paths import FolderKind, check_output, stage_folder
@@ -151,7 +158,7 @@ class StudyReport:
             score = self.scores[key]
             model = results.grid.models[key]
             compared = score.comparison
-            times = sorted(one.result["timing"].get("step", math.nan) for one in cells[variant])
+            times = [one.result["timing"].get("step", math.nan) for one in cells[variant]]
             row: list[Value] = [
                 variant,
                 model.parameters,
@@ -164,7 +171,7 @@ class StudyReport:
                 score.test_error,
                 compared.difference if compared else None,
                 compared.corrected_p if compared else None,
-                times[len(times) // 2] if times else None,
+                median_time(times),
                 score.success_rate,
                 score.steps_to_threshold,
             ]
@@ -178,7 +185,7 @@ class StudyReport:
             f"bold: the best, and significantly so at {SIGNIFICANCE:g}. Seeds without spread have "
             "neither interval nor p.",
             "Test error: standard error from the finite test set. s/step: processor seconds of a "
-            "training step.",
+            "training step, the median over seeds; none if their quartiles spread by over 20 %.",
         )
         return Table(task.name, columns, rows, notes, frozenset(best))
 

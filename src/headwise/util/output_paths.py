@@ -251,10 +251,17 @@ def stage_folder(
 
 
 def _sync_tree(folder: Path) -> None:
-    """Wait until all files and folders are on disk."""
+    """Wait until all files and folders are on disk, the files with the permissions of the user's
+    other new files; libraries such as safetensors write some for their owner alone.
+    """
+    usual = folder.stat().st_mode & 0o666  # what the umask leaves, as in the new folder itself
     for place, _, names in os.walk(folder):
         for name in names:
-            sync_folder(Path(place, name))
+            path = Path(place, name)
+            mode = path.stat().st_mode
+            if mode | usual != mode:
+                path.chmod(mode | usual)
+            sync_folder(path)
         sync_folder(Path(place))
 
 

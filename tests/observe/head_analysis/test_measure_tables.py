@@ -10,6 +10,7 @@ import re
 import pytest
 
 from headwise.observe.head_analysis.head_table import (
+    HeadClass,
     HeadImportance,
     HeadMeasures,
     HeadTable,
@@ -32,7 +33,7 @@ def small_result() -> ImportanceResult:
 
 
 def test_small_importances_are_printed_in_scientific_form_with_intervals():
-    lines = str(small_result()).splitlines()
+    lines = to_text(small_result().table).splitlines()
     title = "GPT2, 9 texts: importance by leave-one-out for next-token; low and high: 95 % interval"
     assert " ".join(lines[:2]) == title
     assert re.split(r"  +", lines[3]) == [
@@ -44,6 +45,37 @@ def test_small_importances_are_printed_in_scientific_form_with_intervals():
     assert rows[2][2:5] == ["-", "-", "-"]
     assert lines[-1] == "note: a note"
     assert max(map(len, lines)) <= 80
+
+
+def test_importance_is_printed_as_a_grid_in_one_unit():
+    lines = str(small_result()).splitlines()
+    assert lines[0] == "GPT2, 9 texts: importance by leave-one-out, in units of 1e-6"
+    assert lines[2].split() == ["head", "0", "1", "2"]
+    assert lines[3].split() == ["decoder.0.attention", "3.21", "-0.80", "-"]
+    assert lines[5].startswith("GPT2, 9 texts: importance by leave-one-out for next-token")
+
+
+def test_a_table_has_one_format_of_numbers():
+    values = [(0.5, 0.4, 0.6), (0.2, 0.0001, 0.3)]
+    heads = [
+        HeadImportance("decoder.0.attention", "decoder", "attention", 0, n, n, *value)
+        for n, value in enumerate(values)
+    ]
+    table = ImportanceResult("GPT2", "michel", "next-token", 9, tuple(heads)).table
+    for line in to_text(table).splitlines()[4:]:
+        assert all("e-" in cell for cell in re.split(r"  +", line)[2:5])
+
+
+def test_the_legend_names_every_class_that_is_listed():
+    two = (HeadClass("previous", 0.9, ""), HeadClass("separator", 0.4, ""))
+    classes = [two, (HeadClass("unclear", 0.0, ""),)]
+    heads = tuple(
+        HeadMeasures("decoder", "attention", 0, n, 0, "decoder.0.attention", {}, one)
+        for n, one in enumerate(classes)
+    )
+    table = HeadTable("small", "9 texts", heads)
+    assert list(table.class_legend) == ["P positional", "E separator", "· unclear"]
+    assert str(table).splitlines()[5].split() == ["decoder.0.attention", "P", "·"]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])

@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ...report.data import Column, Estimate as Measure, Figure, HeatMap, Item, Table
-from ...report.notebook import NotebookResult, TableResult
+from ...report.notebook import NotebookResult
 from ...report.render import colour_text, note_lines, to_csv, to_plain, to_text
-from ...report.text import format_p, wrap
+from ...report.text import NOT_MEASURED, choose_format, format_p, wrap
 from ...util.errors import pluralise
 from ..head_names import print_head
 
@@ -211,13 +212,15 @@ class HeadTable(NotebookResult):
 
     @property
     def class_legend(self) -> dict[str, str]:
-        """Letter and name of each class of the table -> its colour."""
+        """Letter and name of each class of a head of the table -> its colour."""
         groups = {head.group for head in self.heads}
-        legend: dict[str, str] = {}
-        for name, (letter, colour) in CLASS_STYLES.items():
-            if name in groups:
-                legend[f"{letter} {name}"] = colour or "empty"
-        return legend
+        for head in self.heads:
+            groups |= {class_group(one.name) for one in head.classes}
+        return {
+            f"{letter} {name}": colour or "empty"
+            for name, (letter, colour) in CLASS_STYLES.items()
+            if name in groups
+        }
 
     def class_members(self, group: str) -> list[tuple[HeadClass, HeadMeasures]]:
         """Return the classes of a group with their heads, the highest score first."""
@@ -232,7 +235,11 @@ class HeadTable(NotebookResult):
         for head in self.sorted_by(measure):
             classes = ", ".join(f"{one.name} {one.score:.2f}" for one in head.classes[:2])
             rows.append((head.site, head.head, *head.measures[measure][:4], classes))
-        columns = ("site", "head", measure, "low", "high", "chance", "classes")
+        numbers = list(chain.from_iterable(row[2:6] for row in rows))
+        alike = [
+            Column(name, choose_format(numbers)) for name in (measure, "low", "high", "chance")
+        ]
+        columns = ("site", "head", *alike, "classes")
         title = f"{self.model}, {self.texts}; {INTERVAL_NOTE}"
         return Table(title, columns, rows, self.notes)
 
@@ -317,7 +324,7 @@ class HeadImportance:
 
 
 @dataclass(frozen=True, repr=False)
-class ImportanceResult(TableResult):
+class ImportanceResult(NotebookResult):
     """Importance of every head of a model: the method, the objective and the number of texts."""
 
     model: str
@@ -338,13 +345,45 @@ class ImportanceResult(TableResult):
     @property
     def table(self) -> Table:
         """The heads by decreasing importance."""
-        columns = ("site", "head", "importance", "low", "high", Column("corrected p", format_p))
         heads = self.by_importance
+        numbers = list(chain.from_iterable(one.measure[:3] for one in heads))
+        alike = [Column(name, choose_format(numbers)) for name in ("importance", "low", "high")]
+        columns = ("site", "head", *alike, Column("corrected p", format_p))
         rows = [(one.site, one.head, one.value, one.low, one.high, one.level) for one in heads]
         title = (
             f"{self.model}, {self.texts} texts: importance by {self.method} for {self.objective}"
         )
         return Table(f"{title}; {INTERVAL_NOTE}", columns, rows, self.notes)
+
+    @property
+    def grid(self) -> Figure:
+        """The importance of every head: a row for each layer, a column for each head."""
+        sites = list(dict.fromkeys(one.site for one in self.heads))
+        largest = max(
+            (abs(one.value) for one in self.heads if not math.isnan(one.value)), default=0
+        )
+        exponent = math.floor(math.log10(largest)) if largest else 0
+        num_heads = max(one.head for one in self.heads) + 1
+        texts = [[" "] * num_heads for _ in sites]
+        strengths = [[0.0] * num_heads for _ in sites]
+        for one in self.heads:
+            row = sites.index(one.site)
+            texts[row][one.head] = NOT_MEASURED
+            if not math.isnan(one.value):
+                texts[row][one.head] = f"{one.value / 10.0**exponent:.2f}"
+                strengths[row][one.head] = max(one.value, 0) / largest if largest else 0.0
+        names = [f"{head:>5}" for head in range(num_heads)]
+        unit = f", in units of 1e{exponent}" if exponent else ""
+        title = f"{self.model}, {self.texts} texts: importance by {self.method}{unit}"
+        return Figure(title, [HeatMap(strengths, sites, names, x_label="head", texts=texts)])
+
+    @property
+    def report_items(self) -> Sequence[Item]:
+        """The grid and the table of heads."""
+        return [self.grid, self.table]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(to_text, self.report_items))
 
     @property
     def by_importance(self) -> tuple[HeadImportance, ...]:
