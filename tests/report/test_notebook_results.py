@@ -68,7 +68,7 @@ def test_a_notebook_shows_every_result():
         page.feed(result._repr_html_())
         assert "table" in page.tags, name
         assert page.tags.count("tr") <= 1 + MAX_ROWS or name == "cost", name
-        assert ("svg" in page.tags) == (name in ("heads", "trace")), name
+        assert ("svg" in page.tags) == (name in ("heads", "importance", "trace")), name
         assert "script" not in page.tags
 
 

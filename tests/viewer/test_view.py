@@ -122,8 +122,8 @@ def test_an_export_of_a_model_has_measured_heads(tmp_path: Path):
     view.write_export(ids, tmp_path / "b.html")
     data = exported_data((tmp_path / "b.html").read_text(encoding="utf-8"))
     assert data["answers"]["/api/document"]["warnings"] == []
-    assert ids.table is not None
-    assert len(ids.table.heads) == 2
+    assert ids.own_table is not None
+    assert len(ids.own_table.heads) == 2
 
 
 def test_many_weights_are_left_out_of_an_export(monkeypatch: pytest.MonkeyPatch):
