@@ -35,7 +35,8 @@ __all__ = ["CostReport", "Workload", "cost"]
 FORMAT_VERSION = 1  # of the JSON document
 FOOTNOTE = (
     "FLOPs required: of allowed query-key pairs only; executed: by the backend that the layer "
-    "would choose; counted: by torch's FlopCounterMode, all pairs. k, M, G, T, P are powers of 1000."
+    "would choose; counted: by torch's FlopCounterMode, all pairs. k, M, G, T, P are powers of "
+    "1000."
 )
 TIME_NOTE = "Times are lower bounds: peak FLOP/s or bandwidth, fully overlapped."
 NO_DEVICE_NOTE = "--device NAME adds lower bounds of the time, --device here those of this machine."
