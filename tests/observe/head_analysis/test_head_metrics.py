@@ -171,17 +171,13 @@ def rows_of(block: WeightBand, name: str, head: int) -> list[Row]:
 
 def own(block: WeightBand, name: str) -> WeightBand:
     """What a statistic is given, by the way that measuring takes."""
-    adding, recorded = (
-        MetricSums(
-            [
-                replace(
-                    HEAD_METRICS[name],
-                    compute_sums=lambda one: (recorded.append(one), one.w_HTS[:, 0, 0])[1:] * 2,
-                )
-            ]
-        ),
-        [],
-    )
+    recorded: list[WeightBand] = []
+
+    def compute_sums(one: WeightBand) -> tuple[torch.Tensor, torch.Tensor]:
+        recorded.append(replace(one, w_HTS=one.w_HTS.clone()))
+        return one.w_HTS[:, 0, 0], one.w_HTS[:, 0, 0]
+
+    adding = MetricSums([replace(HEAD_METRICS[name], compute_sums=compute_sums)])
     adding.add_band("site", block)
     adding.finish_example()
     return recorded[0]
@@ -229,7 +225,7 @@ def test_distance_r2_equals_regression_on_offsets(kind: str, seed: int):
         for n, count in enumerate((5, 19, 37))
     ]
     values = [HEAD_METRICS["positional_share"].compute_sums(one) for one in texts]
-    sums, numbers = (sum(part[n] for part in values) for n in range(2))
+    sums, numbers = (torch.stack([part[n] for part in values]).sum(0) for n in range(2))
     found = variance_explained_by_offset(
         torch.from_numpy(ratio_of_sums(sums.numpy()[None], numbers.numpy()[None]))
     )
@@ -252,6 +248,7 @@ def rows_of_given(block: WeightBand, head: int) -> list[Row]:
         else block.counted_rows
     )
     count = left.expand(len(block.w_HTS), -1)[head].tolist()
+    block = replace(block, w_HTS=block.scale_rows(block.w_HTS))
     return [Row(block, head, t) for t in range(block.w_HTS.shape[1]) if count[t]]
 
 

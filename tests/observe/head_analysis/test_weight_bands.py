@@ -9,11 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import headwise as hw
 from headwise.observe.head_analysis import head_measurement, weight_bands
 from headwise.observe.head_analysis.annotated_examples import Example
-from headwise.observe.head_analysis.head_measurement import MetricSums, measure_heads
+from headwise.observe.head_analysis.head_measurement import (
+    MeasureOptions,
+    MetricSums,
+    measure_heads,
+    sum_examples,
+)
 from headwise.observe.head_analysis.head_metrics import ALL_METRICS
 from headwise.observe.head_analysis.weight_bands import (
     WeightBand,
@@ -47,8 +53,11 @@ def make_example(count: int = COUNT) -> Example:
 def bands(core, cells: int, monkeypatch: pytest.MonkeyPatch) -> list[WeightBand]:
     recorded: list[WeightBand] = []
     monkeypatch.setattr(weight_bands, "MAX_CELLS", cells)
+    monkeypatch.setattr(weight_bands, "MIN_ROWS", 1)
+    [site] = hw.sites(cases.layer(SPECS["full"]))
+    examples = [make_example()]
     WeightBandHook(
-        "site", make_example(), ("text", "text"), lambda _, block: recorded.append(block)
+        site.name, site.q, examples, ("text", "text"), lambda _, block: recorded.append(block)
     ).on_call(core)
     return recorded
 
@@ -97,7 +106,7 @@ def test_bands_are_as_narrow_as_their_allowed_keys(monkeypatch: pytest.MonkeyPat
     ]
     some = bands(keep.seen[0], 3 * COUNT * 2, monkeypatch)
     assert max(one.w_HTS.shape[1] for one in some) > 4  # of few keys there are more rows
-    assert all(one.w_HTS.numel() <= weight_bands.MAX_HEIGHT_RATIO * 3 * COUNT * 2 for one in some)
+    assert all(one.w_HTS.numel() <= 3 * COUNT * 2 for one in some)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "each"])
@@ -185,6 +194,41 @@ def test_layers_measured_together_are_layers_measured_alone(kind, monkeypatch):
         for pair, same in zip(texts, sums[1][key], strict=True):
             for array, expected in zip(pair, same, strict=True):
                 assert array == pytest.approx(expected, abs=1e-12, nan_ok=True), key
+
+
+class DoubledRows(nn.Module):
+    """A model that runs every text twice, as rows of one batch."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(torch.cat([x, x]))[: len(x)]
+
+
+@pytest.mark.parametrize("rows", ["texts", "doubled"])
+def test_texts_of_one_batch_are_texts_alone(rows: str, monkeypatch: pytest.MonkeyPatch):
+    """Also for a model whose attention has other rows than texts, which then run alone."""
+    net = handmade.decoder()
+    model = DoubledRows(net).eval() if rows == "doubled" else net
+    texts = handmade.texts(9)
+    lengths = [text.streams["text"].count for text in texts]
+    assert 1 < len({*lengths}) < len(lengths)
+    options = MeasureOptions(tuple(ALL_METRICS))
+    num_rows = list[int]()
+    net.register_forward_hook(lambda _, args, output: num_rows.append(len(output)))
+    together = sum_examples(model, texts, options)
+    assert model is not net or max(num_rows) > 1
+    num_rows.clear()
+    monkeypatch.setattr(head_measurement, "MAX_BATCH_TEXTS", 1)
+    alone = sum_examples(model, texts, options)
+    assert len(num_rows) == len(texts)
+    assert together.num_examples == alone.num_examples == len(texts)
+    for key, sums in together.sums_by_example.items():
+        for pair, expected in zip(sums, alone.sums_by_example[key], strict=True):
+            for array, same in zip(pair, expected, strict=True):
+                assert array == pytest.approx(same, abs=1e-6, nan_ok=True), key
 
 
 def test_too_few_tokens_for_the_model_are_refused():

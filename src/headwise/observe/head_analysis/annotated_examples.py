@@ -13,6 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -72,6 +73,13 @@ class TokenAnnotations:
         """Number of tokens."""
         return len(self.ids)
 
+    @cached_property
+    def is_sink(self) -> Tensor:
+        """Attention sinks, see `find_sink_tokens`."""
+        is_first = torch.zeros_like(self.is_special)
+        is_first[:1] = self.first_is_sink
+        return self.is_special | self.is_separator | is_first
+
 
 @dataclass(frozen=True, eq=False)
 class Example:
@@ -110,16 +118,37 @@ class Example:
             return inputs
         return {name: value for name, value in inputs.items() if name != LABELS_INPUT}
 
+    @property
+    def batch_key(self) -> tuple[object, ...] | None:
+        """Return what examples must share to be rows of one batch; None unless the inputs are one
+        row of ids, or several by name.
+        """
+        inputs = self.model_inputs
+        named = inputs if isinstance(inputs, Mapping) else {"": inputs}
+        for value in named.values():
+            is_row = isinstance(value, Tensor) and value.dim() == 2 and len(value) == 1
+            if not is_row or value.is_floating_point():
+                return None
+        shapes = [(name, value.shape, value.dtype) for name, value in named.items()]
+        return (*shapes, *(tokens.count for tokens in self.streams.values()))
+
+
+def join_inputs(examples: Sequence[Example]) -> Any:
+    """Inputs of examples with equal `batch_key` as rows of one batch."""
+    inputs = [example.model_inputs for example in examples]
+    if len(inputs) == 1:
+        return inputs[0]
+    if isinstance(inputs[0], Tensor):
+        return torch.cat(inputs)
+    return {name: torch.cat([row[name] for row in inputs]) for name in inputs[0]}
+
 
 def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
     """Find attention sinks: special tokens, separators, and the first token if measured as one.
 
     `attention_sinks.mark_first_token_sinks` measures it.
     """
-    is_sink = annotations.is_special | annotations.is_separator
-    is_first = torch.zeros_like(is_sink)
-    is_first[:1] = annotations.first_is_sink
-    return is_sink | is_first
+    return annotations.is_sink
 
 
 # --- Parsed sentences in CoNLL-U (universaldependencies.org/format) -------------------------------

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from ...util.errors import pluralise
 from ..head_names import print_head
 from ..inspect.hooks import SiteModule
-from ..inspect.model_inputs import get_device
 from .annotated_examples import Example
 from .head_metrics import first_token_choice_sums
 from .resampling import Array, correct_p_values, excess_p_values, ratio_of_sums, stack_by_key
-from .weight_bands import WeightBand, move_annotations, stream_weight_bands
+from .weight_bands import WeightBand, stream_weight_bands
 
 MAX_SINK_TEXTS = 32  # texts on which the first token is measured, at most
 MIN_SINK_SCORE = 0.3  # epsilon of 2410.10781, here on the scale from chance (0) to all weight (1)
@@ -66,8 +65,7 @@ def measure_first_token(
     sums_by_text: list[dict[str, Array]] = []
     for example in examples:
         sums.clear()
-        moved = move_annotations(example, get_device(model))
-        stream_weight_bands(model, sites, moved, streams, add_band)
+        stream_weight_bands(model, sites, [example], streams, add_band)
         sums_by_text.append(dict(sums))
     return rate_first_tokens(stack_by_key(sums_by_text))
 

@@ -404,10 +404,10 @@ def word_attention_maps(
     """
     stream = example.parsed_stream
     bands: dict[str, list[Tensor]] = {module.site.name: [] for module in sites}
-    words = WordBandMerger(lambda site, band: bands[site].append(band.w_HTS.float().cpu()))
+    words = WordBandMerger(lambda site, band: bands[site].append(band.w_HTS.float()))
     streams = dict.fromkeys(bands, (stream, stream))
-    stream_weight_bands(model, sites, example, streams, words.add_band)
-    is_word = (words.group_words(example.streams[stream]).tokens.word_index >= 0).cpu()
+    stream_weight_bands(model, sites, [example], streams, words.add_band)
+    is_word = words.group_words(example.streams[stream]).tokens.word_index >= 0
     return {site: torch.cat(one, 1)[:, is_word][:, :, is_word] for site, one in bands.items()}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -50,10 +51,10 @@ from .streamed_statistics import (
     sum_metrics,
 )
 from .weight_bands import (
+    BatchMismatch,
     WeightBand,
     annotate_trace,
     join_heads,
-    move_annotations,
     stream_trace,
     stream_weight_bands,
 )
@@ -63,8 +64,14 @@ CHANCE = "chance"
 WITH_FIRST_TOKEN_SINK = ("own, first token a sink", "chance, first token a sink")
 FIRST_TOKEN = "first token with a choice"
 # Small layers with one mask are measured together: fewer, larger operations.
-MIN_JOINED_CELLS = 2**19
+MIN_JOINED_CELLS = 2**18
+# Texts that may run together; a divisor of the texts in a shard of an engine, whose numbers are
+# those of one process bit for bit.
+MAX_BATCH_TEXTS = 4
+MAX_BATCH_TOKENS = 512  # more tokens make no better use of weights that are read once
+MAX_CHANCE_PAIRS = 2**22  # of longer texts, a chance level costs little beside the heads
 TextSums = tuple[Array, Array]
+SumsOfText = dict[tuple[str, str, str], TextSums]
 
 
 class MeasureCollector(Protocol):
@@ -89,11 +96,17 @@ class MeasureCollector(Protocol):
 
 
 class Measured(NamedTuple):
-    """Sums of one source over bands of several sites, and the heads of each site among them."""
+    """Sums of one source over bands of several sites, and the heads of each site among them.
 
+    `text` is the index of the text in its batch. `values` are the sums and counts of every metric
+    side by side, [H, N]; `shapes` are their shapes without the axis of heads.
+    """
+
+    text: int
     source: str
     heads_by_site: Sequence[tuple[str, slice]]
-    sums: Mapping[str, SumAndCount]
+    values: torch.Tensor
+    shapes: Mapping[str, torch.Size]
 
 
 class MetricSums:
@@ -109,8 +122,10 @@ class MetricSums:
         self.num_examples = 0
         self.sums_by_example: dict[tuple[str, str, str], list[TextSums]] = {}
         self._measured: list[Measured] = []
-        self._waiting: list[tuple[str, WeightBand]] = []  # bands with one mask, measured together
-        self._chances: list[tuple[WeightBand, list[Measured]]] = []
+        # Bands with one mask, which are measured together, and chance levels of masks, by text and
+        # place of the band.
+        self._waiting: dict[tuple[object, ...], list[tuple[str, WeightBand]]] = {}
+        self._chances: dict[tuple[object, ...], list[tuple[WeightBand, list[Measured]]]] = {}
         self._tokens_with_sink: dict[TokenAnnotations, TokenAnnotations] = {}
         self.stream = StatisticsStream()  # calls of the current text that a GPU kernel measures
 
@@ -118,29 +133,33 @@ class MetricSums:
         """Add a band of rows, and the same band of a head that reads every allowed key equally (the
         chance level).
         """
-        if self._waiting and not band.has_same_mask(self._waiting[0][1]):
-            self._measure_waiting()
-        self._waiting.append((site, band))
-        if sum(waiting.w_HTS.numel() for _, waiting in self._waiting) >= MIN_JOINED_CELLS:
-            self._measure_waiting()
+        place = (band.text, band.first_query, band.first_key, band.w_HTS.shape[1:])
+        waiting = self._waiting.setdefault(place, [])
+        if waiting and not band.has_same_mask(waiting[0][1]):
+            self._measure_waiting(place)
+            waiting = self._waiting.setdefault(place, [])
+        waiting.append((site, band))
+        if sum(other.w_HTS.numel() for _, other in waiting) >= MIN_JOINED_CELLS:
+            self._measure_waiting(place)
 
-    def _measure_waiting(self) -> None:
-        if not self._waiting:
-            return
+    def _measure_waiting(self, place: tuple[object, ...]) -> None:
+        waiting = self._waiting.pop(place)
         heads_by_site: list[tuple[str, slice]] = []
         end = 0
-        for site, band in self._waiting:
+        for site, band in waiting:
             heads_by_site.append((site, slice(end, end + len(band.w_HTS))))
             end += len(band.w_HTS)
-        band = join_heads([band for _, band in self._waiting])
-        self._waiting = []
+        band = join_heads([band for _, band in waiting])
         self._measured += self._measure(heads_by_site, band, is_chance=False)
         # Most layers share one attention mask, so a recent band may have the same baseline.
+        recent = self._chances.setdefault(place, [])
         uniform = band.uniform_baseline
-        chances = [measured for other, measured in self._chances if uniform.has_same_mask(other)]
+        chances = [measured for other, measured in recent if uniform.has_same_mask(other)]
         if not chances:
             chances = [self._measure([], uniform, is_chance=True)]
-            self._chances = [*self._chances[-2:], (uniform, chances[0])]
+            is_short = band.query_tokens.count * band.key_tokens.count <= MAX_CHANCE_PAIRS
+            without_weights = replace(uniform, w_HTS=uniform.w_HTS.new_empty(0))
+            self._chances[place] = [*recent[-2:], (without_weights, chances[0])] * is_short
         every_head = [(site, slice(None)) for site, _ in heads_by_site]
         self._measured += [one._replace(heads_by_site=every_head) for one in chances[0]]
 
@@ -150,7 +169,9 @@ class MetricSums:
         """Sum every metric over a band, and those that depend on sinks with the first token as a
         sink too.
         """
-        sums = self._compute_sums(band, self.metrics, is_chance)
+        needs_rest = any(metric.weight_source == "rest" for metric in self.metrics)
+        rest = band.without_sinks() if needs_rest else band
+        sums = self._compute_sums(band, rest, self.metrics, is_chance)
         sums[FIRST_TOKEN] = first_token_choice_sums(band)
         marked: dict[str, SumAndCount] = {}
         on_sinks = [metric for metric in self.metrics if metric.weight_source != "all"]
@@ -158,18 +179,18 @@ class MetricSums:
         if band_with_sink is None:
             marked = {metric.name: sums[metric.name] for metric in on_sinks if metric.name in sums}
         else:
-            marked = self._compute_sums(band_with_sink, on_sinks, is_chance)
+            rest = band_with_sink.without_sinks(rest.w_HTS) if needs_rest else band_with_sink
+            marked = self._compute_sums(band_with_sink, rest, on_sinks, is_chance)
         sources = (CHANCE if is_chance else OBSERVED, WITH_FIRST_TOKEN_SINK[is_chance])
         return [
-            Measured(source, heads_by_site, by_metric)
+            Measured(band.text, source, heads_by_site, *_join_metrics(by_metric))
             for source, by_metric in zip(sources, (sums, marked), strict=True)
+            if by_metric
         ]
 
     def _compute_sums(
-        self, band: WeightBand, metrics: Sequence[HeadMetric], is_chance: bool
+        self, band: WeightBand, rest: WeightBand, metrics: Sequence[HeadMetric], is_chance: bool
     ) -> dict[str, SumAndCount]:
-        has_rest = any(metric.weight_source == "rest" for metric in metrics)
-        bands = {"rest": band.without_sinks()} if has_rest else {}
         computed: dict[Any, SumAndCount] = {}  # several metrics reduce the same sums
         sums_by_metric: dict[str, SumAndCount] = {}
         for metric in metrics:
@@ -178,7 +199,7 @@ class MetricSums:
             compute = (is_chance and metric.compute_chance) or metric.compute_sums
             key = (compute, metric.weight_source)
             if key not in computed:
-                computed[key] = compute(bands.get(metric.weight_source, band))
+                computed[key] = compute(rest if metric.weight_source == "rest" else band)
             sums_by_metric[metric.name] = computed[key]
         return sums_by_metric
 
@@ -195,18 +216,29 @@ class MetricSums:
         return replace(band, query_tokens=queries, key_tokens=marked)
 
     def finish_example(self) -> None:
-        """Read the sums of the example that just ended from its device, and store them."""
-        self._measure_waiting()
-        pairs = [pair for one in self._measured for pair in one.sums.values()]
-        arrays = iter(read_arrays([tensor for pair in pairs for tensor in pair]))
-        totals: dict[tuple[str, str, str], TextSums] = {}
-        for source, heads_by_site, sums_by_metric in self._measured:
-            for metric in sums_by_metric:
-                sums, counts = next(arrays), next(arrays)
-                for site, heads in heads_by_site:
-                    total = totals.get((site, metric, source), (0, 0))
-                    added = (total[0] + sums[heads], total[1] + counts[heads])
-                    totals[site, metric, source] = added
+        """Store the sums of an example that ran alone."""
+        self.append_texts(self.finish_batch(1))
+
+    def finish_batch(self, count: int) -> list[SumsOfText]:
+        """Read the sums of the `count` texts that just ended from their device, at once."""
+        for place in [*self._waiting]:
+            self._measure_waiting(place)
+        arrays = read_arrays([one.values for one in self._measured])
+        values: dict[tuple[int, str, str], Array] = {}
+        shapes: dict[tuple[int, str, str], Mapping[str, torch.Size]] = {}
+        for one, array in zip(self._measured, arrays, strict=True):
+            for site, heads in one.heads_by_site:
+                key = (one.text, site, one.source)
+                values[key] = values.get(key, 0) + array[heads]
+                shapes[key] = one.shapes
+        texts: list[SumsOfText] = [{} for _ in range(count)]
+        for (text, site, source), array in values.items():
+            end = 0
+            for metric, shape in shapes[text, site, source].items():
+                start = end
+                end += 2 * shape.numel()
+                pair = array[:, start:end].reshape(len(array), 2, *shape)
+                texts[text][site, metric, source] = (pair[:, 0], pair[:, 1])
         for call, own, uniform in read_statistics(self.stream.calls):
             means = dict(sum_metrics(uniform))
             means["breadth"] = (uniform[:, -1], means["breadth"][1])
@@ -214,14 +246,24 @@ class MetricSums:
             for metric in self.metrics:
                 if call.is_self_attention or not metric.self_attention_only:
                     for source, sums_of_call in streamed.items():
-                        totals[call.site, metric.name, source] = sums_of_call[metric.name]
+                        texts[0][call.site, metric.name, source] = sums_of_call[metric.name]
+        self.drop_batch()
+        return texts
+
+    def drop_batch(self) -> None:
+        """Drop what was measured since the last batch ended."""
         self.stream = StatisticsStream()
-        for key, total in totals.items():
-            self.sums_by_example.setdefault(key, []).append(total)
+        self._waiting = {}
         self._measured = []
-        self._chances = []
+        self._chances = {}
         self._tokens_with_sink = {}
-        self.num_examples += 1
+
+    def append_texts(self, texts: Iterable[SumsOfText]) -> None:
+        """Append the sums of further examples."""
+        for totals in texts:
+            for key, total in totals.items():
+                self.sums_by_example.setdefault(key, []).append(total)
+            self.num_examples += 1
 
     def append(
         self, sums_by_example: Mapping[tuple[str, str, str], list[TextSums]], num_examples: int
@@ -245,22 +287,24 @@ class MetricSums:
         return find_sink_streams(stream_of_site, rate_first_tokens(sums))
 
 
-def read_arrays(tensors: Sequence[torch.Tensor]) -> list[Array]:
-    """Copy tensors to the host as float64, those of a device at once."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor.flatten())
-    flat = {
-        device: torch.cat(parts).cpu().numpy().astype(np.float64)
-        for device, parts in by_device.items()
+def _join_metrics(
+    sums: Mapping[str, SumAndCount],
+) -> tuple[torch.Tensor, Mapping[str, torch.Size]]:
+    """Join the sums and counts of all metrics, [H, N]; also return their shapes without heads."""
+    parts = [part.flatten(1) if part.dim() > 1 else part[:, None] for part in chain(*sums.values())]
+    return torch.cat(parts, 1).double(), {
+        metric: pair[0].shape[1:] for metric, pair in sums.items()
     }
-    start = dict.fromkeys(flat, 0)
-    arrays: list[Array] = []
-    for tensor in tensors:
-        end = start[tensor.device] + tensor.numel()
-        arrays.append(flat[tensor.device][start[tensor.device] : end].reshape(tensor.shape))
-        start[tensor.device] = end
-    return arrays
+
+
+def read_arrays(tensors: Sequence[torch.Tensor]) -> list[Array]:
+    """Copy tensors of float64 to the host, those of a device at once."""
+    flat: dict[torch.device, list[Array]] = {}
+    for device in {tensor.device for tensor in tensors}:
+        parts = [tensor.flatten() for tensor in tensors if tensor.device == device]
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        flat[device] = np.split(torch.cat(parts).cpu().numpy(), ends)[::-1]
+    return [flat[tensor.device].pop().reshape(tensor.shape) for tensor in tensors]
 
 
 class ExampleEngine(Protocol):
@@ -304,10 +348,10 @@ def measure_heads(
     """Measure every head of a model over a data set: a table of measures with confidence intervals
     and chance levels.
 
-    Each example runs alone, and attention weights are streamed in bands, so that memory stays
-    bounded. An example that repeats an earlier one is left out. `collectors` add measures of their
-    own during the same pass, for example `DependencyScores` or `AlignmentScores`. `progress` is
-    called with the number of examples measured so far.
+    Short texts of equal length run as one batch, and attention weights are streamed in bands, so
+    that memory stays bounded. An example that repeats an earlier one is left out. `collectors` add
+    measures of their own during the same pass, for example `DependencyScores` or
+    `AlignmentScores`. `progress` is called with the number of examples measured so far.
     """
     if options.engine is not None and collectors:
         raise ValueError(
@@ -332,7 +376,7 @@ def measure_heads(
     if options.engine is not None:
         metric_sums = options.engine(model, examples, options, progress)
     else:
-        metric_sums = sum_examples(model, examples, options, collectors, progress)
+        metric_sums = sum_examples(model, examples, options, collectors, progress, sites)
     count = metric_sums.num_examples
     distinct.check_min_count(options.min_texts)
     if not is_streamed:
@@ -394,8 +438,12 @@ def _select_sites(
     """Select the sites to measure; also return the streams of their queries and keys by name."""
     sites = require_ability(model, "observe")
     sites = [one for one in sites if not options.sites or one.site.name in options.sites]
+    return sites, _get_streams(model, sites)
+
+
+def _get_streams(model: nn.Module, sites: Sequence[SiteModule]) -> Mapping[str, tuple[str, str]]:
     has_source = is_encoder_decoder(model)
-    return sites, {one.site.name: get_streams(one.site, has_source) for one in sites}
+    return {one.site.name: get_streams(one.site, has_source) for one in sites}
 
 
 def _is_streamed(
@@ -412,12 +460,14 @@ def sum_examples(
     options: MeasureOptions,
     collectors: Sequence[MeasureCollector] = (),
     progress: Callable[[int], object] = lambda _: None,
+    sites: Sequence[SiteModule] = (),
 ) -> MetricSums:
     """Sum every metric over examples with marked first tokens.
 
-    Returns one entry for each example, in their order.
+    Returns one entry for each example, in their order. Short texts of equal length run together.
     """
-    sites, streams = _select_sites(model, options)
+    sites = sites or _select_sites(model, options)[0]
+    streams = _get_streams(model, sites)
     metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
     receivers = (metric_sums, *collectors)
 
@@ -425,18 +475,47 @@ def sum_examples(
         for receiver in receivers:
             receiver.add_band(site, band)
 
-    device = get_device(model)
     is_streamed = _is_streamed(model, options, collectors)
-    moved = (move_annotations(example, device) for example in examples)
-    for count, example in enumerate(moved, 1):
-        for collector in collectors:
-            collector.start_example(example)
-        add_call = metric_sums.stream.add_call if is_streamed else None
-        stream_weight_bands(model, sites, example, streams, on_band, add_call)
-        for receiver in receivers:
-            receiver.finish_example()
-        progress(count)
+    num_ahead = 1 if is_streamed or collectors else MAX_BATCH_TEXTS
+    remaining = iter(examples)
+    count = 0
+    while window := list(islice(remaining, num_ahead)):
+        sums_of_text: dict[int, SumsOfText] = {}
+        batches = _make_batches(window)
+        while batches:
+            numbers = batches.pop(0)
+            batch = [window[number] for number in numbers]
+            for collector in collectors:
+                collector.start_example(batch[0])
+            add_call = metric_sums.stream.add_call if is_streamed else None
+            try:
+                stream_weight_bands(model, sites, batch, streams, on_band, add_call)
+            except BatchMismatch:
+                metric_sums.drop_batch()
+                batches = [[number] for number in numbers] + batches
+                continue
+            sums_of_text |= zip(numbers, metric_sums.finish_batch(len(batch)), strict=True)
+            for collector in collectors:
+                collector.finish_example()
+            for _ in batch:
+                count += 1
+                progress(count)
+        metric_sums.append_texts(sums_of_text[number] for number in range(len(window)))
     return metric_sums
+
+
+def _make_batches(examples: Sequence[Example]) -> list[list[int]]:
+    """Group the indices of texts that can run together, at most `MAX_BATCH_TOKENS` tokens."""
+    groups: dict[object, list[int]] = {}
+    for number, example in enumerate(examples):
+        key = example.batch_key
+        groups.setdefault(number if key is None else key, []).append(number)
+    batches: list[list[int]] = []
+    for numbers in groups.values():
+        num_tokens = sum(tokens.count for tokens in examples[numbers[0]].streams.values())
+        size = max(1, MAX_BATCH_TOKENS // max(1, num_tokens))
+        batches += [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    return batches
 
 
 def _measure_sites(

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from ...util.errors import suggest
 from .annotated_examples import TokenAnnotations
-from .weight_bands import WeightBand, row_entropy
+from .weight_bands import MAX_OFFSET, WeightBand, row_entropy
 
 SumAndCount = tuple[
     Tensor, Tensor
 ]  # sums over rows, [H] or [H, N], and the number of rows, of the same shape
 ReduceFunction = Callable[[Tensor], Tensor]
-MAX_OFFSET = 8  # largest offset considered, in both directions
 # largest offset with a separate mean weight, in both directions; farther pairs form one group
 MAX_DISTANCE = 16
 MAX_ROWS = 64  # rows of a text that `support_sums` sorts, at most
@@ -71,10 +70,12 @@ def _weight_at_pairs(band: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
     t = t - band.first_query
     s = s - band.first_key
     in_band = (s >= 0) & (s < band.w_HTS.shape[2])
-    t = t[in_band]
-    s = s[in_band]
+    device = band.w_HTS.device
+    t = t[in_band].to(device)
+    s = s[in_band].to(device)
     allowed = band.allowed[:, t, s].float()
     rows = band.w_HTS.new_zeros(band.w_HTS.shape[:2]).index_add_(1, t, band.w_HTS[:, t, s])
+    rows = band.scale_rows(rows)
     has_pair = allowed.new_zeros(len(allowed), rows.shape[1]).index_add_(1, t, allowed) > 0
     return mean_over_rows(rows, band.select_counted(has_pair))
 
@@ -149,23 +150,24 @@ def first_token_choice_sums(band: WeightBand) -> SumAndCount:
 
 
 def make_offset_metric(offset: int) -> Callable[[WeightBand], SumAndCount]:
-    """Return a metric of the weight on the key `offset` tokens after the query, over rows that may
-    read it.
+    """Return a metric of the weight on the key `offset` tokens after the query (-1, 0 or 1), over
+    rows that may read it.
     """
 
     def sums(band: WeightBand) -> SumAndCount:
-        weights, allowed = band.weights_at_offsets((offset,))
-        return mean_over_rows(weights[..., 0], band.select_counted(allowed[..., 0]))
+        weights, counts = band.neighbour_sums
+        return weights[:, 1 + offset], counts[:, 1 + offset]
 
     return sums
 
 
 def argmax_offset_sums(band: WeightBand) -> SumAndCount:
     """Count rows with their largest weight at each offset of -8..8, [H, 17] (1905.09418)."""
-    weights, _ = band.weights_at_offsets(range(-MAX_OFFSET, MAX_OFFSET + 1))
-    hits = (weights == band.max_weight[..., None]) / band.num_max_keys[..., None]
-    counted = band.has_keys.expand(hits.shape[:2])
-    sums = torch.where(counted[..., None], hits, 0).sum(1, dtype=torch.float64)
+    weights, _ = band.nearest
+    is_hit = (weights == band.max_weight[..., None]).double()
+    counted = band.has_keys.expand(is_hit.shape[:2])
+    share = torch.where(counted, 1 / band.num_max_keys, 0).double()
+    sums = (share[:, None] @ is_hit)[:, 0]
     return sums, counted.sum(-1, dtype=torch.float64)[:, None].expand_as(sums)
 
 
@@ -187,7 +189,7 @@ def induction_sums(band: WeightBand) -> SumAndCount:
 def rarest_token_sums(band: WeightBand) -> SumAndCount:
     """Count rows with their largest weight on the rarest token of the text (1905.09418)."""
     rarest = find_rarest_tokens(band.key_tokens)
-    hits = band.is_max @ band.slice_keys(rarest).to(band.is_max.dtype) / band.num_max_keys
+    hits = band.is_max @ band.slice_keys(rarest).to(band.is_max) / band.num_max_keys
     return mean_over_rows(hits, band.may_read(rarest))
 
 
@@ -203,8 +205,8 @@ def support_sums(band: WeightBand) -> SumAndCount:
 
     At most `MAX_ROWS` evenly spaced rows of a text are counted.
     """
-    rows = sample_rows(band.query_tokens.count, band.w_HTS.device) - band.first_query
-    rows = rows[(rows >= 0) & (rows < band.w_HTS.shape[1])]
+    rows = sample_rows(band.query_tokens.count, torch.device("cpu")) - band.first_query
+    rows = rows[(rows >= 0) & (rows < band.w_HTS.shape[1])].to(band.w_HTS.device)
     return sum_support(band.w_HTS[:, rows], band.num_allowed_keys[..., rows])
 
 
@@ -233,11 +235,12 @@ def offset_variance_sums(band: WeightBand) -> SumAndCount:
     """
     weights, allowed = band.weights_at_offsets(range(-MAX_DISTANCE, MAX_DISTANCE + 1))
     counted = band.select_counted(torch.ones_like(band.num_allowed_keys, dtype=torch.bool))
-    weights = weights.sum(1, dtype=torch.float64)
+    weights = band.scale_rows(weights).sum(1, dtype=torch.float64)
     pairs = (allowed & counted[..., None]).sum(1, dtype=torch.float64)
-    total_weight = band.w_HTS.sum(-1).sum(-1, dtype=torch.float64)
+    total_weight = band.scale_rows(band.w_HTS.sum(-1)).sum(-1, dtype=torch.float64)
     num_pairs = (band.num_allowed_keys * counted).sum(-1, dtype=torch.float64)
-    squares = torch.linalg.vector_norm(band.w_HTS, dim=-1).double().square().sum(-1)
+    norms = band.scale_rows(torch.linalg.vector_norm(band.w_HTS, dim=-1))
+    squares = norms.double().square().sum(-1)
     sums = torch.cat([weights, (total_weight - weights.sum(-1))[:, None]], -1)
     counts = torch.cat([pairs, (num_pairs - pairs.sum(-1))[:, None]], -1).expand_as(sums)
     num_pairs_H1 = num_pairs.expand(len(sums))[:, None]
@@ -377,7 +380,7 @@ def make_pair_metric(selects: Callable[[Tensor, Tensor], Tensor]) -> Sums:
     def sums(band: WeightBand) -> SumAndCount:
         rows, columns, is_patch = _differences(band)
         pairs = selects(rows, columns) & is_patch
-        weights = (band.w_HTS * pairs.to(band.w_HTS.dtype)).sum(-1)
+        weights = band.scale_rows((band.w_HTS * pairs.to(band.w_HTS.dtype)).sum(-1))
         return mean_over_rows(weights, band.select_counted((band.allowed & pairs).any(-1)))
 
     return sums
@@ -389,7 +392,7 @@ def patch_distance_sums(band: WeightBand) -> SumAndCount:
     """
     rows, columns, is_patch = _differences(band)
     distance = (rows.square() + columns.square()).to(band.w_HTS.dtype).sqrt()
-    sums = (band.w_HTS * (distance * is_patch)).sum(-1)
+    sums = band.scale_rows((band.w_HTS * (distance * is_patch)).sum(-1))
     return mean_over_rows(sums, band.select_counted((band.allowed & is_patch).any(-1)))
 
 
@@ -472,7 +475,7 @@ def _weight_on_first_token(band: WeightBand) -> Tensor:
 
 def _weight_on_sentence_ends(band: WeightBand) -> Tensor:
     flags = [word.strip() in SENTENCE_ENDS for word in band.key_tokens.words]
-    return band.weight_on(torch.tensor(flags, device=band.key_tokens.ids.device))
+    return band.weight_on(torch.tensor(flags))
 
 
 def _smoothed_entropy(band: WeightBand) -> Tensor:
@@ -484,8 +487,9 @@ def _smoothed_entropy(band: WeightBand) -> Tensor:
 
 def _drop_separators(band: WeightBand) -> WeightBand:
     """The band without separators as keys and as queries; rows are not rescaled."""
-    is_kept = band.slice_keys(~band.key_tokens.is_separator)
-    queries = ~band.query_tokens.is_separator[band.query_positions]
+    rows = slice(band.first_query, band.first_query + band.w_HTS.shape[1])
+    is_kept = band.slice_keys(~band.key_tokens.is_separator).to(band.w_HTS.device)
+    queries = ~band.query_tokens.is_separator[rows].to(band.w_HTS.device)
     allowed = band.allowed & is_kept & queries[:, None]
     return replace(band, w_HTS=band.w_HTS * is_kept, allowed=allowed)
 
@@ -500,13 +504,13 @@ LITERATURE_METRICS: Mapping[str, HeadMetric] = {
         _clark_metric(
             "next",
             "weight on the next token",
-            lambda band: band.weights_at_offsets((1,))[0][..., 0],
+            lambda band: band.nearest[0][..., MAX_OFFSET + 1],
             is_self=True,
         ),
         _clark_metric(
             "previous",
             "weight on the previous token",
-            lambda band: band.weights_at_offsets((-1,))[0][..., 0],
+            lambda band: band.nearest[0][..., MAX_OFFSET - 1],
             is_self=True,
         ),
         _clark_metric("first", "weight on [CLS]", _weight_on_first_token),

@@ -71,14 +71,16 @@ class StatisticsStream:
         """
         if inputs.q_BTHK.dtype not in INPUT_DTYPES:
             return False
+        device = inputs.q_BTHK.device
+        key_ids = key.ids.to(device)
         tokens = TokenInputs(
-            query.ids,
-            key.ids,
-            find_sink_tokens(key),
-            key.is_separator,
-            key.is_punctuation,
-            find_rarest_tokens(key),
-            sample_rows(query.count, key.ids.device),
+            key_ids if query is key else query.ids.to(device),
+            key_ids,
+            find_sink_tokens(key).to(device),
+            key.is_separator.to(device),
+            key.is_punctuation.to(device),
+            find_rarest_tokens(key).to(device),
+            sample_rows(query.count, device),
         )
         biases = [one[0] for one in inputs.additive_masks()]
         masks = [one[0] for one in inputs.boolean_masks()]
@@ -93,7 +95,7 @@ class StatisticsStream:
             masks[0] if masks else None,
             None if inputs.sinks is None else inputs.sinks.flatten(),
         )
-        source = (inputs.mask, inputs.bias, inputs.causal, query, key, tokens.key_ids.device)
+        source = (inputs.mask, inputs.bias, inputs.causal, query, key, device)
         uniform = next((one for other, one in self._uniform if _is_same(source, other)), None)
         if uniform is None:
             uniform = _flatten(uniform_statistics(scores, tokens), tokens)

@@ -7,6 +7,7 @@ turns bands of tokens into bands of words.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,17 +16,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ...kernels.devices import exact_device
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
 from ..inspect.model_inputs import PAD_ID
 from ..inspect.site import ALL, AttentionInputs, ObservedCall
 from ..traces import TokenRow, Trace
-from .annotated_examples import Example, TokenAnnotations, annotate_row, find_sink_tokens
+from .annotated_examples import (
+    Example,
+    TokenAnnotations,
+    annotate_row,
+    find_sink_tokens,
+    join_inputs,
+)
 
 # columns are gathered if fewer than one key in 32 is selected; else a product over all keys is
 # faster
 GATHER_RATIO = 32
+MAX_OFFSET = 8  # largest offset considered, in both directions
 MIN_NON_SINK_WEIGHT = 0.01  # rows with less weight than this outside sinks do not count
 
 
@@ -52,6 +61,11 @@ class WeightBand:
       stream; the same object
       in self-attention.
     - `counted_rows`: rows that metrics count, [H, T]; None counts all.
+    - `row_scale`: factor of the weights of each row, [H, T]; 1 if None. `w_HTS` lacks it, but the
+      results of the methods have it.
+    - `text`: index of the text in its batch.
+
+    Annotations are on the CPU, so that tokens can be selected without waiting for the device.
     """
 
     w_HTS: Tensor
@@ -61,6 +75,8 @@ class WeightBand:
     key_tokens: TokenAnnotations
     counted_rows: Tensor | None = None
     first_key: int = 0
+    row_scale: Tensor | None = None
+    text: int = 0
 
     def __post_init__(self) -> None:
         if self.allowed.dim() == 2:
@@ -93,15 +109,22 @@ class WeightBand:
         """Weight of each row on the selected keys, [H, T]; `keys` is a boolean mask over all tokens
         of the stream.
         """
-        selected = self.slice_keys(keys).nonzero()[:, 0]
+        keys = self.slice_keys(keys)
+        selected = keys.nonzero()[:, 0]
         if len(selected) * GATHER_RATIO < self.w_HTS.shape[2]:
-            return self.w_HTS[..., selected].sum(-1)
-        return self.w_HTS @ self.slice_keys(keys).to(self.w_HTS.dtype)
+            return self.scale_rows(self.w_HTS[..., selected].sum(-1))
+        return self.scale_rows(self.w_HTS @ keys.to(self.w_HTS))
+
+    def scale_rows(self, rows_HT: Tensor) -> Tensor:
+        """Multiply values of each row, [H, T] or [H, T, N], by the factor of the row."""
+        if self.row_scale is None:
+            return rows_HT
+        return rows_HT * (self.row_scale if rows_HT.dim() == 2 else self.row_scale[..., None])
 
     def may_read(self, keys: Tensor) -> Tensor:
         """Rows that count and may read at least one of the selected keys, [H or 1, T]."""
         return self.select_counted(
-            self._allowed_as_float @ self.slice_keys(keys).to(self._allowed_as_float.dtype) > 0
+            self._allowed_as_float @ self.slice_keys(keys).to(self._allowed_as_float) > 0
         )
 
     def select_counted(self, rows: Tensor) -> Tensor:
@@ -161,25 +184,42 @@ class WeightBand:
         """
         before = max(0, self.first_key - 1)
         ids = self.key_tokens.ids[before : self.first_key + self.w_HTS.shape[2]]
-        t, s = (self.query_tokens.ids[self.query_positions][:, None] == ids).nonzero(as_tuple=True)
+        rows = slice(self.first_query, self.first_query + self.w_HTS.shape[1])
+        t, s = (self.query_tokens.ids[rows, None] == ids).nonzero(as_tuple=True)
         return t + self.first_query, s + before
 
-    def weights_at_offsets(self, offsets: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Weights of each row at keys `offset` positions after the query, [H, T, N], and whether
-        they are allowed, [H or 1, T, N].
+    def weights_at_offsets(self, offsets: range) -> tuple[Tensor, Tensor]:
+        """Weights of each row at keys `offset` positions after the query, [H, T, N], without the
+        factors of rows, and whether they are allowed, [H or 1, T, N].
         """
-        index = (
-            self.query_positions[:, None]
-            + torch.tensor(offsets, device=self.w_HTS.device)
-            - self.first_key
-        )
-        in_band = (index >= 0) & (index < self.w_HTS.shape[2])
-        index = torch.where(in_band, index, 0)
-        weights, allowed_pairs = (
-            tensor.gather(-1, index.expand(len(tensor), -1, -1))
-            for tensor in (self.w_HTS, self.allowed)
-        )
-        return torch.where(in_band, weights, 0), in_band & allowed_pairs
+        # In rows padded by zeros, the keys of the next row start one key later.
+        rows, keys = self.w_HTS.shape[1:]
+        first = self.first_query - self.first_key + offsets.start
+        before = max(0, -first)
+        after = max(0, first + rows + len(offsets) - 1 - keys)
+        grids: list[Tensor] = []
+        for grid in (self.w_HTS, self.allowed):
+            padded = F.pad(grid, (before, after))
+            width = padded.shape[2]
+            shape = (len(grid), rows, len(offsets))
+            stride = (rows * width, width + 1, 1)
+            grids.append(padded.as_strided(shape, stride, first + before))
+        return grids[0], grids[1]
+
+    @cached_property
+    def nearest(self) -> tuple[Tensor, Tensor]:
+        """`weights_at_offsets` of -8..8."""
+        return self.weights_at_offsets(range(-MAX_OFFSET, MAX_OFFSET + 1))
+
+    @cached_property
+    def neighbour_sums(self) -> tuple[Tensor, Tensor]:
+        """Sums of the weights at offsets -1, 0 and 1 over rows that count and may read them, and
+        the numbers of these rows, [H, 3].
+        """
+        weights, allowed = (grid[..., MAX_OFFSET - 1 : MAX_OFFSET + 2] for grid in self.nearest)
+        counted = allowed if self.counted_rows is None else allowed & self.counted_rows[..., None]
+        sums = torch.where(counted, self.scale_rows(weights), 0).sum(1, dtype=torch.float64)
+        return sums, counted.sum(1, dtype=torch.float64).expand_as(sums)
 
     @property
     def uniform_baseline(self) -> WeightBand:
@@ -187,32 +227,37 @@ class WeightBand:
         allowed = self.allowed.any(0, keepdim=True)
         count = allowed.sum(-1, keepdim=True)
         uniform = allowed.to(self.w_HTS.dtype) / count.clamp(min=1)
-        return replace(self, w_HTS=uniform, allowed=allowed, counted_rows=None)
+        return replace(self, w_HTS=uniform, allowed=allowed, counted_rows=None, row_scale=None)
 
     def has_same_mask(self, other: WeightBand) -> bool:
-        """True if the bands have the same tokens, rows, keys and mask."""
+        """True if the bands have the same tokens, rows, keys and mask; masks on a device, for which
+        a comparison would wait, count as different.
+        """
         own, others = (
-            (band.first_query, band.first_key, band.allowed.shape, band.allowed.device)
-            for band in (self, other)
+            (band.first_query, band.first_key, band.allowed.shape) for band in (self, other)
         )
         tokens = self.query_tokens is other.query_tokens and self.key_tokens is other.key_tokens
-        return tokens and own == others and torch.equal(self.allowed, other.allowed)
+        if not tokens or own != others or self.allowed.device.type != "cpu":
+            return False
+        return self.allowed.is_set_to(other.allowed) or torch.equal(self.allowed, other.allowed)
 
-    def without_sinks(self) -> WeightBand:
+    def without_sinks(self, scratch: Tensor | None = None) -> WeightBand:
         """The band without sink tokens, each row rescaled to sum to 1.
 
-        Rows with less than `MIN_NON_SINK_WEIGHT` on other tokens do not count.
+        Rows with less than `MIN_NON_SINK_WEIGHT` on other tokens do not count. `scratch` holds
+        these weights, perhaps already without some sinks, and is overwritten.
         """
         is_sink = self.slice_keys(find_sink_tokens(self.key_tokens))
         counted = self.non_sink_weight >= MIN_NON_SINK_WEIGHT
         scale = torch.where(counted, 1 / self.non_sink_weight.clamp(min=MIN_NON_SINK_WEIGHT), 0)
-        w_HTS = self.w_HTS * scale[..., None]
-        w_HTS.index_fill_(-1, is_sink.nonzero()[:, 0], 0)
+        w_HTS = self.w_HTS.clone() if scratch is None else scratch
+        device = w_HTS.device
         return replace(
             self,
-            w_HTS=w_HTS,
-            allowed=self.allowed & ~is_sink,
+            w_HTS=w_HTS.index_fill_(-1, is_sink.nonzero()[:, 0].to(device), 0),
+            allowed=self.allowed & ~is_sink.to(device),
             counted_rows=self.select_counted(counted),
+            row_scale=scale,
         )
 
 
@@ -227,24 +272,17 @@ def join_heads(bands: Sequence[WeightBand]) -> WeightBand:
 
 # --- Streaming the weights of a running model -----------------------------------------------------
 
-MAX_CELLS = 2**22  # largest number of weights in a band: 16 MB
-MAX_HEIGHT_RATIO = 4  # a band with few keys has at most 4 times the rows of one with all keys
+# Largest number of weights in a band, over all texts of a batch: 2 MB, near the size of a core's
+# cache, and 16 MB on a device.
+MAX_CELLS = 2**19
+MAX_DEVICE_CELLS = 2**22
+MIN_ROWS = 32  # of a band on the CPU, however many keys there are
 BandCallback = Callable[[str, WeightBand], None]
 CallCallback = Callable[[str, AttentionInputs, TokenAnnotations, TokenAnnotations], bool]
 
 
-def move_annotations(example: Example, device: torch.device) -> Example:
-    """Return the example with its annotations where its attention weights are measured: on the
-    device of the weights, or on the CPU if that device has no float64, in which they are summed.
-    """
-    device = exact_device(device)
-    streams = dict(example.streams)
-    for name, tokens in example.streams.items():
-        tensors = {key: one for key, one in vars(tokens).items() if isinstance(one, Tensor)}
-        if tokens.ids.device != device:
-            moved: dict[str, Any] = {key: one.to(device) for key, one in tensors.items()}
-            streams[name] = replace(tokens, **moved)
-    return replace(example, streams=streams)
+class BatchMismatch(ValueError):
+    """The rows of an attention call are not the texts of its batch."""
 
 
 class RecordedCall(ObservedCall):
@@ -274,7 +312,7 @@ def stream_trace(trace: Trace, row: int, example: Example, add_band: BandCallbac
         streams = (layer.query_stream, layer.key_stream)
         places = [_list_tokens(trace, stream, row) for stream in streams]
         call = RecordedCall(trace, layer.name, row, (places[0], places[1]))
-        WeightBandHook(layer.name, example, streams, add_band).on_call(call)
+        WeightBandHook(layer.name, layer.heads, [example], streams, add_band).on_call(call)
 
 
 def annotate_trace(trace: Trace, row: int) -> Example:
@@ -305,23 +343,25 @@ def _list_tokens(trace: Trace, stream: str, row: int) -> list[int]:
 
 
 class WeightBandHook(AttentionHook):
-    """Hook that passes the attention weights of one site to `add_band(name,
-    band)`, band by band.
+    """Hook that passes the attention weights of one site to `add_band(name, band)`, band by band
+    and text by text.
 
     A call goes to `add_call(name, inputs, query_tokens, key_tokens)` instead if that returns True.
     """
 
     def __init__(
         self,
-        name: str,
-        example: Example,
+        site: str,
+        num_heads: int,
+        examples: Sequence[Example],
         streams: tuple[str, str],
         add_band: BandCallback,
         add_call: CallCallback | None = None,
     ) -> None:
-        self.name = name
-        self.example = example
-        self.streams = streams
+        self.site = site
+        self.num_heads = num_heads
+        query, key = streams
+        self.tokens = [(one.streams[query], one.streams[key]) for one in examples]
         self.add_band = add_band
         self.add_call = add_call
 
@@ -329,65 +369,91 @@ class WeightBandHook(AttentionHook):
         """Split the rows of an attention call into bands, each with the range of keys that its
         queries may read.
         """
-        query_tokens, key_tokens = (self.example.streams[stream] for stream in self.streams)
+        query_tokens, key_tokens = self.tokens[0]
         inputs = None if self.add_call is None else call.streamable_inputs
         if self.add_call is not None and inputs is not None:
             self._check_counts(inputs.q_BTHK.shape[1], inputs.k_BSGK.shape[1])
-            if self.add_call(self.name, inputs, query_tokens, key_tokens):
+            if self.add_call(self.site, inputs, query_tokens, key_tokens):
                 return
-        device = key_tokens.ids.device
-        last = max(0, query_tokens.count - 1)
-        _, heads, queries, keys = call.all_weights(slice(last, None)).shape
-        self._check_counts(last + queries, keys)
-        start = 0
-        min_rows = max(1, MAX_CELLS // max(1, heads * keys))
-        num_rows = min_rows
+        is_on_cpu = call.queries is None or call.queries.device.type == "cpu"
+        num_pairs = MAX_CELLS if is_on_cpu else MAX_DEVICE_CELLS
+        num_pairs //= max(1, self.num_heads) * len(self.tokens)
+        start = num_keys = 0
         while start < query_tokens.count:
-            rows = slice(start, min(query_tokens.count, start + num_rows))
-            allowed = call.allowed_pairs(rows)[0].to(device)
-            allowed_keys = allowed.flatten(0, -2).any(0).nonzero()[:, 0].tolist() or [0]
-            columns = slice(allowed_keys[0], allowed_keys[-1] + 1)
-            w_HTS = call.all_weights(rows, columns)[0].to(device)
-            allowed = allowed[..., columns].expand(-1, w_HTS.shape[1], -1)
-            tokens = (query_tokens, key_tokens)
-            band = WeightBand(w_HTS, allowed, start, *tokens, first_key=columns.start)
-            self.add_band(self.name, band)
-            # The next band is sized for as many keys as this one; it may turn out to read all of
-            # them.
-            start = rows.stop
-            fitting = MAX_CELLS // (heads * w_HTS.shape[-1])
-            num_rows = max(min_rows, min(MAX_HEIGHT_RATIO * min_rows, fitting))
+            if is_on_cpu:  # as many rows as fit if each adds one key, as in a causal mask
+                num_rows = (math.isqrt(num_keys**2 + 4 * num_pairs) - num_keys) // 2
+                num_rows = max(MIN_ROWS, num_rows)
+            else:
+                num_rows = max(1, num_pairs // max(1, key_tokens.count))
+            allowed = call.allowed_pairs(slice(start, start + num_rows))
+            columns = _allowed_range(allowed)
+            num_keys = columns.stop - columns.start
+            if is_on_cpu and num_rows * num_keys > 2 * num_pairs:
+                num_rows = max(MIN_ROWS, num_pairs // num_keys)
+                allowed = allowed[:, :, :num_rows]
+            is_last = start + num_rows >= query_tokens.count
+            rows = slice(start, None if is_last else start + num_rows)
+            w_BHTS = call.all_weights(rows, columns)
+            end = start + w_BHTS.shape[2]
+            if is_last or w_BHTS.shape[2] < num_rows:
+                self._check_counts(end, allowed.shape[-1])
+            if len(w_BHTS) != len(self.tokens) > 1:
+                raise BatchMismatch
+            self._add_texts(w_BHTS, allowed[..., columns], start, columns.start)
+            start = end
+
+    def _add_texts(self, w_BHTS: Tensor, allowed: Tensor, start: int, first_key: int) -> None:
+        """Pass on the bands of all texts, on the CPU if their device has no float64."""
+        device = exact_device(w_BHTS.device)
+        w_BHTS = w_BHTS.to(device)
+        allowed = allowed.to(device).expand(-1, -1, w_BHTS.shape[2], -1)
+        for text, tokens in enumerate(self.tokens):
+            mask = allowed[text if len(allowed) > 1 else 0]
+            band = WeightBand(w_BHTS[text], mask, start, *tokens, first_key=first_key, text=text)
+            self.add_band(self.site, band)
 
     def _check_counts(self, queries: int, keys: int) -> None:
         """Raise ValueError if the example annotates other numbers of tokens."""
-        query_tokens, key_tokens = (self.example.streams[stream] for stream in self.streams)
+        query_tokens, key_tokens = self.tokens[0]
         if (queries, keys) != (query_tokens.count, key_tokens.count):
-            fact = f"{self.name} has {queries} queries and {keys} keys"
+            fact = f"{self.site} has {queries} queries and {keys} keys"
             expected = f"the example annotates {query_tokens.count} and {key_tokens.count} tokens"
             raise ValueError(
                 f"{fact}, but {expected}; annotate every token as the model's tokenizer makes them"
             )
 
 
+def _allowed_range(allowed: Tensor) -> slice:
+    """Return the keys from the first to the last allowed one; all keys on a device, which would
+    have to be waited for.
+    """
+    if allowed.device.type != "cpu":
+        return slice(0, allowed.shape[-1])
+    keys = allowed.flatten(0, -2).any(0).nonzero()[:, 0].tolist() or [0]
+    return slice(keys[0], keys[-1] + 1)
+
+
 def stream_weight_bands(
     model: nn.Module,
     sites: Sequence[SiteModule],
-    example: Example,
+    examples: Sequence[Example],
     streams: Mapping[str, tuple[str, str]],
     add_band: BandCallback,
     add_call: CallCallback | None = None,
 ) -> None:
-    """Run a model over one example and pass the attention weights of `sites` to
-    `add_band(site_name, band)`, except of calls that `add_call` takes.
+    """Run a model over a batch of examples with equal `batch_key` and pass the attention weights of
+    `sites` to `add_band(site_name, band)`, except of calls that `add_call` takes.
 
     `streams` maps a site name to the names of its query stream and its key stream. Bands are on the
-    device of the annotations; `move_annotations` moves these to the device of the model.
+    device of the weights.
     """
-    names = [module.site.name for module in sites]
-    hooks = {
-        name: WeightBandHook(name, example, streams[name], add_band, add_call) for name in names
-    }
-    run_observed(model, example.model_inputs, sites, hooks)
+    hooks: dict[str, AttentionHook] = {}
+    for module in sites:
+        site = module.site
+        hooks[site.name] = WeightBandHook(
+            site.name, site.q, examples, streams[site.name], add_band, add_call
+        )
+    run_observed(model, join_inputs(examples), sites, hooks)
 
 
 # --- Bands of words from bands of tokens (1906.04341) ---------------------------------------------
@@ -468,7 +534,8 @@ class WordBandMerger:
         self._unfinished: dict[str, tuple[Tensor, Tensor, int]] = {}
 
     def add_band(self, site: str, band: WeightBand) -> None:
-        """Add a band of tokens and pass on the words that are complete."""
+        """Add a band of tokens and pass on the words that are complete, on the CPU."""
+        band = replace(band, w_HTS=band.w_HTS.cpu(), allowed=band.allowed.cpu())
         queries = self.group_words(band.query_tokens)
         keys = self.group_words(band.key_tokens)
         num_rows = band.w_HTS.shape[1]

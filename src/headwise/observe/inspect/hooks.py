@@ -406,10 +406,10 @@ class SiteHook(AttentionHook):
         if hook is None or not hook.needs_call:
             return
         forward = _RUNNING_FORWARDS.get().get(self.site_hooks)
-        inputs = call.attention_inputs
-        if forward is not None and inputs is not None:
+        q_BTHK = call.queries
+        if forward is not None and q_BTHK is not None:
             last = self.site_hooks.last_queries
-            queries = (forward, forward[self.module], self.module, inputs.q_BTHK)
+            queries = (forward, forward[self.module], self.module, q_BTHK)
             self.site_hooks.last_queries = queries
             is_same_call = last is not None and last[0] is forward and last[1:3] == queries[1:3]
             if last is not None and is_same_call and queries[3].is_set_to(last[3]):

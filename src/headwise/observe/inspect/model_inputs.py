@@ -374,7 +374,7 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelI
         counts.setdefault("source", counts.get("text", 0))
     else:
         counts = None
-    prompt = ids.get("source" if has_source else "text")
+    prompts = rows.get("source" if has_source else "text", ())
     tensors = [tensor for tensor in names.values() if isinstance(tensor, Tensor) and tensor.dim()]
     return ModelInputs(
         *bind_arguments(model, _to_device(get_device(model), names)),
@@ -382,7 +382,7 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelI
         counts,
         len(tensors[0]) if tensors else 1,
         has_source,
-        prompt.tolist() if prompt is not None else [],
+        [list(row.ids) for row in prompts],
     )
 
 

@@ -189,6 +189,11 @@ class ObservedCall(ABC):
         """
 
     @property
+    def queries(self) -> Tensor | None:
+        """Return the queries, [B, T, H, K]; None if they are unknown."""
+        return None
+
+    @property
     def attention_inputs(self) -> AttentionInputs | None:
         """Return the inputs as tensors, or None if the weights cannot be recomputed from them."""
         return None
@@ -269,6 +274,10 @@ class AttentionInputs(ObservedCall):
     key_positions: Tensor | None = None
 
     @property
+    def queries(self) -> Tensor | None:
+        return None if self.unsupported else self.q_BTHK
+
+    @property
     def attention_inputs(self) -> AttentionInputs | None:
         return None if self.unsupported else self
 
@@ -295,18 +304,27 @@ class AttentionInputs(ObservedCall):
         s_BHTS = (rows @ k_BGSK.transpose(2, 3)).unflatten(2, (-1, q_BHTK.shape[2])).flatten(1, 2)
         if self.softcap is not None:
             s_BHTS = self.softcap * torch.tanh(s_BHTS / self.softcap)
-        for bias in self.additive_masks(queries, keys):
+        biases = self.additive_masks(queries, keys)
+        for bias in biases:
             s_BHTS = s_BHTS + bias
-        for mask in self._masked_pairs(queries, keys):
-            # skip columns that are masked for no query
-            masked = mask.flatten(0, -2).any(0).nonzero()
-            columns = slice(int(masked[0]), int(masked[-1]) + 1) if len(masked) else slice(0)
-            s_BHTS[..., columns].masked_fill_(mask[..., columns], -torch.inf)
+        masks = self.boolean_masks(queries, keys)
+        for mask in masks:
+            s_BHTS.masked_fill_(~mask, -torch.inf)
+        if self.causal:  # keys up to the first query are masked for no query
+            start = queries.indices(self.q_BTHK.shape[1])[0]
+            first = max(0, start + 1 - keys.indices(self.k_BSGK.shape[1])[0])
+            masked = self._later_keys(queries, keys)[:, first:]
+            added = torch.zeros_like(masked, dtype=s_BHTS.dtype).masked_fill_(masked, -torch.inf)
+            s_BHTS[..., first:] += added  # faster than to fill the scores of all heads
         if self.sinks is None:
+            w_BHTS = s_BHTS.softmax(-1)
+            if not biases and not masks:  # every query may attend to the first key
+                return w_BHTS
             # a query without any allowed key has weights of zero
             is_empty = s_BHTS.amax(-1, keepdim=True) == -torch.inf
-            w_BHTS = s_BHTS.softmax(-1)
-            return w_BHTS.masked_fill(is_empty, 0) if bool(is_empty.any()) else w_BHTS
+            if is_empty.device.type == "cpu" and not bool(is_empty.any()):
+                return w_BHTS
+            return w_BHTS.masked_fill(is_empty, 0)
         sink = self.sinks.flatten().to(s_BHTS.dtype)[:, None, None].expand(*s_BHTS.shape[:3], 1)
         return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1]
 
@@ -317,9 +335,9 @@ class AttentionInputs(ObservedCall):
         biases = self.additive_masks(queries)
         if biases:
             allowed = allowed & (sum(biases[1:], biases[0]) > MASK_THRESHOLD)
-        for excluded in self._masked_pairs(queries, ALL):
-            allowed = allowed & ~excluded
-        return allowed
+        for mask in self.boolean_masks(queries):
+            allowed = allowed & mask
+        return allowed & ~self._later_keys(queries, ALL) if self.causal else allowed
 
     def additive_masks(self, queries: slice = ALL, keys: slice = ALL) -> list[Tensor]:
         """List biases and additive masks to add to scores, [B or 1, heads or 1, T or 1, S or 1]."""
@@ -334,15 +352,11 @@ class AttentionInputs(ObservedCall):
             return []
         return [self._slice(self.mask, queries, keys)]
 
-    def _masked_pairs(self, queries: slice, keys: slice) -> list[Tensor]:
-        """List boolean masks of the pairs to exclude."""
-        masks: list[Tensor] = []
-        if self.causal:
-            device = self.q_BTHK.device
-            query_positions = torch.arange(self.q_BTHK.shape[1], device=device)
-            key_positions = torch.arange(self.k_BSGK.shape[1], device=device)
-            masks.append(key_positions[keys] > query_positions[queries, None])
-        return [*masks, *(~mask for mask in self.boolean_masks(queries, keys))]
+    def _later_keys(self, queries: slice, keys: slice) -> Tensor:
+        """True where a key comes after the query, [T, S]."""
+        device = self.q_BTHK.device
+        query_positions = torch.arange(self.q_BTHK.shape[1], device=device)[queries, None]
+        return torch.arange(self.k_BSGK.shape[1], device=device)[keys] > query_positions
 
     def _slice(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
         """Slice a mask as [B or 1, heads or 1, T or 1, S or 1].

@@ -275,8 +275,14 @@ class HeadwiseCall(ObservedCall):
         self.steps = steps
         self.mask, self.inputs = backends.gather_pages(mask, inputs)
 
+    @property
+    def queries(self) -> Tensor | None:
+        return self.inputs.q
+
     def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
         if backends.is_softmax_with_bias(self.signature):
+            if self._causal_inputs is not None:
+                return self._causal_inputs.all_weights(queries, keys)
             return self._make_inputs(
                 *_slice_call(self.mask, self._inputs_by_head, queries, keys)
             ).all_weights()
@@ -292,6 +298,13 @@ class HeadwiseCall(ObservedCall):
         by_head = self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
         return self.inputs._replace(k=by_head)
 
+    @cached_property
+    def _causal_inputs(self) -> AttentionInputs | None:
+        """Return the whole call if its mask is causal and nothing else changes scores."""
+        if self.steps.scores or self.mask.shape != "triangle":
+            return None
+        return self._make_inputs(self.mask, self._inputs_by_head)
+
     def allowed_pairs(self, queries: slice = ALL) -> Tensor:
         return _slice_call(self.mask, self.inputs, queries)[0].allowed
 
@@ -305,11 +318,14 @@ class HeadwiseCall(ObservedCall):
         """Return the inputs as tensors if the layer is plain softmax attention, else None."""
         if not backends.is_softmax_with_bias(self.signature):
             return None
-        return self._make_inputs(self.mask, self.inputs)
+        inputs = self._make_inputs(self.mask, self.inputs)
+        return replace(inputs, key_positions=self.key_positions)
 
     @property
     def streamable_inputs(self) -> AttentionInputs | None:
-        return None if self.steps.scores else self.attention_inputs
+        if self.steps.scores or not backends.is_softmax_with_bias(self.signature):
+            return None
+        return self._make_inputs(self.mask, self.inputs)
 
     def _make_inputs(self, mask: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
         softmax_args = backends.softmax_args(mask, inputs, self.steps)
@@ -332,7 +348,6 @@ class HeadwiseCall(ObservedCall):
             softmax_args.bias,
             sinks=softmax_args.sinks,
             kv_head_of_query=kv_heads,
-            key_positions=self.key_positions,
         )
 
     @property
