@@ -29,7 +29,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MAX_STORY_LINES = 20
 # What each story writes, and a part of what it prints.
 RESULTS = {
-    "see_heads.py": ("heads.html", "previous token; chance"),
+    "see_heads.py": ("heads.html", "puts 1.00 on the previous"),
     "prune_and_reload.py": ("smaller/config.json", ""),
     "convert_to_gqa.py": ("gqa/config.json", "2 key-value heads per layer"),
     "price_a_design.py": ("price_a_design.py", "block_sparse  runs this call"),

@@ -28,7 +28,7 @@ def test_the_environment_names_every_dependency_and_its_version(capsys: pytest.C
     assert code == 0
     assert report["headwise"] == hw.__version__
     assert report["packages"]["base"]["torch"] == metadata.version("torch")
-    assert {"hf", "gguf", "mt", "notebook", "bench", "ray", "triton", "site", "dev"} == set(
+    assert {"gguf", "mt", "eval", "notebook", "bench", "ray", "triton", "site", "dev"} == set(
         report["packages"]
     ) - {"base"}
 

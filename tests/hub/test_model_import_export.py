@@ -246,7 +246,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "dynamic": (
         lambda f: change_config(f, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        "cannot build decoder.0.attention: rope_type 'dynamic' rescales",
+        "rope_scaling: rope_type 'dynamic' rescales",
     ),
     "json": (lambda f: cut(f / CONFIG, 40), f"{CONFIG} is not JSON"),
     "ids": (

@@ -228,10 +228,11 @@ def test_numbers_and_verdict(id: str):
 def test_times_are_positive_medians_within_their_range():
     numbers = learn.checked(ENTRIES["003-4.1c"]).numbers
     for name in SECONDS:
-        middle, low, high = map(
-            float, re.fullmatch(r"(\S+) \((\S+)–(\S+)\)", numbers[name]).groups()
-        )
-        assert 0 < low <= middle <= high
+        found = re.fullmatch(r"(\S+) \((\S+)–(\S+)\)", numbers[name])
+        middle, low, high = found.groups()
+        assert 0 < float(low) <= float(high)
+        # without a median where something else ran on the machine
+        assert middle == "-" or float(low) <= float(middle) <= float(high)
 
 
 @pytest.mark.parametrize("name", STEPS)

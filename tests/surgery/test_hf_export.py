@@ -542,7 +542,7 @@ HARM: list[tuple[Harm, str]] = [
     (edit(RECORD_FILE, lambda text: text[:40]), "heads.json is not JSON"),
     (swap('"format": 1', '"format": 2'), "format = 2; this version"),
     (swap('"kind": "resized"', '"kind": "own"'), "kind = 'own', not one of"),
-    (swap('"model":', '"modell":'), "lacks fields of a folder of kind"),
+    (swap('"model":', '"modell":'), r"is \[48\], the config requires \[96\]"),
     (
         lambda f: (f / RECORD_FILE).write_text(json.dumps(record(f) | {"files": []})),
         "files = \\[\\] is not a table",

@@ -21,7 +21,7 @@ ADDRESSES = [
     "#/prune?by=share&share=70&per=model&fold=mean",
     "#/prune?task=convert&align=both&grouping=similar&where=self",
     "#/steps?site=3&head=2&position=5&step=3&key=2",
-    "#/diff?with=ablated&off=0.0",
+    "#/diff?with=ablated&off=0.0&cells=divergence",  # the cells of a comparison
     # the last, because the server keeps own classes
     "#/classify?limits=p.0.35&certain=1&letter=p&classes=0.1%3Dsink",
 ]

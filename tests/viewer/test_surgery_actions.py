@@ -324,4 +324,4 @@ def test_progress_names_the_steps_and_does_not_exceed_them(sample: OpenModel):
     steps = [event for event in job.events if event["state"] == "running"]
     assert all(0 <= event["done"] < event["total"] == 10 for event in steps)
     assert [event["done"] for event in steps] == sorted(event["done"] for event in steps)
-    assert "measuring speed" in [event["note"] for event in steps]
+    assert "measuring speed: decode, 3 of 3" in [event["note"] for event in steps]

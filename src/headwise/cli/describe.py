@@ -275,7 +275,6 @@ class WhyOptions(SpecOptions, LoadingOptions):
     --json  print one JSON document instead of text
 
     examples:
-    headwise why gqa --device cuda --dtype bf16 --want weights
     headwise why mla --tokens one --when paged
     headwise why llama-3-8b --layer 3.attention
     """

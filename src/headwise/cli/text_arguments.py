@@ -386,18 +386,26 @@ class CompressionRun:
         the plan, sizes and time too.
         """
         from ..observe.inspect.model_inputs import run_model
-        from ..surgery.hf_export.model_folder import forecast_folder, list_plain_counts
+        from ..surgery.hf_export.model_folder import (
+            forecast_folder,
+            is_transformers_folder,
+            list_plain_counts,
+        )
         from ..surgery.verification.efficiency import compare_cost
         from ..surgery.verification.verify import cost_table
 
-        reason = forecast_folder(result.after, self.source)
-        kind = "a plain transformers checkpoint"
-        text = f"the folder will {f'not be {kind}, because {reason}' if reason else f'be {kind}'}"
-        if reason and self.source is not None and self.args.command == "prune":
-            counts = list_plain_counts(result.before, self.source)
-            listed = " or ".join(map(str, counts))
-            remedy = f"equal numbers of heads would be one: --keep {listed}"
-            text += f"; {remedy if counts else 'no number of heads would be one'}"
+        reason = ""
+        text = "the folder will be one of headwise"
+        if self.source is not None and is_transformers_folder(self.source):
+            kind = "a plain transformers checkpoint"
+            reason = forecast_folder(result.after, self.source)
+            end = f"not be {kind}, because {reason}" if reason else f"be {kind}"
+            text = f"the folder will {end}"
+            if reason and self.args.command == "prune":
+                counts = list_plain_counts(result.before, self.source)
+                listed = " or ".join(map(str, counts))
+                remedy = f"equal numbers of heads would be one: --keep {listed}"
+                text += f"; {remedy if counts else 'no number of heads would be one'}"
         self.report_progress("")
         if not self.args.dry_run:
             if reason:

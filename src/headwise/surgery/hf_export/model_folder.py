@@ -106,12 +106,19 @@ def find_config_keys(
     return None, describe_uneven_layers(model_spec) or reasons[0]
 
 
-def forecast_folder(net: Transformer, source: Path | None) -> str:
+def is_transformers_folder(source: Path | None) -> bool:
+    """True if a model was read from a folder of transformers, not from one of headwise."""
+    return (
+        source is not None
+        and (source / CONFIG_FILE).is_file()
+        and not (source / MANIFEST_FILE).is_file()
+    )
+
+
+def forecast_folder(net: Transformer, source: Path) -> str:
     """Return why the folder of a changed model will not be a plain checkpoint of transformers; ""
-    if it will be one, as far as its config tells.
+    if it will be one, as far as the config in `source` tells.
     """
-    if source is None or not (source / CONFIG_FILE).is_file() or (source / MANIFEST_FILE).is_file():
-        return "the model was not read from a folder of transformers"
     config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
     model_spec = to_canonical_form(net).model_spec
     return find_config_keys(model_spec, config, by_transformers=False)[1]
