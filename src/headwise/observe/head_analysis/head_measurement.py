@@ -158,7 +158,9 @@ class MetricSums:
         if not chances:
             chances = [self._measure([], uniform, is_chance=True)]
             is_short = band.query_tokens.count * band.key_tokens.count <= MAX_CHANCE_PAIRS
-            without_weights = replace(uniform, w_HTS=uniform.w_HTS.new_empty(0))
+            without_weights = replace(
+                uniform, w_HTS=uniform.w_HTS.new_empty(0, *uniform.w_HTS.shape[1:])
+            )
             self._chances[place] = [*recent[-2:], (without_weights, chances[0])] * is_short
         every_head = [(site, slice(None)) for site, _ in heads_by_site]
         self._measured += [one._replace(heads_by_site=every_head) for one in chances[0]]

@@ -115,11 +115,11 @@ class WeightBand:
             return self.scale_rows(self.w_HTS[..., selected].sum(-1))
         return self.scale_rows(self.w_HTS @ keys.to(self.w_HTS))
 
-    def scale_rows(self, rows_HT: Tensor) -> Tensor:
+    def scale_rows(self, values: Tensor) -> Tensor:
         """Multiply values of each row, [H, T] or [H, T, N], by the factor of the row."""
         if self.row_scale is None:
-            return rows_HT
-        return rows_HT * (self.row_scale if rows_HT.dim() == 2 else self.row_scale[..., None])
+            return values
+        return values * (self.row_scale if values.dim() == 2 else self.row_scale[..., None])
 
     def may_read(self, keys: Tensor) -> Tensor:
         """Rows that count and may read at least one of the selected keys, [H or 1, T]."""
