@@ -71,7 +71,7 @@ triton: $(STAMP) $(TRITON)/.installed  ## the kernels for GPUs, interpreted and 
 	@PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) -m triton $$(grep -rl 'mark\.triton' tests --include='test_*.py')
 
 judge: $(STAMP) $(JUDGE)/.installed  ## tasks of lm-evaluation-harness before and after pruning
-	@PYTHONPATH=$(JUDGE) HF_HUB_OFFLINE=1 $(BIN)/pytest -m judge $$(grep -rl 'mark\.judge' tests --include='test_*.py')
+	@PYTHONPATH=$(CURDIR)/$(JUDGE) HF_HUB_OFFLINE=1 $(BIN)/pytest -m judge $$(grep -rl 'mark\.judge' tests --include='test_*.py')
 
 gpu:  ## tests and the table of docs/gpu.md on a GPU; needs torch, numpy and pytest alone
 	@code=0; PYTHONPATH=src:tests:. $(GPU_PYTHON) -m benchmarks.gpu || code=$$?; \
