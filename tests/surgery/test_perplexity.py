@@ -95,6 +95,8 @@ def test_padding_a_batch_changes_no_score(pair: tuple[Any, Any, Any]) -> None:
     ("options", "message"),
     [
         ({"context": 1}, "a context of 1 predicts no token; give 2 or more"),
+        ({"context": 0}, "a context of 0 predicts no token; give 2 or more"),
+        ({"stride": 0}, "a stride of 0 tokens leaves out tokens between windows"),
         ({"context": 8, "stride": 9}, "leaves out tokens between windows of 8; give 1 to 8"),
         ({"context": 900}, "one window of 900. Give a longer text, or a smaller context"),
     ],

@@ -94,11 +94,12 @@ def compare_on_tasks(
                 ]
                 for of_model in samples
             ]
-            row = _compare_metric(f"{task} {label}", aggregations[metric].__name__, pair)
+            aggregation = getattr(aggregations.get(metric), "__name__", "")
+            row = _compare_metric(f"{task} {label}", aggregation, pair)
             if row is None:
                 notes.append(f"{task}: {label} has no value per document, so it is not compared")
                 continue
-            rows.append(row._replace(better="higher" if higher[metric] else "lower"))
+            rows.append(row._replace(better="higher" if higher.get(metric, True) else "lower"))
     return rows, notes
 
 

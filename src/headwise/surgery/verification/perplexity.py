@@ -70,9 +70,9 @@ def compare_perplexity(
 ) -> MetricRow:
     """Return the perplexity of a text file under both models, with intervals over windows."""
     file = Path(options.file)
-    context = options.context or default_context(before)
-    stride = options.stride or max(1, context // 2)
     check_perplexity(before, options)
+    context = default_context(before) if options.context is None else options.context
+    stride = max(1, context // 2) if options.stride is None else options.stride
     ids = [*before.usage.prefix_ids, *load_tokenizers(before)[1].ids(read_text_file(file))]
     windows = cut_windows(len(ids), context, stride)
     if len(windows) < 2:
@@ -98,7 +98,7 @@ def default_context(net: Transformer) -> int:
 def check_perplexity(net: Transformer, options: PerplexityOptions) -> None:
     """Refuse windows that the model cannot take, before anything is computed."""
     check_decoder(net)
-    context = options.context or default_context(net)
+    context = default_context(net) if options.context is None else options.context
     limit = max_positions(net.spec.stacks[-1])
     if limit is not None and context > limit:
         raise SpecError(
