@@ -243,3 +243,36 @@ def test_a_model_without_words_is_given_bytes(folders, tmp_path, capsys):
         *FAST,
     )
     assert heads(out) == [2, 2]
+
+
+@pytest.mark.parametrize("option", ["--perplexity", "--uptrain"])
+def test_options_of_own_models_are_named_for_hybrids(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    """A hybrid is changed on its own modules, where these options do not work."""
+    import transformers
+
+    config = transformers.Qwen3NextConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[0, 1],
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hybrid")
+    texts = tmp_path / "texts.txt"
+    texts.write_text("one text\nanother text\n")
+    value = str(texts) if option == "--perplexity" else "2"
+    words = ["--keep", "0.5", "--data", str(texts), "--out", str(tmp_path / "out")]
+    model = str(tmp_path / "hybrid")
+    code, _, err = run_command(
+        capsys, "prune", model, *words, "--tokenizer", "bytes", option, value
+    )
+    assert code == 2
+    assert f"{option} needs a model that headwise loads as its own" in err
+    assert err.splitlines()[-1].endswith(f"leave {option} out")
+    assert not (tmp_path / "out").exists()

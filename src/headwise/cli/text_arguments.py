@@ -493,20 +493,23 @@ class CompressionRun:
 
 def _load_unread(folder: Any, args: Any) -> Any:
     """Return a transformers model that headwise does not load as its own; None if it has no
-    attention to change, or the command needs a model of headwise.
+    attention to change. Refuse options that need a model of headwise.
     """
     from ..hub.pretrained_models import load_original
     from ..surgery.pruning_plan import describe_heads
     from ..util.errors import SpecError
 
-    options = vars(args)
-    if any(options.get(name) for name in ("uptrain", "eval", "perplexity", "sweep")):
-        return None
     try:
         model = load_original(folder, **args.loading).eval()
         describe_heads(model)
     except SpecError:
         return None
+    for name in ("uptrain", "eval", "perplexity", "sweep"):
+        if vars(args).get(name):
+            raise UsageError(
+                f"--{name} needs a model that headwise loads as its own, and "
+                f"{type(model).__name__} is changed on its own modules; leave --{name} out"
+            )
     return model
 
 
