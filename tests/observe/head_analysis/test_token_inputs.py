@@ -146,7 +146,7 @@ def test_one_text_has_measures_and_no_tests():
     [
         (["a", IDS[0]], "texts are of several kinds; give strings, token ids or Examples only"),
         ([torch.zeros(3, 4)], "text 0 is of type Tensor; give strings, .* token ids"),
-        ([{"x": torch.zeros(1, 3)}], "inputs with x have no token ids to measure; give token ids"),
+        ([{"x": torch.zeros(1, 3)}], "ids are torch.float32 .1, 3.; give integers"),
     ],
 )
 def test_other_inputs_are_refused(texts: Any, message: str):

@@ -234,9 +234,8 @@ def test_texts_of_one_batch_are_texts_alone(rows: str, monkeypatch: pytest.Monke
 def test_too_few_tokens_for_the_model_are_refused():
     example, *more = handmade.texts(3)
     text = example.streams["text"]
-    per_token = [
-        name for name in text.__dataclass_fields__ if name not in ("first_is_sink", "patch_grid")
-    ]
+    whole = ("first_is_sink", "patch_grid", "has_words")
+    per_token = [name for name in text.__dataclass_fields__ if name not in whole]
     short = replace(text, **{name: getattr(text, name)[:-1] for name in per_token})
     with pytest.raises(
         ValueError,

@@ -13,7 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,6 +56,7 @@ class TokenAnnotations:
     - `first_is_sink`: whether the first token was measured to be an attention sink of the model.
     - `patch_grid`: row and column of each patch of an image, [T, 2]; -1 for other tokens. None for
       texts.
+    - `has_words`: False for tokens that are only counted, such as those of sound.
     """
 
     ids: Tensor
@@ -67,6 +68,7 @@ class TokenAnnotations:
     frequency: Tensor
     first_is_sink: bool = False
     patch_grid: Tensor | None = None
+    has_words: bool = True
 
     @property
     def count(self) -> int:
@@ -81,11 +83,23 @@ class TokenAnnotations:
         return self.is_special | self.is_separator | is_first
 
 
+@lru_cache(maxsize=64)
+def count_tokens(stream: str, count: int) -> TokenAnnotations:
+    """Tokens of a stream of which only the number is known, such as those of an image or of sound;
+    calls with equal arguments return the same object.
+    """
+    places = torch.arange(count)
+    no = torch.zeros(count, dtype=torch.bool)
+    words = ("",) * count
+    return TokenAnnotations(places, words, no, no, no, places, no.long(), has_words=False)
+
+
 @dataclass(frozen=True, eq=False)
 class Example:
     """Hold the inputs of one model call, a text or a source and a target, and their annotations.
 
-    `streams` maps "text" (and "source") to token annotations. `dependencies` are gold (dependent,
+    `streams` maps "text" (and "source") to token annotations; tokens of streams that it lacks are
+    only counted. `dependencies` are gold (dependent,
     governor, relation) triples of word indices from 0. `alignment_links` are gold (source word,
     target word, is sure) triples. Both may be empty.
     """
@@ -327,10 +341,6 @@ class ExampleReader:
         """Add token ids, or the model's arguments by name; every row of a batch is a text."""
         for row in split_rows(self.model, inputs):
             prepared = prepare_inputs(self.model, row)
-            if not prepared.token_rows:
-                raise SpecError(
-                    f"inputs with {', '.join(row)} have no token ids to measure; give token ids"
-                )
             token_rows = decode_rows(self.model, prepared.token_rows)
             streams = {name: annotate_row(rows[0]) for name, rows in token_rows.items()}
             self.examples.append(Example(prepared.args or prepared.kwargs, streams))

@@ -91,10 +91,13 @@ def rate_first_tokens(sums_by_site: Mapping[str, Array]) -> list[FirstTokenWeigh
 def streams_of_words(
     sample: Sequence[Example], streams: Mapping[str, tuple[str, str]]
 ) -> dict[str, str]:
-    """Return the key stream of each site whose texts do not all begin with a special token."""
+    """Return the key stream of each site whose texts have words and do not all begin with a special
+    token.
+    """
     stream_of_site: dict[str, str] = {}
     for site, (_, stream) in streams.items():
-        if not all(bool(text.streams[stream].is_special[:1].all()) for text in sample):
+        tokens = [text.streams[stream] for text in sample if stream in text.streams]
+        if not all(bool(one.is_special[:1].all()) for one in tokens):
             stream_of_site[site] = stream
     return stream_of_site if len(sample) > 1 else {}
 

@@ -35,6 +35,7 @@ from .attention_sinks import (
 )
 from .head_metrics import (
     HEAD_METRICS,
+    WORD_METRICS,
     HeadMetric,
     SumAndCount,
     first_token_choice_sums,
@@ -197,6 +198,8 @@ class MetricSums:
         sums_by_metric: dict[str, SumAndCount] = {}
         for metric in metrics:
             if metric.self_attention_only and not band.is_self_attention:
+                continue
+            if metric.name in WORD_METRICS and not band.key_tokens.has_words:
                 continue
             compute = (is_chance and metric.compute_chance) or metric.compute_sums
             key = (compute, metric.weight_source)

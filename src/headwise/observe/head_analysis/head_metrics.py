@@ -368,6 +368,8 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
     )
 }
 
+WORD_METRICS = ("separator", "punctuation", "duplicate", "induction", "rare")
+
 
 # --- Images ---------------------------------------------------------------------------------------
 

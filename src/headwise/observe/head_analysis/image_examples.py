@@ -175,7 +175,7 @@ def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     tokens = layout.annotate(counts[sites[0]] - num_patches)
     skipped = ", ".join(site for site in counts if site not in sites)
     note = f"not measured, because their tokens are not the patches of the image: {skipped}"
-    examples = [Example(one, {"text": tokens}) for one in inputs]
+    examples = [Example(one, {"text": tokens, "image": tokens}) for one in inputs]
     return ImageExamples(examples, sites, (note,) if skipped else ())
 
 
@@ -235,8 +235,8 @@ def read_images(model: nn.Module, path: str | Path, limit: int | None = None) ->
 class _TokenCounter(AttentionHook):
     """Hook that counts the queries and keys of a call."""
 
-    counts: tuple[int, ...] = (0, 0)
+    counts: tuple[int, int] = (0, 0)
 
     def on_call(self, call: ObservedCall) -> None:
         """Count queries and keys."""
-        self.counts = tuple(call.all_weights().shape[2:])
+        self.counts = call.counts

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...hub.pretrained_models import open_model
 from ...models import Transformer
 from ...util.errors import SpecError
+from ..inspect import attention_sites
 from ..inspect.model_inputs import is_encoder_decoder, is_token_input
 from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
 from ..inspect.trace_capture import get_model_name
@@ -133,6 +134,8 @@ def measure_and_classify(
     """Measure every head over examples, with the metrics that `criteria` need, and classify it by
     them; over one text by scores that are not tested.
     """
+    if examples and not any(site.observe.possible for site in attention_sites.sites(model)):
+        attention_sites.sites(model, examples[0].model_inputs)  # finds attention in a run
     metrics = (*options.metrics, *metrics_for_criteria(criteria))
     table = measure_heads(
         model,

@@ -21,12 +21,13 @@ from torch.nn import functional as F
 from ...kernels.devices import exact_device
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
 from ..inspect.model_inputs import PAD_ID
-from ..inspect.site import ALL, AttentionInputs, ObservedCall
+from ..inspect.site import ALL, AttentionInputs, ObservedCall, WeightsOnlyCall
 from ..traces import TokenRow, Trace
 from .annotated_examples import (
     Example,
     TokenAnnotations,
     annotate_row,
+    count_tokens,
     find_sink_tokens,
     join_inputs,
 )
@@ -347,6 +348,8 @@ class WeightBandHook(AttentionHook):
     and text by text.
 
     A call goes to `add_call(name, inputs, query_tokens, key_tokens)` instead if that returns True.
+    Models with windows may pad texts to a multiple of `multiple` tokens, of which the padding is
+    left out.
     """
 
     def __init__(
@@ -357,11 +360,14 @@ class WeightBandHook(AttentionHook):
         streams: tuple[str, str],
         add_band: BandCallback,
         add_call: CallCallback | None = None,
+        multiple: int = 1,
     ) -> None:
         self.site = site
         self.num_heads = num_heads
-        query, key = streams
-        self.tokens = [(one.streams[query], one.streams[key]) for one in examples]
+        self.examples = examples
+        self.streams = streams
+        self.multiple = multiple
+        self.tokens: list[tuple[TokenAnnotations, TokenAnnotations]] = []
         self.add_band = add_band
         self.add_call = add_call
 
@@ -369,6 +375,7 @@ class WeightBandHook(AttentionHook):
         """Split the rows of an attention call into bands, each with the range of keys that its
         queries may read.
         """
+        self.tokens = [self._find_tokens(example, call) for example in self.examples]
         query_tokens, key_tokens = self.tokens[0]
         inputs = None if self.add_call is None else call.streamable_inputs
         if self.add_call is not None and inputs is not None:
@@ -385,14 +392,18 @@ class WeightBandHook(AttentionHook):
                 num_rows = max(MIN_ROWS, num_rows)
             else:
                 num_rows = max(1, num_pairs // max(1, key_tokens.count))
-            allowed = call.allowed_pairs(slice(start, start + num_rows))
+            allowed = call.allowed_pairs(self._rows(start, num_rows))
             columns = _allowed_range(allowed)
             num_keys = columns.stop - columns.start
             if is_on_cpu and num_rows * num_keys > 2 * num_pairs:
                 num_rows = max(MIN_ROWS, num_pairs // num_keys)
                 allowed = allowed[:, :, :num_rows]
             is_last = start + num_rows >= query_tokens.count
-            rows = slice(start, None if is_last else start + num_rows)
+            rows = (
+                slice(start, None)
+                if is_last and self.multiple == 1
+                else self._rows(start, num_rows)
+            )
             w_BHTS = call.all_weights(rows, columns)
             end = start + w_BHTS.shape[2]
             if is_last or w_BHTS.shape[2] < num_rows:
@@ -401,6 +412,26 @@ class WeightBandHook(AttentionHook):
                 raise BatchMismatch
             self._add_texts(w_BHTS, allowed[..., columns], start, columns.start)
             start = end
+
+    def _rows(self, start: int, count: int) -> slice:
+        """A range of queries without padding."""
+        end = start + count
+        return slice(start, end if self.multiple == 1 else min(end, self.tokens[0][0].count))
+
+    def _find_tokens(
+        self, example: Example, call: ObservedCall
+    ) -> tuple[TokenAnnotations, TokenAnnotations]:
+        """Return the tokens of queries and of keys. Those that an example does not annotate are only
+        counted, and so are tokens that a model pools to fewer ones.
+        """
+        query, key = (example.streams.get(stream) for stream in self.streams)
+        if query is None or key is None or isinstance(call, WeightsOnlyCall):
+            queries, keys = call.counts
+            if query is None or queries < query.count:
+                query = count_tokens(self.streams[0], queries)
+            if key is None or keys < key.count:
+                key = count_tokens(self.streams[1], keys)
+        return query, key
 
     def _add_texts(self, w_BHTS: Tensor, allowed: Tensor, start: int, first_key: int) -> None:
         """Pass on the bands of all texts, on the CPU if their device has no float64."""
@@ -415,7 +446,8 @@ class WeightBandHook(AttentionHook):
     def _check_counts(self, queries: int, keys: int) -> None:
         """Raise ValueError if the example annotates other numbers of tokens."""
         query_tokens, key_tokens = self.tokens[0]
-        if (queries, keys) != (query_tokens.count, key_tokens.count):
+        padded_keys = -(-key_tokens.count // self.multiple) * self.multiple
+        if queries != query_tokens.count or keys not in (key_tokens.count, padded_keys):
             fact = f"{self.site} has {queries} queries and {keys} keys"
             expected = f"the example annotates {query_tokens.count} and {key_tokens.count} tokens"
             raise ValueError(
@@ -447,11 +479,13 @@ def stream_weight_bands(
     `streams` maps a site name to the names of its query stream and its key stream. Bands are on the
     device of the weights.
     """
+    windows = getattr(getattr(model, "config", None), "attention_window", 1)
+    multiple = max(windows) if isinstance(windows, list) else windows
     hooks: dict[str, AttentionHook] = {}
     for module in sites:
         site = module.site
         hooks[site.name] = WeightBandHook(
-            site.name, site.q, examples, streams[site.name], add_band, add_call
+            site.name, site.q, examples, streams[site.name], add_band, add_call, multiple
         )
     run_observed(model, join_inputs(examples), sites, hooks)
 

@@ -5,6 +5,7 @@ tokens.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -414,8 +415,16 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+# Parts of models that read no text, by the names of their modules
+TOWER = re.compile(r"(?:^|\.)(?:(?P<image>vision|visual|image)|(?P<audio>audio))")
+
+
 def get_streams(site: Site, has_source: bool) -> tuple[str, str]:
     """Return the streams of queries and keys at a site; `has_source` for encoder-decoder models."""
+    tower = TOWER.search(site.path)
+    if tower is not None:
+        stream = tower.lastgroup or "image"
+        return stream, stream
     if not has_source:
         return "text", "text"
     if site.kind == "cross":
@@ -430,7 +439,7 @@ def get_max_length(model: nn.Module) -> int | None:
         return min((limit for limit in limits if limit is not None), default=None)
     config = getattr(model, "config", None)
     limits = (getattr(config, name, None) for name in MAX_LENGTH_KEYS)
-    return next((limit for limit in limits if isinstance(limit, int)), None)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def _check_length(model: nn.Module, count: int) -> None:

@@ -194,6 +194,14 @@ class ObservedCall(ABC):
         return None
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of queries and keys."""
+        if self.queries is None:
+            queries, keys = self.all_weights().shape[2:]
+            return queries, keys
+        return self.queries.shape[1], self.allowed_pairs(slice(0, 1)).shape[-1]
+
+    @property
     def attention_inputs(self) -> AttentionInputs | None:
         """Return the inputs as tensors, or None if the weights cannot be recomputed from them."""
         return None
