@@ -421,7 +421,7 @@ class WeightBandHook(AttentionHook):
     def _find_tokens(
         self, example: Example, call: ObservedCall
     ) -> tuple[TokenAnnotations, TokenAnnotations]:
-        """Return the tokens of queries and of keys. Those that an example does not annotate are only
+        """Return the tokens of queries and keys. Those that an example does not annotate are only
         counted, and so are tokens that a model pools to fewer ones.
         """
         query, key = (example.streams.get(stream) for stream in self.streams)
