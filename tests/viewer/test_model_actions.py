@@ -1,15 +1,20 @@
-"""The Cost screen: its numbers are those of `hw.cost`."""
+"""The Cost screen: its numbers are those of `hw.cost`. Measuring reads a tokenizer once."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import headwise as hw
+from headwise.models.vocabulary import ByteVocabulary
 from headwise.observe import bundled_sample
-from headwise.viewer.model_actions import compute_cost
+from headwise.observe.inspect import model_tokenizer
+from headwise.viewer.model_actions import compute_cost, make_examples
 from headwise.viewer.open_model import OpenModel
+from headwise.viewer.view import Target, open_target
 from viewer.page_models import progress
 
 
@@ -73,3 +78,21 @@ def test_the_default_context_is_within_the_maximum_of_the_model():
 def test_sizes_out_of_range_are_refused(model: OpenModel, arguments: dict[str, Any]):
     with pytest.raises(ValueError, match=r"is (out of range|not an integer)"):
         compute_cost(model, arguments, progress())
+
+
+def test_several_texts_read_the_tokenizer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tokenizer of 49,152 tokens takes a third of a second to read."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=257, num_attention_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(ByteVocabulary().document)
+    opened = open_target(Target(str(tmp_path), "a text"))
+    files: list[Path] = []
+    read = model_tokenizer.read_tokenizer_file
+    monkeypatch.setattr(
+        model_tokenizer, "read_tokenizer_file", lambda path: (files.append(path), read(path))[1]
+    )
+    texts = ["one", "two words", "three short words"]
+    lengths = [len(example.streams["text"].ids) for example in make_examples(opened, texts)]
+    assert lengths == [len(text) for text in texts]
+    assert files == [tmp_path / "tokenizer.json"]

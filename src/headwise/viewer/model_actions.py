@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..models.model_spec import ModelSpec
     from ..observe.head_analysis.annotated_examples import Example
     from ..observe.head_analysis.head_similarity import HeadLocation
-    from ..observe.head_analysis.head_table import HeadTable
     from ..observe.traces import Trace
 
 
@@ -152,6 +151,7 @@ def make_examples(model: OpenModel, texts: Sequence[str] = ()) -> list[Example]:
     text.
     """
     from ..observe.head_analysis.annotated_examples import ExampleReader
+    from ..observe.head_analysis.text_analysis import text_reader
 
     reader = ExampleReader(model.get_model())
     if texts:
@@ -164,8 +164,9 @@ def make_examples(model: OpenModel, texts: Sequence[str] = ()) -> list[Example]:
             return reader.examples_with_frequencies()
         shown = [row.text or " ".join(row.words) for row in rows]
         pairs = [(shown[0], shown[1] if len(shown) > 1 else "")]
-    for first, target in pairs:
-        reader.add_text(first, target)
+    with text_reader(reader.model):
+        for first, target in pairs:
+            reader.add_text(first, target)
     examples = reader.examples_with_frequencies()
     if not examples:
         raise ValueError("there is no text to measure; enter one")
@@ -178,30 +179,23 @@ def measure(model: OpenModel, progress: JobProgress, texts: Sequence[str] = ()) 
     its weights.
     """
     from ..observe.head_analysis.annotated_examples import GENERAL_TEXTS, read_lines
-    from ..observe.head_analysis.text_analysis import heads
+    from ..observe.head_analysis.head_measurement import MeasureOptions
+    from ..observe.head_analysis.text_analysis import heads, measure_and_classify
 
     if not model.has_model and not texts:
         model.set_tables(own=heads(model.get_recorded()))
         return {"revision": model.revision, "texts": 1}
     examples = make_examples(model, texts)
-    table = measure_table(model.get_model(), examples, progress)
+    table = measure_and_classify(
+        model.get_model(),
+        examples,
+        options=MeasureOptions(min_texts=1),  # the intervals of a single text are NaN
+        progress=lambda count: progress(count, len(examples)),
+    )
     if [*texts] == read_lines(GENERAL_TEXTS):
         table = replace(table, texts=table.texts.replace(" ", " general "))
     model.set_tables(table) if texts else model.set_tables(own=table)
     return {"revision": model.revision, "texts": len(examples)}
-
-
-def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProgress) -> HeadTable:
-    """Compute measures and classes of all heads; the intervals of a single text are NaN."""
-    from ..observe.head_analysis.head_measurement import MeasureOptions
-    from ..observe.head_analysis.text_analysis import measure_and_classify
-
-    return measure_and_classify(
-        net,
-        examples,
-        options=MeasureOptions(min_texts=1),
-        progress=lambda count: progress(count, len(examples)),
-    )
 
 
 # --- Cost -----------------------------------------------------------------------------------------
