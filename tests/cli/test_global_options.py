@@ -28,6 +28,7 @@ def test_the_environment_names_every_dependency_and_its_version(capsys: pytest.C
     assert code == 0
     assert report["headwise"] == hw.__version__
     assert report["packages"]["base"]["torch"] == metadata.version("torch")
+    assert None not in report["packages"]["base"].values()
     assert {"gguf", "mt", "eval", "notebook", "bench", "ray", "triton", "site", "dev"} == set(
         report["packages"]
     ) - {"base"}

@@ -197,7 +197,8 @@ def describe_environment() -> dict[str, Any]:
     """
     from importlib import metadata, resources
 
-    installed = {one.name: one.version for one in metadata.distributions()}
+    packages = metadata.distributions()
+    installed = {one.name.lower().replace("_", "-"): one.version for one in packages}
     versions: dict[str, dict[str, str | None]] = {}
     for line in metadata.requires("headwise") or ():
         match = REQUIREMENT.match(line)
