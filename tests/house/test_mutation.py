@@ -114,7 +114,7 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lists, "equivalents", lambda: {address: " "})
     monkeypatch.setattr(
         lists,
-        "tests_of_module",
+        "read_covering_tests",
         lambda: {"attention/masking/patterns.py": ("doctests", "attention/parts/test_alibi.py")},
     )
     errors = "\n".join(lists.find_errors())
@@ -133,7 +133,7 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_samples_are_deterministic():
-    tests = dict(list(lists.tests_of_module().items())[:2])
+    tests = dict(list(lists.read_covering_tests().items())[:2])
     first, again, other = (runner.sample(tests, {}, 20, seed) for seed in (0, 0, 1))
     assert first == again != other
     assert len({trial.address for trial in first}) == 20

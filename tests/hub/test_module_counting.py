@@ -284,9 +284,12 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "list": ("[1]", (), ""),
     "broken": ('{"model_type": "ernie4_5"', (), "is not JSON"),
     "large": (" " * (2**24 + 1), (), ""),
-    "layer": (SMALL_ERNIE, ("--layer", "0"), "counted from its modules"),
-    "set": (SMALL_ERNIE, ("--set", "a=1"), "change its config.json"),
-    "activations": (SMALL_ERNIE, ("--activations",), "counted from its modules"),
+    "layer": (SMALL_ERNIE, ("--layer", "0"), "--layer is for models that headwise reads"),
+    "set": (SMALL_ERNIE, ("--set", "a=1"), "--set is for models that headwise reads"),
+    "activations": (SMALL_ERNIE, ("--activations",), "--activations is for models"),
+    "profile": (SMALL_ERNIE, ("--profile", "sdpa"), "--profile is for models"),
+    "checkpoint": (SMALL_ERNIE, ("--checkpoint", "block"), "--checkpoint is for models"),
+    "dropout": (SMALL_ERNIE, ("--dropout", "0.1"), "--dropout is for models"),
 }
 
 
@@ -300,6 +303,17 @@ def test_one_line_is_printed_for_what_is_refused(
     assert not printed.out
     assert len(printed.err.splitlines()) == 1
     assert message in printed.err
+
+
+@pytest.mark.parametrize("case", [*REFUSED][-6:])
+def test_options_that_need_a_spec_are_refused_before_any_module_is_built(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("a module was built")
+
+    monkeypatch.setattr("headwise.hub.module_counting.count_model", fail)
+    assert run_cost(tmp_path, *REFUSED[case][:1], *REFUSED[case][1]) == 2
 
 
 def test_code_of_a_folder_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mutation.lists import Trial, equivalents, find_errors, guards, tests_of_module
+from mutation.lists import Trial, equivalents, find_errors, guards, read_covering_tests
 from mutation.runner import JOBS, TIME_LIMIT, passes_unchanged, report, sample
 
 
@@ -63,7 +63,7 @@ def choose(command: argparse.ArgumentParser, args: argparse.Namespace) -> list[T
                 "names"
             )
         return [trials[name] for name in args.guards or trials]
-    tests = tests_of_module()
+    tests = read_covering_tests()
     if unknown := set(args.module or ()) - set(tests):
         command.error(f"tests_of_module.toml has no module {', '.join(sorted(unknown))}")
     chosen = {module: tests[module] for module in args.module or tests}

@@ -56,7 +56,7 @@ def guards() -> list[Trial]:
     ]
 
 
-def tests_of_module() -> dict[str, tuple[str, ...]]:
+def read_covering_tests() -> dict[str, tuple[str, ...]]:
     """For each module of the numeric core the tests that cover it, its own doctests first."""
     entries = load("tests_of_module.toml", "cover")
     return {entry["module"]: (doctests(entry["module"]), *entry["tests"]) for entry in entries}
@@ -110,7 +110,7 @@ def find_errors() -> list[str]:
         for module, count in modules.items()
         if count > 1
     ]
-    for module, tests in tests_of_module().items():
+    for module, tests in read_covering_tests().items():
         errors += (
             []
             if (SOURCE / PACKAGE / module).is_file()

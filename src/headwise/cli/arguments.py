@@ -153,14 +153,19 @@ def resolve_target(
 
 
 def resolve_cost_target(
-    name: str, sizes: Mapping[str, int | None], changes: Sequence[str]
+    name: str,
+    sizes: Mapping[str, int | None],
+    changes: Sequence[str],
+    spec_options: Sequence[str],
 ) -> SpecOrModel:
-    """Return what `resolve_target` does, or a model that headwise has no reader for."""
+    """Return what `resolve_target` does, or a model that headwise has no reader for, unless options
+    that need a spec were given.
+    """
 
     def read_model(source: Any) -> ModelSpec | CountedModel:
         from ..hub.cost_targets import describe_model
 
-        return describe_model(source)
+        return describe_model(source, spec_options)
 
     return _resolve(name, sizes, changes, read_model)
 
@@ -180,11 +185,7 @@ def _resolve(
     target = _load_target(name, chosen_sizes, read_model)
     if not changes:
         return target
-    if not isinstance(target, AttentionSpec | ModelSpec):
-        raise UsageError(
-            f"--set {changes[0]} changes a spec, and {name} is counted from its modules; change "
-            "its config.json"
-        )
+    assert isinstance(target, AttentionSpec | ModelSpec)  # others have no changes
     is_layer = isinstance(target, AttentionSpec)
     table = serialization.to_dict(target) if is_layer else model_spec.to_dict(target)
     for change in changes:

@@ -187,18 +187,21 @@ def estimate_costs(args: CostOptions) -> CostReport:
 
 def load_target(name: str, args: CostOptions, changes: Sequence[str]) -> SpecOrModel:
     """Load the spec or model with this name, or the layer of it that --layer selects."""
-    from ..attention.spec.attention_spec import AttentionSpec
     from ..costs.workload import select_layer
     from ..models.model_spec import ModelSpec
 
-    target = resolve_cost_target(name, {"model": args.model, "heads": args.heads}, changes)
+    values = {"--set": changes or None, "--activations": args.activations or None}
+    values |= {f"--{key}": getattr(args, key) for key in ("layer", "profile", "checkpoint")}
+    values["--dropout"] = args.dropout
+    given = [option for option, value in values.items() if value is not None]
+    sizes = {"model": args.model, "heads": args.heads}
+    target = resolve_cost_target(name, sizes, changes, given)
     if args.layer is None:
         return target
     if isinstance(target, ModelSpec):
         return select_layer(target, args.layer)
-    kind = "one layer" if isinstance(target, AttentionSpec) else "counted from its modules"
     raise UsageError(
-        f"--layer {args.layer} is for models that headwise reads, and {name} is {kind}; leave "
+        f"--layer {args.layer} is for models that headwise reads, and {name} is one layer; leave "
         "--layer out"
     )
 
@@ -300,11 +303,7 @@ def _activations_view(args: CostOptions, costs: CostReport) -> View:
     items: list[Item] = []
     for estimate in costs:
         model = estimate.spec_or_model
-        if isinstance(model, CountedModel):
-            raise UsageError(
-                f"--activations and --profile are for models that headwise reads, and "
-                f"{estimate.name} is counted from its modules; leave them out"
-            )
+        assert not isinstance(model, CountedModel)  # load_target refuses --activations of one
         of = (model, estimate.workload, settings)
         saved = training_memory.activation_memory(*of)
         peak = training_memory.peak_activation_memory(*of)

@@ -5,7 +5,7 @@ transformers, whose modules are counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,10 +33,10 @@ NUMBER_OF_MODULES = re.compile(
 Source = str | Path | Mapping[str, Any]
 
 
-def describe_model(source: Source) -> ModelSpec | CountedModel:
+def describe_model(source: Source, spec_options: Sequence[str] = ()) -> ModelSpec | CountedModel:
     """Return the model that `source` names, as `read_model_spec` does; a model of transformers that
     headwise has no reader for, or with settings that no spec describes, is described by its
-    modules.
+    modules, unless `spec_options` names options of the command line that need a spec.
 
     >>> describe_model({"model_type": "gpt2"}).name
     'gpt2'
@@ -57,6 +57,9 @@ def describe_model(source: Source) -> ModelSpec | CountedModel:
             if not is_countable:
                 raise
             reason = error.fact
+    if spec_options:
+        fact = f"{spec_options[0]} is for models that headwise reads"
+        raise SpecError(f"{fact}, and {name} is counted from its modules; leave it out")
     clean = remove_code_settings(settings, name)
     for key, value in _iter_sizes(clean):
         limit = MAX_MODULES if NUMBER_OF_MODULES.fullmatch(str(key)) else MAX_WIDTH
