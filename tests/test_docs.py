@@ -23,6 +23,8 @@ import headwise as hw
 from headwise import cli
 from headwise.attention import head_axis_ops
 from headwise.attention.parts import REGISTRY
+from headwise.learn.catalogue import find_entries
+from headwise.learn.entry_text import format_entry
 from support import layer_cases as cases
 from support.small_training import SHORT_RUNS
 from support.spec_strategies import REPR_NAMES
@@ -134,6 +136,8 @@ def test_both_languages_have_the_same_sections_pictures_and_commands(name: str):
 
 
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+LEARN_OUTPUT = re.compile(r"```text\n(\[.\] .*?)\n```", re.DOTALL)  # in the language of its page
+TITLE_OF_DOCUMENT = re.compile(r"^(\| `00\d` \|)[^|]*\|", re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)    \S.*\n(?:(?:    .*)?\n)*")
 CHINESE_GUIDES = [
     name
@@ -147,12 +151,21 @@ def content_of_guide(name: str) -> dict[str, list[str]]:
     text = (ROOT / "docs" / name).read_text("utf-8")
     prose = INDENTED.sub("", FENCED.sub("", text))
     links = re.findall(r"\]\(([^)]+)", prose)
+    blocks = [*FENCED.findall(text), *INDENTED.findall(text)]
     return {
-        "code": [block.strip() for block in [*FENCED.findall(text), *INDENTED.findall(text)]],
+        "code": [
+            re.sub("--lang (en|zh)", "--lang", block.strip())
+            for block in blocks
+            if not LEARN_OUTPUT.match(block)
+        ],
         "code in sentences": sorted(
             {" ".join(words.split()) for words in re.findall(r"`([^`]+)`", prose)}
         ),
-        "figures": sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\(.*?\)", "", prose))),
+        "figures": sorted(
+            re.findall(
+                r"\d[\d.,]*\d|\d", TITLE_OF_DOCUMENT.sub(r"\1", re.sub(r"\]\(.*?\)", "", prose))
+            )
+        ),
         "links": sorted(re.sub(r"(\.zh)?\.md(#.*)?|^#.*", ".md", link) for link in links),
         "cells by row": [
             str(row.replace("\\|", "").count("|"))
@@ -163,7 +176,16 @@ def content_of_guide(name: str) -> dict[str, list[str]]:
 
 def test_guides_exist_in_chinese():
     guides = {"commands", "heads", "surgery", "cost", "training", "view", "generation"}
+    guides |= {"learn", "how-to"}
     assert {f"{guide}.zh.md" for guide in guides} <= set(CHINESE_GUIDES)
+
+
+@pytest.mark.parametrize(("name", "language"), [("learn.md", "en"), ("learn.zh.md", "zh")])
+def test_the_sample_of_learn_is_what_the_command_prints(name: str, language: str):
+    sample = LEARN_OUTPUT.search((ROOT / "docs" / name).read_text("utf-8"))
+    (entry,) = find_entries("C1.1")
+    assert sample is not None
+    assert sample[1] == format_entry(entry, entry.check(), language)
 
 
 @pytest.mark.parametrize("name", CHINESE_GUIDES)

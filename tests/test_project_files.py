@@ -104,7 +104,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def rows(name: str) -> list[list[str]]:
     """The cells of all rows of the tables of a page, without headers."""
-    lines = (DOCS / name).read_text(encoding="utf-8").splitlines()
+    text = (DOCS / name).read_text(encoding="utf-8").partition("\n## Chinese words")[0]
+    lines = text.splitlines()
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in lines

@@ -268,8 +268,13 @@ for document in ("000", "001", "002", "003", "004"):
         GENERATORS[f"errata-{document}{suffix}"] = partial(errata_table, document, language)
 
 
-@generates
-def learn_documents() -> str:
+LEARN_HEADS = {
+    "en": ("document", "title", "holds", "holds if", "wrong", "topics"),
+    "zh": ("文档", "标题", "成立", "有条件成立", "有误", "主题"),
+}
+
+
+def learn_documents(language: str) -> str:
     """The documents of `headwise learn`: entries by verdict, and topics."""
     from headwise.learn.catalogue import Verdict, list_topics, load_documents
 
@@ -281,8 +286,13 @@ def learn_documents() -> str:
             for verdict in (Verdict.HOLDS, Verdict.HOLDS_IF, Verdict.WRONG)
         ]
         topics = ", ".join(f"`{topic}`" for topic in list_topics(document.entries))
-        rows.append([f"`{document.id}`", document.title.en, *counts, topics])
-    return table(["document", "title", "holds", "holds if", "wrong", "topics"], rows)
+        title = document.title.fill(language, {})
+        rows.append([f"`{document.id}`", title, *counts, topics])
+    return table(LEARN_HEADS[language], rows)
+
+
+for language, suffix in (("en", ""), ("zh", "-zh")):
+    GENERATORS[f"learn-documents{suffix}"] = partial(learn_documents, language)
 
 
 @generates

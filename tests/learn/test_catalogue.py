@@ -12,7 +12,15 @@ import pytest
 
 from headwise.learn import catalogue
 from headwise.learn.catalogue import Text, Verdict
-from headwise.learn.entry_text import MARKS, Words, align_table, plain_formula, wrap_page
+from headwise.learn.entry_text import (
+    MARKS,
+    Words,
+    align_table,
+    format_overview,
+    plain_formula,
+    wrap_page,
+)
+from headwise.learn.language import localise, use_language
 from headwise.report.text import text_width
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +157,41 @@ def test_no_quote_keeps_a_command_of_latex():
 def test_tables_are_aligned_by_width():
     lines = align_table("长度 | 1\na | 22").splitlines()
     assert [text_width(line.split("|")[0]) for line in lines] == [5, 5]
+
+
+def test_every_topic_and_count_has_a_chinese_name():
+    with use_language("zh"):
+        for name in [
+            *catalogue.list_topics(ENTRIES),
+            *(f"2 {verdict.value}" for verdict in Verdict),
+        ]:
+            assert re.search("[\u4e00-\u9fff]", localise(name)), name
+
+
+def test_a_chinese_word_finds_the_entries_that_have_it():
+    found = {entry.id for entry in catalogue.find_entries("软寻址")}
+    assert found == {entry.id for entry in ENTRIES if "软寻址" in entry.quote_zh + entry.line_zh}
+    assert "003-6.1" in found
+    assert len(found) < 3
+
+
+def test_the_overview_repeats_the_language_in_its_commands():
+    documents = catalogue.load_documents(["003"])
+    commands = {
+        language: re.findall("  headwise learn .*", format_overview(documents, language))
+        for language in ("en", "zh")
+    }
+    assert len(commands["en"]) == 4
+    assert commands["zh"] == [f"{command} --lang zh" for command in commands["en"]]
+    lines = format_overview(documents, "zh").splitlines()
+    assert [line for line in lines if text_width(line) > 80] == []
+
+
+def test_rounding_errors_are_a_phrase_in_chinese():
+    text = Text("apart by {a:.0e} ({b:.0e})", "相差 {a:.0e}（误差 {b:.0e}）")
+    assert text.fill("zh", {"a": 1e-15, "b": 0.0}) == "相差不到 1e-12（误差不到 1e-12）"
+    assert text.fill("zh", {"a": 1e-3, "b": 0.0}) == "相差 1e-03（误差不到 1e-12）"
+    assert text.fill("en", {"a": 1e-15, "b": 2.0}) == "apart by <1e-12 (2e+00)"
 
 
 def test_every_verdict_has_a_mark_and_a_word():

@@ -12,8 +12,19 @@ import torch
 
 import headwise as hw
 from headwise.learn import sample_tour
-from headwise.learn.sample_tour import TEXTS, Tour, TourScale, run_sample_tour
+from headwise.learn.language import use_language
+from headwise.learn.sample_tour import (
+    TEXTS,
+    Tour,
+    TourScale,
+    compare_models,
+    describe_classes,
+    describe_sample,
+    run_sample_tour,
+)
 from headwise.observe.bundled_sample import SOURCE, load_sample_model
+from headwise.report.data import Figure
+from headwise.report.render import to_text
 from headwise.report.text import text_width
 from headwise.util.errors import SpecError
 
@@ -114,6 +125,26 @@ def test_the_report_has_pictures_and_no_scripts(tour: Tour):
     assert not {"script", "img"} & set(page.counts)
     for text in (SOURCE, "One head ablated", "Half of the heads pruned"):
         assert text in page.text
+
+
+ENGLISH_NAMES = (
+    r"(en|de)coder\.\d\.(attention|cross)|<begin>|AER|dollars|michel|\S*VERIFICATION\.md"
+)
+
+
+def test_sections_in_chinese_have_no_english_words(tour: Tour):
+    """The fourth section has the numbers of the English tour; file names and tokens stay."""
+    chinese = Tour(tour.folder, "zh")
+    assert tour.pruning is not None
+    with use_language("zh"):
+        sections = [describe_sample(chinese), describe_classes(chinese)]
+        items = [item for section in sections for item in section.items]
+        items += compare_models(chinese, tour.pruning)
+    texts = [to_text(item) for item in items]
+    texts += [item.note for item in items if isinstance(item, Figure)]
+    assert len(texts) > 9
+    english = [re.sub(ENGLISH_NAMES, "", " ".join(text.split())) for text in texts]
+    assert [text for text in english if re.search("[A-Za-z]{3}", text)] == []
 
 
 @pytest.mark.slow

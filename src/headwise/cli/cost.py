@@ -193,9 +193,9 @@ def load_target(name: str, args: CostOptions, changes: Sequence[str]) -> SpecOrM
     values = {"--set": changes or None, "--activations": args.activations or None}
     values |= {f"--{key}": getattr(args, key) for key in ("layer", "profile", "checkpoint")}
     values["--dropout"] = args.dropout
-    given = [option for option, value in values.items() if value is not None]
+    options = [option for option, value in values.items() if value is not None]
     sizes = {"model": args.model, "heads": args.heads}
-    target = resolve_cost_target(name, sizes, changes, given)
+    target = resolve_cost_target(name, sizes, changes, options)
     if args.layer is None:
         return target
     if isinstance(target, ModelSpec):

@@ -22,7 +22,7 @@ class LearnOptions(Options):
     """Walk the five source documents on attention. Every formula, table, figure, listing and claim
     is quoted and run: the numbers, whether it holds, and why.
 
-    TOPIC  a document 000 to 004, a topic, an entry (003-2.1) or a row (C1.4)
+    TOPIC  a document 000 to 004, a section (003-6), a topic, a row (C1.4), or a Chinese word
     --list  list every entry with its state; run nothing
     --lang {en,zh}  language of the texts (default: the locale's)
     --html DIR  write one page for each document, with figures

@@ -5,6 +5,7 @@ runs, and finds topics.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from typing import Any
 
 from ..report.data import Figure
 from ..util.errors import suggest
-from .language import LANGUAGES, join_items, use_language
+from .language import LANGUAGES, join_items, localise, use_language
 
 Number = float | int | str
+SPACE_BEFORE_LESS = re.compile("(?<=[\u4e00-\u9fff]) (?=不到)")  # "less than" follows a word
 
 
 class Verdict(StrEnum):
@@ -50,6 +52,8 @@ class Text:
     '3 个键'
     >>> Text("keys {n}", "键 {n}").fill("zh", {"n": ItemList("2, 3")})
     '键 2、3'
+    >>> Text("error {n:.0e}", "误差 {n:.0e}").fill("zh", {"n": 2e-16})
+    '误差不到 1e-12'
     """
 
     en: str
@@ -66,7 +70,8 @@ class Text:
                 name: _Shown(value) if isinstance(value, float) else value
                 for name, value in numbers.items()
             }
-            return (self.zh if language == "zh" else self.en).format_map(shown)
+            text = (self.zh if language == "zh" else self.en).format_map(shown)
+        return SPACE_BEFORE_LESS.sub("", text)
 
 
 class ItemList(str):
@@ -87,7 +92,8 @@ class _Shown(float):
     """
 
     def __format__(self, spec: str) -> str:
-        return "<1e-12" if spec.endswith("e") and abs(self) < 1e-12 else super().__format__(spec)
+        is_rounding_error = spec.endswith("e") and abs(self) < 1e-12
+        return localise("<1e-12") if is_rounding_error else super().__format__(spec)
 
 
 @dataclass(frozen=True)
@@ -278,8 +284,8 @@ def load_entries() -> list[Entry]:
 
 
 def find_entries(name: str) -> list[Entry]:
-    """The entries of a document (003), a topic (softmax-scale), a section (003-7), a row (C1.4), or
-    "errata".
+    """The entries of a document (003), a topic (softmax-scale), a section (003-7), a row (C1.4),
+    "errata", or those with a Chinese word.
 
     >>> [entry.id for entry in find_entries("C4.3")]
     ['004-1b']
@@ -293,6 +299,7 @@ def find_entries(name: str) -> list[Entry]:
         or target.lower() in map(str.lower, entry.rows)
         or entry.id.startswith((f"{target}.", f"{target}-"))
         or (target == "errata" and "C" in "".join(entry.rows))
+        or (not target.isascii() and target in entry.quote_zh + entry.line_zh)
     ]
     if chosen:
         return chosen

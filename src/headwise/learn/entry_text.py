@@ -34,7 +34,10 @@ PHRASES = {
     "documents": "Documents",
     "entries": "entries",
     "figure": "The figure of this entry is on the page that --html writes.",
-    "start": "Read a document in order, one topic, or one entry:",
+    "marks": "[+] holds, [~] holds if, [x] wrong, [ ] not run. C1.4 is an erratum, D6 a claim of a "
+    "cited paper, B3 a run that the errata ask for.",
+    "start": "Read a document in order, a section (003-6 has the seven questions), a topic or an "
+    "erratum:",
     "facts": "A fact about the cited source; nothing to compute.",
     "wrote": "wrote",
     "study": "Tested by training",
@@ -232,16 +235,22 @@ def format_overview(documents: Sequence[Document], language: str) -> str:
         lines.append(f"  {document.id}  {document.title.fill(language, {})}")
         lines.append(f"       {_count_verdicts(document.entries, words)}")
     topics = list_topics(chain.from_iterable(document.entries for document in documents))
+    option = "" if language == "en" else f" --lang {language}"
+    with use_language(language):
+        names = [topic if language == "en" else f"{topic} {localise(topic)}" for topic in topics]
     lines += [
         "",
         words.phrase("topics"),
         "",
-        *wrap(words.items(topics), indent="  "),
+        *wrap(words.items(names), indent="  "),
         "",
-        words.phrase("start"),
+        *wrap(words.phrase("marks")),
+        "",
+        *wrap(words.phrase("start")),
         "",
     ]
-    lines += [f"  headwise learn {name}" for name in ("003", "softmax-scale", "C1.4")]
+    examples = ("003", "003-6", "softmax-scale", "C1.4")
+    lines += [f"  headwise learn {name}{option}" for name in examples]
     return "\n".join(lines)
 
 
@@ -249,7 +258,7 @@ def _count_verdicts(entries: Iterable[Entry], words: Words) -> str:
     counts = Counter(entry.verdict for entry in entries)
     with use_language(words.language):
         listed = join_clauses(
-            f"{counts[verdict]} {words.verdict(verdict)}" for verdict in Verdict if counts[verdict]
+            localise(f"{counts[verdict]} {verdict.value}") for verdict in Verdict if counts[verdict]
         )
     return f"{counts.total()} {words.label('entries')}{listed}"
 

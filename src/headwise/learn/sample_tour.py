@@ -25,9 +25,11 @@ from ..observe.head_analysis.head_table import CLASS_STYLES, HeadMeasures, HeadT
 from ..observe.traces import Trace
 from ..report.data import Estimate, Figure, HeatMap, Item, Page, Section, Table
 from ..report.render import to_html, to_text
+from ..report.text import NO_SPREAD
 from ..util.errors import SpecError
 from ..util.files import FolderLock, write_atomically
 from ..util.output_paths import check_output
+from .language import join_clauses, join_items, localise, use_language
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -53,6 +55,7 @@ TEXTS = {
         "{name}: weights from the tokens that it reads (columns) to each token (rows)",
         "{name}：每个词元（行）对所读词元（列）的权重",
     ),
+    "head": ("{site} head {head}", "{site} 的头 {head}"),
     "classes": ("What its heads do", "各头的作用"),
     "grid": (
         "The strongest class of each head, over {texts}; {counts}",
@@ -67,19 +70,19 @@ TEXTS = {
     ),
     "translation": (
         "{source}: {before}; without the head {after}",
-        "{source}：{before}；没有该头时 {after}",
+        "{source} 译为“{before}”；没有该头时译为“{after}”",
     ),
     "pruned": ("Half of the heads pruned, and verified", "剪去一半的头，并验证"),
     "kept": ("Heads that are kept (filled)", "保留的头（实心）"),
     "before": ("before", "之前"),
     "cut": ("pruned", "剪枝后"),
-    "after": ("retrained", "再训练后"),
+    "after": ("retrained", "重新训练后"),
     "score": ("exact match, 95 % interval", "完全匹配，95 % 区间"),
     "scores": ("Before and after", "之前与之后"),
     "holds": (
         "{what}. It was retrained for {steps} steps by distillation. The verification holds: "
         "{verification}",
-        "{what}。随后通过蒸馏再训练 {steps} 步。验证成立：{verification}",
+        "{what}。随后通过蒸馏重新训练 {steps} 步。验证成立：{verification}",
     ),
     "fails": (
         "{what}. The verification does NOT hold: {verification}",
@@ -159,7 +162,8 @@ def run_sample_tour(
         makers = [describe_sample, describe_classes, ablate_one_head, prune_half_of_sample]
         try:
             for number, make in enumerate(makers[:3] if quick else makers, 1):
-                section = make(tour)
+                with use_language(language):
+                    section = make(tour)
                 tour.sections.append(section)
                 title(f"{number}  {section.title}")
                 for item in section.items:
@@ -215,9 +219,10 @@ def describe_sample(tour: Tour) -> Section:
         layer = trace.get_layer(head.site)
         rows = trace.streams[layer.query_stream][0].words
         columns = trace.streams[layer.key_stream][0].words
-        name = f"{head.site} head {head.head}, {class_name}"
+        name = tour.text("head", site=head.site, head=head.head)
+        name = join_clauses([name, localise(class_name)])
         heat_map = HeatMap(trace.head_weights(head.site, head.head), rows, columns)
-        items.append(Figure(tour.text("weights", name=name), [heat_map], note=evidence))
+        items.append(Figure(tour.text("weights", name=name), [heat_map], note=localise(evidence)))
     return Section(tour.text("sample"), items)
 
 
@@ -242,11 +247,12 @@ def describe_classes(tour: Tour) -> Section:
             letter = CLASS_STYLES[group][0]
             groups[group] += 1
         rows[head.site][head.head] = letter
-    counts = ", ".join(f"{CLASS_STYLES[group][0]} {group} {n}" for group, n in groups.most_common())
-    title = tour.text("grid", texts=tour.table.texts, counts=counts)
-    table = Table(
-        title, ["site", *map(str, range(most))], [[site, *cells] for site, cells in rows.items()]
+    counts = join_items(
+        f"{CLASS_STYLES[group][0]} {localise(group)} {n}" for group, n in groups.most_common()
     )
+    title = tour.text("grid", texts=localise(tour.table.texts), counts=counts)
+    columns = [localise("site"), *map(str, range(most))]
+    table = Table(title, columns, [[site, *cells] for site, cells in rows.items()])
     return Section(tour.text("classes"), [table])
 
 
@@ -284,7 +290,7 @@ def ablate_one_head(tour: Tour) -> Section:
         "importance",
         heads=len(result.heads),
         texts=result.texts,
-        name=f"{top.site} head {top.head}",
+        name=tour.text("head", site=top.site, head=top.head),
         **numbers,
     )
     lines = [
@@ -371,18 +377,16 @@ def compare_models(tour: Tour, pruning: dict[str, Any]) -> Iterator[Item]:
     for site, count in counts.items():
         marks = ["█" if head in pruning["keep"][site] else "·" for head in range(count)]
         rows.append([site, *marks, *[""] * (most - count)])
-    yield Table(tour.text("kept"), ["site", *map(str, range(most))], rows)
+    yield Table(tour.text("kept"), [localise("site"), *map(str, range(most))], rows)
     scores = next(row for row in verification["quality"]["rows"] if row["name"] == SCORE_NAME)
     estimates = [
-        Estimate(
-            score["value"],
-            score["value"] if score["low"] is None else score["low"],
-            score["value"] if score["high"] is None else score["high"],
-        )
+        localise(f"{score['value']:g} [{NO_SPREAD}]")
+        if score["low"] is None
+        else Estimate(score["value"], score["low"], score["high"])
         for score in (scores["before"], pruning["cut"]["after"], scores["after"])
     ]
     sizes = [
-        [number["name"], number["before"], number["after"], number["after"]]
+        [localise(number["name"]), number["before"], number["after"], number["after"]]
         for number in verification["savings"]["numbers"]
         if number["name"] in ("parameters", "cache per token", "cache per source token")
     ]
@@ -390,4 +394,6 @@ def compare_models(tour: Tour, pruning: dict[str, Any]) -> Iterator[Item]:
     yield Table(tour.text("scores"), columns, [[tour.text("score"), *estimates], *sizes])
     path = Path(pruning["folder"]) / "VERIFICATION.md"
     key = "holds" if verification["holds"] else "fails"
-    yield tour.text(key, what=verification["what"], steps=pruning["steps"], verification=path)
+    yield tour.text(
+        key, what=localise(verification["what"]), steps=pruning["steps"], verification=path
+    )

@@ -106,9 +106,8 @@ def recurrent_range(*, memoryless: bool = False, tokens: int = 9) -> Outcome:
     jacobian = torch.func.jacrev(lambda x: gru_steps(gru, x))(sample(1, tokens, 4)).detach()
     size = jacobian.abs().amax((1, 3))
     pairs = int((size > 0).sum())
-    return judge(
-        pairs == tokens, pairs=pairs, past=tokens * (tokens + 1) // 2, far=float(size[-1, 0])
-    )
+    past = tokens * (tokens + 1) // 2
+    return judge(pairs < past, pairs=pairs, past=past, far=float(size[-1, 0]))
 
 
 def parallel_convolution(*, layer: str = "convolution") -> Outcome:
