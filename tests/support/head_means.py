@@ -13,11 +13,14 @@ FUSED = ("qkv_proj", "Wqkv", "query_key_value")
 
 @torch.no_grad()
 def average_neighbours(module: nn.Module, heads: int, kv_heads: int, group: int) -> None:
-    """Give each `group` neighbouring key-value heads of an attention the mean of their rows."""
+    """Give each `group` neighbouring key-value heads of an attention the mean of their rows, and of
+    their gains where one norm is over the keys of all heads.
+    """
+    width = kv_heads * int(getattr(module, "head_dim", 0))
     for name, linear in module.named_modules():
         leaf = name.rpartition(".")[2]
         for tensor in linear.parameters(recurse=False):
-            if leaf in KEYS_AND_VALUES:
+            if leaf in KEYS_AND_VALUES or (leaf == "k_norm" and len(tensor) == width):
                 _average(tensor, kv_heads, group)
             elif leaf in FUSED:  # all heads of q, then of k, then of v
                 width = len(tensor) // (heads + 2 * kv_heads)

@@ -94,14 +94,20 @@ def test_alignment_keeps_the_outputs_before_pooling(build):
     assert {kv for site, kv in sizes.items() if site.endswith("attention")} == {3}
 
 
-def test_equal_heads_are_found_and_pooled_without_loss():
-    """Heads 0 and 3, 1 and 4, 2 and 5 say the same; neighbours do not."""
-    net = with_random_biases(build_model(LLAMA))
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_equal_heads_are_found_and_pooled_without_loss(family: str):
+    """Heads 0 and 3, 1 and 4, 2 and 5 say the same; neighbours do not. OLMo 2 normalises all heads
+    of queries, and all of keys, as one vector.
+    """
+    net = with_random_biases(build_model(LLAMA | {"model_type": family}))
     with torch.no_grad():
         for layer in (0, 1):
             project = get_attention(net, f"decoder.{layer}.attention").weights["project"]
             for side in "kv":
                 project[side].view(2, 3, 4, 24)[1] = project[side].view(2, 3, 4, 24)[0]
+            if family == "olmo2":
+                gains = get_attention(net, f"decoder.{layer}.attention").weights["qk_norm"]["k"]
+                gains.view(2, 12)[1] = gains.view(2, 12)[0]
     done = convert(net, Pool(3, grouping="similar"), make_examples(net))
     assert set(done.groups.values()) == {((0, 3), (1, 4), (2, 5))}
     close(model_output(done.after), model_output(net))

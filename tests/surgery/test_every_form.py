@@ -57,7 +57,7 @@ RESULTS = {
         PLAIN,
         "needs queries with heads.dim channels",
     ),
-    "olmo2": ("cannot reorder heads", CONCATENATED, PER_HEAD, PLAIN, OURS),
+    "olmo2": (PLAIN, CONCATENATED, PER_HEAD, PLAIN, OURS),
     "phi3": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
     "gptj": (RESIZED, OURS, PER_HEAD, PLAIN, OURS),
     "bloom": (OURS, OURS, OURS, PLAIN, OURS),
@@ -145,7 +145,6 @@ OTHER_FORMS: dict[str, AttentionConversion] = {
 }
 OTHER_REFUSALS = {
     "deepseek": "MLAProjection needs one key-value head per query head, not kv=2; use kv=4",
-    "olmo2": "cannot reorder heads",
 }
 # Every family in one of these forms, in turn; four kinds of models (encoder, rotary, two stacks,
 # images) in all.

@@ -240,13 +240,16 @@ def permute_heads(
     if heads.value_heads:
         raise SpecError(f"cannot reorder heads: keys and values are grouped separately ({heads})")
     rows_per_output = len(spec.score_head_of_row) // len(spec.score_head_of_output)
+    # A norm over all heads at once is the same in every order.
+    parts = tuple(one for one in spec.modifiers if not one.concatenates_key_heads())
+    ordered = replace(spec, modifiers=parts)
     mixed = [
         out
         for out in range(len(spec.score_head_of_output))
-        if len(spec.required_score_heads(out)) > rows_per_output
+        if len(ordered.required_score_heads(out)) > rows_per_output
     ]
     if mixed:
-        needed = sorted(spec.required_score_heads(mixed[0]))
+        needed = sorted(ordered.required_score_heads(mixed[0]))
         raise SpecError(
             f"cannot reorder heads: output head {mixed[0]} uses score heads {needed} at fixed "
             "positions"

@@ -407,7 +407,7 @@ def opt(config: TransformersConfig, sizes: Sizes) -> Extras:
     """Norms precede the sublayers, or follow them in one size, which then has no final norm."""
     narrow = config.read_optional_int("word_embed_proj_dim") or sizes.model
     if narrow != sizes.model:
-        config.fail(
+        config.refuse(
             f"word_embed_proj_dim = {narrow} is not hidden_size = {sizes.model}, and token "
             "embeddings of another "
             "width are not described",
