@@ -391,6 +391,14 @@ def compared_features() -> str:
 
 
 @generates
+def compared_tasks() -> str:
+    """Lines of code and processor time of three tasks, with headwise and with another tool."""
+    import measured_pages
+
+    return measured_pages.tasks_table()
+
+
+@generates
 def compared_evidence() -> str:
     """The tests and commands that show the marks of headwise."""
     import measured_pages
@@ -398,32 +406,15 @@ def compared_evidence() -> str:
     return measured_pages.evidence_table()
 
 
-README_EXAMPLES = (
-    "see_heads.py",
-    "prune_and_reload.py",
-    "convert_to_gqa.py",
-    "price_a_design.py",
-    "log_length.py",
-    "windows.toml",
-)
-
-
-def readme_part(name: str, argument: str) -> str:
-    """A part of the READMEs: one of the functions of reference_pages, for a language or a file."""
+def presets_table(language: str) -> str:
+    """Every preset with its paper, parameters and cache."""
     import reference_pages
 
-    return getattr(reference_pages, name)(argument)
+    return reference_pages.presets_table(language)
 
 
-for file_name in README_EXAMPLES:
-    GENERATORS["example-" + file_name.partition(".")[0].replace("_", "-")] = partial(
-        readme_part, "example", file_name
-    )
 for language, suffix in (("en", ""), ("zh", "-zh")):
-    for table_name in ("presets_table", "benchmark_rows", "compared_groups"):
-        GENERATORS[table_name.replace("_", "-") + suffix] = partial(
-            readme_part, table_name, language
-        )
+    GENERATORS["presets-table" + suffix] = partial(presets_table, language)
 
 
 def concept_part(name: str, language: str) -> str:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import headwise as hw
-import measured_pages
 from headwise import costs
 from headwise.attention.interfaces import Part
 from headwise.attention.interfaces.part import REGISTRY
@@ -25,7 +22,7 @@ from headwise.learn.catalogue import Entry, Result, find_entries
 from headwise.learn.entry_text import Words
 from headwise.training.data import IGNORE_INDEX, TASKS, Batch, Task, make_task
 from headwise.training.data.synthetic_task import SyntheticTask
-from measured_pages import MEASURED, format_seconds, table
+from measured_pages import table
 
 # --- Variants ------------------------------------------------------------------------------------
 
@@ -448,10 +445,8 @@ def concept_item(entry_id: str, language: str) -> str:
     )
 
 
-# --- READMEs -------------------------------------------------------------------------------------
+# --- Presets -------------------------------------------------------------------------------------
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-FENCES = {".py": "python", ".toml": "toml"}
 PAPER = re.compile(r" \((\d{4}\.\d{5}|unilm, 2026)\)\.$")
 
 # The definition of each preset in Chinese; the English one is the first sentence of its docstring.
@@ -480,61 +475,11 @@ PRESETS_ZH = {
 }
 
 
-# Rows of docs/bench.json, with the work in both languages.
-BENCHMARKS = {
-    "window of 256, forward": {
-        "en": "sliding window of 256, 8,192 tokens, forward",
-        "zh": "宽 256 的滑动窗口，8,192 个词元，前向",
-    },
-    "decode 8k, fp32": {
-        "en": "decode step, 32 heads on 8 key-value heads, 8k cached tokens, fp32",
-        "zh": "解码一步，32 个头、8 个键值头，缓存 8k 个词元，fp32",
-    },
-    "107M Llama, bf16, batch 4, 2048 tokens, headwise": {
-        "en": "decode step of a 107M Llama, bf16, batch of 4, 2,048 tokens",
-        "zh": "107M 的 Llama 解码一步，bf16，批大小 4，2,048 个词元",
-    },
-    "DCMHA core, 1,024 tokens, forward and backward": {
-        "en": "DCMHA core, 1,024 tokens, forward and backward",
-        "zh": "DCMHA 的核心计算，1,024 个词元，前向和反向",
-    },
-    "training step, 0.8 M parameters, float32": {
-        "en": "training step of a GPT, 0.8M parameters, fp32",
-        "zh": "GPT 训练一步，0.8M 参数，fp32",
-    },
-}
-BENCHMARK_TEXTS = {
-    "en": ("{processor}, {threads} threads, torch {torch}.", ("work", "headwise", "speedup over")),
-    "zh": (
-        "{processor}，{threads} 个线程，torch {torch}。",
-        ("任务", "headwise 用时", "相对加速比"),
-    ),
-}
 PRESET_HEADS = {
     "en": ("preset", "what it is", "paper", "parameters", "cache per token"),
     "zh": ("预设", "说明", "论文", "参数量", "每词元缓存"),
 }
 CACHE_TEXTS = {"en": {"a state": "a state", "-": "none"}, "zh": {"a state": "固定状态", "-": "无"}}
-GROUP_HEADS = {
-    "en": ("features", "number", "headwise", "best other tool"),
-    "zh": ("功能", "项数", "headwise", "其他工具中的最高分"),
-}
-GROUPS_ZH = {
-    "Views": "视图",
-    "Selection": "选取",
-    "Length and data": "长度与数据",
-    "Models": "模型",
-    "Head analysis": "头的分析",
-    "Intervention": "干预",
-    "Workflow": "工作流程",
-}
-
-
-def example(name: str) -> str:
-    """A file of examples/ as a block of code; its first line names a file that commands use."""
-    path = EXAMPLES / name
-    code = path.read_text(encoding="utf-8").rstrip("\n")
-    return f"```{FENCES[path.suffix]}\n{code}\n```"
 
 
 def presets_table(language: str) -> str:
@@ -553,44 +498,5 @@ def presets_table(language: str) -> str:
         )
         parameters, _, per_token, _ = costs_of(name)
         cache = CACHE_TEXTS[language].get(per_token, f"{per_token} B")
-        rows.append((f"[`{name}`](docs/variants.md#{name})", what, link, parameters, cache))
+        rows.append((f"[`{name}`](variants.md#{name})", what, link, parameters, cache))
     return table(PRESET_HEADS[language], rows)
-
-
-def benchmark_rows(language: str) -> str:
-    """Five rows of docs/bench.json with all libraries that they were compared with, and the
-    machine.
-    """
-    report = json.loads(MEASURED.read_text())
-    rows = {row["name"]: row for row in report["rows"]}
-    lines = []
-    for name, work in BENCHMARKS.items():
-        speedups = "<br>".join(
-            f"{peer}: {ratio:.2f} x" for peer, ratio in rows[name]["ratio"].items()
-        )
-        lines.append((work[language], format_seconds(rows[name]["ours_s"]), speedups))
-    sentence, head = BENCHMARK_TEXTS[language]
-    machine = report["machine"] | {"torch": report["machine"]["versions"]["torch"]}
-    return f"{sentence.format(**machine)}\n\n{table(head, lines)}"
-
-
-def compared_groups(language: str) -> str:
-    """Points of headwise and of the best other tool in each group of features."""
-    comparison = measured_pages.load_comparison()
-    rows = []
-    for group in comparison.groups:
-        features = [feature for feature in comparison.features if feature.group == group]
-        ours = sum(measured_pages.FEATURE_POINTS[feature.ours] for feature in features)
-        points = {
-            tool: sum(
-                measured_pages.FEATURE_POINTS[feature.marks[tool.code]] for feature in features
-            )
-            for tool in comparison.tools
-        }
-        best = max(points.values())
-        names = ", ".join(
-            f"[{tool.name}]({tool.address})" for tool, own in points.items() if own == best
-        )
-        title = group if language == "en" else GROUPS_ZH[group]
-        rows.append((title, str(len(features)), f"{ours:g}", f"{best:g}: {names}"))
-    return table(GROUP_HEADS[language], rows)
