@@ -7,11 +7,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import io
 import os
 import random
-import subprocess
-import sys
 import zlib
 from collections import defaultdict
 from importlib.util import find_spec
@@ -204,29 +201,6 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("there is no folder `shared` beside the checkout")
     return folder
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders are loaded with transformers in this process: one of their own takes seconds to
-    begin.
-    """
-    from headwise.surgery.hf_export import model_folder
-
-    run_loader = model_folder._run_loader
-
-    def run_here(command: list[str]) -> model_folder.LoadCheck:
-        source, *arguments = command[command.index("-c") + 1 :]
-        program, output = source.replace('sys.modules["headwise"] = None', ""), io.StringIO()
-        with monkeypatch.context() as patch, contextlib.redirect_stdout(output):
-            patch.setattr(sys, "argv", ["-c", *arguments])
-            exec(compile(program, "driver", "exec"), {})
-        done = subprocess.CompletedProcess(command, 0, output.getvalue(), "")
-        with monkeypatch.context() as patch:
-            patch.setattr(model_folder.subprocess, "run", lambda *_, **__: done)
-            return run_loader(command)
-
-    monkeypatch.setattr(model_folder, "_run_loader", run_here)
 
 
 # --- what runs ------------------------------------------------------------------------------------

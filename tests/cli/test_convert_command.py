@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ours", "ours"), ("llama", "transformers")])
-def test_one_command_converts_and_verifies_a_model(name, kind, folders, tmp_path, capsys, here):
+def test_one_command_converts_and_verifies_a_model(name, kind, folders, tmp_path, capsys):
     out = tmp_path / "out"
     verification = run_json(
         capsys,

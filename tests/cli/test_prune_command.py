@@ -63,9 +63,7 @@ FAST = ("--seconds", "0.05", "--length", "8")
     "name",
     ["ours", *(pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in KINDS)],
 )
-def test_one_command_prunes_and_verifies_a_model(name, folders, tmp_path, capsys, request):
-    if name != "gpt2":  # the one that is loaded in a process of its own
-        request.getfixturevalue("here")
+def test_one_command_prunes_and_verifies_a_model(name, folders, tmp_path, capsys):
     source = folders.get(name, tmp_path / name)
     if name in KINDS:
         save_transformers_model(name, source)
@@ -168,7 +166,6 @@ def test_a_dry_run_shows_plan_sizes_and_folder(plain_model, folders, tmp_path, c
     assert (code, err) == (2, "headwise: missing --out DIR; add it; see headwise prune --help\n")
 
 
-@pytest.mark.usefixtures("here")
 def test_a_verification_without_speed(plain_model, folders, tmp_path, capsys):
     out = tmp_path / "out"
     base = ["prune", plain_model, "--data", folders["texts"], "--out", out, "--no-speed"]
@@ -245,34 +242,72 @@ def test_a_model_without_words_is_given_bytes(folders, tmp_path, capsys):
     assert heads(out) == [2, 2]
 
 
-@pytest.mark.parametrize("option", ["--perplexity", "--uptrain"])
-def test_options_of_own_models_are_named_for_hybrids(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
-) -> None:
-    """A hybrid is changed on its own modules, where these options do not work."""
+HYBRID = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_only_layers": [0, 1],
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A tiny Qwen3-Next, which headwise does not load as its own, and texts: words of a command."""
     import transformers
 
-    config = transformers.Qwen3NextConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        layer_types=["linear_attention", "full_attention"],
-        mlp_only_layers=[0, 1],
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hybrid")
-    texts = tmp_path / "texts.txt"
-    texts.write_text("one text\nanother text\n")
-    value = str(texts) if option == "--perplexity" else "2"
-    words = ["--keep", "0.5", "--data", str(texts), "--out", str(tmp_path / "out")]
-    model = str(tmp_path / "hybrid")
+    root = tmp_path_factory.mktemp("hybrid")
+    config = transformers.Qwen3NextConfig(**HYBRID)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(root / "model")
+    texts = root / "texts.txt"
+    texts.write_text("one text\nanother text\na third text\n")
+    return [str(root / "model"), "--data", str(texts), "--tokenizer", "bytes"]
+
+
+def test_options_of_own_models_are_named_for_hybrids(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, hybrid: list[str]
+) -> None:
+    """A hybrid is changed on its own modules, which headwise does not retrain."""
+    out = str(tmp_path / "out")
     code, _, err = run_command(
-        capsys, "prune", model, *words, "--tokenizer", "bytes", option, value
+        capsys, "prune", *hybrid, "--keep", "0.5", "--out", out, "--uptrain", "2"
     )
     assert code == 2
-    assert f"{option} needs a model that headwise loads as its own" in err
-    assert err.splitlines()[-1].endswith(f"leave {option} out")
+    assert "--uptrain needs a model that headwise loads as its own" in err
+    assert err.splitlines()[-1].endswith("leave --uptrain out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("command", "change"), [("prune", "--keep 0.5"), ("convert", "--kv 1")])
+def test_a_changed_hybrid_comes_with_a_report(
+    command: str, change: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, hybrid: list[str]
+) -> None:
+    """Parameters by numel, and a cache of one key-value head less, by hand."""
+    import transformers
+
+    out = tmp_path / "out"
+    words = [*hybrid, *change.split(), "--out", str(out), "--no-speed", "--context", "8"]
+    code, text, err = run_command(capsys, command, *words, "--perplexity", hybrid[2])
+    assert code == 0, err
+    assert "VERIFICATION.md in this folder has the full report" in text
+    page = (out / "VERIFICATION.md").read_text()
+    assert "perplexity of texts.txt, context 8, stride 4" in page
+    data = json.loads((out / "verification.json").read_text())
+    names = [check["what"] for check in data["equal"]]
+    first = "heads ablated vs. removed"
+    second = "the model before, with equal heads in each group"
+    assert (first if command == "prune" else second) in names
+    assert "transformers of the written folder" in names
+    assert data["holds"]
+    costs = {row["name"]: (row["before"], row["after"]) for row in data["savings"]["numbers"]}
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (hybrid[0], out)
+    ]
+    assert costs["parameters"] == tuple(sum(p.numel() for p in one.parameters()) for one in models)
+    assert costs["cache per token"] == (2 * 2 * 8 * 4, 2 * 8 * 4)
+    removed = 2 * 8 * 32 + (6 * 8 * 32 if command == "prune" else 0)
+    assert costs["parameters"][0] - costs["parameters"][1] == removed

@@ -217,7 +217,7 @@ def test_cost_fetches_no_weights(
 
 
 def test_prune_writes_what_it_writes_for_a_folder(
-    hub: HubServer, models: Models, data: Path, here: None, capsys: pytest.CaptureFixture[str]
+    hub: HubServer, models: Models, data: Path, capsys: pytest.CaptureFixture[str]
 ):
     fast = ("--seconds", "0.05", "--length", "8")
     for name, out in ((NAME, "hub"), (str(models.main), "local")):
@@ -232,7 +232,7 @@ def test_prune_writes_what_it_writes_for_a_folder(
 
 
 def test_convert_run_trace_and_train_take_a_name(
-    hub: HubServer, data: Path, here: None, capsys: pytest.CaptureFixture[str]
+    hub: HubServer, data: Path, capsys: pytest.CaptureFixture[str]
 ):
     fast = ["--seconds", "0.05", "--length", "8"]
     book = data.with_name("book.txt")

@@ -19,7 +19,6 @@ import headwise as hw
 from headwise import cli
 from headwise.hub import pretrained_models
 from headwise.hub.pretrained_models import load_original
-from headwise.surgery.hf_export import model_folder
 from headwise.util.errors import SpecError
 
 transformers = pytest.importorskip("transformers")
@@ -281,13 +280,13 @@ print(module.load().config._attn_implementation, file=sys.stderr)
 """
 
 
-def test_resized_checkpoints_ask_for_nothing(stub: StubProcess, tmp_path: Path, here: None):
+def test_resized_checkpoints_ask_for_nothing(stub: StubProcess, tmp_path: Path):
     """The written config has no such settings, and load_model.py replaces those that are put there
     later.
     """
     from headwise.surgery import DropHeads
+    from headwise.surgery.any_model import prune
     from headwise.surgery.hf_export.model_folder import write_model_folder
-    from headwise.surgery.pruning import prune
 
     folder = make_folder(
         tmp_path / "model", _attn_implementation="flash_attention_2", auto_map={"AutoModel": "a.B"}
@@ -315,7 +314,6 @@ LOADERS = re.compile(r"\b(?:from_pretrained|_?from_config|for_model)\(")
 ALLOWED = {
     "hub/transformers_loading.py": 5,
     "observe/head_analysis/head_circuits.py": 1,  # of a model in memory
-    "surgery/hf_export/model_folder.py": 2,
 }
 
 
@@ -330,7 +328,6 @@ def test_loaders_of_transformers_are_called_in_one_place():
 def test_scripts_without_headwise_have_the_same_arguments():
     script = (SOURCE / "hub" / "load_model.txt").read_text()
     for text in (
-        model_folder.DRIVER,
         script,
         (SOURCE.parents[1] / "benchmarks" / "whole_models.py").read_text(),
     ):

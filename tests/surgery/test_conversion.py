@@ -10,8 +10,9 @@ import torch
 
 import headwise as hw
 from headwise.surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
+from headwise.surgery.any_model import convert
 from headwise.surgery.attention_replacement import get_attention, get_attention_parameters
-from headwise.surgery.conversion import MAX_STATISTICS, convert
+from headwise.surgery.conversion import MAX_STATISTICS
 from support.importance_examples import (
     BERT,
     GPT2,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import headwise as hw
 from headwise.models.vocabulary import ByteVocabulary
@@ -24,6 +24,7 @@ from headwise.surgery.verification.evaluation_tasks import (
     compare_on_tasks,
 )
 from headwise.util.errors import SpecError
+from support.byte_llama import build_byte_llama
 
 pytestmark = pytest.mark.judge
 
@@ -81,18 +82,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A random Llama with a byte tokenizer, and a file of each kind of task."""
     pytest.importorskip("lm_eval", reason="needs the extra eval; make judge installs it")
     root = tmp_path_factory.mktemp("judge")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=256,
-        eos_token_id=256,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(root / "model")
+    model = build_byte_llama(257, bos_token_id=256, eos_token_id=256)
+    model.save_pretrained(root / "model")
     tokens: Any = ByteVocabulary()
     tokens = tokens._tokenizer
     tokens.add_special_tokens(["<s>"])
@@ -136,6 +127,8 @@ def test_choices_are_scored_by_their_log_likelihood(folder: Path) -> None:
         ]
         hits.append(max(range(len(scores)), key=scores.__getitem__) == document["gold"])
     row = evaluate(folder, "choice")["tiny_choice acc"]
+    task = EvaluationTasks((str(folder / "choice.yaml"),))
+    assert compare_on_tasks(model, model, task)[0][0] == row
     assert row.after.value == sum(hits) / len(hits)
     assert row.better == "higher"
     assert row.change.value == 0
@@ -175,6 +168,7 @@ def test_generated_answers_end_before_a_stop_text(folder: Path) -> None:
     prompt = torch.tensor([list(b"two plus two:")])
     ids = model.generate(prompt, max_new_tokens=9, do_sample=False)[0, prompt.shape[1] :]
     assert answer == bytes(ids.tolist()).decode(errors="replace")
+    assert make_harness_model(model).generate_until([Request]) == [answer]
     stop = answer[4]
     Request.args = ("two plus two:", {"until": [stop], "max_gen_toks": 9})
     assert make_harness_model(net).generate_until([Request])[0] == answer.partition(stop)[0]

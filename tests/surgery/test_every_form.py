@@ -119,7 +119,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "form"), CASES, indirect=["family"])
-def test_a_converted_model_is_a_folder_or_a_refusal(family, form, source, net, tmp_path, here):
+def test_a_converted_model_is_a_folder_or_a_refusal(family, form, source, net, tmp_path):
     expected = RESULTS[family][list(FORMS).index(form)]
     if expected not in (PLAIN, RESIZED, OURS):
         with pytest.raises(SpecError, match=expected):
@@ -170,7 +170,7 @@ def random_examples(net: Any) -> list[Example]:
     ("family", "form"), dict.fromkeys(FORM_OF_FAMILY + KINDS), indirect=["family"]
 )
 def test_every_other_form_is_a_folder_or_a_refusal(
-    family: str, form: str, source: Path, net: Any, tmp_path: Path, here: None
+    family: str, form: str, source: Path, net: Any, tmp_path: Path
 ):
     if refusal := OTHER_REFUSALS.get(family):
         with pytest.raises(SpecError, match=refusal):
@@ -187,7 +187,7 @@ def test_every_other_form_is_a_folder_or_a_refusal(
 
 @pytest.mark.parametrize("family", ["bert", "bart", "vit"], indirect=True)
 def test_the_loader_repeats_shared_keys_where_transformers_cannot(
-    family: str, source: Path, net: Any, tmp_path: Path, here: None
+    family: str, source: Path, net: Any, tmp_path: Path
 ):
     """Two key-value heads for four heads, in families whose attention has no groups."""
     done = hw.convert(net, 2)

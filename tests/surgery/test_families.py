@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.surgery import DropHeads, HeadRanking, KeepTop, PruneToBudget, PruningBudget
+from headwise.surgery.verification.model_comparison import DeferredModel, compare_outputs
+from headwise.surgery.verification.verify import VerificationOptions, check_surgery
 from headwise.util.errors import SpecError
 from support.families import FAMILIES, Family
 from support.head_means import average_neighbours, zero_columns_of
@@ -200,7 +202,7 @@ def test_hw_prune_and_hw_convert_change_hybrids(tmp_path: Path):
     texts = [Example({"input_ids": inputs["input_ids"][[n]]}, {}) for n in range(2)]
     pruned = hw.prune(model, 0.5, texts)
     assert "2 of 4 heads kept, the most important of each layer by michel" in str(pruned)
-    assert "model_type 'qwen3_next' is not known" in str(pruned)
+    assert "changed as a module of transformers" in str(pruned)
     expected = with_zero_columns(model, list(pruned.removed_heads))
     assert difference(pruned.after, expected, inputs) < 1e-5
     recurrent = [
@@ -214,6 +216,22 @@ def test_hw_prune_and_hw_convert_change_hybrids(tmp_path: Path):
     both = hw.prune(model, listed)
     assert both.removed_heads == listed.heads
     assert "2 of 4 heads kept, all but the listed heads" in str(both)
+
+
+def test_the_verification_finds_a_wrong_module():
+    """A hybrid that still has its heads, or other key-value heads, is not the ablated one."""
+    family = BY_NAME["Qwen3-Next"]
+    model, inputs = family.build(), family.inputs()
+    texts = [Example({"input_ids": inputs["input_ids"][[n]]}, {}) for n in range(2)]
+    pruned = hw.prune(model, 0.5, texts)
+    converted = hw.convert(model, 1, texts)
+    options = VerificationOptions("", **pruned.verification_options)
+    equal_heads = converted.verification_options["exports"].values()
+    for after, holds in ((pruned.after, True), (model, False)):
+        assert check_surgery((model, after), texts, options)[0][0].same is holds
+    for after, holds in ((converted.after, True), (model, False)):
+        for make in equal_heads:
+            assert compare_outputs("", (after, DeferredModel(make)), texts).same is holds
 
 
 @torch.no_grad()

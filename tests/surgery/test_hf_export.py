@@ -23,6 +23,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.attention import head_axis_ops
 from headwise.attention.parts.relative_position_bias import Alibi
+from headwise.hub import transformers_loading
 from headwise.hub.pretrained_models import copy_live_model
 from headwise.models import Transformer, build
 from headwise.models.model_spec.serialization import RECORD_FILE
@@ -158,7 +159,7 @@ UNIFORM: dict[str, tuple[str, dict[str, Any], Change, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", UNIFORM)
-def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: None):
+def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path):
     name, keys, change, expected = UNIFORM[case]
     net = change(source(name, tmp_path / "source", **keys))
     notes = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
@@ -182,7 +183,7 @@ def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: No
     )
 
 
-def test_shards_dtypes_and_unmapped_tensors_stay(tmp_path: Path, here: None):
+def test_shards_dtypes_and_unmapped_tensors_stay(tmp_path: Path):
     """Same files, same names, same kind of numbers; what was not cut is the same to the bit."""
     one = ZOO["llama"].build().to(torch.bfloat16)
     one.save_pretrained(tmp_path / "source", max_shard_size="12KB")
@@ -289,7 +290,7 @@ def cut(case: str, folder: Path) -> Transformer:
 
 
 @pytest.mark.parametrize("case", UNEVEN)
-def test_shapes_without_a_config_key_come_with_a_loader(case: str, tmp_path: Path, here: None):
+def test_shapes_without_a_config_key_come_with_a_loader(case: str, tmp_path: Path):
     """Our reading, the loader's, and the model agree; transformers alone refuses, and does not make
     numbers up.
     """
@@ -311,7 +312,7 @@ def test_shapes_without_a_config_key_come_with_a_loader(case: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("case", ["llama", "bert without one", "bloom"])
-def test_a_trained_model_carries_its_loader(case: str, tmp_path: Path, here: None):
+def test_a_trained_model_carries_its_loader(case: str, tmp_path: Path):
     """A step of training, saved by transformers alone, loads by the script of the new folder and
     with headwise.
     """
@@ -341,7 +342,7 @@ def test_a_trained_model_carries_its_loader(case: str, tmp_path: Path, here: Non
 @pytest.mark.parametrize(
     "case", ["llama without the first", "t5 without the first", "bart", "gpt2 without one"]
 )
-def test_a_layer_without_heads_counts_tokens(case: str, tmp_path: Path, here: None):
+def test_a_layer_without_heads_counts_tokens(case: str, tmp_path: Path):
     """With a cache and without one a text goes on alike, though nothing is remembered in some
     layers.
     """
@@ -383,7 +384,7 @@ FOLDED = {OWN: torch.linspace(-1, 1, 32)}
         ("llama", {OWN: C}, FOLDED, {NEXT: A}, "resized"),  # a bias that llama's files lack
     ],
 )
-def test_folders_are_cut_again(name, first, constants, second, kind, tmp_path, here):
+def test_folders_are_cut_again(name, first, constants, second, kind, tmp_path):
     net = source(name, tmp_path / "source", **(ALONE if name == "llama" else {}))
     once = remove_heads(net, first, constants)
     notes = model_folder.write_model_folder(once, tmp_path / "source", tmp_path / "once", {})
@@ -413,8 +414,8 @@ assert "headwise" not in {name.partition(".")[0] for name in sys.modules if sys.
 """
 
 
-def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.FixtureRequest):
-    """In a process that cannot import headwise; the check while writing was in one of its own."""
+def test_both_kinds_load_where_headwise_is_not(tmp_path: Path):
+    """In a process that cannot import headwise."""
     net = source("llama", tmp_path / "source", **ALONE)
     nets = {
         "other": remove_heads(net, {OWN: C, NEXT: B}),
@@ -425,9 +426,8 @@ def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.F
     for name, one in nets.items():
         model_folder.write_model_folder(one, tmp_path / "source", tmp_path / name, {})
         assert record(tmp_path / name)["checked"].startswith(
-            "loaded without headwise, outputs differ by "
+            "loaded by transformers, outputs differ by "
         )
-        request.getfixturevalue("here")
     result = [
         *(sys.executable, "-I", "-B", "-c", CLEAN),
         *(str(tmp_path / name) for name in nets),
@@ -469,7 +469,7 @@ def test_other_sources_give_our_folder(tmp_path: Path):
         )
 
 
-def test_unloadable_shapes_are_written_as_a_headwise_folder(tmp_path: Path, here: None):
+def test_unloadable_shapes_are_written_as_a_headwise_folder(tmp_path: Path):
     net = remove_heads(source("qwen3", tmp_path / "source"), {OWN: (0, 1, 2), NEXT: (0, 1, 2)})
     notes = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert notes.kind == "ours"
@@ -479,12 +479,13 @@ def test_unloadable_shapes_are_written_as_a_headwise_folder(tmp_path: Path, here
     assert torch.equal(inputs_and_outputs(hw.load(tmp_path / "cut"))[1], inputs_and_outputs(net)[1])
 
 
-def test_a_loader_with_other_outputs_is_not_written(tmp_path, here, monkeypatch):
+def test_a_loader_with_other_outputs_is_not_written(tmp_path, monkeypatch):
     text = model_folder.LOADER_SOURCE.read_text().replace(
         "torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias"
     )
     (tmp_path / "wrong.txt").write_text(text)
-    monkeypatch.setattr(model_folder, "LOADER_SOURCE", tmp_path / "wrong.txt")
+    for module in (model_folder, transformers_loading):
+        monkeypatch.setattr(module, "LOADER_SOURCE", tmp_path / "wrong.txt")
     notes = model_folder.write_model_folder(
         cut("llama without the first", tmp_path / "source"),
         tmp_path / "source",
@@ -498,7 +499,7 @@ def test_a_loader_with_other_outputs_is_not_written(tmp_path, here, monkeypatch)
 # --- heads.json -----------------------------------------------------------------------------------
 
 
-def test_the_record_lists_the_steps_and_the_source(tmp_path: Path, here: None):
+def test_the_record_lists_the_steps_and_the_source(tmp_path: Path):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     model_folder.write_model_folder(
         net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}}
@@ -550,7 +551,7 @@ HARM: list[tuple[Harm, str]] = [
 ]
 
 
-def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path, here: None):
+def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     whole = {path: path.read_bytes() for path in (tmp_path / "cut").iterdir() if path.is_file()}
@@ -594,7 +595,7 @@ def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
         *(("os.fsync", 0), ("os.fsync", 3), ("os.rename", 0), ("folders_shards.save_file", 0)),
     ],
 )
-def test_a_failing_disk_leaves_no_folder(call, after, tmp_path, here, monkeypatch):
+def test_a_failing_disk_leaves_no_folder(call, after, tmp_path, monkeypatch):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     with monkeypatch.context() as patch:
         failing(call, after, patch)
@@ -605,7 +606,7 @@ def test_a_failing_disk_leaves_no_folder(call, after, tmp_path, here, monkeypatc
     model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
 
 
-def test_a_killed_export_leaves_no_folder(tmp_path: Path, here: None):
+def test_a_killed_export_leaves_no_folder(tmp_path: Path):
     """Nothing stands at the name asked for until all of it does."""
     net, points = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A}), (0, 2, 4)
     for point in points:

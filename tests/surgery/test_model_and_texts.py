@@ -23,7 +23,6 @@ from support.tiny_configs import model_config
 from support.transformers_models import ZOO, without_columns
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytestmark = pytest.mark.usefixtures("here")
 
 TEXTS = ["one text here", "another one", "a third text", "and a fourth", "five is here too"]
 PAIRS = [(text, text[::-1]) for text in TEXTS]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModel
 
 import headwise as hw
+from headwise.observe.inspect.model_tokenizer import with_tokenizer
 from headwise.surgery.verification.perplexity import (
     PerplexityOptions,
     compare_perplexity,
@@ -18,6 +19,7 @@ from headwise.surgery.verification.perplexity import (
     score_targets,
 )
 from headwise.util.errors import SpecError
+from support.byte_llama import build_byte_llama
 
 TEXT = "In the first place, a head reads what it is told to read. " * 3
 
@@ -25,16 +27,7 @@ TEXT = "In the first place, a head reads what it is told to read. " * 3
 @pytest.fixture(scope="module")
 def pair() -> tuple[Any, Any, Any]:
     """A random Llama of transformers, headwise's equal of it, and one with heads removed."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = build_byte_llama(259)
     pruned = hw.prune(model, 0.5, ["one text", "another one"], tokenizer="bytes")
     return model, pruned.before, pruned.after
 
@@ -79,6 +72,28 @@ def test_a_perplexity_is_the_mean_of_the_losses_of_transformers(
     assert row.before.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
     assert row.change.value == pytest.approx(row.after.value - row.before.value)
     assert row.change.low < row.change.value < row.change.high
+
+
+def test_a_model_of_transformers_has_the_perplexity_of_headwises(
+    pair: tuple[Any, Any, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text(TEXT)
+    model, before, _ = pair
+    options = PerplexityOptions(file, context=16, stride=5)
+    expected = compare_perplexity(before, before, options)
+    row = compare_perplexity(with_tokenizer(model, "bytes"), model, options)
+    assert row.name == expected.name
+    assert row.after == pytest.approx(expected.after, rel=1e-5)
+    rows = [list(TEXT.encode()[:n]) for n in (3, 17, 9)]
+    for one, other in zip(
+        *(score_targets(n, rows, [1, 5, 8]) for n in (model, before)), strict=True
+    ):
+        assert one.total == pytest.approx(other.total, abs=1e-4)
+        assert one[1:] == other[1:]
+    headless = AutoModel.from_config(model.config)
+    with pytest.raises(SpecError, match="LlamaModel is a model without such a head, and next tok"):
+        compare_perplexity(headless, headless, options)
 
 
 def test_padding_a_batch_changes_no_score(pair: tuple[Any, Any, Any]) -> None:

@@ -12,9 +12,9 @@ import torch
 
 import headwise as hw
 from headwise.surgery import DropHeads, HeadRanking, KeepOnePerCluster, KeepTop, PruningPlan
+from headwise.surgery.any_model import prune
 from headwise.surgery.attention_replacement import get_attention, remove_heads
 from headwise.surgery.head_selection import score_heads
-from headwise.surgery.pruning import prune
 from headwise.surgery.pruning_plan import list_units
 from support.importance_examples import (
     GPT2,

@@ -10,9 +10,9 @@ import torch
 
 import headwise as hw
 from headwise.surgery import HeadRanking, PruneToBudget, PruningBudget
+from headwise.surgery.any_model import prune
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.head_selection import count_cache_bytes, score_heads
-from headwise.surgery.pruning import prune
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.quality_metrics import measure_quality
 from support.importance_examples import GPT2, build_model, make_examples, with_random_biases

@@ -17,9 +17,9 @@ from headwise.hub.pretrained_models import copy_live_model
 from headwise.models import Transformer
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.surgery import DropHeads, Pool, ToLatent, ToMHA
+from headwise.surgery.any_model import convert, prune
 from headwise.surgery.attention_replacement import get_attention, remove_heads
-from headwise.surgery.conversion import convert
-from headwise.surgery.pruning import PruningResult, prune
+from headwise.surgery.pruning import PruningResult
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.model_comparison import compare_ablated, compare_outputs
 from headwise.surgery.verification.verify import (

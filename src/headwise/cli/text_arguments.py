@@ -6,14 +6,13 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..report.progress import ProgressReporter
 from ..report.render import to_text
-from ..report.text import format_number, format_seconds, wrap
+from ..report.text import format_seconds, wrap
 from .arguments import (
     TokenizerOptions,
     announce_placement,
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from ..models import Transformer
     from ..observe.head_analysis.annotated_examples import Example
     from ..surgery.model_and_texts import SurgeryResult
-    from ..surgery.module_surgery import ModuleChange
     from ..surgery.verification.efficiency import TimingOptions
     from ..surgery.verification.evaluation_tasks import EvaluationTasks
     from ..surgery.verification.perplexity import PerplexityOptions
@@ -151,7 +149,7 @@ def _read_aligned_pairs(model: Any, args: Any) -> Any:
 # pure distillation.
 LEARNING_RATE = 1e-3
 VERIFICATION_PASSES = 8  # over the texts: quality, ablated against removed heads, the written model
-LOADING_SECONDS = 10.0  # of the process in which transformers loads the written model
+LOADING_SECONDS = 10.0  # in which transformers is imported and loads the written model
 BATCH_SIZE = 64
 
 
@@ -280,7 +278,6 @@ class CompressionRun:
     def from_options(args: SurgeryOptions) -> CompressionRun:
         """Read the model and the texts. Writes nothing."""
         from ..hub.pretrained_models import find_model, load
-        from ..models import Transformer
         from ..training.data import make_task
         from ..util.errors import SpecError
 
@@ -303,9 +300,9 @@ class CompressionRun:
 
         choose_objective(model, args.objective, examples[0])
         pace = _timing_pace(args) if "seconds" in vars(args) else None
-        if pace is not None and isinstance(model, Transformer):
+        if pace is not None:
             fit_lengths(model, pace)
-        if "seconds" in vars(args) and isinstance(model, Transformer):
+        if "seconds" in vars(args):
             _check_judges(model, args)
         source = folder if isinstance(folder, Path) else None
         return CompressionRun(args, model, source, examples, examples, task, [*reading_notes])
@@ -385,23 +382,20 @@ class CompressionRun:
         """Say before the long steps if the folder will be a plain checkpoint; with --dry-run, print
         the plan, sizes and time too.
         """
+        from ..models import Transformer
         from ..observe.inspect.model_inputs import run_model
-        from ..surgery.hf_export.model_folder import (
-            forecast_folder,
-            is_transformers_folder,
-            list_plain_counts,
-        )
+        from ..surgery.hf_export.model_folder import list_plain_counts
         from ..surgery.verification.efficiency import compare_cost
         from ..surgery.verification.verify import cost_table
 
-        reason = ""
         text = "the folder will be one of headwise"
-        if self.source is not None and is_transformers_folder(self.source):
+        reason = result.forecast_folder(self.source)
+        if reason is not None:
             kind = "a plain transformers checkpoint"
-            reason = forecast_folder(result.after, self.source)
             end = f"not be {kind}, because {reason}" if reason else f"be {kind}"
             text = f"the folder will {end}"
-            if reason and self.args.command == "prune":
+            is_native = isinstance(self.net, Transformer)
+            if reason and is_native and self.source and self.args.command == "prune":
                 counts = list_plain_counts(result.before, self.source)
                 listed = " or ".join(map(str, counts))
                 remedy = f"equal numbers of heads would be one: --keep {listed}"
@@ -423,19 +417,13 @@ class CompressionRun:
         items = [*result.report_items, cost_table(costs), f"{text}; {end}; nothing was written"]
         print_page("\n\n".join(map(to_text, items)))
 
-    def finish(self, result: SurgeryResult | ModuleChange) -> int:
+    def finish(self, result: SurgeryResult) -> int:
         """Retrain the changed model if asked, write it with its verification report, print a
         summary, and return the exit code.
         """
         from ..surgery.model_and_texts import OutputFolder, write_and_verify
-        from ..surgery.module_surgery import ModuleChange
         from ..surgery.verification.verify import VerificationOptions, render_summary
 
-        if isinstance(result, ModuleChange) and self.args.dry_run:
-            print_page(f"{result}\n\nnothing was written")
-            return 0
-        if isinstance(result, ModuleChange):
-            return self._finish_module(result)
         args = self.args
         self._announce(result)
         if args.dry_run:
@@ -464,32 +452,6 @@ class CompressionRun:
         print_result(args, f"{render_summary(verification)}\n\n{more}", data)
         return 0 if verification.holds else 1
 
-    def _finish_module(self, result: ModuleChange) -> int:
-        """Write a changed transformers model, and print it with its quality before and after."""
-        from ..report.data import Table
-        from ..report.render import to_text
-        from ..surgery.verification.quality_metrics import describe_change, measure_quality
-
-        args = self.args
-        result = replace(result, notes=(*result.notes, *self.notes))
-        self.report_progress("comparing both models")
-        texts = self.verification_examples
-        before: Any = result.before
-        after: Any = result.after
-        quality = measure_quality(after, texts, args.objective, before)
-        written = result.save_pretrained(args.out, existing=args.existing)
-        self.report_progress("")
-        rows = list[tuple[str | None, ...]]()
-        for row in quality.rows:
-            value = None if row.before is None else format_number(row.before.value)
-            rows.append((row.name, value, format_number(row.after.value), describe_change(row)))
-        table = to_text(Table("", ("", "before", "after", "result"), rows))
-        note = "\n".join(wrap(written.summary, indent="  "))
-        data = result.record | {"quality": quality.data, "folder": written._asdict()}
-        notes = "\n".join(chain.from_iterable(wrap(line) for line in str(result).splitlines()))
-        print_result(args, "\n".join([notes, "", table, "", args.out, note]), data)
-        return 0
-
 
 def _load_unread(folder: Any, args: Any) -> Any:
     """Return a transformers model that headwise does not load as its own; None if it has no
@@ -504,7 +466,7 @@ def _load_unread(folder: Any, args: Any) -> Any:
         describe_heads(model)
     except SpecError:
         return None
-    for name in ("uptrain", "eval", "perplexity", "sweep"):
+    for name in ("uptrain", "sweep"):
         if vars(args).get(name):
             raise UsageError(
                 f"--{name} needs a model that headwise loads as its own, and "
@@ -521,7 +483,7 @@ def _perplexity(args: Any) -> PerplexityOptions | None:
     return PerplexityOptions(args.perplexity, args.context, args.stride)
 
 
-def _check_judges(model: Transformer, args: Any) -> None:
+def _check_judges(model: Any, args: Any) -> None:
     """Refuse --eval and --perplexity for models that they do not fit."""
     from ..surgery.verification.perplexity import check_decoder, check_perplexity
 

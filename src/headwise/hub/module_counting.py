@@ -12,11 +12,13 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..attention.interfaces.core_types import AxisLayout
@@ -268,12 +270,46 @@ def count_model(config: Any, name: str = "", reason: str = "") -> CountedModel:
     (1848, [24])
     """
     config = copy.deepcopy(config)  # transformers writes the chosen attention into it
+    reason = reason or f"headwise has no reader for {config.model_type!r}"
+    return _count(lambda: _build(config, name), config, name, reason)
+
+
+def count_module(model: Any) -> CountedModel:
+    """Describe a transformers model in memory, also one with other heads than its config says.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> net = GPT2Model(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=5, n_positions=48))
+    >>> count_module(net).parameters.total == sum(one.numel() for one in net.parameters())
+    True
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    memo: dict[int, Any] = {id(one): torch.empty_like(one, device="meta") for one in tensors}
+    for one in model.parameters():
+        memo[id(one)] = nn.Parameter(memo[id(one)], requires_grad=False)
+    empty = copy.deepcopy(model, memo).eval()
+
+    def build() -> nn.Module:
+        with suppress(ValueError):  # it computes attention itself
+            empty.set_attn_implementation(COUNTING)
+        return empty
+
+    return _count(build, empty.config, "", "FLOPs and cache")
+
+
+def _count(build: Callable[[], nn.Module], config: Any, name: str, reason: str) -> CountedModel:
+    """Describe the model that `build` returns for this config."""
     for part in (config, config.get_text_config()):
         if getattr(part, "use_cache", True) is False:  # as training leaves it
             part.use_cache = True
     recorder = Recorder({}, getattr(config.get_text_config(), "index_topk", None))
     with recording(recorder), without_warnings():
-        model = _build(config, name)
+        model: Any = build()
+        for module in model.modules():
+            if getattr(module, WARNING, None) is not None:
+                setattr(module, WARNING, lambda *_, **__: None)  # it reads values of ids
+        if model._can_set_experts_implementation():
+            # whose shapes do not depend on the router
+            model.set_experts_implementation("batched_mm")
         recorder.paths = {module: path for path, module in model.named_modules()}
         settings = TransformersConfig(config.to_dict(), config.model_type)
         stored = read_stored_format(settings)
@@ -282,7 +318,6 @@ def count_model(config: Any, name: str = "", reason: str = "") -> CountedModel:
         for path, parameter in model.named_parameters():
             weights[_weight_spec(_star(path), parameter, path in quantised)] += 1
         kind = type(model).__name__
-        reason = reason or f"headwise has no reader for {config.model_type!r}"
         notes = [f"{reason}: counted from {kind}"]
         components: list[Component] = []
         cores: list[CountedCore] = []
@@ -325,11 +360,6 @@ def _build(config: Any, name: str) -> nn.Module:
             f"{name or config.model_type}: transformers cannot build {model_class.__name__}: "
             f"{message}; correct config.json"
         )
-    for module in model.modules():
-        if getattr(module, WARNING, None) is not None:
-            setattr(module, WARNING, lambda *_, **__: None)  # it reads values of ids
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # whose shapes do not depend on the router
     return model
 
 

@@ -2,7 +2,7 @@
 pickles.
 
 All calls of transformers loaders are in this module, so that the protection is in one place. The
-scripts in `surgery.hf_export`, which run without headwise, repeat its arguments. Also reads
+script `load_model.txt`, which runs without headwise, repeats its arguments. Also reads
 tokenizers, special ids and class names of a folder.
 """
 

@@ -20,8 +20,9 @@ from ..observe.bundled_sample import TEXTS, load_sample_model
 from ..observe.head_analysis.rank_analysis import effective_rank, rank_one_residual
 from ..observe.inspect.ablation import ablate
 from ..observe.inspect.hooks import record_modules
+from ..surgery.any_model import convert
 from ..surgery.attention_replacement import AttentionChange, replace_attentions
-from ..surgery.conversion import Pool, ToCollaborative, convert
+from ..surgery.conversion import Pool, ToCollaborative, convert_native
 from ..surgery.model_and_texts import read_model_and_texts
 from .catalogue import ItemList, Outcome, judge, judge_condition
 from .measured_layers import make_layer, sample, weights_of
@@ -127,7 +128,7 @@ def pooled_heads(*, most: int = 3, least: int = 1) -> Outcome:
     expected = output_log_probs(net, inputs)
     numbers: dict[str, float] = {"uniform": math.log(expected.shape[-1])}
     for name, kv in (("most", most), ("least", least)):
-        pooled = convert(net, kv)
+        pooled = convert_native(read_model_and_texts(net, ()), Pool(kv))
         changes = {
             site: AttentionChange(layer.spec, _first_heads(net, site, kv))
             for site, layer in pooled.layers.items()
@@ -158,7 +159,7 @@ def aligned_heads(*, align: str = "both") -> Outcome:
     expected = output_log_probs(net, inputs)
     numbers: dict[str, float] = {}
     for name, choice in (("plain", "none"), ("aligned", align)):
-        result = convert(net, Pool(kv=3, align=choice), PAIRS)
+        result = convert_native(read_model_and_texts(net, PAIRS), Pool(kv=3, align=choice))
         numbers[name] = mean_divergence(expected, output_log_probs(result.after, inputs))
         if result.equivalent is not None:
             numbers["before"] = mean_divergence(

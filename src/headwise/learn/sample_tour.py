@@ -308,7 +308,7 @@ def prune_half_of_sample(tour: Tour) -> Section:
     original.
     """
     from ..surgery import HeadRanking, KeepTop
-    from ..surgery.pruning import prune
+    from ..surgery.any_model import prune
 
     net = load_sample_model()
     texts = make_examples(net, tour.scale.num_distillation_texts, "train")

@@ -39,7 +39,8 @@ from ..observe.inspect.adapters.known_interfaces import HeadwiseCall
 from ..observe.inspect.attention_sites import find_attention
 from ..observe.inspect.hooks import AttentionHook, run_observed
 from ..observe.inspect.site import ObservedCall
-from ..surgery.conversion import ALIGN_SIDES, Pool, convert
+from ..surgery.any_model import convert, prune
+from ..surgery.conversion import ALIGN_SIDES, Pool
 from ..surgery.head_selection import (
     RANKING_METHODS,
     HeadRanking,
@@ -47,7 +48,6 @@ from ..surgery.head_selection import (
     score_heads,
 )
 from ..surgery.l0_gates import GateTrainingOptions, KeepOpenGates
-from ..surgery.pruning import prune
 from ..training.data import Task, make_task
 from ..training.evaluation import sum_batch_metrics
 from ..training.loop import train

@@ -12,12 +12,11 @@ from typing import Any
 from torch import nn
 
 from ..util.errors import SpecError
-from . import conversion as native_conversion, pruning as native_pruning
-from .conversion import AttentionConversion, ConversionResult, read_conversion
+from .conversion import AttentionConversion, ConversionResult, convert_native, read_conversion
 from .head_selection import HeadSelection
-from .model_and_texts import UnreadModel, read_example
+from .model_and_texts import OriginalModel, UnreadModel, read_example, read_model_and_texts
 from .module_surgery import ModuleChange, convert_module, prune_module
-from .pruning import PruningResult, read_selection
+from .pruning import PruningResult, prune_native, read_selection
 
 
 def prune(
@@ -54,13 +53,13 @@ def prune(
     ... )
     ('7 of 8 heads kept, all but the listed heads', 70)
     """
+    strategy = read_selection(selection)
     try:
-        return native_pruning.prune(
-            model, selection, texts, fold=fold, tokenizer=tokenizer, log=log
-        )
+        opened = read_model_and_texts(model, texts, tokenizer)
     except UnreadModel as error:
         unread = error
-    strategy = read_selection(selection)
+    else:
+        return prune_native(opened, strategy, fold, log)
     if fold != "none" or not strategy.takes_any_model:
         what = f"fold={fold!r}" if fold != "none" else type(strategy).__name__
         raise SpecError(f"{what} needs a model that headwise loads as its own: {unread}")
@@ -70,7 +69,7 @@ def prune(
             raise SpecError(f"no head would be removed: {plan.summary}. Keep fewer heads")
         log("removing heads")
         change = prune_module(unread.model, plan.removed_heads, example)
-    return replace(change, plan=plan, notes=notes, tokenizer=tokenizer)
+    return replace(change, plan=plan, notes=notes, original=OriginalModel(unread.model, tokenizer))
 
 
 def convert(
@@ -104,12 +103,13 @@ def convert(
     ... )
     ([2, 2], ((0, 1), (2, 3)))
     """
+    strategy = read_conversion(conversion)
     try:
-        return native_conversion.convert(
-            model, conversion, texts, kind=kind, tokenizer=tokenizer, log=log
-        )
+        opened = read_model_and_texts(model, texts, tokenizer)
     except UnreadModel as error:
         unread = error
+    else:
+        return convert_native(opened, strategy, kind, log)
     with read_example(unread, texts, tokenizer) as (_, example, notes):
-        done = convert_module(unread.model, read_conversion(conversion), example, kind=kind)
-    return replace(done, notes=notes, tokenizer=tokenizer)
+        done = convert_module(unread.model, strategy, example, kind=kind)
+    return replace(done, notes=notes, original=OriginalModel(unread.model, tokenizer))

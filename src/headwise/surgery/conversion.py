@@ -8,11 +8,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention import head_axis_ops
 from ..attention.parts.collaborative import convert_to_collaborative
@@ -44,7 +43,7 @@ from .head_grouping import (
     permute_heads,
 )
 from .head_selection import DEFAULT_RANKING, HeadRanking, score_heads
-from .model_and_texts import SurgeryResult, read_model_and_texts
+from .model_and_texts import NativeResult, OpenedModel
 from .pruning_plan import count_heads
 from .verification.model_comparison import full_precision, parameter_dtype
 
@@ -291,7 +290,7 @@ MAX_STATISTICS = 2**26  # numbers of cross products collected in one pass over t
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ConversionResult(SurgeryResult):
+class ConversionResult(NativeResult):
     """Model before and after, and the converted layers before rounding to the model's dtype."""
 
     conversion: AttentionConversion
@@ -361,45 +360,21 @@ class ConversionResult(SurgeryResult):
         }
 
 
-def convert(
-    model: nn.Module | Path | str,
-    conversion: AttentionConversion | int,
-    texts: Any = (),
-    *,
+def convert_native(
+    opened: OpenedModel,
+    conversion: AttentionConversion,
     kind: str = "all",
-    tokenizer: object = None,
     log: Callable[[str], Any] = lambda _: None,
 ) -> ConversionResult:
-    """Return a converted copy of a model; an int is the number of key-value heads per layer, as in
-    `Pool`.
-
-    `texts` are needed by conversions that look at keys, values or importance. Model, texts and
-    tokenizer as in `hw.prune`; `model` is not changed. kind="self" or "cross" converts attentions
-    of one kind only. `save_pretrained` of the result writes the converted model.
-
-    >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}
-    ...     ),
-    ...     seed=0,
-    ... )
-    >>> done = convert(net, 2)
-    >>> (
-    ...     [spec.heads.kv for _, spec in done.after.spec.attention_specs()],
-    ...     done.groups["decoder.0.attention"],
-    ... )
-    ([2, 2], ((0, 1), (2, 3)))
-    """
-    original, net, examples, reading_notes = read_model_and_texts(model, texts, tokenizer)
-    strategy = read_conversion(conversion)
+    """Return the conversion of a model that headwise loads as its own, as by `hw.convert`."""
+    original, net, examples, reading_notes = opened
     sites = select_sites(net.spec.name, count_heads(net.spec), kind)
-    if strategy.needs_statistics and len(examples) < 2:
+    if conversion.needs_statistics and len(examples) < 2:
         raise SpecError(
             f"cannot collect keys and values from {len(examples)} texts. Give at least 2, or use "
             "align='none'"
         )
-    layers = _convert_layers(net, strategy, sites, examples, log)
+    layers = _convert_layers(net, conversion, sites, examples, log)
     after = replace_attentions(net, _attention_changes(layers, parameter_dtype(net)))
     notes = list[str]()
     for side, name in KV_NAMES.items():
@@ -413,7 +388,7 @@ def convert(
     for site, layer in layers.items():
         notes += [f"{site}: {note}" for note in layer.notes]
     notes += reading_notes
-    return ConversionResult(net, after, original, strategy, layers, tuple(notes))
+    return ConversionResult(net, after, original, conversion, layers, tuple(notes))
 
 
 def read_conversion(conversion: AttentionConversion | int) -> AttentionConversion:

@@ -9,14 +9,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..hub.pretrained_models import load, open_model
+from ..hub.pretrained_models import load, load_original, open_model
 from ..hub.transformers_loading import read_live_processor
 from ..models import Transformer
 from ..models.model_spec.serialization import TOKENIZER_FILE
@@ -32,12 +32,15 @@ from ..util.output_paths import Existing, check_output, stage_folder
 from .attention_replacement import to_native_model
 from .hf_export.model_folder import (
     COMPRESSED_MODEL,
-    NO_FILES,
+    OutputFolder,
     WrittenFolder,
     copy_companions,
+    forecast_folder,
+    is_transformers_folder,
     write_model_folder,
 )
 from .pruning_plan import fingerprint_model
+from .verification.model_comparison import is_language_model, random_ids
 from .verification.verify import VerificationOptions, VerificationReport, verify, write_verification
 
 
@@ -48,6 +51,17 @@ class OriginalModel(NamedTuple):
     tokenizer: object = None
 
 
+class OpenedModel(NamedTuple):
+    """A model as the caller gave it, the headwise model equal to it, texts as its examples, and
+    notes on skipped texts.
+    """
+
+    original: OriginalModel
+    net: Transformer
+    examples: list[Example]
+    notes: tuple[str, ...]
+
+
 class UnreadModel(SpecError):
     """Raised for a transformers model that headwise does not load as its own, with the reason."""
 
@@ -56,11 +70,9 @@ class UnreadModel(SpecError):
         self.model = model
 
 
-def read_model_and_texts(
-    model: Any, texts: Any, tokenizer: object = None
-) -> tuple[OriginalModel, Transformer, list[Example], tuple[str, ...]]:
-    """Return a headwise or transformers model, a headwise model equal to it, the texts as examples,
-    and notes on skipped texts.
+def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> OpenedModel:
+    """Return a headwise or transformers model with its texts; raises UnreadModel for a transformers
+    model that headwise does not load as its own.
     """
     model = open_model(model)
     config = getattr(model, "config", None)
@@ -82,13 +94,13 @@ def read_model_and_texts(
     if net is model:
         with text_reader(net, tokenizer) as reader:
             assert isinstance(reader, Transformer)
-            return original, reader, *read_texts(reader, texts)
+            return OpenedModel(original, reader, *read_texts(reader, texts))
     has_strings = isinstance(texts, str) or (
         isinstance(texts, (list, tuple)) and any(not isinstance(item, Example) for item in texts)
     )
     needed = "required" if tokenizer is not None or has_strings else "if it fits"
     net.usage = read_live_processor(model, net.spec, tokenizer, needed)
-    return original, net, *read_texts(net, texts)
+    return OpenedModel(original, net, *read_texts(net, texts))
 
 
 @contextmanager
@@ -107,23 +119,13 @@ def read_example(
                 "images, or hw.Example({name: tensor}, {}) in a list"
             )
         example: Any = examples[0].model_inputs if examples else random_ids(model)
-        reason = str(unread).removeprefix("config: ").partition(";")[0]
-        yield examples, example, (*notes, f"changed as a model of transformers: {reason}")
+        yield examples, example, (*notes, MODULE_NOTE)
 
 
-def is_language_model(model: Any) -> bool:
-    """Return True if token ids are all that a transformers model needs."""
-    has_images = getattr(model.config, "vision_config", None) is not None
-    return model.main_input_name == "input_ids" and not has_images
-
-
-def random_ids(model: Any) -> dict[str, Tensor]:
-    """Return token ids for a language model of transformers."""
-    count = min(int(model.config.get_text_config().vocab_size), 1000)
-    ids = torch.randint(count, (1, 16), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(get_device(model))
-    names = ["input_ids", *(["decoder_input_ids"] if model.config.is_encoder_decoder else [])]
-    return dict.fromkeys(names, ids)
+MODULE_NOTE = (
+    "changed as a module of transformers, because headwise does not load this model as its own: "
+    "retraining and folding are not available"
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -134,8 +136,8 @@ class SurgeryResult(NotebookResult):
     `VerificationOptions` that check it.
     """
 
-    before: Transformer
-    after: Transformer
+    before: Any
+    after: Any
     original: OriginalModel
 
     @property
@@ -152,39 +154,89 @@ class SurgeryResult(NotebookResult):
     def verification_options(self) -> dict[str, Any]: ...
 
     @property
+    @abstractmethod
+    def head_rows(self) -> list[tuple[str, int, int, int, int]]:
+        """Each attention with its query heads before and after, and its key-value heads."""
+
+    @abstractmethod
+    def write_folder(
+        self, after: Any, target: OutputFolder, record: Mapping[str, Any]
+    ) -> WrittenFolder:
+        """Write `after`, the changed model that was perhaps retrained, to a folder."""
+
+    @abstractmethod
+    def forecast_folder(self, source: Path | None) -> str | None:
+        """Return why the folder will not be a plain checkpoint of transformers, "" if it will be
+        one; None if it will be one of headwise, as `source`, the folder of the original, is.
+        """
+
+    @property
+    def removed_params(self) -> int:
+        """Number of parameters of the model less that of the copy."""
+        sizes = [sum(one.numel() for one in net.parameters()) for net in (self.before, self.after)]
+        return sizes[0] - sizes[1]
+
+    @property
     def report_items(self) -> Sequence[Item]:
         """The query heads and key-value heads of every attention, before and after."""
-        after = {site: spec.heads for site, spec in self.after.spec.attention_specs()}
-        rows: list[tuple[str | int, ...]] = []
-        for site, spec in self.before.spec.attention_specs():
-            q, kv = (after[site].q, after[site].kv) if site in after else (0, 0)
-            rows.append((site, spec.heads.q, q, spec.heads.kv, kv))
         title, *notes = str(self).splitlines()
         columns = ("site", "heads", "heads after", "KV heads", "KV heads after")
-        return [Table(title, columns, rows, notes)]
+        return [Table(title, columns, self.head_rows, notes)]
 
     @property
     def record(self) -> dict[str, Any]:
         """The change, and the fingerprint of the model that it was made to, for heads.json."""
         return self.data | {"model": fingerprint_model(self.before)}
 
-    def save_pretrained(self, folder: Path | str) -> WrittenFolder:
+    def save_pretrained(
+        self, folder: Path | str, *, existing: Existing = "refuse"
+    ) -> WrittenFolder:
         """Write the changed model to a new folder, with its tokenizer and the change in heads.json.
 
         The folder of a transformers model is one that transformers loads, if its layers can be
         described or resized; `summary` of the result names the kind of folder. Uses the weights in
         memory, not the weights in the original folder.
         """
-        check_output(folder, COMPRESSED_MODEL)
+        check_output(folder, COMPRESSED_MODEL, existing)
+        target = OutputFolder(Path(folder), existing)
+        return self.write_folder(self.after, target, self.record)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NativeResult(SurgeryResult):
+    """A change of a model that headwise loads as its own."""
+
+    before: Transformer
+    after: Transformer
+
+    @property
+    def head_rows(self) -> list[tuple[str, int, int, int, int]]:
+        after = {site: spec.heads for site, spec in self.after.spec.attention_specs()}
+        rows = list[tuple[str, int, int, int, int]]()
+        for site, spec in self.before.spec.attention_specs():
+            q, kv = (after[site].q, after[site].kv) if site in after else (0, 0)
+            rows.append((site, spec.heads.q, q, spec.heads.kv, kv))
+        return rows
+
+    def forecast_folder(self, source: Path | None) -> str | None:
+        if source is None or not is_transformers_folder(source):
+            return None
+        return forecast_folder(self.after, source)
+
+    def write_folder(
+        self, after: Any, target: OutputFolder, record: Mapping[str, Any]
+    ) -> WrittenFolder:
         original = self.original.model
-        if isinstance(original, Transformer):
-            return write_model_folder(self.after, None, folder, self.record)
+        path, existing, source, extra_files = target
+        write = partial(write_model_folder, after, existing=existing, extra_files=extra_files)
+        if source is not None or isinstance(original, Transformer):
+            return write(source, path, record)
         with TemporaryDirectory() as temporary:
             source = Path(temporary)
-            _save_original(original, self.original.tokenizer, self.after, source)
-            written = write_model_folder(self.after, source, folder, self.record)
+            _save_original(original, self.original.tokenizer, after, source)
+            written = write(source, path, record)
         if written.kind == "ours":
-            warnings.warn(f"{folder} is not for transformers. {written.summary}", stacklevel=2)
+            warnings.warn(f"{target.path} is not for transformers. {written.summary}", stacklevel=2)
         return written
 
 
@@ -217,20 +269,9 @@ def split_examples(
     return selection, verification, [*(f"{use} {end}" for use in uses), *distinct.notes]
 
 
-class OutputFolder(NamedTuple):
-    """A folder for a changed model: its path, what happens to an earlier one, the folder of the
-    original (None: it was built in memory), and other files by name.
-    """
-
-    path: Path
-    existing: Existing = "refuse"
-    source: Path | None = None
-    extra_files: Mapping[str, bytes] = NO_FILES
-
-
 def write_and_verify(
     result: SurgeryResult,
-    after: Transformer,
+    after: Any,
     examples: Sequence[Example],
     options: VerificationOptions,
     folder: OutputFolder,
@@ -244,12 +285,16 @@ def write_and_verify(
     """
     with stage_folder(folder.path, COMPRESSED_MODEL, folder.existing) as staged:
         log("writing the model")
-        written = write_model_folder(
-            after, folder.source, staged, record, extra_files=folder.extra_files
-        )
+        target = folder._replace(path=staged, existing="refuse")
+        written = result.write_folder(after, target, record)
         device = get_device(after)
-        exports = {"headwise.load of the written folder": lambda: load(staged, device=device)}
-        options = replace(options, exports=exports, **result.verification_options)
+        is_native = isinstance(after, Transformer)
+        load_folder = load if is_native else load_original
+        name = f"{'headwise.load' if is_native else 'transformers'} of the written folder"
+        checks = result.verification_options
+        exports = {name: lambda: load_folder(staged, device=device)}
+        checks["exports"] = exports | checks.get("exports", {})
+        options = replace(options, **checks)
         verification = verify(result.before, after, examples, options, log)
         log("writing the report")
         write_verification(verification, staged)

@@ -11,7 +11,7 @@ weight is read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from torch.nn.utils import parametrize
 
 from ..observe.inspect.abilities import kv_sharing_reason, unprunable_reason
 from ..observe.inspect.ablation import HeadRef, ablate, group_by_site
+from ..observe.inspect.adapters.declarations import copy_declared
 from ..observe.inspect.attention_sites import find_attention
 from ..observe.inspect.model_inputs import ModelInputs, prepare_inputs
 from ..observe.inspect.site import Site
 from ..util.errors import SpecError, pluralise
-from ..util.output_paths import Existing
 from .conversion import AttentionConversion, Pool, ToMHA, read_conversion, select_sites
 from .declared_projections import declared_rows, find_projections, list_projections
 from .head_entries import (
@@ -42,8 +42,14 @@ from .head_entries import (
     with_biases,
 )
 from .head_grouping import HeadGroups, group_adjacent_heads
-from .hf_export.model_folder import WrittenFolder
-from .hf_export.module_folder import ChangedModels, OutputTarget, write_module_folder
+from .hf_export.model_folder import OutputFolder, WrittenFolder
+from .hf_export.module_folder import (
+    ChangedModels,
+    find_config,
+    with_plain_parameters,
+    write_module_folder,
+)
+from .model_and_texts import OriginalModel, SurgeryResult
 from .model_outputs import ResultCheck, run_and_record
 from .pruning_plan import HeadId, PruningPlan
 from .resized_attention import (
@@ -57,30 +63,29 @@ from .resized_attention import (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class ModuleChange:
+@dataclass(frozen=True, eq=False, repr=False)
+class ModuleChange(SurgeryResult):
     """The changed copy of a model, and the largest difference on the example from what it must
     equal, relative to the largest output.
 
     `removed_params` is negative if parameters were added. `removed_heads` lists pruned heads,
     `groups` the averaged key-value heads by site. `counts` are the heads of every site before and
-    after, `inputs` the example. `hw.prune` adds its plan, and the caller's tokenizer.
+    after, `inputs` the example. `equal_heads` are tensors with equal heads in each group, with
+    which the model before must equal the converted one. `hw.prune` adds its plan, and the caller's
+    tokenizer.
     """
 
-    before: nn.Module
-    after: nn.Module
     difference: float
     inputs: ModelInputs
     counts: Mapping[str, tuple[Site, HeadCounts, HeadCounts]]
     removed_heads: tuple[HeadId, ...] = ()
     groups: Mapping[str, HeadGroups] = field(default_factory=dict)
+    equal_heads: Mapping[str, Tensor] = field(default_factory=dict)
     plan: PruningPlan | None = None
     notes: tuple[str, ...] = ()
-    tokenizer: object = None
 
     @property
     def summary(self) -> str:
-        """The change in one clause."""
         if self.plan is not None:
             return self.plan.summary
         changed = sum(old != new for _, old, new in self.counts.values())
@@ -98,15 +103,31 @@ class ModuleChange:
         return "\n".join([first, *plan_notes, *self.notes, checked])
 
     @property
-    def removed_params(self) -> int:
-        """Number of parameters of the model less that of the copy."""
-        before = sum(parameter.numel() for parameter in self.before.parameters())
-        after = sum(parameter.numel() for parameter in self.after.parameters())
-        return before - after
+    def head_rows(self) -> list[tuple[str, int, int, int, int]]:
+        rows = list[tuple[str, int, int, int, int]]()
+        for name, (_, old, new) in self.counts.items():
+            rows.append((name, old.heads, new.heads, old.kv_heads, new.kv_heads))
+        return rows
 
     @property
-    def record(self) -> dict[str, Any]:
-        """The change as JSON-serialisable values, for heads.json."""
+    def verification_options(self) -> dict[str, Any]:
+        keep = dict[str, tuple[int, ...]]()
+        for name in dict.fromkeys(name for name, _ in self.removed_heads):
+            heads = range(self.counts[name][1].heads)
+            keep[name] = tuple(head for head in heads if (name, head) not in self.removed_heads)
+        references = {"the model before, with equal heads in each group": self._with_equal_heads}
+        return {"keep": keep, "exports": references if self.groups else {}}
+
+    def _with_equal_heads(self) -> nn.Module:
+        """Return a copy of the model before with `equal_heads`."""
+        reference = copy_declared(self.before)
+        for name, tensor in self.equal_heads.items():
+            reference.get_parameter(name).data = tensor
+        return reference
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The change as JSON-serialisable values."""
         heads = {name: list(map(list, pair)) for name, (_, *pair) in self.counts.items()}
         return {
             "operation": "convert" if self.groups else "prune",
@@ -118,15 +139,15 @@ class ModuleChange:
             "notes": [*self.notes, *(() if self.plan is None else self.plan.notes)],
         }
 
-    def save_pretrained(
-        self, folder: Path | str, *, existing: Existing = "refuse"
+    def forecast_folder(self, source: Path | None) -> str | None:
+        after, is_stored_once = with_plain_parameters(self.before, self.after)
+        return "" if is_stored_once else find_config(after, self.counts)[1]
+
+    def write_folder(
+        self, after: Any, target: OutputFolder, record: Mapping[str, Any]
     ) -> WrittenFolder:
-        """Write a changed transformers model to a new folder that transformers loads: a plain
-        checkpoint if a config describes it, else with a loader script.
-        """
-        models = ChangedModels(self.before, self.after, self.tokenizer)
-        target = OutputTarget(Path(folder), existing, self.record)
-        return write_module_folder(models, self.counts, self.inputs, target)
+        models = ChangedModels(self.before, after, self.original.tokenizer)
+        return write_module_folder(models, self.counts, self.inputs, target, record)
 
 
 # --- Verbs ----------------------------------------------------------------------------------------
@@ -192,7 +213,8 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
             f"cannot prune {names[0][0]}: {reason}; ablate them instead (hw.ablate)"
         ) from error
     every = _count_all(model, sites, counts)
-    return ModuleChange(model, after, difference, inputs, every, removed_heads=names)
+    original = OriginalModel(model)
+    return ModuleChange(model, after, original, difference, inputs, every, removed_heads=names)
 
 
 PRUNING_REMEDY = (
@@ -279,7 +301,9 @@ def convert_module(
         after = share_entries(model, shared)  # its forward needs all entries
         difference = check.compare(after)
     every = _count_all(model, sites, counts)
-    return ModuleChange(model, after, difference, inputs, every, groups=groups)
+    original = OriginalModel(model)
+    changed = ModuleChange(model, after, original, difference, inputs, every, groups=groups)
+    return replace(changed, equal_heads=equal_heads)
 
 
 def _group_heads(name: str, old: HeadCounts, strategy: AttentionConversion) -> HeadGroups:

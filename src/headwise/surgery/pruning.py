@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.devices import exact_device, to_float64
 from ..models import Transformer
@@ -24,10 +23,7 @@ from .attention_replacement import (
     remove_heads,
 )
 from .head_selection import HeadSelection, KeepTop
-from .model_and_texts import (
-    SurgeryResult,
-    read_model_and_texts,
-)
+from .model_and_texts import NativeResult, OpenedModel
 from .pruning_plan import HeadId, PruningPlan
 from .verification.model_comparison import full_precision, parameter_dtype
 
@@ -120,7 +116,7 @@ def read_selection(selection: HeadSelection | float) -> HeadSelection:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PruningResult(SurgeryResult):
+class PruningResult(NativeResult):
     """Model before and after pruning, the plan, and the constants that replace removed heads.
 
     `removal_source` is the model before removal: `before`, unless the selection trained it
@@ -159,29 +155,19 @@ class PruningResult(SurgeryResult):
         return {"operation": "prune", "fold": self.fold, **self.plan.data}
 
     def __str__(self) -> str:
-        size_before = sum(p.numel() for p in self.before.parameters())
-        size_after = sum(p.numel() for p in self.after.parameters())
-        saved = f"{size_before - size_after:,} of {size_before:,} parameters removed"
+        size = sum(parameter.numel() for parameter in self.before.parameters())
+        saved = f"{self.removed_params:,} of {size:,} parameters removed"
         return "\n".join(
             [f"{self.before.spec.name}: {self.plan.summary}; {saved}", *self.plan.notes]
         )
 
 
-def prune(
-    model: nn.Module | Path | str,
-    selection: HeadSelection | float,
-    texts: Any = (),
-    *,
-    fold: str = "none",
-    tokenizer: object = None,
-    log: Callable[[str], Any] = lambda _: None,
+def prune_native(
+    opened: OpenedModel, selection: HeadSelection, fold: str, log: Callable[[str], Any]
 ) -> PruningResult:
-    """Return a copy of a model without the heads that `selection` removes, as `hw.prune` does for
-    models that headwise loads as its own; raises UnreadModel for others.
-    """
-    strategy = read_selection(selection)
-    original, net, examples, notes = read_model_and_texts(model, texts, tokenizer)
-    source, plan = strategy.prepare(net, examples, log)
+    """Return the pruning of a model that headwise loads as its own, as by `hw.prune`."""
+    original, net, examples, notes = opened
+    source, plan = selection.prepare(net, examples, log)
     plan = replace(plan, notes=(*plan.notes, *notes))
     if not plan.removed_heads:
         raise SpecError(f"no head would be removed: {plan.summary}. Keep fewer heads")

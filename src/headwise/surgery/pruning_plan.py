@@ -279,8 +279,8 @@ def list_rounded_shares(
 # --- Model fingerprints ---------------------------------------------------------------------------
 
 
-def fingerprint_model(net: Transformer) -> str:
-    """Return the SHA-256 of a model's spec and tensors, in hexadecimal.
+def fingerprint_model(net: nn.Module) -> str:
+    """Return the SHA-256 of a model's spec (or the name of its class) and tensors, in hexadecimal.
 
     >>> import headwise as hw
     >>> small = hw.families.read_model_spec(
@@ -290,7 +290,8 @@ def fingerprint_model(net: Transformer) -> str:
     >>> [fingerprint_model(net) == fingerprint_model(nets[0]) for net in nets]
     [True, True, False]
     """
-    digest = hashlib.sha256(to_json(net.spec).encode())
+    description = to_json(net.spec) if isinstance(net, Transformer) else type(net).__name__
+    digest = hashlib.sha256(description.encode())
     for name, tensor in net.state_dict().items():
         digest.update(f"{name} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -100,7 +100,8 @@ def _read_pruning(model: OpenModel, name: str, arguments: Any) -> Change:
     cluster in `clusters`.
     """
     from ..surgery import DropHeads, HeadRanking, HeadSelection, KeepOnePerCluster, KeepTop
-    from ..surgery.pruning import list_text_uses, prune
+    from ..surgery.any_model import prune
+    from ..surgery.pruning import list_text_uses
 
     values = {name: field.get(model, name, arguments) for name, field in PRUNING.items()}
     chosen = [name for name in SELECTIONS if values[name]]
@@ -144,7 +145,7 @@ FORM = choice(tuple(CONVERSION_FORMS))
 
 def _read_conversion(model: OpenModel, name: str, arguments: Any) -> Change:
     """Read the target form, its numbers, and the kind of attention."""
-    from ..surgery.conversion import convert
+    from ..surgery.any_model import convert
 
     form = FORM.get(model, "form", arguments)
     where = text("all").get(model, "where", arguments)

@@ -11,7 +11,7 @@ from itertools import accumulate, chain, compress, groupby
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...attention.masking.sequence_info import SequenceInfo
 from ...kernels.counter_rng import RandomStream
@@ -217,7 +217,7 @@ def run_decode_steps(
 
 
 @contextmanager
-def eval_mode(net: Transformer) -> Iterator[None]:
+def eval_mode(net: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; restores the training flags afterwards."""
     training = [module for module in net.modules() if module.training]
     try:

@@ -1,5 +1,5 @@
 """Folders of pruned and converted models: config.json, weights, and heads.json with a record of the
-changes. A folder is checked by loading it with transformers in a process without headwise.
+changes. A folder is checked by loading it with transformers.
 """
 
 from __future__ import annotations
@@ -7,15 +7,12 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from ... import models
@@ -23,11 +20,15 @@ from ...attention.head_axis_ops import keep_heads
 from ...attention.spec.attention_spec import AttentionSpec
 from ...attention.spec.heads import Heads
 from ...hub.checkpoint_weights import open_folder
+from ...hub.counting_runs import without_warnings
 from ...hub.pretrained_models import CONFIG_FILE, load_transformers_folder
 from ...hub.transformers_loading import (
     LOADER_SOURCE,
     check_config_values,
+    load_model,
+    load_resized,
     remove_code_settings,
+    without_hub_kernels,
 )
 from ...models import Transformer
 from ...models.families import get_weight_names, read_model_spec, write_config
@@ -47,9 +48,9 @@ from ...models.model_spec.serialization import (
 from ...observe.inspect.model_tokenizer import find_model_folder
 from ...util.errors import SpecError, pluralise
 from ...util.files import sha256, sync_folder
-from ...util.output_paths import FolderKind, stage_folder
-from ...util.python_processes import python_command
+from ...util.output_paths import Existing, FolderKind, stage_folder
 from ..attention_replacement import get_attention_parameters, replace_specs
+from ..model_outputs import largest_difference
 from ..verification.model_comparison import (
     OUTPUT_TOLERANCE,
     cast_model,
@@ -234,6 +235,7 @@ def write_model_folder(
     folder: Path | str,
     record: Mapping[str, Any],
     *,
+    existing: Existing = "refuse",
     extra_files: Mapping[str, bytes] = NO_FILES,
 ) -> WrittenFolder:
     """Write a pruned or converted model to a new folder, with `record`, the changes made, in
@@ -257,26 +259,50 @@ def write_model_folder(
     ...     )
     ours README.md config.json heads.json headwise.toml model.safetensors
     """
-    with stage_folder(folder, COMPRESSED_MODEL) as fresh:
-        source_hashes = hash_source_files(source)
-        kind, sentence, extra_document = _write_first_kind(net, source, fresh)
-        for name, data in extra_files.items():
-            (fresh / name).write_bytes(data)
+    return write_changed_folder(
+        OutputFolder(Path(folder), existing, source, extra_files),
+        record,
+        lambda fresh: _write_first_kind(net, source, fresh),
+    )
+
+
+class OutputFolder(NamedTuple):
+    """A folder for a changed model: its path, what happens to an earlier one, the folder of the
+    original (None: it was built in memory), and other files by name.
+    """
+
+    path: Path
+    existing: Existing = "refuse"
+    source: Path | None = None
+    extra_files: Mapping[str, bytes] = NO_FILES
+
+
+def write_changed_folder(
+    target: OutputFolder,
+    record: Mapping[str, Any],
+    write: Callable[[Path], tuple[str, str, dict[str, Any]]],
+) -> WrittenFolder:
+    """Write a folder with `record` in its heads.json; `write` fills it, and returns its kind, a
+    sentence and additions to heads.json.
+    """
+    with stage_folder(target.path, COMPRESSED_MODEL, target.existing) as fresh:
+        source_hashes = hash_source_files(target.source)
+        kind, sentence, additions = write(fresh)
         paths = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
-        files = {path.relative_to(fresh).as_posix(): path for path in paths}
+        files = {path.relative_to(fresh).as_posix(): sha256(path) for path in paths}
+        for name, data in target.extra_files.items():
+            (fresh / name).write_bytes(data)
         document = {
             "format": RECORD_FORMAT,
             "kind": kind,
             "sentence": sentence,
             "change": dict(record),
             "source": source_hashes,
-            **extra_document,
-            "files": {
-                name: sha256(path) for name, path in files.items() if name not in extra_files
-            },
+            **additions,
+            "files": files,
         }
         _write_json(fresh / RECORD_FILE, document)
-    return WrittenFolder(kind, sentence, (*files, RECORD_FILE))
+    return WrittenFolder(kind, sentence, (*files, *target.extra_files, RECORD_FILE))
 
 
 def _list_written_names(folder: Path) -> set[str]:
@@ -364,11 +390,7 @@ def _write_first_kind(
         except SpecError as error:
             check = LoadCheck(False, 0, str(error))
         if check.agrees:
-            sentence = (
-                "A transformers checkpoint: config.json describes every layer, and "
-                "AutoModel.from_pretrained loads it."
-            )
-            return "transformers", sentence, {"checked": check.message}
+            return "transformers", PLAIN_SENTENCE, {"checked": check.message}
         shutil.rmtree(fresh)
         # transformers, whose import takes seconds, is asked for another config only after a failure
         rejected = keys
@@ -382,28 +404,45 @@ def _write_first_kind(
         "constants": {name: tensor.tolist() for name, tensor in extra_constants.items()},
         "unused_tensors": rewrite.unused_tensors,
     }
-    failure = _add_loader(fresh, rewrite, net, additions)
+    failure = _add_checked_loader(fresh, rewrite, net, additions)
     if failure:
         shutil.rmtree(fresh)
         return write_native(f"because {reason}, and {failure}")
-    not_plain = f"Not a plain transformers checkpoint, because {reason}; load it with headwise.load"
-    return "resized", f"{not_plain} or {LOADER_NAME}.", additions
+    return "resized", describe_resized(reason, "headwise.load"), additions
 
 
 LOADER_NAME = "load_model.py"
+PLAIN_SENTENCE = (
+    "A transformers checkpoint: config.json describes every layer, and AutoModel.from_pretrained "
+    "loads it."
+)
 
 
-def _add_loader(
+def describe_resized(reason: str, loaders: str) -> str:
+    """Return the sentence of a folder with a loader script."""
+    not_plain = f"Not a plain transformers checkpoint, because {reason}"
+    return f"{not_plain}; load it with {loaders} or {LOADER_NAME}."
+
+
+def add_loader(folder: Path, draft: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the loader script to a folder, and a draft of heads.json for it; return the entry of the
+    script in heads.json.
+    """
+    loader = folder / LOADER_NAME
+    loader.write_bytes(LOADER_SOURCE.read_bytes())
+    sync_folder(loader)
+    text = json.dumps({"format": RECORD_FORMAT, "kind": "resized", **draft})
+    (folder / RECORD_FILE).write_text(text, encoding="utf-8")
+    return {"loader": {"name": LOADER_NAME, "sha256": sha256(loader)}}
+
+
+def _add_checked_loader(
     folder: Path, rewrite: ShardRewrite, net: Transformer, additions: dict[str, Any]
 ) -> str:
     """Add the loader script to a folder with written weights, and its arguments to `additions`;
     return why it does not work, or "".
     """
-    loader = folder / LOADER_NAME
-    loader.write_bytes(LOADER_SOURCE.read_bytes())
-    sync_folder(loader)
-    draft = {"format": RECORD_FORMAT, "kind": "resized"} | additions
-    (folder / RECORD_FILE).write_text(json.dumps(draft), encoding="utf-8")
+    loader = add_loader(folder, additions)
     try:
         candidates = list_module_changes(folder, rewrite)
         check = check_load(folder, net, rewrite.form, candidates)
@@ -412,8 +451,7 @@ def _add_loader(
     (folder / RECORD_FILE).unlink()
     if not check.agrees:
         return f"its loader script failed ({check.message})"
-    additions |= {"modules": candidates[check.candidate], "checked": check.message}
-    additions |= {"loader": {"name": LOADER_NAME, "sha256": sha256(loader)}}
+    additions |= {"modules": candidates[check.candidate], "checked": check.message, **loader}
     return ""
 
 
@@ -464,70 +502,6 @@ def _write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 INPUT_LENGTH = 9
-TIMEOUT_SECONDS = 900
-
-# Script of the process that loads the folder. Arguments: folder, file of inputs and outputs, and
-# file of candidate changes, which are tried in order.
-DRIVER = """
-import importlib.util, json, pathlib, sys
-sys.modules["headwise"] = None
-import torch, transformers
-from safetensors.torch import load_file
-transformers.utils.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(1)
-folder = sys.argv[1]
-data = load_file(sys.argv[2])
-options = json.loads(pathlib.Path(sys.argv[3]).read_text())
-
-def load_plain(_):
-    safe = {"trust_remote_code": False, "use_safetensors": True, "attn_implementation": None}
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
-    model, info = kind.from_pretrained(
-        folder, config=config, output_loading_info=True, dtype=torch.float32,
-        local_files_only=True, **safe,
-    )
-    missing = [*info["missing_keys"], *info["mismatched_keys"]]
-    if missing:
-        raise ValueError(f"{missing[0]} is not loaded")
-    return model.eval()
-
-def load_with_script(modules):
-    spec = importlib.util.spec_from_file_location("load_model", f"{folder}/load_model.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script.load(folder, modules=modules, dtype=torch.float32)
-
-def max_relative_difference(model):
-    inputs = {name[3:]: value for name, value in data.items() if name.startswith("in.")}
-    expected = {name[4:]: value for name, value in data.items() if name.startswith("out.")}
-    with torch.no_grad():
-        outputs = model(**inputs)
-        shapes = {name: getattr(value, "shape", None) for name, value in outputs.items()}
-        shared = [name for name, value in expected.items() if shapes.get(name) == value.shape]
-        if not shared:
-            outputs = model.base_model(**inputs)
-            shared = ["last_hidden_state"]
-    largest = 0.0
-    for name in shared:
-        difference = (outputs[name] - expected[name]).abs().max()
-        largest = max(largest, float(difference / expected[name].abs().max()))
-    return largest
-
-match, errors = None, []
-for number, modules in enumerate(options["modules"] or [None]):
-    try:
-        load = load_with_script if options["modules"] else load_plain
-        difference = max_relative_difference(load(modules))
-        if difference <= options["tolerance"]:
-            match = [number, difference]
-            break
-        errors.append(f"outputs differ by {difference:.1e} of the largest output")
-    except Exception as error:
-        errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-print("RESULT", json.dumps({"match": match, "errors": errors}))
-"""
 
 
 class LoadCheck(NamedTuple):
@@ -556,54 +530,52 @@ def check_load(
         if other is None or not torch.equal(other, tensor.cpu().to(other.dtype)):
             raise SpecError(f"{name} differs after reading the folder back")
     on_cpu = net if next(net.parameters()).device.type == "cpu" else copy.deepcopy(net).cpu()
-    expected = _sample_inputs_and_outputs(
+    inputs, expected = _sample_inputs_and_outputs(
         cast_model(on_cpu, torch.float32, stored=parameter_dtype(reloaded))
     )
     del reloaded, read_back
-    with tempfile.TemporaryDirectory() as temporary:
-        data = f"{temporary}/data.safetensors"
-        options = Path(temporary, "options.json")
-        Path(data).write_bytes(save(expected))
-        options.write_text(json.dumps({"modules": list(candidates), "tolerance": OUTPUT_TOLERANCE}))
-        return _run_loader(
-            python_command("-I", "-B", "-c", DRIVER, str(folder), data, str(options))
-        )
+    error = ""
+    for number, modules in enumerate(candidates or [None]):
+        try:
+            with without_warnings(), without_hub_kernels():
+                loaded: Any = (
+                    load_model(folder, torch.float32)
+                    if modules is None
+                    else load_resized(folder, modules, dtype=torch.float32)
+                )
+            difference = _compare_named_outputs(loaded, inputs, expected)
+        except Exception as failure:  # transformers may raise anything
+            message = " ".join(str(failure).split())[:200]
+            error = error or f"{type(failure).__name__}: {message}"
+            continue
+        if difference <= OUTPUT_TOLERANCE:
+            message = "loaded by transformers, outputs differ by"
+            return LoadCheck(True, number, f"{message} {difference:.1e} of the largest output")
+        if not error.startswith("outputs"):
+            error = f"outputs differ by {difference:.1e} of the largest output"
+    return LoadCheck(False, 0, f"transformers cannot load it, or its outputs differ: {error}")
 
 
-def _run_loader(command: list[str]) -> LoadCheck:
-    try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return LoadCheck(
-            False, 0, f"loading it with transformers took more than {TIMEOUT_SECONDS} seconds"
-        )
-    lines = [
-        line.removeprefix("RESULT ")
-        for line in process.stdout.splitlines()
-        if line.startswith("RESULT ")
-    ]
-    if not lines:
-        return LoadCheck(
-            False,
-            0,
-            f"the process with transformers failed: {' '.join(process.stderr.split())[-200:]}",
-        )
-    result = json.loads(lines[-1])
-    if result["match"] is None:
-        errors = result["errors"]
-        error = next((error for error in errors if error.startswith("outputs differ")), errors[0])
-        return LoadCheck(False, 0, f"transformers cannot load it, or its outputs differ: {error}")
-    number, difference = result["match"]
-    return LoadCheck(
-        True,
-        number,
-        f"loaded without headwise, outputs differ by {difference:.1e} of the largest output",
-    )
+@torch.no_grad()
+def _compare_named_outputs(
+    model: Any, inputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> float:
+    """Return the largest difference of outputs by name, relative to the largest value of each; of
+    the last hidden state if no other has the same shape.
+    """
+    outputs = model(**inputs)
+    shapes = {name: getattr(value, "shape", None) for name, value in outputs.items()}
+    shared = [name for name, value in expected.items() if shapes.get(name) == value.shape]
+    if not shared:
+        outputs = model.base_model(**inputs)
+        shared = ["last_hidden_state"]
+    pairs = [outputs[name] for name in shared], [expected[name] for name in shared]
+    return largest_difference(*pairs)
 
 
-def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:
+def _sample_inputs_and_outputs(
+    net: Transformer,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return sample inputs under the names of transformers, and the model's outputs for them."""
     first = net.spec.stacks[0]
     last = net.spec.stacks[-1]
@@ -613,15 +585,13 @@ def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:
     if net.usage.eos and not x.is_floating_point():
         x[0, -1] = net.usage.eos[0]  # some classification heads read the end-of-text token
     name = "pixel_values" if first.embedding and first.embedding.patches else "input_ids"
-    tensors = {f"in.{name}": x}
+    inputs = {name: x}
     with torch.inference_mode():
         if first is last:
             h = net.hidden(x)
         else:
             y = random_input(last, like, 1, lengths[1])[:, :-2]
-            tensors["in.decoder_input_ids"] = y
+            inputs["decoder_input_ids"] = y
             h = net.hidden(y, source=x)
-        outputs = {"out.last_hidden_state": h} | (
-            {"out.logits": net.apply_head(h)} if net.spec.heads else {}
-        )
-    return tensors | {name: tensor.clone().contiguous() for name, tensor in outputs.items()}
+        logits = {"logits": net.apply_head(h)} if net.spec.heads else {}
+    return inputs, {"last_hidden_state": h, **logits}

@@ -16,23 +16,28 @@ from torch.nn.utils import parametrize
 
 from ...hub.pretrained_models import CONFIG_FILE
 from ...hub.transformers_loading import (
-    LOADER_SOURCE,
     build_without_weights,
     load_model,
     load_resized,
     remove_code_settings,
 )
 from ...models.families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
-from ...models.model_spec.serialization import RECORD_FILE, RECORD_FORMAT
+from ...models.model_spec.serialization import RECORD_FILE
 from ...observe.inspect.adapters.declarations import OwnConfig
 from ...observe.inspect.model_inputs import ModelInputs
 from ...observe.inspect.site import Site
 from ...util.errors import SpecError
-from ...util.files import sha256
-from ...util.output_paths import Existing, stage_folder
 from ..model_outputs import TOLERANCE, largest_difference, run_and_record
 from ..resized_attention import HeadCounts
-from .model_folder import COMPRESSED_MODEL, LOADER_NAME, WrittenFolder, copy_companions
+from .model_folder import (
+    PLAIN_SENTENCE,
+    OutputFolder,
+    WrittenFolder,
+    add_loader,
+    copy_companions,
+    describe_resized,
+    write_changed_folder,
+)
 
 SiteCounts = Mapping[str, tuple[Site, HeadCounts, HeadCounts]]
 
@@ -45,82 +50,66 @@ class ChangedModels(NamedTuple):
     tokenizer: object = None
 
 
-class OutputTarget(NamedTuple):
-    """A folder to write, what happens to an earlier one, and the record of the changes."""
-
-    folder: Path
-    existing: Existing
-    record: Mapping[str, Any]
-
-
 def write_module_folder(
     models: ChangedModels,
     counts: SiteCounts,
     inputs: ModelInputs,
-    target: OutputTarget,
+    target: OutputFolder,
+    record: Mapping[str, Any],
 ) -> WrittenFolder:
-    """Write a changed transformers model to a new folder that transformers loads, with the changes
-    made in heads.json.
+    """Write a changed transformers model to a new folder that transformers loads, with `record`,
+    the changes made, in heads.json.
 
     `counts` are the heads of every attention before and after. The folder is read back, and its
     outputs on `inputs` must be those of `after`.
     """
-    before, after, tokenizer = models
-    if getattr(after, "save_pretrained", None) is None:
+    if getattr(models.after, "save_pretrained", None) is None:
         raise SpecError(
-            f"{type(after).__name__} has no save_pretrained and config of transformers; save its "
-            "state_dict, and apply the change again to load it"
+            f"{type(models.after).__name__} has no save_pretrained and config of transformers; "
+            "save its state_dict, and apply the change again to load it"
         )
-    after, is_stored_once = _with_plain_parameters(before, after)
+    return write_changed_folder(
+        target, record, lambda fresh: _write_first_kind(models, counts, inputs, fresh)
+    )
+
+
+def _write_first_kind(
+    models: ChangedModels, counts: SiteCounts, inputs: ModelInputs, fresh: Path
+) -> tuple[str, str, dict[str, Any]]:
+    """Write a plain checkpoint if a config describes the heads, else one with a loader script;
+    return kind, sentence and additions to heads.json.
+    """
+    before = models.before
+    after, is_stored_once = with_plain_parameters(before, models.after)
     expected = run_and_record(after, inputs, ())
     config, reason = (before.config, "") if is_stored_once else find_config(after, counts)
-    with stage_folder(target.folder, COMPRESSED_MODEL, target.existing) as fresh:
-        document: dict[str, Any] = {
-            "format": RECORD_FORMAT,
-            "change": dict(target.record),
-            "source": {},
-        }
-        if config is not None:
-            _save(after, config, fresh)
-            loaded = load_model(fresh, after.dtype)
-            sentence = "A transformers checkpoint: config.json describes every layer, and "
-            sentence += "AutoModel.from_pretrained loads it."
-            if is_stored_once:
-                sentence += " Rows of shared heads are repeated in it."
-            document |= {"kind": "transformers", "sentence": sentence}
-        else:
-            modules = list_module_changes(before, after)
-            _save(after, after.config, fresh)
-            (fresh / LOADER_NAME).write_bytes(LOADER_SOURCE.read_bytes())
-            sentence = f"Not a plain transformers checkpoint, because {reason}; load it with "
-            sentence += f"hw.heads, hw.trace and other functions, or {LOADER_NAME}."
-            loader = {"name": LOADER_NAME, "sha256": sha256(fresh / LOADER_NAME)}
-            document |= {"kind": "resized", "sentence": sentence, "modules": modules}
-            document["loader"] = loader
-            _write_record(fresh, document)
-            loaded = load_resized(fresh, modules, dtype=after.dtype)
-        copy_companions(before, tokenizer, fresh)
-        difference = largest_difference(run_and_record(loaded, inputs, ()), expected)
-        if not difference <= TOLERANCE:
-            raise SpecError(
-                f"the written folder of {type(after).__name__} differs from the changed model by "
-                f"{difference:.2g} of the largest output, so it was removed; keep the model in "
-                "memory"
-            )
-        document["checked"] = f"outputs differ by {difference:.1e} of the largest output"
-        paths = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
-        paths = [path for path in paths if path.name != RECORD_FILE]
-        files = {path.relative_to(fresh).as_posix(): sha256(path) for path in paths}
-        _write_record(fresh, document | {"files": files})
-    return WrittenFolder(document["kind"], document["sentence"], (*files, RECORD_FILE))
+    additions = dict[str, Any]()
+    if config is not None:
+        kind = "transformers"
+        sentence = PLAIN_SENTENCE
+        sentence += " Rows of shared heads are repeated in it." if is_stored_once else ""
+        _save(after, config, fresh)
+        loaded = load_model(fresh, after.dtype)
+    else:
+        kind = "resized"
+        sentence = describe_resized(reason, "hw.heads, hw.trace and other functions,")
+        modules = list_module_changes(before, after)
+        _save(after, after.config, fresh)
+        additions = {"modules": modules, **add_loader(fresh, {"modules": modules})}
+        loaded = load_resized(fresh, modules, dtype=after.dtype)
+        (fresh / RECORD_FILE).unlink()
+    copy_companions(before, models.tokenizer, fresh)
+    difference = largest_difference(run_and_record(loaded, inputs, ()), expected)
+    if not difference <= TOLERANCE:
+        raise SpecError(
+            f"the written folder of {type(after).__name__} differs from the changed model by "
+            f"{difference:.2g} of the largest output, so it was removed; keep the model in memory"
+        )
+    message = f"loaded by transformers, outputs differ by {difference:.1e} of the largest output"
+    return kind, sentence, {**additions, "checked": message}
 
 
-def _write_record(folder: Path, document: Mapping[str, Any]) -> None:
-    text = json.dumps(document, indent=2) + "\n"
-    (folder / RECORD_FILE).write_text(text, encoding="utf-8")
-
-
-def _with_plain_parameters(before: nn.Module, after: nn.Module) -> tuple[Any, bool]:
+def with_plain_parameters(before: nn.Module, after: nn.Module) -> tuple[Any, bool]:
     """Return the changed model, or a copy of the model with the weights that it computes from
     stored entries, and whether it has any.
     """

@@ -12,19 +12,29 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import costs
 from ...attention.masking.sequence_info import SequenceInfo
 from ...costs.cost_report import Workload, cost
+from ...costs.counted_model import CountedModel
 from ...costs.workload import image_tokens, max_lengths
 from ...kernels.compilation import compile_when_called
 from ...kernels.devices import dtype_name
 from ...models import Transformer
 from ...models.generation import eval_mode, max_positions as known
+from ...models.model_spec import ModelSpec
 from ...models.transformer import ModelCache
+from ...observe.inspect.attention_sites import find_attention
+from ...observe.inspect.model_inputs import get_max_length, is_encoder_decoder
 from ...util.errors import SpecError
-from .model_comparison import JsonRecord, parameter_dtype, random_input
+from .model_comparison import (
+    JsonRecord,
+    is_language_model,
+    parameter_dtype,
+    random_ids,
+    random_input,
+)
 
 LogFunction = Callable[[str], object]
 COUNTED_LENGTH = 512  # default number of tokens for FLOPs and cache
@@ -48,13 +58,13 @@ class CostPair(NamedTuple):
 
 class AttentionSize(NamedTuple):
     """Size of one attention: output heads, key-value heads, parameters, cached
-    numbers per token.
+    numbers per token (None: unknown).
     """
 
     heads: int = 0
     kv: int = 0
     parameters: int = 0
-    remembered: int = 0
+    remembered: int | None = 0
 
 
 class SizeChange(NamedTuple):
@@ -76,6 +86,7 @@ class CostComparison(JsonRecord):
     dtype: str
     costs: tuple[CostPair, ...]
     sites: tuple[SizeChange, ...]
+    notes: tuple[str, ...] = ()
 
     def get_cost(self, name: str) -> CostPair:
         """Return the cost of this name."""
@@ -88,7 +99,8 @@ class CostComparison(JsonRecord):
         """
         sites_by_note: dict[str, list[str]] = {}
         for site, before, after in self.sites:
-            is_uncut = before.remembered == after.remembered > 0
+            is_uncut = before.remembered == after.remembered != 0
+            is_uncut &= before.remembered is not None or before.kv == after.kv
             if after.heads < before.heads and is_uncut:
                 removed = f"{before.heads - after.heads} of {before.heads} heads removed"
                 note = f"{removed}, but all {before.kv} key-value heads are still in use"
@@ -100,12 +112,11 @@ class CostComparison(JsonRecord):
         return notes
 
 
-def compare_cost(
-    before: Transformer,
-    after: Transformer,
-    length: int | None = None,
-) -> CostComparison:
+def compare_cost(before: nn.Module, after: nn.Module, length: int | None = None) -> CostComparison:
     """Compare the costs of both models for a sequence of `length` tokens, and a source of as many.
+
+    Models of transformers are counted by their modules; costs that cannot be counted are left out,
+    with a note.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -118,36 +129,33 @@ def compare_cost(
     >>> costs.length, costs.get_cost("cache per token").before, costs.get_cost("parameters").ratio
     (512, 64, 1.0)
     """
-    workload = default_workload(before, length)
     nets = {"before": before, "after": after}
-    estimates = cost({name: net.spec for name, net in nets.items()}, workload)
-    sizes = {site: [AttentionSize(), AttentionSize()] for site, _ in before.spec.attention_specs()}
-    for number, (name, net) in enumerate(nets.items()):
-        for site, spec in net.spec.attention_specs():
-            sizes[site][number] = AttentionSize(
-                len(spec.score_head_of_output),
-                spec.heads.kv,
-                costs.count_parameters(spec),
-                costs.cached_numbers_per_token(spec),
-            )
-        actual = sum(p.numel() for p in net.parameters())
-        counted = estimates[name].parameters.total
-        if actual != counted:
-            raise ValueError(
-                f"the model {name} has {actual:,} parameters but its spec counts {counted:,}. "
-                "Rebuild it from its spec"
-            )
+    described = {name: _describe_cost(net) for name, net in nets.items()}
+    workload = default_workload(before, length)
+    estimates = cost(described, workload)
     old = estimates["before"]
     new = estimates["after"]
+    sizes = {site: [size, AttentionSize()] for site, size in _list_sizes(before)}
+    for site, size in _list_sizes(after):
+        sizes[site][1] = size
+    counts = list[int]()
+    for name, net in nets.items():
+        counts.append(sum(p.numel() for p in net.parameters()))
+        counted = estimates[name].parameters.total
+        if isinstance(net, Transformer) and counts[-1] != counted:
+            raise ValueError(
+                f"the model {name} has {counts[-1]:,} parameters but its spec counts {counted:,}. "
+                "Rebuild it from its spec"
+            )
     widths = [parameter_dtype(net).itemsize for net in nets.values()]
 
     def bytes_pair(name: str, before: int, after: int) -> CostPair:
         return CostPair(name, "bytes", before * widths[0], after * widths[1])
 
-    counts = (old.parameters.total, new.parameters.total)
     pairs = [CostPair("parameters", "", *counts), bytes_pair("weights", *counts)]
     name = "forward" if old.decode_flops is None else "prefill"
-    pairs.append(CostPair(name, "FLOPs", old.prefill_flops.total, new.prefill_flops.total))
+    if old.prefill_flops.total and new.prefill_flops.total:
+        pairs.append(CostPair(name, "FLOPs", old.prefill_flops.total, new.prefill_flops.total))
     if old.decode_flops is not None:
         after_decode = 0 if new.decode_flops is None else new.decode_flops.total
         pairs.append(CostPair("decode step", "FLOPs", old.decode_flops.total, after_decode))
@@ -160,22 +168,48 @@ def compare_cost(
             numbers = [(getattr(one, field) or 0) // COUNTED_BYTES for one in (old, new)]
             pairs += [bytes_pair(name, *numbers)] if any(numbers) else []
     changes = [SizeChange(site, *pair) for site, pair in sizes.items()]
+    notes = list[str]()
+    for one in described.values():
+        notes += one.notes if isinstance(one, CountedModel) else ()
     return CostComparison(
         length=old.full_call.tokens,
-        source_length=workload.source if len(before.spec.stacks) > 1 else None,
+        source_length=workload.source if is_encoder_decoder(before) else None,
         dtype=dtype_name(parameter_dtype(before)),
         costs=tuple(pairs),
         sites=tuple(change for change in changes if change.before != change.after),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def default_workload(net: Transformer, length: int | None) -> Workload:
+def _describe_cost(net: nn.Module) -> ModelSpec | CountedModel:
+    """Return what the cost of a model is estimated from: its spec, or counts of its modules."""
+    if isinstance(net, Transformer):
+        return net.spec
+    from ...hub.module_counting import count_module  # imports transformers
+
+    return count_module(net)
+
+
+def _list_sizes(net: nn.Module) -> Iterator[tuple[str, AttentionSize]]:
+    """Yield the name and the size of every attention."""
+    if isinstance(net, Transformer):
+        for site, spec in net.spec.attention_specs():
+            size = costs.count_parameters(spec), costs.cached_numbers_per_token(spec)
+            yield site, AttentionSize(len(spec.score_head_of_output), spec.heads.kv, *size)
+        return
+    for one in find_attention(net):
+        count = sum(parameter.numel() for parameter in one.module.parameters())
+        yield one.site.name, AttentionSize(one.site.heads, one.site.kv, count, None)
+
+
+def default_workload(net: nn.Module, length: int | None) -> Workload:
     """Return the workload of one sequence: the given length, or a default within the model's
     maximum.
     """
-    limits = max_lengths(net.spec)
-    context = length or min(COUNTED_LENGTH, limits.own or COUNTED_LENGTH)
-    source = min(context, limits.source or context)
+    limits = max_lengths(net.spec) if isinstance(net, Transformer) else None
+    own = get_max_length(net) if limits is None else limits.own
+    context = length or min(COUNTED_LENGTH, own or COUNTED_LENGTH)
+    source = min(context, (limits.source if limits else None) or context)
     return Workload(context=context, dtype="fp32", source=source)
 
 
@@ -213,10 +247,10 @@ class TimedPhase(NamedTuple):
     name: str
     unit: str
     count: int
-    prepare: Callable[[Transformer], Callable[[], object]]
+    prepare: Callable[[Any], Callable[[], object]]
 
 
-def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
+def fit_lengths(net: nn.Module, timing: TimingOptions) -> tuple[int, int]:
     """Return prompt length and decode steps that fit into the positions of a model.
 
     >>> import headwise as hw
@@ -232,6 +266,8 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
     ValueError: 2000 prompt tokens and 16 decode steps exceed the 1024 positions of gpt2; give
     length=1008
     """
+    if not isinstance(net, Transformer):
+        return timing.length or min(TIMED_LENGTH, get_max_length(net) or TIMED_LENGTH), 0
     spec = net.spec
     limits = max_lengths(net.spec)
     if spec.kind == "vision":
@@ -252,6 +288,19 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
         fact = f"{length} prompt tokens and {steps} decode steps exceed the {positions} positions"
         raise ValueError(f"{fact} of {spec.name}; give length={max_length}")
     return length, steps
+
+
+def list_module_phases(
+    model: nn.Module, timing: TimingOptions, length: int, notes: list[str]
+) -> Iterator[TimedPhase]:
+    """Yield the forward pass of a language model of transformers on random ids."""
+    if not is_language_model(model):
+        notes.append("speed is not measured: the model reads more than token ids")
+        return
+    inputs = random_ids(model, timing.batch, length)
+    count = timing.batch * length
+    notes.append("decoding is not timed: only models that headwise loads as its own are")
+    yield TimedPhase("forward", "tokens/s", count, lambda one: partial(one, **inputs))
 
 
 def list_phases(
@@ -403,25 +452,30 @@ class SpeedComparison(JsonRecord):
 
 
 def compare_speed(
-    before: Transformer,
-    after: Transformer,
+    before: nn.Module,
+    after: nn.Module,
     timing: TimingOptions,
     log: LogFunction = lambda _: None,
 ) -> SpeedComparison:
     """Time both models alternately in this process, after one warm-up run of each.
 
     Phases are the attention layers alone, then the whole model: prefill and decode of a decoder,
-    encode and decode of an encoder-decoder, or the forward pass of an encoder or vision model.
+    encode and decode of an encoder-decoder, or the forward pass of an encoder or vision model. Of a
+    transformers model, the forward pass alone.
     """
     length, steps = fit_lengths(before, timing)
-    timing = replace(timing, steps=steps)
-    inputs = random_input(before.spec.stacks[0], next(before.parameters()), timing.batch, length)
     notes = list[str]()
-    phases = list(list_phases(before, inputs, timing, length, notes))
-    if not any(after.spec.attention_specs()):
+    if isinstance(before, Transformer):
+        timing = replace(timing, steps=steps)
+        like = next(before.parameters())
+        inputs = random_input(before.spec.stacks[0], like, timing.batch, length)
+        phases = list(list_phases(before, inputs, timing, length, notes))
+    else:
+        phases = list(list_module_phases(before, timing, length, notes))
+    if isinstance(after, Transformer) and not any(after.spec.attention_specs()):
         phases = [phase for phase in phases if phase.name != ATTENTION_PHASE]
         notes.append("the model after has no attention layer left, so attention alone is not timed")
-    seconds_per_phase = timing.seconds / len(phases)
+    seconds_per_phase = timing.seconds / max(1, len(phases))
     speeds: list[PhaseSpeed] = []
     with eval_mode(before), eval_mode(after), torch.inference_mode():
         for number, phase in enumerate(phases, 1):
@@ -437,7 +491,7 @@ def compare_speed(
 
 @compile_when_called()
 def _measure_phase(
-    phase: TimedPhase, nets: tuple[Transformer, Transformer], seconds: float
+    phase: TimedPhase, nets: tuple[nn.Module, nn.Module], seconds: float
 ) -> PhaseSpeed:
     """Run warm-up and rounds of both models, in alternating order."""
     for net in nets:
@@ -450,7 +504,7 @@ def _measure_phase(
     return summarise_rounds(phase, np.array(rounds))
 
 
-def _time_run(phase: TimedPhase, net: Transformer) -> float:
+def _time_run(phase: TimedPhase, net: nn.Module) -> float:
     run = phase.prepare(net)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

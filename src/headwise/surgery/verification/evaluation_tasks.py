@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from ...models import Transformer
-from ...models.generation import load_tokenizers, max_positions
 from ...models.generation.decoding_config import DecodingConfig
 from ...models.generation.generate import generate
+from ...observe.inspect.model_inputs import get_device, get_max_length
 from ...util.errors import SpecError
-from .perplexity import check_decoder, score_targets
+from .model_comparison import get_model_name
+from .perplexity import check_decoder, read_usage, score_targets
 from .quality_metrics import (
     LOSS,
     Array,
@@ -72,7 +75,7 @@ def check_evaluation_tasks(tasks: EvaluationTasks) -> None:
 
 
 def compare_on_tasks(
-    before: Transformer, after: Transformer, tasks: EvaluationTasks
+    before: nn.Module, after: nn.Module, tasks: EvaluationTasks
 ) -> tuple[list[MetricRow], list[str]]:
     """Return a row for each metric of each task, with intervals over documents, and notes."""
     check_evaluation_tasks(tasks)
@@ -125,7 +128,7 @@ def _load_tasks(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _evaluate(
-    net: Transformer, loaded: Mapping[str, Any], limit: int | None
+    net: nn.Module, loaded: Mapping[str, Any], limit: int | None
 ) -> dict[str, list[dict[str, Any]]]:
     """Run the tasks; return the metrics of each document, in the order of the documents."""
     harness: Any = import_module("lm_eval.evaluator")
@@ -195,22 +198,22 @@ def _compare_metric(name: str, aggregation: str, pair: Sequence[Sequence[Any]]) 
 # --- The model as the harness calls it ------------------------------------------------------------
 
 
-def make_harness_model(net: Transformer) -> Any:
-    """Return a `lm_eval.api.model.LM` that runs a headwise decoder with its tokenizer."""
+def make_harness_model(net: nn.Module) -> Any:
+    """Return a `lm_eval.api.model.LM` that runs a decoder with its tokenizer."""
     template: Any = import_module("lm_eval.api.model").TemplateLM
     utils: Any = import_module("lm_eval.utils")
-    tokenizer = load_tokenizers(net)[1]
-    max_length = max_positions(net.spec.stacks[-1]) or DEFAULT_LENGTH
-    prefix_ids = net.usage.prefix_ids
-    starts = (*prefix_ids, *net.usage.bos, *net.usage.eos)
+    usage, tokenizer = read_usage(net)
+    max_length = get_max_length(net) or DEFAULT_LENGTH
+    prefix_ids = usage.prefix_ids
+    starts = (*prefix_ids, *usage.bos, *usage.eos)
 
     class HeadwiseModel(template):
         @property
         def eot_token_id(self) -> int:
             if not starts:
                 raise SpecError(
-                    f"{net.spec.name} has no begin or end token, which tasks with empty prompts "
-                    "need; name one in net.usage, or choose other tasks"
+                    f"{get_model_name(net)} has no begin or end token, which tasks with empty "
+                    "prompts need; name one in net.usage, or choose other tasks"
                 )
             return starts[0]
 
@@ -258,18 +261,32 @@ def make_harness_model(net: Transformer) -> Any:
                 until = options.get("until") or ()
                 stops = (until,) if isinstance(until, str) else tuple(until)
                 sampled = options.get("do_sample", False)
-                ids = generate(
-                    net,
-                    self.tok_encode(prompt)[-(max_length - new) :],
-                    max_new_tokens=new,
-                    temperature=options.get("temperature", 0.0) if sampled else 0.0,
-                    config=DecodingConfig(stop=stops),
-                    seed=0,
-                )
+                temperature = options.get("temperature", 0.0) if sampled else 0.0
+                context = self.tok_encode(prompt)[-(max_length - new) :]
+                ids = _continue_prompt(net, context, new, temperature, stops)
                 answers.append(_cut(tokenizer.text(ids), stops))
             return answers
 
     return HeadwiseModel()
+
+
+def _continue_prompt(
+    net: nn.Module, context: list[int], count: int, temperature: float, stops: tuple[str, ...]
+) -> list[int]:
+    """Return new tokens after a prompt, sampled with seed 0 unless the temperature is 0."""
+    if isinstance(net, Transformer):
+        config = DecodingConfig(stop=stops)
+        sampling: dict[str, Any] = {"temperature": temperature, "seed": 0}
+        return generate(net, context, max_new_tokens=count, config=config, **sampling)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+    model: Any = net
+    with torch.random.fork_rng(), torch.inference_mode():
+        torch.manual_seed(0)
+        inputs = torch.tensor([context], device=get_device(net))
+        mask = torch.ones_like(inputs)
+        options = {"max_new_tokens": count, "pad_token_id": 0, "do_sample": False, **sampling}
+        outputs = model.generate(inputs, attention_mask=mask, **options)
+    return outputs[0, len(context) :].tolist()
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

@@ -17,8 +17,10 @@ from ...models.model_spec import StackSpec
 from ...observe.head_analysis.annotated_examples import Example
 from ...observe.head_analysis.objectives import get_output_tensor
 from ...observe.inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
+from ...observe.inspect.adapters.declarations import copy_declared
+from ...observe.inspect.attention_sites import find_attention
 from ...observe.inspect.hooks import run_prepared
-from ...observe.inspect.model_inputs import ModelInputs, prepare_inputs
+from ...observe.inspect.model_inputs import ModelInputs, get_device, prepare_inputs
 from ...util.errors import suggest
 
 # --- Records as JSON ------------------------------------------------------------------------------
@@ -61,6 +63,11 @@ def to_data(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_data(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def get_model_name(model: nn.Module) -> str:
+    """Return the name in a headwise model's spec, or the class of another model."""
+    return model.spec.name if isinstance(model, Transformer) else type(model).__name__
 
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -176,7 +183,7 @@ def cast_model(
 
 def compare_outputs(
     what: str,
-    models: tuple[Transformer, ModelCall | DeferredModel],
+    models: tuple[nn.Module, ModelCall | DeferredModel],
     examples: Sequence[Example],
     patches: Patches = NO_PATCHES,
     dtype: torch.dtype | None = None,
@@ -186,7 +193,7 @@ def compare_outputs(
 
     Models of 16 bits are compared in float32, because their rounding would hide a wrong head: on
     the first example only, with a copy of one model at a time. `dtype` is another precision to
-    compare in. A second model that is not a headwise model is called as it is.
+    compare in. A second model that is not an nn.Module is called as it is.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -230,14 +237,14 @@ def compare_outputs(
 
 
 def compare_ablated(
-    before: Transformer,
-    after: Transformer | DeferredModel,
+    before: nn.Module,
+    after: nn.Module | DeferredModel,
     examples: Sequence[Example],
     keep: Mapping[str, Sequence[int]],
     replacements: Mapping[HeadRef, Tensor] | None = None,
 ) -> tuple[OutputDifference, ...]:
     """Compare the model before, with the removed heads ablated, with the model after; small models
-    in float64 too.
+    of headwise in float64 too, because others may compute in float32 inside.
 
     Removed heads are ablated to zero, or to their constant output in `replacements` if that was
     folded into a bias.
@@ -257,8 +264,8 @@ def compare_ablated(
     is_small = sum(p.numel() for p in before.parameters()) <= MAX_DOUBLE_PARAMETERS
     # A constant that was folded into a bias has the precision of the model, so it is not compared
     # in float64.
-    if is_small and not replacements and parameter_dtype(before) != torch.float64:
-        assert isinstance(after, Transformer)  # a deferred one has replacements
+    is_exact = is_small and not replacements and parameter_dtype(before) != torch.float64
+    if is_exact and isinstance(before, Transformer) and isinstance(after, Transformer):
         doubles = cast_model(before, torch.float64), cast_model(after, torch.float64)
         differences.append(
             compare_outputs(f"{ABLATION}, float64", doubles, examples[:MAX_DOUBLE_TEXTS], patches)
@@ -266,7 +273,7 @@ def compare_ablated(
     return tuple(differences)
 
 
-def compare_weights(what: str, after: Transformer, exact: Transformer) -> OutputDifference:
+def compare_weights(what: str, after: nn.Module, exact: nn.Module) -> OutputDifference:
     """Compare the weights of a changed model with the same change made in float32.
 
     The difference of each tensor is relative to its largest value and within one machine epsilon if
@@ -283,7 +290,7 @@ def compare_weights(what: str, after: Transformer, exact: Transformer) -> Output
 
 
 def build_ablations(
-    before: Transformer, keep: Mapping[str, Sequence[int]], replacements: Mapping[HeadRef, Tensor]
+    before: nn.Module, keep: Mapping[str, Sequence[int]], replacements: Mapping[HeadRef, Tensor]
 ) -> dict[HeadRef, HeadPatch | Tensor]:
     """Return the patch of every head that a plan does not keep.
 
@@ -297,12 +304,12 @@ def build_ablations(
     >>> build_ablations(net, {"decoder.0.attention": [1]}, {})
     {('decoder.0.attention', 0): ScaledOutput(scale=0.0)}
     """
-    specs = dict(before.spec.attention_specs())
+    counts = {one.site.name: one.site.heads for one in find_attention(before)}
     patches = dict[HeadRef, HeadPatch | Tensor]()
     for site, kept_heads in keep.items():
-        if site not in specs:
-            raise ValueError(f"the model has no attention {site!r}; {suggest(site, specs)}")
-        count = len(specs[site].score_head_of_output)
+        if site not in counts:
+            raise ValueError(f"the model has no attention {site!r}; {suggest(site, counts)}")
+        count = counts[site]
         wrong = [head for head in kept_heads if not 0 <= head < count]
         if wrong:
             raise ValueError(f"{site} has no head {wrong[0]} to keep; give heads in 0..{count - 1}")
@@ -314,9 +321,10 @@ def build_ablations(
 def _run_in_dtype(
     dtype: torch.dtype, model: ModelCall, patches: Patches, inputs: ModelInputs
 ) -> Tensor:
-    """Return the output of a model, or of a copy of a headwise model in this dtype."""
-    if isinstance(model, Transformer) and parameter_dtype(model) != dtype:
-        model = cast_model(model, dtype)
+    """Return the output of a model, or of its copy in this dtype."""
+    if isinstance(model, nn.Module) and parameter_dtype(model) != dtype:
+        is_native = isinstance(model, Transformer)
+        model = cast_model(model, dtype) if is_native else copy_declared(model).to(dtype)
     if not isinstance(model, nn.Module):
         with torch.inference_mode():
             return _check_finite(model, get_output_tensor(model(*inputs.args, **inputs.kwargs)))
@@ -343,6 +351,20 @@ def random_input(stack: StackSpec, like: Tensor, batch: int, length: int) -> Ten
         size = (patches.rows * patches.patch_height, patches.columns * patches.patch_width)
         shape = (batch, patches.channels, *size)
     return torch.randn(shape, generator=generator).to(like)
+
+
+def is_language_model(model: Any) -> bool:
+    """Return True if token ids are all that a transformers model needs."""
+    has_images = getattr(model.config, "vision_config", None) is not None
+    return model.main_input_name == "input_ids" and not has_images
+
+
+def random_ids(model: Any, batch: int = 1, length: int = 16) -> dict[str, Tensor]:
+    """Return random token ids for a language model of transformers."""
+    count = min(int(model.config.get_text_config().vocab_size), 1000)
+    ids = torch.randint(count, (batch, length), generator=torch.Generator().manual_seed(0))
+    names = ["input_ids", *(["decoder_input_ids"] if model.config.is_encoder_decoder else [])]
+    return dict.fromkeys(names, ids.to(get_device(model)))
 
 
 def is_float_tensor(value: Any) -> bool:

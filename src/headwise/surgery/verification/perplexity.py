@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models import Transformer
-from ...models.generation import load_tokenizers, max_positions
+from ...models.generation import ModelTokenizer, load_tokenizers
 from ...models.generation.decoding_state import require_language_model
+from ...models.model_spec import ProcessorSpec
+from ...observe.head_analysis.objectives import detect_head_objective
+from ...observe.inspect.model_inputs import get_device, get_max_length
+from ...observe.inspect.model_tokenizer import (
+    TOKENIZER_REMEDY,
+    find_tokenizer,
+    get_surrounding_ids,
+)
 from ...util.errors import SpecError
 from ...util.files import read_text_file
+from .model_comparison import get_model_name
 from .quality_metrics import LOSS, PERPLEXITY, MetricRow, TextCounts, build_metric_row
 
 DEFAULT_CONTEXT = 1024  # tokens, if the model takes as many
@@ -66,14 +75,15 @@ def cut_windows(num_tokens: int, context: int, stride: int) -> list[ScoredWindow
 
 
 def compare_perplexity(
-    before: Transformer, after: Transformer, options: PerplexityOptions
+    before: nn.Module, after: nn.Module, options: PerplexityOptions
 ) -> MetricRow:
     """Return the perplexity of a text file under both models, with intervals over windows."""
     file = Path(options.file)
     check_perplexity(before, options)
     context = default_context(before) if options.context is None else options.context
     stride = max(1, context // 2) if options.stride is None else options.stride
-    ids = [*before.usage.prefix_ids, *load_tokenizers(before)[1].ids(read_text_file(file))]
+    usage, tokenizer = read_usage(before)
+    ids = [*usage.prefix_ids, *tokenizer.ids(read_text_file(file))]
     windows = cut_windows(len(ids), context, stride)
     if len(windows) < 2:
         raise SpecError(
@@ -90,20 +100,20 @@ def compare_perplexity(
     return row._replace(name=f"perplexity of {file.name}, context {context}, stride {stride}")
 
 
-def default_context(net: Transformer) -> int:
+def default_context(model: nn.Module) -> int:
     """Return the default number of tokens per window."""
-    return min(DEFAULT_CONTEXT, max_positions(net.spec.stacks[-1]) or DEFAULT_CONTEXT)
+    return min(DEFAULT_CONTEXT, get_max_length(model) or DEFAULT_CONTEXT)
 
 
-def check_perplexity(net: Transformer, options: PerplexityOptions) -> None:
+def check_perplexity(model: nn.Module, options: PerplexityOptions) -> None:
     """Refuse windows that the model cannot take, before anything is computed."""
-    check_decoder(net)
-    context = default_context(net) if options.context is None else options.context
-    limit = max_positions(net.spec.stacks[-1])
+    check_decoder(model)
+    context = default_context(model) if options.context is None else options.context
+    limit = get_max_length(model)
     if limit is not None and context > limit:
         raise SpecError(
             f"a context of {context} tokens is longer than the {limit} positions of "
-            f"{net.spec.name}; give at most {limit}"
+            f"{get_model_name(model)}; give at most {limit}"
         )
     if context < 2:
         raise SpecError(f"a context of {context} predicts no token; give 2 or more")
@@ -114,14 +124,35 @@ def check_perplexity(net: Transformer, options: PerplexityOptions) -> None:
         )
 
 
-def check_decoder(net: Transformer) -> None:
+def check_decoder(model: nn.Module) -> None:
     """Refuse models that do not predict the next token from the tokens before it."""
-    require_language_model(net.spec)
-    if net.spec.kind != "decoder":
+    kind = "model without such a head"
+    is_decoder = detect_head_objective(model) == "next-token"
+    if isinstance(model, Transformer):
+        require_language_model(model.spec)
+        kind = model.spec.kind
+        is_decoder = kind == "decoder"
+    if not is_decoder:
+        article = "an" if kind.startswith("e") else "a"
         raise SpecError(
-            f"{net.spec.name} is an {net.spec.kind}, and next tokens are scored under decoders; "
-            "leave out its perplexity and evaluation tasks"
+            f"{get_model_name(model)} is {article} {kind}, and next tokens are scored under "
+            "decoders; leave out its perplexity and evaluation tasks"
         )
+
+
+def read_usage(model: nn.Module) -> tuple[ProcessorSpec, ModelTokenizer]:
+    """Return the special ids and the tokenizer of a decoder."""
+    if isinstance(model, Transformer):
+        return model.usage, load_tokenizers(model)[1]
+    fast = find_tokenizer(model)
+    if fast is None:
+        raise SpecError(f"{get_model_name(model)} has no tokenizer; {TOKENIZER_REMEDY}")
+    own: Any = model
+    config = own.config.get_text_config()
+    values = [config.bos_token_id, config.eos_token_id]
+    ids = [one if isinstance(one, list) else [one][one is None :] for one in values]
+    usage = ProcessorSpec(get_surrounding_ids(fast)[0], bos=tuple(ids[0]), eos=tuple(ids[1]))
+    return usage, ModelTokenizer(fast.to_str(), parse_special=True)
 
 
 # --- Log-probabilities of targets -----------------------------------------------------------------
@@ -136,7 +167,7 @@ class TargetScore(NamedTuple):
 
 
 def score_targets(
-    net: Transformer, rows: Sequence[Sequence[int]], firsts: Sequence[int]
+    model: nn.Module, rows: Sequence[Sequence[int]], firsts: Sequence[int]
 ) -> list[TargetScore]:
     """Score the tokens of each row from the index `first` on, given all tokens before them.
 
@@ -145,7 +176,7 @@ def score_targets(
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True)
     scores: dict[int, TargetScore] = {}
     for batch in _batches(order, rows):
-        batch_scores = _score_batch(net, [rows[n] for n in batch], [firsts[n] for n in batch])
+        batch_scores = _score_batch(model, [rows[n] for n in batch], [firsts[n] for n in batch])
         scores |= zip(batch, batch_scores, strict=True)
     return [scores[index] for index in range(len(rows))]
 
@@ -161,17 +192,21 @@ def _batches(order: Sequence[int], rows: Sequence[Sequence[int]]) -> Iterator[li
 
 @torch.inference_mode()
 def _score_batch(
-    net: Transformer, rows: Sequence[Sequence[int]], firsts: Sequence[int]
+    model: nn.Module, rows: Sequence[Sequence[int]], firsts: Sequence[int]
 ) -> list[TargetScore]:
-    device = next(net.parameters()).device
+    device = get_device(model)
     length = max(len(row) for row in rows) - 1
-    inputs = [[*row[:-1], *[0] * (length + 1 - len(row))] for row in rows]
-    h = net.hidden(torch.tensor(inputs, device=device))
+    padded = [[*row[:-1], *[0] * (length + 1 - len(row))] for row in rows]
+    inputs = torch.tensor(padded, device=device)
+    # of a headwise model, only the logits of targets are computed
+    is_native = isinstance(model, Transformer)
+    h = model.hidden(inputs) if is_native else model(input_ids=inputs, use_cache=False).logits
     totals = list[Tensor]()
     greedy = list[Tensor]()
     for index, row in enumerate(rows):
         first = firsts[index]
-        logits = net.apply_head(h[index : index + 1, first - 1 : len(row) - 1])[0].float()
+        own = h[index : index + 1, first - 1 : len(row) - 1]
+        logits = (model.apply_head(own) if is_native else own)[0].float()
         targets = torch.tensor(list(row[first:]), device=device)
         log_probs = logits.log_softmax(-1).gather(-1, targets[:, None])
         totals.append(log_probs.double().sum() if device.type == "cpu" else log_probs.sum())

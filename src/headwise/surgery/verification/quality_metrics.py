@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models import Transformer
 from ...models.distributed.sharded_model import BatchForward
@@ -37,7 +37,7 @@ from ...training.data.translation import (
     make_bleu,
 )
 from ...util.errors import SpecError, pluralise
-from .model_comparison import JsonRecord, compute_output
+from .model_comparison import JsonRecord, compute_output, get_model_name
 
 LOSS = "loss"
 PERPLEXITY = "perplexity"
@@ -94,10 +94,10 @@ class TextCounts(NamedTuple):
 
 
 def measure_quality(
-    net: Transformer,
+    net: nn.Module,
     examples: Sequence[Example],
     objective: str | Objective | None = None,
-    baseline: Transformer | None = None,
+    baseline: nn.Module | None = None,
 ) -> QualityReport:
     """Measure the quality of a model over texts, paired with `baseline`, the model before, if
     given.
@@ -354,12 +354,13 @@ def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list
     ]
 
 
-def can_compute_bleu(net: Transformer) -> bool:
+def can_compute_bleu(net: nn.Module) -> TypeGuard[Transformer]:
     """True if BLEU can be computed: encoder-decoder, tokenizer and begin token known, sacrebleu
     installed.
     """
     return (
-        net.spec.kind == "encoder-decoder"
+        isinstance(net, Transformer)
+        and net.spec.kind == "encoder-decoder"
         and bool(net.usage.bos)
         and net.usage.tokenizer is not None
         and find_spec("sacrebleu") is not None
@@ -445,13 +446,13 @@ class ModelEvaluator:
 
     def __init__(
         self,
-        net: Transformer,
+        net: nn.Module,
         examples: Sequence[Example],
         objective: str | Objective | None = None,
         count: Callable[[list[Example]], Iterable[Example]] = iter,
     ) -> None:
         distinct = DistinctExamples(examples)
-        self.net = net
+        self.net: Any = net
         self.examples = list(distinct)
         check_min_count(len(self.examples), "texts")
         self.objective, note = choose_objective(net, objective, self.examples[0])
@@ -473,14 +474,14 @@ class ModelEvaluator:
         """Generate the baseline's answers: of a task, or translations."""
         if task is None and not can_compute_bleu(self.net):
             raise SpecError(
-                f"cannot score generated answers of {self.net.spec.name}. Give a task, or use a "
-                "translation model with text pairs and sacrebleu installed"
+                f"cannot score generated answers of {get_model_name(self.net)}. Give a task, or "
+                "use a translation model with text pairs and sacrebleu installed"
             )
         self._task = task
         self._pairs = () if task is not None else get_translation_pairs(self.net, self.examples)
         self._answers = self._generate_answers(self.net)
 
-    def evaluate(self, after: Transformer) -> QualityReport:
+    def evaluate(self, after: nn.Module) -> QualityReport:
         """Measure a model against the baseline."""
         is_drift = isinstance(self.objective, OutputDrift)
         before = [] if is_drift else self.baseline.after

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import __version__
 from ...kernels.devices import dtype_name
@@ -55,6 +55,7 @@ from .model_comparison import (
     compare_outputs,
     compare_weights,
     full_precision,
+    get_model_name,
     parameter_dtype,
 )
 from .perplexity import PerplexityOptions, compare_perplexity
@@ -139,12 +140,13 @@ class VerificationOptions:
 
     `keep` has the heads kept by each site, `replacements` the constant outputs of removed heads if
     they were folded into biases. `equivalents` return models that must compute the same as the
-    original, `exports` models read back from disk that must compute the same as the model after;
-    they are called like the model. `surgery_pair` is the model before and after the change of its
-    heads, if that is not the pair that is compared. `exact_change` makes the same change to a copy
-    in float32, for changes that round new weights to the dtype of the model. `length` is the number
-    of tokens for FLOPs and cache; without `timing`, no speed is measured. `task` scores generated
-    answers, `evaluation` runs tasks of lm-evaluation-harness, and `perplexity` reads a text file.
+    original, `exports` models that must compute the same as the model after, such as those read
+    back from disk; they are called like the model. `surgery_pair` is the model before and after the
+    change of its heads, if that is not the pair that is compared. `exact_change` makes the same
+    change to a copy in float32, for changes that round new weights to the dtype of the model.
+    `length` is the number of tokens for FLOPs and cache; without `timing`, no speed is measured.
+    `task` scores generated answers, `evaluation` runs tasks of lm-evaluation-harness, and
+    `perplexity` reads a text file.
     `command` is shown as the command that reproduces the verification.
     """
 
@@ -153,8 +155,8 @@ class VerificationOptions:
     replacements: Mapping[HeadRef, Tensor] = field(default_factory=dict)
     exports: Mapping[str, Callable[[], ModelCall]] = field(default_factory=dict)
     equivalents: Mapping[str, Callable[[], ModelCall]] = field(default_factory=dict)
-    surgery_pair: tuple[Transformer, Transformer] | None = None
-    exact_change: Callable[[], Transformer] | None = None
+    surgery_pair: tuple[nn.Module, nn.Module] | None = None
+    exact_change: Callable[[], nn.Module] | None = None
     objective: str | Objective | None = None
     timing: TimingOptions | None = field(default_factory=TimingOptions)
     length: int | None = None
@@ -167,8 +169,8 @@ class VerificationOptions:
 
 
 def verify(
-    before: Transformer,
-    after: Transformer,
+    before: nn.Module,
+    after: nn.Module,
     texts: Sequence[Example],
     options: VerificationOptions,
     log: LogFunction = lambda _: None,
@@ -214,9 +216,10 @@ def verify(
         if options.timing is not None:
             speeds = compare_speed(before, after, options.timing, log)
         savings = compare_cost(before, after, options.length)
-    notes = (*options.notes, *distinct.notes, *generation_notes, *savings.uncut_cache_notes)
+    notes = (*options.notes, *distinct.notes, *generation_notes)
+    notes += (*savings.notes, *savings.uncut_cache_notes)
     return VerificationReport(
-        model=before.spec.name,
+        model=get_model_name(before),
         what=options.change,
         keep={site: tuple(heads) for site, heads in options.keep.items()},
         num_texts=len(texts),
@@ -232,7 +235,7 @@ def verify(
 
 
 def check_surgery(
-    pair: tuple[Transformer, Transformer], texts: Sequence[Example], options: VerificationOptions
+    pair: tuple[nn.Module, nn.Module], texts: Sequence[Example], options: VerificationOptions
 ) -> tuple[list[OutputDifference], list[OutputDifference]]:
     """Compare the models that must be equal. Compares 16-bit models also in their own dtype,
     without tolerance.
@@ -266,7 +269,7 @@ def check_surgery(
 
 def _add_generation_scores(
     report: QualityReport,
-    nets: tuple[Transformer, Transformer],
+    nets: tuple[nn.Module, nn.Module],
     examples: Sequence[Example],
     options: VerificationOptions,
 ) -> tuple[QualityReport, list[str]]:
@@ -275,12 +278,15 @@ def _add_generation_scores(
     """
     rows = {row.name: row for row in report.rows}
     notes = list[str]()
-    if options.task is not None:
-        for row in compare_task_scores(*nets, options.task, options.num_examples):
+    before: Any
+    after: Any
+    before, after = nets
+    if options.task is not None and isinstance(before, Transformer):
+        for row in compare_task_scores(before, after, options.task, options.num_examples):
             rows.setdefault(row.name, row)
-    if can_compute_bleu(nets[0]):
-        pairs = get_translation_pairs(nets[0], examples)
-        answers = [translate_sources(net, pairs) for net in nets]
+    if can_compute_bleu(before):
+        pairs = get_translation_pairs(before, examples)
+        answers = [translate_sources(net, pairs) for net in (before, after)]
         row, note = compare_translated_texts(answers[0], answers[1], pairs)
         rows.setdefault(row.name, row)
         notes += [note] if note else []
@@ -294,8 +300,15 @@ def _add_generation_scores(
     return replace(report, rows=tuple(rows.values())), notes
 
 
-def _check_comparable(before: Transformer, after: Transformer) -> None:
+def _check_comparable(before: nn.Module, after: nn.Module) -> None:
     """Raise ValueError if two models differ in kind, layers or output heads."""
+    if not isinstance(before, Transformer) or not isinstance(after, Transformer):
+        if type(before) is not type(after):
+            raise ValueError(
+                f"cannot compare a {type(before).__name__} and a {type(after).__name__}. Give a "
+                "model made from the first"
+            )
+        return
     kinds: list[tuple[str, list[tuple[str, int]]]] = []
     depths: list[list[int]] = []
     for net in (before, after):
@@ -398,7 +411,7 @@ def make_verification_page(verification: VerificationReport) -> Page:
                 *([_site_table(verification)] if verification.savings.sites else []),
             ],
         ),
-        ("Speed", [_speed_table(verification) if speeds.phases else "No speed was measured."]),
+        ("Speed", [_speed_table(verification) if speeds.phases else _describe_no_speed(speeds)]),
         ("Quality", [_quality_table(verification)]),
         ("How to reproduce", [*command, [_one_line(note) for note in notes if note]]),
         summary=_one_line(verification.what),
@@ -456,10 +469,20 @@ def _site_table(verification: VerificationReport) -> Table:
     rows = list[tuple[str, ...]]()
     for site, before, after in verification.savings.sites:
         pairs = zip(before, after, strict=True)
-        cells = [f"{old:,}" if old == new else f"{old:,} -> {new:,}" for old, new in pairs]
+        cells = [_show_change(old, new) for old, new in pairs]
         rows.append((site, *cells))
     columns = ("attention", "heads", "kv heads", "parameters", "keys and values cached per token")
     return Table("", columns, rows)
+
+
+def _describe_no_speed(speeds: SpeedComparison) -> str:
+    return "; ".join(["No speed was measured", *speeds.notes]) + "."
+
+
+def _show_change(old: int | None, new: int | None) -> str:
+    if old is None or new is None:
+        return "-"
+    return f"{old:,}" if old == new else f"{old:,} -> {new:,}"
 
 
 def _speed_table(verification: VerificationReport) -> Table:
