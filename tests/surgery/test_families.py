@@ -218,6 +218,15 @@ def test_hw_prune_and_hw_convert_change_hybrids(tmp_path: Path):
     assert "2 of 4 heads kept, all but the listed heads" in str(both)
 
 
+def test_sites_name_cuts_that_are_only_made_if_exact():
+    """A family that headwise reads is cut by its spec; OLMo hybrid is refused when it is tried."""
+    for name, word in (("Qwen3", "yes"), ("Qwen3-Next", "if exact"), ("OLMo hybrid", "if exact")):
+        sites = hw.sites(BY_NAME[name].build())
+        readable = [one for one in sites if one.observe.possible]
+        assert {str(one.prune) for one in readable} == {word}
+        assert ("if exact: the modules" in str(sites)) == (word == "if exact")
+
+
 def test_the_verification_finds_a_wrong_module():
     """A hybrid that still has its heads, or other key-value heads, is not the ablated one."""
     family = BY_NAME["Qwen3-Next"]

@@ -45,7 +45,7 @@ from .adapters.output_projection import (
 )
 from .hooks import SiteModule
 from .model_inputs import ModelInputs, check_is_module, prepare_inputs
-from .site import POSSIBLE, Ability, Site, Sites
+from .site import IF_EXACT, POSSIBLE, Ability, Site, Sites
 
 # --- Modules that run at several depths: one site per depth, distinguished by the order of calls --
 
@@ -115,7 +115,9 @@ def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[S
         site = site_module.site
         is_shared = site.same_as is not None or site.name in shared
         if site_module.adapter == "transformers" and site.observe.possible and not is_shared:
-            site = replace(site, prune=POSSIBLE, convert=POSSIBLE)  # as modules of transformers
+            for name in ("prune", "convert"):  # as modules of transformers
+                own: Ability = getattr(site, name)
+                site = replace(site, **{name: own if own.possible else IF_EXACT})
         parts = [site_module.module, *(override.module for override in site_module.overrides)]
         reason = unhookable_reason(model, parts) or compiled_part_reason(compiled, site.path)
         able = [name for name in ("observe", "ablate") if getattr(site, name).possible]

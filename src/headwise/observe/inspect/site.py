@@ -24,16 +24,24 @@ ABILITIES = ("observe", "ablate", "prune", "convert")
 
 
 class Ability(NamedTuple):
-    """State if an operation is possible at a site, and if not, the reason."""
+    """State if an operation is possible at a site, and if not, the reason; `condition` is what is
+    only known when it is tried.
+    """
 
     possible: bool
     reason: str = ""
+    condition: str = ""
 
     def __str__(self) -> str:
-        return "yes" if self.possible else "no"
+        return self.condition or ("yes" if self.possible else "no")
 
 
 POSSIBLE = Ability(True)
+IF_EXACT = Ability(True, condition="if exact")
+IF_EXACT_NOTE = (
+    "if exact: the modules themselves are changed, and a change is refused unless the outputs on a "
+    "text equal those of the model with ablated or averaged heads"
+)
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,8 @@ class Sites(NotebookResult, list[Site]):
                 if reason:
                     counts = sites_of_note.setdefault(reason, {})
                     counts[name] = counts.get(name, 0) + 1
-        notes = [*self.notes]
+        conditions = [site for site in self if IF_EXACT in (site.prune, site.convert)]
+        notes = [*self.notes, *([IF_EXACT_NOTE] if conditions else [])]
         for reason, counts in sites_of_note.items():
             where = f"{max(counts.values())} of {len(self)}"
             notes.append(f"no {' or '.join(counts)} at {where}: {reason}")

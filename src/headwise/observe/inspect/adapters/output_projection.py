@@ -26,7 +26,16 @@ from ..hooks import (
     run_call_hooks,
     run_output_hooks,
 )
-from ..site import BY_A_RUN, POSSIBLE, Ability, ObservedCall, Site, UnreadableCall, WeightsOnlyCall
+from ..site import (
+    BY_A_RUN,
+    IF_EXACT,
+    POSSIBLE,
+    Ability,
+    ObservedCall,
+    Site,
+    UnreadableCall,
+    WeightsOnlyCall,
+)
 from .declarations import (
     OUTPUT_PROJECTION_NAMES,
     AttentionDeclaration,
@@ -331,7 +340,7 @@ def find_projected_attention(model: nn.Module) -> Iterator[SiteModule]:
             ablate=hook_ability(projection),
         )
         if declared is not None:
-            site = replace(site, prune=POSSIBLE)
+            site = replace(site, prune=IF_EXACT)
         overrides = (
             ForwardOverride(projection, run_projection, (heads, module)),
             ForwardOverride(module, run_attention, (projection, heads)),
