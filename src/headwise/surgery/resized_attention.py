@@ -112,7 +112,7 @@ def _resize(model: nn.Module, change: SiteChange, reading: str) -> None:
             owner.out_features, owner.in_features = smaller.shape
         elif type(owner).__name__ == "Conv1D" and leaf == "weight":
             cast(Any, owner).nx, cast(Any, owner).nf = smaller.shape
-    numbers = _new_numbers(module, old, new, lengths, reading)
+    numbers = read_new_numbers(module, old, new, lengths, reading)
     projections = get_projections(module)
     for name, value in numbers.items():
         setattr(module, name, value)
@@ -140,7 +140,7 @@ def _resize(model: nn.Module, change: SiteChange, reading: str) -> None:
 READINGS = ("usual names", "equal widths", "equal numbers")
 
 
-def _new_numbers(
+def read_new_numbers(
     module: nn.Module,
     old: HeadCounts,
     new: HeadCounts,

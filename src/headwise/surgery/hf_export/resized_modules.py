@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice, product
+from itertools import product
 from os.path import commonpath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from ...models.families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
 from ...models.families.weight_names import CheckpointPlan
 from ...models.model_spec import ModelSpec
 from ...util.errors import SpecError
+from ..resized_attention import READINGS, HeadCounts, read_new_numbers
 from .shard_rewrite import HEAD_AXES, CanonicalForm, ShardRewrite, list_index_constants
 
-MAX_CANDIDATES = 24  # combinations of module attributes to try
 RETURN_COUNTS = (2, 3, 0)  # length of the tuple an attention module returns; 0: a bare tensor
 
 ModuleChanges = dict[str, dict[str, Any]]
@@ -84,13 +84,14 @@ def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChang
             repeats |= dict.fromkeys(location.kv_paths, repeat)
     has_constant = any("constant" in change for change in changes.values())
     return_counts = RETURN_COUNTS if has_constant else RETURN_COUNTS[:1]
-    new_numbers = list(islice(_list_new_numbers(modules, locations), MAX_CANDIDATES))
+    new_numbers = list(_list_new_numbers(modules, locations))
     candidates = list[ModuleChanges]()
     for repeated in ({}, repeats) if repeats else ({},):
-        for return_count, numbers in islice(product(return_counts, new_numbers), MAX_CANDIDATES):
+        for return_count, numbers in product(return_counts, new_numbers):
             merged = {path: dict(change) for path, change in changes.items()}
             for path, values in numbers.items():
-                merged.setdefault(path, {})["set"] = dict(values)
+                if values:
+                    merged.setdefault(path, {})["set"] = dict(values)
             for path, repeat in repeated.items():
                 merged.setdefault(path, {})["repeat"] = dict(repeat)
             for change in merged.values():
@@ -209,87 +210,43 @@ def _parent_paths(path: str) -> Iterator[str]:
 # --- integer attributes of modules ----------------------------------------------------------------
 
 
-def _derived_sizes(spec: AttentionSpec) -> dict[str, int]:
-    """Return the sizes that depend on the heads and that a module may store as an attribute."""
-    heads = spec.heads
-    sizes = {"heads": heads.q, "kv_heads": heads.kv, "group": heads.q // heads.kv}
-    return sizes | {
-        "query_width": heads.q * heads.dim,
-        "kv_width": heads.kv * heads.dim,
-        "output_width": len(spec.score_head_of_output) * heads.vdim,
-    }
-
-
 def _list_new_numbers(
     modules: Mapping[str, nn.Module], locations: Sequence[AttentionLocation]
 ) -> Iterator[dict[str, dict[str, int]]]:
-    """Yield new attribute values by module path, one dictionary per interpretation of the current
-    values.
-
-    Those that follow from the sizes come first, then those in which a number is equal to one of
-    them by chance.
-    """
-    rows = dict[tuple[str, str], list[ModuleNumber]]()
-    for location in locations:
-        if location.after is None:
-            continue
-        if not location.after.heads.is_evenly_grouped:
-            raise SpecError(
-                f"transformers does not support key-value groups of unequal size ({location.site})"
-            )
-        for path in location.tensor_paths:
-            for name, value in vars(modules[path]).items():
-                if type(value) is int and not name.startswith("_"):
-                    row = ModuleNumber(path, value, location.before, location.after)
-                    rows.setdefault((type(modules[path]).__name__, name), []).append(row)
-    choices_of_name = [(name, _interpret_numbers(numbers)) for (_, name), numbers in rows.items()]
-    names = [name for name, choices in choices_of_name if choices]
-    strict = [choices for _, choices in choices_of_name if choices]
-    loose = [choices if {} in choices else [*choices, {}] for choices in strict]
-    by_chance = (
-        chosen
-        for chosen in product(*loose)
-        if any(choice not in own for choice, own in zip(chosen, strict, strict=True))
-    )
-    for chosen in chain(product(*strict), by_chance):
+    """Yield new attribute values by module path, one dictionary per reading of the integers."""
+    for reading in READINGS:
         new_values = dict[str, dict[str, int]]()
-        for name, choice in zip(names, chosen, strict=True):
-            for path, value in choice.items():
-                new_values.setdefault(path, {})[name] = value
+        for location in locations:
+            if location.after is None:
+                continue
+            if not location.after.heads.is_evenly_grouped:
+                raise SpecError(
+                    "transformers does not support key-value groups of unequal size "
+                    f"({location.site})"
+                )
+            old = _measure_widths(location.before)
+            new = _measure_widths(location.after)
+            lengths = {width: new[side] for side, width in old.items() if width != new[side]}
+            counts = [
+                HeadCounts(spec.heads.q, spec.heads.kv)
+                for spec in (location.before, location.after)
+            ]
+            for path in location.tensor_paths:
+                module = modules[path]
+                if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+                    continue  # their shapes are listed
+                values = read_new_numbers(module, counts[0], counts[1], lengths, reading)
+                new_values[path] = {
+                    name: value for name, value in values.items() if value != vars(module)[name]
+                }
         yield new_values
 
 
-class ModuleNumber(NamedTuple):
-    """An integer attribute of a module inside an attention, which changes its spec."""
-
-    path: str
-    value: int
-    before: AttentionSpec
-    after: AttentionSpec
-
-
-def _interpret_numbers(rows: Sequence[ModuleNumber]) -> list[dict[str, int]]:
-    """Return the new values an attribute may get in all modules of one type; {} (unchanged) is
-    last, if possible.
-    """
-    choices = list[dict[str, int]]()
-    for size in _derived_sizes(rows[0].before):
-        if all(row.value == _derived_sizes(row.before)[size] for row in rows):
-            new = {row.path: _derived_sizes(row.after)[size] for row in rows}
-            changed = {row.path: new[row.path] for row in rows if new[row.path] != row.value}
-            choices += [changed] if changed not in choices else []
-    if choices and {} not in choices and all(map(_is_fixed_width, rows)):
-        choices.append({})
-    return [] if choices == [{}] else choices
-
-
-def _is_fixed_width(row: ModuleNumber) -> bool:
-    """True if a number is also a size that does not depend on the number of heads."""
-    for _, part in row.before.parts():
-        for axis, size in row.before.sizes_of(part).items():
-            if axis not in HEAD_AXES and size == row.value:
-                return True
-    return False
+def _measure_widths(spec: AttentionSpec) -> dict[str, int]:
+    """Return the channels of all heads of each side."""
+    heads = spec.heads
+    widths = {"keys": heads.kv * heads.dim, "queries": heads.q * heads.dim}
+    return widths | {"outputs": len(spec.score_head_of_output) * heads.vdim}
 
 
 def _forward_changes(
