@@ -67,10 +67,11 @@ def structure(page: Path) -> list[str]:
 
 
 def neutral(links: list[str]) -> list[str]:
-    """Links without the languages of the pages, and without headings, which are
+    """Links without the languages of the pages and pictures, and without headings, which are
     in these languages.
     """
-    return [re.sub(r"(\.zh)?(-CN)?\.md(#.*)?", ".md", link) for link in links]
+    pages = [re.sub(r"(\.zh)?(-CN)?\.md(#.*)?", ".md", link) for link in links]
+    return [link.replace("img/zh/", "img/") for link in pages]
 
 
 def test_both_languages_have_the_same_sections_and_code():

@@ -6,7 +6,7 @@ python tools/view_files.py sample [--run FOLDER]
     traces one translation, and writes all of it to src/headwise/observe/sample. --run keeps the
     training run in a folder, from which a second call continues.
 python tools/view_files.py screenshots
-    The pictures of the page in docs/img.
+    The pictures of the page in docs/img, and those of the Chinese pages in docs/img/zh.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def make_sample(argv: list[str]) -> int:
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, HEIGHT = 1280, 800
 THEMES = ("light", "dark")
-MAX_BYTES = 2_000_000  # of all pictures together
+MAX_BYTES = 2_500_000  # of all pictures together
 WAIT_MS = 60_000
 CHROMIUM = "chromium"
 
@@ -145,6 +146,17 @@ SHOTS = (
     Shot("open", "open", ready="main table"),
     Shot("export", "head?site=6&head=1", key="e", ready=".drawer"),
 )
+
+
+CHINESE = "zh"  # the folder of the pictures in Chinese
+CHINESE_LABELS = {"Compare the heads": "比较各头", "Ablate": "消融", "Compare": "比较"}
+
+
+def chinese_pictures() -> set[str]:
+    """The names of the pictures that the Chinese pages show."""
+    pages = [ROOT / "README.zh-CN.md", *(ROOT / "docs").glob("*.zh.md")]
+    text = "".join(page.read_text("utf-8") for page in pages)
+    return set(re.findall(rf"img/{CHINESE}/([\w-]+\.webp)", text))
 
 
 @contextmanager
@@ -182,15 +194,29 @@ def take_pictures(folder: Path) -> Iterator[Path]:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for theme in THEMES:
             with serve_sample() as address:  # of its own, because the Lab changes what is open
-                page = browser.new_context(
-                    viewport={"width": WIDTH, "height": HEIGHT}, locale="en", color_scheme=theme
-                ).new_page()
-                page.set_default_timeout(WAIT_MS)
-                page.goto(address)
-                page.get_by_role("gridcell").first.wait_for()
+                page = open_page(browser, address, "en", theme)
                 for shot in SHOTS:
                     yield take_picture(page, shot, folder / f"{shot.name}-{theme}.webp")
+            with serve_sample() as address:
+                page = open_page(browser, address, "zh-CN", theme)
+                for shot in SHOTS:
+                    name = f"{shot.name}-{theme}.webp"
+                    labels = [CHINESE_LABELS[label] for label in shot.buttons]
+                    if name in chinese_pictures():
+                        translated = shot._replace(buttons=tuple(labels))
+                        yield take_picture(page, translated, folder / CHINESE / name)
         browser.close()
+
+
+def open_page(browser: Any, address: str, locale: str, theme: str) -> Any:
+    """Open the page in the language of a locale and wait for the first screen."""
+    page = browser.new_context(
+        viewport={"width": WIDTH, "height": HEIGHT}, locale=locale, color_scheme=theme
+    ).new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(address)
+    page.get_by_role("gridcell").first.wait_for()
+    return page
 
 
 def check_fonts() -> None:
@@ -237,7 +263,7 @@ def make_screenshots(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="view_files.py screenshots")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "img", metavar="DIR")
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / CHINESE).mkdir(parents=True, exist_ok=True)
     total = 0
     for path in take_pictures(args.out):
         total += path.stat().st_size

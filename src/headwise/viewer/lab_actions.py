@@ -309,7 +309,8 @@ def compare_outputs(model: OpenModel, before: Outputs, after: Outputs) -> dict[s
 
 
 def _quantity(outputs: Outputs) -> str:
-    return "KL(before ‖ after), nats" if outputs.are_logits else "change of the output, 1 − cosine"
+    """The key of the page's text for the change of these outputs."""
+    return "lab.divergence" if outputs.are_logits else "lab.cosine"
 
 
 def _mean(values: Sequence[float]) -> float | None:

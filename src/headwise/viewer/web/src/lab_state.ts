@@ -49,7 +49,7 @@ export interface Effect {
   klByPosition: (number | null)[];
   nextAt: NextToken[][];
   nextFrom: number;
-  outputs: string;
+  outputs: "lab.divergence" | "lab.cosine";
   random: { change: number; loss: number | null }[];
   command: string; // that removes these heads, or ""
   check: Check;

@@ -24,6 +24,11 @@ export function isSpecial(word: string): boolean {
   return /^(\[[A-Z]+\]|<[^<>\s]{1,24}>|<\|.*\|>)$/.test(word) && !BYTES.test(word);
 }
 
+/** The name of a stream of tokens for readers: the source, or the text itself. */
+export function streamName(stream: string): string {
+  return stream === "source" || stream === "text" ? t(stream) : stream;
+}
+
 export function streamWords(stream: string, row = 0): string[] {
   return doc.value?.streams[stream]?.[row]?.words ?? [];
 }
@@ -74,7 +79,7 @@ export function TokenStrip(): JSX.Element {
   return (
     <footer class="strip">
       <span class="sm t3 nw token-count">
-        {Object.keys(doc.value?.streams ?? {}).length > 1 && <b class="t2">{t(stream === "source" ? "source" : "text")} · </b>}
+        {Object.keys(doc.value?.streams ?? {}).length > 1 && <b class="t2">{streamName(stream)} · </b>}
         {last - first < words.length ? t("tokens.part", { first, last: last - 1, count: words.length }) : t("tokens.count", { count: words.length })}
       </span>
       <div class="toks" role="listbox" aria-label={t("tokens.label")} tabIndex={0} onKeyDown={move} ref={list}>

@@ -198,7 +198,7 @@ export const viewTexts = {
   "similar.none": ["These heads cannot be compared in this way.", "无法以这种方式比较这些头。"],
   "similar.clustersOnly": ["{count} clusters", "{count} 个簇"],
   "tree.title": ["Tree of clusters", "聚类树"],
-  "tree.hint": ["Heads joined below the dashed line are one cluster. Drag the line to cut elsewhere.", "虚线以下合并的头属于同一类。拖动虚线可改变切分。"],
+  "tree.hint": ["Heads joined below the dashed line are one cluster. Drag the line to cut elsewhere.", "虚线以下合并的头属于同一簇。拖动虚线可改变切分。"],
   "tree.label": ["Tree of {heads} heads by distance, 0 to {most} {unit}. The table of clusters holds the same numbers.", "{heads} 个头的距离树，0 到 {most} {unit}。聚类表中有同样的数字。"],
   "steps.subtitle": ["one token, one head, every number", "一个词元、一个头、每个数字"],
   "steps.query": ["query", "查询"],

@@ -4,7 +4,7 @@ import { useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
 import { Notes, Panel, Toolbar } from "../components/basics";
 import { DataTable } from "../components/data_table";
-import { say, t } from "../i18n";
+import { isTextKey, say, t } from "../i18n";
 import { doc, runJob, source } from "../state";
 
 interface CostRow {
@@ -29,6 +29,12 @@ interface CostResult {
   rows: CostRow[];
   notes: string[];
   workload: Workload;
+}
+
+/** The resource that limits a row, or a sign that there is none. */
+function boundText(bound: string): string {
+  const key = `cost.bound.${bound}`;
+  return isTextKey(key) ? t(key) : say(bound);
 }
 
 const DTYPES = ["fp32", "bf16", "fp16"];
@@ -112,7 +118,7 @@ export function CostScreen(): JSX.Element {
               column("decode", t("cost.decode")),
               column("kv_bytes_per_token", t("cost.kvToken")),
               column("kv_bytes", t("cost.kv")),
-              { key: "bound", title: t("cost.bound"), value: (row: CostRow) => say(row.bound) },
+              { key: "bound", title: t("cost.bound"), value: (row: CostRow) => boundText(row.bound) },
             ]}
           />
         ) : (

@@ -7,7 +7,7 @@ import { showMeasure } from "../actions";
 import { bind, choices, type Column, ErrorNote, Form, groupByReason, Heatmap, Panel, Ramp, Segmented, Select, TableButton, Toolbar } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { HeadGrid, stackNumbers } from "../components/head_grid";
-import { streamWords, visibleToken } from "../components/tokens";
+import { streamName, streamWords, visibleToken } from "../components/tokens";
 import { format, say, t, type TextKey } from "../i18n";
 import { textKey } from "../lab_state";
 import type { Message } from "../source";
@@ -254,9 +254,9 @@ function TokenPairs({ stream, found }: { stream: string; found: Comparison }): J
   return (
     <div class="stack">
       <p class="sm t3">
-        {t("diff.aligned", { stream: Object.keys(found.pairs).length > 1 ? say(stream) : t("diff.stream"), count, first: first.length, second: second.length })}
+        {t("diff.aligned", { stream: streamName(stream), count, first: first.length, second: second.length })}
       </p>
-      <div class="scroll pair-scroll" tabIndex={0} role="region" aria-label={`${t("diff.tokens")}: ${say(stream)}`}>
+      <div class="scroll pair-scroll" tabIndex={0} role="region" aria-label={`${t("diff.tokens")}: ${streamName(stream)}`}>
         <div class="pair-row">
           {columns.slice(0, MAX_SHOWN_TOKENS).map(([left, right], index) => (
             <span key={index} class={left === null ? "added" : right === null ? "removed" : first[left] === second[right] ? "" : "replaced"}>

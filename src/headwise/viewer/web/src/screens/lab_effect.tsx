@@ -44,7 +44,7 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
             <dd>{number(found.loss.before)} → <b class="b">{number(found.loss.after)}</b></dd>
           </>
         )}
-        <dt>{say(found.outputs)}</dt>
+        <dt>{t(found.outputs)}</dt>
         <dd><b class="b">{number(found.kl)}</b></dd>
       </dl>
       <CheckView check={found.check} />
@@ -122,7 +122,7 @@ function RandomView({ found }: { found: Effect }): JSX.Element {
     <div data-testid="random">
       <h3>{t("lab.randomTitle", { count: changes.length })}</h3>
       <p>
-        {say(found.outputs)}: {format(changes[0]!)} … {format(changes.at(-1)!)}
+        {t(found.outputs)}: {format(changes[0]!)} … {format(changes.at(-1)!)}
         {losses.length > 0 && ` · ${t("lab.loss")}: ${format(losses[0]!)} … ${format(losses.at(-1)!)}`}
       </p>
       <p class="t3 sm">{t("lab.randomRank", { larger, count: changes.length })}</p>
@@ -153,7 +153,7 @@ function PositionChips(props: { found: Effect; words: string[]; position: number
       </div>
       <p class="row wrap between sm">
         <span class="t2" data-testid="position">
-          {position} {visibleToken(words[position] ?? "")}: {say(found.outputs)} {number(found.klByPosition[position])}
+          {position} {visibleToken(words[position] ?? "")}: {t(found.outputs)} {number(found.klByPosition[position])}
           {found.lossByPosition.before.length > position && ` · ${t("lab.loss")} ${number(found.lossByPosition.before[position])} → ${number(found.lossByPosition.after[position])}`}
         </span>
         <Ramp text={`0 … ${format(most)}`} />
@@ -172,7 +172,7 @@ function PositionTable({ found, words }: { found: Effect; words: string[] }): JS
       rows={rows}
       columns={[
         { key: "token", title: t("lab.token"), value: (row) => `${row.index} ${visibleToken(words[row.index] ?? "")}` },
-        column("change", say(found.outputs)),
+        column("change", t(found.outputs)),
         ...(found.lossByPosition.before.length ? [column("before", `${t("lab.loss")}, ${t("lab.before")}`), column("after", t("lab.after"))] : []),
       ]}
     />

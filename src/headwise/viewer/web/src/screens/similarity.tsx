@@ -7,6 +7,7 @@ import { bind, Button, choices, type Column, Form, Heatmap, Notes, Panel, Segmen
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { Dendrogram } from "../components/dendrogram";
+import { streamName } from "../components/tokens";
 import { format, say, t } from "../i18n";
 import { classesOf, doc, firstHeads, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source } from "../state";
 import type { Message } from "../source";
@@ -98,7 +99,7 @@ export function SimilarityScreen(): JSX.Element {
       <Toolbar title={t("similar.title")} hint={group ? "" : t("similar.hint")}>
         <Segmented label={t("similar.by")} value={basis.value} options={choices("similar.by.", BASES)} onChange={chooseBasis} />
         {alike.length > 1 && basis.value !== "circuits" && (
-          <Select label={t("tokens.label")} {...bind(chosen)} options={alike.map((item, number) => [String(number), item.streams.map(say).join(" → ")] as const)} />
+          <Select label={t("tokens.label")} {...bind(chosen)} options={alike.map((item, number) => [String(number), item.streams.map(streamName).join(" → ")] as const)} />
         )}
         {group && <TableButton />}
       </Toolbar>
