@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -21,9 +22,9 @@ from ...util.errors import suggest
 from .annotated_examples import TokenAnnotations
 from .weight_bands import MAX_OFFSET, WeightBand, row_entropy
 
-SumAndCount = tuple[
-    Tensor, Tensor
-]  # sums over rows, [H] or [H, N], and the number of rows, of the same shape
+# sums over rows, [H] or [H, N], and the number of rows, of the same shape
+SumAndCount = tuple[Tensor, Tensor]
+Sums = Callable[[WeightBand], SumAndCount]
 ReduceFunction = Callable[[Tensor], Tensor]
 # largest offset with a separate mean weight, in both directions; farther pairs form one group
 MAX_DISTANCE = 16
@@ -44,11 +45,36 @@ class HeadMetric:
 
     name: str
     description: str
-    compute_sums: Callable[[WeightBand], SumAndCount]
+    compute_sums: Sums
     weight_source: str = "all"
     reduce: ReduceFunction | None = None
     self_attention_only: bool = False
-    compute_chance: Callable[[WeightBand], SumAndCount] | None = None
+    compute_chance: Sums | None = None
+
+
+HEAD_METRICS: dict[str, HeadMetric] = {}
+PATCH_METRICS: dict[str, HeadMetric] = {}  # of images
+LITERATURE_METRICS: dict[str, HeadMetric] = {}  # published, with definitions of their own
+
+
+def define_metric(
+    name: str,
+    description: str,
+    weight_source: str = "all",
+    reduce: ReduceFunction | None = None,
+    *,
+    is_self: bool = False,
+    compute_chance: Sums | None = None,
+    table: dict[str, HeadMetric] = HEAD_METRICS,
+) -> Callable[[Sums], Sums]:
+    """Return a decorator that adds a function of sums to a table, as the metric of this name."""
+
+    def define(compute_sums: Sums) -> Sums:
+        fields = (name, description, compute_sums, weight_source, reduce, is_self, compute_chance)
+        table[name] = HeadMetric(*fields)
+        return compute_sums
+
+    return define
 
 
 def mean_over_rows(rows_HT: Tensor, counted: Tensor) -> SumAndCount:
@@ -80,12 +106,10 @@ def _weight_at_pairs(band: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
     return mean_over_rows(rows, band.select_counted(has_pair))
 
 
-def breadth_sums(band: WeightBand) -> SumAndCount:
-    """exp(entropy) of each row over the number of allowed keys; a row with a single allowed key has
-    no breadth.
-    """
-    breadth = band.row_entropies.exp() / band.num_allowed_keys.clamp(min=1)
-    return mean_over_rows(breadth, band.select_counted(band.num_allowed_keys > 1))
+@define_metric("entropy", "nats of a row")
+def entropy_sums(band: WeightBand) -> SumAndCount:
+    """Entropy of each row in nats."""
+    return mean_over_rows(band.row_entropies, band.has_keys)
 
 
 def random_breadth_sums(band: WeightBand) -> SumAndCount:
@@ -106,17 +130,31 @@ def mean_random_breadth(num_keys: Tensor) -> Tensor:
     return mean_entropy.exp() / num_keys
 
 
+@define_metric(
+    "breadth", "exp(entropy) over the number of allowed keys", compute_chance=random_breadth_sums
+)
+def breadth_sums(band: WeightBand) -> SumAndCount:
+    """exp(entropy) of each row over the number of allowed keys; a row with a single allowed key has
+    no breadth.
+    """
+    breadth = band.row_entropies.exp() / band.num_allowed_keys.clamp(min=1)
+    return mean_over_rows(breadth, band.select_counted(band.num_allowed_keys > 1))
+
+
+@define_metric("confidence", "largest weight of a row")
 def confidence_sums(band: WeightBand) -> SumAndCount:
     """Largest weight of each row (1905.09418)."""
     return mean_over_rows(band.max_weight, band.has_keys)
 
 
+@define_metric("distance", "tokens between query and key", is_self=True)
 def distance_sums(band: WeightBand) -> SumAndCount:
     """Mean distance between query and key in tokens, weighted by attention."""
     distance = (band.key_positions - band.query_positions[:, None]).abs().to(band.w_HTS.dtype)
     return mean_over_rows((band.w_HTS * distance).sum(-1), band.has_keys)
 
 
+@define_metric("sink", "weight on sinks", "sinks")
 def sink_sums(band: WeightBand) -> SumAndCount:
     """Weight on special tokens, on a learned sink, and on the first token if it is a sink.
 
@@ -127,6 +165,7 @@ def sink_sums(band: WeightBand) -> SumAndCount:
     return mean_over_rows(weight.where(weight > rounding, 0), band.has_keys)
 
 
+@define_metric("first", "weight on the first token")
 def first_token_sums(band: WeightBand) -> SumAndCount:
     """Weight on the first token."""
     keys = torch.zeros_like(band.key_tokens.is_special)
@@ -149,18 +188,55 @@ def first_token_choice_sums(band: WeightBand) -> SumAndCount:
     return sums, has_choice.sum(-1, dtype=torch.float64)[:, None].expand_as(sums)
 
 
-def make_offset_metric(offset: int) -> Callable[[WeightBand], SumAndCount]:
-    """Return a metric of the weight on the key `offset` tokens after the query (-1, 0 or 1), over
-    rows that may read it.
+@define_metric("separator", "weight on separators")
+def separator_sums(band: WeightBand) -> SumAndCount:
+    """Weight on separators."""
+    return _weight_on_keys(band, band.key_tokens.is_separator)
+
+
+@define_metric("punctuation", "weight on punctuation", "rest")
+def punctuation_sums(band: WeightBand) -> SumAndCount:
+    """Weight on punctuation."""
+    return _weight_on_keys(band, band.key_tokens.is_punctuation)
+
+
+def _neighbour_sums(band: WeightBand, offset: int) -> SumAndCount:
+    """Weight on the key `offset` tokens after the query (-1, 0 or 1), over rows that may read it."""
+    weights, counts = band.neighbour_sums
+    return weights[:, 1 + offset], counts[:, 1 + offset]
+
+
+NEIGHBOURS = {
+    "previous": "the previous token",
+    "self": "the token itself",
+    "next": "the next token",
+}
+for _place, (_name, _token) in enumerate(NEIGHBOURS.items()):
+    define_metric(_name, f"weight on {_token}", "rest", is_self=True)(
+        partial(_neighbour_sums, offset=_place - 1)
+    )
+
+
+def select_largest(mean: Tensor) -> Tensor:
+    """Largest of several means."""
+    return mean.amax(-1)
+
+
+def select_peak_offset(mean: Tensor) -> Tensor:
+    """Offset with the largest of the means of `argmax_offset_sums`.
+
+    >>> select_peak_offset(torch.tensor([0.0] * 6 + [0.9] + [0.0] * 10))
+    tensor(-2., dtype=torch.float64)
     """
-
-    def sums(band: WeightBand) -> SumAndCount:
-        weights, counts = band.neighbour_sums
-        return weights[:, 1 + offset], counts[:, 1 + offset]
-
-    return sums
+    return torch.where(mean.isnan().any(-1), torch.nan, (mean.argmax(-1) - MAX_OFFSET).double())
 
 
+LARGEST_OFFSET = "rows whose largest weight is at one distance"
+PEAK = "distance at which most rows have their largest weight"
+
+
+@define_metric("peak", PEAK, "rest", select_peak_offset, is_self=True)
+@define_metric("offset", LARGEST_OFFSET, "rest", select_largest, is_self=True)
 def argmax_offset_sums(band: WeightBand) -> SumAndCount:
     """Count rows with their largest weight at each offset of -8..8, [H, 17] (1905.09418)."""
     weights, _ = band.nearest
@@ -171,33 +247,51 @@ def argmax_offset_sums(band: WeightBand) -> SumAndCount:
     return sums, counted.sum(-1, dtype=torch.float64)[:, None].expand_as(sums)
 
 
-def duplicate_sums(band: WeightBand) -> SumAndCount:
-    """Weight on other occurrences of the query's token id."""
-    t, s = band.same_id_pairs
-    return _weight_at_pairs(band, t[s != t], s[s != t])
+def variance_explained_by_offset(mean: Tensor) -> Tensor:
+    """Share of the variance of attention weights that the offset alone explains; 0 where the
+    weights do not vary.
 
-
-def induction_sums(band: WeightBand) -> SumAndCount:
-    """Weight on tokens that follow an earlier occurrence of the query's token id (Olsson et al.
-    2022).
+    `mean` holds the means of `offset_variance_sums`.
     """
-    t, s = band.same_id_pairs
-    earlier = s + 1 < t
-    return _weight_at_pairs(band, t[earlier], s[earlier] + 1)
+    groups = 2 * MAX_DISTANCE + 2
+    group_mean = mean[..., :groups]
+    share = mean[..., groups:-1]
+    square = mean[..., -1]
+    # offsets longer than every text have no pairs
+    group_mean = torch.where(share > 0, group_mean, 0)
+    grand_mean = (share * group_mean).sum(-1)
+    explained = (share * group_mean.square()).sum(-1) - grand_mean.square()
+    total = square - grand_mean.square()
+    constant = torch.where(total.isnan(), total, 0)
+    return torch.where(total > MASS_TOLERANCE * square, explained / total, constant)
 
 
-def rarest_token_sums(band: WeightBand) -> SumAndCount:
-    """Count rows with their largest weight on the rarest token of the text (1905.09418)."""
-    rarest = find_rarest_tokens(band.key_tokens)
-    hits = band.is_max @ band.slice_keys(rarest).to(band.is_max) / band.num_max_keys
-    return mean_over_rows(hits, band.may_read(rarest))
+@define_metric(
+    "positional_share",
+    "share of the variance of weights that distance explains",
+    "rest",
+    variance_explained_by_offset,
+    is_self=True,
+)
+def offset_variance_sums(band: WeightBand) -> SumAndCount:
+    """Sums for `variance_explained_by_offset`, [H, 69].
 
-
-def find_rarest_tokens(keys: TokenAnnotations) -> Tensor:
-    """Find the tokens with the lowest frequency in the data set, special tokens apart."""
-    readable = (keys.frequency > 0) & ~keys.is_special
-    frequency = torch.where(readable, keys.frequency.double(), torch.inf)
-    return readable & (frequency == frequency.sort().values[:1])
+    These are the weights at each offset of -16..16 and at all other offsets, the share of pairs at
+    each, and squared weights.
+    """
+    weights, allowed = band.weights_at_offsets(range(-MAX_DISTANCE, MAX_DISTANCE + 1))
+    counted = band.select_counted(torch.ones_like(band.num_allowed_keys, dtype=torch.bool))
+    weights = band.scale_rows(weights).sum(1, dtype=torch.float64)
+    pairs = (allowed & counted[..., None]).sum(1, dtype=torch.float64)
+    total_weight = band.scale_rows(band.w_HTS.sum(-1)).sum(-1, dtype=torch.float64)
+    num_pairs = (band.num_allowed_keys * counted).sum(-1, dtype=torch.float64)
+    norms = band.scale_rows(torch.linalg.vector_norm(band.w_HTS, dim=-1))
+    squares = norms.double().square().sum(-1)
+    sums = torch.cat([weights, (total_weight - weights.sum(-1))[:, None]], -1)
+    counts = torch.cat([pairs, (num_pairs - pairs.sum(-1))[:, None]], -1).expand_as(sums)
+    num_pairs_H1 = num_pairs.expand(len(sums))[:, None]
+    all_sums = torch.cat([sums, counts, squares[:, None]], -1)
+    return all_sums, torch.cat([counts, num_pairs_H1.expand(-1, 2 * MAX_DISTANCE + 3)], -1)
 
 
 def support_sums(band: WeightBand) -> SumAndCount:
@@ -227,146 +321,50 @@ def sum_support(w_HTS: Tensor, num_allowed_keys: Tensor) -> SumAndCount:
     return shares.sum(1), counted.sum(1, dtype=torch.float64)
 
 
-def offset_variance_sums(band: WeightBand) -> SumAndCount:
-    """Sums for `variance_explained_by_offset`, [H, 69].
-
-    These are the weights at each offset of -16..16 and at all other offsets, the share of pairs at
-    each, and squared weights.
-    """
-    weights, allowed = band.weights_at_offsets(range(-MAX_DISTANCE, MAX_DISTANCE + 1))
-    counted = band.select_counted(torch.ones_like(band.num_allowed_keys, dtype=torch.bool))
-    weights = band.scale_rows(weights).sum(1, dtype=torch.float64)
-    pairs = (allowed & counted[..., None]).sum(1, dtype=torch.float64)
-    total_weight = band.scale_rows(band.w_HTS.sum(-1)).sum(-1, dtype=torch.float64)
-    num_pairs = (band.num_allowed_keys * counted).sum(-1, dtype=torch.float64)
-    norms = band.scale_rows(torch.linalg.vector_norm(band.w_HTS, dim=-1))
-    squares = norms.double().square().sum(-1)
-    sums = torch.cat([weights, (total_weight - weights.sum(-1))[:, None]], -1)
-    counts = torch.cat([pairs, (num_pairs - pairs.sum(-1))[:, None]], -1).expand_as(sums)
-    num_pairs_H1 = num_pairs.expand(len(sums))[:, None]
-    all_sums = torch.cat([sums, counts, squares[:, None]], -1)
-    return all_sums, torch.cat([counts, num_pairs_H1.expand(-1, 2 * MAX_DISTANCE + 3)], -1)
+for _place, _fraction in enumerate(SUPPORT_FRACTIONS):
+    _percent = round(100 * _fraction)
+    define_metric(
+        f"support{_percent}",
+        f"share of keys that hold {_percent} % of a row",
+        reduce=itemgetter((..., _place)),
+    )(support_sums)
 
 
-def variance_explained_by_offset(mean: Tensor) -> Tensor:
-    """Share of the variance of attention weights that the offset alone explains; 0 where the
-    weights do not vary.
-
-    `mean` holds the means of `offset_variance_sums`.
-    """
-    groups = 2 * MAX_DISTANCE + 2
-    group_mean = mean[..., :groups]
-    share = mean[..., groups:-1]
-    square = mean[..., -1]
-    # offsets longer than every text have no pairs
-    group_mean = torch.where(share > 0, group_mean, 0)
-    grand_mean = (share * group_mean).sum(-1)
-    explained = (share * group_mean.square()).sum(-1) - grand_mean.square()
-    total = square - grand_mean.square()
-    constant = torch.where(total.isnan(), total, 0)
-    return torch.where(total > MASS_TOLERANCE * square, explained / total, constant)
+@define_metric("duplicate", "weight on other occurrences of the same token", "rest", is_self=True)
+def duplicate_sums(band: WeightBand) -> SumAndCount:
+    """Weight on other occurrences of the query's token id."""
+    t, s = band.same_id_pairs
+    return _weight_at_pairs(band, t[s != t], s[s != t])
 
 
-def select_largest(mean: Tensor) -> Tensor:
-    """Largest of several means."""
-    return mean.amax(-1)
-
-
-def select_peak_offset(mean: Tensor) -> Tensor:
-    """Offset with the largest of the means of `argmax_offset_sums`.
-
-    >>> select_peak_offset(torch.tensor([0.0] * 6 + [0.9] + [0.0] * 10))
-    tensor(-2., dtype=torch.float64)
-    """
-    return torch.where(mean.isnan().any(-1), torch.nan, (mean.argmax(-1) - MAX_OFFSET).double())
-
-
-Sums = Callable[[WeightBand], SumAndCount]
-
-
-def _self_metrics(*rows: tuple[str, str, Sums, ReduceFunction | None]) -> list[HeadMetric]:
-    """Metrics of the weight that sinks leave in self-attention."""
-    return [HeadMetric(*row[:3], "rest", row[3], self_attention_only=True) for row in rows]
-
-
-SUPPORT_METRICS = tuple(
-    HeadMetric(
-        f"support{round(100 * fraction)}",
-        f"share of keys that hold {round(100 * fraction)} % of a row",
-        support_sums,
-        reduce=itemgetter((..., n)),
-    )
-    for n, fraction in enumerate(SUPPORT_FRACTIONS)
+@define_metric(
+    "induction",
+    "weight on tokens that follow an earlier occurrence of the same token",
+    "rest",
+    is_self=True,
 )
-HEAD_METRICS: Mapping[str, HeadMetric] = {
-    metric.name: metric
-    for metric in (
-        HeadMetric(
-            "entropy",
-            "nats of a row",
-            lambda band: mean_over_rows(band.row_entropies, band.has_keys),
-        ),
-        HeadMetric(
-            "breadth",
-            "exp(entropy) over the number of allowed keys",
-            breadth_sums,
-            compute_chance=random_breadth_sums,
-        ),
-        HeadMetric("confidence", "largest weight of a row", confidence_sums),
-        HeadMetric(
-            "distance", "tokens between query and key", distance_sums, self_attention_only=True
-        ),
-        HeadMetric("sink", "weight on sinks", sink_sums, "sinks"),
-        HeadMetric("first", "weight on the first token", first_token_sums),
-        HeadMetric(
-            "separator",
-            "weight on separators",
-            lambda band: _weight_on_keys(band, band.key_tokens.is_separator),
-        ),
-        HeadMetric(
-            "punctuation",
-            "weight on punctuation",
-            lambda band: _weight_on_keys(band, band.key_tokens.is_punctuation),
-            "rest",
-        ),
-        *_self_metrics(
-            ("previous", "weight on the previous token", make_offset_metric(-1), None),
-            ("self", "weight on the token itself", make_offset_metric(0), None),
-            ("next", "weight on the next token", make_offset_metric(1), None),
-            (
-                "offset",
-                "rows whose largest weight is at one distance",
-                argmax_offset_sums,
-                select_largest,
-            ),
-            (
-                "peak",
-                "distance at which most rows have their largest weight",
-                argmax_offset_sums,
-                select_peak_offset,
-            ),
-            (
-                "positional_share",
-                "share of the variance of weights that distance explains",
-                offset_variance_sums,
-                variance_explained_by_offset,
-            ),
-        ),
-        *SUPPORT_METRICS,
-        *_self_metrics(
-            ("duplicate", "weight on other occurrences of the same token", duplicate_sums, None),
-            (
-                "induction",
-                "weight on tokens that follow an earlier occurrence of the same token",
-                induction_sums,
-                None,
-            ),
-        ),
-        HeadMetric(
-            "rare", "rows whose largest weight is on the rarest token", rarest_token_sums, "rest"
-        ),
-    )
-}
+def induction_sums(band: WeightBand) -> SumAndCount:
+    """Weight on tokens that follow an earlier occurrence of the query's token id (Olsson et al.
+    2022).
+    """
+    t, s = band.same_id_pairs
+    earlier = s + 1 < t
+    return _weight_at_pairs(band, t[earlier], s[earlier] + 1)
+
+
+@define_metric("rare", "rows whose largest weight is on the rarest token", "rest")
+def rarest_token_sums(band: WeightBand) -> SumAndCount:
+    """Count rows with their largest weight on the rarest token of the text (1905.09418)."""
+    rarest = find_rarest_tokens(band.key_tokens)
+    hits = band.is_max @ band.slice_keys(rarest).to(band.is_max) / band.num_max_keys
+    return mean_over_rows(hits, band.may_read(rarest))
+
+
+def find_rarest_tokens(keys: TokenAnnotations) -> Tensor:
+    """Find the tokens with the lowest frequency in the data set, special tokens apart."""
+    readable = (keys.frequency > 0) & ~keys.is_special
+    frequency = torch.where(readable, keys.frequency.double(), torch.inf)
+    return readable & (frequency == frequency.sort().values[:1])
 
 WORD_METRICS = ("separator", "punctuation", "duplicate", "induction", "rare")
 
@@ -388,6 +386,9 @@ def make_pair_metric(selects: Callable[[Tensor, Tensor], Tensor]) -> Sums:
     return sums
 
 
+@define_metric(
+    "patch_distance", "distance between query and key, in patches", "rest", table=PATCH_METRICS
+)
 def patch_distance_sums(band: WeightBand) -> SumAndCount:
     """Mean Euclidean distance between query and key in patches, weighted by attention (2010.11929,
     appendix D.7).
@@ -426,14 +427,9 @@ PATCH_RELATIONS: Mapping[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = 
         lambda rows, columns: (rows != 0) & (columns == 0),
     ),
 }
-PATCH_METRICS: Mapping[str, HeadMetric] = {
-    "patch_distance": HeadMetric(
-        "patch_distance", "distance between query and key, in patches", patch_distance_sums, "rest"
-    )
-} | {
-    name: HeadMetric(name, f"weight on {keys}", make_pair_metric(selects), "rest")
-    for name, (keys, selects) in PATCH_RELATIONS.items()
-}
+for _name, (_keys, _relation) in PATCH_RELATIONS.items():
+    _description = f"weight on {_keys}"
+    define_metric(_name, _description, "rest", table=PATCH_METRICS)(make_pair_metric(_relation))
 # The measures of texts that also describe images.
 IMAGE_METRICS = (
     *("entropy", "breadth", "confidence", "sink", "support50", "support90", "support95"),
@@ -453,33 +449,60 @@ SENTENCE_ENDS = (".", ",")  # the punctuation that Clark et al. measure
 SMOOTHING = 1e-4
 
 
+RowFunction = Callable[[WeightBand], Tensor]
+
+
 def _clark_metric(
-    name: str, description: str, rows: Callable[[WeightBand], Tensor], is_self: bool = False
-) -> HeadMetric:
-    """A metric of Clark et al.: a number of each row, [H, T], as a mean over texts. A text counts
-    once, however many of its rows may read the tokens in question.
+    name: str, description: str, is_self: bool = False
+) -> Callable[[RowFunction], RowFunction]:
+    """Return a decorator that defines a metric of Clark et al. by a number of each row, [H, T], as a
+    mean over texts. A text counts once, however many of its rows may read the tokens in question.
     """
 
-    def compute_sums(band: WeightBand) -> SumAndCount:
-        rows_HT = rows(band)
-        num_rows = band.query_tokens.count
-        sums = rows_HT.sum(-1, dtype=torch.float64) / num_rows
-        return sums, torch.full_like(sums, rows_HT.shape[1] / num_rows)
+    def define(rows: RowFunction) -> RowFunction:
+        def compute_sums(band: WeightBand) -> SumAndCount:
+            rows_HT = rows(band)
+            num_rows = band.query_tokens.count
+            sums = rows_HT.sum(-1, dtype=torch.float64) / num_rows
+            return sums, torch.full_like(sums, rows_HT.shape[1] / num_rows)
 
-    return HeadMetric(f"clark {name}", description, compute_sums, self_attention_only=is_self)
+        define_metric(f"clark {name}", description, is_self=is_self, table=LITERATURE_METRICS)(
+            compute_sums
+        )
+        return rows
+
+    return define
 
 
+@_clark_metric("next", HEAD_METRICS["next"].description, is_self=True)
+def _weight_on_next_token(band: WeightBand) -> Tensor:
+    return band.nearest[0][..., MAX_OFFSET + 1]
+
+
+@_clark_metric("previous", HEAD_METRICS["previous"].description, is_self=True)
+def _weight_on_previous_token(band: WeightBand) -> Tensor:
+    return band.nearest[0][..., MAX_OFFSET - 1]
+
+
+@_clark_metric("first", "weight on [CLS]")
 def _weight_on_first_token(band: WeightBand) -> Tensor:
     is_first = torch.zeros_like(band.key_tokens.is_special)
     is_first[:1] = True
     return band.weight_on(band.key_tokens.is_special & is_first)
 
 
+@_clark_metric("separator", "weight on [SEP]")
+def _weight_on_separators(band: WeightBand) -> Tensor:
+    return band.weight_on(band.key_tokens.is_separator)
+
+
+@_clark_metric("punctuation", "weight on . and ,")
 def _weight_on_sentence_ends(band: WeightBand) -> Tensor:
     flags = [word.strip() in SENTENCE_ENDS for word in band.key_tokens.words]
     return band.weight_on(torch.tensor(flags))
 
 
+@_clark_metric("entropy", "entropy of a smoothed row in nats")
 def _smoothed_entropy(band: WeightBand) -> Tensor:
     """Entropy of the smoothed rows; keys outside the band have only the added weight."""
     added = SMOOTHING / band.key_tokens.count
@@ -487,68 +510,29 @@ def _smoothed_entropy(band: WeightBand) -> Tensor:
     return row_entropy((1 - SMOOTHING) * band.w_HTS + added) - entropy_outside_band
 
 
-def _drop_separators(band: WeightBand) -> WeightBand:
-    """The band without separators as keys and as queries; rows are not rescaled."""
+def _voita_sums(compute_sums: Sums, band: WeightBand) -> SumAndCount:
+    """Sums over the band without separators as keys and as queries; rows are not rescaled."""
     rows = slice(band.first_query, band.first_query + band.w_HTS.shape[1])
     is_kept = band.slice_keys(~band.key_tokens.is_separator).to(band.w_HTS.device)
     queries = ~band.query_tokens.is_separator[rows].to(band.w_HTS.device)
     allowed = band.allowed & is_kept & queries[:, None]
-    return replace(band, w_HTS=band.w_HTS * is_kept, allowed=allowed)
+    return compute_sums(replace(band, w_HTS=band.w_HTS * is_kept, allowed=allowed))
 
 
-def _voita_offsets(band: WeightBand) -> SumAndCount:
-    return argmax_offset_sums(_drop_separators(band))
-
-
-LITERATURE_METRICS: Mapping[str, HeadMetric] = {
-    one.name: one
-    for one in (
-        _clark_metric(
-            "next",
-            "weight on the next token",
-            lambda band: band.nearest[0][..., MAX_OFFSET + 1],
-            is_self=True,
-        ),
-        _clark_metric(
-            "previous",
-            "weight on the previous token",
-            lambda band: band.nearest[0][..., MAX_OFFSET - 1],
-            is_self=True,
-        ),
-        _clark_metric("first", "weight on [CLS]", _weight_on_first_token),
-        _clark_metric(
-            "separator",
-            "weight on [SEP]",
-            lambda band: band.weight_on(band.key_tokens.is_separator),
-        ),
-        _clark_metric("punctuation", "weight on . and ,", _weight_on_sentence_ends),
-        _clark_metric("entropy", "entropy of a smoothed row in nats", _smoothed_entropy),
-        HeadMetric(
-            "voita confidence",
-            "largest weight of a row, separators excluded",
-            lambda band: confidence_sums(_drop_separators(band)),
-        ),
-        HeadMetric(
-            "voita position",
-            HEAD_METRICS["offset"].description,
-            _voita_offsets,
-            reduce=select_largest,
-            self_attention_only=True,
-        ),
-        HeadMetric(
-            "voita peak",
-            HEAD_METRICS["peak"].description,
-            _voita_offsets,
-            reduce=select_peak_offset,
-            self_attention_only=True,
-        ),
-        HeadMetric(
-            "voita rare",
-            HEAD_METRICS["rare"].description,
-            lambda band: rarest_token_sums(_drop_separators(band)),
-        ),
+_voita_offsets = partial(_voita_sums, argmax_offset_sums)
+for _name, _description, _sums, _reduce in (
+    ("confidence", "largest weight of a row, separators excluded", confidence_sums, None),
+    ("position", LARGEST_OFFSET, _voita_offsets, select_largest),
+    ("peak", PEAK, _voita_offsets, select_peak_offset),
+    ("rare", HEAD_METRICS["rare"].description, rarest_token_sums, None),
+):
+    _is_self = _reduce is not None
+    _voita = define_metric(
+        f"voita {_name}", _description, reduce=_reduce, is_self=_is_self, table=LITERATURE_METRICS
     )
-}
+    _voita(_sums if _is_self else partial(_voita_sums, _sums))
+
+
 ALL_METRICS: Mapping[str, HeadMetric] = {**HEAD_METRICS, **PATCH_METRICS, **LITERATURE_METRICS}
 
 
