@@ -101,6 +101,7 @@ def _summed_case(count: int, names: tuple[str, ...]) -> BenchmarkCase:
             mass[:, block.first_key : block.first_key + block.w_HTS.shape[2]] += block.w_HTS.sum(1)
 
         stream_weight_bands(net, layers, [example], streams, add_band)
+        sums.finish_example()
 
     def ours_with_memory() -> None:
         if notes or count < LONG_LENGTH:
