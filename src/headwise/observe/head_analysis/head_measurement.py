@@ -45,12 +45,7 @@ from .head_metrics import (
 )
 from .head_table import HeadMeasures, HeadTable, Measure
 from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums, stack_texts
-from .streamed_statistics import (
-    STREAMED_METRICS,
-    StatisticsStream,
-    read_statistics,
-    sum_metrics,
-)
+from .streamed_statistics import STREAMED_METRICS, StatisticsStream, read_statistics, sum_metrics
 from .weight_bands import (
     BatchMismatch,
     WeightBand,
@@ -292,9 +287,7 @@ class MetricSums:
         return find_sink_streams(stream_of_site, rate_first_tokens(sums))
 
 
-def _join_metrics(
-    sums: Mapping[str, SumAndCount],
-) -> tuple[torch.Tensor, Mapping[str, torch.Size]]:
+def _join_metrics(sums: Mapping[str, SumAndCount]) -> tuple[torch.Tensor, Mapping[str, torch.Size]]:
     """Join the sums and counts of all metrics, [H, N]; also return their shapes without heads."""
     parts = [part.flatten(1) if part.dim() > 1 else part[:, None] for part in chain(*sums.values())]
     return torch.cat(parts, 1).double(), {

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 MASKED_BELOW = -1e4  # a bias of this or less is treated as a mask
-PACKING_FORMS = ("bits", "band", "full")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ from ...util.size_limits import (
     parse_json,
 )
 from .attention_record import (
-    PACKING_FORMS,
     Array,
     AttentionCallRecord,
     AttentionRecord,
@@ -180,9 +179,8 @@ def _compute_checksum(document: str, arrays: Mapping[str, Array]) -> str:
 def _trace_to_dict(trace: Trace) -> dict[str, Any]:
     layers: list[dict[str, Any]] = []
     for layer in trace.layers:
-        fields_of_layer = {name: getattr(layer, name) for name in LAYER_FIELDS}
-        calls = [asdict(call) for call in layer.calls]
-        layers.append({**fields_of_layer, "calls": calls})
+        layers.append(asdict(replace(layer, arrays={})))
+        del layers[-1]["arrays"]
     grids = [
         {"form": grid.form, "shape": grid.shape, "low": None if np.isneginf(grid.low) else grid.low}
         for grid in trace.grids
@@ -203,29 +201,8 @@ def _trace_to_dict(trace: Trace) -> dict[str, Any]:
     }
 
 
-TRACE_FIELDS = (
-    "schema",
-    "model",
-    "streams",
-    "layers",
-    "grids",
-    "skipped",
-    "thumbnails",
-    "images",
-    "classes",
-)
-LAYER_FIELDS = (
-    "name",
-    "stack",
-    "layer",
-    "kind",
-    "path",
-    "heads",
-    "kv_head_of_query",
-    "query_stream",
-    "key_stream",
-)
-CALL_FIELDS = tuple(field.name for field in fields(AttentionCallRecord))
+TRACE_FIELDS = {"schema", *(one.name for one in fields(Trace))}
+TENSOR_FIELDS = ("arrays", "values")  # of records; they are tensors of the file
 PICTURE_AXES = 4
 
 
@@ -316,60 +293,79 @@ def _check_pictures(
             )
 
 
+# How a field of a record is read, by its type; integers from 0 to `MAX_TRACE_TOKENS`.
+INT_LIMITS = {
+    "ids": (-MAX_INTEGER, MAX_INTEGER),
+    "layer": (0, MAX_INTEGER),
+    "heads": (1, MAX_HEADS),
+    "kv_head_of_query": (0, MAX_HEADS),
+    "shape": (1, MAX_TRACE_TOKENS),
+}
+READERS: Mapping[str, Callable[[Record, str], Any]] = {
+    "str": Record.read_text,
+    "bool": Record.read_bool,
+    "float": Record.read_number,
+    "float | None": Record.read_optional_number,
+    "int": lambda record, name: record.read_int(name, *_int_limits(name)),
+    "int | None": lambda record, name: record.read_optional_int(name, *_int_limits(name)),
+    "tuple[str, ...]": Record.read_texts,
+    "tuple[int, ...]": lambda record, name: record.read_ints(name, *_int_limits(name)),
+    "tuple[int, int]": lambda record, name: record.read_ints(name, *_int_limits(name), 2),
+    "tuple[int, int, int, int]": lambda record, name: record.read_ints(name, *_int_limits(name), 4),
+}
+
+
+def _int_limits(name: str) -> tuple[int, int]:
+    return INT_LIMITS.get(name, (0, MAX_TRACE_TOKENS))
+
+
+def _read_fields(record: Record, kind: type[Any], **others: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass from a record, except for `others`, which are returned as
+    they are; a field with a default may be missing.
+    """
+    record.check_fields(one.name for one in fields(kind) if one.name not in TENSOR_FIELDS)
+    values: dict[str, Any] = {}
+    for one in fields(kind):
+        if one.name not in others and (one.name in record.values or one.default is MISSING):
+            values[one.name] = READERS[str(one.type)](record, one.name)
+    return values | others
+
+
 def _token_row_from_record(record: Record) -> TokenRow:
-    record.check_fields(("ids", "words", "offsets", "text"))
-    offsets = record.read_list("offsets", None, ())
-    pairs = tuple(
-        Record(f"{record.where}.offsets", {"pair": pair}, REMEDY).read_ints("pair", length=2)
-        for pair in offsets
-    )
-    row = TokenRow(
-        record.read_ints("ids", -MAX_INTEGER),
-        record.read_texts("words"),
-        tuple((start, stop) for start, stop in pairs),
-        record.read_text("text", ""),
-    )
+    pairs: list[tuple[int, ...]] = []
+    for pair in record.read_list("offsets", None, ()):
+        place = Record(f"{record.where}.offsets", {"pair": pair}, REMEDY)
+        pairs.append(place.read_ints("pair", length=2))
+    row = TokenRow(**_read_fields(record, TokenRow, offsets=tuple(pairs)))
     check_size(f"the number of tokens of {record.where}", len(row.ids), MAX_TRACE_TOKENS)
     return row
 
 
 def _mask_from_record(record: Record, values: Array) -> PackedMask:
-    record.check_fields(("form", "shape", "low"))
-    batch, heads, queries, keys = shape = record.read_ints("shape", 1, MAX_TRACE_TOKENS, length=4)
+    low = record.read_optional_number("low")
+    low = -np.inf if low is None else low
+    mask = PackedMask(**_read_fields(record, PackedMask, values=values, low=low))
+    batch, heads, queries, keys = mask.shape
     shapes = {
         "bits": (batch, heads, queries, -(-keys // 8)),
         "band": (batch, heads, queries + keys - 1),
-        "full": shape,
+        "full": mask.shape,
     }
-    form = record.read_text("form")
-    low = record.read_optional_number("low")
-    if form not in PACKING_FORMS or values.shape != shapes[form]:
-        record.fail(
-            "",
-            f"is a mask {form!r} of shape {list(shape)} with values of shape {list(values.shape)}",
-        )
-    return PackedMask(form, (batch, heads, queries, keys), values, -np.inf if low is None else low)
+    if values.shape != shapes.get(mask.form):
+        fact = f"of shape {list(mask.shape)} with values of shape {list(values.shape)}"
+        record.fail("", f"is a mask {mask.form!r} {fact}")
+    return mask
 
 
 def _layer_from_record(
     record: Record, number: int, arrays: Mapping[str, Array], grids: Sequence[PackedMask]
 ) -> AttentionRecord:
-    record.check_fields((*LAYER_FIELDS, "calls"))
-    layer = AttentionRecord(
-        **{
-            name: record.read_text(name)
-            for name in ("name", "stack", "kind", "path", "query_stream", "key_stream")
-        },
-        layer=record.read_int("layer", 0, MAX_INTEGER),
-        heads=record.read_int("heads", 1, MAX_HEADS),
-        kv_head_of_query=record.read_ints("kv_head_of_query", 0, MAX_HEADS),
-        calls=tuple(map(_call_from_record, record.read_records("calls"))),
-        arrays={
-            name.partition(".")[2]: array
-            for name, array in arrays.items()
-            if name.startswith(f"{number}.")
-        },
-    )
+    calls = tuple(map(_call_from_record, record.read_records("calls")))
+    prefix = f"{number}."
+    own = {
+        name.removeprefix(prefix): one for name, one in arrays.items() if name.startswith(prefix)
+    }
+    layer = AttentionRecord(**_read_fields(record, AttentionRecord, calls=calls, arrays=own))
     _check_tensors(record, layer)
     for n, call in enumerate(layer.calls):
         if not _has_data(layer, call, grids):
@@ -378,28 +374,13 @@ def _layer_from_record(
 
 
 def _call_from_record(record: Record) -> AttentionCallRecord:
-    record.check_fields(CALL_FIELDS)
-    (query, end_query), (key, end_key) = (
-        record.read_ints(name, 0, MAX_TRACE_TOKENS, length=2) for name in ("queries", "keys")
-    )
-    first = record.read_optional_int("first", 0, MAX_TRACE_TOKENS)
+    call = AttentionCallRecord(**_read_fields(record, AttentionCallRecord))
+    (query, end_query), (key, end_key) = call.queries, call.keys
     if query > end_query or key > end_key:
         record.fail("", f"has queries {query} to {end_query} and keys {key} to {end_key}")
-    check_size(
-        f"the end of the keys of {record.where}", (first or 0) + end_key - key, MAX_TRACE_TOKENS
-    )
-    return AttentionCallRecord(
-        queries=(query, end_query),
-        keys=(key, end_key),
-        first=first,
-        scale=record.read_number("scale", 1.0),
-        cap=record.read_optional_number("cap"),
-        causal=record.read_bool("causal", False),
-        grids=record.read_ints("grids", default=()),
-        weights=record.read_optional_int("weights"),
-        first_query_row=record.read_int("first_query_row", 0, MAX_TRACE_TOKENS, 0),
-        places=record.read_optional_int("places"),
-    )
+    end = (call.first or 0) + end_key - key
+    check_size(f"the end of the keys of {record.where}", end, MAX_TRACE_TOKENS)
+    return call
 
 
 def _check_tensors(record: Record, layer: AttentionRecord) -> None:

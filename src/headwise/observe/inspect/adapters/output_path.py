@@ -271,9 +271,7 @@ def measure_edit_places(
 
 
 def _record_run(
-    modules: Mapping[nn.Module, SiteModule],
-    run: Callable[[], object],
-    recorder: ProjectionRecorder,
+    modules: Mapping[nn.Module, SiteModule], run: Callable[[], object], recorder: ProjectionRecorder
 ) -> ProjectionRecorder:
     hooks = {module: (LastHeadEraser(module, recorder),) for module in modules}
     handle = register_module_forward_pre_hook(
