@@ -125,7 +125,7 @@ def read_examples(
         remedy = f"give at least {'two' if min_count == 2 else 'one'}"
         remedy = "name yours with --data FILE or --task NAME" if is_general else remedy
         raise UsageError(f"only {len(examples)} of the {texts} can be read{reasons}; {remedy}")
-    general = (annotated_examples.general_texts_note(),) if is_general else ()
+    general = (annotated_examples.GENERAL_TEXTS_NOTE,) if is_general else ()
     return examples, (*general, *reader.notes)
 
 

@@ -14,7 +14,7 @@ import scipy
 import torch
 
 import headwise as hw
-from headwise.observe.head_analysis.annotated_examples import Example, find_sink_tokens
+from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.observe.head_analysis.attention_sinks import (
     MAX_SINK_TEXTS,
     mark_first_token_sinks,
@@ -84,7 +84,7 @@ def sink_flags(net: torch.nn.Module, texts: list[Example]) -> tuple[list[bool], 
     marked, notes = mark_first_token_sinks(
         net, sites, {one.site.name: ("text", "text") for one in sites}, texts
     )
-    return [bool(find_sink_tokens(one.streams["text"])[0]) for one in marked], notes
+    return [bool(one.streams["text"].is_sink[0]) for one in marked], notes
 
 
 def test_a_first_token_that_a_head_reads_is_a_sink():

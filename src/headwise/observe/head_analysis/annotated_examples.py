@@ -77,7 +77,9 @@ class TokenAnnotations:
 
     @cached_property
     def is_sink(self) -> Tensor:
-        """Attention sinks, see `find_sink_tokens`."""
+        """Attention sinks: special tokens, separators, and the first token if measured as one by
+        `attention_sinks.mark_first_token_sinks`.
+        """
         is_first = torch.zeros_like(self.is_special)
         is_first[:1] = self.first_is_sink
         return self.is_special | self.is_separator | is_first
@@ -155,14 +157,6 @@ def join_inputs(examples: Sequence[Example]) -> Any:
     if isinstance(inputs[0], Tensor):
         return torch.cat(inputs)
     return {name: torch.cat([row[name] for row in inputs]) for name in inputs[0]}
-
-
-def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
-    """Find attention sinks: special tokens, separators, and the first token if measured as one.
-
-    `attention_sinks.mark_first_token_sinks` measures it.
-    """
-    return annotations.is_sink
 
 
 # --- Parsed sentences in CoNLL-U (universaldependencies.org/format) -------------------------------
@@ -532,11 +526,7 @@ def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool]
 
 # Texts for a model whose user names none: prose, lists, dialogue, numbers and code, in English.
 GENERAL_TEXTS = Path(__file__).parents[1] / "sample" / "texts.txt"
-
-
-def general_texts_note() -> str:
-    """Return the note of a result over `GENERAL_TEXTS`."""
-    return "no texts were named: the heads were measured over general ones in English"
+GENERAL_TEXTS_NOTE = "no texts were named: the heads were measured over general ones in English"
 
 
 def read_lines(path: Path | str) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...util.errors import pluralise
 from ..head_names import print_head
 from ..inspect.hooks import SiteModule
+from ..inspect.model_inputs import map_tensors
 from .annotated_examples import Example
 from .head_metrics import first_token_choice_sums
 from .resampling import Array, correct_p_values, excess_p_values, ratio_of_sums, stack_by_key
@@ -172,7 +173,8 @@ class DistinctExamples:
         self.num_distinct = self.num_repeated = 0
         digests: set[bytes] = set()
         for example in self._examples:
-            digest = blake2b("".join(_describe(example.inputs)).encode(), digest_size=16).digest()
+            text = repr(map_tensors(_describe, example.inputs))
+            digest = blake2b(text.encode(), digest_size=16).digest()
             if digest in digests:
                 self.num_repeated += 1
                 continue
@@ -203,18 +205,6 @@ class DistinctExamples:
             )
 
 
-def _describe(inputs: Any) -> Iterator[str]:
-    """Texts that are equal for equal inputs only."""
-    if isinstance(inputs, Tensor):
-        yield f"{inputs.dtype}{tuple(inputs.shape)}"
-        yield repr(inputs.detach().cpu().flatten().tolist())
-    elif isinstance(inputs, Mapping):
-        for name in sorted(inputs):
-            yield f"{name}:"
-            yield from _describe(inputs[name])
-    elif isinstance(inputs, Sequence) and not isinstance(inputs, str):
-        for value in inputs:
-            yield from _describe(value)
-            yield ";"
-    else:
-        yield repr(inputs)
+def _describe(tensor: Tensor) -> str:
+    """Return a text that is equal for equal tensors only."""
+    return f"{tensor.dtype}{tuple(tensor.shape)}{tensor.detach().cpu().flatten().tolist()!r}"

@@ -24,7 +24,7 @@ from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device, get_streams, is_encoder_decoder
 from ..inspect.site import Site
 from ..traces import AttentionRecord, Trace
-from .annotated_examples import Example, ExampleReader, TokenAnnotations, find_sink_tokens
+from .annotated_examples import Example, ExampleReader, TokenAnnotations
 from .attention_sinks import (
     MAX_SINK_TEXTS,
     DistinctExamples,
@@ -207,7 +207,7 @@ class MetricSums:
         """The band with its first token as a sink; None if it is one anyway."""
         keys = band.key_tokens
         if keys not in self._tokens_with_sink:
-            is_sink = bool(find_sink_tokens(keys)[:1].all())
+            is_sink = bool(keys.is_sink[:1].all())
             self._tokens_with_sink[keys] = keys if is_sink else replace(keys, first_is_sink=True)
         marked = self._tokens_with_sink[keys]
         if marked is keys:

@@ -17,7 +17,7 @@ from ...kernels.devices import exact_device, to_float64
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
 from ..inspect.model_inputs import get_device
 from ..inspect.site import ObservedCall
-from .annotated_examples import Example, find_sink_tokens
+from .annotated_examples import Example
 from .weight_bands import MIN_NON_SINK_WEIGHT
 
 # --- Distances of attention rows and similarity of outputs ----------------------------------------
@@ -301,7 +301,7 @@ def sample_rows(
             # one more key holds the weight of a learned sink, so that every row sums to one
             learned_sink = (1 - rows.sum(-1, keepdim=True)).clamp(min=0)
             rows = torch.cat([rows, learned_sink], -1)
-            is_sink = find_sink_tokens(example.streams[pair[1]]).to(device)
+            is_sink = example.streams[pair[1]].is_sink.to(device)
             row_weight = example.streams[pair[0]].count / count
             allowed_rows = all_allowed[:, has_keys]
             groups.append(SampledRows(pair, tuple(heads), rows, allowed_rows, is_sink, row_weight))

@@ -8,8 +8,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -30,7 +29,7 @@ from ..inspect.hooks import (
     run_observed,
     run_prepared,
 )
-from ..inspect.model_inputs import ModelInputs
+from ..inspect.model_inputs import ModelInputs, map_tensors
 from .objectives import EvaluationInput, Objective, get_output_tensor
 from .resampling import Array
 
@@ -191,26 +190,6 @@ class RepeatedForward:
 
 
 BLOCK_PATH = re.compile(r"(?:(.*?)\.)?\d+(?=\.|$)")
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply a function to every tensor of a value; other objects stay as they are.
-
-    >>> map_tensors(lambda tensor: tensor + 1, (torch.tensor(1), {"x": torch.tensor(2)}, "y"))
-    (tensor(2), {'x': tensor(3)}, 'y')
-    """
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, MutableMapping):  # outputs of transformers are mappings too
-        mapped = copy(value)
-        for name, item in value.items():
-            mapped[name] = map_tensors(function, item)
-        return mapped
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item) for item in value]
-        is_named = isinstance(value, tuple) and type(value) is not tuple
-        return type(value)(*items) if is_named else type(value)(items)
-    return value
 
 
 def select_row(outputs: Any, row: int, num_rows: int) -> Any:

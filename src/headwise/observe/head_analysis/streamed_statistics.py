@@ -28,7 +28,7 @@ from ...kernels.head_statistics import (
     uniform_statistics,
 )
 from ..inspect.site import AttentionInputs
-from .annotated_examples import TokenAnnotations, find_sink_tokens
+from .annotated_examples import TokenAnnotations
 from .head_metrics import (
     HEAD_METRICS,
     MAX_DISTANCE,
@@ -76,7 +76,7 @@ class StatisticsStream:
         tokens = TokenInputs(
             key_ids if query is key else query.ids.to(device),
             key_ids,
-            find_sink_tokens(key).to(device),
+            key.is_sink.to(device),
             key.is_separator.to(device),
             key.is_punctuation.to(device),
             find_rarest_tokens(key).to(device),

@@ -22,10 +22,10 @@ from ..inspect.trace_capture import get_model_name
 from ..traces import Trace
 from .annotated_examples import (
     GENERAL_TEXTS,
+    GENERAL_TEXTS_NOTE,
     Example,
     ExampleReader,
     examples_from_lines,
-    general_texts_note,
     read_lines,
 )
 from .head_classes import MIN_ROWS, classify_heads
@@ -186,7 +186,7 @@ def heads(
         if texts is not None:
             raise SpecError("a trace records its own texts; leave texts out, or give the model")
         return _classify(measure_trace(model), criteria)
-    general = () if texts is not None else (general_texts_note(),)
+    general = () if texts is not None else (GENERAL_TEXTS_NOTE,)
     if texts is None:
         texts = read_lines(GENERAL_TEXTS)
     with text_reader(model, tokenizer) as reader:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,13 @@ from torch.nn import functional as F
 from ...kernels.devices import exact_device
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
 from ..inspect.model_inputs import PAD_ID
-from ..inspect.site import ALL, AttentionInputs, ObservedCall, WeightsOnlyCall
+from ..inspect.site import AttentionInputs, ObservedCall, WeightsOnlyCall
 from ..traces import TokenRow, Trace
 from .annotated_examples import (
     Example,
     TokenAnnotations,
     annotate_row,
     count_tokens,
-    find_sink_tokens,
     join_inputs,
 )
 
@@ -150,7 +149,7 @@ class WeightBand:
     @cached_property
     def non_sink_weight(self) -> Tensor:
         """Weight of each row that is not on sink tokens, [H, T]."""
-        return self.weight_on(~find_sink_tokens(self.key_tokens))
+        return self.weight_on(~self.key_tokens.is_sink)
 
     @cached_property
     def row_entropies(self) -> Tensor:
@@ -248,7 +247,7 @@ class WeightBand:
         Rows with less than `MIN_NON_SINK_WEIGHT` on other tokens do not count. `scratch` holds
         these weights, perhaps already without some sinks, and is overwritten.
         """
-        is_sink = self.slice_keys(find_sink_tokens(self.key_tokens))
+        is_sink = self.slice_keys(self.key_tokens.is_sink)
         counted = self.non_sink_weight >= MIN_NON_SINK_WEIGHT
         scale = torch.where(counted, 1 / self.non_sink_weight.clamp(min=MIN_NON_SINK_WEIGHT), 0)
         w_HTS = self.w_HTS.clone() if scratch is None else scratch
@@ -286,33 +285,17 @@ class BatchMismatch(ValueError):
     """The rows of an attention call are not the texts of its batch."""
 
 
-class RecordedCall(ObservedCall):
-    """The weights of one layer of a trace over some queries and keys of one text."""
-
-    def __init__(
-        self, trace: Trace, name: str, row: int, places: tuple[list[int], list[int]]
-    ) -> None:
-        heads = range(trace.get_layer(name).heads)
-        masks = np.stack([trace.head_mask(name, head, row=row) for head in heads])
-        self.weights = trace.weights(name, row=row)[:, places[0]][..., places[1]]
-        self.allowed = masks[:, places[0]][..., places[1]]
-
-    def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
-        return torch.from_numpy(self.weights[None, :, queries, keys])
-
-    def allowed_pairs(self, queries: slice = ALL) -> Tensor:
-        return torch.from_numpy(self.allowed[None, :, queries])
-
-    def head_values(self, head: int) -> Any:
-        raise ValueError("measures read no values of a trace; give the model")
-
-
 def stream_trace(trace: Trace, row: int, example: Example, add_band: BandCallback) -> None:
     """Pass the recorded weights of one text of a trace to `add_band`, band by band."""
     for layer in trace.layers:
         streams = (layer.query_stream, layer.key_stream)
         places = [_list_tokens(trace, stream, row) for stream in streams]
-        call = RecordedCall(trace, layer.name, row, (places[0], places[1]))
+        masks = np.stack([trace.head_mask(layer.name, n, row=row) for n in range(layer.heads)])
+        grids = [
+            torch.from_numpy(grid[:, places[0]][..., places[1]])[None]
+            for grid in (trace.weights(layer.name, row=row), masks)
+        ]
+        call = WeightsOnlyCall(grids[0], grids[1])
         WeightBandHook(layer.name, layer.heads, [example], streams, add_band).on_call(call)
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -288,7 +289,7 @@ def prepare_inputs(
         raise ValueError(f"inputs are of type {type(inputs).__name__}; give {INPUT_KINDS}")
     if max_new_tokens:
         raise ValueError("max_new_tokens needs ids; give ids [rows, tokens], or a text")
-    return ModelInputs(_to_device(get_device(model), args), batch_size=len(tensors[0]))
+    return ModelInputs(_to_device(model, args), batch_size=len(tensors[0]))
 
 
 def is_token_input(inputs: Any) -> bool:
@@ -378,7 +379,7 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelI
     prompts = rows.get("source" if has_source else "text", ())
     tensors = [tensor for tensor in names.values() if isinstance(tensor, Tensor) and tensor.dim()]
     return ModelInputs(
-        *bind_arguments(model, _to_device(get_device(model), names)),
+        *bind_arguments(model, _to_device(model, names)),
         rows,
         counts,
         len(tensors[0]) if tensors else 1,
@@ -393,14 +394,30 @@ def get_device(model: nn.Module) -> torch.device:
     return next(devices, torch.device("cpu"))
 
 
-def _to_device(device: torch.device, value: Any) -> Any:
-    """Move the tensors and positions in an argument, a tuple, a list or a mapping of them."""
-    if isinstance(value, (Tensor, SequenceInfo)):
-        return value.to(device)
-    if type(value) in (tuple, list):
-        return type(value)(_to_device(device, entry) for entry in value)
-    if type(value) is dict:
-        return {name: _to_device(device, entry) for name, entry in value.items()}
+def _to_device(model: nn.Module, value: Any) -> Any:
+    """Move the tensors and positions in a value to the device of a model's inputs."""
+    device = get_device(model)
+    return map_tensors(lambda one: one.to(device), value, (Tensor, SequenceInfo))
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:
+    """Apply a function to every tensor of a value, or to objects of other `kinds`; what is left
+    stays as it is.
+
+    >>> map_tensors(lambda tensor: tensor + 1, (torch.tensor(1), {"x": torch.tensor(2)}, "y"))
+    (tensor(2), {'x': tensor(3)}, 'y')
+    """
+    if isinstance(value, kinds):
+        return function(value)
+    if isinstance(value, MutableMapping):  # outputs of transformers are mappings too
+        mapped = copy(value)
+        for name, item in value.items():
+            mapped[name] = map_tensors(function, item, kinds)
+        return mapped
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        items = [map_tensors(function, item, kinds) for item in value]
+        is_named = isinstance(value, tuple) and type(value) is not tuple
+        return type(value)(*items) if is_named else type(value)(items)
     return value
 
 
@@ -549,7 +566,7 @@ def _from_texts(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
         arguments = list_arguments(model)
         if IDS in arguments and "attention_mask" not in arguments and not bool(is_pad.any()):
             del named["attention_mask"]
-        call = bind_arguments(model, _to_device(get_device(model), to_named_tensors(model, named)))
+        call = bind_arguments(model, _to_device(model, to_named_tensors(model, named)))
     prompts = [list(row.ids) for row in rows] if is_headwise else []
     decode = reader.decode_token
     return ModelInputs(*call, token_rows, counts, len(rows), has_source, prompts, decode)
@@ -570,7 +587,7 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
     ids = {stream: torch.tensor([row.ids]) for stream, row in rows.items()}
     names = to_named_tensors(model, {IDS: ids["source"], DECODER_IDS: ids["text"]})
     token_rows = {stream: (row,) for stream, row in rows.items()}
-    return ModelInputs((), _to_device(get_device(model), names), token_rows, counts, 1, True)
+    return ModelInputs((), _to_device(model, names), token_rows, counts, 1, True)
 
 
 def _surround(

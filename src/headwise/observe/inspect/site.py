@@ -226,16 +226,23 @@ class ObservedCall(ABC):
 
 
 class WeightsOnlyCall(ObservedCall):
-    """Represent a call with only its attention weights [B, H, T, S] known."""
+    """Represent a call with only its attention weights [B, H, T, S] known, and perhaps which pairs
+    are `allowed`, of the same shape.
+    """
 
-    def __init__(self, weights: Tensor) -> None:
+    def __init__(self, weights: Tensor, allowed: Tensor | None = None) -> None:
         self.weights = weights
+        self.allowed = allowed
 
     def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
         return self.weights[:, :, queries, keys]
 
     def allowed_pairs(self, queries: slice = ALL) -> Tensor:
-        """Return the pairs where any head has a nonzero weight, because the mask is unknown."""
+        """Return the allowed pairs; those where any head has a nonzero weight if the mask is
+        unknown.
+        """
+        if self.allowed is not None:
+            return self.allowed[:, :, queries]
         return (self.weights[:, :, queries] != 0).any(1, keepdim=True)
 
     def head_values(self, head: int) -> tuple[int, Tensor]:

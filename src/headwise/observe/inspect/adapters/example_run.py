@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..hooks import (
+    EAGER_STANCE,
     ForwardOverride,
     Function,
     SharedPatch,
@@ -259,7 +260,7 @@ def _tracing(layouts: dict[nn.Module, AttentionLayout]) -> Iterator[AttentionTra
     tracer = AttentionTracer(record, running_modules=running_modules)
     try:
         handles.append(register_module_forward_hook(leave, always_call=True))
-        with without_compile_warning(), tracer:
+        with without_compile_warning(), EAGER_STANCE.active(), tracer:
             yield tracer
     finally:
         for handle in handles:

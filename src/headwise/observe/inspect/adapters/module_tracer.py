@@ -6,19 +6,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import takewhile
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..hooks import EAGER_STANCE
 from ..site import POSSIBLE, Ability, AttentionInputs, ObservedCall, UnreadableCall, WeightsOnlyCall
 
 BATCH_FIRST = "batch first"
@@ -137,7 +135,8 @@ class AttentionTracer(TorchFunctionMode):
 
     `joint_axes` are the ways to split an axis that joins batch and heads. `running_modules` is the
     stack of running modules, which the caller maintains. With `joins_heads`, heads are computed one
-    by one, and `callback` gets all of them where their outputs are concatenated.
+    by one, and `callback` gets all of them where their outputs are concatenated. The caller makes
+    compiled functions such as flex_attention run eagerly, as installed hooks do.
     """
 
     def __init__(
@@ -156,17 +155,6 @@ class AttentionTracer(TorchFunctionMode):
         self.separate_heads: list[TracedAttention] = []
         self.open_weights: deque[OpenWeights] = deque(maxlen=MAX_OPEN_WEIGHTS)
         self.softmax_calls: list[SoftmaxCall] = []
-        self.contexts = ExitStack()
-
-    def __enter__(self) -> Self:
-        self.contexts.enter_context(
-            EAGER_STANCE.active()
-        )  # a compiled function such as flex_attention is traced too
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.contexts.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
