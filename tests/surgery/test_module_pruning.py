@@ -73,7 +73,6 @@ GROUPED = hw.AttentionSite(
     heads=HEADS,
     kv_heads=KV,
     attributes={"n_q": "heads", "inner": "q"},
-    per_head={"scale": 0, "slopes": 0},
 )
 FUSED = hw.AttentionSite(q="qkv", k="qkv", v="qkv", out="proj", heads=HEADS)
 
@@ -198,7 +197,7 @@ def test_the_cut_is_found_at_the_module_if_the_last_layer_is_zero():
 @pytest.mark.parametrize(
     ("make", "site"),
     [
-        (Grouped, replace(GROUPED, attributes={}, per_head={})),
+        (Grouped, replace(GROUPED, attributes={})),
         (lambda: Fused(True), FUSED),
         (lambda: Fused(False), replace(FUSED, fused="by head")),
     ],

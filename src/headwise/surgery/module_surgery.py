@@ -159,8 +159,8 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
 
     A head is (layer, head) or (site name, head), as for `hw.ablate`. The copy must equal the
     ablated model on `example`, an input of the model. Raises if it does not, for example because
-    `AttentionSite(per_head=...)` misses a parameter with heads. `model` is not changed, and the
-    copy is declared as well.
+    `AttentionSite(attributes=...)` misses a size that the forward reads. `model` is not changed,
+    and the copy is declared as well.
 
     >>> import headwise as hw, torch
     >>> class Mine(nn.Module):
@@ -217,10 +217,7 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
     return ModuleChange(model, after, original, difference, inputs, every, removed_heads=names)
 
 
-PRUNING_REMEDY = (
-    "name the sizes that its forward reads in AttentionSite(attributes=...), and other "
-    "parameters with heads in per_head=..."
-)
+PRUNING_REMEDY = "name the sizes that its forward reads in AttentionSite(attributes=...)"
 CONVERSION_REMEDY = (
     "name the sizes that its forward reads in AttentionSite(attributes=...), or declare its "
     "projections with hw.AttentionSite"

@@ -44,6 +44,18 @@ def suggest(word: str, names: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else "use one of " + ", ".join(sorted(names))
 
 
+def check_known(what: str, name: object, names: Iterable[str]) -> None:
+    """Raise SpecError with a suggestion if a name is not one of `names`.
+
+    >>> check_known("metric", "entrpy", ["entropy", "sink"])
+    Traceback (most recent call last):
+    headwise.util.errors.SpecError: unknown metric 'entrpy'; did you mean 'entropy'?
+    """
+    names = list(names)
+    if name not in names:
+        raise SpecError(f"unknown {what} {name!r}; {suggest(str(name), names)}")
+
+
 def pluralise(count: int, what: str) -> str:
     """Return a count with its noun.
 

@@ -18,7 +18,7 @@ from ...kernels.devices import to_float64
 from ...report.data import Table
 from ...report.render import to_text
 from ...report.text import format_numbers
-from ...util.errors import SpecError, suggest
+from ...util.errors import SpecError, check_known
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import AttentionHook, run_observed
 from ..inspect.model_inputs import get_streams, prepare_inputs
@@ -109,8 +109,7 @@ class AttentionMaps:
         """The mean of all self-attention of the last stack, [queries, keys]: of "weights" or
         "norms".
         """
-        if of not in MAP_QUANTITIES:
-            raise ValueError(f"unknown of={of!r}; {suggest(of, MAP_QUANTITIES)}")
+        check_known("quantity", of, MAP_QUANTITIES)
         return torch.stack([layer.measure(of).mean(0) for layer in self._last_stack()]).mean(0)
 
     def rollout(self) -> Tensor:
@@ -135,8 +134,7 @@ class AttentionMaps:
         return AttentionTable(title, words[0], words[1], matrix.tolist())
 
     def _layer(self, site: str) -> LayerAttention:
-        if site not in self.layers:
-            raise ValueError(f"there is no site {site!r}; {suggest(site, list(self.layers))}")
+        check_known("site", site, self.layers)
         return self.layers[site]
 
     def _last_stack(self) -> list[LayerAttention]:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...util.errors import pluralise, suggest
-from ..inspect.attention_sites import find_attention
+from ...util.errors import check_known, pluralise
+from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example, TokenAnnotations
@@ -52,10 +52,7 @@ class DependencyScores:
     """
 
     def __init__(self, *, convention: str = "ours", min_arcs: int = MIN_ARCS) -> None:
-        if convention not in CONVENTIONS:
-            raise ValueError(
-                f"unknown convention={convention!r}; {suggest(convention, CONVENTIONS)}"
-            )
+        check_known("convention", convention, CONVENTIONS)
         self.is_clark = convention == "clark"
         reach = range(-3, 3) if self.is_clark else range(-MAX_OFFSET, MAX_OFFSET + 1)
         self.offsets = [offset for offset in reach if offset or self.is_clark]
@@ -413,14 +410,9 @@ def word_attention_maps(
 
 def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
     """Observable sites at which a text, or the source of an encoder-decoder, attends to itself."""
-    if model.training:
-        raise ValueError(
-            "cannot probe a model in train mode, where dropout changes attention; call "
-            "model.eval() first"
-        )
     has_source = is_encoder_decoder(model)
     streams = ("source", "source") if has_source else ("text", "text")
-    sites = [one for one in find_attention(model) if one.site.observe.possible]
+    sites = require_ability(model, "observe")
     sites = [one for one in sites if get_streams(one.site, has_source) == streams]
     if not sites:
         raise ValueError(

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from ...util.errors import pluralise, suggest
+from ...util.errors import check_known, pluralise
 from .dependency_syntax import is_relation_measure
 from .head_metrics import get_metric, metrics_for_criteria
 from .head_table import HeadClass, HeadMeasures, HeadTable, Measure
@@ -158,43 +159,35 @@ def _candidate_classes(head: HeadMeasures) -> Iterator[ClassCandidate]:
         yield ClassCandidate("alignment", best, evidence)
 
 
-def default_classes(table: HeadTable) -> list[list[HeadClass]]:
+def classes_by_rules(table: HeadTable, is_tested: bool) -> list[list[HeadClass]]:
     """Classes of every head by our rules; "unclear" with the strongest measure if there is none.
 
     A class needs a p-value below 0.05 after correction for all heads and classes of the table
-    (Holm), a score of at least `MIN_SCORE` and at least `MIN_ROWS` rows.
+    (Holm), a score of at least `MIN_SCORE` and at least `MIN_ROWS` rows. One text leaves nothing to
+    test over: without `is_tested`, a class needs a score of at least `MIN_UNTESTED_SCORE`.
     """
     candidates = [list(_candidate_classes(head)) for head in table.heads]
-    flat = list(chain.from_iterable(candidates))
-    p_values = correct_p_values([one.measure.p if one.has_rows else math.nan for one in flat])
-    corrected = iter(p_values.tolist())
+    flat = chain.from_iterable(candidates)
+    p_values = [one.measure.p if is_tested and one.has_rows else math.nan for one in flat]
+    corrected = iter(correct_p_values(p_values).tolist())
     classes: list[list[HeadClass]] = []
     for by_head in candidates:
-        tested = [one._replace(p=next(corrected)) for one in by_head]
-        named = [one for one in tested if one.p < SIGNIFICANCE and one.score >= MIN_SCORE]
-        is_tested = any(not math.isnan(one.p) for one in tested)
-        reason = "no measure is clearly above chance" if is_tested else _untested_reason(tested)
-        named_classes = [HeadClass(one.name, one.score, one.tested_evidence) for one in named]
-        classes.append(named_classes or [_unclear(reason, tested)])
-    return classes
-
-
-def untested_classes(table: HeadTable) -> list[list[HeadClass]]:
-    """Classes of every head by scores of at least `MIN_UNTESTED_SCORE` alone: one text leaves
-    nothing to test over.
-    """
-    classes: list[list[HeadClass]] = []
-    for head in table.heads:
-        candidates = list(_candidate_classes(head))
-        long_enough = [one for one in candidates if one.has_rows]
-        named = [one for one in long_enough if one.score >= MIN_UNTESTED_SCORE]
-        need = "as a class without a test needs; give several texts"
-        reason = f"no score is {MIN_UNTESTED_SCORE} or more, {need}"
-        reason = reason if long_enough else _untested_reason(candidates)
-        named_classes = [
-            HeadClass(one.name, one.score, f"{one.evidence}, not tested") for one in named
-        ]
-        classes.append(named_classes or [_unclear(reason, candidates)])
+        by_head = [one._replace(p=next(corrected)) for one in by_head]
+        if is_tested:
+            able = [one for one in by_head if not math.isnan(one.p)]
+            named = [one for one in able if one.p < SIGNIFICANCE and one.score >= MIN_SCORE]
+            evidence = [one.tested_evidence for one in named]
+            reason = "no measure is clearly above chance"
+        else:
+            able = [one for one in by_head if one.has_rows]
+            named = [one for one in able if one.score >= MIN_UNTESTED_SCORE]
+            evidence = [f"{one.evidence}, not tested" for one in named]
+            need = "as a class without a test needs; give several texts"
+            reason = f"no score is {MIN_UNTESTED_SCORE} or more, {need}"
+        reason = reason if able else _untested_reason(by_head)
+        pairs = zip(named, evidence, strict=True)
+        named_classes = [HeadClass(one.name, one.score, text) for one, text in pairs]
+        classes.append(named_classes or [_unclear(reason, by_head)])
     return classes
 
 
@@ -277,8 +270,8 @@ def voita_classes(head: HeadMeasures) -> list[HeadClass]:
 # --- Choice ---
 
 CLASSIFIERS: Mapping[str, Callable[[HeadTable], list[list[HeadClass]]]] = {
-    "ours": default_classes,
-    "untested": untested_classes,
+    "ours": partial(classes_by_rules, is_tested=True),
+    "untested": partial(classes_by_rules, is_tested=False),
     "clark": lambda table: [clark_classes(head) for head in table.heads],
     "voita": lambda table: [voita_classes(head) for head in table.heads],
 }
@@ -298,8 +291,7 @@ def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
     >>> classify_heads(HeadTable("small", "9 texts", (head,))).heads[0].classes[0].name
     'previous'
     """
-    if criteria not in CLASSIFIERS:
-        raise ValueError(f"unknown criteria={criteria!r}; {suggest(criteria, CLASSIFIERS)}")
+    check_known("criteria", criteria, CLASSIFIERS)
     published = metrics_for_criteria(criteria)
     measures = published or tuple(rule.measure for rule in CLASS_RULES)
     for head in table.heads:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from ...util.errors import pluralise, suggest
+from ...util.errors import check_known, pluralise
 from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from .annotated_examples import Example
@@ -83,9 +83,7 @@ class ImportanceOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.normalisation not in NORMALISATIONS:
-            hint = suggest(str(self.normalisation), ["layer"])
-            raise ValueError(f"unknown normalisation={self.normalisation!r}; {hint}")
+        check_known("normalisation", self.normalisation, NORMALISATIONS)
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(
                 f"max_seconds must be positive, got {self.max_seconds!r}; leave it out for no limit"
@@ -172,8 +170,7 @@ def estimate_importance(
 def _resolve_method(model: nn.Module, method: str | ImportanceMethod) -> ImportanceMethod:
     """Return the method of this name; raise if the model cannot use it."""
     if isinstance(method, str):
-        if method not in IMPORTANCE_METHODS:
-            raise ValueError(f"unknown method {method!r}; {suggest(method, IMPORTANCE_METHODS)}")
+        check_known("method", method, IMPORTANCE_METHODS)
         method = IMPORTANCE_METHODS[method]
     reason = method.unsupported_reason(model)
     if reason:

@@ -18,7 +18,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from ...util.errors import suggest
+from ...util.errors import check_known
 from .annotated_examples import TokenAnnotations
 from .weight_bands import MAX_OFFSET, WeightBand, row_entropy
 
@@ -542,8 +542,7 @@ def get_metric(name: str) -> HeadMetric:
     >>> get_metric("clark next").description
     'weight on the next token'
     """
-    if name not in ALL_METRICS:
-        raise ValueError(f"unknown metric {name!r}; {suggest(name, ALL_METRICS)}")
+    check_known("metric", name, ALL_METRICS)
     return ALL_METRICS[name]
 
 

@@ -23,6 +23,7 @@ from ..inspect.hooks import (
     AttentionHook,
     ForwardOverride,
     Function,
+    OutputHook,
     SiteModule,
     hook_sites,
     override_forwards,
@@ -60,21 +61,6 @@ class HeadAblationHook(AttentionHook):
         ablated = outputs.clone().unflatten(0, (self.num_rows, -1))
         ablated[self.rows, ..., self.heads, :] = 0
         return ablated.flatten(0, 1)
-
-
-class HeadOutputCapture(AttentionHook):
-    """Hook that keeps head outputs, for gradients with respect to them."""
-
-    def __init__(self) -> None:
-        self.outputs: list[Tensor] = []
-
-    def on_head_outputs(self, outputs: Tensor) -> Tensor:
-        """Keep the outputs; they become leaves of the graph if nothing before them requires
-        gradients.
-        """
-        outputs = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
-        self.outputs.append(outputs)
-        return outputs
 
 
 class RepeatedForward:
@@ -392,19 +378,25 @@ def taylor(text: ImportanceInput) -> ImportanceSums:
 
 def compute_mask_gradients(text: ImportanceInput) -> dict[str, Array]:
     """z_h . dL/dz_h at each token, [tokens, heads], by site that the text reaches."""
-    captures = {module.site.name: HeadOutputCapture() for module in text.run.sites}
-    outputs: list[Tensor] = []
     run = text.run
+    captured: dict[str, list[Tensor]] = {module.site.name: [] for module in run.sites}
+
+    def capture(name: str, z: Tensor) -> Tensor:
+        """Keep head outputs; they become leaves of the graph if nothing before them requires
+        gradients.
+        """
+        captured[name].append(z if z.requires_grad else z.detach().requires_grad_())
+        return captured[name][-1]
+
+    hooks = {name: OutputHook(partial(capture, name)) for name in captured}
     with torch.enable_grad():
-        with hook_sites(run.model, run.sites, captures):
+        with hook_sites(run.model, run.sites, hooks):
             result = run_prepared(run.model, run.inputs)
-        value = text.value(result)
-        for capture in captures.values():
-            outputs += capture.outputs
-        grads = iter(torch.autograd.grad(value, outputs, materialize_grads=True))
+        outputs = list(chain.from_iterable(captured.values()))
+        grads = iter(torch.autograd.grad(text.value(result), outputs, materialize_grads=True))
     gradients: dict[str, Array] = {}
-    for name, capture in captures.items():
-        products = [(z * next(grads)).sum(-1).flatten(0, -2) for z in capture.outputs]
+    for name, of_site in captured.items():
+        products = [(z * next(grads)).sum(-1).flatten(0, -2) for z in of_site]
         if products:
             gradients[name] = torch.cat(products).detach().cpu().double().numpy()
     return gradients

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...models import Transformer
 from ...models.vocabulary import parse_tokenizer
 from ...training.data import IGNORE_INDEX
-from ...util.errors import suggest
+from ...util.errors import check_known
 from ..inspect.model_inputs import (
     ModelInputs,
     find_ids_argument,
@@ -155,10 +155,7 @@ class TargetLoss(Objective):
     name: str
 
     def __post_init__(self) -> None:
-        if self.name not in LOSS_NAMES:
-            raise ValueError(
-                f"unknown loss TargetLoss({self.name!r}); {suggest(self.name, LOSS_NAMES)}"
-            )
+        check_known("loss", self.name, LOSS_NAMES)
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
         reason = _other_head(model, self.name)
@@ -258,15 +255,8 @@ class OutputDrift(Objective):
     has_gradient = False
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("representation", ("pooled", "tokens")),
-            ("metric", ("cosine", "l2")),
-        ):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(
-                    f"unknown OutputDrift({name}={value!r}); {suggest(value, choices)}"
-                )
+        check_known("representation", self.representation, ("pooled", "tokens"))
+        check_known("metric", self.metric, ("cosine", "l2"))
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - from the fields
@@ -316,9 +306,10 @@ def choose_objective(
     the model's head, else drift.
     """
     if requested is not None:
-        if isinstance(requested, str) and requested not in OBJECTIVES:
-            raise ValueError(f"unknown objective {requested!r}; {suggest(requested, OBJECTIVES)}")
-        objective = OBJECTIVES[requested] if isinstance(requested, str) else requested
+        objective = requested
+        if isinstance(objective, str):
+            check_known("objective", objective, OBJECTIVES)
+            objective = OBJECTIVES[objective]
         reason = objective.unsupported_reason(model, example)
         if reason:
             fact = f"cannot measure objective {objective.name!r}: {reason}"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...util.errors import pluralise
 from ..head_names import parse_heads
-from .attention_sites import find_attention
+from .attention_sites import check_found, find_attention
 from .hooks import AttentionHook, SiteModule, hook_sites
 from .site import Site, Sites
 
@@ -459,12 +459,7 @@ def group_by_site(
     model: nn.Module, site_modules: Sequence[SiteModule], heads: Iterable[HeadRef]
 ) -> dict[str, dict[int, HeadRef]]:
     """Group heads by site name: head number -> the reference that the caller used."""
-    if not site_modules:
-        raise ValueError(
-            f"{type(model).__name__} has no attention that headwise finds; hw.sites(model, "
-            "example) finds it in a run "
-            "on an example"
-        )
+    check_found(model, site_modules)
     sites = Sites([one.site for one in site_modules], type(model).__name__)
     grouped: dict[str, dict[int, HeadRef]] = {}
     for ref in _check_refs(heads):

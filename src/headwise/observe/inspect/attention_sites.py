@@ -44,7 +44,7 @@ from .adapters.output_projection import (
     read_positive_int,
 )
 from .hooks import SiteModule
-from .model_inputs import ModelInputs, check_is_module, prepare_inputs
+from .model_inputs import ModelInputs, check_eval_mode, check_is_module, prepare_inputs
 from .site import IF_EXACT, POSSIBLE, Ability, Site, Sites
 
 # --- Modules that run at several depths: one site per depth, distinguished by the order of calls --
@@ -359,28 +359,31 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
     return list(mark_unhookable(model, specified))
 
 
-def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
-    """Return the sites of a model in eval mode that have an ability, "observe" or "ablate".
+def check_found(model: nn.Module, site_modules: Sequence[SiteModule]) -> None:
+    """Raise if no attention of a model was found."""
+    if not site_modules:
+        raise ValueError(
+            f"{type(model).__name__} has no attention that headwise finds; hw.sites(model, "
+            "example) finds it in a run on an example"
+        )
+
+
+def require_ability(
+    model: nn.Module, ability: str, found: Sequence[SiteModule] | None = None
+) -> list[SiteModule]:
+    """Return the sites of a model in eval mode that have an ability, "observe" or "ablate", of
+    those that were `found`.
 
     Raises if there are none.
     """
-    site_modules = find_attention(model)
-    able = [
-        site_module for site_module in site_modules if getattr(site_module.site, ability).possible
-    ]
+    site_modules = find_attention(model) if found is None else found
+    check_found(model, site_modules)
+    able = [one for one in site_modules if getattr(one.site, ability).possible]
     if not able:
-        reason = "hw.sites(model, example) finds it in a run on an example"
-        if site_modules:
-            reason = getattr(site_modules[0].site, ability).reason
-        raise ValueError(
-            f"{type(model).__name__} has no attention that can be {ABILITY_PARTICIPLES[ability]}: "
-            f"{reason}"
-        )
-    if model.training:
-        raise ValueError(
-            "the model is in train mode, where dropout changes the attention weights; call "
-            "model.eval() first"
-        )
+        site = site_modules[0].site
+        participle = ABILITY_PARTICIPLES[ability]
+        raise ValueError(f"{site.name} cannot be {participle}: {getattr(site, ability).reason}")
+    check_eval_mode(model)
     return able
 
 

@@ -3,50 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...attention.masking.sequence_info import SequenceInfo
-from ...util.errors import suggest
+from ...util.errors import check_known
 from .ablation import ALL_HEADS, HeadRef, Noise, check_shape, group_by_site
 from .attention_sites import find_attention, find_attention_in_run
-from .hooks import AttentionHook, hook_sites
-from .model_inputs import INPUT_KINDS, ModelInputs, prepare_inputs
+from .hooks import OutputHook, hook_sites
+from .model_inputs import INPUT_KINDS, ModelInputs, check_eval_mode, prepare_inputs
+from .site import Site
 
 TokenMasks = Mapping[str, Tensor]  # stack -> mask [B, T] of the tokens that count (missing: all)
 HeadsBySite = Mapping[str, Sequence[int]]
 # gets the name of a site, outputs of its heads [B, T, heads, head_dim], and the mask [B, T]
 ObserveOutputs = Callable[[str, Tensor, Tensor], None]
-
-
-@dataclass(eq=False)
-class OutputObserver(AttentionHook):
-    """Pass the outputs of some heads of a site to `observe`.
-
-    `token_mask` marks the tokens of the batch that count.
-    """
-
-    site: str
-    heads: Sequence[int]
-    observe: ObserveOutputs
-    token_mask: Tensor | None = None
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Select the heads."""
-        count = outputs.shape[-2]
-        if max(self.heads) >= count:
-            raise ValueError(
-                f"{self.site} has no head {max(self.heads)}; give heads in 0..{count - 1}"
-            )
-        selected = outputs.detach()[..., list(self.heads), :]
-        token_mask = torch.ones(selected.shape[:-2], dtype=torch.bool, device=outputs.device)
-        if self.token_mask is not None:
-            check_shape(self.site, self.token_mask, selected[..., 0, :])
-            token_mask &= self.token_mask.to(outputs.device)
-        self.observe(self.site, selected, token_mask)
 
 
 def observe_dataset(
@@ -74,23 +48,33 @@ def observe_dataset(
     heads_by_site = group_by_site(model, site_modules, refs)
     if not heads_by_site:
         raise ValueError("no heads are named; give some, or leave heads out for all")
-    if any(module.training for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} is in train mode, where dropout changes head outputs; call "
-            ".eval()"
-        )
+    check_eval_mode(model)
     if not isinstance(batches, Iterable):
         raise ValueError(
             f"batches are of type {type(batches).__name__}; give {INPUT_KINDS}, or a list of these"
         )
     numbers = {name: tuple(of_site) for name, of_site in heads_by_site.items()}
-    observers = {name: OutputObserver(name, numbers[name], observe) for name in numbers}
     sites = [site_module.site for site_module in site_modules]
-    stack_of_site = {site.name: site.stack for site in sites if site.name in observers}
     for site in sites:
-        if site.name in observers and not site.ablate.possible:
+        if site.name in numbers and not site.ablate.possible:
             raise ValueError(f"{site.name} cannot be observed: {site.ablate.reason}")
     stacks = {site.stack for site in sites}
+    masks: TokenMasks = {}
+
+    def on_outputs(site: Site, outputs: Tensor) -> None:
+        count = outputs.shape[-2]
+        wrong = [head for head in numbers[site.name] if head >= count]
+        if wrong:
+            raise ValueError(f"{site.name} has no head {wrong[0]}; give heads in 0..{count - 1}")
+        selected = outputs.detach()[..., list(numbers[site.name]), :]
+        token_mask = torch.ones(selected.shape[:-2], dtype=torch.bool, device=outputs.device)
+        if site.stack in masks:
+            check_shape(site.name, masks[site.stack], selected[..., 0, :])
+            token_mask &= masks[site.stack].to(outputs.device)
+        observe(site.name, selected, token_mask)
+
+    observers = {one.name: OutputHook(partial(on_outputs, one)) for one in sites}
+    observers = {name: observers[name] for name in numbers}
     num_batches = 0
     with torch.no_grad(), hook_sites(model, site_modules, observers) as hooks:
         for batch in batches:
@@ -98,8 +82,6 @@ def observe_dataset(
             inputs, given_masks = _split_mask(batch)
             arguments = prepare_inputs(model, inputs, 0, tokenizer)
             masks = _read_masks(given_masks, stacks, arguments)
-            for name, observer in observers.items():
-                observer.token_mask = masks.get(stack_of_site[name])
             model(*arguments.args, **arguments.kwargs)
     hooks.check_all_ran()
     if not num_batches:
@@ -124,8 +106,7 @@ def _read_masks(token_masks: object, stacks: set[str], inputs: ModelInputs) -> T
         return _padding_masks(inputs, stacks)
     masks = token_masks if isinstance(token_masks, Mapping) else dict.fromkeys(stacks, token_masks)
     for stack, mask in masks.items():
-        if stack not in stacks:
-            raise ValueError(f"the model has no stack {stack!r}; {suggest(str(stack), stacks)}")
+        check_known("stack", stack, stacks)
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool:
             raise ValueError(
                 "the mask of a batch must be a tensor [B, T] of torch.bool, true for the tokens "

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, partial, wraps
 from threading import Lock
 from types import MappingProxyType
@@ -187,6 +188,16 @@ class AttentionHook:
         """Observe the head outputs [B, T, heads, head_dim] before the output projection; return a
         tensor to replace them, or None.
         """
+
+
+@dataclass(frozen=True, eq=False)
+class OutputHook(AttentionHook):
+    """Pass the head outputs to a function; what it returns replaces them, unless it is None."""
+
+    function: Callable[[Tensor], Tensor | None]
+
+    def on_head_outputs(self, outputs: Tensor, /) -> Tensor | None:
+        return self.function(outputs)
 
 
 HooksByModule = Mapping[nn.Module, tuple[AttentionHook, ...]]
@@ -542,16 +553,6 @@ def run_prepared(model: nn.Module, inputs: ModelInputs, max_new_tokens: int = 0)
         ) from None
 
 
-class OutputRecorder(AttentionHook):
-    """Keep head outputs of the first text of a site, [tokens, heads, width]."""
-
-    outputs: Tensor | None = None
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Keep the outputs."""
-        self.outputs = outputs[0].detach()
-
-
 def record_head_outputs(
     model: nn.Module, inputs: Any, sites: Sequence[SiteModule]
 ) -> tuple[Any, dict[str, Tensor]]:
@@ -559,6 +560,10 @@ def record_head_outputs(
 
     Head outputs are [tokens, heads, width].
     """
-    hooks = {module.site.name: OutputRecorder() for module in sites}
-    output = run_observed(model, inputs, sites, hooks)
-    return output, {name: one.outputs for name, one in hooks.items() if one.outputs is not None}
+    recorded: dict[str, Tensor] = {}
+
+    def record(name: str, outputs: Tensor) -> None:
+        recorded[name] = outputs[0].detach()
+
+    hooks = {one.site.name: OutputHook(partial(record, one.site.name)) for one in sites}
+    return run_observed(model, inputs, sites, hooks), recorded

@@ -51,6 +51,15 @@ def check_is_module(model: Any) -> nn.Module:
     return model
 
 
+def check_eval_mode(model: nn.Module) -> None:
+    """Raise ValueError if a module of a model is in train mode."""
+    if any(module.training for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is in train mode, where dropout changes what heads do; call "
+            "model.eval() first"
+        )
+
+
 def _forward_signature(model: nn.Module) -> inspect.Signature | None:
     try:
         return inspect.signature(model.forward)

@@ -20,7 +20,7 @@ from ...util.errors import SpecError
 from ...util.model_names import label_model
 from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, Trace
 from ..traces.attention_record import Array
-from .attention_sites import find_attention, find_attention_in_run
+from .attention_sites import find_attention, find_attention_in_run, require_ability
 from .hooks import AttentionHook, SiteModule, run_observed
 from .model_inputs import ModelInputs, decode_rows, get_streams, prepare_inputs
 from .model_tokenizer import use_tokenizer
@@ -423,23 +423,14 @@ def _select_sites(
     Raises if a site named in `capture`, or every site, cannot be observed.
     """
     sites = Sites([one.site for one in all_sites], type(model).__name__)
-    if not sites:
-        raise ValueError(
-            f"{sites.model} has no attention that headwise finds; hw.sites(model, example) finds "
-            "it in a run on an example"
-        )
     names = {sites.find(which).name for which in capture.sites}
-    selected = [one for one in all_sites if not names or one.site.name in names]
-    able = [one for one in selected if one.site.observe.possible]
-    if not able or (names and len(able) < len(selected)):
-        site = next(one.site for one in selected if not one.site.observe.possible)
-        raise ValueError(f"{site.name} cannot be observed: {site.observe.reason}")
-    if model.training:
-        raise ValueError(
-            "the model is in train mode, where dropout changes the attention weights; call "
-            "model.eval() first"
-        )
-    return able
+    if not names:
+        return require_ability(model, "observe", all_sites)
+    selected: list[SiteModule] = []
+    for one in all_sites:
+        if one.site.name in names:
+            selected += require_ability(model, "observe", [one])
+    return selected
 
 
 def get_model_name(model: nn.Module) -> str:

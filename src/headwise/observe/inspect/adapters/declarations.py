@@ -30,9 +30,8 @@ class AttentionSite:
     key-value heads (default: `heads`).
 
     `attributes` maps attributes of the module that hold sizes to "heads", "kv_heads", or "q", "k",
-    "v" or "out" for the channels of all heads there. `per_head` maps other parameters and buffers
-    with heads to the axis of their heads, which has an entry for each head, or a block of equal
-    size.
+    "v" or "out" for the channels of all heads there. Other parameters and buffers with heads need no
+    declaration: their entries are found by gradients.
     """
 
     q: str
@@ -43,7 +42,6 @@ class AttentionSite:
     kv_heads: int | None = None
     fused: str = "by projection"
     attributes: Mapping[str, str] = field(default_factory=dict[str, str])
-    per_head: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def num_kv_heads(self) -> int:
@@ -83,15 +81,6 @@ class AttentionSite:
                 raise ValueError(
                     f"attribute {name!r} of {kind} is no {size!r}; map int attributes to "
                     f"{', '.join(SIZES)}"
-                )
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name, axis in self.per_head.items():
-            tensor = tensors.get(name)
-            if tensor is None or not 0 <= axis < tensor.dim() or tensor.shape[axis] % self.heads:
-                shape = None if tensor is None else list(tensor.shape)
-                raise ValueError(
-                    f"{name!r} of {kind} has no axis {axis} of {self.heads} heads (shape: "
-                    f"{shape}); give another"
                 )
 
     def _check_widths(self, children: Mapping[str, nn.Module]) -> None:
@@ -267,17 +256,7 @@ SEPARATE_NAMES = (
     ("q", "k", "v"),
     ("wq", "wk", "wv"),
 )
-PER_HEAD_TENSORS = {
-    "relative_position_bias_table": 1,
-    "q_bias": 0,
-    "k_bias": 0,
-    "v_bias": 0,
-}  # their axis of heads
-WIDTH_NAMES = (
-    "attn_dim",
-    "inner_dim",
-    "all_head_size",
-)  # attributes with the channels of all heads
+WIDTH_NAMES = ("attn_dim", "inner_dim", "all_head_size")  # attributes: channels of all heads
 
 
 def propose_sites(module: nn.Module, heads: int, kv_heads: int) -> Iterator[AttentionSite]:
@@ -292,18 +271,12 @@ def propose_sites(module: nn.Module, heads: int, kv_heads: int) -> Iterator[Atte
     """
     names = [(name, name, name, layout) for name, layout in product(FUSED_NAMES, FUSED_LAYOUTS)]
     names += [(*three, FUSED_LAYOUTS[0]) for three in SEPARATE_NAMES]
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    per_head: dict[str, int] = {}
-    for name, axis in PER_HEAD_TENSORS.items():
-        shape = tensors[name].shape if name in tensors else ()
-        if len(shape) > axis and shape[axis] % heads == 0:
-            per_head[name] = axis
     children = dict(module.named_modules())
     for (q, k, v, layout), out in product(names, OUTPUT_PROJECTION_NAMES):
         width = getattr(children.get(out), "in_features", None)
         same = [name for name in WIDTH_NAMES if width and getattr(module, name, None) == width]
         attributes = dict.fromkeys(same, "out")
-        site = AttentionSite(q, k, v, out, heads, kv_heads, layout, attributes, per_head)
+        site = AttentionSite(q, k, v, out, heads, kv_heads, layout, attributes)
         try:
             site.check(module)
         except ValueError:

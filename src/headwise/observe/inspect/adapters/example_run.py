@@ -30,6 +30,7 @@ from ..hooks import (
     install_hooks,
     run_call_hooks,
 )
+from ..model_inputs import check_eval_mode
 from ..site import Ability, AttentionInputs, ObservedCall, WeightsOnlyCall
 from .declarations import get_declaration
 from .module_tracer import (
@@ -180,10 +181,7 @@ def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """Run a model with these arguments, and store the layout of each module that computes
     attention.
     """
-    if any(module.training for module in model.modules()):
-        raise ValueError(
-            "the model is in train mode, where a run changes its state; call model.eval() first"
-        )
+    check_eval_mode(model)
     layouts: dict[nn.Module, AttentionLayout] = {}
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     with torch.random.fork_rng(devices), torch.no_grad():

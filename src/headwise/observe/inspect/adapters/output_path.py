@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,7 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..hooks import AttentionHook, ForwardOverride, SiteModule, install_hooks, run_output_hooks
+from ..hooks import (
+    AttentionHook,
+    ForwardOverride,
+    OutputHook,
+    SiteModule,
+    install_hooks,
+    run_output_hooks,
+)
 from .declarations import get_input_width
 from .output_projection import is_within, run_projection
 
@@ -189,10 +196,17 @@ class ProjectionRecorder:
         self.changes: dict[nn.Module, tuple[nn.Module, Tensor, Tensor]] = {}
         self.module: nn.Module | None = None
 
-    def start(self, module: nn.Module) -> None:
-        """Record that the attention of a module was computed."""
+    def on_head_outputs(self, module: nn.Module, outputs: Tensor) -> Tensor | None:
+        """Record that the attention of a module was computed; set its last head to zero if inputs
+        are expected.
+        """
         self.module = None if module in self.inputs else module
         self.inputs.setdefault(module, [])
+        if self.expected is None:
+            return None
+        erased = outputs.clone()
+        erased[..., -1, :] = 0
+        return erased
 
     def before_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Record a layer's input, or replace it by the expected one (global pre-hook)."""
@@ -216,26 +230,6 @@ def changed_columns(x: Tensor, expected: Tensor) -> Tensor:
     """Mark, along the last axis, where two tensors differ."""
     tolerance = TOLERANCE * float(expected.abs().max())
     return ((x - expected).abs() > tolerance).flatten(0, -2).any(0)
-
-
-class LastHeadEraser(AttentionHook):
-    """Report the attention of a module to a recorder.
-
-    Sets the last head to zero if the recorder expects inputs.
-    """
-
-    def __init__(self, module: nn.Module, recorder: ProjectionRecorder) -> None:
-        self.module = module
-        self.recorder = recorder
-
-    def on_head_outputs(self, outputs: Tensor) -> Tensor | None:
-        """Set the last head to zero."""
-        self.recorder.start(self.module)
-        if self.recorder.expected is None:
-            return None
-        erased = outputs.clone()
-        erased[..., -1, :] = 0
-        return erased
 
 
 def measure_edit_places(
@@ -273,7 +267,7 @@ def measure_edit_places(
 def _record_run(
     modules: Mapping[nn.Module, SiteModule], run: Callable[[], object], recorder: ProjectionRecorder
 ) -> ProjectionRecorder:
-    hooks = {module: (LastHeadEraser(module, recorder),) for module in modules}
+    hooks = {one: (OutputHook(partial(recorder.on_head_outputs, one)),) for one in modules}
     handle = register_module_forward_pre_hook(
         recorder.before_layer  # pyright: ignore[reportArgumentType] - may return arguments
     )
