@@ -344,7 +344,7 @@ def answer_written(view: OpenModel, query: Query) -> bytes:
     net = view.get_model()
     # After the model, which imports torch in one thread.
     from ..observe.head_analysis.logit_attribution import attribute_all_logits
-    from ..observe.inspect.model_inputs import find_token_decoder
+    from ..observe.inspect.text_reading import find_token_decoder
 
     try:
         native = get_native_copy(net)

@@ -28,15 +28,13 @@ from ...util.errors import SequenceTooLong, SpecError, UnknownToken
 from ...util.files import read_text_file
 from ..inspect.hooks import run_prepared
 from ..inspect.model_inputs import (
-    PAD_ID,
     ModelInputs,
-    decode_rows,
-    find_token_decoder,
     get_max_length,
     is_encoder_decoder,
     prepare_inputs,
     split_rows,
 )
+from ..inspect.text_reading import PAD_ID, decode_rows, find_token_decoder
 from ..traces import TokenRow
 
 # key of an example's inputs that holds the expected outputs and is not passed to the model

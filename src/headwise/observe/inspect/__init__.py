@@ -15,5 +15,5 @@ In reading order:
 - `trace_capture`: record a run as a trace (`headwise.observe.traces`).
 - `model_inputs`: turn texts, tensors or dictionaries into the inputs of any model, and run it on
   them.
-  `model_tokenizer` finds its tokenizer.
+  `text_reading` encodes texts as a model does; `model_tokenizer` finds its tokenizer.
 """

@@ -9,28 +9,20 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ...attention.masking.sequence_info import SequenceInfo
 from ...models import Transformer
-from ...models.generation import (
-    ModelTokenizer,
-    encode_text,
-    get_decoder_start_ids,
-    load_tokenizers,
-    max_positions,
-)
-from ...models.vocabulary import byte_alphabet, decode_tokens, encode_tokens
-from ...util.errors import SequenceTooLong, SpecError
+from ...models.generation import get_decoder_start_ids, max_positions
+from ...util.errors import SequenceTooLong
 from ..traces import TokenRow
-from .model_tokenizer import TOKENIZER_REMEDY, find_tokenizer, use_tokenizer
+from .model_tokenizer import use_tokenizer
 from .site import Site
+from .text_reading import PAD_ID, TokenDecoder, make_reader, pad_row
 
 IDS = "input_ids"  # the name that tokenizers give to the ids
 DECODER_IDS = "decoder_input_ids"
@@ -214,8 +206,6 @@ INPUT_KINDS = (
     "token ids or another tensor, a tuple of arguments, a mapping of named tensors, a "
     "text or a list of texts"
 )
-PAD_ID = -1  # id of a padding token in a token row
-TokenDecoder = Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -281,10 +271,17 @@ def prepare_inputs(
     inputs = _as_ids(inputs)
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, (list, tuple)) and texts and all(isinstance(one, str) for one in texts):
-        return _from_texts(model, list(texts), max_new_tokens)
+        stream = "source" if is_encoder_decoder(model) else "text"
+        return _from_texts(model, {stream: texts}, max_new_tokens)
     if isinstance(inputs, Mapping):
         if inputs and all(isinstance(value, str) for value in inputs.values()):
-            return _from_source_and_text(model, dict(inputs))
+            if set(inputs) != {"source", "text"} or not is_encoder_decoder(model):
+                fact = f"{type(model).__name__} does not take the texts {', '.join(inputs)}"
+                raise ValueError(
+                    f"{fact}; give a text, or source and text to an encoder-decoder model"
+                )
+            streams = {stream: [inputs[stream]] for stream in ("source", "text")}
+            return _from_texts(model, streams, 0)
         return _from_tensors(model, to_named_tensors(model, inputs), max_new_tokens)
     if isinstance(inputs, Tensor) and _is_ids(inputs):
         named = {IDS: inputs, "attention_mask": torch.ones_like(inputs)}
@@ -482,220 +479,55 @@ def _check_length(model: nn.Module, count: int) -> None:
 # --- Texts ----------------------------------------------------------------------------------------
 
 
-class TextReader(NamedTuple):
-    """Read texts as a model does: its source or only text, its decoder text, and strings of ids."""
-
-    read_source: Callable[[str], TokenRow]
-    read_target: Callable[[str], TokenRow]
-    decode_token: TokenDecoder
-
-
-def _make_reader(model: nn.Module) -> TextReader:
-    """Find the tokenizers of a model and the special tokens around texts; raise if it has none."""
-    if not isinstance(model, Transformer):
-        tokenizer = find_tokenizer(model)
-        if tokenizer is None:
-            raise ValueError(
-                f"{type(model).__name__} comes with no tokenizer; {TOKENIZER_REMEDY}, or give "
-                "token ids"
-            )
-        encode = partial(_encode, tokenizer)
-        decode = make_token_decoder(tokenizer)
-        start = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
-        return TextReader(encode, lambda text: _surround(encode(text), decode, (start,)), decode)
-    usage = model.usage
-    if usage.tokenizer is None:
-        raise SpecError(
-            f"{model.spec.name} has no tokenizer, so it only takes ids; {TOKENIZER_REMEDY}, or "
-            "give ids"
-        )
-    encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
-
-    def read(tokenizer: ModelTokenizer, text: str) -> TokenRow:
-        ids = tokenizer.ids(text)
-        offsets = tokenizer.places(text)
-        words = tuple(
-            text[start:stop] or tokenizer.token_text(token)
-            for token, (start, stop) in zip(ids, offsets, strict=True)
-        )
-        return TokenRow(tuple(ids), words, tuple(offsets), text)
-
-    def read_source(text: str) -> TokenRow:
-        token_text = encoder_tokenizer.token_text
-        row = _surround(
-            read(encoder_tokenizer, text), token_text, usage.prefix_ids, usage.suffix_ids
-        )
-        if list(row.ids) != encode_text(model, text):
-            raise SpecError(
-                f"the tokens of {text[:40]!r} do not match those of encode_text; give ids"
-            )
-        return row
-
-    def read_target(text: str) -> TokenRow:
-        start = get_decoder_start_ids(model)
-        return _surround(read(decoder_tokenizer, text), decoder_tokenizer.token_text, start)
-
-    return TextReader(read_source, read_target, decoder_tokenizer.token_text)
-
-
-def _from_texts(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
-    """Make inputs from texts; for an encoder-decoder model they are the source."""
-    reader = _make_reader(model)
+def _from_texts(model: nn.Module, texts: Mapping[str, Sequence[str]], steps: int) -> ModelInputs:
+    """Make inputs from the texts of each stream, "text" or "source", or both."""
+    reader = make_reader(model)
     is_headwise = isinstance(model, Transformer)
     has_source = is_encoder_decoder(model)
-    rows = [reader.read_source(text) for text in texts]
-    lengths = [len(row.ids) for row in rows]
-    longest = max(lengths)
-    if not longest:
+    rows: dict[str, list[TokenRow]] = {}
+    for stream, items in texts.items():
+        read = reader.read_target if has_source and stream == "text" else reader.read_source
+        rows[stream] = [read(text) for text in items]
+    counts = {stream: max(len(row.ids) for row in of_stream) for stream, of_stream in rows.items()}
+    if not min(counts.values()):
         raise ValueError("the text is empty; give at least one token")
-    _check_length(model, longest + (0 if has_source else steps))
-    if has_source and not steps:
+    _check_length(model, max(counts.values()) + (0 if has_source else steps))
+    main = "source" if has_source else "text"
+    is_source_alone = has_source and "text" not in texts
+    if is_source_alone and not steps:
         raise ValueError(SOURCE_ALONE)
-    if is_headwise and not has_source and steps and min(lengths) < longest:
+    num_rows = len(rows[main])
+    is_ragged = any(len(row.ids) < counts[main] for row in rows[main])
+    if is_headwise and not has_source and steps and is_ragged:
         raise ValueError(
             "texts of several lengths cannot be traced together while they go on; trace one "
             "at a time"
         )
     # generated tokens must follow the text directly
     left = is_headwise or (bool(steps) and not has_source)
-    padded = tuple(_pad_row(row, longest, left) for row in rows)
-    token_rows = {"source" if has_source else "text": padded}
-    counts = {"text": 1 if has_source else longest, "source": longest}
+    token_rows: dict[str, tuple[TokenRow, ...]] = {}
+    for stream, of_stream in rows.items():
+        token_rows[stream] = tuple(pad_row(row, counts[stream], left) for row in of_stream)
     call: CallArguments = ((), {})
-    if is_headwise and has_source:  # `generate` encodes the prompts
+    if is_headwise and is_source_alone:  # `generate` encodes the prompts
         start = get_decoder_start_ids(model)
         words = tuple(map(reader.decode_token, start))
-        token_rows["text"] = (TokenRow(start, words),) * len(rows)
+        token_rows["text"] = (TokenRow(start, words),) * num_rows
         counts["text"] = len(start)
     else:
-        ids = torch.tensor([row.ids for row in padded])
+        ids = torch.tensor([row.ids for row in token_rows[main]])
         is_pad = ids == PAD_ID
         pad = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
         named = {IDS: ids.masked_fill(is_pad, pad), "attention_mask": (~is_pad).long()}
         arguments = list_arguments(model)
-        if IDS in arguments and "attention_mask" not in arguments and not bool(is_pad.any()):
+        is_unknown = IDS in arguments and "attention_mask" not in arguments
+        if len(texts) > 1 or (is_unknown and not bool(is_pad.any())):
             del named["attention_mask"]
+        if len(texts) > 1:
+            named[DECODER_IDS] = torch.tensor([row.ids for row in token_rows["text"]])
         call = bind_arguments(model, _to_device(model, to_named_tensors(model, named)))
-    prompts = [list(row.ids) for row in rows] if is_headwise else []
+        counts.setdefault("text", 1)
+        counts.setdefault("source", counts["text"])
+    prompts = [list(row.ids) for row in rows[main]] if is_headwise else []
     decode = reader.decode_token
-    return ModelInputs(*call, token_rows, counts, len(rows), has_source, prompts, decode)
-
-
-def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelInputs:
-    """Make inputs from a source and a target text for an encoder-decoder model."""
-    if set(texts) != {"source", "text"} or not is_encoder_decoder(model):
-        fact = f"{type(model).__name__} does not take the texts {', '.join(texts)}"
-        raise ValueError(f"{fact}; give a text, or source and text to an encoder-decoder model")
-    reader = _make_reader(model)
-    rows = {
-        "source": reader.read_source(texts["source"]),
-        "text": reader.read_target(texts["text"]),
-    }
-    counts = {stream: len(row.ids) for stream, row in rows.items()}
-    _check_length(model, max(counts.values()))
-    ids = {stream: torch.tensor([row.ids]) for stream, row in rows.items()}
-    names = to_named_tensors(model, {IDS: ids["source"], DECODER_IDS: ids["text"]})
-    token_rows = {stream: (row,) for stream, row in rows.items()}
-    return ModelInputs((), _to_device(model, names), token_rows, counts, 1, True)
-
-
-def _surround(
-    row: TokenRow, decode_token: TokenDecoder, before: Sequence[int], behind: Sequence[int] = ()
-) -> TokenRow:
-    """Add special ids before and after a token row."""
-    end = len(row.text)
-    return TokenRow(
-        (*before, *row.ids, *behind),
-        (*map(decode_token, before), *row.words, *map(decode_token, behind)),
-        (*[(0, 0)] * len(before), *row.offsets, *[(end, end)] * len(behind)),
-        row.text,
-    )
-
-
-def _pad_row(row: TokenRow, length: int, left: bool) -> TokenRow:
-    """Pad a row of tokens to a length, on the left or on the right."""
-    gap = length - len(row.ids)
-
-    def pad(values: tuple[Any, ...], fill: Any) -> tuple[Any, ...]:
-        return (fill,) * gap + values if left else values + (fill,) * gap
-
-    return TokenRow(pad(row.ids, PAD_ID), pad(row.words, ""), pad(row.offsets, (0, 0)), row.text)
-
-
-def get_tokenizer_documents(model: nn.Module) -> list[str]:
-    """Return the JSON texts of a model's tokenizers, to compare models; empty if none."""
-    if isinstance(model, Transformer):
-        return [
-            text
-            for text in (model.usage.tokenizer, model.usage.source_tokenizer)
-            if text is not None
-        ]
-    tokenizer = find_tokenizer(model)
-    return [] if tokenizer is None else [tokenizer.to_str()]
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
-    encoding = encode_tokens(tokenizer, text)
-    spans = encoding.offsets
-    words: list[str] = []
-    for place, (token, (start, stop)) in enumerate(zip(encoding.tokens, spans, strict=True)):
-        neighbours = [*spans[max(place - 1, 0) : place], *spans[place + 1 : place + 2]]
-        if start < stop and any(left < stop and start < right for left, right in neighbours):
-            words.append(show_bytes(token))  # a part of a character
-        elif encoding.special_tokens_mask[place]:
-            words.append(token)
-        else:
-            words.append(text[start:stop] or token)
-    return TokenRow(tuple(encoding.ids), tuple(words), tuple(spans), text)
-
-
-def show_bytes(token: str) -> str:
-    """Return a token of a byte-level vocabulary with its bytes as SentencePiece writes them.
-
-    >>> show_bytes("çĽ"), show_bytes("<0xE7>")
-    ('<0xE7><0x9B>', '<0xE7>')
-    """
-    alphabet = byte_alphabet()
-    if not set(token) <= set(alphabet) or token.startswith("<0x"):
-        return token
-    return "".join(f"<0x{alphabet[letter]:02X}>" for letter in token)
-
-
-def find_token_decoder(model: nn.Module, stream: str = "text") -> TokenDecoder:
-    """Return a function from ids of a stream to texts; without a tokenizer it shows the ids."""
-    try:
-        if not isinstance(model, Transformer):
-            tokenizer = find_tokenizer(model)
-            return str if tokenizer is None else make_token_decoder(tokenizer)
-        if model.usage.tokenizer is None:
-            return str
-        source_tokenizer, target_tokenizer = load_tokenizers(model)
-        return (source_tokenizer if stream == "source" else target_tokenizer).token_text
-    except (ValueError, KeyError, OSError):
-        return str
-
-
-def decode_rows(
-    model: nn.Module, token_rows: Mapping[str, tuple[TokenRow, ...]]
-) -> dict[str, tuple[TokenRow, ...]]:
-    """Return token rows by stream with the texts of ids, where only ids were given."""
-    decoded = dict(token_rows)
-    for stream, rows in token_rows.items():
-        if not any(row.offsets for row in rows):
-            decode = find_token_decoder(model, stream)
-            words = [tuple(decode(n) if n != PAD_ID else "" for n in row.ids) for row in rows]
-            pairs = zip(rows, words, strict=True)
-            decoded[stream] = tuple(TokenRow(row.ids, texts) for row, texts in pairs)
-    return decoded
-
-
-def make_token_decoder(tokenizer: Tokenizer) -> TokenDecoder:
-    """Return a function that turns an id into text, for models outside headwise."""
-
-    def decode_token(token_id: int) -> str:
-        text = decode_tokens(tokenizer, [token_id])
-        if "\ufffd" in text:
-            return show_bytes(tokenizer.id_to_token(token_id) or text)
-        return text or tokenizer.id_to_token(token_id) or str(token_id)
-
-    return decode_token
+    return ModelInputs(*call, token_rows, counts, num_rows, has_source, prompts, decode)
