@@ -71,10 +71,8 @@ SumsOfText = dict[tuple[str, str, str], TextSums]
 
 
 class MeasureCollector(Protocol):
-    """Collects something else during the pass of `measure_heads` and turns it into measures, keyed
-    by site name and head; subclasses need only `add_band`.
-
-    Implemented by `DependencyScores` and `AlignmentScores`.
+    """Collects something else during the pass of `measure_heads`, and turns it into measures by site
+    name and head: `DependencyScores`, `AlignmentScores`. Subclasses need only `add_band`.
     """
 
     def start_example(self, example: Example) -> None:
@@ -118,8 +116,7 @@ class MetricSums:
         self.num_examples = 0
         self.sums_by_example: dict[tuple[str, str, str], list[TextSums]] = {}
         self._measured: list[Measured] = []
-        # Bands with one mask, which are measured together, and chance levels of masks, by text and
-        # place of the band.
+        # Bands with one mask, which are measured together, and chance levels of masks, by place.
         self._waiting: dict[tuple[object, ...], list[tuple[str, WeightBand]]] = {}
         self._chances: dict[tuple[object, ...], list[tuple[WeightBand, list[Measured]]]] = {}
         self._tokens_with_sink: dict[TokenAnnotations, TokenAnnotations] = {}
@@ -147,7 +144,6 @@ class MetricSums:
             end += len(band.w_HTS)
         band = join_heads([band for _, band in waiting])
         self._measured += self._measure(heads_by_site, band, is_chance=False)
-        # Most layers share one attention mask, so a recent band may have the same baseline.
         recent = self._chances.setdefault(place, [])
         uniform = band.uniform_baseline
         chances = [measured for other, measured in recent if uniform.has_same_mask(other)]
@@ -550,19 +546,17 @@ def _join_sites(
     metric_sums: MetricSums, sites: Sequence[str], metric: HeadMetric, with_sink: Set[str]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Sums and counts of the heads of all sites, [texts, heads, ...], and their chance levels."""
-    parts: list[list[Array]] = [[], [], [], []]
+    parts: list[list[Array]] = []
     for site in sites:
         is_marked = site in with_sink and metric.weight_source != "all"
         sources = WITH_FIRST_TOKEN_SINK if is_marked else (OBSERVED, CHANCE)
-        observed, baseline = (
+        own, baseline = (
             stack_texts(metric_sums.sums_by_example[site, metric.name, source])
             for source in sources
         )
-        repeated = [np.broadcast_to(array, observed[0].shape) for array in baseline]
-        for joined, array in zip(parts, (*observed, *repeated), strict=True):
-            joined.append(array)
-    sums, counts, base_sums, base_counts = (np.concatenate(arrays, 1) for arrays in parts)
-    return (sums, counts), (base_sums, base_counts)
+        parts.append([*own, *(np.broadcast_to(array, own[0].shape) for array in baseline)])
+    joined = [np.concatenate(arrays, 1) for arrays in zip(*parts, strict=True)]
+    return (joined[0], joined[1]), (joined[2], joined[3])
 
 
 def _metric_measures(

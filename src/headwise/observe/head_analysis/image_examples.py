@@ -4,6 +4,7 @@ of patches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,7 +144,7 @@ def plain_image_examples(model: nn.Module, pixels: Tensor) -> list[Example]:
     themselves.
     """
     if isinstance(model, Transformer):
-        _check_image_size(PatchLayout.from_model(model), pixels)
+        _check_image_size(PatchLayout.from_model(model), pixels.shape[1:])
     name = "x" if isinstance(model, Transformer) else "pixel_values"
     return [Example({name: image[None]}, {}) for image in pixels]
 
@@ -151,7 +152,7 @@ def plain_image_examples(model: nn.Module, pixels: Tensor) -> list[Example]:
 def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     """Examples of images [n, channels, height, width] as a vision model takes them."""
     layout = PatchLayout.from_model(model)
-    _check_image_size(layout, pixels)
+    _check_image_size(layout, pixels.shape[1:])
     name = "x" if isinstance(model, Transformer) else "pixel_values"
     inputs = [{name: image[None]} for image in pixels]
     observable = require_ability(model, "observe")
@@ -179,10 +180,11 @@ def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     return ImageExamples(examples, sites, (note,) if skipped else ())
 
 
-def _check_image_size(layout: PatchLayout, pixels: Tensor) -> None:
+def _check_image_size(layout: PatchLayout, shape: Sequence[int]) -> None:
+    """Raise unless images of this shape have the channels, height and width of the model's."""
     expected = (layout.channels, *layout.size)
-    if tuple(pixels.shape[1:]) != expected:
-        shapes = [" x ".join(map(str, shape)) for shape in (pixels.shape[1:], expected)]
+    if tuple(shape) != expected:
+        shapes = [" x ".join(map(str, one)) for one in (shape, expected)]
         raise SpecError(
             f"the images are {shapes[0]}, but the model takes {shapes[1]}; resize or convert them"
         )
@@ -204,11 +206,6 @@ def read_images(model: nn.Module, path: str | Path, limit: int | None = None) ->
             )
         store: ImageStore = ArrayImages(array, str(path))
         is_scaled = array.dtype.kind == "f"
-        if store.shape[:2] != layout.size:
-            sizes = [" x ".join(map(str, size)) for size in (store.shape[:2], layout.size)]
-            raise SpecError(
-                f"{path} has images of {sizes[0]}, but the model takes {sizes[1]}; resize them"
-            )
     else:
         files = [path] if path.suffix in IMAGE_SUFFIXES else []
         files = list_files(path, IMAGE_SUFFIXES) if path.is_dir() else files
@@ -222,12 +219,7 @@ def read_images(model: nn.Module, path: str | Path, limit: int | None = None) ->
     pixels = store.take(np.arange(count))
     if pixels.shape[-1] == 1 and layout.channels == 3:
         pixels = pixels.repeat(3, -1)  # grey images
-    if pixels.shape[-1] != layout.channels:
-        fact = (
-            f"{store.where} has images of {pixels.shape[-1]} channels, but the model takes "
-            f"{layout.channels}"
-        )
-        raise SpecError(f"{fact}; convert them")
+    _check_image_size(layout, (pixels.shape[-1], *pixels.shape[1:-1]))
     scaled = pixels if is_scaled else _normalise(model, pixels)
     return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
 

@@ -209,18 +209,7 @@ class TowerSpecs:
             site = replace(site, name=name, stack=name.partition(".")[0])
         if spec is None:
             return replace(site, spec_reason=self.reason)
-        return replace(
-            site,
-            heads=len(spec.score_head_of_output),
-            q=spec.heads.q,
-            kv=spec.heads.kv,
-            dim=spec.heads.dim,
-            pattern=spec.pattern.text,
-            spec=spec,
-            spec_reason="",
-            prune=self.ability,
-            convert=self.ability,
-        )
+        return site.with_spec(spec, self.ability)
 
 
 def read_towers(model: nn.Module) -> list[TowerSpecs]:

@@ -74,6 +74,21 @@ class Site:
     convert: Ability
     same_as: str | None = None
 
+    def with_spec(self, spec: AttentionSpec, ability: Ability) -> Site:
+        """Return the site of a layer with this spec; `ability` is that to prune and to convert."""
+        return replace(
+            self,
+            heads=len(spec.score_head_of_output),
+            q=spec.heads.q,
+            kv=spec.heads.kv,
+            dim=spec.heads.dim,
+            pattern=spec.pattern.text,
+            spec=spec,
+            spec_reason="",
+            prune=ability,
+            convert=ability,
+        )
+
     @property
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

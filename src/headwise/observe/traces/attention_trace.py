@@ -547,17 +547,11 @@ def _group_layer(
     edges = np.searchsorted(key_indices, starts)
     weights = np.zeros((1, layer.heads, len(queries), len(keys)), np.float32)
     for head in range(layer.heads):
-        rows = np.concatenate(
-            [
-                _keep_keys(
-                    trace.head_weights(layer.name, head, slice(*block), row=row),
-                    key_indices,
-                    grouping,
-                )
-                for block in query_blocks(layer.num_queries)
-            ]
-        )
-        summed = np.add.reduceat(rows, edges, axis=1)
+        blocks: list[Array] = []
+        for block in query_blocks(layer.num_queries):
+            read = trace.head_weights(layer.name, head, slice(*block), row=row)
+            blocks.append(_keep_keys(read, key_indices, grouping))
+        summed = np.add.reduceat(np.concatenate(blocks), edges, axis=1)
         weights[0, head] = [summed[places].mean(0) for places in queries]
     call = AttentionCallRecord((0, len(queries)), (0, len(keys)), weights=0)
     return replace(layer, calls=(call,), arrays={"weights.0": weights})

@@ -10,7 +10,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,8 +193,11 @@ def encode_weights(
         )  # refuse an unknown head before anything is written
     if suffix == ".npz":
         return _npz_pieces(trace, selection)
-    pairs = _weight_pairs(trace, selection)
-    return _csv_pieces(pairs) if suffix == ".csv" else _json_pieces(pairs, dict(trace.model))
+    pieces = _encode_pairs(_weight_pairs(trace, selection), suffix)
+    if suffix == ".csv":
+        return chain([",".join(EXPORT_COLUMNS).encode() + b"\r\n"], pieces)
+    model = json.dumps(dict(trace.model)).encode()
+    return chain([b'{"model": ' + model + b', "weights": ['], pieces, [b"]}"])
 
 
 def estimate_export_bytes(trace: Trace, suffix: str, selection: WeightSelection) -> int:
@@ -219,31 +222,19 @@ def estimate_export_bytes(trace: Trace, suffix: str, selection: WeightSelection)
 
 def _npz_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
     buffer = io.BytesIO()
-    arrays = {
-        layer.name: _layer_weights(trace, layer, selection.heads) for layer in selection.layers
-    }
+    arrays: dict[str, Array] = {}
+    for layer in selection.layers:
+        rows = [trace.weights(layer.name, row=row) for row in range(layer.batch_size)]
+        arrays[layer.name] = np.stack(rows)[:, selection.heads or range(layer.heads)]
     np.savez_compressed(buffer, allow_pickle=False, **arrays)
     with zipfile.ZipFile(buffer, "a") as archive:
         archive.comment = NPZ_COMMENT
     yield buffer.getvalue()
 
 
-def _csv_pieces(pairs: Iterator[tuple[Any, ...]]) -> Iterator[bytes]:
-    yield ",".join(EXPORT_COLUMNS).encode() + b"\r\n"
-    yield from _encode_pairs(pairs, ".csv")
-
-
-def _json_pieces(pairs: Iterator[tuple[Any, ...]], model: dict[str, Any]) -> Iterator[bytes]:
-    yield b'{"model": ' + json.dumps(model).encode() + b', "weights": ['
-    separator = b""
-    for piece in _encode_pairs(pairs, ".json"):
-        yield separator + piece
-        separator = b", "
-    yield b"]}"
-
-
 def _encode_pairs(pairs: Iterator[tuple[Any, ...]], suffix: str) -> Iterator[bytes]:
     """Yield rows of .csv, or elements of a list of .json, in pieces."""
+    separator = ""
     while rows := list(islice(pairs, PAIRS_PER_PIECE)):
         if suffix == ".csv":
             buffer = io.StringIO()
@@ -251,16 +242,8 @@ def _encode_pairs(pairs: Iterator[tuple[Any, ...]], suffix: str) -> Iterator[byt
             yield buffer.getvalue().encode(errors="backslashreplace")
         else:
             named = [json.dumps(dict(zip(EXPORT_COLUMNS, row, strict=True))) for row in rows]
-            yield ", ".join(named).encode()
-
-
-def _layer_weights(trace: Trace, layer: AttentionRecord, heads: Sequence[int]) -> Array:
-    """Return weights of some heads of a layer (default: all), [B, heads, queries, keys]."""
-    rows: list[Array] = []
-    for row in range(layer.batch_size):
-        of_row = [trace.head_weights(layer.name, n, row=row) for n in heads or range(layer.heads)]
-        rows.append(np.stack(of_row))
-    return np.stack(rows)
+            yield (separator + ", ".join(named)).encode()
+            separator = ", "
 
 
 def _weight_pairs(trace: Trace, selection: WeightSelection) -> Iterator[tuple[Any, ...]]:

@@ -36,10 +36,10 @@ from ..hooks import (
     run_call_hooks,
     run_output_hooks,
 )
-from ..site import ALL, POSSIBLE, Ability, AttentionInputs, ObservedCall, Site
+from ..site import ALL, POSSIBLE, Ability, AttentionInputs, ObservedCall
 from .declarations import get_declaration
 from .output_path import INTERFACE_GETTER, edit_behind_function, edit_place, projection_overrides
-from .output_projection import make_site, read_head_sizes
+from .output_projection import HeadSizes, make_site, read_head_sizes
 
 BACKEND_NAME = "headwise"  # name of headwise's attention function in transformers
 # Their mask covers all hidden pairs, so they ignore `sliding_window` and packed positions.
@@ -243,25 +243,9 @@ def find_headwise_attention(model: nn.Module) -> Iterator[SiteModule]:
     for number, (path, module) in enumerate(layers):
         name = path if path in names else f"model.{number}.attention"
         stack, layer, kind = name.split(".")
-        spec = module.spec
-        site = Site(
-            name=name,
-            stack=stack,
-            layer=int(layer),
-            kind=kind,
-            path=path,
-            heads=len(spec.score_head_of_output),
-            q=spec.heads.q,
-            kv=spec.heads.kv,
-            dim=spec.heads.dim,
-            pattern=spec.pattern.text,
-            spec=spec,
-            spec_reason="",
-            observe=POSSIBLE,
-            ablate=POSSIBLE,
-            prune=POSSIBLE,
-            convert=POSSIBLE,
-        )
+        site = make_site(path, module, HeadSizes(0, 0, 0), pattern="")
+        site = replace(site, name=name, stack=stack, layer=int(layer), kind=kind)
+        site = site.with_spec(module.spec, POSSIBLE)
         yield SiteModule(site, module, "headwise", patches=ATTENTION_PATCHES)
 
 
