@@ -201,8 +201,7 @@ def read_images(model: nn.Module, path: str | Path, limit: int | None = None) ->
         array = open_npy(path)
         if array.ndim not in (3, 4) or array.dtype.kind not in "uif":
             raise SpecError(
-                f"{path} is {array.dtype} {list(array.shape)}; give [n, height, width, channels] "
-                "of numbers"
+                f"{path} is {array.dtype} {list(array.shape)}; give [n, height, width, channels]"
             )
         store: ImageStore = ArrayImages(array, str(path))
         is_scaled = array.dtype.kind == "f"

@@ -372,7 +372,8 @@ def require_ability(
         site = site_modules[0].site
         participle = ABILITY_PARTICIPLES[ability]
         raise ValueError(f"{site.name} cannot be {participle}: {getattr(site, ability).reason}")
-    check_eval_mode(model)
+    if model.training:
+        check_eval_mode(model)
     return able
 
 

@@ -183,10 +183,7 @@ def encode_weights(
     `name` is used in messages.
     """
     if suffix not in EXPORT_SUFFIXES:
-        raise SpecError(
-            f"{name or suffix} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}; give one of "
-            "these"
-        )
+        raise SpecError(f"{name or suffix} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}")
     for layer, _, head in selection.list_heads():
         trace.head_weights(
             layer.name, head, slice(0, 1)
