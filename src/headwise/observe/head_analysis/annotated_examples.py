@@ -323,9 +323,8 @@ class ExampleReader:
             reason = "sentences skipped because some of their words have no token of their own"
             self.skipped[reason] += 1
             return
-        arguments = (
-            inputs.args or inputs.kwargs
-        )  # a model that takes one dictionary is called with `args`
+        # a model that takes one dictionary is called with `args`
+        arguments = inputs.args or inputs.kwargs
         links = tuple(alignment_links)
         self.examples.append(Example(arguments, streams, dependencies or (), links))
 
@@ -421,9 +420,8 @@ def examples_from_lines(
     for line in lines:
         if limit is not None and len(reader.examples) >= limit:
             break
-        source, _, target = (
-            line.partition("\t") if isinstance(line, str) else (line[0], "", line[1])
-        )
+        pair = line.partition("\t")[::2] if isinstance(line, str) else line
+        source, target = pair
         pieces = [source]
         if not target and not is_encoder_decoder(model):
             pieces = list(_split_text(model, source))

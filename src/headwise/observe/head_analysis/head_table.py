@@ -359,9 +359,8 @@ class ImportanceResult(NotebookResult):
     def grid(self) -> Figure:
         """The importance of every head: a row for each layer, a column for each head."""
         sites = list(dict.fromkeys(one.site for one in self.heads))
-        largest = max(
-            (abs(one.value) for one in self.heads if not math.isnan(one.value)), default=0
-        )
+        sizes = [abs(one.value) for one in self.heads if not math.isnan(one.value)]
+        largest = max(sizes, default=0)
         exponent = math.floor(math.log10(largest)) if largest else 0
         num_heads = max(one.head for one in self.heads) + 1
         texts = [[" "] * num_heads for _ in sites]

@@ -53,10 +53,9 @@ def text_reader(model: Any, tokenizer: object = None) -> Iterator[nn.Module]:
     read only once.
     """
     module = open_model(model)
-    own = (
-        None if tokenizer is not None or isinstance(module, Transformer) else find_tokenizer(module)
-    )
-    with use_tokenizer(module, tokenizer if own is None else own) as reader:
+    if tokenizer is None and not isinstance(module, Transformer):
+        tokenizer = find_tokenizer(module)
+    with use_tokenizer(module, tokenizer) as reader:
         yield reader
 
 

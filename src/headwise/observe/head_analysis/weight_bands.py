@@ -90,16 +90,12 @@ class WeightBand:
     @property
     def query_positions(self) -> Tensor:
         """Positions of the queries, [T]."""
-        return torch.arange(
-            self.first_query, self.first_query + self.w_HTS.shape[1], device=self.w_HTS.device
-        )
+        return self.first_query + torch.arange(self.w_HTS.shape[1], device=self.w_HTS.device)
 
     @property
     def key_positions(self) -> Tensor:
         """Positions of the keys, [S]."""
-        return torch.arange(
-            self.first_key, self.first_key + self.w_HTS.shape[2], device=self.w_HTS.device
-        )
+        return self.first_key + torch.arange(self.w_HTS.shape[2], device=self.w_HTS.device)
 
     def slice_keys(self, values: Tensor) -> Tensor:
         """Restrict a tensor over all tokens of the key stream to the keys of the band, [S]."""

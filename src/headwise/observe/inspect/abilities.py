@@ -51,9 +51,8 @@ def unprunable_reason(parts: Sequence[nn.Module]) -> str:
     for module in chain.from_iterable(part.modules() for part in parts):
         if isinstance(getattr(module, "base_layer", None), nn.Module):
             return "its weights have an adapter (LoRA); merge it first"
-        if any(
-            type(tensor.data).__name__ == "DTensor" for tensor in module.parameters(recurse=False)
-        ):
+        kinds = {type(tensor.data).__name__ for tensor in module.parameters(recurse=False)}
+        if "DTensor" in kinds:
             return (
                 "its weights are sharded over several processes; prune the model before it is "
                 "sharded"

@@ -49,11 +49,9 @@ def find_model_folder(model: nn.Module) -> Path | None:
     name = str(getattr(config, "_name_or_path", "") or "")
     if not name:
         return None
-    return (
-        Path(name)
-        if Path(name).is_dir()
-        else _find_cached_folder(name, getattr(config, "_commit_hash", None))
-    )
+    if Path(name).is_dir():
+        return Path(name)
+    return _find_cached_folder(name, getattr(config, "_commit_hash", None))
 
 
 def _find_cached_folder(name: str, revision: str | None) -> Path | None:
@@ -139,15 +137,9 @@ def get_surrounding_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[in
     # nothing.
     shortest = min(words, key=lambda word: (not word.isalnum(), len(word), word), default="")
     encoding = encode_tokens(tokenizer, shortest)
-    text_positions = [
-        position for position, special in enumerate(encoding.special_tokens_mask) if not special
-    ]
-    first, last = (
-        (text_positions[0], text_positions[-1] + 1)
-        if text_positions
-        else (len(encoding.ids), len(encoding.ids))
-    )
-    return tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
+    is_special = encoding.special_tokens_mask
+    positions = [n for n, special in enumerate(is_special) if not special] or [len(is_special)]
+    return tuple(encoding.ids[: positions[0]]), tuple(encoding.ids[positions[-1] + 1 :])
 
 
 def replace_tokenizer(

@@ -95,9 +95,8 @@ class CaptureBuffer:
             if stored is tensor:
                 return number
         mask_4d = tensor.detach()[(None,) * (4 - tensor.dim())]  # add missing batch and head axes
-        grid = PackedMask.pack(
-            (mask_4d if mask_4d.dtype == torch.bool else mask_4d.float()).cpu().numpy()
-        )
+        mask_4d = mask_4d if mask_4d.dtype == torch.bool else mask_4d.float()
+        grid = PackedMask.pack(mask_4d.cpu().numpy())
         number = self._numbers.get(grid.identity)
         if number is None:
             number = self._numbers[grid.identity] = len(self.grids)
@@ -126,14 +125,10 @@ class CallRecorder(AttentionHook):
         inputs = call.attention_inputs
         # Latent attention (MLA) changes the widths between prefill, which expands the latents, and
         # decode steps, which attend to the latents directly.
-        if (
-            inputs is None
-            or not self._fits("q", inputs.q_BTHK)
-            or not self._fits("k", inputs.k_BSGK)
-        ):
-            self._record_weights(call)
-        else:
+        if inputs and self._fits("q", inputs.q_BTHK) and self._fits("k", inputs.k_BSGK):
             self._record_scores(inputs)
+        else:
+            self._record_weights(call)
 
     def on_head_outputs(self, outputs: Tensor) -> None:
         """Record head outputs if requested."""
@@ -193,9 +188,8 @@ class CallRecorder(AttentionHook):
             first, places = self._record_key_positions(call.key_positions[order])
         number = len(self.calls)
         self._append(f"weights.{number}", self.store.copy_to_host(weights))
-        self.calls.append(
-            AttentionCallRecord(span, (0, keys), first, weights=number, places=places)
-        )
+        call_record = AttentionCallRecord(span, (0, keys), first, weights=number, places=places)
+        self.calls.append(call_record)
 
     def _record_scores(self, inputs: AttentionInputs) -> None:
         """Record queries, keys and masks of a call; weights are recomputed from them."""

@@ -472,12 +472,8 @@ def find_groups(tokens: TokenRow, grouping: TokenGrouping) -> list[list[int]]:
         if (grouping.special and is_special) or (grouping.first and place == 0):
             continue
         follows = groups and groups[-1][-1] == place - 1
-        if (
-            grouping.words
-            and follows
-            and not is_special
-            and _continues_word(tokens, place, has_marks)
-        ):
+        may_continue = grouping.words and follows and not is_special
+        if may_continue and _continues_word(tokens, place, has_marks):
             groups[-1].append(place)
         else:
             groups.append([place])
@@ -495,11 +491,8 @@ def _continues_word(tokens: TokenRow, place: int, has_marks: bool) -> bool:
     if tokens.offsets and tokens.text:
         (_, end) = tokens.offsets[place - 1]
         (start, stop) = tokens.offsets[place]
-        return (
-            start == end
-            and 0 < start < stop
-            and _is_inside_word(tokens.text[start - 1], tokens.text[start])
-        )
+        is_next = start == end and 0 < start < stop
+        return is_next and _is_inside_word(tokens.text[start - 1], tokens.text[start])
     return has_marks and not word.startswith(WORD_STARTS) and _is_inside_word(before[-1:], word[:1])
 
 

@@ -51,15 +51,10 @@ def trace_from_weights(
     array([[1., 0.],
            [0., 1.]], dtype=float32)
     """
+    stack = "decoder" if encoder_attention or cross_attention else "model"
     kinds = [
         ("encoder", "attention", encoder_attention, "source", "source"),
-        (
-            "decoder" if encoder_attention or cross_attention else "model",
-            "attention",
-            attention,
-            "text",
-            "text",
-        ),
+        (stack, "attention", attention, "text", "text"),
         ("decoder", "cross", cross_attention, "text", "source"),
     ]
     streams = {"text": _token_rows(tokens), "source": _token_rows(source)}
@@ -86,9 +81,8 @@ def _weights_layer(
 ) -> AttentionRecord:
     stack, site_kind, _, query_stream, key_stream = kind
     name = f"{stack}.{number}.{site_kind}"
-    if not isinstance(
-        values, (np.ndarray, list, tuple)
-    ):  # a tensor of torch, which this package does not import
+    # a tensor of torch, which this package does not import
+    if not isinstance(values, (np.ndarray, list, tuple)):
         values = values.detach().float().cpu()
     weights = np.asarray(values, np.float32)
     if weights.ndim == 3:
@@ -185,9 +179,8 @@ def encode_weights(
     if suffix not in EXPORT_SUFFIXES:
         raise SpecError(f"{name or suffix} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}")
     for layer, _, head in selection.list_heads():
-        trace.head_weights(
-            layer.name, head, slice(0, 1)
-        )  # refuse an unknown head before anything is written
+        # refuse an unknown head before anything is written
+        trace.head_weights(layer.name, head, slice(0, 1))
     if suffix == ".npz":
         return _npz_pieces(trace, selection)
     pieces = _encode_pairs(_weight_pairs(trace, selection), suffix)
@@ -262,16 +255,8 @@ def _head_pairs(
     weights = trace.head_weights(layer.name, number, slice(*queries), row=row)
     for t, s in np.argwhere(weights >= max(min_weight, np.finfo(np.float32).tiny)).tolist():
         query = queries[0] + t
-        yield (
-            layer.name,
-            number,
-            row,
-            query,
-            s,
-            query_tokens[query],
-            key_tokens[s],
-            float(weights[t, s]),
-        )
+        place = (layer.name, number, row, query, s)
+        yield (*place, query_tokens[query], key_tokens[s], float(weights[t, s]))
 
 
 def _token_strings(trace: Trace, stream: str, row: int, count: int) -> list[str]:

@@ -216,9 +216,8 @@ def get_input_width(module: nn.Module) -> int:
         return get_input_width(inner)
     weight = getattr(module, "weight", None)
     # transformers' Conv1D (GPT-2) stores the transposed weight
-    return (
-        weight.shape[0] if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) else 0
-    )
+    is_transposed = type(module).__name__ == "Conv1D" and isinstance(weight, Tensor)
+    return weight.shape[0] if is_transposed and isinstance(weight, Tensor) else 0
 
 
 # --- Proposed declarations, by the names that libraries use ---------------------------------------

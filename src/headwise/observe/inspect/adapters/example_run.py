@@ -188,9 +188,7 @@ def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         try:
             with _tracing(layouts) as tracer:
                 model(*args, **kwargs)
-            joint = [
-                module for module, layout in layouts.items() if layout.joint and not layout.reason
-            ]
+            joint = [one for one, layout in layouts.items() if layout.joint and not layout.reason]
             if joint:
                 resolve_joint_axes(layouts, joint, lambda: model(*args, **kwargs))
                 join_separate_heads(model, layouts, lambda: model(*args, **kwargs))
@@ -277,12 +275,9 @@ def _layout_of(module: nn.Module, traced: TracedAttention) -> AttentionLayout:
 def _undeclared_heads_reason(module: nn.Module, heads: int) -> str:
     """Explain why this number of heads contradicts the module's attributes; "" if it does not."""
     declared_heads = read_positive_int(module, NUM_HEADS_NAMES)
-    is_other = declared_heads and declared_heads != heads
-    return (
-        f"its attributes declare {declared_heads} heads, but it computes attention with {heads}"
-        if is_other
-        else ""
-    )
+    if declared_heads in (0, heads):
+        return ""
+    return f"its attributes declare {declared_heads} heads, but it computes attention with {heads}"
 
 
 def _pattern_of_call(call: ObservedCall) -> str:
@@ -293,11 +288,8 @@ def _pattern_of_call(call: ObservedCall) -> str:
     if bool(attended.all()):
         return "full()"
     is_square = attended.shape[-1] == attended.shape[-2]
-    return (
-        "causal()"
-        if is_square and torch.equal(attended, attended.new_ones(attended.shape).tril())
-        else UNKNOWN_PATTERN
-    )
+    is_causal = is_square and torch.equal(attended, torch.ones_like(attended).tril())
+    return "causal()" if is_causal else UNKNOWN_PATTERN
 
 
 # --- Axes that join batch and heads, and heads that are computed one by one -----------------------

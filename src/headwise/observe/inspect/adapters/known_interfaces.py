@@ -122,9 +122,8 @@ def inputs_of_call(
     name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> AttentionInputs:
     """Build attention inputs from the arguments of the attention function called `name`."""
-    arguments = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | dict(
-        options
-    )
+    names = ("query", "key", "value", "attention_mask")
+    arguments = {**dict(zip(names, args, strict=False)), **options}
     q, k, v = (arguments[side].transpose(1, 2) for side in ("query", "key", "value"))
     mask = arguments.get("attention_mask")
     scale = arguments.get("scaling")
@@ -209,11 +208,8 @@ def _is_packed(arguments: Mapping[str, Any]) -> bool:
 
 
 def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) -> str:
-    unknown = [
-        key
-        for key, value in arguments.items()
-        if key not in KNOWN_OPTIONS and isinstance(value, torch.Tensor)
-    ]
+    tensors = [key for key, value in arguments.items() if isinstance(value, Tensor)]
+    unknown = [key for key in tensors if key not in KNOWN_OPTIONS]
     if unknown:
         return f"the layer also gets {', '.join(unknown)}"
     if arguments.get("cache") is not None:
@@ -222,9 +218,8 @@ def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) 
         return "its texts are packed into one row"
     if isinstance(mask, Tensor) and mask.dim() != 4:
         return f"its mask has {mask.dim()} axes"
-    return (
-        "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"
-    )
+    is_known = mask is None or isinstance(mask, Tensor)
+    return "" if is_known else f"its mask is a {type(mask).__name__}"
 
 
 # --- `hw.Attention` -------------------------------------------------------------------------------

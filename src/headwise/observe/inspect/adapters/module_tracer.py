@@ -302,9 +302,8 @@ class AttentionTracer(TorchFunctionMode):
             ordered = view(o)
             if ordered.dim() == weights.dim():
                 return ordered
-            return ordered.unflatten(
-                0, weights.shape[:2]
-            )  # values without the axis of a batch of one
+            # values without the axis of a batch of one
+            return ordered.unflatten(0, weights.shape[:2])
 
         return self._report(
             o, weights, by_head, lambda split: WeightsOnlyCall(split(weights)), depth
@@ -318,10 +317,8 @@ class AttentionTracer(TorchFunctionMode):
 
     def _find_weights(self, tensor: Tensor) -> OpenWeights | None:
         """Return the remembered weights that equal this tensor, if any."""
-        return next(
-            (entry for entry in reversed(self.open_weights) if _is_same_tensor(entry.used, tensor)),
-            None,
-        )
+        matches = (one for one in reversed(self.open_weights) if _is_same_tensor(one.used, tensor))
+        return next(matches, None)
 
     def _report_unclear(self, depth: int, reason: str, o: Tensor) -> Tensor:
         self.callback(TracedAttention(UnreadableCall(reason), o, depth))
@@ -404,12 +401,8 @@ def _sums_to_one(weights: Tensor) -> bool:
 
     A distribution is not negative and sums to one.
     """
-    if (
-        not weights.is_floating_point()
-        or weights.is_meta
-        or weights.shape[-1] < 2
-        or not weights.numel()
-    ):
+    is_real = weights.is_floating_point() and not weights.is_meta
+    if not is_real or weights.shape[-1] < 2 or not weights.numel():
         return False
     sums = weights.detach().float().sum(-1)
     tolerance = 1e-4 if weights.dtype.itemsize >= 4 else 2e-2
@@ -470,11 +463,8 @@ def weights_of_flex(
         score_function = torch.vmap(score_function, in_dims=(0, *of_index))
         mask_function = torch.vmap(mask_function, in_dims=tuple(of_index))
     scores = score_function(scores, *indices).masked_fill(~mask_function(*indices), -torch.inf)
-    return (
-        scores.softmax(-1).nan_to_num(0.0)
-        if bool((scores == -torch.inf).all(-1).any())
-        else scores.softmax(-1)
-    )
+    weights = scores.softmax(-1)
+    return weights.nan_to_num(0.0) if bool((scores == -torch.inf).all(-1).any()) else weights
 
 
 def inputs_of_sdpa(arguments: Mapping[str, Any], split: View) -> AttentionInputs:

@@ -56,9 +56,9 @@ _IS_AT_FUNCTION: ContextVar[bool] = ContextVar("is_at_function", default=False)
 
 def edit_place(module: nn.Module) -> EditPlace:
     """Return where heads are edited: measured on an example, or read in the forward."""
-    return (
-        AT_FUNCTION if _IS_AT_FUNCTION.get() else _MEASURED.get(module) or _read_edit_place(module)
-    )
+    if _IS_AT_FUNCTION.get():
+        return AT_FUNCTION
+    return _MEASURED.get(module) or _read_edit_place(module)
 
 
 @contextmanager
@@ -167,9 +167,8 @@ def _calls_one_of(value: ast.expr, functions: set[str]) -> bool:
 
 # --- Measured on an example -----------------------------------------------------------------------
 
-MAX_PROJECTIONS = (
-    4  # linear layers to compare behind each attention computation: projections, and perhaps gates
-)
+# linear layers to compare behind each attention computation: projections, and perhaps gates
+MAX_PROJECTIONS = 4
 TOLERANCE = 1e-4  # of the largest input of a projection
 MIXED_HEADS = (
     "the code between its heads and its output projection mixes them, so setting one to zero is "

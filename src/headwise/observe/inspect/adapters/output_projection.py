@@ -72,10 +72,9 @@ def describe_pattern(module: nn.Module, kind: str) -> str:
     if window and causal:
         return Window(window).text
     if window:  # most configs give the reach to one side, with or without the query's own key
-        is_one_sided_reach = window == _read_int(config, "sliding_window") + 1
-        return (
-            Window(2 * window - 1, after=window - 1).text if is_one_sided_reach else UNKNOWN_PATTERN
-        )
+        if window == _read_int(config, "sliding_window") + 1:
+            return Window(2 * window - 1, after=window - 1).text
+        return UNKNOWN_PATTERN
     return "causal()" if causal else "full()"
 
 
@@ -279,9 +278,8 @@ def unband_weights(
     batch, length, heads, band_width = band.shape
     num_global = band_width - 2 * half_window - 1
     padded = band.new_zeros(batch, length, heads, length + 2 * half_window)
-    columns = torch.arange(length, device=band.device)[:, None] + torch.arange(
-        2 * half_window + 1, device=band.device
-    )
+    offsets = torch.arange(2 * half_window + 1, device=band.device)
+    columns = torch.arange(length, device=band.device)[:, None] + offsets
     index = columns[None, :, None, :].expand(batch, length, heads, -1)
     padded.scatter_(-1, index, band[..., num_global:])
     weights = padded[..., half_window : half_window + length].permute(0, 2, 1, 3).contiguous()
