@@ -392,7 +392,7 @@ def compared_features() -> str:
 
 @generates
 def compared_tasks() -> str:
-    """Lines of code and processor time of three tasks, with headwise and with another tool."""
+    """Lines of code and processor time of two tasks, with headwise and with another tool."""
     import measured_pages
 
     return measured_pages.tasks_table()

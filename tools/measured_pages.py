@@ -411,7 +411,7 @@ def _row(cells: list[str]) -> str:
 # --- Comparison of tools -------------------------------------------------------------------------
 
 FEATURES = ROOT / "docs" / "feature-comparison.toml"
-FEATURE_POINTS = {"yes": 1.0, "partial": 0.5, "no": 0.0}
+TASKS = ROOT / "docs" / "compared-tasks.json"
 FEATURE_CELLS = {"yes": "yes", "partial": "part", "no": "·"}
 OURS = "headwise"
 
@@ -475,9 +475,9 @@ def read_feature(group: str, row: dict, codes: Sequence[str]) -> Feature:
         raise ValueError(f"{where}: unknown tools {unknown}; use codes in {list(codes)}")
     if len(set(marked)) < len(marked):
         raise ValueError(f"{where}: a tool has two marks in {marked}; keep one of them")
-    if row["ours"] not in FEATURE_POINTS:
+    if row["ours"] not in FEATURE_CELLS:
         raise ValueError(
-            f"{where}: unknown mark ours={row['ours']!r}; use one of {list(FEATURE_POINTS)}"
+            f"{where}: unknown mark ours={row['ours']!r}; use one of {list(FEATURE_CELLS)}"
         )
     missing = row.get("missing", "")
     if row["ours"] == "yes" and (missing or not row["evidence"]):
@@ -506,10 +506,11 @@ def tools_table() -> str:
 
 
 def feature_tables() -> str:
-    """One table per group of features, headwise first, and a table of totals."""
+    """One table per group of features, headwise first."""
     comparison = load_comparison()
-    sections = [f"### {group}\n\n{group_table(comparison, group)}" for group in comparison.groups]
-    return "\n\n".join([*sections, f"### All features\n\n{totals_table(comparison)}"])
+    return "\n\n".join(
+        f"### {group}\n\n{group_table(comparison, group)}" for group in comparison.groups
+    )
 
 
 def group_table(comparison: Comparison, group: str) -> str:
@@ -528,19 +529,23 @@ def group_table(comparison: Comparison, group: str) -> str:
     return table(head, rows)
 
 
-def totals_table(comparison: Comparison) -> str:
-    """Numbers of features by mark, for every tool in the order of the tables."""
-    marks = {OURS: [feature.ours for feature in comparison.features]}
-    marks |= {
-        tool.name: [feature.marks[tool.code] for feature in comparison.features]
-        for tool in comparison.tools
-    }
-    points = {name: sum(FEATURE_POINTS[mark] for mark in own) for name, own in marks.items()}
-    rows = [
-        [name, *(str(marks[name].count(mark)) for mark in FEATURE_POINTS), f"{points[name]:g}"]
-        for name in marks
-    ]
-    return table(["tool", *FEATURE_POINTS, "yes + partial / 2"], rows)
+def tasks_table() -> str:
+    """Lines of code and processor time of both sides of the tasks in examples/compared."""
+    report = json.loads(TASKS.read_text())
+    rows = []
+    for row in report["tasks"]:
+        for name, side in row["sides"].items():
+            tool = f"{name.replace('_', '-')} {side.get('version', '')}".strip()
+            link = f"[{row['task']}.py](../examples/compared/{row['task']}.py)"
+            seconds = f"{side['seconds']:.2f}" if side["seconds"] >= 0.005 else "< 0.01"
+            rows.append([link, tool, str(side["lines"]), seconds])
+    machine = report["machine"]
+    sentence = (
+        f"{machine['processor']}, {machine['threads']} thread, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}."
+    )
+    heads = ["task", "solved with", "lines of code", "processor seconds"]
+    return f"{sentence}\n\n{table(heads, rows)}"
 
 
 def evidence_table() -> str:

@@ -1,0 +1,71 @@
+"""The tasks of docs/comparison.md: headwise solves each, with the results of the other tool where it is
+installed, and the numbers of lines in the table are those of the code.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "examples" / "compared"
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    import measure
+
+    return measure
+
+
+@pytest.fixture
+def checkpoint(measure: ModuleType, tmp_path: Path) -> Path:
+    return measure.save_checkpoint(tmp_path / "model")
+
+
+def test_attention_and_ablation(measure: ModuleType, checkpoint: Path):
+    """The weights are those that transformers returns; a head is ablated by zeros in the columns of
+    the output projection.
+    """
+    task, ids = measure.attention_and_ablation, measure.make_ids()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions
+        width = model.config.head_dim
+        model.model.layers[1].self_attn.o_proj.weight[:, 2 * width : 3 * width] = 0
+        logits = model(ids).logits
+
+    def check(found: tuple[list[torch.Tensor], torch.Tensor]) -> None:
+        assert len(found[0]) == len(weights) == 4
+        for layer, expected in zip(found[0], weights, strict=True):
+            torch.testing.assert_close(torch.as_tensor(layer), expected[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found[1], logits, atol=1e-5, rtol=1e-4)
+
+    check(task.with_headwise(checkpoint, ids))
+    pytest.importorskip("transformer_lens", reason="pip install transformer_lens")
+    check(task.with_transformer_lens(checkpoint, ids))
+
+
+def test_bytes_of_the_cache(measure: ModuleType):
+    task, config = measure.kv_cache_bytes, measure.CONFIG
+    right = 32 * 2 * 8 * 128 * 2 * 32_768  # layers, K and V, heads, channels, bytes, tokens
+    assert task.with_headwise(config, 32_768) == right
+    pytest.importorskip("hf_mem", reason="pip install hf-mem")
+    assert task.with_hf_mem(config, 32_768) == right
+
+
+def test_the_table_has_the_lines_of_the_code(measure: ModuleType):
+    stored = json.loads((ROOT / "docs" / "compared-tasks.json").read_text())
+    assert len(stored["tasks"]) == 2
+    for row in stored["tasks"]:
+        module = getattr(measure, row["task"])
+        for name, side in row["sides"].items():
+            assert side["lines"] == measure.count_lines(getattr(module, f"with_{name}"))
+            assert name == "headwise" or side["version"]
