@@ -91,11 +91,10 @@ class MixedHeadCore:
     def run(self) -> Tensor:
         """Return the head outputs o_BTHV."""
         q, k, v = self.qkv
-        inputs = CoreInputs(
-            q, k, v, QueryContext(self.x, q, self.call.core.scale, self.at), self.entry, {}
-        )
         mask = AttentionMask(self.at, self.at, self.call.spec.pattern)
-        return self.dispatch.attend(mask, inputs, self.layer.core_steps, None)
+        context = QueryContext(self.x, q, self.call.core.scale, self.at)
+        steps = self.layer.core_steps
+        return self.dispatch.attend(CoreInputs(q, k, v, mask, steps, context, self.entry))
 
     def saved_bytes(self) -> int:
         """Return the bytes saved for the backward pass, counting each storage once."""

@@ -130,13 +130,10 @@ class _RoutedCore:
         steps = CoreSteps.from_spec(layer.spec, layer.weights)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            inputs = CoreInputs(q, k, v, QueryContext(x, q, HEAD_DIM**-0.5, at), {}, {}, (gate,))
-            return (
-                BACKENDS["routed"].attend(
-                    call, AttentionMask(at, at, layer.spec.pattern), inputs, steps, None
-                )
-                * gate
-            )
+            mask = AttentionMask(at, at, layer.spec.pattern)
+            context = QueryContext(x, q, HEAD_DIM**-0.5, at)
+            inputs = CoreInputs(q, k, v, mask, steps, context, {}, gates=(gate,))
+            return BACKENDS["routed"].attend(call, inputs) * gate
 
         return run
 

@@ -68,12 +68,8 @@ class _PatternCore:
 
         def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             query = QueryContext(x, q, HEAD_DIM**-0.5, tokens)
-            return attend(
-                AttentionMask(tokens, tokens, spec.pattern),
-                CoreInputs(q, k, v, query, {}, {}),
-                steps,
-                None,
-            )
+            mask = AttentionMask(tokens, tokens, spec.pattern)
+            return attend(CoreInputs(q, k, v, mask, steps, query, {}))
 
         return heads
 

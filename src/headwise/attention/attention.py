@@ -92,12 +92,15 @@ class Attention(AttentionBase):
 
         # 3 to 8, the core
         context = QueryContext(x_BTD, q_BTHK, call.plan.scale, call.sequence)
-        inputs = CoreInputs(q_BTHK, k_BSGK, v_BSGV, context, kv_entry, kv_by_heads=kv_by_heads)
-        attention_mask = AttentionMask(call.sequence, keys, parts.core_pattern, call.mask)
+        mask = AttentionMask(call.sequence, keys, parts.core_pattern, call.mask)
+        qkv = (q_BTHK, k_BSGK, v_BSGV)
+        inputs = CoreInputs(
+            *qkv, mask, parts.core_steps, context, kv_entry, call.probe, kv_by_heads=kv_by_heads
+        )
         if parts.has_extras or call.probe.points or self.parallel is not SINGLE_PROCESS:
-            o_BTRV, gates = attend_with_extras(self, call, attention_mask, inputs)
+            o_BTRV, gates = attend_with_extras(self, call, inputs)
         else:
-            o_BTRV, gates = self.attend(call, attention_mask, inputs), ()
+            o_BTRV, gates = self.attend(call, inputs), ()
 
         # 9 change outputs, 10 gate
         if project.projects_heads:
@@ -137,11 +140,9 @@ class Attention(AttentionBase):
         extend = call.cache.extend_in_place if call.plan.reads_cache_in_place else call.cache.extend
         return extend(kv_entry, sequence)
 
-    def attend(
-        self, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs
-    ) -> Tensor:
+    def attend(self, call: PlannedCall, inputs: CoreInputs) -> Tensor:
         """Run the core (steps 3 to 8), o [B, T, R, vdim], on the backend that fits the tensors."""
-        return call.plan.dispatch.attend(attention_mask, inputs, self.parts.core_steps, call.probe)
+        return call.plan.dispatch.attend(inputs)
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:
         """Merge head outputs to y [B, T, model], summed over tensor-parallel ranks."""

@@ -27,7 +27,7 @@ from .bound_parts import (
 from .cache import KVCache, ProjectedSource, make_cache
 from .interfaces import Mix
 from .interfaces.core_types import HasParallelContext, PartParams, Probe
-from .masking.sequence_info import AttentionMask, SequenceInfo
+from .masking.sequence_info import SequenceInfo
 from .spec.attention_spec import AttentionSpec
 
 
@@ -71,9 +71,7 @@ class AttentionBase(HasParallelContext, nn.Module):
     ) -> tuple[Tensor, Sequence[Tensor]]: ...
 
     @abstractmethod
-    def attend(
-        self, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs
-    ) -> Tensor: ...
+    def attend(self, call: PlannedCall, inputs: CoreInputs) -> Tensor: ...
 
     def head_outputs(
         self,
@@ -103,11 +101,9 @@ class AttentionBase(HasParallelContext, nn.Module):
         """
         reports: list[BackendReport] = []
 
-        def attend(call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-            reports.append(
-                explain_call(call.plan.dispatch, call.plan.signature, attention_mask, inputs)
-            )
-            return self.attend(call, attention_mask, inputs)
+        def attend(call: PlannedCall, inputs: CoreInputs) -> Tensor:
+            reports.append(explain_call(call.plan.dispatch, call.plan.signature, inputs))
+            return self.attend(call, inputs)
 
         observed = copy.copy(self)
         observed.attend = attend

@@ -290,22 +290,19 @@ class BoundParts:
         q_BTHK, entry = project.project_qkv(x_BTD, transforms, self.weights["project"])
         return q_BTHK, entry | self._key_factors(x_BTD) if self.mixes else entry
 
-    def select_core_heads(
-        self, attention_mask: AttentionMask, inputs: CoreInputs
-    ) -> tuple[AttentionMask, CoreInputs]:
+    def select_core_heads(self, inputs: CoreInputs) -> CoreInputs:
         """Select the queries of the heads that the core scores, and the caller's mask for these
         heads.
         """
         heads = list(self.core_score_heads)
         q_BTHK = inputs.q[:, :, heads]
         context = inputs.query_context._replace(q_BTHK=q_BTHK)
-        mask = attention_mask.mask
+        whole = inputs.mask
+        mask = whole.mask
         if mask is not None and mask.shape[1] > 1:
             mask = mask[:, heads]
-        own_mask = AttentionMask(
-            attention_mask.queries, attention_mask.keys, attention_mask.pattern, mask
-        )
-        return own_mask, inputs._replace(q=q_BTHK, query_context=context)
+        own_mask = AttentionMask(whole.queries, whole.keys, whole.pattern, mask)
+        return inputs._replace(q=q_BTHK, mask=own_mask, query_context=context)
 
     def feature_map(self, x_BTHK: Tensor, side: str) -> Tensor:
         """Map queries or keys to features in linear attention; return them unchanged otherwise."""
@@ -343,9 +340,8 @@ def _act_observed(
     report: Callable[[Tensor, Tensor], object],
     act: ScoreTransform,
     a_BHTS: Tensor,
-    attention_mask: AttentionMask,
     inputs: CoreInputs,
 ) -> Tensor:
-    after = act(a_BHTS, attention_mask, inputs)
+    after = act(a_BHTS, inputs)
     report(a_BHTS, after)
     return after

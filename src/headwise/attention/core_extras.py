@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def attend_with_extras(
-    layer: AttentionBase, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs
+    layer: AttentionBase, call: PlannedCall, inputs: CoreInputs
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Run the core with the extras of this layer: o [B, T, R, vdim] and the values of the gates,
     which let a backend skip closed heads.
@@ -40,20 +40,20 @@ def attend_with_extras(
         losses = layer.parallel.aux_losses(call.probe.aux_losses)
         inputs = inputs._replace(gates=parts.gate_values(inputs.query_context, losses))
         if len(parts.core_score_heads) != inputs.q.shape[2]:
-            attention_mask, inputs = parts.select_core_heads(attention_mask, inputs)
+            inputs = parts.select_core_heads(inputs)
         if parts.maps_features:
             q_BTHK = parts.feature_map(inputs.q, "q")
             inputs = inputs._replace(q=q_BTHK, k=parts.feature_map(inputs.k, "k"))
         if call.plan.signature.has_recurrent_state:
             assert isinstance(call.cache, RecurrentStateCache)
             inputs = inputs._replace(state=call.cache.state)
-        o_BTRV = layer.attend(call, attention_mask, inputs)
+        o_BTRV = layer.attend(call, inputs)
     if call.plan.signature.has_recurrent_state:
         assert isinstance(call.cache, RecurrentStateCache)
         assert parts.core_steps.recurrent_part is not None
         part, p = parts.core_steps.recurrent_part
         k, v = backends.values_per_row(inputs, call.plan.signature)
-        is_real = attention_mask.keys.is_real
+        is_real = inputs.mask.keys.is_real
         call.cache.state = part.update_state(inputs.state, k, v, is_real, p)
     return o_BTRV, inputs.gates
 

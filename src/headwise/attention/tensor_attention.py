@@ -156,9 +156,11 @@ def _run_core(
     keys = SequenceInfo.contiguous(0, num_keys, q_BTHK.device)
     x_BTD = q_BTHK[:, :, 0]  # there is no layer input, and no part of these specs reads one
     context = QueryContext(x_BTD, q_BTHK, plan.scale, queries)
-    inputs = CoreInputs(q_BTHK, k_BSGK, v_BSGV, context, {"k": k_BSGK, "v": v_BSGV}, {})
-    attention_mask = AttentionMask(queries, keys, plan.spec.pattern, mask)
-    return plan.dispatch.attend(attention_mask, inputs, plan.steps, probe)
+    own_mask = AttentionMask(queries, keys, plan.spec.pattern, mask)
+    entry = {"k": k_BSGK, "v": v_BSGV}
+    return plan.dispatch.attend(
+        CoreInputs(q_BTHK, k_BSGK, v_BSGV, own_mask, plan.steps, context, entry, probe)
+    )
 
 
 def _make_probe(bias: Tensor | None, need_weights: bool) -> Probe | None:

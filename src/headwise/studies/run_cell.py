@@ -344,7 +344,7 @@ class _CallHook(AttentionHook):
             return
         queries = slice(0, MAX_QUERIES)
         inputs = call.inputs
-        steps = call.steps
+        steps = inputs.steps
         q = inputs.q[:, queries].transpose(1, 2).float()
         k = inputs.k[:, :, list(call.signature.core.key_head_of_query)].transpose(1, 2).float()
         scale = inputs.query_context.scale
@@ -353,7 +353,7 @@ class _CallHook(AttentionHook):
         if steps.scores:
             job = replace(call.signature, probed_tensors=frozenset({"scores"}), training=False)
             probe = Probe("scores")
-            backends.make_dispatch(job).attend(call.mask, inputs, steps, probe)
+            backends.make_dispatch(job).attend(inputs._replace(probe=probe))
             final = probe.tensors["scores"][:, :, queries]
         allowed = call.allowed_pairs(queries).expand(scores.shape)
         rank = float(effective_rank(final[0].float()).mean())

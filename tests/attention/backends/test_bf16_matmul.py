@@ -129,14 +129,9 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
     at = hw.SequenceInfo.contiguous(0, 1200, "cpu")
     query_context = hw.interfaces.core_types.QueryContext(q, q, 1.0, at)
     job = CallSignature(spec, spec.core, dtype=BF16, grad_enabled=True)
-    inputs = backends.CoreInputs(q, q, v, query_context, {}, {})
-    o = bf16_matmul.attend(
-        job,
-        hw.attention.AttentionMask(at, at, spec.pattern),
-        inputs,
-        hw.Attention(spec).core_steps,
-        None,
-    )
+    mask = hw.attention.AttentionMask(at, at, spec.pattern)
+    steps = hw.Attention(spec).core_steps
+    o = bf16_matmul.attend(job, backends.CoreInputs(q, q, v, mask, steps, query_context, {}))
     o.backward(torch.ones_like(o))
     check_close(v.grad, torch.ones_like(v), rtol=0, atol=2**-8)
 
@@ -256,8 +251,6 @@ def test_empty_calls_use_plain_operations(small, monkeypatch: pytest.MonkeyPatch
     """No tokens, or no rows: plain operations know what that is."""
     ours, _ = pair(base())
     recorded = []
-    monkeypatch.setattr(
-        dense, "attend", lambda job, attention_mask, inputs, *rest: recorded.append(1) or inputs.q
-    )
+    monkeypatch.setattr(dense, "attend", lambda job, inputs: recorded.append(1) or inputs.q)
     assert ours(torch.zeros(0, 3, 10, dtype=torch.float64)).shape == (0, 3, 10)
     assert recorded == [1]

@@ -16,7 +16,6 @@ from headwise.attention.backends.backend_report import why
 from headwise.attention.cache import PagePool
 from headwise.attention.cache.kv_cache import FullVisibility, retained_tokens
 from headwise.attention.masking.patterns import Causal
-from headwise.attention.masking.sequence_info import AttentionMask
 from headwise.models import model_spec as bp
 from headwise.models.generation import engine as engine_module
 from support import layer_cases as cases
@@ -218,23 +217,21 @@ def test_probed_layers_gather_their_keys():
     cache = prefilled_cache(layer, pool, x, [30, 8])
     attend = backends.paged_decode.attend
 
-    def watched(
-        job: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, *rest: object
-    ) -> torch.Tensor:
-        recorded.append((attention_mask, inputs))
-        return attend(job, attention_mask, inputs, *rest)
+    def watched(job: CallSignature, inputs: CoreInputs) -> torch.Tensor:
+        recorded.append(inputs)
+        return attend(job, inputs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends.paged_decode, "attend", watched)
         ours = decode_step(layer, cache, x[:, 30:], "paged")
-    sight, inputs = backends.gather_pages(*recorded[0])
-    unheld = ~sight.keys.is_real
+    inputs = backends.gather_pages(recorded[0])
+    unheld = ~inputs.mask.keys.is_real
     assert unheld.any()
     for tensor in (inputs.k, inputs.v):
         assert tensor.isfinite().all()
         assert (tensor[unheld] == 0).all()
     job = CallSignature(layer.spec, layer.spec.core, dtype=torch.float64, single_query=True)
-    o = backends.BACKENDS["dense"].attend(job, sight, inputs, layer.core_steps, None)
+    o = backends.BACKENDS["dense"].attend(job, inputs)
     cases.check_close(layer.merge_heads(o), ours)
 
 

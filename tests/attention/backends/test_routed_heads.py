@@ -59,14 +59,9 @@ class Call:
         bound = CoreSteps.from_spec(self.spec, layer.weights)
         query_context = QueryContext(self.q, self.q, 0.5, self.query_sequence)
         gate = opened.to(self.q.dtype)[..., None]
-        inputs = CoreInputs(self.q, self.k, self.v, query_context, {}, {}, (gate,))
-        return gate * routed_heads.attend(
-            job,
-            AttentionMask(self.query_sequence, self.key_sequence, self.spec.pattern),
-            inputs,
-            bound,
-            None,
-        )
+        mask = AttentionMask(self.query_sequence, self.key_sequence, self.spec.pattern)
+        inputs = CoreInputs(self.q, self.k, self.v, mask, bound, query_context, {}, gates=(gate,))
+        return gate * routed_heads.attend(job, inputs)
 
     def expected(self, opened: torch.Tensor) -> torch.Tensor:
         """Every pair, from the definition."""

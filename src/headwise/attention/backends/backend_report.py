@@ -21,7 +21,6 @@ from ...util.errors import suggest
 from .. import backends
 from ..interfaces.core_types import PROBE_POINTS, CallSize
 from ..masking.pattern_base import describe_heads
-from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
 from .core_interface import CallSignature, CoreInputs
 from .dispatch import (
@@ -261,16 +260,15 @@ def why(
 def explain_call(
     dispatch: CoreDispatch | PackedDispatch | HeadGroupDispatch,
     call: CallSignature,
-    attention_mask: AttentionMask,
     inputs: CoreInputs,
 ) -> BackendReport:
     """Report on a call with known tensors; `Attention.why` collects the reports."""
     queries = inputs.q.shape[1]
-    size = CallSize(inputs.q.shape[0], queries, queries, attention_mask.keys.count)
+    size = CallSize(inputs.q.shape[0], queries, queries, inputs.mask.keys.count)
     kind = "one" if queries == 1 else "many"
     report = _signature_report(call, kind, size)
     if isinstance(dispatch, CoreDispatch):
-        report = replace(report, reasons_against=dispatch.reasons_against(attention_mask, inputs))
+        report = replace(report, reasons_against=dispatch.reasons_against(inputs))
     return BackendReport(
         call.spec, report, _call_report(call, "one" if kind == "many" else "many", None)
     )

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.operand_checks import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
 from . import sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps, no_mask_conflicts
+from .core_interface import CallSignature, CoreInputs, no_mask_conflicts
 from .query_blocks import QUERY_BLOCK_LENGTHS, QUERY_BLOCK_SIZE, count_formed_pairs
 
 MAX_SAVED_KEYS = (
@@ -82,16 +82,10 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
     return call.core.flops(size.batch * count_formed_pairs(call, size))
 
 
-def attend(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTRV."""
     q, k, v = (t.to(call.dtype) for t in inputs[:3])
-    blocks = tuple(_make_causal_blocks(attention_mask, q))
+    blocks = tuple(_make_causal_blocks(inputs.mask, q))
     saves_weights = saves_weights_for_backward(k.shape[1])
     scale = inputs.query_context.scale
     o_BTRV: Tensor = _BlockedMatmulAttention.apply(q, k, v, blocks, scale, saves_weights)

@@ -13,21 +13,18 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..interfaces import ScoreStep
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal, Full, parse_pattern
-from ..masking.sequence_info import AttentionMask
 from . import query_blocks, sdpa
 from .core_interface import (
     CallSignature,
     CoreInputs,
-    CoreSteps,
     kv_of_even_groups,
     no_mask_conflicts,
 )
 from .query_blocks import (
     QUERY_BLOCK_SIZE,
     BlockBatch,
-    CallBlocks,
     GatherSlices,
     KeyRanges,
     TokenAxis,
@@ -512,18 +509,12 @@ def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
     return query_blocks.count_formed_pairs(call, size)
 
 
-def attend(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTRV."""
     if not _has_cpu_kernel(call):
-        return _attend_per_block(call, attention_mask, inputs, steps)
-    queries = attention_mask.queries
-    keys = attention_mask.keys
+        return _attend_per_block(call, inputs)
+    queries = inputs.mask.queries
+    keys = inputs.mask.keys
     k, v = kv_of_even_groups(call, inputs)
     is_contiguous = queries.start is not None and keys.start is not None
     tokens = (
@@ -534,10 +525,10 @@ def attend(
         inputs.q,
         k,
         v,
-        steps.sinks,
+        inputs.steps.sinks,
         tokens,
         first_positions,
-        steps.pattern_text,
+        inputs.steps.pattern_text,
         inputs.query_context.scale,
     )[0]
 
@@ -548,20 +539,18 @@ def _has_cpu_kernel(call: CallSignature) -> bool:
     return call.device == "cpu" and call.core.dim == call.core.vdim and not steps
 
 
-def _attend_per_block(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
-) -> Tensor:
-    blocks = CallBlocks(attention_mask)
-    query_ranges = [(block.queries,) for block in blocks.all]
-    key_ranges = [block.keys for block in blocks.all]
+def _attend_per_block(call: CallSignature, inputs: CoreInputs) -> Tensor:
+    blocks = query_blocks.split_call(inputs.mask)
+    query_ranges = [(block.queries,) for block in blocks]
+    key_ranges = [block.keys for block in blocks]
     context = inputs.query_context
     by_queries = inputs.q, context.x_BTD, context.q_BTHK
     slices: list[Any] = [GatherSlices.apply(x, query_ranges) for x in by_queries]
     slices += [GatherSlices.apply(x, key_ranges) for x in (inputs.k, inputs.v)]
     outputs = []
-    for block, q, x_BTD, raw_q_BTHK, k, v in zip(blocks.all, *slices, strict=True):
+    for block, q, x_BTD, raw_q_BTHK, k, v in zip(blocks, *slices, strict=True):
         part = slice_inputs(inputs, block)
         context = part.query_context._replace(x_BTD=x_BTD, q_BTHK=raw_q_BTHK)
         part = part._replace(q=q, k=k, v=v, query_context=context)
-        outputs.append(sdpa.fused_attention(call, blocks.mask_of(block), part, steps, None))
+        outputs.append(sdpa.fused_attention(call, part))
     return torch.cat(outputs, 1)

@@ -16,25 +16,23 @@ from ...kernels.operand_checks import (
     forbid_double_backward,
     is_under_functorch,
 )
-from ..interfaces.core_types import CallSize, Probe
-from ..masking.sequence_info import AttentionMask
+from ..interfaces.core_types import CallSize
 from . import dense
 from .core_interface import (
     CallSignature,
     CoreInputs,
-    CoreSteps,
     has_unmodified_weights,
     never_slower,
     no_mask_conflicts,
 )
 from .query_blocks import (
     QUERY_BLOCK_LENGTHS,
-    CallBlocks,
     QueryBlock,
     add_to_ranges,
     count_formed_pairs,
     count_query_blocks,
     slice_inputs,
+    split_call,
 )
 
 NUM_QUERY_TENSORS = 3  # of `_tensors_of`: one row per query; the others have one row per key
@@ -75,43 +73,37 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
     )
 
 
-def attend(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTRV. The backward pass recomputes the scores of each block, so none are
     saved.
     """
-    blocks = CallBlocks(attention_mask)
+    blocks = split_call(inputs.mask)
     # Fused kernels read one mask for all heads.
-    fused_steps = steps if attention_mask.differs_by_head else steps.with_fused_kernels()
+    fused_steps = inputs.steps if inputs.mask.differs_by_head else inputs.steps.with_fused_kernels()
     if (
-        len(blocks.all) == 1
+        len(blocks) == 1
     ):  # saves what `dense` saves, because recomputing a single block saves no memory
         plain = torch.is_grad_enabled() and not _can_gather_values(call)
-        return dense.attend_all_pairs(
-            call, attention_mask, inputs, steps if plain else fused_steps, None
-        )
+        steps = inputs.steps if plain else fused_steps
+        return dense.attend_all_pairs(call, inputs._replace(steps=steps, probe=None))
+    inputs = inputs._replace(steps=fused_steps)
 
     def run(block: QueryBlock, part: CoreInputs) -> Tensor:
-        return dense.attend_all_pairs(call, blocks.mask_of(block), part, fused_steps, None)
+        return dense.attend_all_pairs(call, part)
 
     tensors = _tensors_of(inputs)
     learned: list[Tensor] = []
-    for p in steps.part_weights:
+    for p in inputs.steps.part_weights:
         learned += p.trainable()
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *learned))
     if torch.compiler.is_compiling() and needs_grad:
         # The compiler does not trace a gradient within a gradient, but checkpoints.
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=call.training)
     elif needs_grad and not _must_keep_graph(inputs, learned):
-        fields = run, blocks.all, inputs._replace(gates=()), call.training
+        fields = run, blocks, inputs._replace(gates=()), call.training
         o_BTRV: Tensor = _RecomputedBlocks.apply(*fields, *tensors, *learned)
         return o_BTRV
-    return torch.cat([run(block, slice_inputs(inputs, block)) for block in blocks.all], 1)
+    return torch.cat([run(block, slice_inputs(inputs, block)) for block in blocks], 1)
 
 
 def _can_gather_values(call: CallSignature) -> bool:

@@ -26,7 +26,7 @@ from ..interfaces import (
     ValueStep,
     WeightStep,
 )
-from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, QueryContext
+from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, Probe, QueryContext
 from ..masking.patterns import Pattern, PerHead
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.softmax import SinkSoftmax
@@ -154,8 +154,8 @@ class HeadsKV(NamedTuple):
 
 
 class CoreInputs(NamedTuple):
-    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, the context of the queries, and the kv
-    entry.
+    """One call of the core: q_BTHK, k_BSGK, v_BSGV, the mask, the steps between them and the head
+    outputs, the context of the queries, the kv entry, and the probe that reads intermediate tensors.
 
     Queries, also in the context, cover only `AttentionSpec.core_score_heads`. `gates` are the gate
     values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.
@@ -167,8 +167,11 @@ class CoreInputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    mask: AttentionMask
+    steps: CoreSteps
     query_context: QueryContext
     kv_entry: Mapping[str, Tensor]
+    probe: Probe | None = None
     state: Mapping[str, Tensor] = MappingProxyType({})
     gates: Sequence[Tensor] = ()
     kv_by_heads: Sequence[HeadsKV] = ()
@@ -221,9 +224,7 @@ CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep
 class ScoreTransform(Protocol):
     """One change of a tensor [B, H, T, S] of scores or weights."""
 
-    def __call__(
-        self, a_BHTS: Tensor, attention_mask: AttentionMask, inputs: CoreInputs, /
-    ) -> Tensor: ...
+    def __call__(self, a_BHTS: Tensor, inputs: CoreInputs, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -322,11 +323,11 @@ class CoreSteps:
             return None
         return self.normaliser_p.broadcast_over_scores()["sink"].flatten()
 
-    def additive_bias(self, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+    def additive_bias(self, inputs: CoreInputs) -> Tensor:
         """Sum all additive score steps, [B or 1, H or 1, T, S]: their result for zero scores."""
-        zero = inputs.q.new_zeros(1, 1, attention_mask.queries.count, attention_mask.keys.count)
+        zero = inputs.q.new_zeros(1, 1, inputs.mask.queries.count, inputs.mask.keys.count)
         for act in self.scores:
-            zero = act(zero, attention_mask, inputs)
+            zero = act(zero, inputs)
         return zero
 
 
@@ -446,7 +447,6 @@ def _apply_mix(
     p: PartParams,
     names: Mapping[str, str],
     a: Tensor,
-    attention_mask: AttentionMask,
     inputs: CoreInputs,
     is_fused: bool = False,
 ) -> Tensor:
@@ -460,23 +460,19 @@ def _apply_mix(
     if part.phase is Phase.SCORES:
         return mixed + bias_H11
     # Mixed weights have the keys of all heads.
-    return mixed + torch.where(attention_mask.allowed.any(1, keepdim=True), bias_H11, 0.0)
+    return mixed + torch.where(inputs.mask.allowed.any(1, keepdim=True), bias_H11, 0.0)
 
 
-def _apply_score_step(
-    part: ScoreStep, p: PartParams, s: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
-) -> Tensor:
+def _apply_score_step(part: ScoreStep, p: PartParams, s: Tensor, inputs: CoreInputs) -> Tensor:
     return part.score(
         s,
-        PairPositions(attention_mask),
+        PairPositions(inputs.mask),
         part.query_factors(inputs.query_context, p),
         p.broadcast_over_scores(),
     )
 
 
-def _apply_weight_step(
-    part: WeightStep, p: PartParams, w: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
-) -> Tensor:
+def _apply_weight_step(part: WeightStep, p: PartParams, w: Tensor, inputs: CoreInputs) -> Tensor:
     return part.transform_weights(w, p)
 
 

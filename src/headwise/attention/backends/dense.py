@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.operand_checks import is_under_functorch
-from ..interfaces.core_types import Probe
-from ..masking.sequence_info import AttentionMask
 from .core_interface import (
     CallSignature,
     CoreInputs,
-    CoreSteps,
     expand_kv_heads,
     flops_of_all_pairs,
     heads_to_rows,
@@ -39,20 +36,17 @@ slower_reasons = never_slower
 executed_flops = flops_of_all_pairs
 
 
-def attend_all_pairs(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend_all_pairs(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTRV, one head for each row of weights that reads values."""
-    s_BHTS = _scores(call, inputs, steps)  # 3 compare
+    mask = inputs.mask
+    steps = inputs.steps
+    probe = inputs.probe
+    s_BHTS = _scores(call, inputs)  # 3 compare
     exact = torch.promote_types(s_BHTS.dtype, torch.float32)
     s_BHTS = s_BHTS.to(exact)
     for act in steps.scores:  # 4 change scores
-        s_BHTS = act(s_BHTS, attention_mask, inputs)
-    allowed = attention_mask.allowed  # 5 mask, which the normaliser applies
+        s_BHTS = act(s_BHTS, inputs)
+    allowed = mask.allowed  # 5 mask, which the normaliser applies
     if probe is not None:
         s_BHTS = probe("scores", s_BHTS)
         if "lse" in probe.points:
@@ -67,16 +61,14 @@ def attend_all_pairs(
         ).transpose(1, 2)
     w_BHTS = steps.normalise(s_BHTS, allowed, steps.normaliser_p)  # 6 normalise
     for act in steps.weights:  # 7 change weights
-        w_BHTS = act(w_BHTS, attention_mask, inputs)
+        w_BHTS = act(w_BHTS, inputs)
     if steps.selected_rows is not None:
         w_BHTS = w_BHTS.index_select(1, torch.tensor(steps.selected_rows, device=w_BHTS.device))
     if probe is not None:
         w_BHTS = probe("weights", w_BHTS)
     o_BRTV = _weighted_values(w_BHTS.to(inputs.v.dtype), inputs.v, call)  # 8 gather values
     for step, p in steps.values:
-        o_BRTV = o_BRTV + step.weighted_values(w_BHTS, attention_mask.i, attention_mask.j, p).to(
-            o_BRTV.dtype
-        )
+        o_BRTV = o_BRTV + step.weighted_values(w_BHTS, mask.i, mask.j, p).to(o_BRTV.dtype)
     return o_BRTV.transpose(1, 2)
 
 
@@ -84,16 +76,17 @@ def attend_all_pairs(
 attend = attend_all_pairs
 
 
-def _scores(call: CallSignature, inputs: CoreInputs, steps: CoreSteps) -> Tensor:
+def _scores(call: CallSignature, inputs: CoreInputs) -> Tensor:
     q_BHTK = inputs.q.transpose(1, 2)
     k_BGSK = inputs.k.transpose(1, 2)
     scale = inputs.query_context.scale
-    similarity = steps.similarity
+    similarity = inputs.steps.similarity
+    p = inputs.steps.similarity_p
     group_size = call.group_size
     if group_size <= 1 or similarity.per_head:
         k_BHSK = expand_kv_heads(inputs.k, call.core.key_head_of_query)
-        return similarity.scores(q_BHTK, k_BHSK, scale, steps.similarity_p)
-    s_BGRS = similarity.scores(heads_to_rows(q_BHTK, group_size), k_BGSK, scale, steps.similarity_p)
+        return similarity.scores(q_BHTK, k_BHSK, scale, p)
+    s_BGRS = similarity.scores(heads_to_rows(q_BHTK, group_size), k_BGSK, scale, p)
     return rows_to_heads(s_BGRS, group_size)
 
 

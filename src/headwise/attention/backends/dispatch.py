@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...kernels.capabilities import UP_TO_CROSSOVERS, Crossovers, crossover_size, current_points
 from ...util.errors import NoBackend, suggest
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize
 from ..masking.patterns import PerHead, count_pairs_by_head
 from ..masking.sequence_info import AttentionMask, mask_shape
 from . import (
@@ -46,12 +46,7 @@ from . import (
     sdpa,
     varlen,
 )
-from .core_interface import (
-    CallSignature,
-    CoreInputs,
-    CoreSteps,
-    no_mask_conflicts,
-)
+from .core_interface import CallSignature, CoreInputs, no_mask_conflicts
 from .query_blocks import QUERY_BLOCK_SIZE
 
 # In order of preference; see `preference_order` for the two that some calls try last.
@@ -120,16 +115,9 @@ class CoreDispatch:
         compare=False,
     )
 
-    def attend(
-        self,
-        attention_mask: AttentionMask,
-        inputs: CoreInputs,
-        steps: CoreSteps,
-        probe: Probe | None,
-    ) -> Tensor:
+    def attend(self, inputs: CoreInputs) -> Tensor:
         """Per-head outputs o_BTRV, computed by the backend that `select` names."""
-        backend = BACKENDS[self.select(attention_mask, inputs)]
-        outputs: Tensor = backend.attend(self.signature, attention_mask, inputs, steps, probe)
+        outputs: Tensor = BACKENDS[self.select(inputs)].attend(self.signature, inputs)
         return outputs
 
     @property
@@ -143,8 +131,9 @@ class CoreDispatch:
         """Raise NoBackend if no backend can run this mask."""
         self._select(attention_mask, batch, attention_mask.queries.count)
 
-    def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
+    def select(self, inputs: CoreInputs) -> str:
         """The name of the backend that runs these tensors."""
+        attention_mask = inputs.mask
         batch, queries = inputs.q.shape[:2]
         if self.signature.is_compiling:
             return self._select(attention_mask, batch, queries)
@@ -209,13 +198,12 @@ class CoreDispatch:
             conflicts[name] = reasons
         raise NoBackend(_refusal(conflicts, self.is_named_by_caller))
 
-    def reasons_against(
-        self, attention_mask: AttentionMask, inputs: CoreInputs
-    ) -> dict[str, list[str]]:
+    def reasons_against(self, inputs: CoreInputs) -> dict[str, list[str]]:
         """Why each backend does not run these tensors; no reasons for the one that does, and for
         those behind it.
         """
-        selected = self.select(attention_mask, inputs)
+        attention_mask = inputs.mask
+        selected = self.select(inputs)
         names = preference_order(self.signature)
         batch, queries = inputs.q.shape[:2]
         if not (batch and queries and attention_mask.keys.count):
@@ -280,27 +268,18 @@ class PackedDispatch:
 
     groups: CoreDispatch
 
-    def attend(
-        self,
-        attention_mask: AttentionMask,
-        inputs: CoreInputs,
-        steps: CoreSteps,
-        probe: Probe | None,
-    ) -> Tensor:
+    def attend(self, inputs: CoreInputs) -> Tensor:
         """Per-head outputs o_BTRV."""
-        plan = varlen.group_plan(attention_mask)
+        plan = varlen.group_plan(inputs.mask)
         outputs = list[Tensor]()
-        for (queries, keys), group in zip(
-            plan.groups, varlen.group_inputs(plan, inputs, steps), strict=True
-        ):
-            group_mask = AttentionMask(queries, keys, attention_mask.pattern)
-            backend = BACKENDS[self._select_for_group(group_mask, group)]
-            outputs.append(backend.attend(self.groups.signature, group_mask, group, steps, None))
+        for group in varlen.group_inputs(plan, inputs):
+            backend = BACKENDS[self._select_for_group(group)]
+            outputs.append(backend.attend(self.groups.signature, group))
         return plan.queries.scatter_groups(outputs).unflatten(0, inputs.q.shape[:2])
 
-    def _select_for_group(self, group_mask: AttentionMask, group: CoreInputs) -> str:
-        name = self.groups.select(group_mask, group)
-        longest = max(group_mask.queries.count, group_mask.keys.count)
+    def _select_for_group(self, group: CoreInputs) -> str:
+        name = self.groups.select(group)
+        longest = max(group.mask.queries.count, group.mask.keys.count)
         short = longest <= MAX_DENSE_LENGTH and self.groups.signature.device == "cpu"
         return (
             "dense"

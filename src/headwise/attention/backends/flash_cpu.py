@@ -14,14 +14,13 @@ from ...kernels.flash_attention import (
     count_executed_pairs,
 )
 from ...kernels.launch import COMPUTE_DTYPES
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
 from . import sdpa
 from .core_interface import (
     CallSignature,
     CoreInputs,
-    CoreSteps,
     cpu_kernel_conflicts,
     kv_of_even_groups,
 )
@@ -85,16 +84,10 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
     )
 
 
-def attend(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTRV."""
     q = inputs.q
-    ranges = _key_ranges(attention_mask)
+    ranges = _key_ranges(inputs.mask)
     assert ranges is not None, "mask_conflicts refuses such a mask"
     ends, ahead = ranges
     k, v = kv_of_even_groups(call, inputs)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..interfaces import Mix, ScoreStep, ValueStep
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.dot_product import DotProduct
 from ..parts.softmax import Softmax, WeightDropout
-from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_mask_conflicts
+from .core_interface import CallSignature, CoreInputs, never_slower, no_mask_conflicts
 
 FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block size of its kernels, for tests
 
@@ -116,23 +116,17 @@ class _FlexPair:
         return factors[b, t, h, index]
 
 
-def attend(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTRV."""
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     batch = q.shape[0]
     query_position, key_position = (
-        sequence.position.expand(batch, -1)
-        for sequence in (attention_mask.queries, attention_mask.keys)
+        sequence.position.expand(batch, -1) for sequence in (inputs.mask.queries, inputs.mask.keys)
     )
-    blocks = block_mask(attention_mask, batch, str(q.device))
+    blocks = block_mask(inputs.mask, batch, str(q.device))
     score_steps = [
-        (step, p, step.query_factors(inputs.query_context, p)) for step, p in steps.elementwise
+        (step, p, step.query_factors(inputs.query_context, p))
+        for step, p in inputs.steps.elementwise
     ]
 
     def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..interfaces.core_types import CoreShape, Probe
+from ..interfaces.core_types import CoreShape
 from ..masking.patterns import Causal, Full, Pattern
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from .core_interface import (
     CallSignature,
     CoreInputs,
-    CoreSteps,
     HeadGroup,
     HeadsKV,
     list_head_groups,
@@ -105,30 +104,30 @@ class HeadGroupIndices:
             group.pattern, group.score_heads, queries, tuple(keys), tuple(values), rows
         )
 
-    def select(
-        self, attention_mask: AttentionMask, inputs: CoreInputs
-    ) -> tuple[AttentionMask, CoreInputs]:
+    def select(self, inputs: CoreInputs) -> CoreInputs:
         """The mask and the inputs of the group.
 
         A single query at a known position gets only the keys that it may attend to, so that heads
         with a window do not read the whole cache.
         """
         context = inputs.query_context
-        kv = self._read_kv(attention_mask.keys, inputs)
+        kv = self._read_kv(inputs)
         own_inputs = inputs._replace(
             q=take_heads(inputs.q, self.queries),
             k=kv.k,
             v=kv.v,
             query_context=context._replace(q_BTHK=take_heads(context.q_BTHK, self.queries)),
+            probe=None,
             gates=(),
             kv_by_heads=(),
         )
-        queries = attention_mask.queries
+        queries = inputs.mask.queries
         keys = kv.sequence
-        mask = attention_mask.mask
+        mask = inputs.mask.mask
         if mask is not None:
             own_mask = mask if mask.shape[1] == 1 else mask[:, list(self.queries)]
-            return AttentionMask(queries, keys, self.pattern, own_mask), own_inputs
+            return own_inputs._replace(mask=AttentionMask(queries, keys, self.pattern, own_mask))
+        own_keys = keys
         if keys.num_visible is not None and keys.start is not None and queries.start is not None:
             visible = self.pattern.visible_keys(_positions(queries), _positions(keys))
             ranges = [range(part.start - keys.start, part.stop - keys.start) for part in visible]
@@ -142,11 +141,11 @@ class HeadGroupIndices:
                 checked=True,
                 num_visible=own_keys.count,
             )
-            return AttentionMask(queries, own_keys, self.pattern), own_inputs
-        own_keys = keys if kv.pattern == self.pattern else _keys_of_pattern(keys, self.pattern)
-        return AttentionMask(queries, own_keys, self.pattern), own_inputs
+        elif kv.pattern != self.pattern:
+            own_keys = _keys_of_pattern(keys, self.pattern)
+        return own_inputs._replace(mask=AttentionMask(queries, own_keys, self.pattern))
 
-    def _read_kv(self, keys: SequenceInfo, inputs: CoreInputs) -> HeadsKV:
+    def _read_kv(self, inputs: CoreInputs) -> HeadsKV:
         """The keys and values of the group's heads: of the call, or of the heads that are cached
         together.
         """
@@ -161,7 +160,7 @@ class HeadGroupIndices:
             None,
             take_heads(inputs.k, self.keys),
             take_heads(inputs.v, self.values),
-            keys,
+            inputs.mask.keys,
         )
 
 
@@ -195,16 +194,12 @@ class HeadGroupDispatch:
     groups: tuple[tuple[HeadGroupIndices, CoreDispatch | PackedDispatch], ...]
     order: tuple[int, ...]
 
-    def attend(
-        self,
-        attention_mask: AttentionMask,
-        inputs: CoreInputs,
-        steps: CoreSteps,
-        probe: Probe | None,
-    ) -> Tensor:
+    def attend(self, inputs: CoreInputs) -> Tensor:
         """Per-head outputs o_BTHV."""
         outputs = [
-            dispatch.attend(*heads.select(attention_mask, inputs), own_steps, None)
-            for (heads, dispatch), own_steps in zip(self.groups, steps.of_groups, strict=True)
+            dispatch.attend(heads.select(inputs)._replace(steps=own_steps))
+            for (heads, dispatch), own_steps in zip(
+                self.groups, inputs.steps.of_groups, strict=True
+            )
         ]
         return take_heads(torch.cat(outputs, 2), self.order)

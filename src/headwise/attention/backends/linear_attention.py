@@ -9,15 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..interfaces import Normaliser
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal, Full
-from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
 from .core_interface import (
     CallSignature,
     CoreInputs,
-    CoreSteps,
     expand_kv_heads,
     no_mask_conflicts,
 )
@@ -120,35 +117,30 @@ def values_per_row(inputs: CoreInputs, call: CallSignature) -> tuple[Tensor, Ten
     return expand_kv_heads(inputs.k, keys), expand_kv_heads(inputs.v, call.core.value_head_of_row)
 
 
-def attend(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTRV: weighted sums of values, over the state and the keys, divided by the
     sums of weights.
     """
     q_BHTK = inputs.q.transpose(1, 2)
-    if steps.selected_rows is not None:
-        q_BHTK = q_BHTK.index_select(1, torch.tensor(steps.selected_rows, device=q_BHTK.device))
+    rows = inputs.steps.selected_rows
+    if rows is not None:
+        q_BHTK = q_BHTK.index_select(1, torch.tensor(rows, device=q_BHTK.device))
     k_BHSK, v_BHSV = values_per_row(inputs, call)
-    reader = _StateReader(steps, call.spec.normaliser, inputs.query_context.scale, v_BHSV.dtype)
+    reader = _StateReader(inputs, v_BHSV.dtype)
     if call.has_recurrent_state:
         o_BHTV = reader.read_state_and_keys(
             q_BHTK,
             k_BHSK,
             v_BHSV,
-            attention_mask.allowed,
+            inputs.mask.allowed,
             inputs.state,
-            attention_mask.queries.is_real,
+            inputs.mask.queries.is_real,
         )
-    elif attention_mask.shape == "any":  # the mask depends on the data: one chunk, without a state
-        o_BHTV = reader.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, attention_mask.allowed)
+    elif inputs.mask.shape == "any":  # the mask depends on the data: one chunk, without a state
+        o_BHTV = reader.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, inputs.mask.allowed)
     else:
         state = empty_state(call.spec, q_BHTK.shape[0], q_BHTK.dtype, q_BHTK.device)
-        read = reader.read_all_keys if attention_mask.shape == "full" else reader.read_causal_chunks
+        read = reader.read_all_keys if inputs.mask.shape == "full" else reader.read_causal_chunks
         o_BHTV = read(q_BHTK, k_BHSK, v_BHSV, state)
     return o_BHTV.transpose(1, 2)
 
@@ -156,13 +148,11 @@ def attend(
 class _StateReader:
     """Computes outputs from a recurrent state, from keys, or from both."""
 
-    def __init__(
-        self, steps: CoreSteps, normaliser: Normaliser, scale: float, dtype: torch.dtype
-    ) -> None:
-        assert steps.recurrent_part is not None
-        self.normaliser = normaliser
-        (self.part, self.p) = steps.recurrent_part
-        self.scale = scale
+    def __init__(self, inputs: CoreInputs, dtype: torch.dtype) -> None:
+        assert inputs.steps.recurrent_part is not None
+        self.normaliser = inputs.steps.normaliser
+        (self.part, self.p) = inputs.steps.recurrent_part
+        self.scale = inputs.query_context.scale
         self.dtype = dtype
 
     def read_state_and_keys(

@@ -7,13 +7,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..interfaces.core_types import Probe
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from . import ragged_decode
 from .core_interface import (
     CallSignature,
     CoreInputs,
-    CoreSteps,
     flops_of_all_pairs,
     never_slower,
     no_mask_conflicts,
@@ -41,23 +39,15 @@ slower_reasons = never_slower
 executed_flops = flops_of_all_pairs
 
 
-def attend(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_B1HV."""
-    spans = attention_mask.keys.block_table
+    spans = inputs.mask.keys.block_table
     assert spans is not None, "the paged backend needs the block table of a paged cache"
-    hidden = None if spans.all_visible else ~attention_mask.allowed[:, :, 0]
-    return ragged_decode.attend_spans(call, attention_mask, inputs, steps, (spans.table, hidden))
+    hidden = None if spans.all_visible else ~inputs.mask.allowed[:, :, 0]
+    return ragged_decode.attend_spans(call, inputs, (spans.table, hidden))
 
 
-def gather_pages(
-    attention_mask: AttentionMask, inputs: CoreInputs
-) -> tuple[AttentionMask, CoreInputs]:
+def gather_pages(inputs: CoreInputs) -> CoreInputs:
     """The mask and inputs of a call with the pages of each row gathered and dequantised, for other
     backends.
     """
@@ -68,16 +58,15 @@ def gather_pages(
             for x, scale in zip((inputs.k, inputs.v), scales, strict=True)
         )
         inputs = inputs._replace(k=k, v=v)
-    keys = attention_mask.keys
+    mask = inputs.mask
+    keys = mask.keys
     if keys.block_table is None:
-        return attention_mask, inputs
+        return inputs
     pages = keys.block_table.table[..., 0]
     k, v = (
         x[pages].flatten(1, 2).masked_fill(~keys.is_real[..., None, None], 0)
         for x in (inputs.k, inputs.v)
     )
     gathered_keys = SequenceInfo(keys.position, keys.segment, checked=True)
-    gathered_mask = AttentionMask(
-        attention_mask.queries, gathered_keys, attention_mask.pattern, attention_mask.mask
-    )
-    return gathered_mask, inputs._replace(k=k, v=v)
+    gathered_mask = AttentionMask(mask.queries, gathered_keys, mask.pattern, mask.mask)
+    return inputs._replace(k=k, v=v, mask=gathered_mask)

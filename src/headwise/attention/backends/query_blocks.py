@@ -209,43 +209,37 @@ def sum_series(
     return total + pairs_of(range(at, queries.stop))
 
 
-class CallBlocks:
-    """The blocks of one call, with the mask of each."""
-
-    def __init__(self, attention_mask: AttentionMask) -> None:
-        self.attention_mask = attention_mask
-        queries = attention_mask.queries
-        keys = attention_mask.keys
-        if queries.start is None or keys.start is None or queries.count <= QUERY_BLOCK_SIZE:
-            # Queries at unknown positions have all keys.
-            every = (range(keys.count),)
-            self.all = [QueryBlock(rows, every) for rows in split_range(queries.count)]
-            return
-        query_positions = range(queries.start, queries.start + queries.count)
-        key_positions = range(keys.start, keys.start + keys.count)
-        self.all = [*split_queries(attention_mask.pattern, query_positions, key_positions)]
-
-    def mask_of(self, block: QueryBlock) -> AttentionMask:
-        """The attention mask of one block."""
-        mask = self.attention_mask
-        queries = slice_sequence(mask.queries, (block.queries,))
-        keys = slice_sequence(mask.keys, block.keys)
-        return AttentionMask(queries, keys, mask.pattern)
+def split_call(mask: AttentionMask) -> list[QueryBlock]:
+    """The blocks of one call; queries at unknown positions have all keys."""
+    queries = mask.queries
+    keys = mask.keys
+    if queries.start is None or keys.start is None or queries.count <= QUERY_BLOCK_SIZE:
+        every = (range(keys.count),)
+        return [QueryBlock(rows, every) for rows in split_range(queries.count)]
+    query_positions = range(queries.start, queries.start + queries.count)
+    key_positions = range(keys.start, keys.start + keys.count)
+    return [*split_queries(mask.pattern, query_positions, key_positions)]
 
 
 def slice_inputs(inputs: CoreInputs, block: QueryBlock) -> CoreInputs:
-    """The inputs of one block of a call."""
-    q, k, v, context, key_entries, state, *_ = inputs
-    rows = block.queries
-    context = context._replace(
-        x_BTD=context.x_BTD[:, rows.start : rows.stop],
-        q_BTHK=context.q_BTHK[:, rows.start : rows.stop],
-        sequence=slice_sequence(context.sequence, (rows,)),
-    )
-    entries = {name: slice_rows(entry, block.keys) for name, entry in key_entries.items()}
-    q = q[:, rows.start : rows.stop]
-    return CoreInputs(
-        q, slice_rows(k, block.keys), slice_rows(v, block.keys), context, entries, state
+    """The inputs of one block of a call, without the probe and the gates of the whole call."""
+    rows = slice(block.queries.start, block.queries.stop)
+    context = inputs.query_context
+    mask = inputs.mask
+    queries = slice_sequence(mask.queries, (block.queries,))
+    entries = {name: slice_rows(entry, block.keys) for name, entry in inputs.kv_entry.items()}
+    return inputs._replace(
+        q=inputs.q[:, rows],
+        k=slice_rows(inputs.k, block.keys),
+        v=slice_rows(inputs.v, block.keys),
+        mask=AttentionMask(queries, slice_sequence(mask.keys, block.keys), mask.pattern),
+        query_context=context._replace(
+            x_BTD=context.x_BTD[:, rows], q_BTHK=context.q_BTHK[:, rows], sequence=queries
+        ),
+        kv_entry=entries,
+        probe=None,
+        gates=(),
+        kv_by_heads=(),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels import PagedDecodeOptions, attend_paged
 from ...kernels.capabilities import crossover_size
 from ..interfaces import ScoreStep
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize
 from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import Softcap
 from ..parts.linear_projection import LinearProjection
@@ -20,7 +20,6 @@ from . import sdpa
 from .core_interface import (
     CallSignature,
     CoreInputs,
-    CoreSteps,
     cpu_kernel_conflicts,
     flops_of_all_pairs,
     no_mask_conflicts,
@@ -116,23 +115,15 @@ def bytes_per_token(call: CallSignature) -> int:
     )
 
 
-def attend(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_B1HV."""
-    spans = key_spans(attention_mask, len(inputs.q))
-    return attend_spans(call, attention_mask, inputs, steps, spans)
+    spans = key_spans(inputs.mask, len(inputs.q))
+    return attend_spans(call, inputs, spans)
 
 
 def attend_spans(
     call: CallSignature,
-    attention_mask: AttentionMask,
     inputs: CoreInputs,
-    steps: CoreSteps,
     span_args: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """Per-head outputs o_B1HV of keys in spans of slots. `span_args` is (spans, hidden).
@@ -142,11 +133,12 @@ def attend_spans(
     """
     cap = leading_softcap(call.spec)
     (spans_BN3, hidden) = span_args
+    steps = inputs.steps
     if cap is not None:
         steps = replace(steps, scores=steps.scores[1:])
     exact = torch.promote_types(inputs.q.dtype, torch.float32)
     bias = (
-        steps.additive_bias(attention_mask, inputs._replace(q=inputs.q.to(exact)))[:, :, 0]
+        steps.additive_bias(inputs._replace(q=inputs.q.to(exact)))[:, :, 0]
         if steps.scores
         else None
     )

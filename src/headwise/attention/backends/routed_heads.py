@@ -17,11 +17,10 @@ from ...kernels.flash_attention import (
     gathered_attention,
 )
 from ..interfaces import Gate, OutputStep
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal
-from ..masking.sequence_info import AttentionMask
 from . import flash_cpu
-from .core_interface import CallSignature, CoreInputs, CoreSteps
+from .core_interface import CallSignature, CoreInputs
 
 boundary_lengths = flash_cpu.boundary_lengths
 mask_conflicts = flash_cpu.mask_conflicts
@@ -87,13 +86,7 @@ def _pairs_of_tiles(rows_per_token: Fraction, size: CallSize, is_causal: bool) -
     return QUERY_TILE_ROWS * (own + tiles * (size.keys - size.queries))
 
 
-def attend(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTRV, zero for closed heads."""
     q = inputs.q
     k = inputs.k
@@ -104,9 +97,9 @@ def attend(
             if shares is not None:
                 opened &= gate[..., 0] != 0
     if not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):  # it is being compiled
-        return flash_cpu.attend(call, attention_mask, inputs, steps, probe) * opened[..., None]
+        return flash_cpu.attend(call, inputs) * opened[..., None]
     with torch.no_grad():
-        ends = flash_cpu.key_range_table(attention_mask, q)
+        ends = flash_cpu.key_range_table(inputs.mask, q)
         assert ends is not None, "mask_conflicts refuses such a mask"
         items = WorkItems.from_open_heads(opened, k.shape[2], ends, k.shape[1])
     return gathered_attention(q, k, v, items, inputs.query_context.scale)

@@ -10,15 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import Mix, ScoreStep, ValueStep
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal, Full, PerHead
-from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import DotProduct
 from ..parts.softmax import SinkSoftmax, Softmax, WeightDropout
 from .core_interface import (
     CallSignature,
     CoreInputs,
-    CoreSteps,
     expand_kv_heads,
     heads_to_rows,
     no_mask_conflicts,
@@ -103,13 +101,7 @@ def num_sink_columns(call: CallSignature) -> int:
     return int(isinstance(call.spec.normaliser, SinkSoftmax))
 
 
-def fused_attention(
-    call: CallSignature,
-    attention_mask: AttentionMask,
-    inputs: CoreInputs,
-    steps: CoreSteps,
-    probe: Probe | None,
-) -> Tensor:
+def fused_attention(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTRV."""
     q_BHTK = inputs.q.transpose(1, 2)
     grouped = call.group_size > 0
@@ -121,11 +113,11 @@ def fused_attention(
             expand_kv_heads(inputs.v, call.core.value_head_of_row),
         )
     )
-    triangle, bias = mask_or_bias(attention_mask, inputs, steps)
-    if steps.has_sinks:
+    triangle, bias = mask_or_bias(inputs)
+    if inputs.steps.has_sinks:
         # A softmax with a sink equals a softmax over one more key, with key 0, value 0 and the sink
         # as its bias.
-        bias = _bias_with_sink_column(attention_mask.allowed if triangle else bias, steps, inputs)
+        bias = _bias_with_sink_column(inputs.mask.allowed if triangle else bias, inputs)
         triangle = False
         k = F.pad(k, (0, 0, 0, 1))
         v = F.pad(v, (0, 0, 0, 1))
@@ -149,19 +141,16 @@ def fused_attention(
 attend = fused_attention
 
 
-def mask_or_bias(
-    attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
-) -> tuple[bool, Tensor | None]:
+def mask_or_bias(inputs: CoreInputs) -> tuple[bool, Tensor | None]:
     """The arguments `is_causal` and `attn_mask` of the fused call, from the mask and the additive
     score steps.
     """
-    if not steps.scores:
-        shape = attention_mask.shape
-        return (False, attention_mask.allowed) if shape == "any" else (shape == "triangle", None)
-    bias = steps.additive_bias(attention_mask, inputs)
-    return False, bias if attention_mask.shape == "full" else bias.masked_fill(
-        ~attention_mask.allowed, -torch.inf
-    )
+    mask = inputs.mask
+    if not inputs.steps.scores:
+        shape = mask.shape
+        return (False, mask.allowed) if shape == "any" else (shape == "triangle", None)
+    bias = inputs.steps.additive_bias(inputs)
+    return False, bias if mask.shape == "full" else bias.masked_fill(~mask.allowed, -torch.inf)
 
 
 class SoftmaxArgs(NamedTuple):
@@ -182,20 +171,19 @@ def is_softmax_with_bias(call: CallSignature) -> bool:
     )
 
 
-def softmax_args(
-    attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
-) -> SoftmaxArgs:
+def softmax_args(inputs: CoreInputs) -> SoftmaxArgs:
     """Mask, causal flag, bias and sinks of a plain softmax call."""
-    bias = steps.additive_bias(attention_mask, inputs) if steps.scores else None
+    mask = inputs.mask
+    bias = inputs.steps.additive_bias(inputs) if inputs.steps.scores else None
     return SoftmaxArgs(
-        attention_mask.allowed if attention_mask.shape == "any" else None,
-        attention_mask.shape == "triangle",
+        mask.allowed if mask.shape == "any" else None,
+        mask.shape == "triangle",
         bias,
-        steps.sinks,
+        inputs.steps.sinks,
     )
 
 
-def _bias_with_sink_column(bias: Tensor | None, steps: CoreSteps, inputs: CoreInputs) -> Tensor:
+def _bias_with_sink_column(bias: Tensor | None, inputs: CoreInputs) -> Tensor:
     heads = inputs.q.shape[2]
     queries = inputs.q.shape[1]
     keys = inputs.k.shape[1]
@@ -203,7 +191,7 @@ def _bias_with_sink_column(bias: Tensor | None, steps: CoreSteps, inputs: CoreIn
     if bias is None or bias.dtype == torch.bool:
         bias = zero if bias is None else zero.masked_fill(~bias, -torch.inf)
     sink = (
-        steps.normaliser_p.broadcast_over_scores()["sink"]
+        inputs.steps.normaliser_p.broadcast_over_scores()["sink"]
         .to(bias.dtype)
         .expand(*bias.shape[:1], heads, queries, 1)
     )

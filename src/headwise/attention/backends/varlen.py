@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.operand_checks import is_under_functorch
 from ..masking.sequence_info import AttentionMask, SequenceInfo
-from .core_interface import CoreInputs, CoreSteps
+from .core_interface import CoreInputs
 
 # Sequences of different lengths share a group while padding adds at most this share of the needed
 # pairs.
@@ -90,36 +90,42 @@ def has_known_lengths(
     )
 
 
-def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iterator[CoreInputs]:
+def group_inputs(plan: VarlenPlan, inputs: CoreInputs) -> Iterator[CoreInputs]:
     """Yield the inputs of each group.
 
     Tensors other than q, k and v are only gathered if a part of the spec uses them.
     """
-    q, k, v, query_context, key_entries, state, gates, _ = inputs
-    needs_context = bool(steps.scores or steps.weights)
-    q_groups = plan.queries.gather_groups(q)
-    k_groups = plan.keys.gather_groups(k)
-    v_groups = plan.keys.gather_groups(v)
-    shares_q = query_context.q_BTHK is q or not needs_context
+    query_context = inputs.query_context
+    needs_context = bool(inputs.steps.scores or inputs.steps.weights)
+    q_groups = plan.queries.gather_groups(inputs.q)
+    k_groups = plan.keys.gather_groups(inputs.k)
+    v_groups = plan.keys.gather_groups(inputs.v)
+    shares_q = query_context.q_BTHK is inputs.q or not needs_context
     raw_q_groups = q_groups if shares_q else plan.queries.gather_groups(query_context.q_BTHK)
     x_groups = plan.queries.gather_groups(query_context.x_BTD) if needs_context else raw_q_groups
     entry_groups = (
-        {name: plan.keys.gather_groups(entry) for name, entry in key_entries.items()}
+        {name: plan.keys.gather_groups(entry) for name, entry in inputs.kv_entry.items()}
         if needs_context
         else {}
     )
     gate_groups = [
         plan.queries.gather_groups(gate.detach()) if gate.dim() > 3 else [gate] * len(plan.groups)
-        for gate in gates
+        for gate in inputs.gates
     ]
-    for n, (query_sequence, _) in enumerate(plan.groups):
+    for n, (query_sequence, key_sequence) in enumerate(plan.groups):
         context = query_context._replace(
             x_BTD=x_groups[n], q_BTHK=raw_q_groups[n], sequence=query_sequence
         )
-        entries = {name: groups[n] for name, groups in entry_groups.items()}
-        group_gates = [groups[n] for groups in gate_groups]
-        yield CoreInputs(
-            q_groups[n], k_groups[n], v_groups[n], context, entries, state, group_gates
+        yield inputs._replace(
+            q=q_groups[n],
+            k=k_groups[n],
+            v=v_groups[n],
+            mask=AttentionMask(query_sequence, key_sequence, inputs.mask.pattern),
+            query_context=context,
+            kv_entry={name: groups[n] for name, groups in entry_groups.items()},
+            gates=[groups[n] for groups in gate_groups],
+            probe=None,
+            kv_by_heads=(),
         )
 
 

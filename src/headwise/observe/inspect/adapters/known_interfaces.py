@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ....attention import backends
 from ....attention.attention import Attention
 from ....attention.attention_call import AttentionArguments, PlannedCall
-from ....attention.backends import CallSignature, CoreInputs, CoreSteps
+from ....attention.backends import CallSignature, CoreInputs
 from ....attention.interfaces.core_types import Probe
 from ....attention.masking.sequence_info import AttentionMask, SequenceInfo
 from ....models import Transformer
@@ -247,12 +247,9 @@ def find_headwise_attention(model: nn.Module) -> Iterator[SiteModule]:
 class HeadwiseCall(ObservedCall):
     """Recompute any rows of weights of one `hw.Attention` call."""
 
-    def __init__(
-        self, signature: CallSignature, mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
-    ) -> None:
+    def __init__(self, signature: CallSignature, inputs: CoreInputs) -> None:
         self.signature = signature
-        self.steps = steps
-        self.mask, self.inputs = backends.gather_pages(mask, inputs)
+        self.inputs = backends.gather_pages(inputs)
 
     @property
     def queries(self) -> Tensor | None:
@@ -262,13 +259,11 @@ class HeadwiseCall(ObservedCall):
         if backends.is_softmax_with_bias(self.signature):
             if self._causal_inputs is not None:
                 return self._causal_inputs.all_weights(queries, keys)
-            return self._make_inputs(
-                *_slice_call(self.mask, self._inputs_by_head, queries, keys)
-            ).all_weights()
+            return self._make_inputs(_slice_call(self._inputs_by_head, queries, keys)).all_weights()
         signature = replace(self.signature, probed_tensors=frozenset({"weights"}), training=False)
         probe = Probe("weights")
-        sliced = _slice_call(self.mask, self.inputs, queries)
-        backends.make_dispatch(signature).attend(*sliced, self.steps, probe)
+        sliced = _slice_call(self.inputs, queries)._replace(probe=probe)
+        backends.make_dispatch(signature).attend(sliced)
         return probe.tensors["weights"][..., keys]
 
     @cached_property
@@ -280,12 +275,12 @@ class HeadwiseCall(ObservedCall):
     @cached_property
     def _causal_inputs(self) -> AttentionInputs | None:
         """Return the whole call if its mask is causal and nothing else changes scores."""
-        if self.steps.scores or self.mask.shape != "triangle":
+        if self.inputs.steps.scores or self.inputs.mask.shape != "triangle":
             return None
-        return self._make_inputs(self.mask, self._inputs_by_head)
+        return self._make_inputs(self._inputs_by_head)
 
     def allowed_pairs(self, queries: slice = ALL) -> Tensor:
-        return _slice_call(self.mask, self.inputs, queries)[0].allowed
+        return _slice_call(self.inputs, queries).mask.allowed
 
     def head_values(self, head: int) -> tuple[int, Tensor]:
         spec = self.signature.spec
@@ -297,17 +292,17 @@ class HeadwiseCall(ObservedCall):
         """Return the inputs as tensors if the layer is plain softmax attention, else None."""
         if not backends.is_softmax_with_bias(self.signature):
             return None
-        inputs = self._make_inputs(self.mask, self.inputs)
+        inputs = self._make_inputs(self.inputs)
         return replace(inputs, key_positions=self.key_positions)
 
     @property
     def streamable_inputs(self) -> AttentionInputs | None:
-        if self.steps.scores or not backends.is_softmax_with_bias(self.signature):
+        if self.inputs.steps.scores or not backends.is_softmax_with_bias(self.signature):
             return None
-        return self._make_inputs(self.mask, self.inputs)
+        return self._make_inputs(self.inputs)
 
-    def _make_inputs(self, mask: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
-        softmax_args = backends.softmax_args(mask, inputs, self.steps)
+    def _make_inputs(self, inputs: CoreInputs) -> AttentionInputs:
+        softmax_args = backends.softmax_args(inputs)
         core = self.signature.core
         k = inputs.k
         v = inputs.v
@@ -337,7 +332,7 @@ class HeadwiseCall(ObservedCall):
 
         None unless all rows have the same positions and one segment.
         """
-        keys = self.mask.keys
+        keys = self.inputs.mask.keys
         position = keys.position[:1]
         segment = keys.segment[:1]
         if not bool((keys.position == position).all()):
@@ -349,16 +344,14 @@ class HeadwiseCall(ObservedCall):
         return torch.where(segment[0] < 0, -1, position[0])
 
 
-def _slice_call(
-    attention_mask: AttentionMask, inputs: CoreInputs, queries: slice, keys: slice = ALL
-) -> tuple[AttentionMask, CoreInputs]:
+def _slice_call(inputs: CoreInputs, queries: slice, keys: slice = ALL) -> CoreInputs:
     """Restrict a call to a range of queries.
 
     Also restricts it to a range of keys if scores are only changed by adding to them.
     """
-    keys_info = attention_mask.keys
-    mask = attention_mask.mask
-    sliced_queries = _slice_sequence(attention_mask.queries, queries)
+    keys_info = inputs.mask.keys
+    mask = inputs.mask.mask
+    sliced_queries = _slice_sequence(inputs.mask.queries, queries)
     if keys != ALL:
         keys_info = _slice_sequence(keys_info, keys)
     if mask is not None:
@@ -368,10 +361,13 @@ def _slice_call(
     context = context._replace(
         x_BTD=context.x_BTD[:, queries], q_BTHK=context.q_BTHK[:, queries], sequence=sliced_queries
     )
-    inputs = inputs._replace(
-        q=inputs.q[:, queries], k=inputs.k[:, keys], v=inputs.v[:, keys], query_context=context
+    return inputs._replace(
+        q=inputs.q[:, queries],
+        k=inputs.k[:, keys],
+        v=inputs.v[:, keys],
+        mask=AttentionMask(sliced_queries, keys_info, inputs.mask.pattern, mask),
+        query_context=context,
     )
-    return AttentionMask(sliced_queries, keys_info, attention_mask.pattern, mask), inputs
 
 
 def _slice_sequence(tokens: SequenceInfo, part: slice) -> SequenceInfo:
@@ -402,13 +398,9 @@ def _wrap_head_outputs(original: Function) -> Function:
 
 
 def _wrap_attend(original: Function) -> Function:
-    def attend(
-        self: Attention, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs
-    ) -> Tensor:
-        signature = call.plan.signature
-        make_call = partial(HeadwiseCall, signature, attention_mask, inputs, self.core_steps)
-        run_call_hooks(get_hooks(self), make_call)
-        return original(self, call, attention_mask, inputs)
+    def attend(self: Attention, call: PlannedCall, inputs: CoreInputs) -> Tensor:
+        run_call_hooks(get_hooks(self), partial(HeadwiseCall, call.plan.signature, inputs))
+        return original(self, call, inputs)
 
     return attend
 
