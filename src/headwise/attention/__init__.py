@@ -11,9 +11,9 @@ core. In reading order:
 - `composite_attention`: layers that combine several; `multihead_attention`: layers that are called
   as torch's and other
   well-known ones; `tensor_attention`: attention over tensors in hand.
-- `position_embeddings`: added to the input; `initialisation`: depth-aware initialisation, and
-  random features sampled
-  again; `head_axis_ops`: removes, shares and splits heads along named axes.
+- `position_embeddings`: the sinusoids that are added to the input; `initialisation`: depth-aware
+  initialisation, and random features sampled again; `head_axis_ops`: removes, shares and splits
+  heads along named axes.
 - `reference`: the slow float64 definition that every backend is tested against.
 - `op_trace`: records every tensor operation, and numbers the steps of attention among them.
 
@@ -32,21 +32,20 @@ if TYPE_CHECKING:
     from .interfaces.core_types import AuxLosses
     from .masking.sequence_info import AttentionMask
     from .multihead_attention import MultiHeadAttention, MultiheadAttention
-    from .position_embeddings import LearnedPositions, SinusoidalPositions
+    from .position_embeddings import sinusoidal_table
 
 _MODULE_OF_NAME = {
     "AttentionMask": "masking.sequence_info",
     "AuxLosses": "interfaces.core_types",
-    "LearnedPositions": "position_embeddings",
     "LongformerAttention": "composite_attention",
     "MergedAttention": "composite_attention",
     "MultiHeadAttention": "multihead_attention",
     "MultiheadAttention": "multihead_attention",
-    "SinusoidalPositions": "position_embeddings",
     "depth_scaled_init": "initialisation",
     "head_axis_ops": "head_axis_ops:",
     "redraw_features": "initialisation",
     "reference": "reference:",
+    "sinusoidal_table": "position_embeddings",
 }
 __all__ = sorted(_MODULE_OF_NAME)
 __getattr__ = import_lazily(__name__, _MODULE_OF_NAME)
