@@ -74,8 +74,8 @@ def keeps() -> Part:
 def vectorised_form_differs() -> Part:
     @part
     class Doubled(hw.parts.TalkingHeads):
-        def mix(self, a_BHTS, from_query, from_key, p):
-            return super().mix(a_BHTS, from_query, from_key, {"mixing": 2 * p["mixing"]})
+        def mix(self, a_BHTS, factors, p):
+            return super().mix(a_BHTS, factors, {"mixing": 2 * p["mixing"]})
 
     return Doubled()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .attention import Attention
 from .interfaces import Gate, Mix, Modifier, OutputStep, QKTransform, ScoreStep, ValueStep
 from .interfaces.core_types import PartParams, Phase, QueryContext
+from .interfaces.part_types import MixFactors
 from .masking.patterns import head_pattern
 from .masking.sequence_info import SequenceInfo
 from .spec.attention_spec import AttentionSpec
@@ -220,9 +221,11 @@ class _SingleQueryAttention:
 
     def _mixed(self, name: str, mix: Mix, a_H: Tensor, b: int, t: int, s: int) -> Tensor:
         query_factors, key_factors = self.mixes[name]
-        of_query = {key: factor[b, t] for key, factor in query_factors.items()}
-        of_key = {key: factor[b, s] for key, factor in key_factors.items()}
-        return mix.mix_pair(a_H, of_query, of_key, self.p[name])
+        of_pair = MixFactors(
+            {key: factor[b, t] for key, factor in query_factors.items()},
+            {key: factor[b, s] for key, factor in key_factors.items()},
+        )
+        return mix.mix_pair(a_H, of_pair, self.p[name])
 
     def _value(self, s: int, pair: QueryKeyPair, v: Tensor) -> Tensor:
         v_RV = v[s, self.value_heads]

@@ -27,6 +27,7 @@ from ..interfaces import (
     WeightStep,
 )
 from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, Probe, QueryContext
+from ..interfaces.part_types import MixFactors
 from ..masking.patterns import Pattern, PerHead
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.softmax import SinkSoftmax
@@ -450,9 +451,9 @@ def _apply_mix(
     inputs: CoreInputs,
     is_fused: bool = False,
 ) -> Tensor:
-    key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
-    mix = part.fused_mix if is_fused else part.mix
-    mixed = mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    query_factors = part.query_factors(inputs.query_context.x_BTD, p)
+    factors = MixFactors(query_factors, {key: inputs.kv_entry[name] for key, name in names.items()})
+    mixed = (part.fused_mix if is_fused else part.mix)(a, factors, p)
     bias = part.pair_bias(p)
     if bias is None:
         return mixed

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..interfaces.core_types import CoreShape
 from ..masking.patterns import Causal, Full, Pattern
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from .core_interface import (
@@ -42,13 +41,10 @@ def split_by_pattern(
 def _call_of_group(call: CallSignature, group: HeadGroup) -> CallSignature:
     heads = HeadGroupIndices.from_call(call, group)
     core = call.core
-    own_core = CoreShape(
-        tuple(heads.keys.index(core.key_head_of_query[n]) for n in heads.queries),
-        tuple(heads.values.index(core.value_head_of_row[n]) for n in heads.rows),
-        core.dim,
-        core.vdim,
-        core.scale,
-        core.score_dim,
+    own_core = replace(
+        core,
+        key_head_of_query=tuple(heads.keys.index(core.key_head_of_query[n]) for n in heads.queries),
+        value_head_of_row=tuple(heads.values.index(core.value_head_of_row[n]) for n in heads.rows),
     )
     # Heads are taken from keys and values that the cache gathered and dequantised.
     return replace(call, core=own_core, head_group=group, has_paged_cache=False, cache_format=None)

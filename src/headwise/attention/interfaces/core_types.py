@@ -83,14 +83,9 @@ class CoreShape:
         """FLOPs of the two matrix products over `pairs` (query, key) pairs: scores, then weights
         times values.
         """
-        return (
-            2
-            * pairs
-            * (
-                len(self.key_head_of_query) * self.score_dim
-                + len(self.value_head_of_row) * self.vdim
-            )
-        )
+        scores = len(self.key_head_of_query) * self.score_dim
+        values = len(self.value_head_of_row) * self.vdim
+        return 2 * pairs * (scores + values)
 
 
 @dataclass(frozen=True)

@@ -264,6 +264,10 @@ class Part(CheckedDataclass, ABC):
     field_minima: ClassVar[Mapping[str, float]] = {}
     positive_fields: ClassVar[tuple[str, ...]] = ()
     needed_head_dims: ClassVar[str] = ""
+    # What a project needs a similarity for that is a dot product, and text fields of distinct
+    # letters with the letters that they may have.
+    needed_dot_product: ClassVar[str] = ""
+    letter_fields: ClassVar[Mapping[str, str]] = {}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         """The parameters of this part, by name."""
@@ -314,6 +318,16 @@ class Part(CheckedDataclass, ABC):
                 f"{name} needs {self.needed_head_dims}, unlike {type(spec.project).__name__}; use "
                 "project LinearProjection()"
             )
+        if self.needed_dot_product and not spec.similarity.linear:
+            yield (
+                f"{name} needs a dot product for {self.needed_dot_product}, unlike "
+                f"{type(spec.similarity).__name__}; use similarity DotProduct()"
+            )
+        for field, letters in self.letter_fields.items():
+            value = getattr(self, field)
+            if set(value) - set(letters) or len(set(value)) != len(value):
+                listed = f"{', '.join(letters[:-1])} and {letters[-1]}"
+                yield (f"{name}({field}={value!r}) is unknown; name each of {listed} at most once")
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         """Reasons why this part cannot be used in this spec; empty if it can."""

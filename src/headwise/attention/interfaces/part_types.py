@@ -5,7 +5,7 @@ modifiers, one per phase.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -14,6 +14,7 @@ from .core_types import (
     AuxLosses,
     CallSize,
     CoreShape,
+    Heads,
     PartParams,
     Phase,
     QueryContext,
@@ -46,6 +47,16 @@ class Project(Part):
     caches_keys_and_values: ClassVar[bool] = False
     # True if project_heads changes the weighted sums.
     projects_heads: ClassVar[bool] = False
+
+    def grouping_conflicts(self, heads: Heads) -> Iterator[str]:
+        """Reasons why the project cannot have these heads; empty if it supports grouping."""
+        is_plain = heads.kv_head_of_query == tuple(range(heads.q)) and not heads.value_heads
+        if not (self.supports_grouping or is_plain):
+            actual = f"kv={heads.kv}; use kv={heads.q}"
+            if heads.value_heads or heads.kv == heads.q:
+                actual = "custom kv_head_of_query= or value_heads=; use project LinearProjection()"
+            name = type(self).__name__
+            yield f"{name} needs one key-value head per query head, not {actual}"
 
     @abstractmethod
     def core(self, spec: AttentionSpec) -> CoreShape: ...
@@ -324,6 +335,13 @@ class ScoreStep(Modifier):
     ) -> Tensor: ...
 
 
+class MixFactors(NamedTuple):
+    """Factors of queries and of keys by name, of all tokens or of one pair; see `Mix`."""
+
+    query: Mapping[str, Tensor]
+    key: Mapping[str, Tensor]
+
+
 class Mix(Modifier):
     """Mixes heads at every (query, key) pair, on the scores or on the weights.
 
@@ -357,31 +375,13 @@ class Mix(Modifier):
         return None
 
     @abstractmethod
-    def mix_pair(
-        self,
-        a_H: Tensor,
-        from_query: Mapping[str, Tensor],
-        from_key: Mapping[str, Tensor],
-        p: PartParams,
-    ) -> Tensor: ...
+    def mix_pair(self, a_H: Tensor, factors: MixFactors, p: PartParams) -> Tensor: ...
     @abstractmethod
-    def mix(
-        self,
-        a_BHTS: Tensor,
-        from_query: Mapping[str, Tensor],
-        from_key: Mapping[str, Tensor],
-        p: PartParams,
-    ) -> Tensor: ...
+    def mix(self, a_BHTS: Tensor, factors: MixFactors, p: PartParams) -> Tensor: ...
 
-    def fused_mix(
-        self,
-        a_BHTS: Tensor,
-        from_query: Mapping[str, Tensor],
-        from_key: Mapping[str, Tensor],
-        p: PartParams,
-    ) -> Tensor:
+    def fused_mix(self, a_BHTS: Tensor, factors: MixFactors, p: PartParams) -> Tensor:
         """Like `mix`, in one pass over all pairs where a fused kernel exists."""
-        return self.mix(a_BHTS, from_query, from_key, p)
+        return self.mix(a_BHTS, factors, p)
 
 
 class WeightStep(Modifier):

@@ -273,14 +273,9 @@ class Collaborative(Project):
     start: str = "normal"
     field_choices: ClassVar = {"bias": ("", "v"), "start": tuple(_INITIALISERS)}
     field_minima: ClassVar = {"width": 1}
+    needed_dot_product: ClassVar = "its content bias"
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not spec.similarity.linear:
-            name = type(spec.similarity).__name__
-            yield (
-                f"Collaborative needs a dot product for its content bias, unlike {name}; use "
-                "similarity DotProduct()"
-            )
         if any(step.transformed_sides(spec) & set("qk") for _, step in spec.parts_of(QKTransform)):
             yield (
                 "Collaborative has one query-key space for all heads, so it supports no QK "
@@ -313,8 +308,9 @@ class Collaborative(Project):
 
     def core(self, spec: AttentionSpec) -> CoreShape:
         heads = spec.heads
-        values = tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row)
-        return CoreShape((0,) * heads.q, values, self.width + heads.q, heads.vdim, heads.dim**-0.5)
+        width = self.width + heads.q
+        keys = (0,) * heads.q
+        return CoreShape(keys, spec.value_head_of_row, width, heads.vdim, heads.dim**-0.5)
 
     def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
         mixed = F.linear(x_BTD, p["q"])[..., None, :] * p["mixing"]

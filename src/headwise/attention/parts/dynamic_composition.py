@@ -25,6 +25,7 @@ from ..interfaces.core_types import (
     SpecFactory,
 )
 from ..interfaces.part import part
+from ..interfaces.part_types import MixFactors
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant, normal_with_std, weight, zeros_init
 
@@ -200,20 +201,14 @@ class DynamicComposition(Mix):
             "gate": torch.tanh(F.linear(x, p[f"{side}_gate"])),
         }
 
-    def mix_pair(
-        self,
-        a_H: Tensor,
-        from_query: Mapping[str, Tensor],
-        from_key: Mapping[str, Tensor],
-        p: PartParams,
-    ) -> Tensor:
+    def mix_pair(self, a_H: Tensor, factors: MixFactors, p: PartParams) -> Tensor:
         heads = torch.arange(len(a_H), device=a_H.device)
         outputs = heads if self.on == "scores" else torch.searchsorted(p["name"], p["own"])
         targets = outputs if self._target == "out" else heads
         size = self._group_size(len(a_H))
         same_group = heads[:, None] // size == targets // size
         mixing = (heads[:, None] == targets).to(a_H.dtype)
-        for f in filter(None, (from_query, from_key)):
+        for f in filter(None, factors):
             mixing = (
                 mixing
                 + f["source"].T @ f["target"] * same_group
@@ -225,28 +220,28 @@ class DynamicComposition(Mix):
             )
         return a_H @ mixing if self._target == "out" else (a_H @ mixing)[outputs]
 
-    def mix(
-        self,
-        a_BHTS: Tensor,
-        from_query: Mapping[str, Tensor],
-        from_key: Mapping[str, Tensor],
-        p: PartParams,
-    ) -> Tensor:
+    def mix(self, a_BHTS: Tensor, factors: MixFactors, p: PartParams) -> Tensor:
         own = a_BHTS if self._target == "q" else self._select_outputs(a_BHTS, p)
         mixed = own
         # Query factors are shared by all pairs of one query (a row), key factors by all pairs of
         # one key (a column).
-        if from_query:
-            by_query = self._mix_by_factors(a_BHTS.permute(0, 2, 1, 3), from_query).permute(
+        if factors.query:
+            by_query = self._mix_by_factors(a_BHTS.permute(0, 2, 1, 3), factors.query).permute(
                 0, 2, 1, 3
             )
             mixed = (
-                mixed + by_query + own * from_query["gate"].transpose(1, 2)[..., None].to(own.dtype)
+                mixed
+                + by_query
+                + own * factors.query["gate"].transpose(1, 2)[..., None].to(own.dtype)
             )
-        if from_key:
-            by_key = self._mix_by_factors(a_BHTS.permute(0, 3, 1, 2), from_key).permute(0, 2, 3, 1)
+        if factors.key:
+            by_key = self._mix_by_factors(a_BHTS.permute(0, 3, 1, 2), factors.key).permute(
+                0, 2, 3, 1
+            )
             mixed = (
-                mixed + by_key + own * from_key["gate"].transpose(1, 2)[..., None, :].to(own.dtype)
+                mixed
+                + by_key
+                + own * factors.key["gate"].transpose(1, 2)[..., None, :].to(own.dtype)
             )
         if "static" in p:
             mixed = mixed + self._static_mix(a_BHTS, p)
@@ -256,25 +251,19 @@ class DynamicComposition(Mix):
             else mixed
         )
 
-    def fused_mix(
-        self,
-        a_BHTS: Tensor,
-        from_query: Mapping[str, Tensor],
-        from_key: Mapping[str, Tensor],
-        p: PartParams,
-    ) -> Tensor:
+    def fused_mix(self, a_BHTS: Tensor, factors: MixFactors, p: PartParams) -> Tensor:
         if not composing.HEAD_MIXING_KERNELS.can_run(a_BHTS):
-            return self.mix(a_BHTS, from_query, from_key, p)
+            return self.mix(a_BHTS, factors, p)
         heads = a_BHTS.shape[1]
         on_weights = self.on == "weights"
         all_heads = torch.arange(heads, device=a_BHTS.device)
         outputs = torch.searchsorted(p["name"], p["own"]) if on_weights else all_heads
         targets = outputs if self._target == "out" else all_heads
-        factors = [
-            *_query_factors(a_BHTS, targets, from_query),
-            *_key_factors(a_BHTS, targets, from_key),
+        operands = [
+            *_query_factors(a_BHTS, targets, factors.query),
+            *_key_factors(a_BHTS, targets, factors.key),
         ]
-        mixed = composing.mix_heads_by_factors(a_BHTS, targets, self._group_size(heads), factors)
+        mixed = composing.mix_heads_by_factors(a_BHTS, targets, self._group_size(heads), operands)
         if "static" in p:
             mixed = mixed + self._static_mix(a_BHTS, p)
         return mixed.index_select(1, outputs) if on_weights and self._target == "q" else mixed

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -20,8 +20,32 @@ from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant, constant_value, weight, xavier_uniform
 
 
+@dataclass(frozen=True, repr=False)
+class SigmoidGate(Gate):
+    """Base class of sigmoid gates computed from the query token, with a bias if it has a start."""
+
+    axes: ClassVar[str] = "out"
+    start: float | None = None
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        params = {"gate": weight(f"{self.axes} model", xavier_uniform, "query")}
+        if self.start is not None:
+            params["bias"] = weight(self.axes, constant_value(self.start))
+        return params
+
+    def sigmoid_of_query(self, context: QueryContext, p: PartParams) -> Tensor:
+        """The gates of each token, flat."""
+        bias = None if self.start is None else p["bias"]
+        return torch.sigmoid(F.linear(context.x_BTD, p["gate"], bias))
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(),), kv=2, vdim=5)
+        yield base(modifiers=(cls(start=4.0),))
+
+
 @part
-class HeadGate(Gate):
+class HeadGate(SigmoidGate):
     """o_h * sigmoid(x.g_h + b_h), before the merge: the headwise form of gated attention
     (2505.06708).
 
@@ -36,28 +60,13 @@ class HeadGate(Gate):
 
     paper = "2505.06708"
     unrestricted_sides: ClassVar[str] = "kv"
-    start: float | None = None
-
-    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        gate = {"gate": weight("out model", xavier_uniform, "query")}
-        return (
-            gate
-            if self.start is None
-            else gate | {"bias": weight("out", constant_value(self.start))}
-        )
 
     def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
-        bias = None if self.start is None else p["bias"]
-        return torch.sigmoid(F.linear(context.x_BTD, p["gate"], bias))[..., None]
-
-    @classmethod
-    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        yield base(modifiers=(cls(),), kv=2, vdim=5)
-        yield base(modifiers=(cls(start=4.0),))
+        return self.sigmoid_of_query(context, p)[..., None]
 
 
 @part
-class OutputGate(Gate):
+class OutputGate(SigmoidGate):
     """o_h * sigmoid(x G_h + b_h), elementwise before the merge: the best form of gated attention
     (2505.06708).
 
@@ -71,25 +80,10 @@ class OutputGate(Gate):
 
     paper = "2505.06708"
     unrestricted_sides: ClassVar[str] = "k"
-    start: float | None = None
-
-    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        gate = {"gate": weight("(out vdim) model", xavier_uniform, "query")}
-        return (
-            gate
-            if self.start is None
-            else gate | {"bias": weight("(out vdim)", constant_value(self.start))}
-        )
+    axes: ClassVar[str] = "(out vdim)"
 
     def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
-        bias = None if self.start is None else p["bias"]
-        flat = torch.sigmoid(F.linear(context.x_BTD, p["gate"], bias))
-        return flat.unflatten(-1, (-1, p.sizes["vdim"]))
-
-    @classmethod
-    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        yield base(modifiers=(cls(),), kv=2, vdim=5)
-        yield base(modifiers=(cls(start=4.0),))
+        return self.sigmoid_of_query(context, p).unflatten(-1, (-1, p.sizes["vdim"]))
 
 
 CLAMP_EPS = (

@@ -4,7 +4,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -67,26 +67,7 @@ class MLAProjection(Project):
     }
     field_minima: ClassVar = {"rank": 1, "query_rank": 1, "rope": 0}
     positive_fields: ClassVar = ("eps",)
-
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if not spec.similarity.linear:
-            name = type(spec.similarity).__name__
-            yield (
-                f"MLAProjection needs a dot product for its absorbed form, unlike {name}; use "
-                "DotProduct()"
-            )
-        if (
-            spec.heads.kv != spec.heads.q
-            or spec.heads.value_heads
-            or spec.heads.kv_head_of_query != tuple(range(spec.heads.q))
-        ):
-            custom = spec.heads.value_heads or spec.heads.kv == spec.heads.q
-            actual = (
-                "custom kv_head_of_query= or value_heads=; use project LinearProjection()"
-                if custom
-                else f"kv={spec.heads.kv}; use kv={spec.heads.q}"
-            )
-            yield f"MLAProjection needs one key-value head per query head, not {actual}"
+    needed_dot_product: ClassVar = "its absorbed form"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"rank": self.rank, "rope": self.rope, "query_rank": self.query_rank or 0}

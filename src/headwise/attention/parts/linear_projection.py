@@ -6,7 +6,7 @@ Without queries and keys, weights do not depend on the tokens' contents.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -29,8 +29,36 @@ from .initialisers import weight, xavier_uniform, zeros_init
 from .synthesizer import AverageNormaliser
 
 
+@dataclass(frozen=True, repr=False)
+class HeadProjection(Project):
+    """Base class of projects with weights and biases per head, named by their side."""
+
+    bias: str = ""
+
+    def constant_biases(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        heads = spec.heads
+        shapes = {"k": (heads.kv, heads.dim), "v": (heads.num_value_heads, heads.vdim)}
+        biases = {
+            side: weights[f"project.{side}_bias"].view(shape)
+            for side, shape in shapes.items()
+            if side in self.bias
+        }
+        return biases | {"v": biases["v"][[*spec.value_head_of_row]]} if "v" in biases else biases
+
+    def without_biases(self, biases: frozenset[str]) -> Self:
+        return replace(self, bias="".join(side for side in self.bias if side not in biases))
+
+    def absorb_matrix(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        names = [key for key in (side, f"{side}_bias") if key in self.params(spec)]
+        return absorb_matrix_per_head(weights, names, matrix)
+
+
 @part
-class LinearProjection(Project):
+class LinearProjection(HeadProjection):
     """q = x W_Q + b_Q, k = z W_K + b_K, v = z W_V + b_V; keys and values are cached.
 
     `bias` names the projections that have one: "qkv", "q", "". With 8 query heads of 64 channels on
@@ -44,14 +72,7 @@ class LinearProjection(Project):
     paper = "1706.03762"
     uses_head_dims: ClassVar[bool] = True
     caches_keys_and_values: ClassVar[bool] = True
-    bias: str = ""
-
-    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        if set(self.bias) - set("qkv") or len(set(self.bias)) != len(self.bias):
-            yield (
-                f"LinearProjection(bias={self.bias!r}) is unknown; name each of q, k and v at most "
-                "once"
-            )
+    letter_fields: ClassVar = {"bias": "qkv"}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axis = spec.heads.value_axis
@@ -69,33 +90,10 @@ class LinearProjection(Project):
             "v": AxisLayout.parse(f"{spec.heads.value_axis} vdim"),
         }
 
-    def constant_biases(
-        self, spec: AttentionSpec, weights: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        heads = spec.heads
-        shapes = {"k": (heads.kv, heads.dim), "v": (heads.num_value_heads, heads.vdim)}
-        biases = {
-            side: weights[f"project.{side}_bias"].view(shape)
-            for side, shape in shapes.items()
-            if side in self.bias
-        }
-        value_heads = [heads.value_head_of_row[row] for row in spec.score_head_of_row]
-        return biases | {"v": biases["v"][value_heads]} if "v" in biases else biases
-
-    def without_biases(self, biases: frozenset[str]) -> Self:
-        return replace(self, bias="".join(side for side in self.bias if side not in biases))
-
-    def absorb_matrix(
-        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
-    ) -> Mapping[str, Tensor]:
-        return absorb_matrix_per_head(
-            weights, [key for key in (side, f"{side}_bias") if key in self.params(spec)], matrix
-        )
-
     def core(self, spec: AttentionSpec) -> CoreShape:
         heads = spec.heads
-        values = tuple(map(heads.value_head_of_row.__getitem__, spec.score_head_of_row))
-        return CoreShape(heads.kv_head_of_query, values, heads.dim, heads.vdim, heads.dim**-0.5)
+        keys = heads.kv_head_of_query
+        return CoreShape(keys, spec.value_head_of_row, heads.dim, heads.vdim, heads.dim**-0.5)
 
     def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
         return transform(self._project(x_BTD, "q", ("q", "dim"), p), "q")
@@ -169,7 +167,7 @@ def absorb_matrix_per_head(
 
 
 @part
-class ValueProjection(Project):
+class ValueProjection(HeadProjection):
     """v = z W_V + b_V, without q and k: every score starts at 0.
 
     With AverageNormaliser it is the averaging branch of merged attention (1908.11365), with
@@ -182,7 +180,6 @@ class ValueProjection(Project):
     """
 
     paper = "1908.11365"
-    bias: str = ""
     field_choices: ClassVar = {"bias": ("", "v")}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
@@ -209,33 +206,9 @@ class ValueProjection(Project):
     def transformed_dims(self, spec: AttentionSpec) -> int:
         return 0
 
-    def constant_biases(
-        self, spec: AttentionSpec, weights: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        heads = spec.heads
-        if not self.bias:
-            return {}
-        value_heads = [heads.value_head_of_row[row] for row in spec.score_head_of_row]
-        return {"v": weights["project.v_bias"].view(heads.num_value_heads, heads.vdim)[value_heads]}
-
-    def without_biases(self, biases: frozenset[str]) -> Self:
-        return replace(self, bias="" if "v" in biases else self.bias)
-
-    def absorb_matrix(
-        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
-    ) -> Mapping[str, Tensor]:
-        names = [key for key in ("v", "v_bias") if key in self.params(spec)]
-        return absorb_matrix_per_head(weights, names, matrix) if side == "v" else {}
-
     def core(self, spec: AttentionSpec) -> CoreShape:
         heads = spec.heads
-        return CoreShape(
-            heads.kv_head_of_query,
-            tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row),
-            0,
-            heads.vdim,
-            1.0,
-        )
+        return CoreShape(heads.kv_head_of_query, spec.value_head_of_row, 0, heads.vdim, 1.0)
 
     def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
         return x_BTD.new_zeros(*x_BTD.shape[:2], p.sizes["q"], 0)

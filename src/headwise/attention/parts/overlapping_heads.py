@@ -81,27 +81,16 @@ class Overlapping(Project):
     schedule: str = "fixed"
     field_choices: ClassVar = {"schedule": ("fixed", *OVERLAP_SCHEDULES)}
     field_minima: ClassVar = {"overlap": 0}
+    letter_fields: ClassVar = {"bias": "qkv"}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
-        if set(self.bias) - set("qkv"):
-            yield (
-                f"Overlapping(bias={self.bias!r}) is unknown; name each of q, k and v at most once"
-            )
         if self.channels and self.channels < heads.q * heads.dim:
             needed = heads.q * heads.dim
             yield (
                 f"Overlapping(channels={self.channels}) is less than the {needed} channels of "
                 "all heads; leave it out"
             )
-        if heads.kv_head_of_query != tuple(range(heads.q)) or heads.value_heads:
-            custom = heads.value_heads or heads.kv == heads.q
-            actual = (
-                "custom kv_head_of_query= or value_heads=; use project LinearProjection()"
-                if custom
-                else f"kv={heads.kv}; use kv={heads.q}"
-            )
-            yield f"Overlapping needs one key-value head per query head, not {actual}"
         if heads.vdim != heads.dim + 2 * self.overlap and self.overlap >= 0:
             yield (
                 "overlapping heads have dim + 2 overlap channels; use "

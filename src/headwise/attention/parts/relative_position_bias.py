@@ -189,14 +189,8 @@ class Shaw(ScoreStep):
         return {"table": weight("place dim", xavier_uniform)}
 
     def flops(self, spec: AttentionSpec, work) -> int:
-        return (
-            2
-            * work.batch
-            * work.queries
-            * spec.num_core_heads
-            * (2 * self.reach + 1)
-            * spec.heads.dim
-        )
+        vectors = work.batch * work.queries * spec.num_core_heads
+        return 2 * vectors * (2 * self.reach + 1) * spec.heads.dim
 
     def query_factors(self, context: QueryContext, p: PartParams) -> Tensor | None:
         return torch.matmul(context.q_BTHK * context.scale, p["table"].T)
@@ -238,14 +232,8 @@ class ShawValues(ValueStep):
         return {"table": weight("place_of_value vdim", xavier_uniform)}
 
     def flops(self, spec: AttentionSpec, work) -> int:
-        return (
-            2
-            * work.batch
-            * work.queries
-            * len(spec.score_head_of_row)
-            * (2 * self.reach + 1)
-            * spec.heads.vdim
-        )
+        vectors = work.batch * work.queries * len(spec.score_head_of_row)
+        return 2 * vectors * (2 * self.reach + 1) * spec.heads.vdim
 
     def pair_value(self, i: int, j: int, p: PartParams) -> Tensor:
         return p["table"][min(max(j - i, -self.reach), self.reach) + self.reach]

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..interfaces import Mix, QKTransform, ScoreStep
 from ..interfaces.core_types import AxisLayout, CallSize, Param, PartParams, Phase, SpecFactory
 from ..interfaces.part import part
+from ..interfaces.part_types import MixFactors
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .initialisers import identity_init, weight, zeros_init
@@ -112,23 +113,11 @@ class TalkingHeads(Mix):
     def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q))
 
-    def mix_pair(
-        self,
-        a_H: Tensor,
-        from_query: Mapping[str, Tensor],
-        from_key: Mapping[str, Tensor],
-        p: PartParams,
-    ) -> Tensor:
+    def mix_pair(self, a_H: Tensor, factors: MixFactors, p: PartParams) -> Tensor:
         mixed = a_H @ p["mixing"].to(a_H.dtype)
         return mixed + p["bias"].to(a_H.dtype) if self.bias else mixed
 
-    def mix(
-        self,
-        a_BHTS: Tensor,
-        from_query: Mapping[str, Tensor],
-        from_key: Mapping[str, Tensor],
-        p: PartParams,
-    ) -> Tensor:
+    def mix(self, a_BHTS: Tensor, factors: MixFactors, p: PartParams) -> Tensor:
         return (p["mixing"].to(a_BHTS.dtype).T @ a_BHTS.flatten(2)).unflatten(2, a_BHTS.shape[2:])
 
     def pair_bias(self, p: PartParams) -> Tensor | None:

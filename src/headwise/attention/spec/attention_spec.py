@@ -139,6 +139,7 @@ class AttentionSpec:
                     f"pattern_of_head lists {listed} heads, but {masked} heads are masked; give "
                     "one pattern for each"
                 )
+        yield from self.project.grouping_conflicts(self.heads)
         for _, part in self.parts():
             yield from part.field_conflicts(self)
             yield from part.conflicts(self)
@@ -223,6 +224,11 @@ class AttentionSpec:
         if self._score_head_of_output is not None:
             return self._score_head_of_output
         return self.heads.score_head_of_output or self.default_score_heads(self.heads.rows)
+
+    @property
+    def value_head_of_row(self) -> tuple[int, ...]:
+        """The value head of each row of weights in `score_head_of_row`."""
+        return tuple(self.heads.value_head_of_row[row] for row in self.score_head_of_row)
 
     @property
     def kv_head_of_output(self) -> tuple[int, ...]:
@@ -399,16 +405,10 @@ class AttentionSpec:
         """The shapes and the scale of the attention core for one form of the project."""
         core = form.core(self)
         keys = core.key_head_of_query
-        return CoreShape(
-            keys
-            if len(self.core_score_heads) == len(keys)
-            else tuple(keys[head] for head in self.core_score_heads),
-            core.value_head_of_row,
-            core.dim,
-            core.vdim,
-            core.scale,
-            self.similarity.feature_dim(core),
-        )
+        if len(self.core_score_heads) != len(keys):
+            keys = tuple(keys[head] for head in self.core_score_heads)
+        score_dim = self.similarity.feature_dim(core)
+        return replace(core, key_head_of_query=keys, score_dim=score_dim)
 
     def with_heads(self, **changes: Any) -> AttentionSpec:
         """A copy with other heads, such as ``spec.with_heads(kv=2)``.
