@@ -82,7 +82,7 @@ def refuse_mask(layer: AttentionBase, call: PlannedCall, new_tokens: SequenceInf
     assert isinstance(call.plan.dispatch, CoreDispatch)
     keys = call.cache.preview(new_tokens)
     attention_mask = AttentionMask(call.sequence, keys, layer.parts.core_pattern, call.mask)
-    call.plan.dispatch.check_mask(attention_mask, call.cache.batch)
+    call.plan.dispatch.select(attention_mask, call.cache.batch, call.sequence.count)
 
 
 def sum_over_ranks(layer: AttentionBase, y_BTD: Tensor, o_BTOV: Tensor) -> Tensor:

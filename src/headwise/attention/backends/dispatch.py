@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -90,14 +89,6 @@ MAX_DENSE_LENGTH = (
 )
 
 
-class _ChosenBackend(NamedTuple):
-    """The backend of one size, and the crossover points that decided it."""
-
-    name: str
-    points: Crossovers
-    may_conflict: bool  # with the mask of a later call of this size
-
-
 @dataclass(frozen=True)
 class CoreDispatch:
     """The names of the backends that support one kind of call, the preferred first.
@@ -108,8 +99,9 @@ class CoreDispatch:
     signature: CallSignature
     backend_names: tuple[str, ...]
     is_named_by_caller: bool = False
-    # what the size alone decided, by batch, queries, keys and shape of the mask
-    _by_size: dict[tuple[int, int, int, str], _ChosenBackend] = field(
+    # the backends that are not slower, by batch, queries, keys and shape of the mask, with the
+    # crossover points that decided it
+    _by_size: dict[tuple[int, int, int, str], tuple[Crossovers, tuple[str, ...]]] = field(
         default_factory=dict,
         repr=False,
         compare=False,
@@ -117,7 +109,8 @@ class CoreDispatch:
 
     def attend(self, inputs: CoreInputs) -> Tensor:
         """Per-head outputs o_BTRV, computed by the backend that `select` names."""
-        outputs: Tensor = BACKENDS[self.select(inputs)].attend(self.signature, inputs)
+        name = self.select(inputs.mask, *inputs.q.shape[:2])
+        outputs: Tensor = BACKENDS[name].attend(self.signature, inputs)
         return outputs
 
     @property
@@ -127,102 +120,79 @@ class CoreDispatch:
             BACKENDS[name].mask_conflicts is not no_mask_conflicts for name in self.backend_names
         )
 
-    def check_mask(self, attention_mask: AttentionMask, batch: int) -> None:
-        """Raise NoBackend if no backend can run this mask."""
-        self._select(attention_mask, batch, attention_mask.queries.count)
-
-    def select(self, inputs: CoreInputs) -> str:
-        """The name of the backend that runs these tensors."""
-        attention_mask = inputs.mask
-        batch, queries = inputs.q.shape[:2]
-        if self.signature.is_compiling:
-            return self._select(attention_mask, batch, queries)
-        keys = attention_mask.keys.count
-        is_step = self.signature.single_query
-        key = (
-            batch,
-            queries,
-            # A decode step has another length each time: 32 lengths share what both ends choose.
-            keys // LENGTHS_TOGETHER if is_step else keys,
-            "" if is_step else attention_mask.shape,  # decode steps are keyed without it
-        )
-        points = current_points()
-        chosen = self._by_size.get(key)
-        if chosen is not None and chosen.points is points:
-            check = BACKENDS[chosen.name].mask_conflicts
-            if not (chosen.may_conflict and check(self.signature, attention_mask)):
-                return chosen.name
-        name = self._select(attention_mask, batch, queries)
-        if batch and queries and keys and self._decides_by_size(key, name):
-            if len(self._by_size) >= MAX_KEPT_SIZES:
-                self._by_size.clear()
-            may_conflict = BACKENDS[name].mask_conflicts is not no_mask_conflicts
-            self._by_size[key] = _ChosenBackend(name, points, may_conflict)
-        return name
-
-    def _decides_by_size(self, key: tuple[int, int, int, str], name: str) -> bool:
-        """True if this backend is the first that is not slower at these sizes, so that the mask had
-        no part in the choice.
-        """
-        if self.is_named_by_caller:
-            return True
-        batch, queries, keys, shape = key
-        ends = [keys]
-        if self.signature.single_query:
-            ends = [max(1, keys * LENGTHS_TOGETHER), (keys + 1) * LENGTHS_TOGETHER - 1]
-        for end in ends:
-            size = CallSize(batch, queries, 0, end)
-            # the first backend that is not slower, so that no conflict excluded another
-            names = (
-                other
-                for other in self.backend_names
-                if not BACKENDS[other].slower_reasons(self.signature, size, shape)
-            )
-            if next(names, None) != name:
-                return False
-        return True
-
-    def _select(self, attention_mask: AttentionMask, batch: int, queries: int) -> str:
-        is_empty = not (batch and queries and attention_mask.keys.count)
-        if is_empty and not dense.unsupported_reasons(self.signature):
+    def select(self, mask: AttentionMask, batch: int, queries: int) -> str:
+        """The name of the backend that runs a call with this mask; raise NoBackend if none can."""
+        keys = mask.keys.count
+        if not (batch and queries and keys) and not dense.unsupported_reasons(self.signature):
             return "dense"  # nothing is computed, and the kernels need not know such calls
-        size, shape = self._size_and_mask_shape(attention_mask, batch, queries)
+        is_step = self.signature.single_query
+        if self.is_named_by_caller:
+            names = self.backend_names
+        elif self.signature.is_compiling:
+            names = self._names_at(LONGEST, "any")
+        else:
+            # Decode steps are keyed without the mask, and a step has another length each time:
+            # 32 lengths share what both ends choose.
+            shape = "" if is_step else mask.shape
+            key = (batch, queries, keys // LENGTHS_TOGETHER if is_step else keys, shape)
+            points = current_points()
+            kept = self._by_size.get(key)
+            if kept is not None and kept[0] is points:
+                names = kept[1]
+            else:
+                names = self._names_at(CallSize(batch, queries, 0, keys), shape)
+                if self._holds_for(key, names):
+                    if len(self._by_size) >= MAX_KEPT_SIZES:
+                        self._by_size.clear()
+                    self._by_size[key] = points, names
         conflicts: dict[str, list[str]] = {}
-        for name in self.backend_names:
-            backend = BACKENDS[name]
-            if not self.is_named_by_caller and backend.slower_reasons(self.signature, size, shape):
-                continue
-            reasons = backend.mask_conflicts(self.signature, attention_mask)
-            if not reasons:
+        for name in names:
+            find_conflicts = BACKENDS[name].mask_conflicts
+            if find_conflicts is no_mask_conflicts:
                 return name
-            conflicts[name] = reasons
+            conflicts[name] = find_conflicts(self.signature, mask)
+            if not conflicts[name]:
+                return name
         raise NoBackend(_refusal(conflicts, self.is_named_by_caller))
+
+    def _names_at(self, size: CallSize, shape: str) -> tuple[str, ...]:
+        """The backends that are not slower than another at this size, up to the first that runs
+        every mask.
+        """
+        names: list[str] = []
+        for name in self.backend_names:
+            if not BACKENDS[name].slower_reasons(self.signature, size, shape):
+                names.append(name)
+                if BACKENDS[name].mask_conflicts is no_mask_conflicts:
+                    break
+        return tuple(names)
+
+    def _holds_for(self, key: tuple[int, int, int, str], names: tuple[str, ...]) -> bool:
+        """True if these backends are those of every length that has this key."""
+        batch, queries, keys, shape = key
+        if not self.signature.single_query:
+            return True
+        ends = max(1, keys * LENGTHS_TOGETHER), (keys + 1) * LENGTHS_TOGETHER - 1
+        return all(self._names_at(CallSize(batch, queries, 0, end), shape) == names for end in ends)
 
     def reasons_against(self, inputs: CoreInputs) -> dict[str, list[str]]:
         """Why each backend does not run these tensors; no reasons for the one that does, and for
         those behind it.
         """
-        attention_mask = inputs.mask
-        selected = self.select(inputs)
-        names = preference_order(self.signature)
+        mask = inputs.mask
         batch, queries = inputs.q.shape[:2]
-        if not (batch and queries and attention_mask.keys.count):
-            return {
-                name: [] if name == selected else ["there is nothing to compute"] for name in names
-            }
-        if self.is_named_by_caller:
-            return {
-                name: [] if name == selected else [f"the layer names {selected}"] for name in names
-            }
-        size, shape = self._size_and_mask_shape(attention_mask, batch, queries)
+        selected = self.select(mask, batch, queries)
+        names = preference_order(self.signature)
+        reason = f"the layer names {selected}" if self.is_named_by_caller else ""
+        if not (batch and queries and mask.keys.count):
+            reason = "there is nothing to compute"
+        if reason:
+            return {name: [] if name == selected else [reason] for name in names}
+        size = CallSize(batch, queries, 0, mask.keys.count)
         return {
             name: unsupported_reasons(name, self.signature)
-            or BACKENDS[name].slower_reasons(self.signature, size, shape)
-            or (
-                BACKENDS[name].mask_conflicts(self.signature, attention_mask)
-                if name != selected
-                else []
-            )
+            or BACKENDS[name].slower_reasons(self.signature, size, mask.shape)
+            or ([] if name == selected else BACKENDS[name].mask_conflicts(self.signature, mask))
             for name in names
         }
 
@@ -230,32 +200,12 @@ class CoreDispatch:
         """The name of the backend for a call of this size, considering only the size."""
         if self.is_named_by_caller:
             return self.backend_names[0]
-        size = self._decisive_size(size)
-        shape = "any" if size is LONGEST else contiguous_mask_shape(self.signature, size)
-        fitting = (
-            n
-            for n in self.backend_names
-            if not BACKENDS[n].slower_reasons(self.signature, size, shape)
-        )
-        return next(fitting, self.backend_names[-1])
-
-    def _size_and_mask_shape(
-        self, attention_mask: AttentionMask, batch: int, queries: int
-    ) -> tuple[CallSize, str]:
-        """The size and the shape of the mask by which the call is chosen."""
-        size = self._decisive_size(CallSize(batch, queries, 0, attention_mask.keys.count))
-        return (
-            size,
-            "any"
-            if size is LONGEST
-            else ""
-            if self.signature.single_query
-            else attention_mask.shape,
-        )
-
-    def _decisive_size(self, size: CallSize) -> CallSize:
-        # A compiled graph serves every length, so a choice by length would recompile it for each.
-        return LONGEST if self.signature.is_compiling or self.is_named_by_caller else size
+        if self.signature.is_compiling:
+            # A compiled graph serves every length: a choice by length would recompile it for each.
+            names = self._names_at(LONGEST, "any")
+        else:
+            names = self._names_at(size, contiguous_mask_shape(self.signature, size))
+        return names[0] if names else self.backend_names[-1]
 
 
 @dataclass(frozen=True)
@@ -278,7 +228,7 @@ class PackedDispatch:
         return plan.queries.scatter_groups(outputs).unflatten(0, inputs.q.shape[:2])
 
     def _select_for_group(self, group: CoreInputs) -> str:
-        name = self.groups.select(group)
+        name = self.groups.select(group.mask, *group.q.shape[:2])
         longest = max(group.mask.queries.count, group.mask.keys.count)
         short = longest <= MAX_DENSE_LENGTH and self.groups.signature.device == "cpu"
         return (
