@@ -53,21 +53,6 @@ def test_each_matrix_of_a_layer_by_its_own_widths():
         assert 0.99 * bound <= tensor.abs().max().item() <= bound * (1 + 1e-6), name
 
 
-@pytest.mark.parametrize("source", [None, 64])
-def test_projections_of_one_input_count_as_one_matrix_if_they_are_joined(source: int | None):
-    layer = hw.Attention(hw.design(model=WIDE, heads=8, kv=2, dim=24, source=source))
-    hw.attention.depth_scaled_init(layer, depth=9, fans="joined")
-    q, k = (192 + 48 + 48,) * 2 if source is None else (192, 48 + 48)
-    fans = {
-        "project.q": WIDE + q,
-        "project.k": (source or WIDE) + k,
-        "project.v": (source or WIDE) + k,
-    }
-    for name, tensor in layer.state_dict().items():
-        bound = math.sqrt(6 / fans.get(name, WIDE + 192) / 9)
-        assert 0.99 * bound <= tensor.abs().max().item() <= bound * (1 + 1e-6), name
-
-
 def test_biases_norms_tables_and_constants_stay():
     layer = hw.Attention(base(bias="qkvo", modifiers=EVERY))
     assert changed(layer) == {"project.q", "project.k", "project.v", "output.o", "head_gate.gate"}

@@ -211,19 +211,6 @@ class CallPlanner:
         return varlen.has_known_lengths(sequence, key_sequence, x.shape[0])
 
 
-def check_call(
-    spec: AttentionSpec,
-    x: Tensor,
-    source: Tensor | ProjectedSource | None,
-    cache: KVCache | None,
-    sequence: SequenceInfo | None,
-    like: Tensor,
-) -> None:
-    """Raise ValueError for arguments that do not fit the layer or each other."""
-    check_tensor("x", x, spec.model, like)
-    check_options(spec, AttentionArguments(x, source, cache, sequence), 1)
-
-
 def check_options(spec: AttentionSpec, arguments: AttentionArguments, spans: int) -> None:
     """Raise ValueError for arguments that do not fit x or each other; the keys of a row come from
     `spans` ranks.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..util.errors import SpecError
 from .attention import Attention
-from .attention_call import AttentionArguments, check_call
+from .attention_call import AttentionArguments, check_options, check_tensor
 from .bound_parts import NO_SHARED, PartWeights
 from .cache import KVCache, ProjectedSource
 from .interfaces import Gate, OutputStep, QKTransform
@@ -74,14 +74,9 @@ class MergedAttention(nn.Module):
         """y [B, T, model]; `cache` keeps the sum of x for later calls, `probe` reads the
         cross-attention.
         """
-        check_call(
-            self.average.spec,
-            x,
-            None,
-            cache,
-            sequence,
-            self.cross.weights["project"].first_parameter,
-        )
+        spec = self.average.spec
+        check_tensor("x", x, spec.model, self.cross.first_parameter)
+        check_options(spec, AttentionArguments(x, cache=cache, sequence=sequence), 1)
         at = (
             cache.next_positions(x.shape[1]) if sequence is None and cache is not None else sequence
         )

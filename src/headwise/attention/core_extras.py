@@ -67,12 +67,7 @@ def extend_by_heads(
     assert isinstance(call.cache, HeadGroupCache)
     new_tokens = layer.parallel.gather_tokens(kv_entry, call.sequence)
     cached = call.cache.extend_by_heads(*new_tokens)
-    kv_by_heads: list[HeadsKV] = []
-    for own in cached:
-        k_BSGK = layer.parts.feature_map(own.entry["k"], "k")
-        kv_by_heads.append(
-            HeadsKV(own.kv_heads, own.spec.pattern, k_BSGK, own.entry["v"], own.sequence)
-        )
+    kv_by_heads = [own._replace(k=layer.parts.feature_map(own.k, "k")) for own in cached]
     return cached[0].entry, cached[0].sequence, kv_by_heads
 
 

@@ -5,22 +5,15 @@ features.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from ..util.errors import SpecError, suggest
+from ..util.errors import SpecError
 from .attention import Attention
 from .parts.initialisers import xavier_uniform, xavier_uniform_bound
-
-FANS = ("own", "joined")
-ONE_INPUT = {
-    "project.q": "q",
-    "project.k": "kv",
-    "project.v": "kv",
-}  # projections that may be one matrix, by input
 
 
 def depth_scaled_init(
@@ -29,17 +22,13 @@ def depth_scaled_init(
     depth: int,
     exponent: float = 0.5,
     alpha: float = 1.0,
-    fans: str = "own",
     generator: torch.Generator | None = None,
 ) -> None:
     """W ~ U(-b, b) with b = sqrt(6 / (d_in + d_out)) alpha / depth^exponent: DS-Init (1908.11365).
 
     `modules` are the modules of one layer of a stack; `depth` counts layers from 1. exponent=0.5 is
     what the paper writes; the released code passes depth^-0.5 to an initialiser that scales the
-    variance, which makes it 0.25. fans="own" gives each matrix its own d_out. With "joined",
-    queries, keys and values that are computed from one input count as one matrix of all their
-    outputs, as where code holds them in one matrix: q, k and v in self-attention, k and v in
-    cross-attention.
+    variance, which makes it 0.25.
 
     Every weight matrix is initialised again: Xavier-uniform ones in headwise layers, and all in
     nn.Linear and nn.MultiheadAttention. Biases, norms, embeddings, constants, and
@@ -54,20 +43,15 @@ def depth_scaled_init(
     [2.0, 2.0, 2.0, 2.0, 2.0]
     """
     factor = _factor(depth, exponent, alpha)
-    if fans not in FANS:
-        raise SpecError(f"fans={fans!r} is unknown; {suggest(str(fans), FANS)}")
-    groups = list(_matrices([modules] if isinstance(modules, nn.Module) else modules))
-    if not groups:
+    matrices = list(_matrices([modules] if isinstance(modules, nn.Module) else modules))
+    if not matrices:
         raise SpecError(
             "there is no weight matrix to draw; give a layer with attention or nn.Linear in it"
         )
     with torch.no_grad():
-        for group in groups:
-            rows = sum(math.prod(matrix.shape[:-1]) for matrix in group)
-            for matrix in group:
-                shape = (rows, matrix.shape[-1]) if fans == "joined" else tuple(matrix.shape)
-                bound = xavier_uniform_bound(shape) * factor
-                matrix.uniform_(-bound, bound, generator=generator)
+        for matrix in matrices:
+            bound = xavier_uniform_bound(tuple(matrix.shape)) * factor
+            matrix.uniform_(-bound, bound, generator=generator)
 
 
 def _factor(depth: int, exponent: float, alpha: float) -> float:
@@ -90,31 +74,21 @@ def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _matrices(modules: Iterable[nn.Module]) -> Iterator[Sequence[Tensor]]:
-    """Every matrix to initialise; matrices that multiply one input and may be joined are in one
-    list.
-    """
+def _matrices(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Every matrix to initialise."""
     for module in chain.from_iterable(whole.modules() for whole in modules):
         if isinstance(module, Attention):
             declared = module.spec.params()
-            groups = dict[str, list[Tensor]]()
             for name, tensor in module.named_parameters():
                 if declared[name].applied is not None and declared[name].init is xavier_uniform:
-                    side = ONE_INPUT.get(name, name)
-                    groups.setdefault(
-                        "qkv" if len(side) <= 2 and module.spec.source is None else side, []
-                    ).append(tensor)
-            yield from groups.values()
+                    yield tensor
         elif isinstance(module, nn.Linear):
-            yield [module.weight]
+            yield module.weight
         elif isinstance(module, nn.MultiheadAttention):
             if module.in_proj_weight is not None:
-                yield list(module.in_proj_weight.chunk(3))
+                yield from module.in_proj_weight.chunk(3)
             else:
-                yield from (
-                    [weight]
-                    for weight in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-                )
+                yield from (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
 
 
 SEEDS = 2**63  # seeds of random features are below

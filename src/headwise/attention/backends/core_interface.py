@@ -153,6 +153,11 @@ class HeadsKV(NamedTuple):
     v: Tensor
     sequence: SequenceInfo
 
+    @property
+    def entry(self) -> dict[str, Tensor]:
+        """The keys and values as a kv entry."""
+        return {"k": self.k, "v": self.v}
+
 
 class CoreInputs(NamedTuple):
     """One call of the core: q_BTHK, k_BSGK, v_BSGV, the mask, the steps between them and the head

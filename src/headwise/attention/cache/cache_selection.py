@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...util.errors import SpecError, suggest
-from ..backends.core_interface import take_heads
+from ..backends.core_interface import HeadsKV, take_heads
 from ..interfaces import Mix
 from ..masking.key_intervals import KeyRetention, largest_retention
 from ..masking.pattern_base import PerHead, head_pattern, select_heads
@@ -34,17 +34,6 @@ class KVHeadGroup(NamedTuple):
 
     kv_heads: tuple[int, ...]
     spec: AttentionSpec
-
-
-class CachedHeads(NamedTuple):
-    """The kv entry that the queries of some key-value heads attend to, and the positions of its
-    tokens.
-    """
-
-    kv_heads: tuple[int, ...]
-    spec: AttentionSpec
-    entry: KVEntry
-    sequence: SequenceInfo
 
 
 def split_by_retention(spec: AttentionSpec) -> tuple[KVHeadGroup, ...]:
@@ -123,16 +112,18 @@ class HeadGroupCache(KVCache):
         self.caches = tuple(caches)
         self.storage_format = largest.storage_format
 
-    def extend_by_heads(self, entry: KVEntry, new_tokens: SequenceInfo) -> list[CachedHeads]:
+    def extend_by_heads(self, entry: KVEntry, new_tokens: SequenceInfo) -> list[HeadsKV]:
         """Append these tokens; return each head group's attended tokens in the layer's dtype."""
         if self._prefix_length:  # of all groups, checked before the first changes
             self._check_prefix_whole(new_tokens, self._prefix_length)
-        cached: list[CachedHeads] = []
+        cached: list[HeadsKV] = []
         for group, cache in zip(
             self.groups, self.caches, strict=True
         ):  # the first raises if it is full
             own = {name: take_heads(tensor, group.kv_heads) for name, tensor in entry.items()}
-            cached.append(CachedHeads(*group, *cache.extend(own, new_tokens)))
+            kv, sequence = cache.extend(own, new_tokens)
+            pattern = group.spec.pattern
+            cached.append(HeadsKV(group.kv_heads, pattern, kv["k"], kv["v"], sequence))
         self._record_tokens(new_tokens)
         return cached
 
@@ -160,9 +151,7 @@ class HeadGroupCache(KVCache):
         return sum(cache.nbytes for cache in self.caches)
 
 
-def _tokens_of(
-    cached: CachedHeads, sequence: SequenceInfo, batch: int
-) -> Iterator[tuple[str, Tensor]]:
+def _tokens_of(cached: HeadsKV, sequence: SequenceInfo, batch: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of some heads at the tokens of a sequence, zero at those that they have
     dropped.
     """

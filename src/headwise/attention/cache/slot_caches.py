@@ -146,18 +146,7 @@ class ContiguousCache(SlotCache):
     """Cache of every token; raises CacheFull when all slots are used."""
 
     _first_position = 0
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        batch: int,
-        slots: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        store: str | None,
-    ) -> None:
-        super().__init__(spec, batch, slots, dtype, device, store)
-        self._bound = 0  # upper bound of the slots that any row has filled
+    _bound = 0  # upper bound of the slots that any row has filled
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         self._check_capacity(new_tokens)

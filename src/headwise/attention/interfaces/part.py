@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import traceback
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import entry_points
@@ -388,26 +388,25 @@ class Part(CheckedDataclass, ABC):
 
 
 class RecurrentPart(Part):
-    """A part that may be able to summarise all past tokens in a state of fixed size, as linear
-    attention does.
+    """Base class of a similarity or normaliser that can summarise all past tokens in a state of
+    fixed size, as linear attention does.
     """
 
+    @abstractmethod
     def state_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         """The tensors of the state, by name; empty if tokens must be cached instead."""
-        return {}
 
+    @abstractmethod
     def num_state_features(self, core: CoreShape) -> int:
         """The number of key features in the state; 0 if all tokens have equal weight."""
-        return 0
 
+    @abstractmethod
     def unnormalised_weights(
         self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams
     ) -> Tensor:
         """Attention weights of these pairs before division by their sum, [B, H, T, S]."""
-        raise AssertionError(
-            f"{type(self).__name__} has no recurrent state, so it defines no unnormalised weights"
-        )
 
+    @abstractmethod
     def update_state(
         self,
         state: Mapping[str, Tensor],
@@ -417,13 +416,12 @@ class RecurrentPart(Part):
         p: PartParams,
     ) -> dict[str, Tensor]:
         """The state after adding these tokens; tokens that are not live (padding) are ignored."""
-        raise AssertionError(f"{type(self).__name__} has no recurrent state to update")
 
+    @abstractmethod
     def read_state(
         self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: PartParams
     ) -> tuple[Tensor, Tensor]:
         """The weighted sum of values for each query, and the sum of the weights to divide it by."""
-        raise AssertionError(f"{type(self).__name__} has no recurrent state to read")
 
 
 OWN_PACKAGE = __name__.partition(".")[0]

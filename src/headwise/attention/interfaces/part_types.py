@@ -22,7 +22,7 @@ from .core_types import (
     SymmetryGroup,
     TransformsQK,
 )
-from .part import Part, RecurrentPart
+from .part import Part
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,7 @@ class Project(Part):
         return {}
 
 
-class Similarity(RecurrentPart):
+class Similarity(Part):
     """Computes the score of a query and a key.
 
     `signed`: scores may be negative. `linear`: scores are linear in the key. `per_head`: the
@@ -166,7 +166,7 @@ class Similarity(RecurrentPart):
         return core.dim
 
 
-class Normaliser(RecurrentPart):
+class Normaliser(Part):
     """Turns scores into attention weights. All weights of a query without allowed keys are zero.
 
     `proportional`: weights are the scores divided by `divisor` of their sum. This is the only kind

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..interfaces import Normaliser, Similarity
+from ..interfaces import Normaliser, RecurrentPart, Similarity
 from ..interfaces.core_types import (
     AxisLayout,
     CallSize,
@@ -49,7 +49,7 @@ EXPONENT_OFFSET = 40.0  # largest offset subtracted from exponents; float32 unde
 
 
 @part
-class FeatureMap(Similarity):
+class FeatureMap(Similarity, RecurrentPart):
     """s = phi(q).phi(k) with phi never negative, and without a scale; kind="elu": phi(x) = elu(x) +
     1 (2006.16236).
 

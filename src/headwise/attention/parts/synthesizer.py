@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..interfaces import Modifier, Normaliser, ScoreStep
+from ..interfaces import Modifier, Normaliser, RecurrentPart, ScoreStep
 from ..interfaces.core_types import (
     AxisLayout,
     CallSize,
+    CoreShape,
     Param,
     PartParams,
     Phase,
@@ -134,7 +135,7 @@ def _dense_score_rows(x_BTD: Tensor, p: PartParams) -> Tensor:
 
 
 @part
-class AverageNormaliser(Normaliser):
+class AverageNormaliser(Normaliser, RecurrentPart):
     """w_j = 1/n for the n allowed keys, whatever the scores: average attention (1805.00631).
 
     Decoding needs only the sum of the values and their number, unless a modifier mixes heads or
@@ -165,6 +166,9 @@ class AverageNormaliser(Normaliser):
             # the equivalent form for single queries has other values than those that were summed
             return {}
         return {"v": AxisLayout.parse("row vdim"), "count": AxisLayout.parse("row")}
+
+    def num_state_features(self, core: CoreShape) -> int:
+        return 0
 
     def unnormalised_weights(
         self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams
