@@ -201,13 +201,9 @@ class CallPlanner:
             return False
         if probe is not None and not probe.points <= varlen.PROBED_TENSORS:
             return False
-        key_sequence = (
-            source.sequence
-            if isinstance(source, ProjectedSource)
-            else sequence
-            if source is None
-            else None
-        )
+        key_sequence = sequence if source is None else None
+        if isinstance(source, ProjectedSource):
+            key_sequence = source.sequence
         return varlen.has_known_lengths(sequence, key_sequence, x.shape[0])
 
 

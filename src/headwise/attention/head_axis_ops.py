@@ -101,9 +101,8 @@ class KeptHeads:
             )
         heads = spec.heads
         q = tuple(sorted(frozenset[int]().union(*(spec.required_score_heads(out) for out in outs))))
-        rows = (
-            q if heads.rows == heads.q else tuple(range(heads.rows))
-        )  # rows that a mix makes stay as they are
+        # rows that a mix makes stay as they are
+        rows = q if heads.rows == heads.q else tuple(range(heads.rows))
         compared = frozenset[int]().union(*(spec.compared_score_heads(out) for out in outs))
         read_k = {heads.kv_head_of_query[h] for h in compared}
         read_v = {

@@ -182,13 +182,7 @@ def _change_or_keep(probe: Probe, bias: Tensor | None, point: str, tensor: Tenso
 
 def _with_heads(tensor: Tensor) -> Tensor:
     """[B, H, tokens, channels] of a tensor that may lack H, or B and H."""
-    return (
-        tensor
-        if tensor.dim() == 4
-        else tensor[:, None]
-        if tensor.dim() == 3
-        else tensor[None, None]
-    )
+    return tensor[:, None] if tensor.dim() == 3 else tensor[(None,) * (4 - tensor.dim())]
 
 
 def _without_heads(tensor: Tensor, dims: int) -> Tensor:

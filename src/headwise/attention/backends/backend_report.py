@@ -53,18 +53,14 @@ class CallReport:
     signature: CallSignature
     size: CallSize | None  # None where the caller gave no length
     form: str  # the form of the project that runs, where it is not the spec's own
-    reasons_against: dict[
-        str, list[str]
-    ]  # why a backend does not run the call: a limit, or another is faster
-    length_ranges: list[
-        tuple[int, str]
-    ]  # (least tokens of a row, backend that runs it from there on)
-    notes: dict[
-        str, list[str]
-    ]  # what a backend that supports the call does with it beyond the usual
-    groups: tuple[
-        CallReport, ...
-    ] = ()  # the calls of heads with one pattern, where heads have several
+    # why a backend does not run the call: a limit, or another is faster
+    reasons_against: dict[str, list[str]]
+    # (least tokens of a row, backend that runs it from there on)
+    length_ranges: list[tuple[int, str]]
+    # what a backend that supports the call does with it beyond the usual
+    notes: dict[str, list[str]]
+    # the calls of heads with one pattern, where heads have several
+    groups: tuple[CallReport, ...] = ()
 
     @property
     def backend(self) -> str | None:

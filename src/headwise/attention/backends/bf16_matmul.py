@@ -20,9 +20,8 @@ from . import sdpa
 from .core_interface import CallSignature, CoreInputs, no_mask_conflicts
 from .query_blocks import QUERY_BLOCK_LENGTHS, QUERY_BLOCK_SIZE, count_formed_pairs
 
-MAX_SAVED_KEYS = (
-    512  # keys up to which weights are saved for the backward pass; beyond, they are recomputed
-)
+# keys up to which weights are saved for the backward pass; beyond, they are recomputed
+MAX_SAVED_KEYS = 512
 
 
 class CausalBlock(NamedTuple):
@@ -110,9 +109,8 @@ def _make_causal_blocks(attention_mask: AttentionMask, like: Tensor) -> Iterator
             and keys.start is not None
             and isinstance(attention_mask.pattern, Causal)
         ):
-            first_row_keys = (
-                queries.start - keys.start + start + 1
-            )  # number of keys of the first query
+            # number of keys of the first query
+            first_row_keys = queries.start - keys.start + start + 1
             stop = min(keys.count, max(first_row_keys + rows.stop - start - 1, 0))
             mask = like.new_full((1, 1, rows.stop - start, stop), low).triu_(first_row_keys)
             rows_without_keys = None if first_row_keys > 0 else (mask < 0).all(-1, keepdim=True)

@@ -23,7 +23,6 @@ from .core_interface import (
     no_mask_conflicts,
 )
 from .query_blocks import (
-    QUERY_BLOCK_SIZE,
     BlockBatch,
     GatherSlices,
     KeyRanges,
@@ -35,9 +34,8 @@ from .query_blocks import (
     slice_inputs,
 )
 
-MIN_RUN_LENGTH = (
-    16  # average length of runs of consecutive tokens below which blocks of runs do not pay
-)
+# average length of runs of consecutive tokens below which blocks of runs do not pay
+MIN_RUN_LENGTH = 16
 
 TokenRun = tuple[int, TokenAxis]  # a segment, and consecutive tokens of it
 
@@ -92,9 +90,8 @@ def _scan_token_runs(position_BT: Tensor, segment_BT: Tensor) -> list[list[Token
 
 # --- Batches of blocks as views of q, k and v -----------------------------------------------------
 
-MAX_CALL_BYTES = (
-    2**24
-)  # bytes of keys and values per fused call, so that its gathered copies stay in the cache
+# bytes of keys and values per fused call, so that its gathered copies stay in the cache
+MAX_CALL_BYTES = 2**24
 
 
 class BatchedBlocks(NamedTuple):
@@ -148,9 +145,8 @@ class BatchedBlocks(NamedTuple):
         if gap == 0:
             into_BSGD[self.batch_row, range_to_slice(ranges[0])] += x_NWGD.sum(0)
             return
-        is_interleaved = (
-            len(ranges) * gap <= step
-        )  # each range lies between the tokens of the others
+        # each range lies between the tokens of the others
+        is_interleaved = len(ranges) * gap <= step
         slice_width = width if is_interleaved else gap // step
         for begin in range(0, width, slice_width):
             columns = [keys[begin : begin + slice_width] for keys in ranges]
@@ -336,9 +332,8 @@ def run_backward(
     q_grad, k_grad, v_grad = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
     )
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)[
-        ..., None
-    ]  # rows without keys: every weight is exp(-inf - 0)
+    # rows without keys: every weight is exp(-inf - 0)
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
     for blocks, mask in iter_calls(q, k, *where):
         tensors = (
             blocks.gather_queries(grad),
@@ -504,8 +499,6 @@ def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
         return query_blocks.count_batch_pairs(
             call.pattern, range(first, first + size.queries), range(size.keys)
         )
-    if size.queries <= QUERY_BLOCK_SIZE:
-        return size.queries * size.keys
     return query_blocks.count_formed_pairs(call, size)
 
 

@@ -70,9 +70,8 @@ def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     blocks = split_call(inputs.mask)
     # Fused kernels read one mask for all heads.
     fused_steps = inputs.steps if inputs.mask.differs_by_head else inputs.steps.with_fused_kernels()
-    if (
-        len(blocks) == 1
-    ):  # saves what `dense` saves, because recomputing a single block saves no memory
+    # saves what `dense` saves, because recomputing a single block saves no memory
+    if len(blocks) == 1:
         plain = torch.is_grad_enabled() and not _can_gather_values(call)
         steps = inputs.steps if plain else fused_steps
         return dense.attend_all_pairs(call, inputs._replace(steps=steps, probe=None))

@@ -72,30 +72,25 @@ class CallSignature:
     dtype: torch.dtype = torch.float32
     grad_enabled: bool = False
     single_query: bool = False  # a single query per row
-    has_recurrent_state: bool = (
-        False  # the cache holds a recurrent state instead of keys and values
-    )
+    # the cache holds a recurrent state instead of keys and values
+    has_recurrent_state: bool = False
     has_paged_cache: bool = False  # the cache holds pages, which rows may share
     has_caller_mask: bool = False  # the caller passes a mask
     training: bool = False
     probed_tensors: frozenset[str] = field(default_factory=frozenset)
     is_compiling: bool = False  # traced by torch.compile, so values of tensors are unknown
     cache_format: str | None = None  # how cached tensors are stored, if not in `dtype`: "int8"
-    is_transformed: bool = (
-        False  # inside torch.func or a forward-mode derivative, which see plain operations only
-    )
-    is_packed: bool = (
-        False  # rows hold several sequences of known lengths, which are computed separately
-    )
+    # inside torch.func or a forward-mode derivative, which see plain operations only
+    is_transformed: bool = False
+    # rows hold several sequences of known lengths, which are computed separately
+    is_packed: bool = False
     head_group: HeadGroup | None = None  # the heads that this call computes, if not all
 
     pattern: Pattern = field(init=False)  # of the heads that the call computes
-    heads_in_order: bool = field(
-        init=False
-    )  # one row of weights per query head of the core, in order
-    group_size: int = field(
-        init=False
-    )  # query heads per key head, or 0 if the groups differ in size
+    # one row of weights per query head of the core, in order
+    heads_in_order: bool = field(init=False)
+    # query heads per key head, or 0 if the groups differ in size
+    group_size: int = field(init=False)
 
     def __post_init__(self) -> None:
         group = self.head_group
@@ -241,9 +236,8 @@ class CoreSteps:
 
     similarity: Similarity
     similarity_p: PartParams
-    recurrent_part: (
-        tuple[RecurrentPart, PartParams] | None
-    )  # the part with a state of fixed size (linear attention)
+    # the part with a state of fixed size (linear attention)
+    recurrent_part: tuple[RecurrentPart, PartParams] | None
     scores: Sequence[ScoreTransform]
     normaliser: Normaliser
     normaliser_p: PartParams
@@ -256,9 +250,8 @@ class CoreSteps:
     selected_rows: tuple[int, ...] | None  # rows of weights that read values; None: all rows
     part_weights: Sequence[PartParams]  # the weights of all these parts
     weights_unmodified: bool  # no part changes weights after normalisation
-    pattern_text: (
-        str  # the pattern as text, which an operation registered with torch can take as an argument
-    )
+    # the pattern as text, which an operation registered with torch can take as an argument
+    pattern_text: str
     of_groups: tuple[CoreSteps, ...] = ()  # the steps of each of `list_head_groups`
 
     @staticmethod

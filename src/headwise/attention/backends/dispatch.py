@@ -81,12 +81,10 @@ MASK_PER_HEAD_BACKENDS = (
 LENGTHS_TOGETHER = 32
 MAX_KEPT_SIZES = 1024
 LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite crossover point
-MAX_COUNTED_KEYS = (
-    2**14
-)  # keys up to which the pairs of a pattern are counted to know the shape of its mask
-MAX_DENSE_LENGTH = (
-    32  # tokens of a packed sequence up to which plain operations take less time on a CPU
-)
+# keys up to which the pairs of a pattern are counted to know the shape of its mask
+MAX_COUNTED_KEYS = 2**14
+# tokens of a packed sequence up to which plain operations take less time on a CPU
+MAX_DENSE_LENGTH = 32
 
 
 @dataclass(frozen=True)

@@ -175,9 +175,8 @@ def block_mask(attention_mask: AttentionMask, batch: int, device: str) -> Any:
     query_start = queries.start
     key_start = keys.start
     key = pattern.text, query_start, queries.count, key_start, keys.count, device
-    mask = _MASK_CACHE.get(
-        key
-    )  # looked up once, because another thread may clear the cache at any time
+    # looked up once, because another thread may clear the cache at any time
+    mask = _MASK_CACHE.get(key)
     if mask is None:
         if len(_MASK_CACHE) >= MAX_CACHED_MASKS:
             _MASK_CACHE.clear()

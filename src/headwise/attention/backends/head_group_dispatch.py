@@ -172,9 +172,8 @@ def _keys_of_pattern(keys: SequenceInfo, pattern: Pattern) -> SequenceInfo:
     if (keys.num_visible is None and keys.visible_per_row is None) or pattern in (Causal(), Full()):
         return keys
     segment = keys.segment
-    if (
-        keys.num_visible is not None
-    ):  # rows are uniform, and the cache may not have written their segments
+    # rows are uniform, and the cache may not have written their segments
+    if keys.num_visible is not None:
         slot = torch.arange(keys.count, device=segment.device)
         segment = ((slot < keys.num_visible).long() - 1).expand_as(segment)
     return SequenceInfo(keys.position, segment, checked=True)

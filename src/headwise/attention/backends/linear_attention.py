@@ -170,9 +170,8 @@ class _StateReader:
         w_BHTS = self.part.unnormalised_weights(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(
             ~allowed, 0.0
         )
-        w_BHTS = w_BHTS.to(
-            torch.promote_types(w_BHTS.dtype, torch.float32)
-        )  # sums over thousands of tokens
+        # sums over thousands of tokens
+        w_BHTS = w_BHTS.to(torch.promote_types(w_BHTS.dtype, torch.float32))
         value_BHTV = torch.matmul(w_BHTS, v_BHSV.to(w_BHTS.dtype))
         total = w_BHTS.sum(-1)
         if state is not None:

@@ -39,9 +39,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     cap = leading_softcap(call.spec)
     reasons = sdpa.fused_call_conflicts(call)
-    if (
-        cap is not None
-    ):  # the kernel applies a soft cap before all other score steps, but none after them
+    # the kernel applies a soft cap before all other score steps, but none after them
+    if cap is not None:
         reasons.remove(f"{type(cap).__name__} is not additive")
     if not call.single_query:
         reasons.append("supports one query per row only")

@@ -22,9 +22,8 @@ from .core_interface import CoreInputs
 # pairs.
 MAX_WASTED_PAIRS_RATIO = 0.25
 FREE_PAIRS = 4096  # padded pairs that take less time than one more call
-PROBED_TENSORS = frozenset(
-    {"q", "k", "v", "heads"}
-)  # tensors that a probe can observe in packed rows
+# tensors that a probe can observe in packed rows
+PROBED_TENSORS = frozenset({"q", "k", "v", "heads"})
 # Plans kept per SequenceInfo: for self-attention and for a source.
 MAX_PLANS_PER_SEQUENCE = 4
 IntArray = NDArray[np.int64]

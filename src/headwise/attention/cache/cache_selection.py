@@ -117,9 +117,8 @@ class HeadGroupCache(KVCache):
         if self._prefix_length:  # of all groups, checked before the first changes
             self._check_prefix_whole(new_tokens, self._prefix_length)
         cached: list[HeadsKV] = []
-        for group, cache in zip(
-            self.groups, self.caches, strict=True
-        ):  # the first raises if it is full
+        # the first raises if it is full
+        for group, cache in zip(self.groups, self.caches, strict=True):
             own = {name: take_heads(tensor, group.kv_heads) for name, tensor in entry.items()}
             kv, sequence = cache.extend(own, new_tokens)
             pattern = group.spec.pattern

@@ -336,9 +336,8 @@ class KVCache(TokenCache):
 
 
 def _without_empty_slots(entry: KVEntry, sequence: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-    if (
-        sequence.num_visible is None or torch.compiler.is_compiling()
-    ):  # a compiled step keeps its shapes
+    # a compiled step keeps its shapes
+    if sequence.num_visible is None or torch.compiler.is_compiling():
         return entry, sequence
     return {
         name: stored[:, : sequence.num_visible] for name, stored in entry.items()

@@ -574,6 +574,5 @@ class PagedCache(KVCache):
                 entry[name].flatten(0, 1) if access.is_real is None else entry[name][access.is_real]
             )
             tokens = tokens.reshape(len(tokens), view.shape[1], view.shape[3])
-            view[access.page, :, access.offset] = tokens.to(
-                self.dtype
-            )  # autocast projects in its own dtype
+            # autocast projects in its own dtype
+            view[access.page, :, access.offset] = tokens.to(self.dtype)

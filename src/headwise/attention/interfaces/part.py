@@ -228,9 +228,8 @@ class CheckedDataclass:
         return f"{type(self).__name__}({', '.join(args)})"
 
 
-_FIELD_TYPES: dict[
-    type, dict[str, tuple[type, ...]]
-] = {}  # cached: resolving hints dominates the cost of a part
+# cached: resolving hints dominates the cost of a part
+_FIELD_TYPES: dict[type, dict[str, tuple[type, ...]]] = {}
 
 
 def _classes(hint: Any) -> tuple[type, ...]:
@@ -251,9 +250,8 @@ class Part(CheckedDataclass, ABC):
     """
 
     paper: ClassVar[str] = ""  # arXiv number, or another name of the source
-    disagreements: ClassVar[
-        tuple[str, ...]
-    ] = ()  # where paper and released code disagree, and which one this follows
+    # where paper and released code disagree, and which one this follows
+    disagreements: ClassVar[tuple[str, ...]] = ()
     positional: ClassVar[bool] = False  # True if the result depends on token positions
     # The sides on which this part allows any orthogonal map of a head's channels: "k" (keys with
     # their queries), "v".
@@ -458,9 +456,8 @@ def import_part_file(name: str | Path) -> None:
                 )
         except BaseException:
             sys.modules.pop(path.stem, None)
-            for cls in filter(
-                _is_external, _new_classes(before)
-            ):  # the file may also be the first to import headwise
+            # the file may also be the first to import headwise
+            for cls in filter(_is_external, _new_classes(before)):
                 del REGISTRY[cls.__name__]
             raise
     IMPORTED_FILES.append(path)

@@ -366,9 +366,8 @@ class Or(CombinedPattern):
 
 def _combine(kind: type[And] | type[Or], left: Pattern, right: Pattern) -> Pattern:
     """`left` and `right` combined, head by head if one of them is `PerHead`."""
-    if not isinstance(left, PerHead) and not isinstance(
-        right, PerHead
-    ):  # torch.compile traces this line
+    # torch.compile traces this line
+    if not isinstance(left, PerHead) and not isinstance(right, PerHead):
         return kind(left, right)
     heads = max(len(side.pattern_of_head) for side in (left, right) if isinstance(side, PerHead))
     return PerHead.from_heads(

@@ -99,9 +99,8 @@ def factorise_least_squares(
     """
     factors = factorise_truncated_svd(form, rank)
     error = _relative_error_of_products(form, factors)
-    if (
-        not error
-    ):  # exact already, or a form of zeros, which sweeps would turn into arbitrary factors
+    # exact already, or a form of zeros, which sweeps would turn into arbitrary factors
+    if not error:
         return 0, factors
     for sweep in range(max_sweeps):
         candidate = _als_sweep(form, factors)
@@ -145,9 +144,8 @@ def factorise_truncated_svd(form: BilinearForm, rank: int) -> TrilinearFactors:
     k = ((uk @ y.mT).mT * root).flatten(0, 1)
     largest = sizes.flatten().sort(descending=True, stable=True).indices[:rank]
     mixing = F.one_hot(largest // sizes.shape[1], len(form.q)).T.to(q)
-    padding = rank - len(
-        largest
-    )  # there are fewer triples than `rank` where dim exceeds the model or source width
+    # there are fewer triples than `rank` where dim exceeds the model or source width
+    padding = rank - len(largest)
     return TrilinearFactors(
         F.pad(q[largest], (0, 0, 0, padding)),
         F.pad(mixing, (0, padding)),

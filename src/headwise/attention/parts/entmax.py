@@ -21,12 +21,10 @@ from .initialisers import constant_value, weight
 MIN_ALPHA = 1.01
 # weights are powers 1 / (alpha - 1): for larger alpha, float32 keeps too few digits of score - tau
 MAX_ALPHA = 4.0
-MIN_GATHER_ALPHA = (
-    1.5  # from here on so few weights are nonzero that gathering pays for bfloat16 values too
-)
-MAX_NEWTON_ALPHA = (
-    2 - 1e-6
-)  # a rounded sigmoid may give exactly 2, where slopes of zero weights would be 0**0 = 1
+# from here on so few weights are nonzero that gathering pays for bfloat16 values too
+MIN_GATHER_ALPHA = 1.5
+# a rounded sigmoid may give exactly 2, where slopes of zero weights would be 0**0 = 1
+MAX_NEWTON_ALPHA = 2 - 1e-6
 
 
 @part

@@ -253,9 +253,8 @@ class FeatureMap(Similarity, RecurrentPart):
         live_BS: Tensor,
         p: PartParams,
     ) -> dict[str, Tensor]:
-        wide = state[
-            "k"
-        ].dtype  # wider than bfloat16: 8 bits are too few for sums over thousands of tokens
+        # wider than bfloat16: 8 bits are too few for sums over thousands of tokens
+        wide = state["k"].dtype
         phi = k_BHSK.to(wide).masked_fill(~live_BS[:, None, :, None], 0.0)
         return {
             "kv": state["kv"] + phi.transpose(-1, -2) @ v_BHSV.to(wide),

@@ -86,9 +86,8 @@ class OutputGate(SigmoidGate):
         return self.sigmoid_of_query(context, p).unflatten(-1, (-1, p.sizes["vdim"]))
 
 
-CLAMP_EPS = (
-    1e-6  # distance from 0 and 1 that uniform samples and probabilities are clamped to, as released
-)
+# distance from 0 and 1 that uniform samples and probabilities are clamped to, as released
+CLAMP_EPS = 1e-6
 
 
 @part

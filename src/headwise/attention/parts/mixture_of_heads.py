@@ -173,9 +173,8 @@ class MixtureOfHeads(Gate):
         num_outputs = len(spec.score_head_of_output)
         if self.active == routed:
             return None
-        if (
-            num_outputs < self.always + routed
-        ):  # pruned: only the weights know which heads remain, so use the average
+        # pruned: only the weights know which heads remain, so use the average
+        if num_outputs < self.always + routed:
             return (Fraction(self.always + self.active, self.always + routed),) * num_outputs
         return (Fraction(1),) * self.always + (Fraction(self.active, routed),) * routed
 

@@ -318,9 +318,8 @@ class AttentionSpec:
     def num_core_heads(self) -> int:
         """The number of `core_score_heads`."""
         count = len(self.core_score_heads)
-        return (
-            self.heads.q if count == self.heads.q else count
-        )  # q, because it may carry its name in a formula
+        # q, because it may carry its name in a formula
+        return self.heads.q if count == self.heads.q else count
 
     def projection_form(self, one: bool) -> Project:
         """The project, or with `one` its equivalent form for a single query, if it has one."""
@@ -369,9 +368,8 @@ class AttentionSpec:
     def _required_heads(self, rows: tuple[int, ...], parts: Sequence[Part]) -> frozenset[int]:
         heads = frozenset[int]()
         needed = frozenset(rows)
-        while (
-            heads != needed
-        ):  # repeated because each part may add heads that another part's requirements depend on
+        # repeated because each part may add heads that another part's requirements depend on
+        while heads != needed:
             heads = needed
             for part in reversed(parts):
                 needed = part.required_score_heads(self, needed)
