@@ -156,7 +156,7 @@ class HeadsKV(NamedTuple):
 
 class CoreInputs(NamedTuple):
     """One call of the core: q_BTHK, k_BSGK, v_BSGV, the mask, the steps between them and the head
-    outputs, the context of the queries, the kv entry, and the probe that reads intermediate tensors.
+    outputs, the context of the queries, the kv entry, and the probe of intermediate tensors.
 
     Queries, also in the context, cover only `AttentionSpec.core_score_heads`. `gates` are the gate
     values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.

@@ -134,9 +134,9 @@ class CoreDispatch:
             shape = "" if is_step else mask.shape
             key = (batch, queries, keys // LENGTHS_TOGETHER if is_step else keys, shape)
             points = current_points()
-            kept = self._by_size.get(key)
-            if kept is not None and kept[0] is points:
-                names = kept[1]
+            cached = self._by_size.get(key)
+            if cached is not None and cached[0] is points:
+                names = cached[1]
             else:
                 names = self._names_at(CallSize(batch, queries, 0, keys), shape)
                 if self._holds_for(key, names):

@@ -60,7 +60,7 @@ class DynamicComposition(Mix):
     With all factors zero, which is close to the initialisation, heads are not mixed:
 
     >>> zero = {"source": torch.zeros(2, 3), "target": torch.zeros(2, 3), "gate": torch.zeros(3)}
-    >>> DynamicComposition().mix_pair(torch.ones(3), zero, zero, {}).tolist()
+    >>> DynamicComposition().mix_pair(torch.ones(3), MixFactors(zero, zero), {}).tolist()
     [1.0, 1.0, 1.0]
     """
 

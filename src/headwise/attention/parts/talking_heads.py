@@ -36,7 +36,9 @@ class TalkingHeads(Mix):
     plain attention (CaiT's released code starts at random):
 
     >>> import torch
-    >>> TalkingHeads().mix_pair(torch.tensor([1.0, 2.0]), {}, {}, {"mixing": torch.eye(2)}).tolist()
+    >>> no_factors = MixFactors({}, {})
+    >>> p = {"mixing": torch.eye(2)}
+    >>> TalkingHeads().mix_pair(torch.tensor([1.0, 2.0]), no_factors, p).tolist()
     [1.0, 2.0]
     """
 
