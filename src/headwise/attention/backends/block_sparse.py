@@ -23,6 +23,7 @@ from .core_interface import (
     no_mask_conflicts,
 )
 from .query_blocks import (
+    QUERY_BLOCK_SIZE,
     BlockBatch,
     GatherSlices,
     KeyRanges,
@@ -499,6 +500,8 @@ def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
         return query_blocks.count_batch_pairs(
             call.pattern, range(first, first + size.queries), range(size.keys)
         )
+    if size.queries <= QUERY_BLOCK_SIZE:
+        return size.queries * size.keys
     return query_blocks.count_formed_pairs(call, size)
 
 
