@@ -189,7 +189,9 @@ def test_heads_without_a_map_of_their_own_have_weights_alone():
     )
     (site,) = maps.layers
     assert maps.weights(site).shape == (4, 5, 5)
-    with pytest.raises(SpecError, match=r"norms of .* are unknown: .*; use the weights"):
+    with pytest.raises(
+        SpecError, match=r"norm-weighted attention of .* is unknown: .*; use the weights"
+    ):
         maps.norms(site)
 
 

@@ -130,9 +130,7 @@ def test_unsupported_models_are_refused_with_the_reason():
 
 
 def test_layers_without_such_maps_are_refused():
-    with pytest.raises(
-        SpecError, match="has no single matrix per head for q; q must be one linear map"
-    ):
+    with pytest.raises(SpecError, match="has no single matrix per head for q; they need layers"):
         layer(project=hw.parts.Collaborative(width=4)).qk_circuit(0)
     with pytest.raises(SpecError, match="which is not a product of W_Q and W_K"):
         layer(similarity=hw.parts.Additive()).qk_circuit(0)
@@ -150,7 +148,7 @@ def test_a_head_whose_queries_only_a_router_reads_has_no_qk_circuit():
     (circuits,) = get_circuits(pruned).values()
     with pytest.raises(
         SpecError,
-        match=r"only a gate reads the queries of score head 0 of .*; use \[1, 3\]",
+        match=r"only a gate reads the queries of score head 0 of .*; name one of \[1, 3\]",
     ):
         circuits.qk_circuit(0)
     assert circuits.qk_circuit(3).left.shape == (8, 2)

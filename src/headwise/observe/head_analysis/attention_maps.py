@@ -55,7 +55,9 @@ class LayerAttention(NamedTuple):
         if quantity == "weights":
             return self.weights_HTS
         if self.value_norms_HS is None:
-            raise SpecError(f"norms of {self.site} are unknown: {self.reason}; use the weights")
+            raise SpecError(
+                f"norm-weighted attention of {self.site} is unknown: {self.reason}; use the weights"
+            )
         return self.weights_HTS.abs() * self.value_norms_HS[:, None, :]
 
 

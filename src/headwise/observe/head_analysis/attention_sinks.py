@@ -200,7 +200,9 @@ class DistinctExamples:
                     f"(different: {self.num_distinct} of {num_texts}); give different texts"
                 )
             num_texts = pluralise(self.num_distinct, "text")
-            raise ValueError(f"no confidence intervals from {num_texts}; give at least two")
+            raise ValueError(
+                f"cannot compute confidence intervals from {num_texts}; give at least two"
+            )
 
 
 def _describe(tensor: Tensor) -> str:

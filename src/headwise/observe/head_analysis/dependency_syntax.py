@@ -74,7 +74,9 @@ class DependencyScores:
         if not example.dependencies:
             return
         if self._tokens is None:
-            raise ValueError("the example has dependencies but no tokens; give their streams")
+            raise ValueError(
+                "the example has dependencies but no tokens; give the streams that they belong to"
+            )
         words = self._words.group_words(self._tokens).tokens
         numbers = words.word_index.tolist()
         index_of = {word: index for index, word in enumerate(numbers) if word >= 0}
@@ -413,7 +415,9 @@ def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
     sites = require_ability(model, "observe")
     sites = [one for one in sites if get_streams(one.site, has_source) == streams]
     if not sites:
-        raise ValueError(f"cannot probe {type(model).__name__}: no self-attention can be observed")
+        raise ValueError(
+            f"cannot probe {type(model).__name__}: it has no self-attention that can be observed"
+        )
     return sites
 
 

@@ -124,7 +124,7 @@ class AttentionCircuits:
         if head not in self.spec.core_score_heads:
             fact = f"only a gate reads the queries of score head {head} of {self.site}"
             raise SpecError(
-                f"cannot get QK circuits: {fact}; use {list(self.spec.core_score_heads)}"
+                f"cannot get QK circuits: {fact}; name one of {list(self.spec.core_score_heads)}"
             )
         if not self.spec.similarity.linear:
             fact = (

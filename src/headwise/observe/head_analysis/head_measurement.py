@@ -71,8 +71,8 @@ SumsOfText = dict[tuple[str, str, str], TextSums]
 
 
 class MeasureCollector(Protocol):
-    """Collects something else during the pass of `measure_heads`, and turns it into measures by
-    site name and head: `DependencyScores`, `AlignmentScores`. Subclasses need only `add_band`.
+    """Collects something else during the pass of `measure_heads`, and turns it into measures by site
+    name and head: `DependencyScores`, `AlignmentScores`. Subclasses need only `add_band`.
     """
 
     def start_example(self, example: Example) -> None:
@@ -348,7 +348,9 @@ def measure_heads(
     `AlignmentScores`. `progress` is called with the number of examples measured so far.
     """
     if options.engine is not None and collectors:
-        raise ValueError("dependencies and alignments need one process; leave the engine out")
+        raise ValueError(
+            "dependencies and alignments are measured in one process; leave the engine out"
+        )
     sites, streams = _select_sites(model, options)
     distinct = DistinctExamples(examples)
     sample: list[Example] = []  # the texts that tell if their first token is a sink

@@ -387,7 +387,9 @@ def measure_redundancy(
     comparisons = tuple(group for group in compared if group is not None)
     if not comparisons:
         details = "".join(f"; {site}: {reason}" for site, reason in left_out.items())
-        raise ValueError(f"cannot compare heads: no two have the same queries and keys{details}")
+        raise ValueError(
+            f"cannot compare heads: no two of them have the same queries and keys{details}"
+        )
     for group in comparisons:
         reason = "sinks leave less than 1 % of its weight in almost every row"
         left_out |= dict.fromkeys(map(str, group.without_rest), reason)

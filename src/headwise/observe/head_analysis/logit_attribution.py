@@ -221,7 +221,9 @@ def attribute_all_logits(
     _, final, outputs = _run_to_head(net, stack, inputs, [site])
     z_TOV = outputs.get(site, torch.empty(0, 0, 0))
     if not 0 <= position < len(z_TOV) or not 0 <= head < z_TOV.shape[1]:
-        raise ValueError(f"{site} has no head {head} at position {position}; give others")
+        raise ValueError(
+            f"{site} has no head {head} at position {position}; give both in its ranges"
+        )
     output_map = to_float64(get_circuits(net)[site].output_map(head))
     written = to_float64(z_TOV[position, head]) @ output_map
     written = _apply_frozen_norm(stack.norm, final[position], written * layer.scale)

@@ -168,7 +168,9 @@ class TargetLoss(Objective):
         if labels is not None:
             return EvaluationInput(inputs, labels.flatten())
         if self.name == "label":
-            raise ValueError(f"text {number} has no labels; add {LABELS_INPUT!r} as in the first")
+            raise ValueError(
+                f"text {number} has no labels; add {LABELS_INPUT!r}, as the first text has"
+            )
         ids = torch.tensor(_get_ids(model, inputs))
         return EvaluationInput(inputs, torch.cat([ids[1:], ids.new_full((1,), IGNORE_INDEX)]))
 

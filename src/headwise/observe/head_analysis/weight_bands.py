@@ -483,7 +483,9 @@ def number_words(annotations: TokenAnnotations) -> Tensor:
     words = first_tokens[first_tokens >= 0]
     if len(words) != len(words.unique()):
         split = next(int(index) for index in words.unique() if int((words == index).sum()) > 1)
-        raise ValueError(f"the tokens of word {split} are not adjacent; give it one run")
+        raise ValueError(
+            f"the tokens of word {split} are not adjacent; give every word one run of tokens"
+        )
     return numbers
 
 

@@ -131,7 +131,9 @@ class Resample(HeadPatch):
         if self.rows is not None:
             object.__setattr__(self, "rows", tuple(self.rows))
             if not self.rows or any(type(row) is not int or row < 0 for row in self.rows):
-                raise ValueError(f"rows={self.rows!r} names no rows; give an index >= 0 for each")
+                raise ValueError(
+                    f"rows={self.rows!r} names no rows; give an index >= 0 for each row"
+                )
         if self.seed is not None:
             check_seed(self.seed)
 
@@ -188,7 +190,7 @@ class Noise(HeadPatch):
             is_vector = isinstance(value, Tensor) and value.dim() == 1
             if type(value) not in (int, float) and not is_vector:
                 raise ValueError(
-                    f"{name} is of type {type(value).__name__}; give a number or vector"
+                    f"{name} is of type {type(value).__name__}; give a number or a vector"
                 )
             tensor = torch.as_tensor(value)
             if not tensor.isfinite().all() or (name == "std" and (tensor < 0).any()):
@@ -382,7 +384,9 @@ def patch(
     True
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"values are of type {type(values).__name__}; map heads to vectors")
+        raise ValueError(
+            f"values are of type {type(values).__name__}; give a mapping of heads to vectors"
+        )
     patches = {head: _make_patch(head, value) for head, value in values.items()}
     return EditedHeads(model, patches, tokens)
 
@@ -467,7 +471,9 @@ def _head_indices(site: Site, head: int | str) -> Sequence[int]:
     """
     if not isinstance(head, int):
         if not site.heads:
-            raise ValueError(f"{site.name} has an unknown number of heads; name their numbers")
+            raise ValueError(
+                f"the number of heads of {site.name} is unknown; name each head by its number"
+            )
         return range(site.heads)
     if head < 0 or (site.heads and head >= site.heads):
         raise ValueError(

@@ -358,14 +358,14 @@ def check_found(model: nn.Module, site_modules: Sequence[SiteModule]) -> None:
 
 
 def require_ability(
-    model: nn.Module, ability: str, site_modules: Sequence[SiteModule] | None = None
+    model: nn.Module, ability: str, found: Sequence[SiteModule] | None = None
 ) -> list[SiteModule]:
     """Return the sites of a model in eval mode that have an ability, "observe" or "ablate", of
-    all its sites or of some.
+    those that were `found`.
 
     Raises if there are none.
     """
-    site_modules = find_attention(model) if site_modules is None else site_modules
+    site_modules = find_attention(model) if found is None else found
     check_found(model, site_modules)
     able = [one for one in site_modules if getattr(one.site, ability).possible]
     if not able:

@@ -108,7 +108,9 @@ def _read_masks(token_masks: object, stacks: set[str], inputs: ModelInputs) -> T
     for stack, mask in masks.items():
         check_known("stack", stack, stacks)
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool:
-            raise ValueError("a mask must be [B, T] of torch.bool, true for tokens that count")
+            raise ValueError(
+                "a mask must be a tensor [B, T] of torch.bool, true for the tokens that count"
+            )
     return masks
 
 
@@ -181,7 +183,9 @@ def head_noise(
     deviations: dict[str, Tensor] = {}
     for site, one in moments.items():
         if one.count < 2:
-            raise ValueError(f"{site} has under two tokens, so no standard deviation; give more")
+            raise ValueError(
+                f"{site} has fewer than two tokens and so no standard deviation; give more data"
+            )
         deviations[site] = (one.squares / (one.count - 1)).sqrt()
     stds = _by_head(numbers, deviations)
     means = _by_head(numbers, {site: one.mean for site, one in moments.items()})
@@ -210,7 +214,9 @@ def head_outputs(
 
     def observe(site: str, outputs: Tensor, token_mask: Tensor) -> None:
         if site in recorded:
-            raise ValueError(f"{site} ran twice; give an input that takes one call")
+            raise ValueError(
+                f"{site} ran twice; give an input that the model processes in one call"
+            )
         recorded[site] = outputs.clone()
 
     return _by_head(observe_dataset(model, [(inputs, {})], heads, observe, tokenizer), recorded)

@@ -38,7 +38,7 @@ def check_is_module(model: Any) -> nn.Module:
     """Return the model; raise ValueError if it is not an nn.Module."""
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model is of type {type(model).__name__}; give an nn.Module or hw.load(name)"
+            f"model is of type {type(model).__name__}; give an nn.Module, or hw.load(name)"
         )
     return model
 
@@ -276,7 +276,9 @@ def prepare_inputs(
         if inputs and all(isinstance(value, str) for value in inputs.values()):
             if set(inputs) != {"source", "text"} or not is_encoder_decoder(model):
                 fact = f"{type(model).__name__} does not take the texts {', '.join(inputs)}"
-                raise ValueError(f"{fact}; give a text, or source and text to an encoder-decoder")
+                raise ValueError(
+                    f"{fact}; give a text, or source and text to an encoder-decoder model"
+                )
             streams = {stream: [inputs[stream]] for stream in ("source", "text")}
             return _from_texts(model, streams, 0)
         return _from_tensors(model, to_named_tensors(model, inputs), max_new_tokens)
@@ -496,7 +498,9 @@ def _from_texts(model: nn.Module, texts: Mapping[str, Sequence[str]], steps: int
     num_rows = len(rows[main])
     is_ragged = any(len(row.ids) < counts[main] for row in rows[main])
     if is_headwise and not has_source and steps and is_ragged:
-        raise ValueError("texts of several lengths cannot go on together; trace one at a time")
+        raise ValueError(
+            "texts of several lengths cannot be continued together; trace one at a time"
+        )
     # generated tokens must follow the text directly
     left = is_headwise or (bool(steps) and not has_source)
     token_rows: dict[str, tuple[TokenRow, ...]] = {}

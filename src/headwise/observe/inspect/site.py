@@ -261,7 +261,9 @@ class WeightsOnlyCall(ObservedCall):
         return (self.weights[:, :, queries] != 0).any(1, keepdim=True)
 
     def head_values(self, head: int) -> tuple[int, Tensor]:
-        raise ValueError("the values of this layer cannot be observed; give a mean instead")
+        raise ValueError(
+            "the values of this layer cannot be observed; give this head a mean instead"
+        )
 
 
 class UnreadableCall(ObservedCall):
@@ -327,7 +329,7 @@ class AttentionInputs(ObservedCall):
         """Return the weights, recomputed in float32 or float64."""
         if self.unsupported:
             raise ValueError(
-                f"cannot recompute weights: {self.unsupported}; use the model's weights"
+                f"cannot recompute weights: {self.unsupported}; read the model's own weights"
             )
         q_BHTK = to_at_least_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
         k_BGSK = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2))
@@ -404,5 +406,7 @@ class AttentionInputs(ObservedCall):
 
     def head_values(self, head: int) -> tuple[int, Tensor]:
         if self.unsupported:
-            raise ValueError(f"values are unknown: {self.unsupported}; give a mean instead")
+            raise ValueError(
+                f"values are unknown: {self.unsupported}; give this head a mean instead"
+            )
         return head, self.v_BSGV[:, :, self.kv_head_of(head)]

@@ -62,7 +62,9 @@ def make_reader(model: nn.Module) -> TextReader:
         read = partial(_read_words, source)
         row = _surround(read, source.token_text, usage.prefix_ids, usage.suffix_ids, text)
         if list(row.ids) != encode_text(model, text):
-            raise SpecError(f"the tokens of {text[:40]!r} are not those of encode_text; give ids")
+            raise SpecError(
+                f"the tokens of {text[:40]!r} do not match those of encode_text; give ids"
+            )
         return row
 
     def read_target(text: str) -> TokenRow:

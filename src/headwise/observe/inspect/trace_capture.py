@@ -55,7 +55,9 @@ class Capture:
             check_known("extra tensor", name, EXTRA_TENSORS)
         check_known("precision", self.precision, PRECISIONS)
         if type(self.budget) is not int or self.budget < 1:
-            raise SpecError(f"Capture(budget={self.budget!r}) is no number of bytes; give one > 0")
+            raise SpecError(
+                f"Capture(budget={self.budget!r}) is no number of bytes; give an integer > 0"
+            )
 
 
 @dataclass

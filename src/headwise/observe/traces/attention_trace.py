@@ -153,7 +153,9 @@ class Trace(NotebookResult):
         start, stop, _ = queries.indices(layer.num_queries)
         left, right, _ = keys.indices(layer.num_keys)
         if stop <= start or right <= left:
-            raise ValueError(f"a tile of queries {queries} and keys {keys} is empty; widen it")
+            raise ValueError(
+                f"a tile of queries {queries} and keys {keys} is empty; give a query and a key"
+            )
 
         def read_bands() -> Iterator[tuple[int, int, Array]]:
             for first, last in query_blocks(stop - start):
@@ -338,7 +340,9 @@ def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
     """
     last = trace.get_layer(site)
     if last.query_stream != last.key_stream:
-        raise ValueError(f"{site} is cross-attention, not one stack; choose self-attention")
+        raise ValueError(
+            f"{site} is cross-attention, not one stack of tokens; choose self-attention"
+        )
     layers = [
         layer
         for layer in trace.layers
@@ -383,7 +387,9 @@ def _common_shape(layers: Sequence[AttentionRecord]) -> tuple[int, int]:
     streams = {(layer.query_stream, layer.key_stream) for layer in layers}
     if len(shapes) != 1 or len(streams) != 1:
         names = ", ".join(layer.name for layer in layers)
-        raise ValueError(f"{names or 'no sites'} attend over different tokens; separate them")
+        raise ValueError(
+            f"{names or 'no sites'} attend over different tokens; give sites over the same ones"
+        )
     return shapes.pop()
 
 
@@ -430,7 +436,9 @@ def group_tokens(trace: Trace, grouping: TokenGrouping, *, row: int = 0) -> Trac
     groups = {name: find_groups(rows[row], grouping) for name, rows in trace.streams.items()}
     empty = [name for name, places in groups.items() if not places]
     if empty:
-        raise ValueError(f"no token of the {empty[0]} would be left; show special or first tokens")
+        raise ValueError(
+            f"no token of the {empty[0]} would be left; show special tokens or the first token"
+        )
     stored = sum(
         4 * layer.heads * len(groups[layer.query_stream]) * len(groups[layer.key_stream])
         for layer in trace.layers

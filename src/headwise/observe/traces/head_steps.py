@@ -276,7 +276,9 @@ def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int =
         call.first != call.keys[0] or call.first_query_row != call.queries[0]
         for call in layer.calls
     ):
-        raise ValueError(f"the queries and keys of {layer.name} are not in order; trace one call")
+        raise ValueError(
+            f"the queries and keys of {layer.name} are not in order of tokens; trace one call"
+        )
     queries = layer.arrays["q"][row, : layer.num_queries, head].astype(np.float64)
     keys = layer.arrays["k"][row, : layer.num_keys, layer.kv_head_of_query[head]].astype(np.float64)
     queries, keys = (_normalise_lengths(vectors - vectors.mean(0)) for vectors in (queries, keys))

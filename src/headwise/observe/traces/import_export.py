@@ -62,7 +62,9 @@ def trace_from_weights(
     for kind in kinds:
         layers += [_weights_layer(kind, n, weights, streams) for n, weights in enumerate(kind[2])]
     if not layers:
-        raise SpecError("no weights given; give [batch, heads, queries, keys] for each layer")
+        raise SpecError(
+            "no weights given; give a tensor [batch, heads, queries, keys] for each layer"
+        )
     return Trace(
         {"name": "weights"}, {name: rows for name, rows in streams.items() if rows}, tuple(layers)
     )

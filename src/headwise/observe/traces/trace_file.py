@@ -102,7 +102,9 @@ def load_trace(path: Path | str) -> Trace:
     path = Path(path)
     document, checksum, arrays = _read_safetensors(path)
     if _compute_checksum(document, arrays) != checksum:
-        raise SpecError(f"{path} is damaged: its checksum does not match; copy the file again")
+        raise SpecError(
+            f"{path} is damaged: its checksum does not match its content; copy the file again"
+        )
     try:
         record = Record("", parse_json("its document", document, REMEDY), REMEDY)
         if record.get("schema") != SCHEMA_VERSION:
@@ -117,7 +119,7 @@ def load_trace(path: Path | str) -> Trace:
 
 def _read_safetensors(path: Path) -> tuple[str, str, dict[str, Array]]:
     if not path.is_file():
-        raise SpecError(f"cannot open {path}: it is not there; give a file of headwise trace --out")
+        raise SpecError(f"{path} is not there; give a file that headwise trace --out wrote")
     try:
         with cast(Any, safe_open)(path, framework="np") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -147,7 +149,9 @@ def _read_safetensors(path: Path) -> tuple[str, str, dict[str, Array]]:
 def _map_tensor(path: Path, start: int, entry: Mapping[str, Any]) -> Array:
     shape = tuple(entry["shape"])
     if entry["dtype"] not in STORAGE_DTYPES:
-        raise SpecError(f"{path} contains {entry['dtype']}, which no trace has; trace again")
+        raise SpecError(
+            f"{path} contains a tensor of {entry['dtype']}, which no trace has; trace again"
+        )
     if 0 in shape:
         return np.zeros(shape, STORAGE_DTYPES[entry["dtype"]])
     return np.memmap(

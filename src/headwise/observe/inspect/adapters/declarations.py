@@ -59,7 +59,9 @@ class AttentionSite:
         children = dict(module.named_modules())
         for name in (self.q, self.k, self.v, self.out):
             if not isinstance(children.get(name), nn.Linear):
-                raise ValueError(f"{kind} has no projection {name!r}; name an nn.Linear child")
+                raise ValueError(
+                    f"{kind} has no projection {name!r}; name a child that is an nn.Linear"
+                )
         kv = self.num_kv_heads
         if self.heads < 1 or kv < 1 or self.heads % kv:
             raise ValueError(
