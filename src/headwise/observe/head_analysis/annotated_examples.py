@@ -512,7 +512,10 @@ def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool]
     for item in line.split():
         match = re.fullmatch(r"(\d+)([-?p])(\d+)", item)
         if match is None:
-            raise SpecError(f"line {number}: {item!r} is not an alignment link; write 0-0 1-2 2?3")
+            raise SpecError(
+                f"line {number}: {item!r} is not an alignment link; write source-target, as in "
+                "0-0 1-2 2?3"
+            )
         links.append((int(match[1]), int(match[3]), match[2] == "-"))
     return tuple(links)
 

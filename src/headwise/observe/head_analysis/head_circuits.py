@@ -171,7 +171,10 @@ class AttentionCircuits:
         parameter = spec.project.params(spec).get(side)
         if parameter is None or " ".join(parameter.layout.axes) != axes:
             fact = f"{spec.project!r} of {self.site} has no single matrix per head for {side}"
-            raise SpecError(f"cannot get circuits: {fact}; {side} must be one linear map")
+            raise SpecError(
+                f"cannot get circuits: {fact}; they need layers whose {side} is one linear map of "
+                "the input"
+            )
         sizes = spec.sizes_of(spec.project)
         return self._get_weight(side).view(*(sizes[axis] for axis in parameter.layout.axes))
 

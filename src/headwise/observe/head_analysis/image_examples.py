@@ -201,7 +201,8 @@ def read_images(model: nn.Module, path: str | Path, limit: int | None = None) ->
         array = open_npy(path)
         if array.ndim not in (3, 4) or array.dtype.kind not in "uif":
             raise SpecError(
-                f"{path} is {array.dtype} {list(array.shape)}; give [n, height, width, channels]"
+                f"{path} is {array.dtype} {list(array.shape)}; give [n, height, width, channels] "
+                "of numbers"
             )
         store: ImageStore = ArrayImages(array, str(path))
         is_scaled = array.dtype.kind == "f"

@@ -160,7 +160,10 @@ def _check_residual_stream(net: Transformer) -> Any:
     for layer in stacks[0].blocks:
         if layer.placement not in DIRECT_PLACEMENTS:
             fact = f"its norms are placed {layer.placement!r}, so that a norm follows the heads"
-            raise SpecError(f"{problem}: {fact} of each layer; use estimate_importance instead")
+            raise SpecError(
+                f"{problem}: {fact} of each layer; use estimate_importance, which needs no such "
+                "form"
+            )
     head = _linear_head(net)
     if head is None or head.cap is not None:
         fact = "it has no output head that is one linear map of every token"

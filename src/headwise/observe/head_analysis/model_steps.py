@@ -162,7 +162,10 @@ class _Walk:
             source = call.args[0]
             source_sequence = inputs.sequence
         if not isinstance(source, Tensor) or source_sequence is None:
-            raise ValueError(f"the states of the source of {layer.name}.{self.role} are unknown")
+            raise ValueError(
+                f"the source of {layer.name}.{self.role} was projected before, so its states are "
+                "unknown"
+            )
         for name in [name for name, norm in norms.items() if calls[norm]]:
             of_norm = calls[norms[name]][-1]
             self.norms[name] = (of_norm.args[0], of_norm.output)
@@ -199,7 +202,10 @@ class _Walk:
         expected = self.output[0, query].float()
         error = float((y[0, 0].float() - expected).abs().max())
         if not error <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
-            raise ValueError(f"the steps do not lead to the model's output (error: {error:.2g})")
+            raise ValueError(
+                f"the steps lead to another output than the model's (by {error:.2g}), so they are "
+                "not shown"
+            )
         self.probed = probe.tensors
         num_heads = len(self.spec.score_head_of_output)
         if not 0 <= self.place.head < num_heads:

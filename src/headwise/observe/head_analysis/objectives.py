@@ -169,7 +169,8 @@ class TargetLoss(Objective):
             return EvaluationInput(inputs, labels.flatten())
         if self.name == "label":
             raise ValueError(
-                f"text {number} has no labels; add {LABELS_INPUT!r}, as the first text has"
+                f"text {number} has no labels; add {LABELS_INPUT!r} to its inputs, as the first "
+                "text has"
             )
         ids = torch.tensor(_get_ids(model, inputs))
         return EvaluationInput(inputs, torch.cat([ids[1:], ids.new_full((1,), IGNORE_INDEX)]))
@@ -335,7 +336,8 @@ def _read_inputs(model: nn.Module, example: Example) -> ModelInputs:
     inputs = prepare_inputs(model, example.model_inputs, 0)
     if any(len(rows) > 1 for rows in inputs.token_rows.values()):
         raise ValueError(
-            f"an example is one text, but its inputs have {inputs.batch_size} rows; split them"
+            f"an example is one text, but its inputs have {inputs.batch_size} rows; make one per "
+            "row"
         )
     return inputs
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...util.errors import check_known, pluralise
+from ...util.errors import pluralise
 from ..head_names import parse_heads
 from .attention_sites import check_found, find_attention
 from .hooks import AttentionHook, SiteModule, hook_sites
@@ -43,7 +43,10 @@ class HeadCall(NamedTuple):
         """Raise unless the last axis of a value has the channels of the output."""
         width = self.output.shape[-1]
         if value.shape[-1] != width:
-            raise ValueError(f"heads of {self.site} output {width} channels, not {value.shape[-1]}")
+            raise ValueError(
+                f"heads of {self.site} output {width} channels, not {value.shape[-1]}; give a "
+                f"vector of {width}"
+            )
 
     @property
     def patched_vectors(self) -> Tensor:
@@ -132,7 +135,8 @@ class Resample(HeadPatch):
             object.__setattr__(self, "rows", tuple(self.rows))
             if not self.rows or any(type(row) is not int or row < 0 for row in self.rows):
                 raise ValueError(
-                    f"rows={self.rows!r} names no rows; give an index >= 0 for each row"
+                    f"rows={self.rows!r} names no rows; give one row index >= 0 for each row, as "
+                    "in (1, 0)"
                 )
         if self.seed is not None:
             check_seed(self.seed)
@@ -190,7 +194,8 @@ class Noise(HeadPatch):
             is_vector = isinstance(value, Tensor) and value.dim() == 1
             if type(value) not in (int, float) and not is_vector:
                 raise ValueError(
-                    f"{name} is of type {type(value).__name__}; give a number or a vector"
+                    f"{name} is of type {type(value).__name__}; give a number, or a tensor "
+                    "[head_dim]"
                 )
             tensor = torch.as_tensor(value)
             if not tensor.isfinite().all() or (name == "std" and (tensor < 0).any()):
@@ -210,7 +215,8 @@ class Noise(HeadPatch):
                 patched = head_call.patched_vectors
                 if len(patched) < 2:
                     raise ValueError(
-                        f"cannot compute mean and std of {len(patched)} tokens; give mean= and std="
+                        f"cannot compute mean and std of {len(patched)} tokens; give mean= and "
+                        "std= to Noise"
                     )
                 value = getattr(patched, name)(0)
             value = torch.as_tensor(value, device=output.device)
@@ -305,7 +311,8 @@ def make_ablation(mode: str, scale: float = 0.0, seed: int = 0) -> HeadPatch:
     """Make the patch of one ablation mode; `scale` belongs to "zero", `seed` to "resample" and
     "noise".
     """
-    check_known("mode", mode, ABLATION_MODES)
+    if mode not in ABLATION_MODES:
+        raise ValueError(f"mode={mode!r} is unknown; give one of {', '.join(ABLATION_MODES)}")
     if type(scale) not in (int, float) or not math.isfinite(scale):
         raise ValueError(f"scale={scale!r} is not a finite number; give 0 to ablate, 0.5 to halve")
     if scale and mode != "zero":
@@ -385,7 +392,8 @@ def patch(
     """
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"values are of type {type(values).__name__}; give a mapping of heads to vectors"
+            f"values are of type {type(values).__name__}; give a mapping of heads, as in {{(3, "
+            "5): vector}"
         )
     patches = {head: _make_patch(head, value) for head, value in values.items()}
     return EditedHeads(model, patches, tokens)
@@ -408,7 +416,8 @@ class EditedHeads:
             is_valid = tokens is None or is_list
         if not is_valid:
             raise ValueError(
-                f"tokens is of type {type(tokens).__name__}; give a torch.bool [B, T] or indices"
+                f"tokens is of type {type(tokens).__name__}; give a tensor [B, T] of torch.bool, "
+                "or column indices"
             )
         self._model = model
         self._tokens = tokens

@@ -372,8 +372,7 @@ def require_ability(
         site = site_modules[0].site
         participle = ABILITY_PARTICIPLES[ability]
         raise ValueError(f"{site.name} cannot be {participle}: {getattr(site, ability).reason}")
-    if model.training:
-        check_eval_mode(model)
+    check_eval_mode(model)
     return able
 
 

@@ -109,7 +109,8 @@ def _read_masks(token_masks: object, stacks: set[str], inputs: ModelInputs) -> T
         check_known("stack", stack, stacks)
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool:
             raise ValueError(
-                "a mask must be a tensor [B, T] of torch.bool, true for the tokens that count"
+                "the mask of a batch must be a tensor [B, T] of torch.bool, true for the tokens "
+                "that count"
             )
     return masks
 
@@ -263,7 +264,8 @@ def _dataset_moments(
         values = outputs[token_mask].cpu().double()
         if not values.isfinite().all():
             raise ValueError(
-                f"heads of {site} output values that are not finite; mask padding or check weights"
+                f"heads of {site} output values that are not finite; mask padding, or check the "
+                "weights"
             )
         if len(values):
             moments.setdefault(site, OutputMoments()).add(values)

@@ -47,7 +47,8 @@ def check_eval_mode(model: nn.Module) -> None:
     """Raise ValueError if a module of a model is in train mode."""
     if any(module.training for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} is in train mode, which changes heads; call model.eval() first"
+            f"{type(model).__name__} is in train mode, where dropout changes what heads do; call "
+            "model.eval() first"
         )
 
 
@@ -499,7 +500,8 @@ def _from_texts(model: nn.Module, texts: Mapping[str, Sequence[str]], steps: int
     is_ragged = any(len(row.ids) < counts[main] for row in rows[main])
     if is_headwise and not has_source and steps and is_ragged:
         raise ValueError(
-            "texts of several lengths cannot be continued together; trace one at a time"
+            "texts of several lengths cannot be traced together while they go on; trace one "
+            "at a time"
         )
     # generated tokens must follow the text directly
     left = is_headwise or (bool(steps) and not has_source)

@@ -262,7 +262,8 @@ class WeightsOnlyCall(ObservedCall):
 
     def head_values(self, head: int) -> tuple[int, Tensor]:
         raise ValueError(
-            "the values of this layer cannot be observed; give this head a mean instead"
+            "only the weights of this layer can be observed, not its values; give this head a "
+            "mean instead"
         )
 
 
@@ -329,7 +330,8 @@ class AttentionInputs(ObservedCall):
         """Return the weights, recomputed in float32 or float64."""
         if self.unsupported:
             raise ValueError(
-                f"cannot recompute weights: {self.unsupported}; read the model's own weights"
+                f"cannot recompute weights: {self.unsupported}; read the weights that the model "
+                "itself returns"
             )
         q_BHTK = to_at_least_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
         k_BGSK = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2))
@@ -407,6 +409,7 @@ class AttentionInputs(ObservedCall):
     def head_values(self, head: int) -> tuple[int, Tensor]:
         if self.unsupported:
             raise ValueError(
-                f"values are unknown: {self.unsupported}; give this head a mean instead"
+                f"values of this layer are unknown: {self.unsupported}; give this head a mean "
+                "instead"
             )
         return head, self.v_BSGV[:, :, self.kv_head_of(head)]

@@ -44,7 +44,8 @@ def make_reader(model: nn.Module) -> TextReader:
         tokenizer = find_tokenizer(model)
         if tokenizer is None:
             raise ValueError(
-                f"{type(model).__name__} comes with no tokenizer; {TOKENIZER_REMEDY}, or ids"
+                f"{type(model).__name__} comes with no tokenizer; {TOKENIZER_REMEDY}, or give "
+                "token ids"
             )
         encode = partial(_encode, tokenizer)
         decode = make_token_decoder(tokenizer)
@@ -54,7 +55,8 @@ def make_reader(model: nn.Module) -> TextReader:
     usage = model.usage
     if usage.tokenizer is None:
         raise SpecError(
-            f"{model.spec.name} has no tokenizer, so it only takes ids; {TOKENIZER_REMEDY}"
+            f"{model.spec.name} has no tokenizer, so it only takes ids; {TOKENIZER_REMEDY}, or "
+            "give ids"
         )
     source, target = load_tokenizers(model)
 

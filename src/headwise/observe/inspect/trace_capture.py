@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...hub.pretrained_models import open_model
 from ...models import Transformer
 from ...report.text import format_bytes
-from ...util.errors import SpecError, check_known
+from ...util.errors import SpecError
 from ...util.model_names import label_model
 from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, Trace
 from ..traces.attention_record import Array
@@ -42,7 +42,7 @@ class Capture:
 
     >>> Capture(extra=("values",))
     Traceback (most recent call last):
-    headwise.util.errors.SpecError: unknown extra tensor 'values'; use one of v, z
+    headwise.util.errors.SpecError: Capture(extra=('values',)) holds 'values'; give some of v, z
     """
 
     extra: tuple[str, ...] = ()
@@ -51,12 +51,21 @@ class Capture:
     precision: str = "own"
 
     def __post_init__(self) -> None:
-        for name in self.extra:
-            check_known("extra tensor", name, EXTRA_TENSORS)
-        check_known("precision", self.precision, PRECISIONS)
+        wrong = [name for name in self.extra if name not in EXTRA_TENSORS]
+        if wrong:
+            raise SpecError(
+                f"Capture(extra={self.extra!r}) holds {wrong[0]!r}; give some of "
+                f"{', '.join(EXTRA_TENSORS)}"
+            )
+        if self.precision not in PRECISIONS:
+            raise SpecError(
+                f"Capture(precision={self.precision!r}) is unknown; give one of "
+                f"{', '.join(PRECISIONS)}"
+            )
         if type(self.budget) is not int or self.budget < 1:
             raise SpecError(
-                f"Capture(budget={self.budget!r}) is no number of bytes; give an integer > 0"
+                f"Capture(budget={self.budget!r}) is not a number of bytes; give an integer > 0, "
+                "as in 10**9"
             )
 
 

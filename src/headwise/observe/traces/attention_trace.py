@@ -154,7 +154,8 @@ class Trace(NotebookResult):
         left, right, _ = keys.indices(layer.num_keys)
         if stop <= start or right <= left:
             raise ValueError(
-                f"a tile of queries {queries} and keys {keys} is empty; give a query and a key"
+                f"a tile of queries {queries} and keys {keys} is empty; give at least one query "
+                "and one key"
             )
 
         def read_bands() -> Iterator[tuple[int, int, Array]]:
@@ -341,7 +342,8 @@ def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
     last = trace.get_layer(site)
     if last.query_stream != last.key_stream:
         raise ValueError(
-            f"{site} is cross-attention, not one stack of tokens; choose self-attention"
+            f"{site} is cross-attention, and a rollout follows one stack of tokens; choose "
+            "self-attention"
         )
     layers = [
         layer

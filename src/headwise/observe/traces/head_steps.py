@@ -277,7 +277,8 @@ def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int =
         for call in layer.calls
     ):
         raise ValueError(
-            f"the queries and keys of {layer.name} are not in order of tokens; trace one call"
+            f"the queries and keys of {layer.name} are not in the order of the tokens; trace one "
+            "forward call"
         )
     queries = layer.arrays["q"][row, : layer.num_queries, head].astype(np.float64)
     keys = layer.arrays["k"][row, : layer.num_keys, layer.kv_head_of_query[head]].astype(np.float64)

@@ -177,7 +177,10 @@ def encode_weights(
     `name` is used in messages.
     """
     if suffix not in EXPORT_SUFFIXES:
-        raise SpecError(f"{name or suffix} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}")
+        raise SpecError(
+            f"{name or suffix} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}; give one of "
+            "these"
+        )
     for layer, _, head in selection.list_heads():
         # refuse an unknown head before anything is written
         trace.head_weights(layer.name, head, slice(0, 1))

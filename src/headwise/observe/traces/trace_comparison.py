@@ -130,7 +130,10 @@ class TraceComparison(TableResult):
         """
         kept_heads = list(self.kept_heads.get(layer.name, range(layer.heads)))
         if head not in kept_heads:
-            raise ValueError(f"head {head} of {layer.name} was removed; kept are {kept_heads}")
+            raise ValueError(
+                f"head {head} of {layer.name} was removed; the heads that were kept are "
+                f"{kept_heads}"
+            )
         place = kept_heads.index(head)
         return _read_queries(self.second, self.sites[layer.name], place, positions, self.row)
 

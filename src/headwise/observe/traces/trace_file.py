@@ -119,7 +119,10 @@ def load_trace(path: Path | str) -> Trace:
 
 def _read_safetensors(path: Path) -> tuple[str, str, dict[str, Array]]:
     if not path.is_file():
-        raise SpecError(f"{path} is not there; give a file that headwise trace --out wrote")
+        raise SpecError(
+            f"cannot open {path}: the file is not there; give a file that headwise trace --out "
+            "wrote"
+        )
     try:
         with cast(Any, safe_open)(path, framework="np") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -150,7 +153,8 @@ def _map_tensor(path: Path, start: int, entry: Mapping[str, Any]) -> Array:
     shape = tuple(entry["shape"])
     if entry["dtype"] not in STORAGE_DTYPES:
         raise SpecError(
-            f"{path} contains a tensor of {entry['dtype']}, which no trace has; trace again"
+            f"{path} contains a tensor of dtype {entry['dtype']}, which traces do not use; trace "
+            "again"
         )
     if 0 in shape:
         return np.zeros(shape, STORAGE_DTYPES[entry["dtype"]])

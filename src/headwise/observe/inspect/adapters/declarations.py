@@ -30,8 +30,8 @@ class AttentionSite:
     key-value heads (default: `heads`).
 
     `attributes` maps attributes of the module that hold sizes to "heads", "kv_heads", or "q", "k",
-    "v" or "out" for the channels of all heads there. Other parameters and buffers with heads need
-    no declaration: their entries are found by gradients.
+    "v" or "out" for the channels of all heads there. Other parameters and buffers with heads need no
+    declaration: their entries are found by gradients.
     """
 
     q: str
@@ -65,7 +65,8 @@ class AttentionSite:
         kv = self.num_kv_heads
         if self.heads < 1 or kv < 1 or self.heads % kv:
             raise ValueError(
-                f"heads={self.heads} and kv_heads={kv} make no equal groups; give a divisor"
+                f"heads={self.heads} and kv_heads={kv} make no equal groups; give a divisor of "
+                "heads"
             )
         if len({self.q, self.k, self.v}) == 2 or self.fused not in FUSED_LAYOUTS:
             layouts = " or ".join(map(repr, FUSED_LAYOUTS))
@@ -78,7 +79,8 @@ class AttentionSite:
         for name, size in self.attributes.items():
             if size not in SIZES or not isinstance(getattr(module, name, None), int):
                 raise ValueError(
-                    f"attribute {name!r} of {kind} is no {size!r}; map ints to {', '.join(SIZES)}"
+                    f"attribute {name!r} of {kind} is no {size!r}; map int attributes to "
+                    f"{', '.join(SIZES)}"
                 )
 
     def _check_widths(self, children: Mapping[str, nn.Module]) -> None:
@@ -181,12 +183,14 @@ def declare(
     children = dict(module.named_modules())
     if output not in children or not get_input_width(children[output]):
         raise ValueError(
-            f"{type(module).__name__} has no projection {output!r}; name an nn.Linear child"
+            f"{type(module).__name__} has no projection {output!r}; name a child that is an "
+            "nn.Linear"
         )
     if not isinstance(heads, int) or heads < 1 or get_input_width(children[output]) % heads:
         width = get_input_width(children[output])
         raise ValueError(
-            f"heads={heads!r} does not divide {width} input channels of {output}; give a divisor"
+            f"heads={heads!r} does not divide the {width} input channels of {output}; give a "
+            "divisor"
         )
     _DECLARATIONS[module] = AttentionDeclaration(heads, output)
 
