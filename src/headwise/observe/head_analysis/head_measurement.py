@@ -71,8 +71,8 @@ SumsOfText = dict[tuple[str, str, str], TextSums]
 
 
 class MeasureCollector(Protocol):
-    """Collects something else during the pass of `measure_heads`, and turns it into measures by site
-    name and head: `DependencyScores`, `AlignmentScores`. Subclasses need only `add_band`.
+    """Collects something else during the pass of `measure_heads`, and turns it into measures by
+    site name and head: `DependencyScores`, `AlignmentScores`. Subclasses need only `add_band`.
     """
 
     def start_example(self, example: Example) -> None:

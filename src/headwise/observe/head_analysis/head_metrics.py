@@ -201,7 +201,7 @@ def punctuation_sums(band: WeightBand) -> SumAndCount:
 
 
 def _neighbour_sums(band: WeightBand, offset: int) -> SumAndCount:
-    """Weight on the key `offset` tokens after the query (-1, 0 or 1), over rows that may read it."""
+    """Weight on the key `offset` tokens after the query (-1, 0 or 1) over rows that may read it."""
     weights, counts = band.neighbour_sums
     return weights[:, 1 + offset], counts[:, 1 + offset]
 
@@ -366,6 +366,7 @@ def find_rarest_tokens(keys: TokenAnnotations) -> Tensor:
     frequency = torch.where(readable, keys.frequency.double(), torch.inf)
     return readable & (frequency == frequency.sort().values[:1])
 
+
 WORD_METRICS = ("separator", "punctuation", "duplicate", "induction", "rare")
 
 
@@ -455,8 +456,8 @@ RowFunction = Callable[[WeightBand], Tensor]
 def _clark_metric(
     name: str, description: str, is_self: bool = False
 ) -> Callable[[RowFunction], RowFunction]:
-    """Return a decorator that defines a metric of Clark et al. by a number of each row, [H, T], as a
-    mean over texts. A text counts once, however many of its rows may read the tokens in question.
+    """Return a decorator that defines a metric of Clark et al. by a number of each row, [H, T], as
+    a mean over texts. A text counts once, however many of its rows may read the tokens in question.
     """
 
     def define(rows: RowFunction) -> RowFunction:

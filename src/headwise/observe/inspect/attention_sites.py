@@ -358,21 +358,22 @@ def check_found(model: nn.Module, site_modules: Sequence[SiteModule]) -> None:
 
 
 def require_ability(
-    model: nn.Module, ability: str, found: Sequence[SiteModule] | None = None
+    model: nn.Module, ability: str, site_modules: Sequence[SiteModule] | None = None
 ) -> list[SiteModule]:
     """Return the sites of a model in eval mode that have an ability, "observe" or "ablate", of
-    those that were `found`.
+    all its sites or of some.
 
     Raises if there are none.
     """
-    site_modules = find_attention(model) if found is None else found
+    site_modules = find_attention(model) if site_modules is None else site_modules
     check_found(model, site_modules)
     able = [one for one in site_modules if getattr(one.site, ability).possible]
     if not able:
         site = site_modules[0].site
         participle = ABILITY_PARTICIPLES[ability]
         raise ValueError(f"{site.name} cannot be {participle}: {getattr(site, ability).reason}")
-    check_eval_mode(model)
+    if model.training:
+        check_eval_mode(model)
     return able
 
 

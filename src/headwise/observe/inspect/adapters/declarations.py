@@ -30,8 +30,8 @@ class AttentionSite:
     key-value heads (default: `heads`).
 
     `attributes` maps attributes of the module that hold sizes to "heads", "kv_heads", or "q", "k",
-    "v" or "out" for the channels of all heads there. Other parameters and buffers with heads need no
-    declaration: their entries are found by gradients.
+    "v" or "out" for the channels of all heads there. Other parameters and buffers with heads need
+    no declaration: their entries are found by gradients.
     """
 
     q: str
