@@ -176,9 +176,9 @@ def test_the_mean_over_heads_and_layers(of: str):
 
 def test_wrong_names_are_errors():
     maps = compute_attention_maps(gpt2(), IDS)
-    with pytest.raises(ValueError, match="unknown of='norm'"):
+    with pytest.raises(ValueError, match="unknown quantity 'norm'; did you mean 'norms'"):
         maps.aggregate("norm")
-    with pytest.raises(ValueError, match=r"there is no site 'decoder\.9\.attention'"):
+    with pytest.raises(ValueError, match=r"unknown site 'decoder\.9\.attention'"):
         maps.weights("decoder.9.attention")
 
 

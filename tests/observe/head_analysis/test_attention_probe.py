@@ -183,7 +183,7 @@ def test_unsupported_models_are_refused():
             train_attention_probe(net, texts)
     with pytest.raises(ValueError, match="in train mode"):
         train_attention_probe(net.train(), examples)
-    with pytest.raises(ValueError, match="it has no self-attention that can be observed"):
+    with pytest.raises(ValueError, match="Linear has no attention that headwise finds"):
         train_attention_probe(torch.nn.Linear(2, 2).eval(), examples)
     with pytest.raises(ValueError, match="weight_decay must be >= 0, got -1"):
         ProbeOptions(weight_decay=-1)

@@ -261,7 +261,7 @@ def test_examples_without_tokens():
 
 
 def test_unknown_conventions_are_refused():
-    with pytest.raises(ValueError, match="unknown convention='clarke'; did you mean 'clark'"):
+    with pytest.raises(ValueError, match="unknown convention 'clarke'; did you mean 'clark'"):
         DependencyScores(convention="clarke")
 
 

@@ -130,7 +130,9 @@ def test_unsupported_models_are_refused_with_the_reason():
 
 
 def test_layers_without_such_maps_are_refused():
-    with pytest.raises(SpecError, match="has no single matrix per head for q; they need layers"):
+    with pytest.raises(
+        SpecError, match="has no single matrix per head for q; they need layers whose q"
+    ):
         layer(project=hw.parts.Collaborative(width=4)).qk_circuit(0)
     with pytest.raises(SpecError, match="which is not a product of W_Q and W_K"):
         layer(similarity=hw.parts.Additive()).qk_circuit(0)

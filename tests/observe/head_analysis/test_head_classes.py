@@ -307,7 +307,7 @@ def test_published_criteria_name_a_head_set_by_hand(criteria: str, options: dict
 
 
 def test_unknown_criteria_and_measures_that_are_missing(decoder: HeadTable):
-    with pytest.raises(ValueError, match="unknown criteria='clarks'; did you mean 'clark'"):
+    with pytest.raises(ValueError, match="unknown criteria 'clarks'; did you mean 'clark'"):
         classify_heads(decoder, criteria="clarks")
     with pytest.raises(
         ValueError,

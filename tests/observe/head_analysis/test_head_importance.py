@@ -521,17 +521,12 @@ def test_bad_input_is_refused():
     ]:
         with pytest.raises(ValueError, match=reason):
             estimate_importance(net, texts)
-    with pytest.raises(ValueError, match="no attention that can be ablated"):
+    with pytest.raises(ValueError, match="has no attention that headwise finds"):
         estimate_importance(nn.Linear(2, 2), [Example(torch.zeros(1, 2), {})])
     with pytest.raises(ValueError, match="in train mode"):
         estimate_importance(net.train(), make_examples(net))
-    for built in (
-        lambda: OutputDrift("token"),
-        lambda: ImportanceOptions(num_examples=1),
-    ):
-        with pytest.raises(
-            ValueError,
-            match=r"unknown .*; did you mean|num_examples must be an integer >= 2",
-        ):
-            built()
+    with pytest.raises(ValueError, match="unknown representation 'token'; did you mean"):
+        OutputDrift("token")
+    with pytest.raises(ValueError, match="num_examples must be an integer >= 2"):
+        ImportanceOptions(num_examples=1)
     assert IMPORTANCE_METHODS["leave-one-out"].unsupported_reason(net) == ""

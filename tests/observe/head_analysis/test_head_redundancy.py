@@ -535,7 +535,7 @@ def test_incomparable_heads_are_refused():
         measure_redundancy(net, make_examples(1), options=LIGHT)
     with pytest.raises(ValueError, match="rows_per_text must be >= 1, got 0"):
         measure_redundancy(net, make_examples(2), options=RedundancyOptions(rows_per_text=0))
-    with pytest.raises(ValueError, match="Linear has no attention that can be observed"):
+    with pytest.raises(ValueError, match="Linear has no attention that headwise finds"):
         measure_redundancy(torch.nn.Linear(2, 2), make_examples(2))
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
         measure_redundancy(net.train(), make_examples(2))
