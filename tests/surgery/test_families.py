@@ -113,6 +113,11 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def tolerance(family: Family) -> float:
+    """Of outputs in float64; Llama 4 rotates queries and keys and routes in float32 for every dtype."""
+    return 1e-6 if family.name == "Llama 4" else 1e-9
+
+
 @pytest.mark.parametrize("family", CASES)
 @torch.no_grad()
 def test_a_pruned_family_equals_zero_columns(family: Family):
@@ -124,7 +129,7 @@ def test_a_pruned_family_equals_zero_columns(family: Family):
     for heads in (whole, each) if sites[0].q > sites[0].kv else (whole,):
         done = hw.prune_module(model, heads, inputs)
         expected = with_zero_columns(model, heads)
-        assert difference(done.after, expected, inputs) < 1e-9
+        assert difference(done.after, expected, inputs) < tolerance(family)
         assert difference(done.after, model, inputs) > 1e-6
         assert done.removed_params == count(model) - count(done.after) > 0
         left = {one.name: one.heads for one in hw.sites(done.after)}
@@ -145,7 +150,7 @@ def test_a_converted_family_equals_averaged_heads(family: Family, tmp_path: Path
         pytest.skip("its pooling is an nn.MultiheadAttention, tested elsewhere")
     kv = min(one.kv for one in readable_sites(model)) // 2
     done = hw.convert_module(model, kv, inputs)
-    assert difference(done.after, with_equal_heads(model, kv), inputs) < 1e-9
+    assert difference(done.after, with_equal_heads(model, kv), inputs) < tolerance(family)
     assert done.removed_params == count(model) - count(done.after) > 0
     small, read = family.build(), family.inputs()
     hw.convert_module(small, kv, read).save_pretrained(tmp_path / "converted")
