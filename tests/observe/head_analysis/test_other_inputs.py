@@ -135,3 +135,14 @@ def test_equal_numbers_of_patches_and_tokens_are_not_confused():
     texts = [{"input_ids": ids(5), "pixel_values": torch.randn(1, 3, 28, 28)} for _ in range(3)]
     for head in hw.heads(model.eval(), texts).heads:
         assert ("punctuation" in head.measures) == head.site.startswith("text")
+
+
+def test_heads_of_both_towers_matter_for_the_embeddings():
+    torch.manual_seed(0)
+    model, make_inputs = clip()
+    texts = [make_inputs() for _ in range(3)]
+    result = hw.importance(model.eval(), texts)
+    assert result.objective == "drift"
+    assert all(head.measure.value > 0 for head in result.heads)
+    assert len(result.heads) == 16
+    assert type(hw.prune(model, 0.5, texts)).__name__ == "ModuleChange"

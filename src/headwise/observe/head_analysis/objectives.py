@@ -87,8 +87,8 @@ def find_mask_id(model: nn.Module) -> int | None:
 
 
 def get_output_tensor(outputs: Any) -> Tensor:
-    """The output tensor of a model: its last hidden state, else its logits, else the first element
-    of a tuple.
+    """The output tensor of a model: its last hidden state, else its logits, else the embeddings of
+    texts and images side by side (CLIP), else the first element of a tuple.
     """
     if isinstance(outputs, Tensor):
         return outputs
@@ -96,6 +96,9 @@ def get_output_tensor(outputs: Any) -> Tensor:
         value = getattr(outputs, name, None)
         if isinstance(value, Tensor):
             return value
+    embeddings: list[Any] = [getattr(outputs, f"{kind}_embeds", None) for kind in ("text", "image")]
+    if all(isinstance(one, Tensor) for one in embeddings):
+        return torch.cat(embeddings, -1)
     if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
         return outputs[0]
     fact = f"cannot find the output tensor in a {type(outputs).__name__}"
