@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import headwise as hw
 from headwise.training.data import make_task
@@ -151,17 +152,22 @@ def test_a_dry_run_shows_plan_sizes_and_folder(plain_model, folders, tmp_path, c
     assert "the folder will be a plain transformers checkpoint" in stdout
     assert "nothing was written" in stdout
     row = next(line for line in stdout.splitlines() if line.startswith("decoder.0.attention"))
-    assert row.split() == [
+    assert row.split()[:5] == [
         *("decoder.0.attention", str(first.q), str(first.q // 2)),
         *(str(first.kv), str(first.kv // 2)),
     ]
+    plan = json.loads(run_ok(capsys, *base, "--by", "random", "--keep", "0.5", "--json"))
+    assert [*map(int, row.split()[5:])] == plan["keep"]["decoder.0.attention"]
+    assert len(plan["keep"]["decoder.0.attention"]) == first.q // 2
+    out = ["--out", tmp_path / "never"]
+    assert "nothing was written" in run_ok(capsys, *base, "--by", "random", "--keep", "0.5", *out)
     small = hw.prune(hw.load(plain_model), 0.5, TEXTS.splitlines()).after
     assert f"{sum(one.numel() for one in small.parameters()):,}" in stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
     group = ",".join(map(str, range(first.q // first.kv)))
     uneven = " ".join(run_ok(capsys, *base, "--heads", f"0:{group}").split())
     assert "will not be a plain transformers checkpoint, because layer 1 keeps" in uneven
-    assert f"equal numbers of heads would be one: --keep {first.q // 2}" in uneven
+    assert f"equal numbers of heads would give one: --keep {first.q // 2}" in uneven
     code, _, err = run_command(capsys, *base[:-1], "--keep", "0.5")
     assert (code, err) == (2, "headwise: missing --out DIR; add it; see headwise prune --help\n")
 
@@ -311,3 +317,20 @@ def test_a_changed_hybrid_comes_with_a_report(
     assert costs["cache per token"] == (2 * 2 * 8 * 4, 2 * 8 * 4)
     removed = 2 * 8 * 32 + (6 * 8 * 32 if command == "prune" else 0)
     assert costs["parameters"][0] - costs["parameters"][1] == removed
+
+
+def test_a_named_tokenizer_is_written_with_the_smaller_model(tmp_path, capsys):
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        pad_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
+    (tmp_path / "texts.txt").write_text(TEXTS)
+    words = ("--data", tmp_path / "texts.txt", "--no-speed", "--out", tmp_path / "smaller")
+    run_ok(capsys, "prune", tmp_path / "tiny", "--heads", "0:1", "--tokenizer", "bytes", *words)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "smaller")
+    assert tokenizer("a b").input_ids == [97, 32, 98]

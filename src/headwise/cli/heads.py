@@ -155,7 +155,8 @@ class HeadsOptions(TextOptions):
         check_model_path("MODEL", self.model)
         if self.text is not None:
             shared = " ".join(("model text tokenizer device dtype json", *ONE_TEXT))
-            self._allow_only(shared, "needs many texts, and --text gives one")
+            remedy = "leave it out, or give --data FILE instead of --text"
+            self._allow_only(shared, "reads the texts of a file, and --text gives one", remedy)
             check_text_model(self.model, "--text", "give --images PATH")
             if self.head is not None and self.show in ("rollout", "logits"):
                 raise UsageError("--head belongs to --show weights or norms; leave it out")
@@ -180,10 +181,10 @@ class HeadsOptions(TextOptions):
             fact = "--engine ray measures texts and images without dependencies and alignments"
             raise UsageError(f"{fact}; leave it out")
 
-    def _allow_only(self, names: str, fact: str) -> None:
+    def _allow_only(self, names: str, fact: str, remedy: str = "leave it out") -> None:
         for name, flag in self.options_set.items():
             if name not in names.split():
-                raise UsageError(f"{flag} {fact}; leave it out")
+                raise UsageError(f"{flag} {fact}; {remedy}")
 
 
 @dataclass

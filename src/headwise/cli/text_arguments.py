@@ -21,7 +21,6 @@ from .arguments import (
     check_text_model,
     parse_assignments,
     print_note,
-    print_page,
     print_result,
 )
 from .options import (
@@ -220,7 +219,7 @@ class CompressionOptions(SurgeryOptions):
     """
 
     needs = {"eval_limit": "eval", "context": "perplexity", "stride": "perplexity"}
-    excludes = ("dry_run out", "dry_run uptrain", "dry_run json", "no_speed seconds")
+    excludes = ("dry_run uptrain", "no_speed seconds")
     out: str = ""
     dry_run: bool = False
     no_speed: bool = False
@@ -398,8 +397,8 @@ class CompressionRun:
             if reason and is_native and self.source and self.args.command == "prune":
                 counts = list_plain_counts(result.before, self.source)
                 listed = " or ".join(map(str, counts))
-                remedy = f"equal numbers of heads would be one: --keep {listed}"
-                text += f"; {remedy if counts else 'no number of heads would be one'}"
+                remedy = f"equal numbers of heads would give one: --keep {listed}"
+                text += f"; {remedy if counts else 'no number of heads would give one'}"
         self.report_progress("")
         if not self.args.dry_run:
             if reason:
@@ -415,7 +414,19 @@ class CompressionRun:
         costs = compare_cost(result.before, result.after, self.args.length)
         end = f"writing and verifying it would take about {format_seconds(seconds)}"
         items = [*result.report_items, cost_table(costs), f"{text}; {end}; nothing was written"]
-        print_page("\n\n".join(map(to_text, items)))
+        shown = "\n\n".join(map(to_text, items))
+        print_result(self.args, shown, result.record | {"folder": text, "seconds": seconds})
+
+    def _named_tokenizer(self) -> dict[str, bytes]:
+        """The tokenizer of --tokenizer as a file, for a folder that has none."""
+        from ..models import Transformer
+        from ..models.model_spec.serialization import TOKENIZER_FILE
+
+        text = self.net.usage.tokenizer if isinstance(self.net, Transformer) else None
+        is_there = self.source is not None and (self.source / TOKENIZER_FILE).is_file()
+        if self.args.tokenizer is None or text is None or is_there:
+            return {}
+        return {TOKENIZER_FILE: text.encode()}
 
     def finish(self, result: SurgeryResult) -> int:
         """Retrain the changed model if asked, write it with its verification report, print a
@@ -441,7 +452,7 @@ class CompressionRun:
             notes=(*self.notes, *record["notes"]),
             command=shlex.join(["headwise", *sys.argv[1:]]),
         )
-        folder = OutputFolder(Path(args.out), args.existing, self.source)
+        folder = OutputFolder(Path(args.out), args.existing, self.source, self._named_tokenizer())
         written, verification = write_and_verify(
             result, model, self.verification_examples, options, folder, record, self.report_progress
         )

@@ -27,7 +27,7 @@ class NotebookResult(ABC):
     @property
     @abstractmethod
     def report_items(self) -> Sequence[Item]:
-        """The result as paragraphs, tables and figures; `to_pandas` returns the first table."""
+        """The result as paragraphs, tables and figures; `to_pandas` returns the longest table."""
 
     def __repr__(self) -> str:
         first = self.report_items[0]
@@ -49,7 +49,8 @@ class NotebookResult(ABC):
             pandas = import_module("pandas")
         except ImportError:
             raise SpecError("cannot make a DataFrame without pandas; pip install pandas") from None
-        table = next(one for one in self.report_items if isinstance(one, Table))
+        tables = [one for one in self.report_items if isinstance(one, Table)]
+        table = max(tables, key=lambda one: len(one.rows))
         header, *rows = flat_rows(table)
         return pandas.DataFrame(rows, columns=header)
 
@@ -71,10 +72,20 @@ class TableResult(NotebookResult):
         return to_text(self.table)
 
 
+class ShownTable(Table, TableResult):
+    """A table that shows itself in a notebook and prints as text."""
+
+    @property
+    def table(self) -> Table:
+        return Table(self.title, self.columns, self.rows, self.notes, self.bold)
+
+    __repr__ = TableResult.__repr__
+
+
 def _shorten(table: Table) -> Table:
     """Return the first rows of a table, with a note if there are more."""
     num_more = len(table.rows) - MAX_ROWS
     if num_more <= 0:
         return table
-    note = f"and {num_more:,} more rows; print() and .to_pandas() have all"
+    note = f"and {num_more:,} more rows; .to_pandas() has all"
     return replace(table, rows=table.rows[:MAX_ROWS], notes=(note, *table.notes))

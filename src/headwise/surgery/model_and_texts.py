@@ -180,8 +180,10 @@ class SurgeryResult(NotebookResult):
     def report_items(self) -> Sequence[Item]:
         """The query heads and key-value heads of every attention, before and after."""
         title, *notes = str(self).splitlines()
-        columns = ("site", "heads", "heads after", "KV heads", "KV heads after")
-        return [Table(title, columns, self.head_rows, notes)]
+        columns = ("site", "heads", "heads after", "KV heads", "KV heads after", "heads kept")
+        kept = self.verification_options.get("keep", {})
+        rows = [(*row, " ".join(map(str, kept.get(row[0], ())))) for row in self.head_rows]
+        return [Table(title, columns, rows, notes).without_empty_columns()]
 
     @property
     def record(self) -> dict[str, Any]:

@@ -240,7 +240,8 @@ def test_the_chosen_objective_is_reported():
     chosen, reason = choose_objective(classifier(), None, example_with())
     assert (chosen.name, reason) == (
         "drift",
-        "the objective is drift: the texts come without labels",
+        "the objective is drift (1 - cosine similarity of the outputs, means over tokens): "
+        "the texts come without labels",
     )
     chosen, reason = choose_objective(classifier(outputs=0), None, example_with())
     assert (chosen.name, "has no head whose loss is known" in reason) == ("drift", True)

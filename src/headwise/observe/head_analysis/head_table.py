@@ -8,14 +8,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ...report.data import Column, Estimate as Measure, Figure, HeatMap, Item, Table
-from ...report.notebook import NotebookResult
+from ...report.notebook import NotebookResult, ShownTable
 from ...report.render import colour_text, note_lines, to_csv, to_plain, to_text
 from ...report.text import NOT_MEASURED, choose_format, format_p, wrap
-from ...util.errors import pluralise
-from ..head_names import print_head
+from ...util.errors import check_known, pluralise
+from ..head_names import locate_head, print_head
 
 # Letter and colour of each class. Colours are from Okabe and Ito; the letter distinguishes classes
 # without colour.
@@ -139,7 +140,9 @@ class HeadTable(NotebookResult):
 
     @property
     def report_items(self) -> Sequence[Item]:
-        """The grid of classes, and a row for each head with the value of every measure."""
+        """The grid of classes, the heads with the highest scores and their evidence, and a row for
+        each head with the value of every measure.
+        """
         names = list(dict.fromkeys(name for head in self.heads for name in head.measures))
         rows: list[list[Any]] = []
         for head in self.heads:
@@ -149,7 +152,7 @@ class HeadTable(NotebookResult):
             ]
             rows.append([head.site, head.head, best.name, best.score, *values])
         columns = ("site", "head", "class", "score", *names)
-        return [self.class_grid(), Table("", columns, rows, self.notes)]
+        return [self.class_grid(), self.evidence, Table("", columns, rows, self.notes)]
 
     def to_text(self, colour: bool = False) -> str:
         """Return the table for a terminal; `colour` allows ANSI colours."""
@@ -169,6 +172,19 @@ class HeadTable(NotebookResult):
         return "\n".join([*lines, *note_lines(self.notes)])
 
     @property
+    def evidence(self) -> Table:
+        """The heads with the highest scores in each class and why; of one text those furthest above
+        chance.
+        """
+        if self.texts == "1 text":
+            return self.strongest
+        rows: list[tuple[Any, ...]] = []
+        for group in [*CLASS_STYLES][:-1]:  # without unclear
+            for one, head in self.class_members(group)[:HEADS_PER_CLASS]:
+                rows.append((self.name(head), one.name, f"{one.score:.2f}", one.evidence))
+        return ShownTable("", ("head", "class", "score", "evidence"), rows)
+
+    @property
     def strongest(self) -> Table:
         """The heads with a measure that is furthest above its chance level."""
         rows: list[tuple[Any, ...]] = []
@@ -182,7 +198,7 @@ class HeadTable(NotebookResult):
                 rows.append((self.name(head), best, value, chance, int(num_rows)))
         rows.sort(key=lambda row: row[3] - row[2])
         columns = ("head", "measure", "value", "chance", "rows")
-        return Table("furthest above chance", columns, rows[:NUM_STRONGEST])
+        return ShownTable("furthest above chance", columns, rows[:NUM_STRONGEST])
 
     def name(self, head: HeadMeasures) -> str:
         """Return the short name of a head, such as L0H3."""
@@ -224,6 +240,7 @@ class HeadTable(NotebookResult):
 
     def class_members(self, group: str) -> list[tuple[HeadClass, HeadMeasures]]:
         """Return the classes of a group with their heads, the highest score first."""
+        check_known("class", group, CLASS_STYLES)
         members: list[tuple[HeadClass, HeadMeasures]] = []
         for head in self.heads:
             members += [(one, head) for one in head.classes if class_group(one.name) == group]
@@ -241,11 +258,14 @@ class HeadTable(NotebookResult):
         ]
         columns = ("site", "head", *alike, "classes")
         title = f"{self.model}, {self.texts}; {INTERVAL_NOTE}"
-        return Table(title, columns, rows, self.notes)
+        return ShownTable(title, columns, rows, self.notes)
 
-    def head(self, site: str, number: int) -> HeadMeasures:
-        """Return head `number` of the site named `site`; raise ValueError if the table has none."""
+    def head(self, site: str, number: int | None = None) -> HeadMeasures:
+        """Return a head by the name of its site and its number, or by its own name, as in L0H3."""
         return _find_head(self.heads, site, number)
+
+    def __getitem__(self, name: str) -> HeadMeasures:
+        return self.head(name)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -282,7 +302,10 @@ class HeadTable(NotebookResult):
         return to_csv(Table("", (*columns, *Measure._fields), rows))
 
 
-def _find_head(heads: Sequence[Any], site: str, number: int) -> Any:
+def _find_head(heads: Sequence[Any], site: str, number: int | None) -> Any:
+    if number is None:
+        layers = [SimpleNamespace(**vars(head) | {"name": head.site}) for head in heads]
+        site, number = locate_head(site, {one.name: one for one in layers}.values())
     for head in heads:
         if (head.site, head.head) == (site, number):
             return head
@@ -338,8 +361,8 @@ class ImportanceResult(NotebookResult):
         """Return the result with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def head(self, site: str, number: int) -> HeadImportance:
-        """Return head `number` of the site named `site`; raise ValueError if it was not rated."""
+    def head(self, site: str, number: int | None = None) -> HeadImportance:
+        """Return a head by the name of its site and its number, or by its own name, as in L0H3."""
         return _find_head(self.heads, site, number)
 
     @property

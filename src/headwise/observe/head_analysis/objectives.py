@@ -325,7 +325,8 @@ def choose_objective(
         reason = objective.unsupported_reason(model, example)
         if not reason:
             return objective, f"the objective is {objective.name} loss, by the model's own head"
-    return OutputDrift(), f"the objective is drift: {reason}"
+    drift = "drift (1 - cosine similarity of the outputs, means over tokens)"
+    return OutputDrift(), f"the objective is {drift}: {reason}"
 
 
 def _other_head(model: nn.Module, name: str) -> str:

@@ -216,7 +216,7 @@ def importance(
 ) -> ImportanceResult:
     """Estimate how much every head of a model matters over texts; the result prints as a table.
 
-    Model, texts and tokenizer as in `hw.heads`; method, objective and options as in
+    Model, texts (two or more) and tokenizer as in `hw.heads`; method, objective and options as in
     `hw.estimate_importance`.
 
     >>> import headwise as hw
