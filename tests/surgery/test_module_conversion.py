@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -308,3 +309,20 @@ def test_prune_and_convert_name_the_functions_for_any_module():
             SpecError, match=r"TransformerEncoder .*hw\.prune_module.*hw\.convert_module"
         ):
             change()
+
+
+def test_a_norm_of_each_head_cannot_be_averaged():
+    config = transformers.StableLmConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        qk_layernorm=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = transformers.StableLmForCausalLM(config).eval()
+    with pytest.raises(SpecError, match=r"k_layernorm\.norms\.0\.weight belongs to some of its"):
+        hw.convert(model, 1)

@@ -267,6 +267,12 @@ def convert_module(
     changes = dict[str, SiteChange]()
     shared = dict[str, SharedEntries]()
     for name in chosen:
+        for tensor, one in rows[name].items():
+            if len({*one.labels} - {-1}) < counts[name][0].kv_heads:
+                raise SpecError(
+                    f"cannot convert {name}: {tensor} belongs to some of its heads alone, as a norm "
+                    "for each head does; leave it as it is"
+                )
         maps = {tensor: one.pool(groups[name]) for tensor, one in rows[name].items()}
         changes[name] = (sites[name], *counts[name], maps)
         if isinstance(strategy, Pool):
