@@ -181,8 +181,8 @@ class SurgeryResult(NotebookResult):
         """The query heads and key-value heads of every attention, before and after."""
         title, *notes = str(self).splitlines()
         columns = ("site", "heads", "heads after", "KV heads", "KV heads after", "heads kept")
-        kept = self.verification_options.get("keep", {})
-        rows = [(*row, " ".join(map(str, kept.get(row[0], ())))) for row in self.head_rows]
+        kept_heads = self.verification_options.get("keep", {})
+        rows = [(*row, " ".join(map(str, kept_heads.get(row[0], ())))) for row in self.head_rows]
         return [Table(title, columns, rows, notes).without_empty_columns()]
 
     @property

@@ -270,8 +270,8 @@ def convert_module(
         for tensor, one in rows[name].items():
             if len({*one.labels} - {-1}) < counts[name][0].kv_heads:
                 raise SpecError(
-                    f"cannot convert {name}: {tensor} belongs to some of its heads alone, as a norm "
-                    "for each head does; leave it as it is"
+                    f"cannot convert {name}: {tensor} belongs to some of its heads alone, as a "
+                    "norm for each head does; leave it as it is"
                 )
         maps = {tensor: one.pool(groups[name]) for tensor, one in rows[name].items()}
         changes[name] = (sites[name], *counts[name], maps)
