@@ -40,7 +40,7 @@ def parse_heads(name: str) -> tuple[str, tuple[int, ...]]:
     >>> parse_heads("L0H3"), parse_heads("-1:1,3"), parse_heads("decoder.1.cross:3")
     (('L0', (3,)), ('-1', (1, 3)), ('decoder.1.cross', (3,)))
     """
-    match = SHORT_HEADS.fullmatch(name) or SITE_HEADS.fullmatch(name)
+    match = SHORT_HEADS.fullmatch(str(name)) or SITE_HEADS.fullmatch(str(name))
     if match is None:
         raise ValueError(f"{name!r} is not a head; write {HEAD_EXAMPLES}")
     return match[1], tuple(map(int, match[2].split(",")))

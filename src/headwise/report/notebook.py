@@ -27,7 +27,12 @@ class NotebookResult(ABC):
     @property
     @abstractmethod
     def report_items(self) -> Sequence[Item]:
-        """The result as paragraphs, tables and figures; `to_pandas` returns the longest table."""
+        """The result as paragraphs, tables and figures; `to_pandas` returns the first table."""
+
+    @property
+    def main_table(self) -> Table:
+        """The table that `to_pandas` returns."""
+        return next(one for one in self.report_items if isinstance(one, Table))
 
     def __repr__(self) -> str:
         first = self.report_items[0]
@@ -49,9 +54,7 @@ class NotebookResult(ABC):
             pandas = import_module("pandas")
         except ImportError:
             raise SpecError("cannot make a DataFrame without pandas; pip install pandas") from None
-        tables = [one for one in self.report_items if isinstance(one, Table)]
-        table = max(tables, key=lambda one: len(one.rows))
-        header, *rows = flat_rows(table)
+        header, *rows = flat_rows(self.main_table)
         return pandas.DataFrame(rows, columns=header)
 
 

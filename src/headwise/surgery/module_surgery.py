@@ -267,12 +267,7 @@ def convert_module(
     changes = dict[str, SiteChange]()
     shared = dict[str, SharedEntries]()
     for name in chosen:
-        for tensor, one in rows[name].items():
-            if len({*one.labels} - {-1}) < counts[name][0].kv_heads:
-                raise SpecError(
-                    f"cannot convert {name}: {tensor} belongs to some of its heads alone, as a "
-                    "norm for each head does; leave it as it is"
-                )
+        _check_rows_of_all(name, rows[name], counts[name][0].kv_heads)
         maps = {tensor: one.pool(groups[name]) for tensor, one in rows[name].items()}
         changes[name] = (sites[name], *counts[name], maps)
         if isinstance(strategy, Pool):
@@ -307,6 +302,16 @@ def convert_module(
     original = OriginalModel(model)
     changed = ModuleChange(model, after, original, difference, inputs, every, groups=groups)
     return replace(changed, equal_heads=equal_heads)
+
+
+def _check_rows_of_all(name: str, rows: Mapping[str, KeyValueRows], num_heads: int) -> None:
+    """Refuse a site whose heads have tensors of their own, which no mean of rows replaces."""
+    for tensor, one in rows.items():
+        if len({*one.labels} - {-1}) < num_heads:
+            raise SpecError(
+                f"cannot convert {name}: {tensor} belongs to some of its heads alone, as a norm "
+                "for each head does; leave it as it is"
+            )
 
 
 def _group_heads(name: str, old: HeadCounts, strategy: AttentionConversion) -> HeadGroups:

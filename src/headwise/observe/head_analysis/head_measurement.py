@@ -188,9 +188,8 @@ class MetricSums:
         computed: dict[Any, SumAndCount] = {}  # several metrics reduce the same sums
         sums_by_metric: dict[str, SumAndCount] = {}
         for metric in metrics:
-            if metric.self_attention_only and not band.is_self_attention:
-                continue
-            if metric.name in WORD_METRICS and not band.key_tokens.has_words:
+            is_missing = metric.self_attention_only and not band.is_self_attention
+            if is_missing or (metric.name in WORD_METRICS and not band.key_tokens.has_words):
                 continue
             compute = (is_chance and metric.compute_chance) or metric.compute_sums
             key = (compute, metric.weight_source)

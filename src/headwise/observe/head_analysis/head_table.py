@@ -36,6 +36,7 @@ CLASS_STYLES: Mapping[str, tuple[str, str]] = {
     "column": ("V", "#117733"),
     "unclear": ("·", ""),
 }
+NAMED_CLASSES = [name for name in CLASS_STYLES if name != "unclear"]
 CLASS_GROUPS = {
     "offset": "positional",
     "previous": "positional",
@@ -140,9 +141,13 @@ class HeadTable(NotebookResult):
 
     @property
     def report_items(self) -> Sequence[Item]:
-        """The grid of classes, the heads with the highest scores and their evidence, and a row for
-        each head with the value of every measure.
-        """
+        """The grid of classes, the heads with the highest scores and why, and all heads."""
+        evidence = self.evidence
+        return [self.class_grid(), *([evidence] if evidence.rows else []), self.main_table]
+
+    @property
+    def main_table(self) -> Table:
+        """A row for each head with the value of every measure."""
         names = list(dict.fromkeys(name for head in self.heads for name in head.measures))
         rows: list[list[Any]] = []
         for head in self.heads:
@@ -152,13 +157,14 @@ class HeadTable(NotebookResult):
             ]
             rows.append([head.site, head.head, best.name, best.score, *values])
         columns = ("site", "head", "class", "score", *names)
-        return [self.class_grid(), self.evidence, Table("", columns, rows, self.notes)]
+        return Table("", columns, rows, self.notes)
 
     def to_text(self, colour: bool = False) -> str:
         """Return the table for a terminal; `colour` allows ANSI colours."""
         lines = [to_text(self.class_grid(), colour=colour)]
-        for group, (letter, shade) in CLASS_STYLES.items():
-            members = [] if group == "unclear" else self.class_members(group)
+        for group in NAMED_CLASSES:
+            letter, shade = CLASS_STYLES[group]
+            members = self.class_members(group)
             if not members:
                 continue
             count = pluralise(len({id(head) for _, head in members}), "head")
@@ -179,7 +185,7 @@ class HeadTable(NotebookResult):
         if self.texts == "1 text":
             return self.strongest
         rows: list[tuple[Any, ...]] = []
-        for group in [*CLASS_STYLES][:-1]:  # without unclear
+        for group in NAMED_CLASSES:
             for one, head in self.class_members(group)[:HEADS_PER_CLASS]:
                 rows.append((self.name(head), one.name, f"{one.score:.2f}", one.evidence))
         return ShownTable("", ("head", "class", "score", "evidence"), rows)

@@ -459,7 +459,7 @@ def stream_weight_bands(
     device of the weights.
     """
     windows = getattr(getattr(model, "config", None), "attention_window", 1)
-    multiple = max(windows) if isinstance(windows, list) else windows
+    multiple = max(windows) if isinstance(windows, list) else windows or 1
     hooks: dict[str, AttentionHook] = {}
     for module in sites:
         site = module.site
