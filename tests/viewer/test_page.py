@@ -113,7 +113,7 @@ def test_the_lab_shows_what_the_model_gives(page: Any, gpt: OpenModel):
         page.get_by_role("gridcell").first.wait_for()
         page.get_by_role("link", name="Lab").click()
         page.get_by_role("switch", name="L1 H2").click()
-        assert page.get_by_role("switch", name="L1 H2").get_attribute("aria-checked") == "false"
+        page.get_by_role("switch", name="L1 H2", checked=False).wait_for()
         page.get_by_text("1 head is off: before → after").wait_for()
         effect = page.get_by_test_id("effect")
         effect.wait_for()
@@ -123,6 +123,39 @@ def test_the_lab_shows_what_the_model_gives(page: Any, gpt: OpenModel):
         page.get_by_text("1 head is off", exact=True).wait_for()
         page.get_by_role("button", name="Switch on").click()
         page.get_by_text("1 head is off", exact=True).wait_for(state="detached")
+
+
+def test_a_head_stays_off_when_measures_come_after_the_click(page: Any, gpt: OpenModel):
+    asked: list[Any] = []
+
+    def answer_first(route: Any) -> None:
+        asked.append(route)
+        if len(asked) != 2:
+            route.continue_()
+
+    page.route("**/api/measures", answer_first)
+    with served(gpt) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        while len(asked) < 2:  # what the page asks when the heads have been measured
+            page.wait_for_timeout(20)
+        page.get_by_role("link", name="Lab").click()
+        page.get_by_role("switch", name="L1 H2").click()
+        page.get_by_role("switch", name="L1 H2", checked=False).wait_for()
+        with page.expect_response("**/api/thumbnails"):
+            asked[1].continue_()
+        page.wait_for_timeout(200)
+        assert page.get_by_role("switch", name="L1 H2", checked=False).count() == 1
+        page.unroute_all(behavior="ignoreErrors")
+
+
+def test_a_screen_says_that_the_server_has_stopped(page: Any, gpt: OpenModel):
+    with served(gpt) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.wait_for_load_state("networkidle")
+    page.get_by_role("link", name="Lab").click()
+    page.get_by_role("alert").get_by_text("The server does not answer").wait_for()
 
 
 # --- hands ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import { CommandBox, KeySheet } from "./components/overlays";
 import { Shell } from "./components/shell";
 import { t, type TextKey } from "./i18n";
 import { MapScreen } from "./screens/map";
+import { NO_SERVER } from "./source";
 
 /** Screens that are loaded when one of their group is opened first. */
 const views = () => import("./screens/views");
@@ -46,7 +47,8 @@ function CurrentScreen(): JSX.Element {
   }
   const Screen = loaded.value[id];
   if (Screen) return <Screen />;
-  void LAZY[id]?.().then((component) => (loaded.value = { ...loaded.value, [id]: component }));
+  const part = LAZY[id]?.();
+  if (part) showLater(part, (component) => (loaded.value = { ...loaded.value, [id]: component }));
   return <p class="t3">{t("state.loading")}</p>;
 }
 
@@ -56,8 +58,13 @@ const drawer = signal<ComponentType | null>(null);
 function Export(): JSX.Element | null {
   const Drawer = drawer.value;
   if (Drawer) return <Drawer />;
-  void import("./components/export_drawer").then(({ ExportDrawer }) => (drawer.value = ExportDrawer));
+  showLater(import("./components/export_drawer"), ({ ExportDrawer }) => (drawer.value = ExportDrawer));
   return null;
+}
+
+/** Show a part of the page when it has come; without its server the page says so. */
+function showLater<Part>(part: Promise<Part>, show: (part: Part) => void): void {
+  part.then(show, () => (loadError.value = NO_SERVER));
 }
 
 function App(): JSX.Element {

@@ -108,6 +108,9 @@ export interface SavedFile {
   blob: Blob;
 }
 
+/** What the page says when its server does not answer. */
+export const NO_SERVER: PageError = { fact: "error.noServer", remedy: "error.noServerRemedy" };
+
 /** An answer that the server refused, with its fact and remedy. */
 export class RequestError extends Error {
   constructor(
@@ -165,7 +168,7 @@ export class LiveSource implements DataSource {
       });
     } catch (error) {
       if (error instanceof DOMException && error.name === "AbortError") throw error;
-      throw new RequestError(0, { fact: "error.noServer", remedy: "error.noServerRemedy" });
+      throw new RequestError(0, NO_SERVER);
     }
     if (!response.ok) {
       const body = await response.json().catch(() => null);

@@ -211,8 +211,8 @@ export function moveHead(layers: number, heads: number): void {
 export async function loadDocument(): Promise<void> {
   try {
     const found = await source.document();
-    const before = doc.value;
     const table = found.sites.length ? await source.fetchArrays("measures") : null;
+    const before = doc.value; // read only now: a head may have been switched off while the measures came
     const isSameModel = before?.sites.length === found.sites.length && before.sites.every((item, number) => item.name === found.sites[number]!.name);
     batch(() => {
       doc.value = { ...found, ablated: isSameModel ? before!.ablated : [] };
